@@ -1,0 +1,325 @@
+//! The backward pass over a tile: one exponential, the contract's formula and one write an element.
+//!
+//! Every element is computed alike wherever a row starts and however it is cut, so rows that do not
+//! start on 64 bytes cost two ragged ends and no more: reads may straddle cache lines, writes never.
+
+use xentile::Element;
+
+use super::matrix::Matrix;
+use crate::Job;
+use crate::math::{exp, tanh_with_derivative};
+use crate::simd::{MAX_CHUNK, Simd};
+
+/// Gradients of at least this many bytes are written past the caches, since they cannot stay there;
+/// smaller ones are left for their reader to find.
+const STREAM_BYTES: usize = 8 << 20;
+
+/// Writes start on multiples of this, except at the ends of a row.
+const LINE_BYTES: usize = 64;
+
+/// The gradient of one row.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum RowGradient {
+    /// The same value everywhere; logits are not read.
+    Fill(f32),
+    /// `at_label` in column `label`, elsewhere `probability * EXP_SCALE * exp(z - shift) + constant`,
+    /// times the derivative of softcap where there is one, and 0 where z is -inf.
+    Formula { shift: f32, probability: f32, constant: f32, label: usize, at_label: f32 },
+}
+
+/// The pass over the rows of one tile.
+pub(super) struct Gradient<'a, E> {
+    pub(super) matrix: &'a Matrix<'a, E>,
+    /// The tile's first token.
+    pub(super) first: usize,
+    /// The tile's rows.
+    pub(super) rows: &'a [RowGradient],
+    pub(super) block_size: usize,
+    pub(super) softcap: Option<f64>,
+    /// Ask, while writing a row, for the logits this many tokens on, so that reading the next tile
+    /// overlaps with writing this one.
+    pub(super) prefetch_tokens: Option<usize>,
+}
+
+impl<E: Element> Job for Gradient<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let bytes = self.matrix.shape().elements() * size_of::<E>();
+        if bytes >= STREAM_BYTES {
+            self.choose_cap::<S, true>(s);
+            s.fence();
+        } else {
+            self.choose_cap::<S, false>(s);
+        }
+    }
+}
+
+impl<E: Element> Gradient<'_, E> {
+    #[inline(always)]
+    fn choose_cap<S: Simd, const STREAM: bool>(self, s: S) {
+        let constant = |row: &RowGradient| match row {
+            RowGradient::Fill(_) => false,
+            RowGradient::Formula { constant, .. } => *constant != 0.0,
+        };
+        match (self.softcap, self.rows.iter().any(constant)) {
+            (None, false) => self.pass::<S, STREAM, false, false>(s, 0.0),
+            (None, true) => self.pass::<S, STREAM, false, true>(s, 0.0),
+            // One form for both: beside tanh the constant costs nothing.
+            (Some(cap), _) => self.pass::<S, STREAM, true, true>(s, cap as f32),
+        }
+    }
+
+    #[inline(always)]
+    fn pass<S: Simd, const STREAM: bool, const CAP: bool, const CONSTANT: bool>(
+        self,
+        s: S,
+        cap: f32,
+    ) {
+        let shape = self.matrix.shape();
+        // Whole chunks, so that only a row's own ends are ragged.
+        let step = self.block_size.div_ceil(S::CHUNK) * S::CHUNK;
+        for block in 0..shape.vocab().div_ceil(step) {
+            for (&gradient, token) in self.rows.iter().zip(self.first..) {
+                let ahead = self.prefetch_tokens.filter(|ahead| token + ahead < shape.tokens());
+                let row = Row::<S, E, STREAM, CAP, CONSTANT> {
+                    simd: s,
+                    from: self.matrix.logits(token),
+                    to: self.matrix.dlogits(token),
+                    columns: shape.vocab(),
+                    cap: s.splat(cap),
+                    prefetch: ahead.map(|ahead| ahead * shape.vocab()),
+                };
+                // SAFETY: this task alone has the tile's rows, each V elements long on both sides.
+                unsafe { row.write(gradient, block, step) };
+            }
+        }
+    }
+}
+
+/// One row to read and to write, which may be the same memory.
+struct Row<S: Simd, E, const STREAM: bool, const CAP: bool, const CONSTANT: bool> {
+    simd: S,
+    from: *const E,
+    to: *mut E,
+    columns: usize,
+    cap: S::Vector,
+    /// How many elements ahead to prefetch.
+    prefetch: Option<usize>,
+}
+
+/// [`RowGradient::Formula`] in vectors.
+#[derive(Clone, Copy)]
+struct Formula<V> {
+    shift: V,
+    probability: V,
+    constant: V,
+}
+
+impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: bool>
+    Row<S, E, STREAM, CAP, CONSTANT>
+{
+    /// Writes block number `block` of the row: `step` columns, counted from where the output first
+    /// meets a line boundary. The first block also takes what lies before, the last what is left.
+    ///
+    /// # Safety
+    /// `from` is valid for reads and `to` for writes of `columns` elements, and no other thread
+    /// uses either. `step` is a multiple of the chunk.
+    #[inline(always)]
+    unsafe fn write(&self, gradient: RowGradient, block: usize, step: usize) {
+        let s = self.simd;
+        let head = self.to.align_offset(LINE_BYTES).min(self.columns);
+        let start = (head + block * step).min(self.columns);
+        let end = (start + step).min(self.columns);
+        let body_end = end - (end - start) % S::CHUNK;
+        // SAFETY, for every call below: the ranges [0, head), [start, body_end) and [body_end, end)
+        // lie in the row, and `start` is a whole number of chunks past a line boundary.
+        match gradient {
+            RowGradient::Fill(value) => {
+                let chunk = [s.splat(value); 2];
+                if block == 0 {
+                    // SAFETY: see above.
+                    unsafe { self.fill(value, 0, head) };
+                }
+                for column in (start..body_end).step_by(S::CHUNK) {
+                    // SAFETY: see above.
+                    unsafe { self.put(chunk, column) };
+                }
+                // SAFETY: see above.
+                unsafe { self.fill(value, body_end, end) };
+            }
+            RowGradient::Formula { shift, probability, constant, label, at_label } => {
+                let formula = Formula {
+                    shift: s.splat(shift),
+                    probability: s.splat(probability),
+                    constant: s.splat(constant),
+                };
+                let patch = (label, at_label);
+                if block == 0 {
+                    // SAFETY: see above.
+                    unsafe { self.ragged(formula, 0, head, patch) };
+                }
+                let mut column = start;
+                if (start..body_end).contains(&label) {
+                    let label_chunk = label - (label - start) % S::CHUNK;
+                    // SAFETY: see above.
+                    unsafe {
+                        self.chunks(formula, start, label_chunk);
+                        column = label_chunk + S::CHUNK;
+                        self.ragged(formula, label_chunk, column, patch);
+                    }
+                }
+                // SAFETY: see above.
+                unsafe {
+                    self.chunks(formula, column, body_end);
+                    self.ragged(formula, body_end, end, patch);
+                }
+            }
+        }
+    }
+
+    /// The gradient of `N` vectors of logits, none of them the label's.
+    #[inline(always)]
+    fn apply<const N: usize>(
+        &self,
+        formula: Formula<S::Vector>,
+        z: [S::Vector; N],
+    ) -> [S::Vector; N] {
+        let s = self.simd;
+        let mut distance = z;
+        let mut derivative = z;
+        for i in 0..N {
+            let capped = if CAP {
+                let [tanh, slope] = tanh_with_derivative(s, s.div(z[i], self.cap));
+                derivative[i] = slope;
+                s.mul(tanh, self.cap)
+            } else {
+                z[i]
+            };
+            distance[i] = s.sub(capped, formula.shift);
+        }
+        let mut dz = exp(s, distance);
+        for i in 0..N {
+            dz[i] = if CONSTANT {
+                s.mul_add(dz[i], formula.probability, formula.constant)
+            } else {
+                s.mul(dz[i], formula.probability)
+            };
+            if CAP {
+                dz[i] = s.mul(dz[i], derivative[i]);
+            } else if CONSTANT {
+                // exp is 0 at -inf, but the constant is not.
+                dz[i] = s.zero_below(dz[i], z[i], s.splat(f32::MIN));
+            }
+        }
+        dz
+    }
+
+    /// Whole chunks of columns that the label is not among.
+    ///
+    /// # Safety
+    /// As for [`Self::write`]; the range lies in the row, starts whole chunks past a line boundary
+    /// of the output and is whole chunks long.
+    #[inline(always)]
+    unsafe fn chunks(&self, formula: Formula<S::Vector>, start: usize, end: usize) {
+        let s = self.simd;
+        let mut column = start;
+        while S::REGISTERS == 32 && column + 2 * S::CHUNK <= end {
+            self.prefetch(column);
+            self.prefetch(column + S::CHUNK);
+            // SAFETY: both chunks lie in the row, and are aligned by this function's contract.
+            unsafe {
+                let at = self.from.add(column);
+                let ([a, b], [c, d]) = (s.load(at), s.load(at.add(S::CHUNK)));
+                let [a, b, c, d] = self.apply(formula, [a, b, c, d]);
+                self.put([a, b], column);
+                self.put([c, d], column + S::CHUNK);
+            }
+            column += 2 * S::CHUNK;
+        }
+        while column < end {
+            self.prefetch(column);
+            // SAFETY: as above.
+            unsafe {
+                let z = s.load(self.from.add(column));
+                self.put(self.apply(formula, z), column);
+            }
+            column += S::CHUNK;
+        }
+    }
+
+    /// Asks for the logits that lie [`Self::prefetch`] beyond the chunk from `column`.
+    #[inline(always)]
+    fn prefetch(&self, column: usize) {
+        if let Some(ahead) = self.prefetch {
+            // Past the end of the logits this only wastes a prefetch.
+            let next = self.from.wrapping_add(column + ahead).cast::<u8>();
+            self.simd.prefetch(next);
+            if S::CHUNK * size_of::<E>() > LINE_BYTES {
+                self.simd.prefetch(next.wrapping_add(LINE_BYTES));
+            }
+        }
+    }
+
+    /// # Safety
+    /// The chunk from `column` lies in the row, whole chunks past a line boundary of the output.
+    #[inline(always)]
+    unsafe fn put(&self, chunk: [S::Vector; 2], column: usize) {
+        let s = self.simd;
+        // SAFETY: the chunk lies in the row; a line boundary plus whole chunks is aligned enough.
+        unsafe {
+            if STREAM {
+                s.stream(chunk, self.to.add(column));
+            } else {
+                s.store(chunk, self.to.add(column));
+            }
+        }
+    }
+
+    /// Columns that fill no chunk or have the label among them, widened to f32, whose lanes are
+    /// stored in the order of columns.
+    ///
+    /// # Safety
+    /// As for [`Self::write`]; the range lies in the row.
+    #[inline(always)]
+    unsafe fn ragged(
+        &self,
+        formula: Formula<S::Vector>,
+        start: usize,
+        end: usize,
+        (label, at_label): (usize, f32),
+    ) {
+        let s = self.simd;
+        for start in (start..end).step_by(S::CHUNK) {
+            let columns = start..end.min(start + S::CHUNK);
+            let mut buffer = [0.0_f32; MAX_CHUNK];
+            for (to, column) in buffer.iter_mut().zip(columns.clone()) {
+                // SAFETY: a column of the row.
+                *to = unsafe { *self.from.add(column) }.to_f32();
+            }
+            // SAFETY: the buffer holds the largest chunk there is.
+            unsafe {
+                let z = s.load(buffer.as_ptr());
+                s.store(self.apply(formula, z), buffer.as_mut_ptr());
+            }
+            if columns.contains(&label) {
+                buffer[label - start] = at_label;
+            }
+            for (&dz, column) in buffer.iter().zip(columns) {
+                // SAFETY: a column of the row.
+                unsafe { self.to.add(column).write(E::from_f32(dz)) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`Self::write`]; the range lies in the row.
+    #[inline(always)]
+    unsafe fn fill(&self, value: f32, start: usize, end: usize) {
+        for column in start..end {
+            // SAFETY: a column of the row.
+            unsafe { self.to.add(column).write(E::from_f32(value)) };
+        }
+    }
+}

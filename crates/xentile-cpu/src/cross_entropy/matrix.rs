@@ -1,0 +1,59 @@
+//! Rows of logits to read and rows of dlogits to write, which may be the same memory.
+
+use std::marker::PhantomData;
+
+use xentile::{Element, LogitsShape};
+
+/// Logits `[T, V]` and, for passes that write, dlogits `[T, V]`.
+pub(super) struct Matrix<'a, E> {
+    from: *const E,
+    to: *mut E,
+    shape: LogitsShape,
+    borrow: PhantomData<&'a mut [E]>,
+}
+
+// SAFETY: tasks read and write through row pointers, and every use of one is in an unsafe function
+// whose contract gives each row to a single task.
+unsafe impl<E: Element> Sync for Matrix<'_, E> {}
+
+impl<'a, E: Element> Matrix<'a, E> {
+    pub(super) fn read_only(logits: &'a [E], shape: LogitsShape) -> Self {
+        assert_eq!(logits.len(), shape.elements());
+        Self { from: logits.as_ptr(), to: std::ptr::null_mut(), shape, borrow: PhantomData }
+    }
+
+    pub(super) fn apart(logits: &'a [E], dlogits: &'a mut [E], shape: LogitsShape) -> Self {
+        assert_eq!(logits.len(), shape.elements());
+        assert_eq!(dlogits.len(), shape.elements());
+        Self { from: logits.as_ptr(), to: dlogits.as_mut_ptr(), shape, borrow: PhantomData }
+    }
+
+    pub(super) fn in_place(logits: &'a mut [E], shape: LogitsShape) -> Self {
+        assert_eq!(logits.len(), shape.elements());
+        let to = logits.as_mut_ptr();
+        Self { from: to, to, shape, borrow: PhantomData }
+    }
+
+    pub(super) fn shape(&self) -> LogitsShape {
+        self.shape
+    }
+
+    /// The first logit of `token`, valid for reads of V elements.
+    #[inline(always)]
+    pub(super) fn logits(&self, token: usize) -> *const E {
+        assert!(token < self.shape.tokens());
+        // SAFETY: `from` points at T x V elements and the token is below T.
+        unsafe { self.from.add(token * self.shape.vocab()) }
+    }
+
+    /// The first element of the gradient of `token`, valid for writes of V elements.
+    ///
+    /// # Panics
+    /// The matrix is read-only.
+    #[inline(always)]
+    pub(super) fn dlogits(&self, token: usize) -> *mut E {
+        assert!(token < self.shape.tokens() && !self.to.is_null());
+        // SAFETY: as for `logits`.
+        unsafe { self.to.add(token * self.shape.vocab()) }
+    }
+}

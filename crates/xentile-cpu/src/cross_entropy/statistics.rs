@@ -1,0 +1,340 @@
+//! The forward pass over a tile: for each row the sum of exponentials, relative to a shift.
+//!
+//! Any shift serves that keeps the sum in range, not only the maximum, so a row is read once: the
+//! first block's maximum becomes the shift, and a later block is done again, with a new shift, only
+//! where its maximum exceeds that by more than [`HEADROOM`]. (The usual online rescaling, Milakov
+//! and Gimelshein 2018, rescales whenever the maximum moves.)
+
+use xentile::Element;
+
+use super::matrix::Matrix;
+use crate::Job;
+use crate::math::{EXP_SCALE, exp, tanh_with_derivative};
+use crate::simd::{MAX_CHUNK, Simd};
+
+/// How far a logit may exceed the shift: [`PANEL`] terms of `EXP_SCALE * e^32` are far below f32's
+/// largest, and the shift of a row stays within reach of its largest logit.
+const HEADROOM: f32 = 32.0;
+
+/// Columns summed in f32 lanes before the sum goes to float64.
+const PANEL: usize = 4096;
+
+/// What the pass says of one row.
+#[derive(Clone, Debug)]
+pub(super) struct RowStatistics {
+    wanted: bool,
+    /// The shift, once some logit is above -inf.
+    shift: Option<f32>,
+    /// Sum of `EXP_SCALE * exp(z - shift)`.
+    sum: f64,
+    /// Sum of `z - shift`.
+    total: f64,
+    /// Columns summed.
+    columns: usize,
+    label: Option<Label>,
+}
+
+/// The labelled column of a row. Its exponential is added in float64, so that a row that is nearly
+/// certain of its label keeps an exact `1 - p`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Label {
+    pub(super) column: usize,
+    /// Its (capped) logit.
+    pub(super) logit: f64,
+}
+
+impl Label {
+    /// The label counted from `start`, if it is one of the next `columns`.
+    fn within(self, start: usize, columns: usize) -> Option<Self> {
+        let column = self.column.checked_sub(start)?;
+        (column < columns).then_some(Self { column, ..self })
+    }
+}
+
+impl RowStatistics {
+    /// A row before the pass; an unwanted one is left alone by it.
+    pub(super) fn new(wanted: bool, label: Option<Label>) -> Self {
+        Self { wanted, shift: None, sum: 0.0, total: 0.0, columns: 0, label }
+    }
+
+    /// `logsumexp` of the row; NaN for a row without a finite sum, and for an unwanted one.
+    pub(super) fn lse(&self) -> f64 {
+        self.shift
+            .map_or(f64::NAN, |shift| f64::from(shift) + (self.sum / f64::from(EXP_SCALE)).ln())
+    }
+
+    /// The mean of the row of `vocab` columns.
+    pub(super) fn mean(&self, vocab: usize) -> f64 {
+        f64::from(self.shift.unwrap_or(0.0)) + self.total / vocab as f64
+    }
+
+    fn move_shift(&mut self, shift: f32) {
+        let change = f64::from(self.shift.unwrap_or(0.0)) - f64::from(shift);
+        if self.sum != 0.0 {
+            self.sum *= change.exp();
+        }
+        self.total += self.columns as f64 * change;
+        self.shift = Some(shift);
+    }
+}
+
+/// The pass over the rows of one tile.
+pub(super) struct Statistics<'a, E> {
+    pub(super) matrix: &'a Matrix<'a, E>,
+    /// The tile's first token.
+    pub(super) first: usize,
+    /// The tile's rows, updated.
+    pub(super) rows: &'a mut [RowStatistics],
+    pub(super) block_size: usize,
+    pub(super) softcap: Option<f64>,
+    /// Whether the mean is wanted.
+    pub(super) mean: bool,
+}
+
+impl<E: Element> Job for Statistics<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        match (self.softcap, self.mean) {
+            (None, false) => self.pass::<S, false, false>(s, 0.0),
+            (None, true) => self.pass::<S, false, true>(s, 0.0),
+            (Some(cap), false) => self.pass::<S, true, false>(s, cap as f32),
+            (Some(cap), true) => self.pass::<S, true, true>(s, cap as f32),
+        }
+    }
+}
+
+impl<E: Element> Statistics<'_, E> {
+    #[inline(always)]
+    fn pass<S: Simd, const CAP: bool, const MEAN: bool>(self, s: S, cap: f32) {
+        let vocab = self.matrix.shape().vocab();
+        let mut column = 0;
+        while column < vocab {
+            let columns = self.block_size.min(vocab - column);
+            for (row, token) in self.rows.iter_mut().zip(self.first..) {
+                if !row.wanted {
+                    continue;
+                }
+                // SAFETY: the row has V elements, of which the block takes those from `column`.
+                let logits = unsafe { self.matrix.logits(token).add(column) };
+                let block = Block::<S, E, CAP, MEAN> {
+                    simd: s,
+                    logits,
+                    columns,
+                    cap,
+                    label: row.label.and_then(|label| label.within(column, columns)),
+                };
+                // SAFETY: as above; nobody writes logits in this pass.
+                unsafe { block.add_to(row) };
+            }
+            column += columns;
+        }
+    }
+}
+
+/// Some columns of one row.
+struct Block<S, E, const CAP: bool, const MEAN: bool> {
+    simd: S,
+    logits: *const E,
+    columns: usize,
+    cap: f32,
+    /// The label where it is one of these columns, counted from the first.
+    label: Option<Label>,
+}
+
+/// What one sweep over a block finds.
+struct Sums {
+    max: f32,
+    sum: f64,
+    total: f64,
+}
+
+/// [`Sums`] in the making, in two sets of lanes.
+struct Lanes<V> {
+    max: [V; 2],
+    sum: [V; 2],
+    total: [V; 2],
+}
+
+impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, MEAN> {
+    /// # Safety
+    /// `logits` is valid for reads of `columns` elements.
+    #[inline(always)]
+    unsafe fn add_to(&self, row: &mut RowStatistics) {
+        if row.shift.is_none() {
+            // SAFETY: the same contract.
+            let max = unsafe { self.max() };
+            // A block of nothing but -inf (or NaN) sums to 0 (or NaN) under any shift.
+            if max > f32::NEG_INFINITY {
+                row.move_shift(max);
+            }
+        }
+        // SAFETY: the same contract.
+        let mut sums = unsafe { self.sums(row.shift.unwrap_or(0.0)) };
+        if row.shift.is_some_and(|shift| sums.max > shift + HEADROOM) {
+            row.move_shift(sums.max);
+            // SAFETY: the same contract.
+            sums = unsafe { self.sums(sums.max) };
+        }
+        row.sum += sums.sum;
+        row.total += sums.total;
+        row.columns += self.columns;
+    }
+
+    #[inline(always)]
+    fn capped(&self, z: S::Vector) -> S::Vector {
+        let s = self.simd;
+        if CAP {
+            let [tanh, _] = tanh_with_derivative(s, s.div(z, s.splat(self.cap)));
+            s.mul(tanh, s.splat(self.cap))
+        } else {
+            z
+        }
+    }
+
+    /// Adds `N` vectors of logits to `lanes`, even ones to the first of each pair.
+    #[inline(always)]
+    fn accumulate<const N: usize>(
+        &self,
+        lanes: &mut Lanes<S::Vector>,
+        mut z: [S::Vector; N],
+        shift: S::Vector,
+    ) {
+        let s = self.simd;
+        let mut distance = z;
+        for i in 0..N {
+            z[i] = self.capped(z[i]);
+            distance[i] = s.sub(z[i], shift);
+            lanes.max[i % 2] = s.max(z[i], lanes.max[i % 2]);
+        }
+        let exps = exp(s, distance);
+        for i in 0..N {
+            lanes.sum[i % 2] = s.add(lanes.sum[i % 2], exps[i]);
+            if MEAN {
+                lanes.total[i % 2] = s.add(lanes.total[i % 2], distance[i]);
+            }
+        }
+    }
+
+    /// The largest (capped) logit, NaN left aside.
+    ///
+    /// # Safety
+    /// As for [`Self::add_to`].
+    #[inline(always)]
+    unsafe fn max(&self) -> f32 {
+        let s = self.simd;
+        let mut max = [s.splat(f32::NEG_INFINITY); 2];
+        let whole = self.columns - self.columns % S::CHUNK;
+        for column in (0..whole).step_by(S::CHUNK) {
+            // SAFETY: the chunk ends within the block.
+            let z = unsafe { s.load(self.logits.add(column)) };
+            max = [s.max(z[0], max[0]), s.max(z[1], max[1])];
+        }
+        let mut largest = s.largest(s.max(max[0], max[1]));
+        for column in whole..self.columns {
+            // SAFETY: a column of the block.
+            largest = largest.max(unsafe { *self.logits.add(column) }.to_f32());
+        }
+        s.largest(self.capped(s.splat(largest)))
+    }
+
+    /// Sums the block relative to `shift`.
+    ///
+    /// # Safety
+    /// As for [`Self::add_to`].
+    #[inline(always)]
+    unsafe fn sums(&self, shift: f32) -> Sums {
+        let mut sums = Sums { max: f32::NEG_INFINITY, sum: 0.0, total: 0.0 };
+        let whole = self.columns - self.columns % S::CHUNK;
+        let mut column = 0;
+        // SAFETY, for every call: the ranges lie in the block.
+        if let Some(label) = self.label.filter(|label| label.column < whole) {
+            let start = label.column - label.column % S::CHUNK;
+            column = start + S::CHUNK;
+            // SAFETY: see above.
+            unsafe {
+                self.add_chunks(&mut sums, 0, start, shift);
+                self.add_ragged(&mut sums, start, column, shift);
+            }
+        }
+        // SAFETY: see above.
+        unsafe {
+            self.add_chunks(&mut sums, column, whole, shift);
+            self.add_ragged(&mut sums, whole, self.columns, shift);
+        }
+        sums
+    }
+
+    /// Adds whole chunks of columns.
+    ///
+    /// # Safety
+    /// As for [`Self::add_to`]; the range lies in the block and is whole chunks long.
+    #[inline(always)]
+    unsafe fn add_chunks(&self, sums: &mut Sums, start: usize, end: usize, shift: f32) {
+        let s = self.simd;
+        let (zero, shift) = (s.splat(0.0), s.splat(shift));
+        let mut lanes =
+            Lanes { max: [s.splat(f32::NEG_INFINITY); 2], sum: [zero; 2], total: [zero; 2] };
+        let mut column = start;
+        while column < end {
+            let panel_end = end.min(column + PANEL);
+            (lanes.sum, lanes.total) = ([zero; 2], [zero; 2]);
+            while S::REGISTERS == 32 && column + 2 * S::CHUNK <= panel_end {
+                // SAFETY: both chunks end within the range.
+                let ([a, b], [c, d]) = unsafe {
+                    let at = self.logits.add(column);
+                    (s.load(at), s.load(at.add(S::CHUNK)))
+                };
+                self.accumulate(&mut lanes, [a, b, c, d], shift);
+                column += 2 * S::CHUNK;
+            }
+            while column < panel_end {
+                // SAFETY: the chunk ends within the range.
+                let z = unsafe { s.load(self.logits.add(column)) };
+                self.accumulate(&mut lanes, z, shift);
+                column += S::CHUNK;
+            }
+            sums.sum += s.sum(s.add(lanes.sum[0], lanes.sum[1]));
+            if MEAN {
+                sums.total += s.sum(s.add(lanes.total[0], lanes.total[1]));
+            }
+        }
+        sums.max = sums.max.max(s.largest(s.max(lanes.max[0], lanes.max[1])));
+    }
+
+    /// Adds at most a chunk of columns, each exponential to float64 by itself, the label's being
+    /// computed there.
+    ///
+    /// # Safety
+    /// As for [`Self::add_to`]; the range lies in the block.
+    #[inline(always)]
+    unsafe fn add_ragged(&self, sums: &mut Sums, start: usize, end: usize, shift: f32) {
+        let s = self.simd;
+        // Widened to f32, whose lanes are stored in the order of columns.
+        let mut z = [0.0_f32; MAX_CHUNK];
+        for (z, column) in z.iter_mut().zip(start..end) {
+            // SAFETY: a column of the block.
+            *z = unsafe { *self.logits.add(column) }.to_f32();
+        }
+        let mut exps = [0.0_f32; MAX_CHUNK];
+        // SAFETY: the buffers hold the largest chunk there is.
+        unsafe {
+            let [a, b] = s.load(z.as_ptr());
+            let [a, b] = [self.capped(a), self.capped(b)];
+            s.store([a, b], z.as_mut_ptr());
+            let shift = s.splat(shift);
+            s.store(exp(s, [s.sub(a, shift), s.sub(b, shift)]), exps.as_mut_ptr());
+        }
+        for ((z, e), column) in z.into_iter().zip(exps).zip(start..end) {
+            sums.max = sums.max.max(z);
+            sums.total += f64::from(z - shift);
+            sums.sum += match self.label {
+                Some(label) if label.column == column => {
+                    (label.logit - f64::from(shift)).exp() * f64::from(EXP_SCALE)
+                }
+                _ => f64::from(e),
+            };
+        }
+    }
+}

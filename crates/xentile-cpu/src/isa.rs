@@ -1,0 +1,123 @@
+//! The instruction sets that kernels are compiled for, and the choice between them at run time.
+
+use std::fmt;
+use std::str::FromStr;
+
+use xentile::Error;
+
+use crate::simd::{Portable, Simd};
+
+/// An instruction set that this processor is known to have.
+#[derive(Clone, Copy, Debug)]
+pub struct Isa(Kind);
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    #[cfg(target_arch = "x86_64")]
+    Avx512(crate::simd::Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(crate::simd::Avx2),
+    #[cfg(target_arch = "aarch64")]
+    Neon(crate::simd::Neon),
+    Portable(Portable),
+}
+
+/// Work that is compiled once for every instruction set.
+pub trait Job {
+    /// What the work returns.
+    type Output;
+
+    /// Does the work. Implementations are `#[inline(always)]`, and so is all that they call with
+    /// `simd`, so that the instruction set's features hold in every line.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+impl Isa {
+    /// The best instruction set of this processor.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::available()[0]
+    }
+
+    /// Every instruction set of this processor, best first.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        let kinds = [
+            #[cfg(target_arch = "x86_64")]
+            crate::simd::Avx512::detect().map(Kind::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            crate::simd::Avx2::detect().map(Kind::Avx2),
+            #[cfg(target_arch = "aarch64")]
+            crate::simd::Neon::detect().map(Kind::Neon),
+            Some(Kind::Portable(Portable)),
+        ];
+        kinds.into_iter().flatten().map(Self).collect()
+    }
+
+    /// The name that configs and reports use.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(_) => "neon",
+            Kind::Portable(_) => "portable",
+        }
+    }
+
+    /// Runs `job` with this instruction set.
+    #[inline]
+    pub fn run<J: Job>(self, job: J) -> J::Output {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => {
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+                fn enter<J: Job>(job: J, simd: crate::simd::Avx512) -> J::Output {
+                    job.run(simd)
+                }
+                // SAFETY: an `Avx512` exists only where these features were detected.
+                unsafe { enter(job, simd) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => {
+                #[target_feature(enable = "avx2,fma,f16c")]
+                fn enter<J: Job>(job: J, simd: crate::simd::Avx2) -> J::Output {
+                    job.run(simd)
+                }
+                // SAFETY: an `Avx2` exists only where these features were detected.
+                unsafe { enter(job, simd) }
+            }
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(simd) => job.run(simd),
+            Kind::Portable(simd) => job.run(simd),
+        }
+    }
+}
+
+impl Default for Isa {
+    fn default() -> Self {
+        Self::detect()
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    /// The instruction set called `name`, if this processor has it.
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Self::available().into_iter().find(|isa| isa.name() == name).ok_or_else(|| Error::Unknown {
+            what: "isa",
+            value: name.to_owned(),
+            choices: "those of this processor, out of avx512, avx2, neon, portable",
+        })
+    }
+}

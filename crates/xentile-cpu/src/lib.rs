@@ -1,0 +1,18 @@
+//! CPU kernels for large-vocabulary training losses.
+//!
+//! Each operation is one file ([`cross_entropy`]) written once over the [`simd`](Simd) trait and
+//! compiled for every instruction set in [`Isa`], chosen at run time. Rows of logits are spread
+//! over the threads of a [`Parallel`]; which thread takes a row never changes a bit of it.
+//!
+//! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
+
+pub mod copy;
+pub mod cross_entropy;
+mod isa;
+pub mod math;
+mod parallel;
+mod simd;
+
+pub use isa::{Isa, Job};
+pub use parallel::{Parallel, Threads};
+pub use simd::Simd;

@@ -1,0 +1,208 @@
+//! AVX2 with FMA and F16C: 8 lanes.
+
+use std::arch::x86_64::*;
+
+use xentile::{DType, Element};
+
+use super::{MAX_LANES, Simd};
+use crate::math::table_of_powers;
+
+/// Proof that the processor has AVX2, FMA and F16C.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    pub(crate) fn detect() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
+    }
+}
+
+/// Wraps a register-only intrinsic.
+macro_rules! register {
+    ($call:expr) => {
+        // SAFETY: an `Avx2` exists only where `detect` found every feature that is needed here.
+        unsafe { $call }
+    };
+}
+
+/// The upper 16 bits of each lane after rounding to nearest even, left in the upper half. NaN is
+/// never passed with all of its payload set, so the addition cannot carry into the sign.
+#[inline(always)]
+fn round_to_bf16(x: __m256) -> __m256i {
+    register!({
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
+    })
+}
+
+/// Both vectors as one register of 16 two-byte elements: for bf16 even elements come from the
+/// first and odd from the second, for f16 the first vector is the first half.
+#[inline(always)]
+fn narrow<E: Element>([first, second]: [__m256; 2]) -> __m256i {
+    const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
+    register!(match E::DTYPE {
+        DType::Bf16 => {
+            let low = _mm256_srli_epi32::<16>(round_to_bf16(first));
+            _mm256_blend_epi16::<0xaa>(low, round_to_bf16(second))
+        }
+        DType::F16 =>
+            _mm256_set_m128i(_mm256_cvtps_ph::<NEAREST>(second), _mm256_cvtps_ph::<NEAREST>(first)),
+        DType::F32 => unreachable!("f32 is not narrowed"),
+    })
+}
+
+impl Simd for Avx2 {
+    type Vector = __m256;
+    type Mask = __m256;
+
+    const LANES: usize = 8;
+    const REGISTERS: usize = 16;
+    const FUSED: bool = true;
+    const TABLE_BITS: u32 = 3;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        register!(_mm256_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn to_array(self, x: __m256) -> [f32; MAX_LANES] {
+        let mut array = [0.0; MAX_LANES];
+        // SAFETY: as for `register!`; the array has more than 8 elements.
+        unsafe { _mm256_storeu_ps(array.as_mut_ptr(), x) };
+        array
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        register!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn max(self, x: __m256, bound: __m256) -> __m256 {
+        register!(_mm256_max_ps(x, bound))
+    }
+
+    #[inline(always)]
+    fn power_of_two(self, shifted: __m256) -> __m256 {
+        const TABLE: [u32; 8] = table_of_powers();
+        // SAFETY: as for `register!`; the table has 8 entries.
+        unsafe {
+            let n = _mm256_castps_si256(shifted);
+            let table = _mm256_loadu_si256(TABLE.as_ptr().cast());
+            let fraction = _mm256_permutevar8x32_epi32(table, n);
+            _mm256_castsi256_ps(_mm256_add_epi32(fraction, _mm256_slli_epi32::<20>(n)))
+        }
+    }
+
+    #[inline(always)]
+    fn zero_below(self, value: __m256, x: __m256, low: __m256) -> __m256 {
+        register!(_mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, low), value))
+    }
+
+    #[inline(always)]
+    fn abs(self, x: __m256) -> __m256 {
+        register!(_mm256_andnot_ps(self.splat(-0.0), x))
+    }
+
+    #[inline(always)]
+    fn copysign(self, magnitude: __m256, sign: __m256) -> __m256 {
+        let mask = self.splat(-0.0);
+        register!(_mm256_or_ps(_mm256_andnot_ps(mask, magnitude), _mm256_and_ps(mask, sign)))
+    }
+
+    #[inline(always)]
+    fn less(self, a: __m256, b: __m256) -> __m256 {
+        register!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __m256, yes: __m256, no: __m256) -> __m256 {
+        register!(_mm256_blendv_ps(no, yes, mask))
+    }
+
+    #[inline(always)]
+    unsafe fn load<E: Element>(self, from: *const E) -> [__m256; 2] {
+        // SAFETY: features as for `register!`; the caller vouches for 16 elements at `from`.
+        unsafe {
+            match E::DTYPE {
+                DType::F32 => {
+                    let from = from.cast::<f32>();
+                    [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))]
+                }
+                DType::Bf16 => {
+                    let both = _mm256_loadu_si256(from.cast());
+                    let odd = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+                    [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(odd)]
+                }
+                DType::F16 => {
+                    let from = from.cast::<__m128i>();
+                    [
+                        _mm256_cvtph_ps(_mm_loadu_si128(from)),
+                        _mm256_cvtph_ps(_mm_loadu_si128(from.add(1))),
+                    ]
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store<E: Element>(self, chunk: [__m256; 2], to: *mut E) {
+        // SAFETY: features as for `register!`; the caller vouches for 16 elements at `to`.
+        unsafe {
+            if E::DTYPE == DType::F32 {
+                _mm256_storeu_ps(to.cast(), chunk[0]);
+                _mm256_storeu_ps(to.cast::<f32>().add(8), chunk[1]);
+            } else {
+                _mm256_storeu_si256(to.cast(), narrow::<E>(chunk));
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream<E: Element>(self, chunk: [__m256; 2], to: *mut E) {
+        // SAFETY: as for `store`, and the caller vouches for alignment to 32 bytes at least.
+        unsafe {
+            if E::DTYPE == DType::F32 {
+                _mm256_stream_ps(to.cast(), chunk[0]);
+                _mm256_stream_ps(to.cast::<f32>().add(8), chunk[1]);
+            } else {
+                _mm256_stream_si256(to.cast(), narrow::<E>(chunk));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        register!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        register!(_mm_sfence());
+    }
+}

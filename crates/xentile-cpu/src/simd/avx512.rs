@@ -1,0 +1,220 @@
+//! AVX-512 (F, BW, VL, DQ): 16 lanes, and rounding and scaling as single instructions.
+
+use std::arch::x86_64::*;
+
+use xentile::{DType, Element};
+
+use super::{MAX_LANES, Simd};
+use crate::math::table_of_powers;
+
+/// Proof that the processor has AVX-512 F, BW, VL and DQ.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    pub(crate) fn detect() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
+    }
+}
+
+/// Wraps a register-only intrinsic.
+macro_rules! register {
+    ($call:expr) => {
+        // SAFETY: an `Avx512` exists only where `detect` found every feature that is needed here.
+        unsafe { $call }
+    };
+}
+
+/// The upper 16 bits of each lane after rounding to nearest even, left in the upper half. NaN is
+/// never passed with all of its payload set, so the addition cannot carry into the sign.
+#[inline(always)]
+fn round_to_bf16(x: __m512) -> __m512i {
+    register!({
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)))
+    })
+}
+
+/// Both vectors as one register of 32 bf16: even elements come from the first, odd from the second.
+#[inline(always)]
+fn interleave_bf16([even, odd]: [__m512; 2]) -> __m512i {
+    register!({
+        let low = _mm512_srli_epi32::<16>(round_to_bf16(even));
+        _mm512_mask_blend_epi16(0xaaaa_aaaa, low, round_to_bf16(odd))
+    })
+}
+
+#[inline(always)]
+fn to_f16(x: __m512) -> __m256i {
+    register!(_mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+}
+
+impl Simd for Avx512 {
+    type Vector = __m512;
+    type Mask = __mmask16;
+
+    const LANES: usize = 16;
+    const REGISTERS: usize = 32;
+    const FUSED: bool = true;
+    const TABLE_BITS: u32 = 4;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        register!(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn to_array(self, x: __m512) -> [f32; MAX_LANES] {
+        let mut array = [0.0; MAX_LANES];
+        // SAFETY: as for `register!`; the array has 16 elements.
+        unsafe { _mm512_storeu_ps(array.as_mut_ptr(), x) };
+        array
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        register!(_mm512_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        register!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn max(self, x: __m512, bound: __m512) -> __m512 {
+        register!(_mm512_max_ps(x, bound))
+    }
+
+    #[inline(always)]
+    fn power_of_two(self, shifted: __m512) -> __m512 {
+        const TABLE: [u32; 16] = table_of_powers();
+        // SAFETY: as for `register!`; the table has 16 entries.
+        unsafe {
+            let n = _mm512_castps_si512(shifted);
+            let fraction = _mm512_permutexvar_epi32(n, _mm512_loadu_si512(TABLE.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32::<19>(n)))
+        }
+    }
+
+    #[inline(always)]
+    fn zero_below(self, value: __m512, x: __m512, low: __m512) -> __m512 {
+        register!(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, low), value))
+    }
+
+    #[inline(always)]
+    fn abs(self, x: __m512) -> __m512 {
+        register!(_mm512_abs_ps(x))
+    }
+
+    #[inline(always)]
+    fn copysign(self, magnitude: __m512, sign: __m512) -> __m512 {
+        let mask = self.splat(-0.0);
+        register!(_mm512_or_ps(_mm512_andnot_ps(mask, magnitude), _mm512_and_ps(mask, sign)))
+    }
+
+    #[inline(always)]
+    fn less(self, a: __m512, b: __m512) -> __mmask16 {
+        register!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __mmask16, yes: __m512, no: __m512) -> __m512 {
+        register!(_mm512_mask_blend_ps(mask, no, yes))
+    }
+
+    #[inline(always)]
+    unsafe fn load<E: Element>(self, from: *const E) -> [__m512; 2] {
+        // SAFETY: features as for `register!`; the caller vouches for 32 elements at `from`.
+        unsafe {
+            match E::DTYPE {
+                DType::F32 => {
+                    let from = from.cast::<f32>();
+                    [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))]
+                }
+                DType::Bf16 => {
+                    let both = _mm512_loadu_si512(from.cast());
+                    let odd = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+                    [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)), _mm512_castsi512_ps(odd)]
+                }
+                DType::F16 => {
+                    let from = from.cast::<__m256i>();
+                    [
+                        _mm512_cvtph_ps(_mm256_loadu_si256(from)),
+                        _mm512_cvtph_ps(_mm256_loadu_si256(from.add(1))),
+                    ]
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store<E: Element>(self, chunk: [__m512; 2], to: *mut E) {
+        // SAFETY: features as for `register!`; the caller vouches for 32 elements at `to`.
+        unsafe {
+            match E::DTYPE {
+                DType::F32 => {
+                    _mm512_storeu_ps(to.cast(), chunk[0]);
+                    _mm512_storeu_ps(to.cast::<f32>().add(16), chunk[1]);
+                }
+                DType::Bf16 => _mm512_storeu_si512(to.cast(), interleave_bf16(chunk)),
+                DType::F16 => {
+                    _mm256_storeu_si256(to.cast(), to_f16(chunk[0]));
+                    _mm256_storeu_si256(to.cast::<__m256i>().add(1), to_f16(chunk[1]));
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream<E: Element>(self, chunk: [__m512; 2], to: *mut E) {
+        // SAFETY: as for `store`, and the caller vouches for alignment to 64 bytes.
+        unsafe {
+            match E::DTYPE {
+                DType::F32 => {
+                    _mm512_stream_ps(to.cast(), chunk[0]);
+                    _mm512_stream_ps(to.cast::<f32>().add(16), chunk[1]);
+                }
+                DType::Bf16 => _mm512_stream_si512(to.cast(), interleave_bf16(chunk)),
+                DType::F16 => {
+                    let low = _mm512_castsi256_si512(to_f16(chunk[0]));
+                    let both = _mm512_inserti64x4::<1>(low, to_f16(chunk[1]));
+                    _mm512_stream_si512(to.cast(), both);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        register!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        register!(_mm_sfence());
+    }
+}

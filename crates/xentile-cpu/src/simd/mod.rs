@@ -1,0 +1,124 @@
+//! What kernels ask of an instruction set: vectors of f32, and pairs of vectors read from and
+//! written to memory in any [`Element`].
+//!
+//! A value of an implementing type is proof that the processor has the instructions, so arithmetic
+//! is safe; only memory access is not.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+pub(crate) use portable::Portable;
+
+use xentile::Element;
+
+/// The most lanes that a vector of any instruction set has.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// The most elements that a chunk of any instruction set has.
+pub(crate) const MAX_CHUNK: usize = 2 * MAX_LANES;
+
+/// Vectors of f32 in one instruction set.
+///
+/// Memory is read and written in *chunks* of two vectors. A chunk keeps no promise about which
+/// lane holds which element, only that [`store`](Self::store) undoes what [`load`](Self::load) did:
+/// splitting bf16 into even and odd elements is cheaper than keeping them in order.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// A vector of f32.
+    type Vector: Copy;
+    /// The outcome of a comparison in each lane.
+    type Mask: Copy;
+
+    /// Lanes of a vector.
+    const LANES: usize;
+    /// Vector registers: with 32, kernels work on two chunks at a time.
+    const REGISTERS: usize;
+    /// Whether [`mul_add`](Self::mul_add) rounds once.
+    const FUSED: bool;
+    /// Bits of the index into the table of powers of two that fits in registers.
+    const TABLE_BITS: u32;
+    /// Elements of a chunk.
+    const CHUNK: usize = 2 * Self::LANES;
+
+    /// `x` in every lane.
+    fn splat(self, x: f32) -> Self::Vector;
+    /// The lanes of `x`, then zeros.
+    fn to_array(self, x: Self::Vector) -> [f32; MAX_LANES];
+    /// `a + b`.
+    fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a - b`.
+    fn sub(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a * b`.
+    fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a / b`.
+    fn div(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a * b + c`, in one rounding where the instruction set can.
+    fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// The larger of `x` and `bound`; `bound` where `x` is NaN.
+    fn max(self, x: Self::Vector, bound: Self::Vector) -> Self::Vector;
+    /// Of `shifted = 1.5 * 2^(23 - b) + n / 2^b`, with `b` = [`TABLE_BITS`](Self::TABLE_BITS):
+    /// `2^(n / 2^b)` times [`EXP_SCALE`](crate::math::EXP_SCALE), for results in the normal range.
+    fn power_of_two(self, shifted: Self::Vector) -> Self::Vector;
+    /// 0 where `x < low`, elsewhere (also where `x` is NaN) `value`.
+    fn zero_below(self, value: Self::Vector, x: Self::Vector, low: Self::Vector) -> Self::Vector;
+    /// `|x|`.
+    fn abs(self, x: Self::Vector) -> Self::Vector;
+    /// `|magnitude|` with the sign of `sign`.
+    fn copysign(self, magnitude: Self::Vector, sign: Self::Vector) -> Self::Vector;
+    /// `a < b`; false where either is NaN.
+    fn less(self, a: Self::Vector, b: Self::Vector) -> Self::Mask;
+    /// `yes` where `mask` holds, else `no`.
+    fn select(self, mask: Self::Mask, yes: Self::Vector, no: Self::Vector) -> Self::Vector;
+
+    /// Reads a chunk.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of [`CHUNK`](Self::CHUNK) elements.
+    unsafe fn load<E: Element>(self, from: *const E) -> [Self::Vector; 2];
+
+    /// Writes a chunk, rounding to nearest even.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of [`CHUNK`](Self::CHUNK) elements.
+    unsafe fn store<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E);
+
+    /// Writes a chunk as [`store`](Self::store) does, past the caches where the instruction set
+    /// can: nothing is read from memory to make room for it. A [`fence`](Self::fence) must follow
+    /// before another thread reads.
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), and `to` lies on a multiple of 64 bytes or of the chunk's
+    /// bytes, whichever is smaller.
+    unsafe fn stream<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E);
+
+    /// Asks for the cache line of `at`, which need not be readable, in the second-level cache.
+    fn prefetch(self, at: *const u8);
+
+    /// Orders what [`stream`](Self::stream) wrote before whatever this thread writes next.
+    fn fence(self);
+
+    /// Sums the lanes in float64, in lane order.
+    #[inline(always)]
+    fn sum(self, x: Self::Vector) -> f64 {
+        self.to_array(x)[..Self::LANES].iter().map(|&lane| f64::from(lane)).sum()
+    }
+
+    /// The largest lane, starting from -inf.
+    #[inline(always)]
+    fn largest(self, x: Self::Vector) -> f32 {
+        self.to_array(x)[..Self::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max)
+    }
+}
+
+#[cfg(test)]
+mod tests;

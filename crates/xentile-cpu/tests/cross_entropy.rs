@@ -1,0 +1,538 @@
+//! The kernels against the f64 reference, on fresh random input, with outputs poisoned first.
+
+use std::fmt::Debug;
+
+use half::{bf16, f16};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use xentile::cross_entropy::reference::{TokenCotangents, TokenForward, forward, gradient};
+use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
+use xentile::{DType, Element, Labels, LogitsShape, Tile};
+use xentile_cpu::cross_entropy::{Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs};
+use xentile_cpu::{Isa, Threads};
+
+mod common;
+
+/// One problem with its inputs.
+struct Case<E> {
+    shape: LogitsShape,
+    options: CrossEntropy,
+    logits: Vec<E>,
+    labels: Vec<i64>,
+    cotangents: [Vec<f32>; 3],
+    weights: Vec<f32>,
+    isa: Isa,
+    tile: Option<Tile>,
+}
+
+/// What the kernels make of a [`Case`].
+struct Results<E> {
+    loss: Vec<f32>,
+    logps: Vec<f32>,
+    lse: Vec<f32>,
+    /// For the case's per-token cotangents.
+    dlogits: Vec<E>,
+    /// The weighted mean and its gradient.
+    mean: f64,
+    mean_dlogits: Vec<E>,
+}
+
+const POISON: f32 = 7.25e3;
+
+fn normal(rng: &mut ChaCha8Rng) -> f64 {
+    let (u, v): (f64, f64) = (1.0 - rng.random::<f64>(), rng.random());
+    (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+}
+
+impl<E: Element> Case<E> {
+    fn new(rng: &mut ChaCha8Rng, tokens: usize, vocab: usize, scale: f64) -> Self {
+        let shape = LogitsShape::new(tokens, vocab).unwrap();
+        let mut tokenwise = || (0..tokens).map(|_| normal(rng) as f32).collect::<Vec<_>>();
+        let cotangents = [tokenwise(), tokenwise(), tokenwise()];
+        Self {
+            shape,
+            options: CrossEntropy::default(),
+            logits: (0..shape.elements()).map(|_| E::from_f64(normal(rng) * scale)).collect(),
+            labels: (0..tokens).map(|_| rng.random_range(0..vocab as i64)).collect(),
+            cotangents,
+            weights: (0..tokens).map(|_| rng.random::<f32>()).collect(),
+            isa: Isa::detect(),
+            tile: None,
+        }
+    }
+
+    fn reduce(&self) -> Reduce<'_> {
+        Reduce { reduction: Reduction::Mean, weights: Some(&self.weights), cotangent: 0.75 }
+    }
+
+    fn run(&self, threads: usize) -> Results<E> {
+        let pool = Threads::new(threads).unwrap();
+        let launch = Launch { isa: self.isa, tile: self.tile, pool: &pool };
+        let labels = Labels::from(self.labels.as_slice());
+        let kernel =
+            Kernel::with_unchecked_labels(self.options, self.shape, labels, launch).unwrap();
+        let (t, n) = (self.shape.tokens(), self.shape.elements());
+        let mut lse_low = vec![POISON; t];
+        let poisoned = || vec![E::from_f32(POISON); n];
+        let mut results = Results {
+            loss: vec![POISON; t],
+            logps: vec![POISON; t],
+            lse: vec![POISON; t],
+            dlogits: poisoned(),
+            mean: f64::from(POISON),
+            mean_dlogits: poisoned(),
+        };
+        let outputs = TokenOutputs {
+            loss: Some(&mut results.loss),
+            logps: Some(&mut results.logps),
+            lse: Some(&mut results.lse),
+            lse_low: Some(&mut lse_low),
+        };
+        kernel.forward(&self.logits, outputs).unwrap();
+        let saved = SavedLse { lse: &results.lse, lse_low: Some(&lse_low) };
+        let [g, h, k] = &self.cotangents;
+        let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+        kernel.backward(&self.logits, saved, cotangents, &mut results.dlogits).unwrap();
+        let (reduce, none) = (self.reduce(), TokenOutputs::default());
+        results.mean =
+            kernel.value_and_grad(&self.logits, reduce, none, &mut results.mean_dlogits).unwrap();
+
+        let mut in_place = self.logits.clone();
+        kernel.backward_in_place(&mut in_place, saved, cotangents).unwrap();
+        same_bits("backward in place", &in_place, &results.dlogits);
+        in_place.copy_from_slice(&self.logits);
+        let again =
+            kernel.value_and_grad_in_place(&mut in_place, reduce, TokenOutputs::default()).unwrap();
+        assert!(again.to_bits() == results.mean.to_bits());
+        same_bits("value_and_grad in place", &in_place, &results.mean_dlogits);
+        results
+    }
+
+    /// Holds the kernels to the tolerances that the project states.
+    fn check(&self, what: &str) {
+        let results = self.run(2);
+        let what = format!("{what} {} {} [{:?}]", E::DTYPE, self.isa, self.shape);
+        let labels = Labels::from(self.labels.as_slice());
+        let factors =
+            TokenFactors::new(self.options, Reduction::Mean, labels, Some(&self.weights)).unwrap();
+        // A capped logit is a few units in the last place off, and exp makes that a relative error.
+        let f32_ulps = 8.0 + 4.0 * self.options.softcap.unwrap_or(0.0);
+        let mut judge = Judge { f32_ulps, ..Judge::default() };
+        let mut losses = Vec::new();
+        for (token, &label) in self.labels.iter().enumerate() {
+            let row = token * self.shape.vocab()..(token + 1) * self.shape.vocab();
+            let z: Vec<f64> = self.logits[row.clone()].iter().map(|z| z.to_f64()).collect();
+            let expected = forward(&self.options, &z, label);
+            losses.push(expected.loss);
+            let what = format!("{what} token {token}");
+            let scale = self.scale(&z, label, expected);
+            near(&format!("{what} loss"), results.loss[token], expected.loss, scale);
+            near(&format!("{what} logps"), results.logps[token], expected.logps, scale);
+            near(&format!("{what} lse"), results.lse[token], expected.lse, scale);
+
+            let [g, h, k] = [0, 1, 2].map(|i| f64::from(self.cotangents[i][token]));
+            let mut dz = vec![f64::NAN; z.len()];
+            let cotangents = TokenCotangents { loss: g, logps: h, lse: k };
+            gradient(&self.options, &z, label, expected.lse, cotangents, &mut dz);
+            let size =
+                (g * (1.0 + 2.0 * self.options.z_loss * expected.lse)).abs() + h.abs() + k.abs();
+            judge.row(&what, &results.dlogits[row.clone()], &dz, size);
+
+            let factor = factors.of(token);
+            if factor == 0.0 {
+                dz.fill(0.0);
+            } else {
+                let cotangents = TokenCotangents {
+                    loss: self.reduce().cotangent * factor,
+                    ..Default::default()
+                };
+                gradient(&self.options, &z, label, expected.lse, cotangents, &mut dz);
+            }
+            judge.row(&format!("{what} mean"), &results.mean_dlogits[row.clone()], &dz, factor);
+            for (column, z) in z.iter().enumerate() {
+                let masked = *z == f64::NEG_INFINITY && !results.loss[token].is_nan();
+                if masked && self.options.softcap.is_none() {
+                    let dz = results.dlogits[row.start + column];
+                    assert!(dz.to_f32() == 0.0, "{what} column {column} is masked, yet {dz:?}");
+                }
+            }
+        }
+        let expected = factors.reduce(losses);
+        near(&format!("{what} mean"), results.mean as f32, expected, expected.abs().max(1.0));
+        judge.finish(&what);
+    }
+
+    /// What a loss may be wrong in proportion to: every term that it sums.
+    fn scale(&self, z: &[f64], label: i64, expected: TokenForward) -> f64 {
+        let label_logit =
+            usize::try_from(label).ok().and_then(|y| z.get(y)).map_or(0.0, |z| z.abs());
+        let scale = expected.lse.abs().max(label_logit).max(1.0);
+        if self.options.z_loss == 0.0 { scale } else { scale.max(expected.loss.abs()) }
+    }
+}
+
+fn same_bits<E: Element>(what: &str, a: &[E], b: &[E]) {
+    let bits = |x: &E| x.to_f32().to_bits();
+    assert!(a.iter().map(bits).eq(b.iter().map(bits)), "{what}");
+}
+
+fn near(what: &str, actual: f32, expected: f64, scale: f64) {
+    if expected.is_nan() {
+        assert!(actual.is_nan(), "{what}: {actual}, expected NaN");
+    } else if expected.is_infinite() {
+        assert!(f64::from(actual) == expected, "{what}: {actual}, expected {expected}");
+    } else {
+        let error = (f64::from(actual) - expected).abs() / scale;
+        assert!(error <= 2e-6, "{what}: {actual}, expected {expected}, relative error {error:e}");
+    }
+}
+
+/// Counts the gradients that are not the rounded reference, and refuses those far from it.
+#[derive(Default)]
+struct Judge {
+    entries: usize,
+    unequal: usize,
+    is_f32: bool,
+    /// How far f32 gradients may be from the rounded reference.
+    f32_ulps: f64,
+}
+
+impl Judge {
+    /// `size` is the magnitude of the row's cotangent.
+    fn row<E: Element>(&mut self, what: &str, actual: &[E], expected: &[f64], size: f64) {
+        // f32 has no coarser rounding to hide an exponential's own error behind.
+        let ulps = if E::DTYPE == DType::F32 { self.f32_ulps } else { 1.0 };
+        self.is_f32 = E::DTYPE == DType::F32;
+        for (column, (&actual, &expected)) in actual.iter().zip(expected).enumerate() {
+            let rounded = E::from_f64(expected);
+            self.entries += 1;
+            if actual == rounded || actual.to_f32().is_nan() && expected.is_nan() {
+                continue;
+            }
+            self.unequal += 1;
+            let bound = (ulps * E::DTYPE.ulp(expected)).max(2f64.powi(-23) * size);
+            let error = (actual.to_f64() - rounded.to_f64()).abs();
+            assert!(
+                error <= bound,
+                "{what} column {column}: {actual:?}, expected {expected:e}, error {error:e}"
+            );
+        }
+    }
+
+    fn finish(&self, what: &str) {
+        // Small cases may be unlucky in a handful of entries.
+        let allowed = 4 + self.entries / 1000;
+        assert!(
+            self.is_f32 || self.unequal <= allowed,
+            "{what}: {} of {} gradients differ from the rounded reference",
+            self.unequal,
+            self.entries
+        );
+    }
+}
+
+/// Runs `body` for every dtype.
+macro_rules! for_each_dtype {
+    ($body:ident $(, $argument:expr)*) => {
+        $body::<f32>($($argument),*);
+        $body::<bf16>($($argument),*);
+        $body::<f16>($($argument),*);
+    };
+}
+
+fn tile(time_block: usize, block_size: usize) -> Option<Tile> {
+    Some(Tile::new(time_block, block_size).unwrap())
+}
+
+#[test]
+fn shapes_and_tiles_on_every_instruction_set() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("shapes");
+        for (tokens, vocab) in
+            [(1, 1), (1, 2), (3, 31), (2, 32), (5, 33), (4, 257), (9, 1000), (3, 4099)]
+        {
+            for isa in Isa::available() {
+                for tile in [None, tile(1, 1), tile(2, 7), tile(3, 64), tile(100, 1 << 20)] {
+                    let case = Case::<E>::new(&mut rng, tokens, vocab, 3.0);
+                    Case { isa, tile, ..case }.check(&format!("{tile:?}"));
+                }
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn options_on_every_instruction_set() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("options");
+        let base = CrossEntropy::default();
+        let all = [
+            CrossEntropy { label_smoothing: 0.1, ..base },
+            CrossEntropy { label_smoothing: 1.0, ..base },
+            CrossEntropy { z_loss: 1e-4, ..base },
+            CrossEntropy { softcap: Some(30.0), ..base },
+            CrossEntropy { softcap: Some(2.0), z_loss: 0.1, label_smoothing: 0.2, ignore_index: 3 },
+        ];
+        for options in all {
+            for isa in Isa::available() {
+                let case = Case::<E>::new(&mut rng, 6, 1003, 4.0);
+                Case { isa, options, ..case }.check(&format!("{options:?}"));
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+/// Real vocabularies that no vector divides, and rows large enough to be streamed.
+#[test]
+fn real_vocabularies() {
+    fn body<E: Element>(vocab: usize) {
+        let mut rng = common::fresh_rng("vocabularies");
+        Case::<E>::new(&mut rng, 29, vocab, 2.5).check("vocabulary");
+    }
+    for_each_dtype!(body, 151_643);
+    for_each_dtype!(body, 50_257);
+    body::<bf16>(262_144);
+}
+
+#[test]
+fn ignored_tokens() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("ignored");
+        for ignored in [vec![0], vec![4], vec![1, 2], (0..5).collect::<Vec<_>>()] {
+            let mut case = Case::<E>::new(&mut rng, 5, 333, 2.0);
+            for &token in &ignored {
+                case.labels[token] = -100;
+                // Not even NaN may leak out of a row that is skipped.
+                case.logits[token * 333 + 5] = E::from_f32(f32::NAN);
+            }
+            case.check("ignored");
+            let results = case.run(1);
+            for &token in &ignored {
+                let row = token * 333..(token + 1) * 333;
+                let zero = |dz: &E| dz.to_f32() == 0.0;
+                assert!(results.dlogits[row.clone()].iter().all(zero));
+                assert!(results.mean_dlogits[row].iter().all(zero));
+                assert_eq!((results.loss[token], results.logps[token]), (0.0, 0.0));
+            }
+            if ignored.len() == 5 {
+                assert_eq!(results.mean, 0.0);
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn a_weight_of_zero_takes_its_token_out() {
+    let mut rng = common::fresh_rng("weights");
+    let mut case = Case::<bf16>::new(&mut rng, 3, 100, 2.0);
+    case.weights[1] = 0.0;
+    case.logits[150] = bf16::NAN;
+    let results = case.run(2);
+    assert!(results.mean.is_finite());
+    assert!(results.mean_dlogits[100..200].iter().all(|dz| dz.to_f32() == 0.0));
+    case.check("weight 0");
+}
+
+#[test]
+fn labels_out_of_range_poison_their_own_token_only() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("labels");
+        for bad in [-1, 777, i64::MAX, i64::MIN] {
+            let mut case = Case::<E>::new(&mut rng, 4, 777, 2.0);
+            case.labels[2] = bad;
+            case.check("bad label");
+            let results = case.run(2);
+            assert!(results.loss[2].is_nan() && results.logps[2].is_nan());
+            assert!(results.loss[1].is_finite() && results.loss[3].is_finite());
+            let pool = Threads::new(1).unwrap();
+            let launch = Launch { isa: case.isa, tile: None, pool: &pool };
+            let labels = Labels::from(case.labels.as_slice());
+            let refused = Kernel::new(case.options, case.shape, labels, launch).map(|_| ());
+            assert!(refused.unwrap_err().to_string().contains(&format!("label {bad} of token 2")));
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn non_finite_logits() {
+    fn body<E: Element>(softcap: Option<f64>) {
+        let mut rng = common::fresh_rng("non-finite");
+        for isa in Isa::available() {
+            for column in [0, 40, 199] {
+                let mut case = Case::<E>::new(&mut rng, 6, 200, 2.0);
+                (case.isa, case.tile, case.options.softcap) = (isa, tile(2, 48), softcap);
+                case.options.label_smoothing = if column == 0 { 0.1 } else { 0.0 };
+                let set = |case: &mut Case<E>, token: usize, x: f32| {
+                    case.logits[token * 200 + column] = E::from_f32(x);
+                };
+                set(&mut case, 0, f32::NAN);
+                set(&mut case, 1, f32::INFINITY);
+                set(&mut case, 2, f32::NEG_INFINITY);
+                case.logits[600..800].fill(E::from_f32(f32::NEG_INFINITY));
+                // All but the last column masked, and the label itself masked.
+                case.logits[800..999].fill(E::from_f32(f32::NEG_INFINITY));
+                case.labels[4] = 199;
+                case.labels[5] = column as i64;
+                set(&mut case, 5, f32::NEG_INFINITY);
+                case.check(&format!("column {column} softcap {softcap:?}"));
+            }
+        }
+    }
+    for_each_dtype!(body, None);
+    for_each_dtype!(body, Some(5.0));
+}
+
+/// Offsets, extreme and rising rows: the shift must follow.
+#[test]
+fn large_logits() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("large");
+        for isa in Isa::available() {
+            let mut offset = Case::<E>::new(&mut rng, 4, 999, 1.0);
+            for z in &mut offset.logits {
+                *z = E::from_f64(z.to_f64() + 1e4);
+            }
+            Case { isa, ..offset }.check("offset by 1e4");
+
+            let mut wide = Case::<E>::new(&mut rng, 4, 5003, 1.0);
+            for z in &mut wide.logits {
+                *z = E::from_f64(rng.random_range(-640.0..=640.0));
+            }
+            Case { isa, tile: tile(2, 100), ..wide }.check("|z| to 640");
+
+            let mut rising = Case::<E>::new(&mut rng, 2, 5003, 1.0);
+            for (i, z) in rising.logits.iter_mut().enumerate() {
+                *z = E::from_f64((i % 5003) as f64 * 0.05 - 30.0);
+            }
+            Case { isa, tile: tile(1, 64), ..rising }.check("rising");
+
+            let mut mask = Case::<E>::new(&mut rng, 2, 501, 1.0);
+            for z in mask.logits.iter_mut().step_by(3) {
+                *z = E::from_f32(-6e4);
+            }
+            mask.labels = vec![1, 2];
+            Case { isa, ..mask }.check("masked by a large negative number");
+        }
+    }
+    for_each_dtype!(body);
+}
+
+fn all_bits<E: Element>(results: &Results<E>) -> (Vec<u32>, u64) {
+    let floats = [&results.loss, &results.logps, &results.lse];
+    let elements = [&results.dlogits, &results.mean_dlogits];
+    let floats = floats.into_iter().flatten().map(|x| x.to_bits());
+    let elements = elements.into_iter().flatten().map(|x| x.to_f32().to_bits());
+    (floats.chain(elements).collect(), results.mean.to_bits())
+}
+
+#[test]
+fn results_do_not_depend_on_threads_or_on_the_run() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("threads");
+        let case = Case { tile: tile(3, 500), ..Case::<E>::new(&mut rng, 37, 4099, 3.0) };
+        let one = all_bits(&case.run(1));
+        for threads in [1, 2, 3, 8] {
+            assert!(all_bits(&case.run(threads)) == one, "{threads} threads");
+        }
+    }
+    for_each_dtype!(body);
+}
+
+/// A row gives the same bits wherever it lies in memory and whichever rows surround it.
+#[test]
+fn results_do_not_depend_on_alignment_or_time_block() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("alignment");
+        let vocab = 2051;
+        let whole = Case { tile: tile(4, 700), ..Case::<E>::new(&mut rng, 9, vocab, 3.0) };
+        let results = whole.run(2);
+        for token in 0..9 {
+            let row = token * vocab..(token + 1) * vocab;
+            let alone = Case {
+                shape: LogitsShape::new(1, vocab).unwrap(),
+                logits: whole.logits[row.clone()].to_vec(),
+                labels: vec![whole.labels[token]],
+                cotangents: [0, 1, 2].map(|i| vec![whole.cotangents[i][token]]),
+                weights: vec![whole.weights[token]],
+                tile: tile(1, 700),
+                ..whole
+            };
+            let alone = alone.run(1);
+            assert_eq!(alone.loss[0].to_bits(), results.loss[token].to_bits());
+            assert_eq!(alone.lse[0].to_bits(), results.lse[token].to_bits());
+            same_bits("row alone", &alone.dlogits, &results.dlogits[row]);
+        }
+    }
+    for_each_dtype!(body);
+}
+
+/// Both schedules must agree to the bit, since users switch between them without noticing.
+#[test]
+fn the_fused_gradient_is_the_recomputed_one() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("schedules");
+        let mut case = Case::<E>::new(&mut rng, 8, 3001, 3.0);
+        let labels = Labels::from(case.labels.as_slice());
+        let weights = case.weights.clone();
+        let factors =
+            TokenFactors::new(case.options, Reduction::Mean, labels, Some(&weights)).unwrap();
+        // A cotangent that f32 holds exactly, so that both schedules start from the same number.
+        let factors: Vec<f32> = (0..8).map(|token| factors.of(token) as f32).collect();
+        case.weights = factors.clone();
+        case.cotangents = [factors, vec![0.0; 8], vec![0.0; 8]];
+        let pool = Threads::new(2).unwrap();
+        let launch = Launch { isa: case.isa, tile: case.tile, pool: &pool };
+        let kernel =
+            Kernel::new(case.options, case.shape, case.labels.as_slice().into(), launch).unwrap();
+        let mut fused = vec![E::from_f32(POISON); case.logits.len()];
+        let reduce =
+            Reduce { reduction: Reduction::Sum, weights: Some(&case.weights), cotangent: 1.0 };
+        kernel.value_and_grad(&case.logits, reduce, TokenOutputs::default(), &mut fused).unwrap();
+        same_bits("schedules", &fused, &case.run(2).dlogits);
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn empty_problems_and_wrong_lengths() {
+    let pool = Threads::new(1).unwrap();
+    let launch = Launch { isa: Isa::detect(), tile: None, pool: &pool };
+    let labels: [i32; 0] = [];
+    let none = LogitsShape::new(0, 5).unwrap();
+    let kernel = Kernel::new(CrossEntropy::default(), none, labels.as_slice().into(), launch);
+    let reduce = Reduce { reduction: Reduction::Mean, weights: None, cotangent: 1.0 };
+    let value =
+        kernel.unwrap().value_and_grad::<f32>(&[], reduce, TokenOutputs::default(), &mut []);
+    assert_eq!(value, Ok(0.0));
+
+    let labels = [1_i32, 2];
+    let shape = LogitsShape::new(2, 5).unwrap();
+    let kernel =
+        Kernel::new(CrossEntropy::default(), shape, labels.as_slice().into(), launch).unwrap();
+    let refuse = |result: Result<(), xentile::Error>| result.unwrap_err().to_string();
+    assert_eq!(
+        refuse(kernel.forward(&[0.0_f32; 9], TokenOutputs::default())),
+        "logits holds 9 elements; [T, V] needs 10"
+    );
+    let mut loss = [0.0; 3];
+    let outputs = TokenOutputs { loss: Some(&mut loss), ..Default::default() };
+    assert_eq!(
+        refuse(kernel.forward(&[0.0_f32; 10], outputs)),
+        "loss holds 3 elements; [T] needs 2"
+    );
+    let mut dlogits = [0.0_f32; 10];
+    let saved = SavedLse { lse: &[0.0; 2], lse_low: None };
+    let cotangents = Cotangents { logps: Some(&[1.0]), ..Default::default() };
+    let result = kernel.backward(&[0.0_f32; 10], saved, cotangents, &mut dlogits);
+    assert_eq!(refuse(result), "logps cotangents holds 1 elements; [T] needs 2");
+    fn describe<E: Debug>(e: E) -> String {
+        format!("{e:?}")
+    }
+    let bad = CrossEntropy { softcap: Some(-1.0), ..Default::default() };
+    let refused = Kernel::new(bad, shape, labels.as_slice().into(), launch).map(|_| ());
+    assert!(describe(refused.unwrap_err()).contains("softcap"));
+}

@@ -1,0 +1,164 @@
+//! The same mathematics written plainly in float64, one token at a time, so that no caller ever
+//! holds `[T, V]` in float64.
+
+use super::{CrossEntropy, Target};
+
+/// What the forward pass says of one token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenForward {
+    /// `per_token_loss`.
+    pub loss: f64,
+    /// `per_token_logps`.
+    pub logps: f64,
+    /// `logsumexp` of the (capped) row.
+    pub lse: f64,
+}
+
+/// The cotangents of one token's outputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TokenCotangents {
+    /// `g`, of `per_token_loss`.
+    pub loss: f64,
+    /// `h`, of `per_token_logps`.
+    pub logps: f64,
+    /// `k`, of `lse`.
+    pub lse: f64,
+}
+
+/// The forward pass of one token with `logits` `[V]`.
+#[must_use]
+pub fn forward(options: &CrossEntropy, logits: &[f64], label: i64) -> TokenForward {
+    let z = |v: usize| cap(options, logits[v]);
+    let columns = 0..logits.len();
+    let max = columns.clone().map(z).fold(f64::NEG_INFINITY, f64::max);
+    let lse = max + columns.clone().map(|v| (z(v) - max).exp()).sum::<f64>().ln();
+    match options.target(label, logits.len()) {
+        Target::Ignored => TokenForward { loss: 0.0, logps: 0.0, lse },
+        Target::OutOfRange => TokenForward { loss: f64::NAN, logps: f64::NAN, lse },
+        Target::Column(y) => {
+            let e = options.label_smoothing;
+            let mut loss = (1.0 - e) * (lse - z(y)) + options.z_loss * lse * lse;
+            // Not added when e is 0: 0 x inf would be NaN in a row with a masked entry.
+            if e != 0.0 {
+                let mean = columns.map(z).sum::<f64>() / logits.len() as f64;
+                loss += e * (lse - mean);
+            }
+            TokenForward { loss, logps: z(y) - lse, lse }
+        }
+    }
+}
+
+/// Writes the gradient of one token to `dlogits` `[V]`, given `lse` from [`forward`].
+///
+/// # Panics
+/// `logits` and `dlogits` differ in length.
+pub fn gradient(
+    options: &CrossEntropy,
+    logits: &[f64],
+    label: i64,
+    lse: f64,
+    cotangents: TokenCotangents,
+    dlogits: &mut [f64],
+) {
+    assert_eq!(logits.len(), dlogits.len());
+    let y = match options.target(label, logits.len()) {
+        Target::Ignored => return dlogits.fill(0.0),
+        Target::OutOfRange => return dlogits.fill(f64::NAN),
+        Target::Column(_) if lse.is_nan() => return dlogits.fill(f64::NAN),
+        Target::Column(y) => y,
+    };
+    let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
+    let (e, w) = (options.label_smoothing, options.z_loss);
+    for (v, (dz, &logit)) in dlogits.iter_mut().zip(logits).enumerate() {
+        let z = cap(options, logit);
+        if z == f64::NEG_INFINITY {
+            *dz = 0.0;
+            continue;
+        }
+        let p = (z - lse).exp();
+        let hit = if v == y { 1.0 } else { 0.0 };
+        let smooth = e / logits.len() as f64;
+        *dz = g * ((1.0 + 2.0 * w * lse) * p - (1.0 - e) * hit - smooth) + h * (hit - p) + k * p;
+        if let Some(c) = options.softcap {
+            // 1 - tanh^2 = sech^2, which does not cancel near saturation.
+            *dz *= (logit / c).cosh().powi(-2);
+        }
+    }
+}
+
+fn cap(options: &CrossEntropy, z: f64) -> f64 {
+    options.softcap.map_or(z, |c| c * (z / c).tanh())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROW: [f64; 5] = [0.3, -1.2, 2.5, 0.0, 1.1];
+
+    /// Every option at once, so that each term of the formula is exercised.
+    const OPTIONS: CrossEntropy =
+        CrossEntropy { ignore_index: -100, label_smoothing: 0.1, z_loss: 0.01, softcap: Some(3.0) };
+
+    /// The contract's gradient must be the derivative of its forward pass.
+    #[test]
+    fn gradient_is_the_derivative_of_forward() {
+        let cotangents = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25 };
+        let objective = |row: &[f64]| {
+            let out = forward(&OPTIONS, row, 1);
+            cotangents.loss * out.loss + cotangents.logps * out.logps + cotangents.lse * out.lse
+        };
+        let mut dlogits = [f64::NAN; 5];
+        gradient(&OPTIONS, &ROW, 1, forward(&OPTIONS, &ROW, 1).lse, cotangents, &mut dlogits);
+        for v in 0..ROW.len() {
+            let step = 1e-5;
+            let (mut up, mut down) = (ROW, ROW);
+            up[v] += step;
+            down[v] -= step;
+            let slope = (objective(&up) - objective(&down)) / (2.0 * step);
+            assert!(
+                (slope - dlogits[v]).abs() < 1e-9,
+                "column {v}: {slope} against {}",
+                dlogits[v]
+            );
+        }
+    }
+
+    /// Values worked out by hand: a uniform row over 4 columns.
+    #[test]
+    fn a_uniform_row() {
+        let options = CrossEntropy { label_smoothing: 0.5, z_loss: 2.0, ..Default::default() };
+        let out = forward(&options, &[1.0; 4], 3);
+        let lse = 1.0 + 4f64.ln();
+        assert!((out.lse - lse).abs() < 1e-15);
+        assert!((out.logps + 4f64.ln()).abs() < 1e-15);
+        assert!((out.loss - (4f64.ln() + 2.0 * lse * lse)).abs() < 1e-13);
+    }
+
+    #[test]
+    fn special_tokens_keep_the_contract() {
+        let options = CrossEntropy::default();
+        let unit = TokenCotangents { loss: 1.0, logps: 1.0, lse: 1.0 };
+        let row = |row: &[f64], label: i64| {
+            let out = forward(&options, row, label);
+            let mut dlogits = vec![7.0; row.len()];
+            gradient(&options, row, label, out.lse, unit, &mut dlogits);
+            (out, dlogits)
+        };
+        let (ignored, dz) = row(&[1.0, f64::NAN], -100);
+        assert_eq!((ignored.loss, ignored.logps), (0.0, 0.0));
+        assert_eq!(dz, [0.0, 0.0]);
+        for bad in [2, -1, i64::MIN, i64::MAX] {
+            let (out, dz) = row(&[1.0, 2.0], bad);
+            assert!(out.loss.is_nan() && out.logps.is_nan() && dz.iter().all(|dz| dz.is_nan()));
+        }
+        for poison in [f64::NAN, f64::INFINITY] {
+            let (out, dz) = row(&[1.0, poison, 0.0], 0);
+            assert!(out.loss.is_nan() && out.lse.is_nan() && dz.iter().all(|dz| dz.is_nan()));
+        }
+        let (empty, dz) = row(&[f64::NEG_INFINITY; 2], 0);
+        assert!(empty.lse.is_nan() && dz.iter().all(|dz| dz.is_nan()));
+        let (masked, dz) = row(&[0.0, f64::NEG_INFINITY], 0);
+        assert_eq!((masked.loss, masked.lse, dz[1]), (0.0, 0.0, 0.0));
+    }
+}

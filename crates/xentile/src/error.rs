@@ -1,0 +1,84 @@
+//! One error type for every operation: each variant names the value that was wrong and what would
+//! be right.
+
+use thiserror::Error;
+
+/// The result of a fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation refuses its input.
+#[derive(Clone, Debug, Error, PartialEq)]
+pub enum Error {
+    /// A shape that no kernel can address.
+    #[error("shape [{tokens}, {vocab}]: {requirement}")]
+    Shape {
+        /// Rows of the logits.
+        tokens: usize,
+        /// Columns of the logits.
+        vocab: usize,
+        /// What would be right.
+        requirement: &'static str,
+    },
+    /// A buffer whose length disagrees with the shape.
+    #[error("{name} holds {actual} elements; {axes} needs {expected}")]
+    Length {
+        /// The argument.
+        name: &'static str,
+        /// Its length.
+        actual: usize,
+        /// The axes that the argument has, as text.
+        axes: &'static str,
+        /// The length that those axes give.
+        expected: usize,
+    },
+    /// A tile extent of zero.
+    #[error("tile {name} is 0; it must be at least 1")]
+    Tile {
+        /// `time_block` or `block_size`.
+        name: &'static str,
+    },
+    /// An option outside its range.
+    #[error("{name} is {value}; it must be {requirement}")]
+    Option {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        value: f64,
+        /// What would be right.
+        requirement: &'static str,
+    },
+    /// A label that names no column and is not the ignored one.
+    #[error(
+        "label {label} of token {token} is outside [0, {vocab}) and is not ignore_index ({ignore_index})"
+    )]
+    LabelOutOfRange {
+        /// The first token with such a label.
+        token: usize,
+        /// The label.
+        label: i64,
+        /// Columns of the logits.
+        vocab: usize,
+        /// The label that is skipped.
+        ignore_index: i64,
+    },
+    /// A word that names no member of a closed set.
+    #[error("{what} `{value}` is unknown; it must be one of {choices}")]
+    Unknown {
+        /// What was being named, such as `dtype`.
+        what: &'static str,
+        /// The word given.
+        value: String,
+        /// The words allowed.
+        choices: &'static str,
+    },
+}
+
+/// Holds `actual` against the length that `axes` gives.
+pub(crate) fn check_length(
+    name: &'static str,
+    actual: usize,
+    axes: &'static str,
+    expected: usize,
+) -> Result<()> {
+    if actual == expected { Ok(()) } else { Err(Error::Length { name, actual, axes, expected }) }
+}

@@ -1,0 +1,20 @@
+//! What an operation of xentile *is*, for every backend: problem shapes, the [`Tile`], options and
+//! their validation, typed errors, and the float64 [reference](cross_entropy::reference).
+//!
+//! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); all of
+//! them answer to the contract written in [`cross_entropy`].
+
+pub mod cross_entropy;
+mod dtype;
+mod error;
+mod labels;
+mod shape;
+mod tile;
+mod tuned;
+
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use labels::Labels;
+pub use shape::LogitsShape;
+pub use tile::Tile;
+pub use tuned::{TunedTile, tuned_tile, tuned_tiles};
