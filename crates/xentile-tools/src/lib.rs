@@ -1,1 +1,15 @@
-//! wip
+//! The tools that prove kernels right (`gradcheck`) and fast (`microbench` and its sweep).
+//!
+//! [`config`] reads what the user asks for, [`input`] makes or maps it, [`gradcheck`] compares,
+//! [`microbench`] times, [`sweep`] repeats, [`plot`] draws. The binaries only parse flags.
+
+pub mod cli;
+pub mod config;
+pub mod gradcheck;
+pub mod input;
+pub mod machine;
+pub mod memory;
+pub mod microbench;
+pub mod plot;
+pub mod sweep;
+mod timing;

@@ -1,0 +1,45 @@
+//! Holds a kernel against the float64 reference: exit 0 within tolerance, 1 outside it, 2 for bad
+//! input.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use xentile_tools::gradcheck::{self, Config};
+use xentile_tools::{cli, config};
+
+/// Hold a kernel against the float64 reference and say whether it may be trusted
+#[derive(Parser)]
+#[command(version, about, after_help = "exit code: 0 within tolerance, 1 outside it, 2 bad input")]
+struct Arguments {
+    /// The YAML config; configs/gradcheck/ has one for every vocabulary and option
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Override a key of the config, such as --set shape.vocab=50257; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
+    set: Vec<String>,
+    /// Write the report as JSON as well
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    cli::finish(run(&Arguments::parse()))
+}
+
+fn run(arguments: &Arguments) -> Result<u8> {
+    let config: Config = config::load(&arguments.config, &arguments.set)?;
+    let report = gradcheck::run(&config)?;
+    print!("{}", report.to_text());
+    if let Some(path) = &arguments.json {
+        write_json(path, &report.to_json())?;
+    }
+    Ok(if report.passed() { cli::PASSED } else { cli::FAILED })
+}
+
+fn write_json(path: &Path, json: &serde_json::Value) -> Result<()> {
+    let text = serde_json::to_string_pretty(json)? + "\n";
+    cli::write_whole(path, text.as_bytes())
+        .with_context(|| format!("cannot write {}", path.display()))
+}

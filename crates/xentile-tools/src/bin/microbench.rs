@@ -1,0 +1,190 @@
+//! Times one implementation of an operation, or sweeps the kernel's tile.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Parser, Subcommand};
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use serde::de::value::{Error, StrDeserializer};
+use xentile::DType;
+use xentile_tools::config::{self, Backend, Op, ReductionConfig};
+use xentile_tools::microbench::{Config, Implementation, Logits, Report};
+use xentile_tools::{cli, microbench, sweep};
+
+/// Times value_and_grad of the scalar loss against a copy measured in the same process.
+///
+/// One measurement is one process, so that its peak of memory is its own. What a flag leaves open
+/// comes from --set, then from the config, then from the defaults.
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    measure: Measure,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measures every time_block x block_size of a grid and tabulates, plots and keeps the best.
+    Sweep {
+        /// YAML config of the sweep.
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+        /// Overrides a key of the config; may be repeated.
+        #[arg(long, value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
+}
+
+#[derive(clap::Args)]
+struct Measure {
+    /// YAML config of the measurement.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Overrides a key of the config, such as options.z_loss=1e-4; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// What is computed.
+    #[arg(long)]
+    op: Option<Op>,
+    /// Where.
+    #[arg(long)]
+    backend: Option<Backend>,
+    /// By which program.
+    #[arg(long = "impl")]
+    implementation: Option<Implementation>,
+    /// T, tokens.
+    #[arg(long)]
+    time: Option<usize>,
+    /// V, vocabulary columns.
+    #[arg(long)]
+    vocab: Option<usize>,
+    /// Dtype of logits and of their gradient.
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
+    /// Tokens a tile.
+    #[arg(long)]
+    time_block: Option<usize>,
+    /// Vocabulary columns a tile.
+    #[arg(long)]
+    block_size: Option<usize>,
+    /// Timed steps.
+    #[arg(long)]
+    iters: Option<usize>,
+    /// Steps between the first call and the timed ones.
+    #[arg(long)]
+    warmup: Option<usize>,
+    /// Threads; 0 is one a core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Instruction set: avx512, avx2, neon or portable; the best of this processor by default.
+    #[arg(long)]
+    isa: Option<String>,
+    /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
+    #[arg(long, value_parser = reduction())]
+    reduction: Option<ReductionConfig>,
+    /// What logits hold.
+    #[arg(long)]
+    logits: Option<Logits>,
+    /// Appends the result to FILE as one line of JSON; `-` prints that line and nothing else.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+fn dtype() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(DType::ALL.map(DType::name)).try_map(|name| name.parse::<DType>())
+}
+
+fn reduction() -> impl TypedValueParser<Value = ReductionConfig> {
+    PossibleValuesParser::new(["mean", "sum", "none"]).try_map(|name| {
+        let name: StrDeserializer<'_, Error> = name.as_str().into_deserializer();
+        ReductionConfig::deserialize(name)
+    })
+}
+
+impl Measure {
+    fn config(&self) -> Result<Config> {
+        let mut config: Config = match &self.config {
+            Some(path) => config::load(path, &self.set)?,
+            None => config::parse("{}", &self.set)?,
+        };
+        fn set<T: Clone>(key: &mut T, flag: &Option<T>) {
+            if let Some(value) = flag {
+                key.clone_from(value);
+            }
+        }
+        set(&mut config.op, &self.op);
+        set(&mut config.backend, &self.backend);
+        set(&mut config.implementation, &self.implementation);
+        set(&mut config.time, &self.time);
+        set(&mut config.vocab, &self.vocab);
+        set(&mut config.dtype, &self.dtype);
+        config.tile.time_block = self.time_block.or(config.tile.time_block);
+        config.tile.block_size = self.block_size.or(config.tile.block_size);
+        set(&mut config.iters, &self.iters);
+        set(&mut config.warmup, &self.warmup);
+        set(&mut config.threads, &self.threads);
+        config.isa = self.isa.clone().or(config.isa);
+        set(&mut config.options.reduction, &self.reduction);
+        set(&mut config.logits, &self.logits);
+        Ok(config)
+    }
+
+    fn run(&self) -> Result<u8> {
+        let config = self.config()?;
+        if let Some(path) = self.json_file() {
+            check_json_file(path)?;
+        }
+        let report = microbench::run(&config)?;
+        let mut stdout = std::io::stdout().lock();
+        match self.json_file() {
+            None if self.json.is_some() => stdout.write_all(&json_line(&report)?),
+            None => write!(stdout, "{report}"),
+            Some(path) => {
+                append(path, &json_line(&report)?)
+                    .with_context(|| format!("cannot write --json {}", path.display()))?;
+                write!(stdout, "{report}")
+            }
+        }
+        .context("cannot write to standard output")?;
+        Ok(cli::PASSED)
+    }
+
+    fn json_file(&self) -> Option<&Path> {
+        self.json.as_deref().filter(|path| *path != Path::new("-"))
+    }
+}
+
+/// Refuses before the measurement what would only fail after it.
+fn check_json_file(path: &Path) -> Result<()> {
+    let shown = path.display();
+    ensure!(!path.is_dir(), "--json {shown} is a directory; name a file in it");
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let folder = parent.unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "--json {shown}: {} is not a directory; make it", folder.display());
+    Ok(())
+}
+
+fn json_line(report: &Report) -> Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(report)?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// One write, so that lines of processes that share a file do not mix.
+fn append(path: &Path, line: &[u8]) -> std::io::Result<()> {
+    std::fs::OpenOptions::new().append(true).create(true).open(path)?.write_all(line)
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    cli::finish(match cli.command {
+        Some(Command::Sweep { config, set }) => sweep::run(&config, &set),
+        None => cli.measure.run(),
+    })
+}

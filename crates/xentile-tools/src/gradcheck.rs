@@ -1,0 +1,317 @@
+//! Holds a kernel against the float64 reference and says whether it may be trusted.
+//!
+//! Both schedules are run: the one that the reduction asks for, whose figures have plain names, and
+//! beside a reduction the recomputing pair with random cotangents of loss, logps and lse, whose
+//! figures start with `recompute/`. The reference is evaluated a token at a time.
+
+mod compare;
+mod report;
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use bytemuck::Pod;
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+use xentile::cross_entropy::reference::TokenCotangents;
+use xentile::cross_entropy::{CrossEntropy, TokenFactors};
+use xentile::{DType, Element, Labels, LogitsShape};
+use xentile_cpu::cross_entropy::{
+    Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
+};
+use xentile_cpu::{Isa, Threads};
+
+use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
+use crate::input::file::Mapped;
+use crate::input::synthetic::Synthetic;
+use crate::input::{Tokens, predicting_rows};
+use crate::machine::Machine;
+use crate::memory;
+use crate::timing::timed;
+use compare::{Outputs, Problem};
+pub use report::{Figure, Place, Report};
+
+/// What gradcheck is asked to do.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The operation.
+    pub op: Op,
+    /// The backend.
+    pub backend: Backend,
+    /// `[batch, seq_len, vocab]`; may be absent where a file tells.
+    pub shape: Option<Shape>,
+    /// The dtype of logits and dlogits.
+    #[serde(deserialize_with = "config::dtype", serialize_with = "config::dtype_name")]
+    pub dtype: DType,
+    /// The tile; the tuned one where absent.
+    #[serde(default)]
+    pub tile: TileConfig,
+    /// Threads; 0 is one a core.
+    #[serde(default)]
+    pub threads: usize,
+    /// The instruction set; the best where absent.
+    #[serde(default)]
+    pub isa: Option<String>,
+    /// The operation's options.
+    #[serde(default)]
+    pub options: Options,
+    /// The cotangent of the reduced loss.
+    #[serde(default = "one")]
+    pub cotangent: f64,
+    /// What the kernel is run on.
+    #[serde(default, with = "serde_yaml::with::singleton_map")]
+    pub input: Input,
+    /// What is still right; by dtype where absent.
+    #[serde(default)]
+    pub tolerances: Tolerances,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// What the kernel is run on.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+pub enum Input {
+    /// Made up from a seed.
+    Synthetic(Synthetic),
+    /// A `.safetensors` file; a path is relative to the current directory.
+    File(PathBuf),
+}
+
+impl Default for Input {
+    fn default() -> Self {
+        Self::Synthetic(Synthetic::default())
+    }
+}
+
+/// What is still right. Every absent limit has a default for the dtype.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tolerances {
+    /// Loss, logps and lse: error relative to `max(|lse|, |z_y|, 1)`. Default 2e-6.
+    pub forward_rel: Option<f64>,
+    /// dlogits: units in the last place from the rounded reference. Default 1, for f32 8.
+    pub dlogits_ulp: Option<f64>,
+    /// dlogits: or this share of the token's cotangent, where that is more. Default 2^-23.
+    pub dlogits_cotangent: Option<f64>,
+    /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
+    pub dlogits_equal: Option<f64>,
+}
+
+/// [`Tolerances`] with every default filled in.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Limits {
+    /// See [`Tolerances::forward_rel`].
+    pub forward_rel: f64,
+    /// See [`Tolerances::dlogits_ulp`].
+    pub dlogits_ulp: f64,
+    /// See [`Tolerances::dlogits_cotangent`].
+    pub dlogits_cotangent: f64,
+    /// See [`Tolerances::dlogits_equal`].
+    pub dlogits_equal: f64,
+}
+
+impl Tolerances {
+    fn resolve(self, dtype: DType, softcap: Option<f64>) -> Result<Limits> {
+        let is_f32 = dtype == DType::F32;
+        // A capped logit is a few units in the last place off, and exp turns that into a relative
+        // error of the gradient; only f32 is fine enough to show it.
+        let f32_ulps = 8.0 + 4.0 * softcap.unwrap_or(0.0);
+        let limits = Limits {
+            forward_rel: self.forward_rel.unwrap_or(2e-6),
+            dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
+            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
+            dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
+        };
+        let all = [
+            ("forward_rel", limits.forward_rel),
+            ("dlogits_ulp", limits.dlogits_ulp),
+            ("dlogits_cotangent", limits.dlogits_cotangent),
+            ("dlogits_equal", limits.dlogits_equal),
+        ];
+        for (name, value) in all {
+            ensure!(value >= 0.0, "tolerances.{name} is {value}; it must be at least 0");
+        }
+        Ok(limits)
+    }
+}
+
+/// Runs what `config` asks for.
+///
+/// # Errors
+/// Bad input: a value out of range, a file that does not fit, too little memory.
+pub fn run(config: &Config) -> Result<Report> {
+    match config.dtype {
+        DType::F32 => run_as::<f32>(config),
+        DType::Bf16 => run_as::<bf16>(config),
+        DType::F16 => run_as::<f16>(config),
+    }
+}
+
+fn run_as<E: Element + Pod>(config: &Config) -> Result<Report> {
+    let options = config.options.cross_entropy()?;
+    let limits = config.tolerances.resolve(config.dtype, options.softcap)?;
+    ensure!(config.cotangent.is_finite(), "cotangent is {}; it must be finite", config.cotangent);
+    match &config.input {
+        Input::Synthetic(synthetic) => {
+            let Some(shape) = config.shape else {
+                bail!("synthetic input needs shape: {{batch: .., seq_len: .., vocab: ..}}");
+            };
+            check_shape(shape)?;
+            synthetic.validate().context("input.synthetic")?;
+            memory::require(needed_bytes(shape, config.dtype, true), REMEDY)?;
+            let rows = predicting_rows(shape.batch, shape.seq_len);
+            let mut logits = vec![E::from_f32(0.0); rows.len() * shape.vocab];
+            synthetic.fill_logits(&rows, shape.vocab, &mut logits);
+            let labels = synthetic.labels(&rows, shape.vocab, options.ignore_index);
+            let tokens = Tokens { vocab: shape.vocab, logits: logits.into(), labels };
+            check(config, options, limits, shape, synthetic, &tokens)
+        }
+        Input::File(path) => {
+            let in_file = || format!("input file {}", path.display());
+            let mapped = Mapped::open(path)?;
+            let tensors = mapped.tensors().with_context(in_file)?;
+            let shape = tensors.shape();
+            if let Some(expected) = config.shape {
+                ensure!(
+                    expected == shape,
+                    "{}: it holds {} and the config asks for {}; drop `shape` or mend it",
+                    in_file(),
+                    describe(shape),
+                    describe(expected)
+                );
+            }
+            check_shape(shape).with_context(in_file)?;
+            let own = tensors.needed_bytes(config.dtype);
+            let outputs = needed_bytes(shape, config.dtype, false);
+            let needed = own.zip(outputs).and_then(|(a, b)| a.checked_add(b));
+            memory::require(needed, "make a smaller file").with_context(in_file)?;
+            let tokens = tensors.tokens::<E>().with_context(in_file)?;
+            // Weights and cotangents are not in files.
+            let seeded = Synthetic::default();
+            check(config, options, limits, shape, &seeded, &tokens).with_context(in_file)
+        }
+    }
+}
+
+/// What to do where memory is short.
+const REMEDY: &str = "lower shape.batch, shape.seq_len or shape.vocab";
+
+fn describe(shape: Shape) -> String {
+    format!("[{}, {}, {}]", shape.batch, shape.seq_len, shape.vocab)
+}
+
+fn check_shape(shape: Shape) -> Result<()> {
+    let Shape { batch, seq_len, vocab } = shape;
+    ensure!(batch >= 1, "shape.batch is 0; it must be at least 1");
+    ensure!(
+        seq_len >= 2,
+        "shape.seq_len is {seq_len}; it must be at least 2, a token and its next"
+    );
+    ensure!(vocab >= 1, "shape.vocab is 0; it must be at least 1");
+    Ok(())
+}
+
+/// Bytes for dlogits, for logits where they are made, and for the rows in float64.
+fn needed_bytes(shape: Shape, dtype: DType, logits: bool) -> Option<u64> {
+    let tokens = (shape.batch as u64).checked_mul(shape.seq_len as u64)?;
+    let matrices = dtype.size_bytes() as u64 * if logits { 2 } else { 1 };
+    let rows = 32 * rayon::current_num_threads() as u64;
+    let columns = tokens.checked_mul(matrices)?.checked_add(rows)?;
+    columns.checked_mul(shape.vocab as u64)?.checked_add(tokens.checked_mul(128)?)
+}
+
+fn check<E: Element>(
+    config: &Config,
+    options: CrossEntropy,
+    limits: Limits,
+    shape: Shape,
+    seeded: &Synthetic,
+    tokens: &Tokens<'_, E>,
+) -> Result<Report> {
+    let began = Instant::now();
+    let problem_shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
+    let isa = config.isa.as_deref().map_or_else(|| Ok(Isa::detect()), str::parse)?;
+    let pool = Threads::new(config.threads).context("cannot start threads")?;
+    let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
+    let launch = Launch { isa, tile: Some(tile), pool: &pool };
+    let labels = Labels::from(tokens.labels.as_slice());
+    let kernel = Kernel::new(options, problem_shape, labels, launch)?;
+
+    let rows = predicting_rows(shape.batch, shape.seq_len);
+    let weights = match config.options.weights {
+        Weights::None => None,
+        Weights::Random => Some(seeded.weights(&rows)),
+    };
+    let cotangents = seeded.cotangents(&rows);
+    drop(rows);
+
+    let mut report = Report::new(config, describe(shape), tile, isa, pool.count());
+    let mut dlogits = vec![E::from_f32(0.0); problem_shape.elements()];
+    let mut outputs = Outputs::poisoned(problem_shape.tokens());
+
+    let (elapsed, result) = timed(|| kernel.forward(&tokens.logits, outputs.borrow()));
+    result?;
+    report.seconds("time/forward_s", elapsed);
+    let problem = Problem { options, tokens, limits };
+    let (elapsed, reference) = timed(|| problem.reference_forward());
+    report.seconds("time/ref_forward_s", elapsed);
+    problem.compare_forward(&mut report, &outputs, &reference);
+
+    if let Some(reduction) = config.options.reduction.reduction() {
+        let factors = TokenFactors::new(options, reduction, labels, weights.as_deref())?;
+        let reduce = Reduce { reduction, weights: weights.as_deref(), cotangent: config.cotangent };
+        compare::poison(&mut dlogits);
+        let none = TokenOutputs::default();
+        let (elapsed, loss) =
+            timed(|| kernel.value_and_grad(&tokens.logits, reduce, none, &mut dlogits));
+        report.seconds("time/kernel_grad_s", elapsed);
+        problem.compare_loss(&mut report, loss?, factors.reduce(reference.iter().map(|r| r.loss)));
+        let of_token = |token: usize| match factors.of(token) {
+            0.0 => None,
+            factor => {
+                Some(TokenCotangents { loss: config.cotangent * factor, ..Default::default() })
+            }
+        };
+        let (elapsed, ()) = timed(|| {
+            problem.compare_gradient(&mut report, "", &reference, of_token, &dlogits);
+        });
+        report.seconds("time/ref_grad_s", elapsed);
+    } else {
+        let mean = |losses: &mut dyn Iterator<Item = f64>| {
+            losses.sum::<f64>() / problem_shape.tokens() as f64
+        };
+        let actual = mean(&mut outputs.loss.iter().map(|&loss| f64::from(loss)));
+        let expected = mean(&mut reference.iter().map(|reference| reference.loss));
+        problem.compare_loss(&mut report, actual, expected);
+    }
+
+    let recomputes_only = config.options.reduction.reduction().is_none();
+    let prefix = if recomputes_only { "" } else { "recompute/" };
+    compare::poison(&mut dlogits);
+    let [g, h, k] = &cotangents;
+    let saved = SavedLse { lse: &outputs.lse, lse_low: Some(&outputs.lse_low) };
+    let given = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+    let (elapsed, result) = timed(|| kernel.backward(&tokens.logits, saved, given, &mut dlogits));
+    result?;
+    let of_token = |token: usize| {
+        let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
+        Some(TokenCotangents { loss, logps, lse })
+    };
+    let (reference_elapsed, ()) = timed(|| {
+        problem.compare_gradient(&mut report, prefix, &reference, of_token, &dlogits);
+    });
+    if recomputes_only {
+        report.seconds("time/kernel_grad_s", elapsed);
+        report.seconds("time/ref_grad_s", reference_elapsed);
+    } else {
+        report.seconds("time/recompute_backward_s", elapsed);
+    }
+    report.seconds("time/total_s", began.elapsed().as_secs_f64());
+    report.finish(&Machine::current(), memory::peak_resident_bytes());
+    Ok(report)
+}

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Runs every test that this machine can run:
+#
+#     scripts/test.sh            all tiers
+#     scripts/test.sh lint host  these only
+#
+# A tier is a script in scripts/tiers/. It ends with 77 where the machine lacks what it needs. One
+# that fails does not stop those after it. Each ends up as one line of the summary, and the last line
+# holds the totals. Exits 1 when anything failed; what a tier printed is kept in target/test-logs/.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+# In the order of what fails soonest.
+all=(lint host gradcheck real-text readme asan miri fuzz neon)
+
+tiers=("$@")
+((${#tiers[@]})) || tiers=("${all[@]}")
+for tier in "${tiers[@]}"; do
+    if [[ ! -f scripts/tiers/$tier.sh ]]; then
+        printf 'test: error: no tier %s: choose from %s\n' "$tier" "${all[*]}" >&2
+        exit 2
+    fi
+done
+
+scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
+export PATH=$PWD/.venv/bin:$PATH
+
+# Adds up the closing lines of cargo test, pytest and `check` (scripts/tiers/common.sh) in the log
+# $1, to "passed failed skipped". Colours are off in logs: no runner finds a terminal.
+count() {
+    awk '
+        function add(word, number) {
+            if (word ~ /^passed/) passed += number
+            else if (word ~ /^(failed|errors?)/) failed += number
+            else if (word ~ /^(ignored|skipped|xfailed|filtered)/) skipped += number
+        }
+        /^test result: / || /^=+ .* in [0-9.]+s.* =+$/ || /^check: / {
+            for (i = 2; i <= NF; i++) if ($(i - 1) ~ /^[0-9]+$/) add($i, $(i - 1))
+        }
+        END { print passed + 0, failed + 0, skipped + 0 }
+    ' "$1"
+}
+
+logs=target/test-logs
+mkdir -p "$logs"
+total_passed=0 total_failed=0 absent=() summary=()
+for tier in "${tiers[@]}"; do
+    log=$logs/$tier.log
+    printf '\n== %s\n' "$tier"
+    started=$SECONDS
+    status=0
+    # Without `|| status`, a failing tier would end this script.
+    bash "scripts/tiers/$tier.sh" </dev/null 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+    if ((status == 77)); then
+        absent+=("$tier")
+        summary+=("$tier: absent here ($(sed -n 's/^absent: //p' "$log" | tail -n 1))")
+        continue
+    fi
+    read -r passed failed skipped < <(count "$log")
+    note=""
+    if ((status != 0 && failed == 0)); then
+        failed=1 note=", stopped with exit code $status"
+    elif ((passed + failed == 0)); then
+        failed=1 note=", ran no test"
+    fi
+    ((skipped == 0)) || note+=", $skipped skipped"
+    total_passed=$((total_passed + passed))
+    total_failed=$((total_failed + failed))
+    summary+=("$tier: $passed passed, $failed failed$note")
+    printf '%s took %d s\n' "$tier" $((SECONDS - started))
+done
+
+printf '\n== summary\n'
+printf '%s\n' "${summary[@]}"
+printf 'tiers: %d run, %d absent here%s\n' \
+    $((${#tiers[@]} - ${#absent[@]})) ${#absent[@]} "${absent[*]:+ (${absent[*]})}"
+printf '%d passed, %d failed\n' "$total_passed" "$total_failed"
+((total_failed == 0))

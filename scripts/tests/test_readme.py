@@ -1,0 +1,82 @@
+"""Runs every command in README.md, so that the page stays true.
+
+Run in an environment that has pytest; commands that take minutes are run too:
+
+    python -m pytest -v scripts/tests/test_readme.py
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+# This suite is started by it.
+SUITE = "scripts/test.sh"
+
+LIMIT_S = 900
+
+
+def commands(text: str) -> Iterator[str]:
+    """The command lines in the `sh` fences of a Markdown text, each once, in order.
+
+    A command that goes on after a backslash at a line's end stays one command, with its line ends.
+    """
+    seen = set()
+    for fence in re.finditer(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for match in re.finditer(r"(?:.*\\\n)*.*\n", fence[1]):
+            command = match[0].strip()
+            if command and not command.startswith("#") and command not in seen:
+                seen.add(command)
+                yield command
+
+
+def readme() -> str:
+    """README.md's text, empty where there is none: a test below says so."""
+    return README.read_text(encoding="utf-8") if README.is_file() else ""
+
+
+def test_commands_of_a_text() -> None:
+    """Fences in other languages, comments and repetitions are left out; continuations are kept."""
+    text = (
+        "```sh\n# a comment\ncargo a\n\ncargo b \\\n    --c\n```\n"
+        "text\n```yaml\nkey: value\n```\n```sh\ncargo a\ncargo d  # why\n```\n"
+    )
+    assert list(commands(text)) == ["cargo a", "cargo b \\\n    --c", "cargo d  # why"]
+
+
+def test_every_fence_is_of_a_known_kind() -> None:
+    """No command hides in a fence that is not `sh`: `bash`, `console` and bare ones are refused."""
+    kinds = re.findall(r"^\s*(?:```|~~~)(.*)$", readme(), re.MULTILINE)[::2]
+    assert kinds and set(kinds) <= {"sh", "rust", "toml", "yaml", "json", "python", "text", "c"}
+    assert "sh" in kinds
+
+
+def test_ci_runs_the_suite_that_the_readme_names() -> None:
+    """The one command not run below is what runs this: the last line of .ci/run is exactly it."""
+    assert SUITE in commands(readme())
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if SUITE in line] == [SUITE]
+    assert lines[-1] == SUITE
+
+
+@pytest.mark.parametrize("command", [c for c in commands(readme()) if c != SUITE])
+def test_command(command: str) -> None:
+    """The command works in a clone's root, with nobody at the keyboard."""
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=LIMIT_S,
+        check=False,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, f"exit code {result.returncode}: {command}"

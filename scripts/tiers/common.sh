@@ -1,0 +1,48 @@
+# Sourced by every tier; scripts/test.sh has put .venv/bin on PATH and stands in the repository root.
+# shellcheck shell=bash
+set -euo pipefail
+
+# Ends a tier that this machine lacks something for.
+absent() {
+    printf 'absent: needs %s\n' "$1"
+    exit 77
+}
+
+checks_passed=0
+checks_failed=0
+
+# Runs one command as one check, named by $1, and goes on whatever comes of it.
+check() {
+    local name=$1
+    shift
+    printf -- '-- %s\n' "$name"
+    if "$@"; then
+        checks_passed=$((checks_passed + 1))
+    else
+        printf 'FAILED (exit code %d): %s\n' "$?" "$name"
+        checks_failed=$((checks_failed + 1))
+    fi
+}
+
+# The closing line, which scripts/test.sh counts.
+finish_checks() {
+    printf 'check: %d passed, %d failed\n' "$checks_passed" "$checks_failed"
+    ((checks_failed == 0))
+}
+
+# Sanitizers are unstable flags of a stable compiler: this lets it take them, so that these tiers
+# need no nightly. Its sanitizer runtimes come with rustup's toolchains and not with all others.
+use_sanitizers() {
+    local libraries
+    libraries=$(rustc --print target-libdir)
+    compgen -G "$libraries/librustc*_rt.asan.a" >/dev/null ||
+        absent "a rust toolchain with sanitizer runtimes, as rustup's have"
+    export RUSTC_BOOTSTRAP=1
+}
+
+host_triple() {
+    rustc -vV | sed -n 's/^host: //p'
+}
+
+# shellcheck disable=SC2034 # the tiers read it
+target_dir=${CARGO_TARGET_DIR:-$PWD/target}

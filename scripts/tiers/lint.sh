@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Formatting, lints and types, with warnings denied.
+source scripts/tiers/common.sh
+
+python=(scripts)
+mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci)
+
+check rustfmt cargo fmt --all --check
+check "rustfmt, fuzz" cargo fmt --check --manifest-path fuzz/Cargo.toml
+check clippy cargo clippy --workspace --all-targets -- -D warnings
+check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
+    cargo clippy --manifest-path fuzz/Cargo.toml -- -D warnings
+check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+check ruff ruff check "${python[@]}"
+check "ruff format" ruff format --check "${python[@]}"
+check mypy mypy "${python[@]}"
+check shellcheck shellcheck --external-sources "${shell[@]}"
+finish_checks

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The unit tests of xentile-cpu under Miri, which sees undefined behaviour that a sanitizer cannot,
+# such as aliasing. It finds no vector extension, so only the portable kernels run.
+source scripts/tiers/common.sh
+
+cargo +nightly miri --version >/dev/null 2>&1 ||
+    absent "a nightly toolchain with miri (rustup component add --toolchain nightly miri)"
+# Threads and the clock of the test runner need the real machine.
+MIRIFLAGS=-Zmiri-disable-isolation CARGO_TARGET_DIR=$target_dir/miri \
+    cargo +nightly miri test --no-fail-fast -p xentile-cpu --lib
