@@ -36,7 +36,7 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
         /// Overrides a key of the config; may be repeated.
-        #[arg(long, value_name = "KEY=VALUE")]
+        #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
         set: Vec<String>,
     },
 }
@@ -47,7 +47,7 @@ struct Measure {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Overrides a key of the config, such as options.z_loss=1e-4; may be repeated.
-    #[arg(long, value_name = "KEY=VALUE")]
+    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
     /// What is computed.
     #[arg(long)]
