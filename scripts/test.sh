@@ -24,9 +24,11 @@ done
 
 scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
 export PATH=$PWD/.venv/bin:$PATH
+# The closing lines below are read plain.
+export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 
 # Adds up the closing lines of cargo test, pytest and `check` (scripts/tiers/common.sh) in the log
-# $1, to "passed failed skipped". Colours are off in logs: no runner finds a terminal.
+# $1, to "passed failed skipped".
 count() {
     awk '
         function add(word, number) {
@@ -49,7 +51,7 @@ for tier in "${tiers[@]}"; do
     printf '\n== %s\n' "$tier"
     started=$SECONDS
     status=0
-    # Without `|| status`, a failing tier would end this script.
+    # As part of `||` a failing tier does not end this script.
     bash "scripts/tiers/$tier.sh" </dev/null 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
     if ((status == 77)); then
         absent+=("$tier")

@@ -64,7 +64,10 @@ def test_ci_runs_the_suite_that_the_readme_names() -> None:
     assert lines[-1] == SUITE
 
 
-@pytest.mark.parametrize("command", [c for c in commands(readme()) if c != SUITE])
+COMMANDS = [command for command in commands(readme()) if command != SUITE]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(c.split()) for c in COMMANDS])
 def test_command(command: str) -> None:
     """The command works in a clone's root, with nobody at the keyboard."""
     result = subprocess.run(

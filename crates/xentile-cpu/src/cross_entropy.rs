@@ -3,9 +3,9 @@
 //! Work is cut into tiles of `time_block` tokens, one task each. A task walks its rows in blocks of
 //! `block_size` columns, twice where it needs both passes:
 //!
-//! 1. [`statistics`]: the sum of `exp(z - shift)`, and of `z` where smoothing asks for it. Sums run
+//! 1. `statistics`: the sum of `exp(z - shift)`, and of `z` where smoothing asks for it. Sums run
 //!    in f32 lanes over at most 4096 columns, then in float64.
-//! 2. [`gradient`]: `exp` again, the contract's formula, one write. The row is still in the
+//! 2. `gradient`: `exp` again, the contract's formula, one write. The row is still in the
 //!    second-level cache when tiles are a few tokens high, so memory is read once and written once.
 //!
 //! What falls between the passes is a few float64 operations a token.
@@ -139,7 +139,8 @@ impl<'a> Kernel<'a> {
         let outputs = Outputs::new(self.shape, outputs)?;
         let matrix = Matrix::read_only(logits, self.shape);
         self.for_each_tile::<E>(&|first, count| {
-            let rows = self.statistics(&matrix, first, count, |token| outputs.want(self, token));
+            let want = |token| outputs.want(self, token);
+            let rows = self.statistics(&matrix, first, count, want, None);
             for (row, token) in rows.iter().zip(first..) {
                 // SAFETY: this task alone has this token.
                 unsafe { outputs.write(token, self.token_values(&matrix, token, row)) };
@@ -255,11 +256,10 @@ impl<'a> Kernel<'a> {
         let outputs = Outputs::new(self.shape, outputs)?;
         let mut losses = vec![0.0; self.shape.tokens()];
         let shared_losses = Shared::new(&mut losses);
-        let ahead = self.tile::<E>().time_block();
+        let ahead = Some(self.tile::<E>().time_block());
         self.for_each_tile::<E>(&|first, count| {
-            let statistics = self.statistics(matrix, first, count, |token| {
-                factors.of(token) != 0.0 || outputs.want(self, token)
-            });
+            let want = |token| factors.of(token) != 0.0 || outputs.want(self, token);
+            let statistics = self.statistics(matrix, first, count, want, ahead);
             let rows: Vec<_> = statistics
                 .iter()
                 .zip(first..)
@@ -282,7 +282,7 @@ impl<'a> Kernel<'a> {
                     }
                 })
                 .collect();
-            self.gradient(matrix, first, &rows, Some(ahead));
+            self.gradient(matrix, first, &rows, ahead);
         });
         Ok(factors.reduce(losses))
     }
@@ -302,6 +302,7 @@ impl<'a> Kernel<'a> {
         first: usize,
         count: usize,
         want: impl Fn(usize) -> bool,
+        ahead: Option<usize>,
     ) -> Vec<RowStatistics> {
         let mut rows: Vec<_> = (first..first + count)
             .map(|token| RowStatistics::new(want(token), self.label(matrix, token)))
@@ -313,6 +314,7 @@ impl<'a> Kernel<'a> {
             block_size: self.tile::<E>().block_size(),
             softcap: self.options.softcap,
             mean: self.options.label_smoothing != 0.0,
+            ahead,
         });
         rows
     }
@@ -322,7 +324,7 @@ impl<'a> Kernel<'a> {
         matrix: &Matrix<'_, E>,
         first: usize,
         rows: &[RowGradient],
-        prefetch_tokens: Option<usize>,
+        ahead: Option<usize>,
     ) {
         self.launch.isa.run(Gradient {
             matrix,
@@ -330,7 +332,7 @@ impl<'a> Kernel<'a> {
             rows,
             block_size: self.tile::<E>().block_size(),
             softcap: self.options.softcap,
-            prefetch_tokens,
+            ahead,
         });
     }
 
@@ -407,7 +409,7 @@ impl<'a> Kernel<'a> {
                 let rest = g * (2.0 * w * lse + e) + k + constant;
                 let dz = probability * p_less_one + rest;
                 let slope = self.options.softcap.map_or(1.0, |c| 1.0 - (label.logit / c).powi(2));
-                (dz * slope) as f32
+                dz * slope
             },
         }
     }

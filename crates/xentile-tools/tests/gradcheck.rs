@@ -295,6 +295,12 @@ fn bad_files_are_one_line() {
         .ids(&[1, 3], &[1, 2, 3]);
     assert!(refuses(widths, &[]).contains("`hidden` has D = 8 and `weight` has D = 9"));
 
+    let empty = Tensors::default()
+        .bf16("hidden", &[1, 3, 0], 1.0)
+        .bf16("weight", &[50, 0], 1.0)
+        .ids(&[1, 3], &[1, 2, 3]);
+    assert!(refuses(empty, &[]).contains("`hidden` has shape [1, 3, 0]; every extent must be"));
+
     good().write(&path);
     let bytes = std::fs::read(&path).unwrap();
     for length in [0, 5, 40, bytes.len() - 1] {

@@ -84,7 +84,12 @@ fn a_grid_gives_every_file_and_the_default_tile() {
         assert_eq!(row["report"]["time_block"], row["time_block"]);
         assert_eq!(row["report"]["block_size"], row["block_size"]);
     }
-    let best = rows.iter().min_by(|a, b| median(a).total_cmp(&median(b))).unwrap();
+    // The smallest tile that is as quick as any to a hundredth.
+    let quickest = rows.iter().map(median).fold(f64::INFINITY, f64::min);
+    let extent = |row: &Value, name: &str| row[name].as_u64().expect("an extent");
+    let area = |row: &Value| extent(row, "time_block") * extent(row, "block_size");
+    let quick = rows.iter().filter(|row| median(row) <= 1.01 * quickest);
+    let best = quick.min_by_key(|row| area(row)).unwrap();
     assert_eq!(found["best"]["median_step_ms"].as_f64(), Some(median(best)));
 
     let csv = folder.read("out/sweep.csv");

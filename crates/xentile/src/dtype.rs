@@ -81,7 +81,7 @@ mod sealed {
     impl Sealed for half::f16 {}
 }
 
-/// An element of logits: `f32`, [`bf16`] or [`f16`]. Sealed, since kernels read the bits.
+/// An element of logits: `f32`, [`struct@bf16`] or [`struct@f16`]. Sealed, since kernels read the bits.
 pub trait Element: sealed::Sealed + Copy + Send + Sync + PartialEq + fmt::Debug + 'static {
     /// Which dtype this is.
     const DTYPE: DType;

@@ -5,7 +5,7 @@
 
 use xentile::Element;
 
-use super::matrix::Matrix;
+use super::matrix::{Ahead, LINE_BYTES, Matrix};
 use crate::Job;
 use crate::math::{exp, tanh_with_derivative};
 use crate::simd::{MAX_CHUNK, Simd};
@@ -14,9 +14,6 @@ use crate::simd::{MAX_CHUNK, Simd};
 /// smaller ones are left for their reader to find.
 const STREAM_BYTES: usize = 8 << 20;
 
-/// Writes start on multiples of this, except at the ends of a row.
-const LINE_BYTES: usize = 64;
-
 /// The gradient of one row.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum RowGradient {
@@ -24,7 +21,7 @@ pub(super) enum RowGradient {
     Fill(f32),
     /// `at_label` in column `label`, elsewhere `probability * EXP_SCALE * exp(z - shift) + constant`,
     /// times the derivative of softcap where there is one, and 0 where z is -inf.
-    Formula { shift: f32, probability: f32, constant: f32, label: usize, at_label: f32 },
+    Formula { shift: f32, probability: f32, constant: f32, label: usize, at_label: f64 },
 }
 
 /// The pass over the rows of one tile.
@@ -36,9 +33,8 @@ pub(super) struct Gradient<'a, E> {
     pub(super) rows: &'a [RowGradient],
     pub(super) block_size: usize,
     pub(super) softcap: Option<f64>,
-    /// Ask, while writing a row, for the logits this many tokens on, so that reading the next tile
-    /// overlaps with writing this one.
-    pub(super) prefetch_tokens: Option<usize>,
+    /// Prefetch the logits this many tokens on.
+    pub(super) ahead: Option<usize>,
 }
 
 impl<E: Element> Job for Gradient<'_, E> {
@@ -82,14 +78,13 @@ impl<E: Element> Gradient<'_, E> {
         let step = self.block_size.div_ceil(S::CHUNK) * S::CHUNK;
         for block in 0..shape.vocab().div_ceil(step) {
             for (&gradient, token) in self.rows.iter().zip(self.first..) {
-                let ahead = self.prefetch_tokens.filter(|ahead| token + ahead < shape.tokens());
                 let row = Row::<S, E, STREAM, CAP, CONSTANT> {
                     simd: s,
                     from: self.matrix.logits(token),
                     to: self.matrix.dlogits(token),
                     columns: shape.vocab(),
                     cap: s.splat(cap),
-                    prefetch: ahead.map(|ahead| ahead * shape.vocab()),
+                    ahead: Ahead::new(self.matrix, token, self.ahead),
                 };
                 // SAFETY: this task alone has the tile's rows, each V elements long on both sides.
                 unsafe { row.write(gradient, block, step) };
@@ -105,8 +100,7 @@ struct Row<S: Simd, E, const STREAM: bool, const CAP: bool, const CONSTANT: bool
     to: *mut E,
     columns: usize,
     cap: S::Vector,
-    /// How many elements ahead to prefetch.
-    prefetch: Option<usize>,
+    ahead: Ahead<E>,
 }
 
 /// [`RowGradient::Formula`] in vectors.
@@ -226,8 +220,7 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
         let s = self.simd;
         let mut column = start;
         while S::REGISTERS == 32 && column + 2 * S::CHUNK <= end {
-            self.prefetch(column);
-            self.prefetch(column + S::CHUNK);
+            self.ahead.fetch(s, column + S::CHUNK);
             // SAFETY: both chunks lie in the row, and are aligned by this function's contract.
             unsafe {
                 let at = self.from.add(column);
@@ -239,26 +232,13 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
             column += 2 * S::CHUNK;
         }
         while column < end {
-            self.prefetch(column);
+            self.ahead.fetch(s, column);
             // SAFETY: as above.
             unsafe {
                 let z = s.load(self.from.add(column));
                 self.put(self.apply(formula, z), column);
             }
             column += S::CHUNK;
-        }
-    }
-
-    /// Asks for the logits that lie [`Self::prefetch`] beyond the chunk from `column`.
-    #[inline(always)]
-    fn prefetch(&self, column: usize) {
-        if let Some(ahead) = self.prefetch {
-            // Past the end of the logits this only wastes a prefetch.
-            let next = self.from.wrapping_add(column + ahead).cast::<u8>();
-            self.simd.prefetch(next);
-            if S::CHUNK * size_of::<E>() > LINE_BYTES {
-                self.simd.prefetch(next.wrapping_add(LINE_BYTES));
-            }
         }
     }
 
@@ -277,8 +257,7 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
         }
     }
 
-    /// Columns that fill no chunk or have the label among them, widened to f32, whose lanes are
-    /// stored in the order of columns.
+    /// Columns that fill no chunk or have the label among them, by way of a buffer of whole chunks.
     ///
     /// # Safety
     /// As for [`Self::write`]; the range lies in the row.
@@ -288,27 +267,24 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
         formula: Formula<S::Vector>,
         start: usize,
         end: usize,
-        (label, at_label): (usize, f32),
+        (label, at_label): (usize, f64),
     ) {
         let s = self.simd;
         for start in (start..end).step_by(S::CHUNK) {
-            let columns = start..end.min(start + S::CHUNK);
-            let mut buffer = [0.0_f32; MAX_CHUNK];
-            for (to, column) in buffer.iter_mut().zip(columns.clone()) {
-                // SAFETY: a column of the row.
-                *to = unsafe { *self.from.add(column) }.to_f32();
-            }
-            // SAFETY: the buffer holds the largest chunk there is.
+            let columns = S::CHUNK.min(end - start);
+            let mut buffer = [E::from_f32(0.0); MAX_CHUNK];
+            // SAFETY: the columns lie in the row, and the buffer holds the largest chunk there is.
             unsafe {
+                self.from.add(start).copy_to_nonoverlapping(buffer.as_mut_ptr(), columns);
                 let z = s.load(buffer.as_ptr());
                 s.store(self.apply(formula, z), buffer.as_mut_ptr());
             }
-            if columns.contains(&label) {
-                buffer[label - start] = at_label;
+            if (start..start + columns).contains(&label) {
+                buffer[label - start] = E::from_f64(at_label);
             }
-            for (&dz, column) in buffer.iter().zip(columns) {
-                // SAFETY: a column of the row.
-                unsafe { self.to.add(column).write(E::from_f32(dz)) };
+            // SAFETY: as above.
+            unsafe {
+                buffer.as_ptr().copy_to_nonoverlapping(self.to.add(start), columns);
             }
         }
     }

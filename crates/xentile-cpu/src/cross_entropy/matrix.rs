@@ -4,6 +4,11 @@ use std::marker::PhantomData;
 
 use xentile::{Element, LogitsShape};
 
+use crate::simd::Simd;
+
+/// What memory moves at a time.
+pub(super) const LINE_BYTES: usize = 64;
+
 /// Logits `[T, V]` and, for passes that write, dlogits `[T, V]`.
 pub(super) struct Matrix<'a, E> {
     from: *const E,
@@ -55,5 +60,40 @@ impl<'a, E: Element> Matrix<'a, E> {
         assert!(token < self.shape.tokens() && !self.to.is_null());
         // SAFETY: as for `logits`.
         unsafe { self.to.add(token * self.shape.vocab()) }
+    }
+}
+
+/// A row of a later tile, to be brought into the second-level cache while this one is worked on.
+///
+/// Either pass of a fused kernel asks for every other chunk, so that memory is read throughout: were
+/// it all asked for by the pass that also writes, memory would be idle in one and too slow in the
+/// other.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<E>(Option<*const E>);
+
+impl<E: Element> Ahead<E> {
+    /// The row `tokens` after `token`, if it is asked for and there is one.
+    #[inline(always)]
+    pub(super) fn new(matrix: &Matrix<'_, E>, token: usize, tokens: Option<usize>) -> Self {
+        let later = tokens.map(|tokens| token + tokens);
+        let later = later.filter(|&later| later < matrix.shape().tokens());
+        Self(later.map(|later| matrix.logits(later)))
+    }
+
+    /// The same row from `column` on.
+    #[inline(always)]
+    pub(super) fn from(self, column: usize) -> Self {
+        Self(self.0.map(|row| row.wrapping_add(column)))
+    }
+
+    /// Asks for the chunk from `column`. Past the end of the logits this only wastes a prefetch.
+    #[inline(always)]
+    pub(super) fn fetch<S: Simd>(self, simd: S, column: usize) {
+        if let Some(row) = self.0 {
+            let chunk = row.wrapping_add(column).cast::<u8>();
+            for line in (0..S::CHUNK * size_of::<E>()).step_by(LINE_BYTES) {
+                simd.prefetch(chunk.wrapping_add(line));
+            }
+        }
     }
 }

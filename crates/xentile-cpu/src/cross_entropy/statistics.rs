@@ -7,7 +7,7 @@
 
 use xentile::Element;
 
-use super::matrix::Matrix;
+use super::matrix::{Ahead, Matrix};
 use crate::Job;
 use crate::math::{EXP_SCALE, exp, tanh_with_derivative};
 use crate::simd::{MAX_CHUNK, Simd};
@@ -89,6 +89,8 @@ pub(super) struct Statistics<'a, E> {
     pub(super) softcap: Option<f64>,
     /// Whether the mean is wanted.
     pub(super) mean: bool,
+    /// Prefetch the logits this many tokens on.
+    pub(super) ahead: Option<usize>,
 }
 
 impl<E: Element> Job for Statistics<'_, E> {
@@ -124,6 +126,7 @@ impl<E: Element> Statistics<'_, E> {
                     columns,
                     cap,
                     label: row.label.and_then(|label| label.within(column, columns)),
+                    ahead: Ahead::new(self.matrix, token, self.ahead).from(column),
                 };
                 // SAFETY: as above; nobody writes logits in this pass.
                 unsafe { block.add_to(row) };
@@ -141,6 +144,7 @@ struct Block<S, E, const CAP: bool, const MEAN: bool> {
     cap: f32,
     /// The label where it is one of these columns, counted from the first.
     label: Option<Label>,
+    ahead: Ahead<E>,
 }
 
 /// What one sweep over a block finds.
@@ -281,6 +285,7 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
             let panel_end = end.min(column + PANEL);
             (lanes.sum, lanes.total) = ([zero; 2], [zero; 2]);
             while S::REGISTERS == 32 && column + 2 * S::CHUNK <= panel_end {
+                self.ahead.fetch(s, column);
                 // SAFETY: both chunks end within the range.
                 let ([a, b], [c, d]) = unsafe {
                     let at = self.logits.add(column);

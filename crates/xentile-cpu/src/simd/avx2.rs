@@ -28,15 +28,11 @@ macro_rules! register {
     };
 }
 
-/// The upper 16 bits of each lane after rounding to nearest even, left in the upper half. NaN is
-/// never passed with all of its payload set, so the addition cannot carry into the sign.
+/// The upper 16 bits of each lane after rounding to nearest, left in the upper half. A NaN never has
+/// all of its payload set here, so the addition cannot carry into the sign.
 #[inline(always)]
 fn round_to_bf16(x: __m256) -> __m256i {
-    register!({
-        let bits = _mm256_castps_si256(x);
-        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
-    })
+    register!(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000)))
 }
 
 /// Both vectors as one register of 16 two-byte elements: for bf16 even elements come from the

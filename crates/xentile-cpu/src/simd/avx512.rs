@@ -32,15 +32,11 @@ macro_rules! register {
     };
 }
 
-/// The upper 16 bits of each lane after rounding to nearest even, left in the upper half. NaN is
-/// never passed with all of its payload set, so the addition cannot carry into the sign.
+/// The upper 16 bits of each lane after rounding to nearest, left in the upper half. A NaN never has
+/// all of its payload set here, so the addition cannot carry into the sign.
 #[inline(always)]
 fn round_to_bf16(x: __m512) -> __m512i {
-    register!({
-        let bits = _mm512_castps_si512(x);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)))
-    })
+    register!(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)))
 }
 
 /// Both vectors as one register of 32 bf16: even elements come from the first, odd from the second.
@@ -64,7 +60,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
     const FUSED: bool = true;
-    const TABLE_BITS: u32 = 4;
+    const TABLE_BITS: u32 = 5;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -111,12 +107,14 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn power_of_two(self, shifted: __m512) -> __m512 {
-        const TABLE: [u32; 16] = table_of_powers();
-        // SAFETY: as for `register!`; the table has 16 entries.
+        const TABLE: [u32; 32] = table_of_powers();
+        // SAFETY: as for `register!`; the table has 32 entries.
         unsafe {
             let n = _mm512_castps_si512(shifted);
-            let fraction = _mm512_permutexvar_epi32(n, _mm512_loadu_si512(TABLE.as_ptr().cast()));
-            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32::<19>(n)))
+            let low = _mm512_loadu_si512(TABLE.as_ptr().cast());
+            let high = _mm512_loadu_si512(TABLE.as_ptr().add(16).cast());
+            let fraction = _mm512_permutex2var_epi32(low, n, high);
+            _mm512_castsi512_ps(_mm512_add_epi32(fraction, _mm512_slli_epi32::<18>(n)))
         }
     }
 

@@ -29,15 +29,11 @@ macro_rules! register {
     };
 }
 
-/// The upper 16 bits of each lane after rounding to nearest even, left in the upper half. NaN is
-/// never passed with all of its payload set, so the addition cannot carry into the sign.
+/// The upper 16 bits of each lane after rounding to nearest, left in the upper half. A NaN never has
+/// all of its payload set here, so the addition cannot carry into the sign.
 #[inline(always)]
 fn round_to_bf16(x: float32x4_t) -> uint32x4_t {
-    register!({
-        let bits = vreinterpretq_u32_f32(x);
-        let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
-        vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)))
-    })
+    register!(vaddq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x8000)))
 }
 
 impl Simd for Neon {

@@ -1,6 +1,6 @@
 //! Plain Rust for processors that no other file knows; the compiler may vectorise it.
 
-use xentile::Element;
+use xentile::{DType, Element};
 
 use super::{MAX_LANES, Simd};
 use crate::math::table_of_powers;
@@ -19,6 +19,16 @@ fn map(x: [f32; LANES], f: impl Fn(f32) -> f32) -> [f32; LANES] {
 #[inline(always)]
 fn zip(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
     std::array::from_fn(|lane| f(a[lane], b[lane]))
+}
+
+/// The nearest element; as in the other instruction sets, a tie of bf16 goes away from 0.
+#[inline(always)]
+fn narrow<E: Element>(x: f32) -> E {
+    match E::DTYPE {
+        // Cutting a value of bf16's precision loses nothing, so its own rounding has no part.
+        DType::Bf16 => E::from_f32(f32::from_bits(x.to_bits().wrapping_add(0x8000) & 0xffff_0000)),
+        DType::F32 | DType::F16 => E::from_f32(x),
+    }
 }
 
 impl Simd for Portable {
@@ -113,7 +123,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn store<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E) {
-        let chunk = chunk.map(|half| half.map(E::from_f32));
+        let chunk = chunk.map(|half| half.map(narrow::<E>));
         // SAFETY: the caller vouches for room for a chunk of elements at `to`.
         unsafe { to.cast::<[[E; LANES]; 2]>().write_unaligned(chunk) };
     }

@@ -209,6 +209,7 @@ fn elements(tensor: &TensorView<'_>) -> usize {
 /// The extents of a tensor that must have `N` axes.
 fn extents<const N: usize>(name: &str, axes: &str, tensor: &TensorView<'_>) -> Result<[usize; N]> {
     let shape = tensor.shape();
+    ensure!(!shape.contains(&0), "`{name}` has shape {shape:?}; every extent must be at least 1");
     <[usize; N]>::try_from(shape)
         .map_err(|_| anyhow!("`{name}` has shape {shape:?}; it must be {axes}"))
 }
