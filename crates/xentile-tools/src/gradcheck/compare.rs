@@ -252,6 +252,8 @@ impl<E: Element> Problem<'_, E> {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     #[test]
@@ -276,5 +278,50 @@ mod tests {
         worst.see(f64::INFINITY, 7, None);
         assert!(worst.value.is_nan());
         assert_eq!(place(Worst::default().merge(worst)), Some((6, None)));
+    }
+
+    /// One entry two units in the last place off, or forgotten, among correct ones must be found,
+    /// judged wrong and named.
+    #[test]
+    fn one_wrong_gradient_is_found() {
+        let (vocab, labels) = (40, vec![3_i64, 39, 0]);
+        let logits: Vec<bf16> =
+            (0..120_u8).map(|i| bf16::from_f32(f32::from(i % 17) * 0.25)).collect();
+        let tokens = Tokens { vocab, logits: logits.into(), labels };
+        let limits = Limits {
+            forward_rel: 2e-6,
+            dlogits_ulp: 1.0,
+            dlogits_cotangent: 2f64.powi(-23),
+            dlogits_equal: 0.999,
+        };
+        let problem = Problem { options: CrossEntropy::default(), tokens: &tokens, limits };
+        let reference = problem.reference_forward();
+        let cotangents = |_| Some(TokenCotangents { loss: 1.0, ..Default::default() });
+        let mut dlogits = Vec::new();
+        for (token, reference) in reference.iter().enumerate() {
+            let (mut wide, mut dz) = (Vec::new(), vec![0.0; vocab]);
+            problem.wide_row(token, &mut wide);
+            let (label, cotangents) = (tokens.labels[token], cotangents(token).unwrap());
+            gradient(&problem.options, &wide, label, reference.lse, cotangents, &mut dz);
+            dlogits.extend(dz.into_iter().map(<bf16 as Element>::from_f64));
+        }
+        let errors = |dlogits: &[bf16]| {
+            let mut report = Report::empty();
+            problem.compare_gradient(&mut report, "", &reference, cotangents, dlogits);
+            report
+        };
+        let right = errors(&dlogits);
+        assert!(right.passed());
+        assert_eq!(right.figure("dlogits_rounded/equal"), Some(1.0));
+        for wrong in [bf16::from_bits(dlogits[57].to_bits() + 2), bf16::from_f32(POISON), bf16::NAN]
+        {
+            let kept = std::mem::replace(&mut dlogits[57], wrong);
+            let report = errors(&dlogits);
+            assert!(!report.passed(), "{wrong} for {kept}");
+            let json = report.to_json();
+            let place = &json["worst"]["dlogits_rounded/excess"];
+            assert_eq!((&place["token"], &place["column"]), (&1.into(), &17.into()));
+            dlogits[57] = kept;
+        }
     }
 }

@@ -100,6 +100,12 @@ impl Report {
         Self { title, figures: Vec::new(), setup }
     }
 
+    /// A report of nothing yet, for tests of what fills it.
+    #[cfg(test)]
+    pub(super) fn empty() -> Self {
+        Self { title: String::new(), figures: Vec::new(), setup: Map::new() }
+    }
+
     pub(super) fn add(&mut self, figure: Figure) {
         self.figures.push(figure);
     }
