@@ -16,3 +16,8 @@ mod simd;
 pub use isa::{Isa, Job};
 pub use parallel::{Parallel, Threads};
 pub use simd::Simd;
+
+/// The program in the README, compiled and run with the documentation's tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
