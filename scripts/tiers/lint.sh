@@ -2,7 +2,7 @@
 # Formatting, lints and types, with warnings denied.
 source scripts/tiers/common.sh
 
-python=(scripts)
+python=(scripts crates)
 mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci)
 
 check rustfmt cargo fmt --all --check
@@ -13,6 +13,6 @@ check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
 check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
-check mypy mypy "${python[@]}"
+check mypy mypy scripts
 check shellcheck shellcheck --external-sources "${shell[@]}"
 finish_checks
