@@ -138,9 +138,10 @@ impl<'a> Kernel<'a> {
         self.shape.check_matrix("logits", logits.len())?;
         let outputs = Outputs::new(self.shape, outputs)?;
         let matrix = Matrix::read_only(logits, self.shape);
-        self.for_each_tile::<E>(&|first, count| {
+        let tile = self.tile::<E>();
+        self.for_each_tile(tile, &|first, count| {
             let want = |token| outputs.want(self, token);
-            let rows = self.statistics(&matrix, first, count, want, None);
+            let rows = self.statistics(&matrix, tile, first, count, want, None);
             for (row, token) in rows.iter().zip(first..) {
                 // SAFETY: this task alone has this token.
                 unsafe { outputs.write(token, self.token_values(&matrix, token, row)) };
@@ -231,7 +232,8 @@ impl<'a> Kernel<'a> {
         let at = |values: Option<&[f32]>, token: usize| {
             values.map_or(0.0, |values| f64::from(values[token]))
         };
-        self.for_each_tile::<E>(&|first, count| {
+        let tile = self.tile::<E>();
+        self.for_each_tile(tile, &|first, count| {
             let rows: Vec<_> = (first..first + count)
                 .map(|token| {
                     let lse = f64::from(saved.lse[token]) + at(saved.lse_low, token);
@@ -240,7 +242,7 @@ impl<'a> Kernel<'a> {
                     self.row_gradient(matrix, token, lse, cotangents)
                 })
                 .collect();
-            self.gradient(matrix, first, &rows, None);
+            self.gradient(matrix, tile, first, &rows, None);
         });
         Ok(())
     }
@@ -256,10 +258,11 @@ impl<'a> Kernel<'a> {
         let outputs = Outputs::new(self.shape, outputs)?;
         let mut losses = vec![0.0; self.shape.tokens()];
         let shared_losses = Shared::new(&mut losses);
-        let ahead = Some(self.tile::<E>().time_block());
-        self.for_each_tile::<E>(&|first, count| {
+        let tile = self.tile::<E>();
+        let ahead = Some(tile.time_block());
+        self.for_each_tile(tile, &|first, count| {
             let want = |token| factors.of(token) != 0.0 || outputs.want(self, token);
-            let statistics = self.statistics(matrix, first, count, want, ahead);
+            let statistics = self.statistics(matrix, tile, first, count, want, ahead);
             let rows: Vec<_> = statistics
                 .iter()
                 .zip(first..)
@@ -282,14 +285,14 @@ impl<'a> Kernel<'a> {
                     }
                 })
                 .collect();
-            self.gradient(matrix, first, &rows, ahead);
+            self.gradient(matrix, tile, first, &rows, ahead);
         });
         Ok(factors.reduce(losses))
     }
 
     /// Calls `task` with the first token and the number of tokens of every tile.
-    fn for_each_tile<E: Element>(&self, task: &(dyn Fn(usize, usize) + Sync)) {
-        let (tokens, step) = (self.shape.tokens(), self.tile::<E>().time_block());
+    fn for_each_tile(&self, tile: Tile, task: &(dyn Fn(usize, usize) + Sync)) {
+        let (tokens, step) = (self.shape.tokens(), tile.time_block());
         self.launch.pool.run(tokens.div_ceil(step), &|index| {
             let first = index * step;
             task(first, step.min(tokens - first));
@@ -299,6 +302,7 @@ impl<'a> Kernel<'a> {
     fn statistics<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
+        tile: Tile,
         first: usize,
         count: usize,
         want: impl Fn(usize) -> bool,
@@ -311,7 +315,7 @@ impl<'a> Kernel<'a> {
             matrix,
             first,
             rows: &mut rows,
-            block_size: self.tile::<E>().block_size(),
+            block_size: tile.block_size(),
             softcap: self.options.softcap,
             mean: self.options.label_smoothing != 0.0,
             ahead,
@@ -322,6 +326,7 @@ impl<'a> Kernel<'a> {
     fn gradient<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
+        tile: Tile,
         first: usize,
         rows: &[RowGradient],
         ahead: Option<usize>,
@@ -330,7 +335,7 @@ impl<'a> Kernel<'a> {
             matrix,
             first,
             rows,
-            block_size: self.tile::<E>().block_size(),
+            block_size: tile.block_size(),
             softcap: self.options.softcap,
             ahead,
         });
