@@ -19,7 +19,7 @@ use xentile::{Element, Labels, LogitsShape, Result, Tile};
 
 use crate::math::EXP_SCALE;
 use crate::parallel::Shared;
-use crate::{Isa, Parallel};
+use crate::{InOut, Isa, Parallel};
 use gradient::{Gradient, RowGradient};
 use matrix::Matrix;
 use statistics::{Label, RowStatistics, Statistics};
@@ -50,6 +50,10 @@ pub struct TokenOutputs<'a> {
     /// What that rounding lost, `lse - f32(lse)`: with it the backward pass is as exact on logits
     /// around 1e4 as on logits around 0.
     pub lse_low: Option<&'a mut [f32]>,
+    /// Whether a token that takes no part (one that is ignored or, in a fused pass, whose loss has
+    /// no cotangent) gets 0 in every output, without its logits being read, rather than what the
+    /// contract says of its row.
+    pub zero_idle: bool,
 }
 
 /// What a forward pass leaves for the backward pass, each `[T]` in f32.
@@ -130,95 +134,38 @@ impl<'a> Kernel<'a> {
     }
 
     /// Fills what `outputs` asks for. Reads logits once, and not at all the rows of ignored tokens
-    /// unless their `lse` is wanted.
+    /// unless their `lse` is wanted (and [`TokenOutputs::zero_idle`] is not).
     ///
     /// # Errors
     /// `logits` is not `[T, V]`, or an output not `[T]`.
     pub fn forward<E: Element>(&self, logits: &[E], outputs: TokenOutputs<'_>) -> Result<()> {
-        self.shape.check_matrix("logits", logits.len())?;
+        let matrix = Matrix::read_only(logits, self.shape)?;
         let outputs = Outputs::new(self.shape, outputs)?;
-        let matrix = Matrix::read_only(logits, self.shape);
         let tile = self.tile::<E>();
         self.for_each_tile(tile, &|first, count| {
-            let want = |token| outputs.want(self, token);
+            let want = |token| outputs.want(self, token, !self.is_ignored(token));
             let rows = self.statistics(&matrix, tile, first, count, want, None);
             for (row, token) in rows.iter().zip(first..) {
                 // SAFETY: this task alone has this token.
-                unsafe { outputs.write(token, self.token_values(&matrix, token, row)) };
+                unsafe { outputs.write(token, self.token_values(token, row)) };
             }
         });
         Ok(())
     }
 
-    /// Writes the gradient for `cotangents` to `dlogits`. Reads logits once and writes once; the
-    /// rows of ignored tokens are written without being read.
+    /// Writes the gradient for `cotangents` to dlogits, the output of `logits`. Reads logits once
+    /// and writes once; the rows of tokens that are ignored, or whose cotangents are all 0, are
+    /// written without being read.
     ///
     /// # Errors
-    /// `logits` or `dlogits` is not `[T, V]`, or another argument not `[T]`.
+    /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
     pub fn backward<E: Element>(
         &self,
-        logits: &[E],
-        saved: SavedLse<'_>,
-        cotangents: Cotangents<'_>,
-        dlogits: &mut [E],
-    ) -> Result<()> {
-        self.shape.check_matrix("logits", logits.len())?;
-        self.shape.check_matrix("dlogits", dlogits.len())?;
-        self.backward_over(&Matrix::apart(logits, dlogits, self.shape), saved, cotangents)
-    }
-
-    /// As [`Self::backward`], with the gradient in the place of the logits.
-    ///
-    /// # Errors
-    /// As for [`Self::backward`].
-    pub fn backward_in_place<E: Element>(
-        &self,
-        logits: &mut [E],
+        logits: InOut<'_, E>,
         saved: SavedLse<'_>,
         cotangents: Cotangents<'_>,
     ) -> Result<()> {
-        self.shape.check_matrix("logits", logits.len())?;
-        self.backward_over(&Matrix::in_place(logits, self.shape), saved, cotangents)
-    }
-
-    /// The reduced loss, with its gradient written to `dlogits` and whatever `outputs` asks for
-    /// filled. Logits come from memory once (where a tile's rows stay in the cache) and dlogits go
-    /// there once.
-    ///
-    /// # Errors
-    /// `logits` or `dlogits` is not `[T, V]`, or another argument not `[T]`.
-    pub fn value_and_grad<E: Element>(
-        &self,
-        logits: &[E],
-        reduce: Reduce<'_>,
-        outputs: TokenOutputs<'_>,
-        dlogits: &mut [E],
-    ) -> Result<f64> {
-        self.shape.check_matrix("logits", logits.len())?;
-        self.shape.check_matrix("dlogits", dlogits.len())?;
-        self.value_and_grad_over(&Matrix::apart(logits, dlogits, self.shape), reduce, outputs)
-    }
-
-    /// As [`Self::value_and_grad`], with the gradient in the place of the logits.
-    ///
-    /// # Errors
-    /// As for [`Self::value_and_grad`].
-    pub fn value_and_grad_in_place<E: Element>(
-        &self,
-        logits: &mut [E],
-        reduce: Reduce<'_>,
-        outputs: TokenOutputs<'_>,
-    ) -> Result<f64> {
-        self.shape.check_matrix("logits", logits.len())?;
-        self.value_and_grad_over(&Matrix::in_place(logits, self.shape), reduce, outputs)
-    }
-
-    fn backward_over<E: Element>(
-        &self,
-        matrix: &Matrix<'_, E>,
-        saved: SavedLse<'_>,
-        cotangents: Cotangents<'_>,
-    ) -> Result<()> {
+        let matrix = Matrix::new(logits, self.shape)?;
         self.shape.check_tokens("lse", saved.lse.len())?;
         let optional = [
             ("lse_low", saved.lse_low),
@@ -239,55 +186,101 @@ impl<'a> Kernel<'a> {
                     let lse = f64::from(saved.lse[token]) + at(saved.lse_low, token);
                     let cotangents = [cotangents.loss, cotangents.logps, cotangents.lse]
                         .map(|cotangent| at(cotangent, token));
-                    self.row_gradient(matrix, token, lse, cotangents)
+                    self.row_gradient(&matrix, token, lse, cotangents)
                 })
                 .collect();
-            self.gradient(matrix, tile, first, &rows, None);
+            self.gradient(&matrix, tile, first, &rows, None);
         });
         Ok(())
     }
 
-    fn value_and_grad_over<E: Element>(
+    /// The per-token outputs that are asked for, and in the same pass the gradient for cotangents
+    /// `dloss` `[T]` of the losses, written to dlogits, the output of `logits`. Logits come from
+    /// memory once (where a tile's rows stay in the cache) and dlogits go there once.
+    ///
+    /// A token whose cotangent is 0 takes no part: its gradient row is exactly 0, whatever its
+    /// logits.
+    ///
+    /// # Errors
+    /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
+    pub fn fused<E: Element>(
         &self,
-        matrix: &Matrix<'_, E>,
+        logits: InOut<'_, E>,
+        dloss: &[f32],
+        outputs: TokenOutputs<'_>,
+    ) -> Result<()> {
+        self.shape.check_tokens("dloss", dloss.len())?;
+        let outputs = Outputs::new(self.shape, outputs)?;
+        let part = |token: usize| match dloss[token] {
+            0.0 => None,
+            _ if self.is_ignored(token) => None,
+            dloss => Some(dloss.into()),
+        };
+        self.both_passes(logits, part, &outputs)
+    }
+
+    /// The reduced loss, with its gradient written to dlogits and whatever `outputs` asks for
+    /// filled, as [`Self::fused`] does. It gives the same bits as that from the factors of the
+    /// losses, where these are f32 numbers; here they are float64.
+    ///
+    /// # Errors
+    /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
+    pub fn value_and_grad<E: Element>(
+        &self,
+        logits: InOut<'_, E>,
         reduce: Reduce<'_>,
         outputs: TokenOutputs<'_>,
     ) -> Result<f64> {
         let factors =
             TokenFactors::new(self.options, reduce.reduction, self.labels, reduce.weights)?;
-        let outputs = Outputs::new(self.shape, outputs)?;
         let mut losses = vec![0.0; self.shape.tokens()];
-        let shared_losses = Shared::new(&mut losses);
+        let outputs = Outputs {
+            exact_loss: Some(Shared::new(&mut losses)),
+            ..Outputs::new(self.shape, outputs)?
+        };
+        let part = |token| match factors.of(token) {
+            0.0 => None,
+            factor => Some(reduce.cotangent * factor),
+        };
+        self.both_passes(logits, part, &outputs)?;
+        Ok(factors.reduce(losses))
+    }
+
+    /// Both passes over each tile. `part` is the cotangent of a token's loss; none where the token
+    /// takes no part.
+    fn both_passes<E: Element>(
+        &self,
+        logits: InOut<'_, E>,
+        part: impl Fn(usize) -> Option<f64> + Sync,
+        outputs: &Outputs<'_>,
+    ) -> Result<()> {
+        let matrix = Matrix::new(logits, self.shape)?;
         let tile = self.tile::<E>();
         let ahead = Some(tile.time_block());
         self.for_each_tile(tile, &|first, count| {
-            let want = |token| factors.of(token) != 0.0 || outputs.want(self, token);
-            let statistics = self.statistics(matrix, tile, first, count, want, ahead);
+            let want = |token| {
+                let takes_part = part(token).is_some();
+                takes_part || outputs.want(self, token, takes_part)
+            };
+            let statistics = self.statistics(&matrix, tile, first, count, want, ahead);
             let rows: Vec<_> = statistics
                 .iter()
                 .zip(first..)
                 .map(|(row, token)| {
-                    let values = self.token_values(matrix, token, row);
+                    let values = self.token_values(token, row);
                     // SAFETY: this task alone has this token.
-                    unsafe {
-                        shared_losses.slice(token, 1)[0] = values.loss;
-                        outputs.write(token, values);
-                    }
-                    match factors.of(token) {
-                        0.0 => RowGradient::Fill(0.0),
-                        factor => {
-                            // As the backward pass would read it, so that both give the same bits.
-                            let (high, low) = split(values.lse);
-                            let lse = f64::from(high) + f64::from(low);
-                            let cotangents = [reduce.cotangent * factor, 0.0, 0.0];
-                            self.row_gradient(matrix, token, lse, cotangents)
-                        }
-                    }
+                    unsafe { outputs.write(token, values) };
+                    part(token).map_or(RowGradient::Fill(0.0), |dloss| {
+                        // As the backward pass would read it, so that both give the same bits.
+                        let (high, low) = split(values.lse);
+                        let lse = f64::from(high) + f64::from(low);
+                        self.row_gradient(&matrix, token, lse, [dloss, 0.0, 0.0])
+                    })
                 })
                 .collect();
-            self.gradient(matrix, tile, first, &rows, ahead);
+            self.gradient(&matrix, tile, first, &rows, ahead);
         });
-        Ok(factors.reduce(losses))
+        Ok(())
     }
 
     /// Calls `task` with the first token and the number of tokens of every tile.
@@ -309,7 +302,12 @@ impl<'a> Kernel<'a> {
         ahead: Option<usize>,
     ) -> Vec<RowStatistics> {
         let mut rows: Vec<_> = (first..first + count)
-            .map(|token| RowStatistics::new(want(token), self.label(matrix, token)))
+            .map(|token| {
+                // Not even the label's logit of a row that nobody wants is read.
+                let wanted = want(token);
+                let label = if wanted { self.label(matrix, token) } else { None };
+                RowStatistics::new(wanted, label)
+            })
             .collect();
         self.launch.isa.run(Statistics {
             matrix,
@@ -341,6 +339,10 @@ impl<'a> Kernel<'a> {
         });
     }
 
+    fn is_ignored(&self, token: usize) -> bool {
+        self.labels.get(token) == self.options.ignore_index
+    }
+
     /// The labelled column of `token`; none where the token is ignored or its label out of range.
     fn label<E: Element>(&self, matrix: &Matrix<'_, E>, token: usize) -> Option<Label> {
         match self.options.target(self.labels.get(token), self.shape.vocab()) {
@@ -356,18 +358,16 @@ impl<'a> Kernel<'a> {
 
     /// What stands for loss, logps and gradient of a `token` without a labelled column.
     fn without_label(&self, token: usize) -> f32 {
-        if self.labels.get(token) == self.options.ignore_index { 0.0 } else { f32::NAN }
+        if self.is_ignored(token) { 0.0 } else { f32::NAN }
     }
 
-    /// The contract's forward values of `token`, in float64.
-    fn token_values<E: Element>(
-        &self,
-        matrix: &Matrix<'_, E>,
-        token: usize,
-        row: &RowStatistics,
-    ) -> TokenValues {
+    /// The contract's forward values of `token`, in float64; zeros where nobody wants them.
+    fn token_values(&self, token: usize, row: &RowStatistics) -> TokenValues {
+        if !row.wanted() {
+            return TokenValues::default();
+        }
         let lse = row.lse();
-        let Some(label) = self.label(matrix, token) else {
+        let Some(label) = row.label() else {
             let value = self.without_label(token);
             return TokenValues { loss: value.into(), logps: value.into(), lse };
         };
@@ -388,6 +388,9 @@ impl<'a> Kernel<'a> {
         lse: f64,
         [g, h, k]: [f64; 3],
     ) -> RowGradient {
+        if [g, h, k] == [0.0; 3] {
+            return RowGradient::Fill(0.0);
+        }
         let Some(label) = self.label(matrix, token) else {
             return RowGradient::Fill(self.without_label(token));
         };
@@ -403,8 +406,8 @@ impl<'a> Kernel<'a> {
             if lse.abs() < EIGHTHS_BELOW { ((lse * 8.0).round() / 8.0) as f32 } else { lse as f32 };
         RowGradient::Formula {
             shift,
-            probability: (probability * (f64::from(shift) - lse).exp()) as f32 / EXP_SCALE,
-            constant: constant as f32,
+            probability: to_f32(probability * (f64::from(shift) - lse).exp()) / EXP_SCALE,
+            constant: to_f32(constant),
             label: label.column,
             at_label: if label.logit == f64::NEG_INFINITY {
                 0.0
@@ -430,6 +433,11 @@ pub fn default_tile<E: Element>(vocab: usize) -> Tile {
     tuned.expect("every dtype has a tuned tile")
 }
 
+/// `x` as an f32, and NaN as the one NaN that rounding to bf16 by an addition leaves a NaN.
+fn to_f32(x: f64) -> f32 {
+    if x.is_nan() { f32::NAN } else { x as f32 }
+}
+
 /// `x` as an f32 and the f32 nearest to what that lost.
 fn split(x: f64) -> (f32, f32) {
     let high = x as f32;
@@ -439,7 +447,7 @@ fn split(x: f64) -> (f32, f32) {
 }
 
 /// The forward values of one token.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct TokenValues {
     loss: f64,
     logps: f64,
@@ -452,6 +460,9 @@ struct Outputs<'a> {
     logps: Option<Shared<'a, f32>>,
     lse: Option<Shared<'a, f32>>,
     lse_low: Option<Shared<'a, f32>>,
+    zero_idle: bool,
+    /// The loss before it is rounded to f32.
+    exact_loss: Option<Shared<'a, f64>>,
 }
 
 impl<'a> Outputs<'a> {
@@ -468,21 +479,29 @@ impl<'a> Outputs<'a> {
             logps: share("logps", outputs.logps)?,
             lse: share("lse", outputs.lse)?,
             lse_low: share("lse_low", outputs.lse_low)?,
+            zero_idle: outputs.zero_idle,
+            exact_loss: None,
         })
     }
 
-    /// Whether some output of `token` depends on its logits.
-    fn want(&self, kernel: &Kernel<'_>, token: usize) -> bool {
-        let target = || kernel.options.target(kernel.labels.get(token), kernel.shape.vocab());
+    /// Whether some output of `token` is to be other than 0. `exact_loss` asks for nothing, since
+    /// only the losses of tokens that take part are summed.
+    fn want(&self, kernel: &Kernel<'_>, token: usize, takes_part: bool) -> bool {
+        if self.zero_idle && !takes_part {
+            return false;
+        }
         self.lse.is_some()
             || self.lse_low.is_some()
-            || (self.loss.is_some() || self.logps.is_some())
-                && matches!(target(), Target::Column(_))
+            || (self.loss.is_some() || self.logps.is_some()) && !kernel.is_ignored(token)
     }
 
     /// # Safety
     /// No other task writes `token`.
     unsafe fn write(&self, token: usize, values: TokenValues) {
+        if let Some(exact) = &self.exact_loss {
+            // SAFETY: the caller alone has this token.
+            unsafe { exact.slice(token, 1)[0] = values.loss };
+        }
         let (high, low) = split(values.lse);
         let outputs = [
             (&self.loss, values.loss as f32),

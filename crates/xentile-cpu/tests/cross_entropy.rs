@@ -9,7 +9,7 @@ use xentile::cross_entropy::reference::{TokenCotangents, TokenForward, forward, 
 use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
 use xentile::{DType, Element, Labels, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::{Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs};
-use xentile_cpu::{Isa, Threads};
+use xentile_cpu::{InOut, Isa, Threads};
 
 mod common;
 
@@ -87,22 +87,24 @@ impl<E: Element> Case<E> {
             logps: Some(&mut results.logps),
             lse: Some(&mut results.lse),
             lse_low: Some(&mut lse_low),
+            ..TokenOutputs::default()
         };
         kernel.forward(&self.logits, outputs).unwrap();
         let saved = SavedLse { lse: &results.lse, lse_low: Some(&lse_low) };
         let [g, h, k] = &self.cotangents;
         let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
-        kernel.backward(&self.logits, saved, cotangents, &mut results.dlogits).unwrap();
-        let (reduce, none) = (self.reduce(), TokenOutputs::default());
-        results.mean =
-            kernel.value_and_grad(&self.logits, reduce, none, &mut results.mean_dlogits).unwrap();
+        let logits = InOut::apart(&self.logits, &mut results.dlogits);
+        kernel.backward(logits, saved, cotangents).unwrap();
+        let reduce = self.reduce();
+        let logits = InOut::apart(&self.logits, &mut results.mean_dlogits);
+        results.mean = kernel.value_and_grad(logits, reduce, TokenOutputs::default()).unwrap();
 
         let mut in_place = self.logits.clone();
-        kernel.backward_in_place(&mut in_place, saved, cotangents).unwrap();
+        kernel.backward(InOut::InPlace(&mut in_place), saved, cotangents).unwrap();
         same_bits("backward in place", &in_place, &results.dlogits);
         in_place.copy_from_slice(&self.logits);
-        let again =
-            kernel.value_and_grad_in_place(&mut in_place, reduce, TokenOutputs::default()).unwrap();
+        let logits = InOut::InPlace(&mut in_place);
+        let again = kernel.value_and_grad(logits, reduce, TokenOutputs::default()).unwrap();
         assert!(again.to_bits() == results.mean.to_bits());
         same_bits("value_and_grad in place", &in_place, &results.mean_dlogits);
         results
@@ -339,6 +341,22 @@ fn a_weight_of_zero_takes_its_token_out() {
 }
 
 #[test]
+fn cotangents_of_zero_take_their_token_out() {
+    let mut rng = common::fresh_rng("zero cotangents");
+    let mut case = Case::<bf16>::new(&mut rng, 4, 100, 2.0);
+    for token in [1, 3] {
+        case.cotangents.iter_mut().for_each(|cotangents| cotangents[token] = 0.0);
+    }
+    case.logits[150] = bf16::NAN;
+    case.labels[3] = 100;
+    let results = case.run(2);
+    for row in [100..200, 300..400] {
+        assert!(results.dlogits[row].iter().all(|dz| dz.to_bits() == 0));
+    }
+    case.check("cotangents 0");
+}
+
+#[test]
 fn labels_out_of_range_poison_their_own_token_only() {
     fn body<E: Element>() {
         let mut rng = common::fresh_rng("labels");
@@ -493,8 +511,109 @@ fn the_fused_gradient_is_the_recomputed_one() {
         let mut fused = vec![E::from_f32(POISON); case.logits.len()];
         let reduce =
             Reduce { reduction: Reduction::Sum, weights: Some(&case.weights), cotangent: 1.0 };
-        kernel.value_and_grad(&case.logits, reduce, TokenOutputs::default(), &mut fused).unwrap();
-        same_bits("schedules", &fused, &case.run(2).dlogits);
+        let logits = InOut::apart(&case.logits, &mut fused);
+        kernel.value_and_grad(logits, reduce, TokenOutputs::default()).unwrap();
+        let results = case.run(2);
+        same_bits("schedules", &fused, &results.dlogits);
+
+        let [mut loss, mut lse] = [vec![POISON; 8], vec![POISON; 8]];
+        let mut in_place = case.logits.clone();
+        for logits in
+            [InOut::apart(&case.logits, &mut fused), InOut::InPlace(in_place.as_mut_slice())]
+        {
+            let outputs = TokenOutputs {
+                loss: Some(&mut loss),
+                lse: Some(&mut lse),
+                ..TokenOutputs::default()
+            };
+            kernel.fused(logits, &case.cotangents[0], outputs).unwrap();
+            same_bits("fused loss", &loss, &results.loss);
+            same_bits("fused lse", &lse, &results.lse);
+        }
+        same_bits("fused dlogits", &fused, &results.dlogits);
+        same_bits("fused dlogits in place", &in_place, &results.dlogits);
+    }
+    for_each_dtype!(body);
+}
+
+/// Ignored tokens, tokens without a cotangent, and others, with and without `zero_idle`.
+#[test]
+fn tokens_that_take_no_part() {
+    fn body<E: Element>() {
+        const V: usize = 333;
+        let mut rng = common::fresh_rng("idle");
+        let mut case = Case { tile: tile(2, 100), ..Case::<E>::new(&mut rng, 5, V, 2.0) };
+        case.labels[1] = -100;
+        case.labels[3] = V as i64;
+        // Token 2 has no cotangent, token 4 neither, and NaN in its row, as ignored token 1 has.
+        let dloss = [0.5, 0.25, 0.0, 1.0, -0.0];
+        for token in [1, 4] {
+            case.logits[token * V..(token + 1) * V].fill(E::from_f32(f32::NAN));
+        }
+        let real = case.run(1);
+        let pool = Threads::new(2).unwrap();
+        let launch = Launch { isa: case.isa, tile: case.tile, pool: &pool };
+        let labels = Labels::from(case.labels.as_slice());
+        let kernel =
+            Kernel::with_unchecked_labels(case.options, case.shape, labels, launch).unwrap();
+        let mut dlogits = vec![E::from_f32(POISON); case.logits.len()];
+        for (fused, zero_idle) in [(false, false), (false, true), (true, false), (true, true)] {
+            let what = format!("fused {fused}, zero_idle {zero_idle}");
+            let mut outputs = [(); 4].map(|()| vec![POISON; 5]);
+            let [loss, logps, lse, lse_low] = outputs.each_mut().map(|x| Some(x.as_mut_slice()));
+            let asked = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+            if fused {
+                dlogits.fill(E::from_f32(POISON));
+                kernel.fused(InOut::apart(&case.logits, &mut dlogits), &dloss, asked).unwrap();
+            } else {
+                kernel.forward(&case.logits, asked).unwrap();
+            }
+            let [loss, logps, lse, lse_low] = outputs;
+            for token in 0..5 {
+                let idle = token == 1 || fused && dloss[token] == 0.0;
+                if idle && zero_idle {
+                    let all = [&loss, &logps, &lse, &lse_low].map(|x| x[token].to_bits());
+                    assert_eq!(all, [0; 4], "{what}, token {token}");
+                } else {
+                    let what = format!("{what}, token {token}");
+                    same_bits(&what, &[loss[token]], &[real.loss[token]]);
+                    same_bits(&what, &[logps[token]], &[real.logps[token]]);
+                    same_bits(&what, &[lse[token]], &[real.lse[token]]);
+                }
+                let mut row = dlogits[token * V..(token + 1) * V].iter().map(|dz| dz.to_f32());
+                if fused {
+                    let right: fn(f32) -> bool = match token {
+                        0 => |dz| dz != 0.0 && dz.is_finite(),
+                        3 => f32::is_nan,
+                        _ => |dz| dz.to_bits() == 0,
+                    };
+                    assert!(row.all(right), "{what}, token {token}");
+                }
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+/// Also one whose payload is all ones, which rounding to bf16 by an addition would carry out of.
+#[test]
+fn a_cotangent_that_is_not_a_number() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("cotangent");
+        let mut case = Case::<E>::new(&mut rng, 3, 200, 2.0);
+        for isa in Isa::available() {
+            case.isa = isa;
+            for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff] {
+                for which in 0..3 {
+                    let right = case.cotangents[which][1];
+                    case.cotangents[which][1] = f32::from_bits(bits);
+                    let results = case.run(1);
+                    assert!(results.dlogits[200..400].iter().all(|dz| dz.to_f32().is_nan()));
+                    assert!(results.dlogits[..200].iter().all(|dz| dz.to_f32().is_finite()));
+                    case.cotangents[which][1] = right;
+                }
+            }
+        }
     }
     for_each_dtype!(body);
 }
@@ -507,8 +626,8 @@ fn empty_problems_and_wrong_lengths() {
     let none = LogitsShape::new(0, 5).unwrap();
     let kernel = Kernel::new(CrossEntropy::default(), none, labels.as_slice().into(), launch);
     let reduce = Reduce { reduction: Reduction::Mean, weights: None, cotangent: 1.0 };
-    let value =
-        kernel.unwrap().value_and_grad::<f32>(&[], reduce, TokenOutputs::default(), &mut []);
+    let empty = InOut::<f32>::apart(&[], &mut []);
+    let value = kernel.unwrap().value_and_grad(empty, reduce, TokenOutputs::default());
     assert_eq!(value, Ok(0.0));
 
     let labels = [1_i32, 2];
@@ -529,8 +648,14 @@ fn empty_problems_and_wrong_lengths() {
     let mut dlogits = [0.0_f32; 10];
     let saved = SavedLse { lse: &[0.0; 2], lse_low: None };
     let cotangents = Cotangents { logps: Some(&[1.0]), ..Default::default() };
-    let result = kernel.backward(&[0.0_f32; 10], saved, cotangents, &mut dlogits);
+    let result = kernel.backward(InOut::apart(&[0.0; 10], &mut dlogits), saved, cotangents);
     assert_eq!(refuse(result), "logps cotangents holds 1 elements; [T] needs 2");
+    let result = kernel.fused(InOut::InPlace(&mut dlogits), &[1.0; 3], TokenOutputs::default());
+    assert_eq!(refuse(result), "dloss holds 3 elements; [T] needs 2");
+    let mut short = [0.0_f32; 9];
+    let logits = InOut::apart(&dlogits, &mut short);
+    let result = kernel.fused(logits, &[1.0; 2], TokenOutputs::default());
+    assert_eq!(refuse(result), "dlogits holds 9 elements; [T, V] needs 10");
     fn describe<E: Debug>(e: E) -> String {
         format!("{e:?}")
     }

@@ -136,10 +136,7 @@ impl TileConfig {
     /// # Errors
     /// An extent of 0.
     pub fn resolve(self, default: Tile) -> Result<Tile> {
-        Ok(Tile::new(
-            self.time_block.unwrap_or(default.time_block()),
-            self.block_size.unwrap_or(default.block_size()),
-        )?)
+        Ok(default.with(self.time_block, self.block_size)?)
     }
 }
 

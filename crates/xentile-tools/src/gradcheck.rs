@@ -20,7 +20,7 @@ use xentile::{DType, Element, Labels, LogitsShape};
 use xentile_cpu::cross_entropy::{
     Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
 };
-use xentile_cpu::{Isa, Threads};
+use xentile_cpu::{InOut, Isa, Threads};
 
 use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
 use crate::input::file::Mapped;
@@ -267,9 +267,8 @@ fn check<E: Element>(
         let factors = TokenFactors::new(options, reduction, labels, weights.as_deref())?;
         let reduce = Reduce { reduction, weights: weights.as_deref(), cotangent: config.cotangent };
         compare::poison(&mut dlogits);
-        let none = TokenOutputs::default();
-        let (elapsed, loss) =
-            timed(|| kernel.value_and_grad(&tokens.logits, reduce, none, &mut dlogits));
+        let (logits, none) = (InOut::apart(&tokens.logits, &mut dlogits), TokenOutputs::default());
+        let (elapsed, loss) = timed(|| kernel.value_and_grad(logits, reduce, none));
         report.seconds("time/kernel_grad_s", elapsed);
         problem.compare_loss(&mut report, loss?, factors.reduce(reference.iter().map(|r| r.loss)));
         let of_token = |token: usize| match factors.of(token) {
@@ -297,7 +296,8 @@ fn check<E: Element>(
     let [g, h, k] = &cotangents;
     let saved = SavedLse { lse: &outputs.lse, lse_low: Some(&outputs.lse_low) };
     let given = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
-    let (elapsed, result) = timed(|| kernel.backward(&tokens.logits, saved, given, &mut dlogits));
+    let logits = InOut::apart(&tokens.logits, &mut dlogits);
+    let (elapsed, result) = timed(|| kernel.backward(logits, saved, given));
     result?;
     let of_token = |token: usize| {
         let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));

@@ -12,8 +12,10 @@
 //!   `dz_v = g * ((1 + 2 * w * lse) * p_v - (1 - e) * [v = y] - e / V) + h * ([v = y] - p_v) + k * p_v`
 //!   with `p = softmax(z)`, times `1 - (z_v / c)^2` with softcap.
 //!
-//! Three kinds of token are special:
+//! Four kinds of token are special:
 //!
+//! - **all cotangents 0**: the gradient row is exactly 0, whatever the logits and the label. A token
+//!   that a mask took out of the objective costs nothing and leaks no NaN;
 //! - **ignored** (`y == ignore_index`): loss 0, logps 0, gradient row exactly 0, not counted in a
 //!   mean; its `lse` is still that of its row;
 //! - **label out of range**: loss, logps and the gradient row are NaN; `lse` is still that of its

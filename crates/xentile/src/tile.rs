@@ -25,6 +25,14 @@ impl Tile {
         Ok(Self { time_block, block_size })
     }
 
+    /// This tile with either extent replaced where one is given.
+    ///
+    /// # Errors
+    /// An extent of 0.
+    pub fn with(self, time_block: Option<usize>, block_size: Option<usize>) -> Result<Self> {
+        Self::new(time_block.unwrap_or(self.time_block), block_size.unwrap_or(self.block_size))
+    }
+
     /// Tokens per tile.
     #[must_use]
     pub fn time_block(self) -> usize {

@@ -5,14 +5,10 @@
 
 use xentile::Element;
 
-use super::matrix::{Ahead, LINE_BYTES, Matrix};
+use super::matrix::{Ahead, Matrix};
 use crate::Job;
 use crate::math::{exp, tanh_with_derivative};
-use crate::simd::{MAX_CHUNK, Simd};
-
-/// Gradients of at least this many bytes are written past the caches, since they cannot stay there;
-/// smaller ones are left for their reader to find.
-const STREAM_BYTES: usize = 8 << 20;
+use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 
 /// The gradient of one row.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +71,7 @@ impl<E: Element> Gradient<'_, E> {
     ) {
         let shape = self.matrix.shape();
         // Whole chunks, so that only a row's own ends are ragged.
-        let step = self.block_size.div_ceil(S::CHUNK) * S::CHUNK;
+        let step = self.block_size.min(shape.vocab()).div_ceil(S::CHUNK) * S::CHUNK;
         for block in 0..shape.vocab().div_ceil(step) {
             for (&gradient, token) in self.rows.iter().zip(self.first..) {
                 let row = Row::<S, E, STREAM, CAP, CONSTANT> {
@@ -246,15 +242,8 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
     /// The chunk from `column` lies in the row, whole chunks past a line boundary of the output.
     #[inline(always)]
     unsafe fn put(&self, chunk: [S::Vector; 2], column: usize) {
-        let s = self.simd;
         // SAFETY: the chunk lies in the row; a line boundary plus whole chunks is aligned enough.
-        unsafe {
-            if STREAM {
-                s.stream(chunk, self.to.add(column));
-            } else {
-                s.store(chunk, self.to.add(column));
-            }
-        }
+        unsafe { self.simd.put::<E, STREAM>(chunk, self.to.add(column)) };
     }
 
     /// Columns that fill no chunk or have the label among them, by way of a buffer of whole chunks.

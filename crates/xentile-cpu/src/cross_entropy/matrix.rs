@@ -2,12 +2,10 @@
 
 use std::marker::PhantomData;
 
-use xentile::{Element, LogitsShape};
+use xentile::{Element, LogitsShape, Result};
 
-use crate::simd::Simd;
-
-/// What memory moves at a time.
-pub(super) const LINE_BYTES: usize = 64;
+use crate::InOut;
+use crate::simd::{LINE_BYTES, Simd};
 
 /// Logits `[T, V]` and, for passes that write, dlogits `[T, V]`.
 pub(super) struct Matrix<'a, E> {
@@ -22,21 +20,21 @@ pub(super) struct Matrix<'a, E> {
 unsafe impl<E: Element> Sync for Matrix<'_, E> {}
 
 impl<'a, E: Element> Matrix<'a, E> {
-    pub(super) fn read_only(logits: &'a [E], shape: LogitsShape) -> Self {
-        assert_eq!(logits.len(), shape.elements());
-        Self { from: logits.as_ptr(), to: std::ptr::null_mut(), shape, borrow: PhantomData }
+    /// # Errors
+    /// Logits are not `[T, V]`.
+    pub(super) fn read_only(logits: &'a [E], shape: LogitsShape) -> Result<Self> {
+        shape.check_matrix("logits", logits.len())?;
+        Ok(Self { from: logits.as_ptr(), to: std::ptr::null_mut(), shape, borrow: PhantomData })
     }
 
-    pub(super) fn apart(logits: &'a [E], dlogits: &'a mut [E], shape: LogitsShape) -> Self {
-        assert_eq!(logits.len(), shape.elements());
-        assert_eq!(dlogits.len(), shape.elements());
-        Self { from: logits.as_ptr(), to: dlogits.as_mut_ptr(), shape, borrow: PhantomData }
-    }
-
-    pub(super) fn in_place(logits: &'a mut [E], shape: LogitsShape) -> Self {
-        assert_eq!(logits.len(), shape.elements());
-        let to = logits.as_mut_ptr();
-        Self { from: to, to, shape, borrow: PhantomData }
+    /// # Errors
+    /// Logits or dlogits are not `[T, V]`.
+    pub(super) fn new(logits: InOut<'a, E>, shape: LogitsShape) -> Result<Self> {
+        let (read, written) = logits.lengths();
+        shape.check_matrix("logits", read)?;
+        shape.check_matrix("dlogits", written)?;
+        let (from, to) = logits.into_pointers();
+        Ok(Self { from, to, shape, borrow: PhantomData })
     }
 
     pub(super) fn shape(&self) -> LogitsShape {
@@ -75,7 +73,7 @@ impl<E: Element> Ahead<E> {
     /// The row `tokens` after `token`, if it is asked for and there is one.
     #[inline(always)]
     pub(super) fn new(matrix: &Matrix<'_, E>, token: usize, tokens: Option<usize>) -> Self {
-        let later = tokens.map(|tokens| token + tokens);
+        let later = tokens.map(|tokens| token.saturating_add(tokens));
         let later = later.filter(|&later| later < matrix.shape().tokens());
         Self(later.map(|later| matrix.logits(later)))
     }

@@ -57,6 +57,16 @@ impl RowStatistics {
         Self { wanted, shift: None, sum: 0.0, total: 0.0, columns: 0, label }
     }
 
+    /// Whether the pass looks at the row.
+    pub(super) fn wanted(&self) -> bool {
+        self.wanted
+    }
+
+    /// The row's label; none also for an unwanted row.
+    pub(super) fn label(&self) -> Option<Label> {
+        self.label
+    }
+
     /// `logsumexp` of the row; NaN for a row without a finite sum, and for an unwanted one.
     pub(super) fn lse(&self) -> f64 {
         self.shift

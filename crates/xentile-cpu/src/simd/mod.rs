@@ -28,6 +28,13 @@ pub(crate) const MAX_LANES: usize = 16;
 /// The most elements that a chunk of any instruction set has.
 pub(crate) const MAX_CHUNK: usize = 2 * MAX_LANES;
 
+/// What memory moves at a time.
+pub(crate) const LINE_BYTES: usize = 64;
+
+/// Outputs of at least this many bytes are written past the caches, since they cannot stay there;
+/// smaller ones are left for their reader to find.
+pub(crate) const STREAM_BYTES: usize = 8 << 20;
+
 /// Vectors of f32 in one instruction set.
 ///
 /// Memory is read and written in *chunks* of two vectors. A chunk keeps no promise about which
@@ -102,6 +109,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// As for [`store`](Self::store), and `to` lies on a multiple of 64 bytes or of the chunk's
     /// bytes, whichever is smaller.
     unsafe fn stream<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E);
+
+    /// Writes a chunk by [`stream`](Self::stream) or by [`store`](Self::store).
+    ///
+    /// # Safety
+    /// As for [`stream`](Self::stream).
+    #[inline(always)]
+    unsafe fn put<E: Element, const STREAM: bool>(self, chunk: [Self::Vector; 2], to: *mut E) {
+        // SAFETY: the same contract.
+        unsafe { if STREAM { self.stream(chunk, to) } else { self.store(chunk, to) } };
+    }
 
     /// Asks for the cache line of `at`, which need not be readable, in the second-level cache.
     fn prefetch(self, at: *const u8);

@@ -38,6 +38,7 @@ impl Outputs {
             logps: Some(&mut self.logps),
             lse: Some(&mut self.lse),
             lse_low: Some(&mut self.lse_low),
+            ..TokenOutputs::default()
         }
     }
 }

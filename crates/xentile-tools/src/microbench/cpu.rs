@@ -10,7 +10,7 @@ use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::{
     Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
 };
-use xentile_cpu::{Isa, Threads, copy};
+use xentile_cpu::{InOut, Isa, Threads, copy};
 
 use super::dense::{self, Dense};
 use super::{Config, Implementation, Logits, Setup, Subject};
@@ -97,8 +97,8 @@ impl<E: Element + Pod> OnCpu<E> {
         match &self.schedule {
             &Schedule::Fused(reduction, ref weights) => {
                 let reduce = Reduce { reduction, weights: weights.as_deref(), cotangent: 1.0 };
-                let outputs = TokenOutputs::default();
-                Ok(kernel.value_and_grad(&self.logits, reduce, outputs, &mut self.dlogits)?)
+                let logits = InOut::apart(&self.logits, &mut self.dlogits);
+                Ok(kernel.value_and_grad(logits, reduce, TokenOutputs::default())?)
             }
             Schedule::Recompute(cotangents) => {
                 let [loss, lse, lse_low] = &mut self.tokens;
@@ -107,14 +107,14 @@ impl<E: Element + Pod> OnCpu<E> {
                 }
                 let outputs = TokenOutputs {
                     loss: Some(loss),
-                    logps: None,
                     lse: Some(lse),
                     lse_low: Some(lse_low),
+                    ..TokenOutputs::default()
                 };
                 kernel.forward(&self.logits, outputs)?;
                 let saved = SavedLse { lse, lse_low: Some(lse_low) };
                 let all = Cotangents { loss: Some(cotangents), ..Cotangents::default() };
-                kernel.backward(&self.logits, saved, all, &mut self.dlogits)?;
+                kernel.backward(InOut::apart(&self.logits, &mut self.dlogits), saved, all)?;
                 Ok(dot(cotangents, loss.iter().map(|&loss| loss.into())))
             }
         }

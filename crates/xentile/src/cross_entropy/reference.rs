@@ -25,6 +25,14 @@ pub struct TokenCotangents {
     pub lse: f64,
 }
 
+impl TokenCotangents {
+    /// Whether nothing depends on the token.
+    #[must_use]
+    pub fn are_zero(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// The forward pass of one token with `logits` `[V]`.
 #[must_use]
 pub fn forward(options: &CrossEntropy, logits: &[f64], label: i64) -> TokenForward {
@@ -61,6 +69,9 @@ pub fn gradient(
     dlogits: &mut [f64],
 ) {
     assert_eq!(logits.len(), dlogits.len());
+    if cotangents.are_zero() {
+        return dlogits.fill(0.0);
+    }
     let y = match options.target(label, logits.len()) {
         Target::Ignored => return dlogits.fill(0.0),
         Target::OutOfRange => return dlogits.fill(f64::NAN),
@@ -158,6 +169,9 @@ mod tests {
         }
         let (empty, dz) = row(&[f64::NEG_INFINITY; 2], 0);
         assert!(empty.lse.is_nan() && dz.iter().all(|dz| dz.is_nan()));
+        let mut dlogits = [7.0; 2];
+        gradient(&options, &[f64::NAN; 2], 5, f64::NAN, TokenCotangents::default(), &mut dlogits);
+        assert_eq!(dlogits, [0.0; 2]);
         let (masked, dz) = row(&[0.0, f64::NEG_INFINITY], 0);
         assert_eq!((masked.loss, masked.lse, dz[1]), (0.0, 0.0, 0.0));
     }
