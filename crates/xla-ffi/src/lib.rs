@@ -28,6 +28,7 @@
 //!   lacks are errors of the call that needs them.
 //! - **Host or device.** A [`Buffer`] is a slice, for platforms whose memory the processor reads. Take
 //!   [`OnDevice`] buffers on others: those give an address alone.
+//! - **Tested without XLA.** The feature `testing` makes call frames by hand.
 
 pub mod abi;
 mod api;
@@ -38,6 +39,8 @@ mod dtype;
 mod error;
 mod frame;
 mod handler;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use attributes::{Array, Attribute, Dictionary, FromAttribute, Scalar};
 pub use buffer::{

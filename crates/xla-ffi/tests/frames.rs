@@ -1,14 +1,13 @@
 //! Call frames by hand, right ones and ones broken in every way, with no XLA.
 
-mod common;
-
 use std::{
+    ffi::c_void,
     mem::offset_of,
     ptr::{null, null_mut},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use common::{Array, Call, Pool, leak, span};
+use xla_ffi::testing::{Array, Call, Pool};
 use xla_ffi::{
     Aliased, AnyBuffer, Buffer, BufferMut, DType, Dictionary, ErrorCode, MayAlias, OnDevice,
     Result, Scratch, Stage, Stream, ThreadPool, Traits, abi,
@@ -80,14 +79,14 @@ fn wants_nothing() {}
 
 fn right() -> Call {
     let call = Call::new(vec![Array::f32(&[1.0, 2.0, 3.0])], vec![Array::f32(&[0.0; 3])]);
-    call.scalar("alpha", DType::F32, 2.0_f32)
+    call.scalar("alpha", 2.0_f32)
 }
 
 #[test]
 fn a_right_frame_is_run() {
     let mut call = right();
     call.call(test_scale).unwrap();
-    assert_eq!(call.results[0].floats(), [2.0, 4.0, 6.0]);
+    assert_eq!(call.results[0].values::<f32>(), [2.0, 4.0, 6.0]);
     let mut call = Call::new(
         vec![Array::new(DType::Bf16, &[2, 0, 3])],
         vec![Array::new(DType::Bf16, &[2, 0, 3])],
@@ -187,15 +186,9 @@ fn wrong_attributes_are_refused() {
     let scalar = |dtype, value| abi::Scalar { dtype, value };
     for (mut call, reason) in [
         (bare(), "attribute `alpha` is missing; the call has none"),
-        (
-            bare().scalar("beta", DType::F32, 1.0_f32),
-            "attribute `alpha` is missing; the call has `beta`",
-        ),
-        (
-            right().scalar("beta", DType::F32, 1.0_f32),
-            "attribute `beta` is unknown; the handler takes `alpha`",
-        ),
-        (bare().scalar("alpha", DType::F64, 1.0_f64), "attribute `alpha` is f64; it must be f32"),
+        (bare().scalar("beta", 1.0_f32), "attribute `alpha` is missing; the call has `beta`"),
+        (right().scalar("beta", 1.0_f32), "attribute `beta` is unknown; the handler takes `alpha`"),
+        (bare().scalar("alpha", 1.0_f64), "attribute `alpha` is f64; it must be f32"),
         (bare().attribute("alpha", 9, 0), "attribute `alpha` has type 9, which is unknown"),
         (
             bare().attribute("alpha", abi::ATTR_TYPE_SCALAR, scalar(11, null_mut())),
@@ -230,7 +223,7 @@ fn wrong_attributes_are_refused() {
 
 #[test]
 fn attributes_of_every_kind() {
-    let mut inner = Call::new(vec![], vec![]).scalar("inner", DType::S64, 7_i64);
+    let mut inner = Call::new(vec![], vec![]).scalar("inner", 7_i64);
     let mut call = Call::new(vec![], vec![])
         .attribute(
             "list",
@@ -251,13 +244,12 @@ fn attributes_of_every_kind() {
 fn a_result_in_the_memory_of_a_donated_argument() {
     let arrays = |count| (0..count).map(|_| Array::f32(&[1.0; 4])).collect::<Vec<_>>();
     let mut call = Call::new(arrays(1), arrays(2));
-    call.results[0].floats();
     call.call(test_in_place).unwrap();
-    assert_eq!(call.results[0].floats(), [1.0; 4]);
+    assert_eq!(call.results[0].values::<f32>(), [1.0; 4]);
 
     call.arguments[0].buffer.data = call.results[0].buffer.data;
     call.call(test_in_place).unwrap();
-    assert_eq!(call.results[0].floats(), [2.0; 4]);
+    assert_eq!(call.results[0].values::<f32>(), [2.0; 4]);
 
     call.arguments[0].buffer.data = call.results[1].buffer.data;
     assert!(call.refused(test_in_place).contains("over a part of result 1"));
@@ -286,7 +278,7 @@ fn panics_are_errors() {
 
 #[test]
 fn stages() {
-    let mut call = Call::new(vec![Array::f32(&[1.0])], vec![]).scalar("alpha", DType::F32, 1_f32);
+    let mut call = Call::new(vec![Array::f32(&[1.0])], vec![]).scalar("alpha", 1_f32);
     call.frame.stage = abi::STAGE_INITIALIZE;
     call.arguments[0].buffer.data = leak(0_u32);
     call.call(test_early).unwrap();
@@ -385,7 +377,7 @@ fn threads() {
         call.pool = Pool::new(threads, late);
         call.link();
         call.call(test_parallel).unwrap();
-        for (index, value) in call.results[0].floats().into_iter().enumerate() {
+        for (index, value) in call.results[0].values::<f32>().into_iter().enumerate() {
             assert!((value - index as f32 - 0.5).abs() < 1e-6);
         }
     }
@@ -406,4 +398,12 @@ fn helpers_never_outlive_what_they_use() {
         call.call(test_count).unwrap();
     }
     assert_eq!(CALLS.load(Ordering::Relaxed), 200 * 17);
+}
+
+fn span(text: &'static str) -> abi::ByteSpan {
+    abi::ByteSpan { ptr: text.as_ptr().cast(), len: text.len() }
+}
+
+fn leak<T>(value: T) -> *mut c_void {
+    (Box::leak(Box::new(value)) as *mut T).cast()
 }

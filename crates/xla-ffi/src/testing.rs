@@ -1,19 +1,36 @@
-//! A runtime of our own: call frames that own what they point to, and a table of functions that
-//! keeps the errors that handlers make.
+//! A runtime for tests of handlers, without XLA (the feature `testing`): call frames that own what
+//! they point to, and a table of functions that keeps the errors that handlers make.
+//!
+//! ```
+//! use xla_ffi::testing::{Array, Call};
+//! use xla_ffi::{Buffer, BufferMut, DType};
+//!
+//! fn scale(x: Buffer<f32>, mut y: BufferMut<f32>, alpha: f32) {
+//!     y.iter_mut().zip(&*x).for_each(|(y, x)| *y = alpha * x);
+//! }
+//!
+//! xla_ffi::handler! { fn example_scale = scale(x, y, alpha); }
+//!
+//! let x = Array::of(&[2], &[1.0_f32, 2.0]);
+//! let mut call = Call::new(vec![x], vec![Array::new(DType::F32, &[2])]);
+//! call = call.scalar("alpha", 3.0_f32);
+//! call.call(example_scale).unwrap();
+//! assert_eq!(call.results[0].values::<f32>(), [3.0, 6.0]);
+//! ```
 
-#![allow(dead_code)] // every test uses a part
 #![allow(clippy::vec_box)] // frames keep the addresses of the items
 
 use std::{
+    any::Any,
     ffi::{CStr, CString, c_void},
     ptr::{null, null_mut},
     thread::JoinHandle,
 };
 
-use xla_ffi::{DType, ErrorCode, abi};
+use crate::{DType, Element, ErrorCode, abi};
 
 /// What stands behind the runtime's opaque pointers.
-pub struct ErrorBox {
+struct ErrorBox {
     code: u32,
     message: CString,
 }
@@ -42,12 +59,15 @@ unsafe extern "C" fn error_destroy(args: *mut abi::ErrorDestroyArgs) {
 pub struct Pool {
     /// As if all threads were busy until the handler has returned.
     pub late: bool,
+    /// What handlers are told; every task that they schedule gets a thread of its own.
     pub threads: i64,
     running: Vec<JoinHandle<()>>,
     queue: Vec<(abi::Task, usize)>,
 }
 
 impl Pool {
+    /// A pool of `threads`, which come `late` or at once.
+    #[must_use]
     pub fn new(threads: i64, late: bool) -> Box<Self> {
         Box::new(Self { late, threads, running: Vec::new(), queue: Vec::new() })
     }
@@ -84,7 +104,8 @@ impl Drop for Pool {
     }
 }
 
-/// A table with everything that handlers call.
+/// A table with what handlers on a CPU call.
+#[must_use]
 pub fn api() -> abi::Api {
     abi::Api {
         struct_size: size_of::<abi::Api>(),
@@ -117,14 +138,22 @@ pub fn api() -> abi::Api {
     }
 }
 
-/// A buffer to pass, with its shape.
+/// A buffer to pass, with its shape and its memory. A test may break any of them.
 pub struct Array {
+    /// What the frame points to.
     pub buffer: abi::Buffer,
+    /// What `buffer.dims` points to.
     pub dims: Vec<i64>,
+    /// What `buffer.data` points to.
     pub data: Vec<u64>,
 }
 
 impl Array {
+    /// An array of zeros.
+    ///
+    /// # Panics
+    /// An extent is below 0.
+    #[must_use]
     pub fn new(dtype: DType, dims: &[i64]) -> Box<Self> {
         let bytes = dims.iter().product::<i64>() as usize * dtype.size();
         let mut array = Box::new(Self {
@@ -144,40 +173,69 @@ impl Array {
         array
     }
 
-    pub fn f32(values: &[f32]) -> Box<Self> {
-        let mut array = Self::new(DType::F32, &[values.len() as i64]);
-        array.floats_mut()[..values.len()].copy_from_slice(values);
+    /// An array of `values`.
+    ///
+    /// # Panics
+    /// They are fewer or more than `dims` says.
+    #[must_use]
+    pub fn of<T: Element>(dims: &[i64], values: &[T]) -> Box<Self> {
+        let mut array = Self::new(T::DTYPE, dims);
+        array.elements_mut().copy_from_slice(values);
         array
     }
 
-    fn floats_mut(&mut self) -> &mut [f32] {
-        // SAFETY: the words are twice as many floats.
-        unsafe { std::slice::from_raw_parts_mut(self.buffer.data.cast(), self.data.len() * 2) }
+    /// A vector of `values`.
+    #[must_use]
+    pub fn f32(values: &[f32]) -> Box<Self> {
+        Self::of(&[values.len() as i64], values)
     }
 
-    pub fn floats(&mut self) -> Vec<f32> {
+    /// The elements, wherever the buffer lies by now.
+    ///
+    /// # Panics
+    /// They are not `T`.
+    #[must_use]
+    pub fn values<T: Element>(&mut self) -> Vec<T> {
+        self.elements_mut().to_vec()
+    }
+
+    fn elements_mut<T: Element>(&mut self) -> &mut [T] {
+        assert_eq!(self.buffer.dtype, T::DTYPE as u32);
         let length = self.dims.iter().product::<i64>() as usize;
-        self.floats_mut()[..length].to_vec()
+        // SAFETY: the buffer's memory holds the elements, which take any bits.
+        unsafe { std::slice::from_raw_parts_mut(self.buffer.data.cast(), length) }
     }
 }
 
 /// A call frame and what it points to. Every field can be broken before [`Call::call`].
 pub struct Call {
+    /// What the handler is called with.
     pub frame: abi::CallFrame,
+    /// The runtime's functions.
     pub api: Box<abi::Api>,
+    /// The runtime's threads.
     pub pool: Box<Pool>,
+    /// The arguments; [`Call::link`] puts new ones in the frame.
     pub arguments: Vec<Box<Array>>,
+    /// The results, likewise.
     pub results: Vec<Box<Array>>,
+    /// The types of arguments and of results.
     pub types: Vec<u32>,
+    /// The types of attributes.
     pub attr_types: Vec<u32>,
+    /// Their names.
     pub names: Vec<Box<abi::ByteSpan>>,
+    /// Their values.
     pub attrs: Vec<*mut c_void>,
     args: Vec<*mut c_void>,
     rets: Vec<*mut c_void>,
     spans: Vec<*mut abi::ByteSpan>,
+    owned: Vec<Box<dyn Any>>,
 }
 
 impl Call {
+    /// A call in stage `Execute` without attributes, in a runtime of 4 threads.
+    #[must_use]
     pub fn new(arguments: Vec<Box<Array>>, results: Vec<Box<Array>>) -> Self {
         let types = vec![1; arguments.len().max(results.len())];
         // SAFETY: zeros are a value of every field.
@@ -195,23 +253,40 @@ impl Call {
             args: Vec::new(),
             rets: Vec::new(),
             spans: Vec::new(),
+            owned: Vec::new(),
         };
         call.link();
         call
     }
 
-    /// Adds an attribute, whose value outlives the test.
-    pub fn attribute<T>(mut self, name: &'static str, kind: u32, value: T) -> Self {
+    /// Adds an attribute of type `kind`, whose value is a struct of [`abi`].
+    #[must_use]
+    pub fn attribute<T: 'static>(mut self, name: &str, kind: u32, value: T) -> Self {
+        let text = self.own(name.as_bytes().to_vec().into_boxed_slice());
+        // SAFETY: the slice was boxed just now.
+        let text = unsafe { &*text };
         self.attr_types.push(kind);
-        self.names.push(Box::new(span(name)));
-        self.attrs.push(leak(value));
+        self.names.push(Box::new(abi::ByteSpan { ptr: text.as_ptr().cast(), len: text.len() }));
+        let value = self.own(value);
+        self.attrs.push(value.cast());
         self.link();
         self
     }
 
-    pub fn scalar<T>(self, name: &'static str, dtype: DType, value: T) -> Self {
-        let value = abi::Scalar { dtype: dtype as u32, value: leak(value) };
-        self.attribute(name, abi::ATTR_TYPE_SCALAR, value)
+    /// Adds a number as an attribute.
+    #[must_use]
+    pub fn scalar<T: Element>(mut self, name: &str, value: T) -> Self {
+        let value = self.own(value).cast();
+        let scalar = abi::Scalar { dtype: T::DTYPE as u32, value };
+        self.attribute(name, abi::ATTR_TYPE_SCALAR, scalar)
+    }
+
+    /// Keeps `value` as long as the call, at one address.
+    pub fn own<T: 'static>(&mut self, value: T) -> *mut T {
+        let mut value = Box::new(value);
+        let address = &raw mut *value;
+        self.owned.push(value);
+        address
     }
 
     /// Points the frame to everything.
@@ -251,7 +326,13 @@ impl Call {
         };
     }
 
-    /// Calls the handler: code and message of its error.
+    /// Calls the handler.
+    ///
+    /// # Errors
+    /// Code and message of the handler's error.
+    ///
+    /// # Panics
+    /// The message is not UTF-8.
     pub fn call(&mut self, handler: abi::Handler) -> Result<(), (ErrorCode, String)> {
         // SAFETY: what the frame points to is owned here, or what a test broke is refused unread.
         let error = unsafe { handler(&raw mut self.frame) };
@@ -263,18 +344,13 @@ impl Call {
         Err((ErrorCode::from_u32(error.code), error.message.to_str().unwrap().to_owned()))
     }
 
-    /// The message of an `INVALID_ARGUMENT`.
+    /// The message of the `INVALID_ARGUMENT` that the handler answers.
+    ///
+    /// # Panics
+    /// It answers anything else.
     pub fn refused(&mut self, handler: abi::Handler) -> String {
         let (code, message) = self.call(handler).expect_err("the frame is wrong");
         assert_eq!(code, ErrorCode::InvalidArgument, "{message}");
         message
     }
-}
-
-pub fn span(text: &'static str) -> abi::ByteSpan {
-    abi::ByteSpan { ptr: text.as_ptr().cast(), len: text.len() }
-}
-
-pub fn leak<T>(value: T) -> *mut c_void {
-    (Box::leak(Box::new(value)) as *mut T).cast()
 }

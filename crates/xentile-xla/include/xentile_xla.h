@@ -1,0 +1,87 @@
+/* xentile's kernels as XLA custom calls: the interface of libxentile_xla.
+ *
+ * Link the library, or load it with dlopen, and register what xentile_targets lists with XLA:
+ *
+ *     size_t count;
+ *     const xentile_target* targets = xentile_targets(&count);
+ *     for (size_t i = 0; i < count; ++i) {
+ *       register(targets[i].target, targets[i].platform, targets[i].stage, targets[i].handler);
+ *     }
+ *
+ * Nothing here needs XLA's headers; with them, the two structs declared below are XLA's own.
+ * docs/custom-calls.md says what every target takes and gives. All functions may be called from any
+ * thread, and what they return lives as long as the library.
+ */
+#ifndef XENTILE_XLA_H_
+#define XENTILE_XLA_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* The version of this header; xentile_version tells that of the library. */
+#define XENTILE_VERSION "0.1.0"
+
+/* Rises when the layout of xentile_target, or what some target takes or gives, changes. A library
+ * whose xentile_table_version differs does not fit this header. */
+#define XENTILE_TABLE_VERSION 1
+
+/* The version of XLA's FFI that the handlers answer. */
+#define XENTILE_FFI_VERSION_MAJOR 0
+#define XENTILE_FFI_VERSION_MINOR 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Of xla/ffi/api/c_api.h. */
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+
+/* A handler: null for success. */
+typedef struct XLA_FFI_Error* (*xentile_handler)(struct XLA_FFI_CallFrame* call_frame);
+
+/* A handler to register. */
+typedef struct xentile_target {
+  /* Bytes of this struct in the library. */
+  size_t struct_size;
+  /* The name that a program calls, such as "xentile_scale". */
+  const char* target;
+  /* The platform, as XLA's registries name it: "Host". */
+  const char* platform;
+  /* The stage of a call that the handler is for: the number of an XLA_FFI_ExecutionStage, of which 3
+   * is execute. */
+  uint32_t stage;
+  /* The handler's name among the symbols of the library. */
+  const char* symbol;
+  /* The handler. */
+  xentile_handler handler;
+} xentile_target;
+
+/* The version of the library, as in "0.1.0". */
+const char* xentile_version(void);
+
+/* XENTILE_TABLE_VERSION of the library. */
+uint32_t xentile_table_version(void);
+
+/* The version of XLA's FFI that the handlers answer; an older runtime refuses them. Either pointer may
+ * be null. */
+void xentile_ffi_version(int32_t* major, int32_t* minor);
+
+/* The table, and the number of its targets in *count unless that is null. */
+const xentile_target* xentile_targets(size_t* count);
+
+/* The instruction set that the kernels use on this processor: "avx512", "avx2", "neon" or
+ * "portable". */
+const char* xentile_cpu_isa(void);
+
+/* The handlers. */
+struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* XENTILE_XLA_H_ */

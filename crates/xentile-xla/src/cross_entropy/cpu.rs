@@ -1,0 +1,164 @@
+//! Cross-entropy on the CPU.
+
+use xentile::{Element, Labels, LogitsShape};
+use xentile_cpu::Isa;
+use xentile_cpu::cross_entropy::{
+    Cotangents, Kernel, Launch, SavedLse, TokenOutputs, default_tile,
+};
+use xla_ffi::{
+    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
+};
+
+use super::{Options, check_dlogits, invalid, shape};
+use crate::cpu::{Pool, in_out};
+use crate::dtype::{self, with_element};
+use crate::table::{HOST, target_list};
+
+target_list! {
+    HOST;
+
+    /// loss, logps, lse and lse_low of each token.
+    "xentile_cross_entropy_forward", Execute: fn xentile_cross_entropy_forward_host = forward(
+        logits, labels, loss, logps, lse, lse_low, options, every_token, pool,
+    );
+
+    /// dlogits, from the lse that forward gave and the cotangents of what it gave.
+    "xentile_cross_entropy_backward", Execute: fn xentile_cross_entropy_backward_host = backward(
+        logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, pool,
+    );
+
+    /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
+    "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_host = fused(
+        logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, pool,
+    );
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn forward(
+    logits: AnyBuffer,
+    labels: AnyBuffer,
+    loss: BufferMut<f32>,
+    logps: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    options: Options,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let tokenwise = [
+        ("labels", labels.dims()),
+        ("loss", loss.dims()),
+        ("logps", logps.dims()),
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+    ];
+    let shape = shape(logits.dims(), &tokenwise)?;
+    let labels = to_labels(labels)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: Some(logps.into_slice()),
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let logits = logits.typed::<E, ANY_RANK>()?;
+        kernel::<E>(&options, shape, labels, &pool)?.forward(&logits, outputs).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn backward(
+    logits: MayAlias<AnyBuffer>,
+    labels: AnyBuffer,
+    lse: Buffer<f32>,
+    lse_low: Buffer<f32>,
+    dloss: Buffer<f32>,
+    dlogps: Buffer<f32>,
+    dlse: Buffer<f32>,
+    dlogits: AnyBufferMut,
+    options: Options,
+    pool: ThreadPool,
+) -> Result {
+    let tokenwise = [
+        ("labels", labels.dims()),
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+        ("dloss", dloss.dims()),
+        ("dlogps", dlogps.dims()),
+        ("dlse", dlse.dims()),
+    ];
+    let shape = shape(logits.dims(), &tokenwise)?;
+    check_dlogits(logits.dims(), dlogits.dims())?;
+    let labels = to_labels(labels)?;
+    let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
+    let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let dlogits = dlogits.typed::<E, ANY_RANK>()?;
+        let logits = in_out(logits.typed::<E, ANY_RANK>()?.with(dlogits)?);
+        let kernel = kernel::<E>(&options, shape, labels, &pool)?;
+        kernel.backward(logits, saved, cotangents).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn fused(
+    logits: MayAlias<AnyBuffer>,
+    labels: AnyBuffer,
+    dloss: Buffer<f32>,
+    loss: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    dlogits: AnyBufferMut,
+    options: Options,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let tokenwise = [
+        ("labels", labels.dims()),
+        ("dloss", dloss.dims()),
+        ("loss", loss.dims()),
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+    ];
+    let shape = shape(logits.dims(), &tokenwise)?;
+    check_dlogits(logits.dims(), dlogits.dims())?;
+    let labels = to_labels(labels)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: None,
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let dlogits = dlogits.typed::<E, ANY_RANK>()?;
+        let logits = in_out(logits.typed::<E, ANY_RANK>()?.with(dlogits)?);
+        let kernel = kernel::<E>(&options, shape, labels, &pool)?;
+        kernel.fused(logits, &dloss, outputs).map_err(invalid)
+    })
+}
+
+/// The kernel for logits of `E`. A label out of range makes its token NaN, since a program cannot
+/// fail over what it computed.
+fn kernel<'a, E: Element>(
+    options: &Options,
+    shape: LogitsShape,
+    labels: Labels<'a>,
+    pool: &'a Pool<'a>,
+) -> Result<Kernel<'a>> {
+    let tile = options.tile(default_tile::<E>(shape.vocab()))?;
+    let launch = Launch { isa: Isa::detect(), tile: Some(tile), pool };
+    Kernel::with_unchecked_labels(options.contract, shape, labels, launch).map_err(invalid)
+}
+
+fn to_labels(labels: AnyBuffer<'_>) -> Result<Labels<'_>> {
+    match labels.dtype() {
+        DType::S32 => Ok(Labels::I32(labels.typed::<i32, ANY_RANK>()?.as_slice())),
+        DType::S64 => Ok(Labels::I64(labels.typed::<i64, ANY_RANK>()?.as_slice())),
+        other => Err(dtype::wrong("labels", other, "s32 or s64")),
+    }
+}

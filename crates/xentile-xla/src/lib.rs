@@ -1,0 +1,78 @@
+//! xentile's kernels as XLA custom calls, in a plain C library: `libxentile_xla.so`.
+//!
+//! `include/xentile_xla.h` is its face: functions that tell of the library, the table of [`Target`]s
+//! to register with XLA, and the handlers themselves. `docs/custom-calls.md` says what each target
+//! takes and gives.
+//!
+//! An operation is a file with what every platform shares, such as the attributes and the checks of
+//! shapes, and below it a file a platform with the handlers and their list of targets. A new one is
+//! a new file and a line in the table's list.
+
+mod cpu;
+mod cross_entropy;
+mod dtype;
+mod scale;
+mod table;
+
+use std::ffi::{CStr, CString, c_char};
+use std::sync::LazyLock;
+
+use xentile_cpu::Isa;
+use xla_ffi::abi;
+
+pub use table::{TABLE_VERSION, Target, targets};
+
+/// The version of this library, ending with a null.
+#[unsafe(no_mangle)]
+pub extern "C" fn xentile_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+/// The version of the table's layout and of what the targets take: [`TABLE_VERSION`].
+#[unsafe(no_mangle)]
+pub extern "C" fn xentile_table_version() -> u32 {
+    TABLE_VERSION
+}
+
+/// The version of XLA's FFI that the handlers answer; a runtime that is older refuses them.
+///
+/// # Safety
+/// Each pointer is null, which asks for nothing, or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xentile_ffi_version(major: *mut i32, minor: *mut i32) {
+    // SAFETY: passed on from this function's contract.
+    unsafe {
+        write(major, abi::API_MAJOR);
+        write(minor, abi::API_MINOR);
+    }
+}
+
+/// The table of targets, and their number in `count`. It lives as long as the library.
+///
+/// # Safety
+/// `count` is null, which asks for nothing, or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xentile_targets(count: *mut usize) -> *const Target {
+    let targets = targets();
+    // SAFETY: passed on from this function's contract.
+    unsafe { write(count, targets.len()) };
+    targets.as_ptr()
+}
+
+/// The name of the instruction set that the kernels on this processor use, ending with a null.
+#[unsafe(no_mangle)]
+pub extern "C" fn xentile_cpu_isa() -> *const c_char {
+    static NAME: LazyLock<CString> =
+        LazyLock::new(|| CString::new(Isa::detect().name()).unwrap_or_default());
+    CStr::as_ptr(&NAME)
+}
+
+/// # Safety
+/// `to` is null or valid for a write.
+unsafe fn write<T>(to: *mut T, value: T) {
+    if !to.is_null() {
+        // SAFETY: passed on from this function's contract.
+        unsafe { to.write(value) };
+    }
+}

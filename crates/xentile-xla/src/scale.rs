@@ -1,0 +1,20 @@
+//! `x * factor`: the shapes of its target, on any platform.
+
+pub(crate) mod cpu;
+
+use xla_ffi::{Error, Result};
+
+/// Checks that `factor` has leading axes of `x`, and `scaled` all of them.
+pub(crate) fn check(x: &[usize], factor: &[usize], scaled: &[usize]) -> Result {
+    if !x.starts_with(factor) {
+        return Err(Error::invalid_argument(format!(
+            "`factor` has shape {factor:?}; it must be some of the leading axes of `x`, {x:?}"
+        )));
+    }
+    if scaled != x {
+        return Err(Error::invalid_argument(format!(
+            "`scaled` has shape {scaled:?}; it must be {x:?}, that of `x`"
+        )));
+    }
+    Ok(())
+}

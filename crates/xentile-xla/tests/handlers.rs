@@ -1,0 +1,590 @@
+//! Every handler through real call frames, without XLA: what it computes, and what it refuses.
+
+#![allow(clippy::vec_box)] // frames keep the addresses of the items
+
+use half::{bf16, f16};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{Labels, LogitsShape, Tile};
+use xentile_cpu::cross_entropy::{
+    Cotangents, Kernel, Launch, SavedLse, TokenOutputs, default_tile,
+};
+use xentile_cpu::scale::scale;
+use xentile_cpu::{InOut, Isa, Threads};
+use xla_ffi::testing::{Array, Call};
+use xla_ffi::{DType, abi};
+
+const POISON: u64 = 0xa5a5_a5a5_a5a5_a5a5;
+
+trait Element: xentile::Element + xla_ffi::Element {}
+impl<E: xentile::Element + xla_ffi::Element> Element for E {}
+
+fn handler(target: &str) -> abi::Handler {
+    let found = xentile_xla::targets().iter().find(|entry| entry.target() == target);
+    found.unwrap_or_else(|| panic!("no {target} in the table")).handler()
+}
+
+/// A generator seeded afresh in every run, or from `XENTILE_TEST_SEED`; the seed is printed.
+fn fresh_rng() -> ChaCha8Rng {
+    let seed = match std::env::var("XENTILE_TEST_SEED") {
+        Ok(seed) => seed.parse().expect("XENTILE_TEST_SEED is a whole number"),
+        Err(_) => {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.expect("a clock after 1970").as_nanos() as u64
+        }
+    };
+    println!("XENTILE_TEST_SEED={seed}");
+    ChaCha8Rng::seed_from_u64(seed)
+}
+
+fn call(arguments: Vec<Box<Array>>, results: Vec<Box<Array>>) -> Call {
+    let mut call = Call::new(arguments, results);
+    call.results.iter_mut().for_each(|result| result.data.fill(POISON));
+    call
+}
+
+/// Puts result `result` in the memory of the first argument.
+fn in_place(mut call: Call, result: usize) -> Call {
+    call.results[result].buffer.data = call.arguments[0].buffer.data;
+    call
+}
+
+/// A problem, as a program would pass it.
+struct Problem<E> {
+    leading: Vec<i64>,
+    options: CrossEntropy,
+    /// `time_block` and `block_size`.
+    tile: [Option<i64>; 2],
+    shape: LogitsShape,
+    logits: Vec<E>,
+    labels: Vec<i64>,
+    cotangents: [Vec<f32>; 3],
+}
+
+impl<E: Element> Problem<E> {
+    fn new(rng: &mut ChaCha8Rng, leading: &[i64], vocab: i64) -> Self {
+        let tokens = leading.iter().product::<i64>() as usize;
+        let shape = LogitsShape::new(tokens, vocab as usize).unwrap();
+        let mut floats = || (0..tokens).map(|_| rng.random_range(-1.0..1.0)).collect::<Vec<f32>>();
+        let mut cotangents = [floats(), floats(), floats()];
+        let mut labels: Vec<_> = (0..tokens).map(|_| rng.random_range(0..vocab)).collect();
+        // One of each special kind, where there are tokens enough.
+        let mut special = |token: usize, label| labels.get_mut(token).map(|at| *at = label);
+        special(1, -100);
+        special(2, vocab);
+        special(3, -1);
+        if let Some(dloss) = cotangents[0].get_mut(4) {
+            *dloss = 0.0;
+        }
+        let logits = (0..shape.elements()).map(|_| E::from_f64(rng.random_range(-9.0..9.0)));
+        Self {
+            leading: leading.to_vec(),
+            options: CrossEntropy::default(),
+            tile: [None, None],
+            shape,
+            logits: logits.collect(),
+            labels,
+            cotangents,
+        }
+    }
+
+    fn logits(&self) -> Box<Array> {
+        Array::of(&self.matrix(), &self.logits)
+    }
+
+    fn matrix(&self) -> Vec<i64> {
+        [&self.leading[..], &[self.shape.vocab() as i64]].concat()
+    }
+
+    fn labels(&self, narrow: bool) -> Box<Array> {
+        if narrow {
+            let labels: Vec<_> = self.labels.iter().map(|&label| label as i32).collect();
+            Array::of(&self.leading, &labels)
+        } else {
+            Array::of(&self.leading, &self.labels)
+        }
+    }
+
+    fn floats(&self, values: &[f32]) -> Box<Array> {
+        Array::of(&self.leading, values)
+    }
+
+    fn tokenwise(&self) -> Box<Array> {
+        Array::new(DType::F32, &self.leading)
+    }
+
+    fn dlogits(&self) -> Box<Array> {
+        Array::new(<E as xla_ffi::Element>::DTYPE, &self.matrix())
+    }
+
+    fn attributes(&self, call: Call, every_token: Option<bool>) -> Call {
+        let options = &self.options;
+        let mut call = call
+            .scalar("ignore_index", options.ignore_index)
+            .scalar("label_smoothing", options.label_smoothing)
+            .scalar("z_loss", options.z_loss);
+        if let Some(softcap) = options.softcap {
+            call = call.scalar("softcap", softcap);
+        }
+        for (name, extent) in ["time_block", "block_size"].into_iter().zip(self.tile) {
+            if let Some(extent) = extent {
+                call = call.scalar(name, extent);
+            }
+        }
+        match every_token {
+            Some(every_token) => call.scalar("every_token", xla_ffi::Pred::from(every_token)),
+            None => call,
+        }
+    }
+
+    fn forward(&self, narrow: bool, every_token: bool) -> Call {
+        let results = (0..4).map(|_| self.tokenwise()).collect();
+        self.attributes(call(vec![self.logits(), self.labels(narrow)], results), Some(every_token))
+    }
+
+    fn backward(&self, narrow: bool, lse: &[f32], lse_low: &[f32]) -> Call {
+        let [g, h, k] = self.cotangents.each_ref().map(|values| self.floats(values));
+        let (lse, lse_low) = (self.floats(lse), self.floats(lse_low));
+        let arguments = vec![self.logits(), self.labels(narrow), lse, lse_low, g, h, k];
+        self.attributes(call(arguments, vec![self.dlogits()]), None)
+    }
+
+    fn fused(&self, narrow: bool, every_token: bool) -> Call {
+        let dloss = self.floats(&self.cotangents[0]);
+        let mut results: Vec<_> = (0..3).map(|_| self.tokenwise()).collect();
+        results.push(self.dlogits());
+        let arguments = vec![self.logits(), self.labels(narrow), dloss];
+        self.attributes(call(arguments, results), Some(every_token))
+    }
+
+    fn with_kernel(&self, body: impl FnOnce(Kernel<'_>)) {
+        let pool = Threads::new(1).unwrap();
+        let tuned = default_tile::<E>(self.shape.vocab());
+        let extent = |extent: Option<i64>, tuned| extent.map_or(tuned, |extent| extent as usize);
+        let tile = Tile::new(
+            extent(self.tile[0], tuned.time_block()),
+            extent(self.tile[1], tuned.block_size()),
+        );
+        let launch = Launch { isa: Isa::detect(), tile: Some(tile.unwrap()), pool: &pool };
+        let labels = Labels::from(&self.labels[..]);
+        body(Kernel::with_unchecked_labels(self.options, self.shape, labels, launch).unwrap());
+    }
+
+    /// Every handler against the kernel, bit for bit.
+    fn check(&self) {
+        let tokens = self.shape.tokens();
+        self.with_kernel(|kernel| {
+            for (narrow, every_token) in
+                [(false, false), (false, true), (true, false), (true, true)]
+            {
+                let zero_idle = !every_token;
+                let mut native = [(); 4].map(|()| vec![7.0_f32; tokens]);
+                let [loss, logps, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
+                let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+                kernel.forward(&self.logits, outputs).unwrap();
+                let mut forward = self.forward(narrow, every_token);
+                forward.call(handler("xentile_cross_entropy_forward")).unwrap();
+                for (result, native) in forward.results.iter_mut().zip(&native) {
+                    same_bits("forward", &result.values::<f32>(), native);
+                }
+
+                let [_, _, lse, lse_low] = &native;
+                let mut dlogits = self.logits.clone();
+                let saved = SavedLse { lse, lse_low: Some(lse_low) };
+                let [g, h, k] = &self.cotangents;
+                let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+                kernel.backward(InOut::InPlace(&mut dlogits), saved, cotangents).unwrap();
+                let backward = || self.backward(narrow, lse, lse_low);
+                for mut backward in [backward(), in_place(backward(), 0)] {
+                    backward.call(handler("xentile_cross_entropy_backward")).unwrap();
+                    same_bits("backward", &backward.results[0].values::<E>(), &dlogits);
+                }
+
+                let mut native = [(); 3].map(|()| vec![7.0_f32; tokens]);
+                let [loss, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
+                let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_idle };
+                dlogits.copy_from_slice(&self.logits);
+                kernel.fused(InOut::InPlace(&mut dlogits), g, outputs).unwrap();
+                let fused = || self.fused(narrow, every_token);
+                for mut fused in [fused(), in_place(fused(), 3)] {
+                    fused.call(handler("xentile_cross_entropy_fused")).unwrap();
+                    for (result, native) in fused.results.iter_mut().zip(&native) {
+                        same_bits("fused", &result.values::<f32>(), native);
+                    }
+                    same_bits("fused dlogits", &fused.results[3].values::<E>(), &dlogits);
+                }
+            }
+        });
+    }
+}
+
+fn same_bits<E: xentile::Element>(what: &str, actual: &[E], native: &[E]) {
+    let bits = |x: &[E]| x.iter().map(|x| x.to_f32().to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(actual), bits(native), "{what}");
+}
+
+/// Runs `body` for every dtype.
+macro_rules! for_each_dtype {
+    ($body:ident) => {
+        $body::<f32>();
+        $body::<bf16>();
+        $body::<f16>();
+    };
+}
+
+#[test]
+fn values_are_those_of_the_kernels() {
+    fn body<E: Element>() {
+        let mut rng = fresh_rng();
+        let leading: [&[i64]; 6] = [&[], &[1], &[6], &[2, 5], &[3, 1, 2, 1], &[2, 0, 3]];
+        for leading in leading {
+            for vocab in [1, 33, 1003] {
+                let mut problem = Problem::<E>::new(&mut rng, leading, vocab);
+                problem.check();
+                problem.options =
+                    CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, ..problem.options };
+                problem.tile = [Some(2), None];
+                problem.check();
+                problem.options.softcap = Some(5.0);
+                problem.options.ignore_index = 0;
+                problem.tile = [None, Some(64)];
+                problem.check();
+                problem.tile = [Some(i64::MAX), Some(i64::MAX)];
+                problem.check();
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn scaled_values_are_those_of_the_kernel() {
+    fn body<E: Element>() {
+        let mut rng = fresh_rng();
+        let shapes: [(&[i64], &[i64]); 7] = [
+            (&[], &[]),
+            (&[5], &[]),
+            (&[5], &[5]),
+            (&[2, 3, 41], &[2, 3]),
+            (&[2, 3, 41], &[2]),
+            (&[4, 0], &[4]),
+            (&[0, 7], &[0]),
+        ];
+        for (x_dims, factor_dims) in shapes {
+            let x: Vec<E> = (0..x_dims.iter().product())
+                .map(|_| E::from_f64(rng.random_range(-9.0..9.0)))
+                .collect();
+            let factors: Vec<f32> =
+                (0..factor_dims.iter().product()).map(|_| rng.random_range(-2.0..2.0)).collect();
+            for factors in [factors.clone(), vec![1.0; factors.len()]] {
+                let pool = Threads::new(1).unwrap();
+                let mut native = x.clone();
+                scale(Isa::detect(), &pool, InOut::InPlace(&mut native), &factors).unwrap();
+                let frame = || {
+                    call(
+                        vec![Array::of(x_dims, &x), Array::of(factor_dims, &factors)],
+                        vec![Array::new(<E as xla_ffi::Element>::DTYPE, x_dims)],
+                    )
+                };
+                for mut frame in [frame(), in_place(frame(), 0)] {
+                    frame.call(handler("xentile_scale")).unwrap();
+                    same_bits("scale", &frame.results[0].values::<E>(), &native);
+                }
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn every_handler_answers_the_metadata_call() {
+    for target in xentile_xla::targets() {
+        let mut call = Call::new(vec![], vec![]);
+        // SAFETY: zeros are a value of every field.
+        let mut metadata = unsafe { std::mem::zeroed::<abi::Metadata>() };
+        metadata.struct_size = std::mem::offset_of!(abi::Metadata, traits) + size_of::<u32>();
+        let metadata = call.own(metadata);
+        call.frame.extension_start = call
+            .own(abi::MetadataExtension {
+                extension_base: abi::ExtensionBase {
+                    struct_size: size_of::<abi::MetadataExtension>(),
+                    r#type: abi::EXTENSION_METADATA,
+                    next: std::ptr::null_mut(),
+                },
+                metadata,
+            })
+            .cast();
+        call.call(target.handler()).unwrap();
+        // SAFETY: the call owns it.
+        let version = unsafe { (*metadata).api_version };
+        let (mut major, mut minor) = (-1, -1);
+        // SAFETY: two numbers to write.
+        unsafe { xentile_xla::xentile_ffi_version(&raw mut major, &raw mut minor) };
+        assert_eq!((version.major_version, version.minor_version), (major, minor));
+    }
+}
+
+/// A right frame of a target.
+fn right(target: &str) -> Call {
+    let problem = Problem::<bf16>::new(&mut ChaCha8Rng::seed_from_u64(0), &[2, 3], 5);
+    match target {
+        "xentile_cross_entropy_forward" => problem.forward(true, true),
+        "xentile_cross_entropy_backward" => problem.backward(true, &[0.0; 6], &[0.0; 6]),
+        "xentile_cross_entropy_fused" => problem.fused(true, true),
+        "xentile_scale" => call(
+            vec![Array::new(DType::Bf16, &[2, 3, 5]), Array::of(&[2, 3], &[0.5_f32; 6])],
+            vec![Array::new(DType::Bf16, &[2, 3, 5])],
+        ),
+        _ => panic!("{target} has no right frame here"),
+    }
+}
+
+/// The names of a target's arguments and results, in order.
+fn names(target: &str) -> (&'static [&'static str], &'static [&'static str]) {
+    match target {
+        "xentile_cross_entropy_forward" => {
+            (&["logits", "labels"], &["loss", "logps", "lse", "lse_low"])
+        }
+        "xentile_cross_entropy_backward" => {
+            (&["logits", "labels", "lse", "lse_low", "dloss", "dlogps", "dlse"], &["dlogits"])
+        }
+        "xentile_cross_entropy_fused" => {
+            (&["logits", "labels", "dloss"], &["loss", "lse", "lse_low", "dlogits"])
+        }
+        "xentile_scale" => (&["x", "factor"], &["scaled"]),
+        _ => panic!("{target} has no names here"),
+    }
+}
+
+/// Changes a right frame of `target`, and expects an `INVALID_ARGUMENT` that says every one of
+/// `reasons`, with results untouched.
+fn refused(target: &str, change: impl FnOnce(&mut Call), reasons: &[&str]) {
+    let mut call = right(target);
+    change(&mut call);
+    call.link();
+    call.results.iter_mut().for_each(|result| result.data.fill(POISON));
+    let message = call.refused(handler(target));
+    for reason in reasons {
+        assert!(message.contains(reason), "{target}: {message:?} does not say {reason:?}");
+    }
+    let untouched = |result: &Array| result.data.iter().all(|&word| word == POISON);
+    assert!(call.results.iter().all(|result| untouched(result)), "{target}: {message}");
+}
+
+fn targets() -> impl Iterator<Item = &'static str> {
+    xentile_xla::targets().iter().map(xentile_xla::Target::target)
+}
+
+/// Every operand of a target: whether it is a result, its index and its name.
+fn operands(target: &str) -> Vec<(bool, usize, &'static str)> {
+    let (arguments, results) = names(target);
+    let list = |result, names: &'static [&'static str]| {
+        names.iter().enumerate().map(move |(index, &name)| (result, index, name))
+    };
+    list(false, arguments).chain(list(true, results)).collect()
+}
+
+/// Argument or result `index` of the call.
+fn operand(call: &mut Call, result: bool, index: usize) -> &mut Box<Array> {
+    if result { &mut call.results[index] } else { &mut call.arguments[index] }
+}
+
+#[test]
+fn wrong_shapes_are_refused_by_name() {
+    for target in targets() {
+        for (result, index, name) in operands(target) {
+            let dims = operand(&mut right(target), result, index).dims.clone();
+            let longer = |axis| {
+                let mut dims = dims.clone();
+                dims[axis] += 1;
+                dims
+            };
+            let mut wrong: Vec<Vec<i64>> = (0..dims.len()).map(longer).collect();
+            wrong.extend([[&dims[..], &[1]].concat(), [&[1], &dims[..]].concat()]);
+            if name != "factor" {
+                wrong.extend([vec![7], dims[1..].to_vec()]);
+            }
+            for dims in wrong {
+                let reason = match name {
+                    // Its shape is what others are held to, and another one fits a forward pass.
+                    "logits" if dims[..] == [2, 3, 6] && target.contains("forward") => continue,
+                    "logits" | "x" => String::from("` has shape ["),
+                    _ => format!("`{name}` has shape {dims:?}; it must be "),
+                };
+                let change = |call: &mut Call| {
+                    let operand = operand(call, result, index);
+                    *operand = Array::new(DType::from_u32(operand.buffer.dtype).unwrap(), &dims);
+                };
+                refused(target, change, &[&reason]);
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_without_a_vocabulary_are_refused() {
+    for target in targets().filter(|target| target.contains("cross_entropy")) {
+        for (dims, reason) in [
+            (&[][..], "`logits` has shape []; it must have an axis at least"),
+            (&[0], "`logits` has shape [0]; its last axis, the vocabulary, must be at least 1"),
+            (&[2, 3, 0], "`logits` has shape [2, 3, 0]; its last axis"),
+        ] {
+            let change = |call: &mut Call| call.arguments[0] = Array::new(DType::Bf16, dims);
+            refused(target, change, &[reason]);
+        }
+    }
+    // Extents that multiply to more than any number holds, beside one of 0.
+    let target = "xentile_cross_entropy_forward";
+    let mut call = right(target);
+    let leading = [i64::MAX, 0, i64::MAX];
+    let empty = |dtype, dims: &[i64]| {
+        let mut array = Array::new(dtype, &[0]);
+        array.dims = dims.to_vec();
+        array.buffer.rank = dims.len() as i64;
+        array.buffer.dims = array.dims.as_mut_ptr();
+        array
+    };
+    call.arguments[0] = empty(DType::Bf16, &[i64::MAX, 0, i64::MAX, i64::MAX]);
+    call.arguments[1] = empty(DType::S32, &leading);
+    call.results.iter_mut().for_each(|result| *result = empty(DType::F32, &leading));
+    call.link();
+    call.call(handler(target)).unwrap();
+}
+
+#[test]
+fn wrong_dtypes_are_refused_by_name() {
+    for target in targets() {
+        for (result, index, name) in operands(target) {
+            for dtype in [DType::F64, DType::S8, DType::U32, DType::S64, DType::F16, DType::Pred] {
+                let last = names(target).1.last().unwrap();
+                let [named, value] = match (name, dtype) {
+                    ("labels", DType::S64) => continue,
+                    ("logits", DType::F16) if target.contains("forward") => continue,
+                    // f16 is right, and the result is what must be f16 too.
+                    ("logits" | "x", DType::F16) => [last, "has dtype bf16; it must be f16"],
+                    _ => [name, &*format!("has dtype {dtype}; it must be ")],
+                };
+                let change = |call: &mut Call| {
+                    let operand = operand(call, result, index);
+                    *operand = Array::new(dtype, &operand.dims.clone());
+                };
+                refused(target, change, &[&format!("`{named}`"), value]);
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_numbers_of_operands_are_refused() {
+    for target in targets() {
+        let (arguments, results) = names(target);
+        let (last, count) = (arguments[arguments.len() - 1], arguments.len());
+        let less = |call: &mut Call| _ = call.arguments.pop();
+        refused(target, less, &[&format!("argument {} (`{last}`) is missing", count - 1)]);
+        let more = |call: &mut Call| {
+            call.arguments.push(Array::f32(&[1.0]));
+            call.types.push(1);
+        };
+        refused(
+            target,
+            more,
+            &[&format!("has {} arguments; the handler takes {count}", count + 1)],
+        );
+        let (last, count) = (results[results.len() - 1], results.len());
+        let less = |call: &mut Call| _ = call.results.pop();
+        refused(target, less, &[&format!("result {} (`{last}`) is missing", count - 1)]);
+        let more = |call: &mut Call| {
+            call.results.push(Array::f32(&[1.0]));
+            call.types.push(1);
+        };
+        refused(target, more, &[&format!("has {} results; the handler takes {count}", count + 1)]);
+    }
+}
+
+/// Takes the attribute `name` out of the call.
+fn remove(call: &mut Call, name: &str) {
+    let is = |span: &abi::ByteSpan| {
+        // SAFETY: names are text that the call owns.
+        unsafe { std::slice::from_raw_parts(span.ptr.cast::<u8>(), span.len) == name.as_bytes() }
+    };
+    if let Some(index) = call.names.iter().position(|span| is(span)) {
+        call.names.remove(index);
+        call.attr_types.remove(index);
+        call.attrs.remove(index);
+    }
+}
+
+/// Gives the attribute `name` another value.
+fn set<T: xla_ffi::Element>(call: &mut Call, name: &str, value: T) {
+    remove(call, name);
+    let taken = std::mem::replace(call, Call::new(vec![], vec![]));
+    *call = taken.scalar(name, value);
+}
+
+#[test]
+fn wrong_attributes_are_refused_by_name() {
+    for target in targets().filter(|target| target.contains("cross_entropy")) {
+        let takes_every_token = !target.contains("backward");
+        let mut required = vec!["ignore_index", "label_smoothing", "z_loss"];
+        required.extend(takes_every_token.then_some("every_token"));
+        for name in required {
+            let reason = format!("attribute `{name}` is missing");
+            refused(target, |call| remove(call, name), &[&reason]);
+            let reason = format!("attribute `{name}` is u8; it must be");
+            refused(target, |call| set(call, name, 1_u8), &[&reason]);
+        }
+        for name in ["softcap", "time_block", "block_size"] {
+            let reason = format!("attribute `{name}` is f32; it must be");
+            refused(target, |call| set(call, name, 1_f32), &[&reason]);
+        }
+        for name in ["time_block", "block_size"] {
+            for extent in [0, -1, i64::MIN] {
+                let reason = format!("attribute `{name}` is {extent}; it must be at least 1");
+                refused(target, |call| set(call, name, extent), &[&reason]);
+            }
+        }
+        for (name, values) in [
+            ("label_smoothing", &[2.0, -0.1, f64::NAN, f64::INFINITY][..]),
+            ("z_loss", &[-1e-4, f64::NAN, f64::INFINITY]),
+            ("softcap", &[0.0, -3.0, f64::NAN, f64::INFINITY]),
+        ] {
+            for &value in values {
+                let reason = format!("attribute {name} is {value}; it must be ");
+                refused(target, |call| set(call, name, value), &[&reason]);
+            }
+        }
+        let reasons = ["attribute `reduction` is unknown; the handler takes `ignore_index`, "];
+        refused(target, |call| set(call, "reduction", 1_i64), &reasons);
+        if !takes_every_token {
+            let set = |call: &mut Call| set(call, "every_token", xla_ffi::Pred::from(true));
+            refused(target, set, &["attribute `every_token` is unknown"]);
+        }
+    }
+    let reasons = ["attribute `factor` is unknown; the handler takes none"];
+    refused("xentile_scale", |call| set(call, "factor", 1_f32), &reasons);
+}
+
+/// A result may lie in the place of the first argument, exactly or not at all.
+#[test]
+fn memory_shared_in_part_is_refused() {
+    for (target, result) in [
+        ("xentile_cross_entropy_backward", 0),
+        ("xentile_cross_entropy_fused", 3),
+        ("xentile_scale", 0),
+    ] {
+        let mut call = right(target);
+        call.arguments[0].data.push(POISON);
+        call.arguments[0].buffer.data = call.arguments[0].data.as_mut_ptr().cast();
+        call.results[result].buffer.data =
+            call.arguments[0].buffer.data.wrapping_byte_add(size_of::<bf16>());
+        let before = call.arguments[0].data.clone();
+        let message = call.refused(handler(target));
+        assert!(message.contains("lies over a part of result"), "{message}");
+        assert!(call.arguments[0].data == before, "{target}");
+    }
+    let mut call = right("xentile_cross_entropy_forward");
+    call.results[0].buffer.data = call.arguments[0].buffer.data;
+    let message = call.refused(handler("xentile_cross_entropy_forward"));
+    assert!(message.contains("argument 0 (`logits`) shares memory with result 0"), "{message}");
+}

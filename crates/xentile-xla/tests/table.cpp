@@ -1,0 +1,102 @@
+// The header and the library from C++, without XLA: the table is walked and checked.
+
+#include "xentile_xla.h"
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <set>
+#include <string>
+
+namespace {
+
+int failures = 0;
+
+void Check(bool right, const char* what, const char* where) {
+  if (!right) {
+    std::printf("%s: %s\n", where, what);
+    ++failures;
+  }
+}
+
+struct Expected {
+  const char* target;
+  const char* symbol;
+  xentile_handler handler;
+};
+
+// What XLA calls execute.
+constexpr uint32_t kExecute = 3;
+
+const Expected kExpected[] = {
+    {"xentile_cross_entropy_forward", "xentile_cross_entropy_forward_host",
+     xentile_cross_entropy_forward_host},
+    {"xentile_cross_entropy_backward", "xentile_cross_entropy_backward_host",
+     xentile_cross_entropy_backward_host},
+    {"xentile_cross_entropy_fused", "xentile_cross_entropy_fused_host",
+     xentile_cross_entropy_fused_host},
+    {"xentile_scale", "xentile_scale_host", xentile_scale_host},
+};
+
+void CheckVersions() {
+  const char* where = "versions";
+  Check(std::strcmp(xentile_version(), XENTILE_VERSION) == 0, "xentile_version", where);
+  Check(xentile_table_version() == XENTILE_TABLE_VERSION, "xentile_table_version", where);
+  int32_t major = -1, minor = -1;
+  xentile_ffi_version(&major, &minor);
+  Check(major == XENTILE_FFI_VERSION_MAJOR && minor == XENTILE_FFI_VERSION_MINOR,
+        "xentile_ffi_version", where);
+  major = minor = -1;
+  xentile_ffi_version(&major, nullptr);
+  xentile_ffi_version(nullptr, &minor);
+  xentile_ffi_version(nullptr, nullptr);
+  Check(major == XENTILE_FFI_VERSION_MAJOR && minor == XENTILE_FFI_VERSION_MINOR,
+        "xentile_ffi_version with null", where);
+}
+
+void CheckTable() {
+  std::size_t count = 0;
+  const xentile_target* targets = xentile_targets(&count);
+  Check(xentile_targets(nullptr) == targets, "the table moved", "table");
+  Check(count == sizeof(kExpected) / sizeof(kExpected[0]), "the number of targets", "table");
+  std::set<std::string> seen;
+  for (std::size_t i = 0; i < count; ++i) {
+    const xentile_target& target = targets[i];
+    if (!target.target || !target.platform || !target.symbol || !target.handler) {
+      Check(false, "a null pointer", "table");
+      continue;
+    }
+    const char* where = target.symbol;
+    Check(target.struct_size == sizeof(xentile_target), "struct_size", where);
+    Check(std::strcmp(target.platform, "Host") == 0, "platform", where);
+    Check(target.stage == kExecute, "stage", where);
+    void* found = dlsym(RTLD_DEFAULT, target.symbol);
+    Check(found == reinterpret_cast<void*>(target.handler), "not what dlsym finds", where);
+    std::string key =
+        std::string(target.target) + " " + target.platform + " " + std::to_string(target.stage);
+    Check(seen.insert(key).second, "registered twice", where);
+    bool expected = false;
+    for (const Expected& right : kExpected) {
+      expected |= std::strcmp(right.target, target.target) == 0 &&
+                  std::strcmp(right.symbol, target.symbol) == 0 && right.handler == target.handler;
+    }
+    Check(expected, "not an expected target", where);
+  }
+}
+
+void CheckIsa() {
+  const std::set<std::string> names = {"avx512", "avx2", "neon", "portable"};
+  Check(names.count(xentile_cpu_isa()) == 1, xentile_cpu_isa(), "xentile_cpu_isa");
+}
+
+}  // namespace
+
+int main() {
+  CheckVersions();
+  CheckTable();
+  CheckIsa();
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,61 @@
+//! The library as others link it: `table.cpp` is built with the system's compiler and run.
+
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The folder of the shared library that this test was built with.
+fn library_folder() -> PathBuf {
+    let name = format!("{DLL_PREFIX}xentile_xla{DLL_SUFFIX}");
+    let test = std::env::current_exe().unwrap();
+    let folders = test.ancestors().skip(1).take(2);
+    let found = folders.filter(|folder| folder.join(&name).is_file()).collect::<Vec<_>>();
+    let newest = |folder: &&Path| folder.join(&name).metadata().unwrap().modified().unwrap();
+    let folder = found.into_iter().max_by_key(newest);
+    folder.unwrap_or_else(|| panic!("no {name} beside {}", test.display())).to_path_buf()
+}
+
+fn compiler(variable: &str, default: &str) -> Command {
+    let mut command = Command::new(std::env::var_os(variable).unwrap_or_else(|| default.into()));
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    command.args(["-Wall", "-Wextra", "-Werror", "-pedantic"]).arg("-I").arg(include);
+    command
+}
+
+fn run(command: &mut Command) {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(output.status.success(), "{command:?}:\n{}", text.concat());
+}
+
+#[test]
+fn a_program_in_cpp_finds_every_target() {
+    let folder = tempfile::tempdir().unwrap();
+    let (program, library) = (folder.path().join("table"), library_folder());
+    let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
+    rpath.push(&library);
+    run(compiler("CXX", "c++")
+        .arg("-std=c++17")
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/table.cpp"))
+        .arg("-o")
+        .arg(&program)
+        .arg("-L")
+        .arg(&library)
+        .arg(rpath)
+        .args(["-lxentile_xla", "-ldl"]));
+    run(&mut Command::new(&program));
+}
+
+#[test]
+fn the_header_is_c11() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("header.c");
+    // Twice, as any header may be.
+    let include = "#include \"xentile_xla.h\"\n".repeat(2);
+    let text = format!("{include}int main(void) {{ return (int)sizeof(xentile_target) != 48; }}\n");
+    std::fs::write(&source, text).unwrap();
+    let program = folder.path().join("header");
+    run(compiler("CC", "cc").arg("-std=c11").arg(source).arg("-o").arg(&program));
+    run(&mut Command::new(program));
+}
