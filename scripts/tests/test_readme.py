@@ -1,4 +1,4 @@
-"""Runs every command in README.md, so that the page stays true.
+"""Runs every command and Python program in README.md, so that the page stays true.
 
 Run in an environment that has pytest; commands that take minutes are run too:
 
@@ -21,14 +21,19 @@ SUITE = "scripts/test.sh"
 LIMIT_S = 900
 
 
+def fences(kind: str, text: str) -> list[str]:
+    """What the fences of one kind in a Markdown text hold."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def commands(text: str) -> Iterator[str]:
     """The command lines in the `sh` fences of a Markdown text, each once, in order.
 
     A command that goes on after a backslash at a line's end stays one command, with its line ends.
     """
     seen = set()
-    for fence in re.finditer(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        for match in re.finditer(r"(?:.*\\\n)*.*\n", fence[1]):
+    for fence in fences("sh", text):
+        for match in re.finditer(r"(?:.*\\\n)*.*\n", fence):
             command = match[0].strip()
             if command and not command.startswith("#") and command not in seen:
                 seen.add(command)
@@ -70,8 +75,19 @@ COMMANDS = [command for command in commands(readme()) if command != SUITE]
 @pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(c.split()) for c in COMMANDS])
 def test_command(command: str) -> None:
     """The command works in a clone's root, with nobody at the keyboard."""
+    run(["bash", "-euo", "pipefail", "-c", command])
+
+
+@pytest.mark.parametrize("program", fences("python", readme()))
+def test_python(program: str) -> None:
+    """The program works where the commands above it were run."""
+    run(["python", "-c", program])
+
+
+def run(arguments: list[str]) -> None:
+    """Runs a program in the root of the repository, and fails where it does."""
     result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
+        arguments,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -82,4 +98,4 @@ def test_command(command: str) -> None:
         check=False,
     )
     print(result.stdout)
-    assert result.returncode == 0, f"exit code {result.returncode}: {command}"
+    assert result.returncode == 0, f"exit code {result.returncode}: {arguments}"

@@ -2,7 +2,9 @@
 # Formatting, lints and types, with warnings denied.
 source scripts/tiers/common.sh
 
-python=(scripts crates)
+# For the types of JAX.
+scripts/setup.sh scripts/requirements-jax.txt
+python=(scripts crates pallas_bridge benches)
 mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci)
 
 check rustfmt cargo fmt --all --check
@@ -14,5 +16,6 @@ check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
+check "mypy, pallas_bridge" mypy pallas_bridge/src
 check shellcheck shellcheck --external-sources "${shell[@]}"
 finish_checks

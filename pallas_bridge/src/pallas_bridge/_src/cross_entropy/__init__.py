@@ -1,0 +1,1 @@
+"""Cross-entropy over logits: a module an implementation, and what they share."""

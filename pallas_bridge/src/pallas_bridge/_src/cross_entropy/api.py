@@ -1,0 +1,221 @@
+"""Cross-entropy over logits: what users call."""
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..implementations import Implementation, choose
+from . import custom_call, reference
+from .options import OPERATION, Options, check_arrays, check_options, narrow_labels
+from .reduction import token_factors, weighted
+
+Reduction = Literal["none", "mean", "sum"]
+
+IMPLEMENTATIONS = {"custom_call": custom_call, "reference": reference}
+
+
+class _Keywords(TypedDict, total=False):
+    """The options that both functions have."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    block_size: int | None
+    time_block: int | None
+    donate_logits: bool
+    implementation: Implementation | None
+
+
+@overload
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> jax.Array: ...
+
+
+@overload
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = "mean",
+    weights: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    donate_logits: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Cross-entropy of logits against labels, reduced over all tokens.
+
+    For a token with logits z (f32, after softcap) and label y, with lse = logsumexp(z):
+
+        loss = (1 - e) * (lse - z_y) + e * (lse - mean(z)) + z_loss * lse^2,  e = label_smoothing
+
+    (label smoothing: Szegedy et al., 2016; z-loss: de Brébisson and Vincent, 2016, and Chowdhery et
+    al., 2022). Sums are taken in f32 or wider, whatever the dtype of logits. It is differentiable
+    in reverse mode with respect to `logits` and `weights`.
+
+    A token whose label is `ignore_index`, or whose weight is 0, takes no part: it adds nothing, and
+    its gradient is 0 whatever its logits. A label outside [0, V) that is not `ignore_index` makes
+    the loss and the token's gradient NaN. Logits of -inf are masked entries with gradient 0.
+
+    Args:
+      logits: [.., T, V] in bfloat16, float16 or float32; V is any number, a multiple of nothing.
+      labels: [.., T], of any integer dtype.
+      reduction: "mean" divides the sum of weight * loss by the sum of weights of tokens that take
+        part (0 if there is none), "sum" is that sum, "none" gives weight * loss of every token.
+      weights: [.., T] of a float dtype; ones where None.
+      ignore_index: the label of tokens that take no part.
+      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
+      z_loss: the weight of lse^2, at least 0.
+      softcap: c > 0 replaces z by c * tanh(z / c) (Gemma Team, 2024); None for none.
+      return_lse: whether to return lse too, that of ignored tokens included.
+      block_size: vocabulary columns of a tile; None for the tuned number.
+      time_block: tokens of a tile; None for the tuned number.
+      donate_logits: whether the gradient takes the place of the logits in memory, which halves the
+        peak. Where something else reads the logits later (a metric, say), XLA copies them first:
+        never wrong, and slower. An argument of `jax.jit` has to be donated there as well.
+      implementation: "custom_call" (kernels of the library), "reference" (the dense program of
+        XLA), or None for what `pallas_bridge.info()` says of the platform. It is never replaced by
+        another in silence.
+
+    Returns:
+      The loss in float32, a scalar or [.., T] for "none"; with `return_lse` the pair of loss and
+      lse [.., T] in float32.
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option that is no number or is traced.
+      ValueError: shapes that disagree, or an option outside its range.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    logits, labels, weights, options, module = _prepare(
+        logits,
+        labels,
+        weights,
+        implementation,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=return_lse,
+        donate_logits=donate_logits,
+    )
+    if reduction == "none":
+        loss, _, lse = module.per_token(options, logits, labels)
+        if weights is not None:
+            loss = weighted(loss, weights)
+    else:
+        factors = token_factors(options, reduction, labels, weights)
+        loss, lse = module.reduced(options, logits, labels, factors)
+    return (loss, lse) if return_lse else loss
+
+
+@overload
+def cross_entropy_per_token(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def cross_entropy_per_token(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+def cross_entropy_per_token(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    donate_logits: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss and log-probability of the label for every token.
+
+    The arguments are those of `cross_entropy`. Both outputs, and lse, may be used and
+    differentiated in any combination; the gradient costs one more reading of the logits than that
+    of a mean.
+
+    Returns:
+      (per_token_loss, per_token_logps), and lse with `return_lse`, each [.., T] in float32.
+      per_token_logps is z_y - lse, without smoothing or z-loss; both are 0 for ignored tokens.
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option that is no number or is traced.
+      ValueError: shapes that disagree, or an option outside its range.
+    """
+    logits, labels, _, options, module = _prepare(
+        logits,
+        labels,
+        None,
+        implementation,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=return_lse,
+        donate_logits=donate_logits,
+    )
+    loss, logps, lse = module.per_token(options, logits, labels)
+    return (loss, logps, lse) if return_lse else (loss, logps)
+
+
+def _prepare(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None,
+    implementation: Implementation | None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Options, Any]:
+    """Returns checked arrays and options, and the module of the implementation."""
+    module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    weights = None if weights is None else jnp.asarray(weights)
+    check_arrays(logits, labels, weights)
+    module.check_dtype(logits)
+    checked = check_options(**options)
+    labels, checked = narrow_labels(labels, checked)
+    return logits, labels, None if weights is None else weights.astype(jnp.float32), checked, module

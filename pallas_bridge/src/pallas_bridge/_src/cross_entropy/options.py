@@ -1,0 +1,150 @@
+"""The options of cross-entropy and the checks of what a user passes."""
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+OPERATION = "cross_entropy"
+
+INT32 = np.iinfo(np.int32)
+INT64 = np.iinfo(np.int64)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What docs/custom-calls.md calls attributes, checked."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    block_size: int | None
+    time_block: int | None
+    # Whether lse and loss are wanted of tokens that take no part too.
+    every_token: bool
+    # Whether dlogits take the place of the logits.
+    donate_logits: bool
+
+
+def _number(name: str, value: Any) -> float:
+    # A traced value has no number yet: options are part of the compiled program.
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced; it must be a Python number, known when the program is")
+    try:
+        return math.fsum([value])  # takes every kind of number, and no text
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; it must be a number") from None
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced; it must be a Python integer, known when the program is")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+    if not least <= number <= INT64.max:
+        raise ValueError(f"{name} is {number}; it must be in [{least}, {INT64.max}]")
+    return number
+
+
+def check_options(
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    block_size: int | None,
+    time_block: int | None,
+    every_token: bool,
+    donate_logits: bool,
+) -> Options:
+    """Returns the options.
+
+    Raises:
+        TypeError: an option that is no number, or traced.
+        ValueError: an option outside its range.
+    """
+    smoothing, weight = _number("label_smoothing", label_smoothing), _number("z_loss", z_loss)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing is {smoothing}; it must be in [0, 1]")
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"z_loss is {weight}; it must be finite and at least 0")
+    cap = None if softcap is None else _number("softcap", softcap)
+    if cap is not None and not (cap > 0 and math.isfinite(cap)):
+        raise ValueError(f"softcap is {cap}; it must be finite and above 0, or None")
+    return Options(
+        ignore_index=_integer("ignore_index", ignore_index, INT64.min),
+        label_smoothing=smoothing,
+        z_loss=weight,
+        softcap=cap,
+        block_size=None if block_size is None else _integer("block_size", block_size, 1),
+        time_block=None if time_block is None else _integer("time_block", time_block, 1),
+        every_token=every_token,
+        donate_logits=donate_logits,
+    )
+
+
+def check_arrays(logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> None:
+    """Checks shapes and dtypes.
+
+    Raises:
+        TypeError: a dtype that is not taken.
+        ValueError: shapes that disagree, or a vocabulary of 0.
+    """
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels have dtype {labels.dtype}; it must be an integer")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits have shape {logits.shape}; it must be [.., T, V] with V at least 1"
+        )
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {labels.shape} and logits {logits.shape}; labels must have shape "
+            f"{logits.shape[:-1]}, a label a token"
+        )
+    if weights is not None:
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(f"weights have dtype {weights.dtype}; it must be a float")
+        if weights.shape != labels.shape:
+            raise ValueError(
+                f"weights have shape {weights.shape}; it must be that of labels, {labels.shape}"
+            )
+
+
+def narrow_labels(labels: jax.Array, options: Options) -> tuple[jax.Array, Options]:
+    """Returns labels as int32 or int64, which kernels read, and options with what is ignored there.
+
+    Meaning is kept: a label that int32 does not hold stays out of range, or ignored.
+    """
+    if labels.dtype in (jnp.int32, jnp.int64):
+        return labels, options
+    held = jnp.iinfo(labels.dtype)
+    if held.max <= INT32.max:
+        return labels.astype(jnp.int32), options
+    # uint32 and uint64. No vocabulary reaches 2^31 - 1, which stands for every label beyond it.
+    beyond = labels >= np.array(INT32.max, labels.dtype)
+    narrow = jnp.where(beyond, INT32.max, labels.astype(jnp.int32))
+    if not INT32.max <= options.ignore_index <= int(held.max):
+        return narrow, options
+    ignored = labels == np.array(options.ignore_index, labels.dtype)
+    narrow = jnp.where(ignored, INT32.min, narrow)
+    return narrow, dataclasses.replace(options, ignore_index=int(INT32.min))
+
+
+def is_ignored(options: Options, labels: jax.Array) -> jax.Array:
+    """Returns which tokens are ignored, for labels of `narrow_labels`."""
+    held = jnp.iinfo(labels.dtype)
+    if not int(held.min) <= options.ignore_index <= int(held.max):
+        return jnp.zeros(labels.shape, bool)
+    return labels == options.ignore_index

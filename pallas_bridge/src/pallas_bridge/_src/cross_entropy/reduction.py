@@ -1,0 +1,42 @@
+"""How per-token losses become a scalar: a factor a token, in plain JAX."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from .options import Options, is_ignored
+
+
+def token_factors(
+    options: Options,
+    reduction: Literal["mean", "sum"],
+    labels: jax.Array,
+    weights: jax.Array | None,
+) -> jax.Array:
+    """Returns the factor [..] in f32 of every token's loss in the reduced loss.
+
+    It is 0 for ignored tokens, and everywhere where nothing is counted.
+    """
+    counted = ~is_ignored(options, labels)
+    if weights is None:
+        factors = counted.astype(jnp.float32)
+        # Counted as integers: f32 stops counting at 2^24.
+        total = counted.sum(dtype=jnp.int32).astype(jnp.float32)
+    else:
+        factors = jnp.where(counted, weights, 0)
+        total = factors.sum()
+    if reduction == "sum":
+        return factors
+    # The inner where keeps the gradient with respect to weights finite too.
+    return jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
+
+
+def countable(losses: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns the losses, with 0 for those that are not finite and have a factor of 0."""
+    return jnp.where((factors == 0) & ~jnp.isfinite(losses), 0, losses)
+
+
+def weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns factor * loss; a factor of 0 takes its token out, whatever the loss."""
+    return factors * countable(losses, factors)

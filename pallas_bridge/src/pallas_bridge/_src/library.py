@@ -1,0 +1,211 @@
+"""The library of custom calls: finding it, checking it, telling XLA of it.
+
+The library is plain C (crates/xentile-xla/include/xentile_xla.h), so that ctypes is all it takes.
+"""
+
+import ctypes
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from platform import machine
+
+import jax
+
+from . import versions
+
+# Where another library than the carried one is.
+VARIABLE = "XENTILE_XLA_LIBRARY"
+TABLE_VERSION = 1
+# As XLA numbers the stages of a call.
+STAGES = ("instantiate", "prepare", "initialize", "execute")
+# The names that JAX gives to the platforms of the table.
+JAX_PLATFORMS = {"Host": "cpu", "CUDA": "cuda"}
+
+
+class LibraryError(RuntimeError):
+    """The library of custom calls is missing, or is not one that this process can use."""
+
+
+class _Target(ctypes.Structure):
+    """`xentile_target`."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("target", ctypes.c_char_p),
+        ("platform", ctypes.c_char_p),
+        ("stage", ctypes.c_uint32),
+        ("symbol", ctypes.c_char_p),
+        ("handler", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row of the library's table: one handler."""
+
+    target: str
+    platform: str
+    stage: str
+    symbol: str
+    address: int
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that was loaded, checked and registered with XLA."""
+
+    path: Path
+    version: str
+    ffi_version: tuple[int, int]
+    cpu_isa: str
+    targets: Sequence[Target]
+
+    @property
+    def platforms(self) -> frozenset[str]:
+        """The platforms that it has handlers for, as JAX calls them."""
+        return frozenset(JAX_PLATFORMS[target.platform] for target in self.targets)
+
+
+def find() -> Path:
+    """Returns where the library is.
+
+    Raises:
+        LibraryError: there is none.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        path = Path(chosen)
+        if not path.is_file():
+            raise LibraryError(f"{VARIABLE} is {chosen}, which is no file: name a libxentile_xla")
+        return path
+    name = {"darwin": "libxentile_xla.dylib", "win32": "xentile_xla.dll"}
+    path = Path(__file__).with_name(name.get(sys.platform, "libxentile_xla.so"))
+    if not path.is_file():
+        raise LibraryError(
+            f"pallas_bridge was installed without its library ({path} is missing): run `pip "
+            f"install ./pallas_bridge` in a checkout of xentile, or set {VARIABLE} to a built "
+            "libxentile_xla"
+        )
+    return path
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """Returns the version of XLA's FFI that the installed jaxlib speaks."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    major, minor = (
+        re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")
+    )
+    if major is None or minor is None:
+        raise LibraryError(f"{header} does not tell the version of XLA's FFI")
+    return int(major[1]), int(minor[1])
+
+
+def load(path: Path) -> tuple[ctypes.CDLL, Library]:
+    """Loads the library at `path` and checks that this process can use it.
+
+    Raises:
+        LibraryError: it was built for another platform, is no libxentile_xla, comes from another
+            version of pallas_bridge, or was written for a newer XLA.
+    """
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(
+            f"{path} cannot be loaded on {sys.platform} {machine()}; it may have been "
+            f"built for another platform ({error})"
+        ) from error
+    try:
+        table_version, version = handle.xentile_table_version, handle.xentile_version
+        ffi_version, cpu_isa = handle.xentile_ffi_version, handle.xentile_cpu_isa
+        table = handle.xentile_targets
+    except AttributeError as error:
+        raise LibraryError(f"{path} is not a libxentile_xla ({error})") from error
+    table_version.restype = ctypes.c_uint32
+    version.restype = cpu_isa.restype = ctypes.c_char_p
+    ffi_version.argtypes = [ctypes.POINTER(ctypes.c_int32)] * 2
+    ffi_version.restype = None
+    table.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
+    table.restype = ctypes.POINTER(_Target)
+
+    found = version().decode()
+    if table_version() != TABLE_VERSION or found != versions.PACKAGE:
+        raise LibraryError(
+            f"{path} is version {found} (table {table_version()}) and pallas_bridge is "
+            f"{versions.PACKAGE} (table {TABLE_VERSION}): build both from one checkout"
+        )
+    major, minor = ctypes.c_int32(), ctypes.c_int32()
+    ffi_version(ctypes.byref(major), ctypes.byref(minor))
+    spoken = major.value, minor.value
+    check_runtime(path, spoken, runtime_ffi_version())
+
+    count = ctypes.c_size_t()
+    rows = table(ctypes.byref(count))
+    targets = [
+        Target(
+            target=row.target.decode(),
+            platform=row.platform.decode(),
+            stage=STAGES[row.stage],
+            symbol=row.symbol.decode(),
+            address=row.handler,
+        )
+        for row in rows[: count.value]
+    ]
+    return handle, Library(path, found, spoken, cpu_isa().decode(), targets)
+
+
+def check_runtime(path: Path, spoken: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Refuses handlers that the runtime would refuse, and JAX lose a whole backend by.
+
+    Raises:
+        LibraryError: `spoken`, the version of XLA's FFI that the handlers of the library at `path`
+            were written for, is newer than `runtime`, or of another major version.
+    """
+    if spoken[0] != runtime[0] or spoken > runtime:
+        raise LibraryError(
+            f"{path} speaks XLA FFI {spoken[0]}.{spoken[1]} and the installed jaxlib "
+            f"{runtime[0]}.{runtime[1]}: install a newer jaxlib"
+        )
+
+
+def register(library: Library) -> None:
+    """Tells XLA of every handler, for all backends that run or will run in this process."""
+    calls: dict[tuple[str, str], dict[str, object]] = defaultdict(dict)
+    for row in library.targets:
+        capsule = jax.ffi.pycapsule(ctypes.c_void_p(row.address))
+        calls[row.target, row.platform][row.stage] = capsule
+    for (target, platform), stages in calls.items():
+        jax.ffi.register_ffi_target(target, stages, platform=platform)
+    for target in {row.target for row in library.targets}:
+        # With this XLA's partitioner leaves leading axes cut as they are.
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
+
+
+@cache
+def attempt() -> tuple[ctypes.CDLL, Library] | LibraryError:
+    """Loads and registers the library once; returns the error where that cannot be done.
+
+    The handle is kept with it: handlers must outlive every program.
+    """
+    try:
+        handle, library = load(find())
+    except LibraryError as error:
+        return error
+    register(library)
+    return handle, library
+
+
+def require() -> Library:
+    """Returns the library, loaded and registered.
+
+    Raises:
+        LibraryError: that cannot be done; the message says why.
+    """
+    outcome = attempt()
+    if isinstance(outcome, LibraryError):
+        raise LibraryError(str(outcome)) from outcome
+    return outcome[1]

@@ -1,0 +1,129 @@
+"""The contract in float64, by numpy, written from the formulas and not from the code.
+
+And the limits within which a result counts as equal to it, which are gradcheck's.
+"""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What one problem should give; logits are [T, V], everything a token [T]."""
+
+    logits: npt.NDArray[np.generic]
+    labels: npt.NDArray[np.integer]
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Computes the forward values."""
+        with np.errstate(all="ignore"):
+            raw = self.logits.astype(np.float64)
+            z = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
+            highest = z.max(-1, keepdims=True)
+            lse = np.log(np.exp(z - highest).sum(-1)) + highest[:, 0]
+            lse[~np.isfinite(lse)] = np.nan
+            vocab = z.shape[1]
+            labels = self.labels.astype(object)  # no width, so no label wraps
+            self_ = self.__dict__
+            self_["ignored"] = np.array([label == self.ignore_index for label in labels], bool)
+            in_range = np.array([0 <= label < vocab for label in labels], bool)
+            self_["bad"] = ~in_range & ~self_["ignored"]
+            column = np.where(in_range, labels, 0).astype(np.int64)
+            tokens = np.arange(len(labels))
+            logps = z[tokens, column] - lse
+            e = self.label_smoothing
+            loss = (1 - e) * -logps + self.z_loss * lse**2
+            if e:
+                loss = loss + e * (lse - z.mean(-1))
+            for name, values in (("loss", loss), ("logps", logps)):
+                values[self_["bad"]] = np.nan
+                values[self_["ignored"]] = 0
+                self_[name] = values
+            self_.update(raw=raw, z=z, lse=lse, column=column, tokens=tokens)
+            size = np.maximum(np.abs(lse), np.abs(z[tokens, column]))
+            self_["size"] = np.maximum(np.nan_to_num(size, posinf=1.0), 1.0)
+
+    def gradient(self, g: npt.ArrayLike, h: npt.ArrayLike = 0.0, k: npt.ArrayLike = 0.0) -> Floats:
+        """The gradient [T, V] for cotangents of loss, logps and lse, each [T] or a number."""
+        v = self.__dict__
+        with np.errstate(all="ignore"):
+            g, h, k = (
+                np.broadcast_to(c, len(self.labels)).astype(float)[:, None] for c in (g, h, k)
+            )
+            lse = v["lse"][:, None]
+            p = np.exp(v["z"] - lse)
+            at_label = np.zeros_like(p)
+            at_label[v["tokens"], v["column"]] = 1
+            e, w = self.label_smoothing, self.z_loss
+            dz = g * ((1 + 2 * w * lse) * p - (1 - e) * at_label - e / p.shape[1])
+            dz += h * (at_label - p) + k * p
+            if self.softcap is not None:
+                dz *= 1 - (v["z"] / self.softcap) ** 2
+            dz[v["z"] == -np.inf] = 0
+            dz[np.isnan(lse[:, 0]) | v["bad"]] = np.nan
+            dz[v["ignored"]] = 0
+            dz[((g == 0) & (h == 0) & (k == 0))[:, 0]] = 0
+        return dz
+
+    def factors(self, reduction: str, weights: Floats | None = None) -> Floats:
+        """The factor of every token's loss in a reduced loss."""
+        counted = np.ones(len(self.labels)) if weights is None else weights.astype(np.float64)
+        counted = np.where(self.__dict__["ignored"], 0, counted)
+        total = counted.sum() if reduction == "mean" else 1.0
+        return counted / total if total else np.zeros_like(counted)
+
+    def reduced(self, factors: Floats) -> float:
+        """The reduced loss."""
+        return float(np.where(factors == 0, 0, factors * self.__dict__["loss"]).sum())
+
+
+def assert_tokens(name: str, actual: npt.ArrayLike, expected: Floats, size: Floats) -> None:
+    """Compares loss, logps or lse: 2e-6 of the larger of lse, the label's logit and 1."""
+    actual = np.asarray(actual)
+    assert actual.dtype == np.float32 and actual.shape == expected.shape
+    assert np.array_equal(np.isnan(actual), np.isnan(expected)), name
+    with np.errstate(all="ignore"):
+        error = np.where(actual == expected, 0, np.abs(actual - expected) / size)
+    assert not (error > 2e-6).any(), f"{name}: relative error {np.nanmax(error)}"
+
+
+def ulp(values: Floats, dtype: npt.DTypeLike) -> Floats:
+    """The distance between neighbours of `dtype` at `values`."""
+    info = ml_dtypes.finfo(dtype)
+    _, exponent = np.frexp(np.abs(values))
+    least = float(info.smallest_subnormal)
+    return np.maximum(np.ldexp(float(info.eps), exponent - 1), least)
+
+
+def assert_gradient(
+    actual: npt.ArrayLike, expected: Floats, cotangent: npt.ArrayLike, softcap: float | None = None
+) -> None:
+    """Compares dlogits [T, V] as gradcheck does.
+
+    A unit in the last place (16 and more in f32), or 2^-23 of the token's cotangent [T] or number,
+    and in the 16-bit dtypes 99.9 % of entries equal.
+    """
+    actual = np.asarray(actual)
+    dtype = actual.dtype
+    assert actual.shape == expected.shape
+    assert np.array_equal(np.isnan(actual), np.isnan(expected)), "gradient: NaN in other places"
+    with np.errstate(all="ignore"):
+        rounded = expected.astype(dtype).astype(np.float64)
+        error = np.abs(actual.astype(np.float64) - rounded)
+    units = 16 + 4 * (softcap or 0) if dtype == np.float32 else 1
+    floor = 2.0**-23 * np.broadcast_to(np.abs(cotangent), len(expected))[:, None]
+    allowed = np.maximum(units * ulp(rounded, dtype), floor)
+    worst = np.nanmax(error / allowed) if error.size else 0
+    assert not (error > allowed).any(), f"gradient: {worst} times what is allowed"
+    if dtype != np.float32 and error.size >= 100_000:
+        share = np.nanmean(error == 0)
+        assert share >= 0.999, f"gradient: only {share} of entries equal"

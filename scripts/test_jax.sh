@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Tests our custom calls through one version of JAX on the CPU, in a virtual environment of its own:
+#
+#     scripts/test_jax.sh 0.10.2
+#
+# Installs pallas_bridge there as a user would, and holds the ABI of xla-ffi against the header that this
+# jaxlib carries. What follows the version is passed on to pytest. Exits 77 where no Python is found that
+# this version runs on.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+version=${1:?usage: scripts/test_jax.sh VERSION [PYTEST ARGUMENTS]}
+shift
+case $version in
+    0.9.* | 0.10.*) oldest=11 ;;
+    *) oldest=12 ;;
+esac
+
+# The first interpreter that is new enough: PYTHON, those on PATH, pyenv's.
+find_python() {
+    local candidates=("${PYTHON:-python3}" python3.{11,12,13,14}) candidate
+    if command -v pyenv >/dev/null; then
+        candidates+=("$(pyenv root)"/versions/*/bin/python)
+    fi
+    for candidate in "${candidates[@]}"; do
+        # pyenv's shims are on PATH for versions that are not chosen, and fail.
+        if "$candidate" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info < (3, 14))" \
+            2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    printf 'absent: needs python 3.%d to 3.13, which jax %s runs on\n' "$oldest" "$version"
+    exit 77
+}
+
+environment=$PWD/.venv-jax/$version
+if [[ ! -x $environment/bin/pytest ]]; then
+    found=$(find_python) || {
+        printf '%s\n' "$found"
+        exit 77
+    }
+    rm -rf "$environment"
+    "$found" -m venv "$environment"
+    # Versions of all but jax and jaxlib are those of the other tests.
+    sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt |
+        "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+            --requirement /dev/stdin
+    # Last, as it is what tells a whole environment from one cut short.
+    grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt |
+        "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+            --requirement /dev/stdin
+fi
+export PATH=$environment/bin:$PATH
+python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
+
+XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
+export XLA_FFI_JAXLIB_INCLUDE
+cargo test -p xla-ffi --test abi -- --include-ignored
+# --force-reinstall, as the version stays the same from one change to the next.
+pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./pallas_bridge
+# In two runs: these want two devices, those do not know of it.
+pytest crates/xla-ffi/tests/jax "$@"
+pytest pallas_bridge/tests "$@"

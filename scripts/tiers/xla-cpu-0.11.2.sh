@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Real XLA on the CPU, through JAX 0.11.2.
+source scripts/tiers/common.sh
+
+exec scripts/test_jax.sh 0.11.2
