@@ -9,6 +9,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
+unset XENTILE_XLA_LIBRARY # what is installed is under test
 version=${1:?usage: scripts/test_jax.sh VERSION [PYTEST ARGUMENTS]}
 shift
 case $version in

@@ -92,7 +92,7 @@ def test_arguments(
             "reduction is 'avg'; it must be 'none', 'mean' or 'sum'",
         ),
         ({"weights": np.ones((2, 4), np.float32)}, ValueError, "weights have shape (2, 4)"),
-        ({"weights": np.ones((2, 3), np.int32)}, TypeError, "weights have dtype int32"),
+        ({"weights": np.ones((2, 3), np.complex64)}, TypeError, "weights have dtype complex64"),
     ],
     ids=str,
 )

@@ -200,6 +200,37 @@ def test_gradient_of_weights(rng: np.random.Generator, reduction: Any, implement
     np.testing.assert_allclose(jax.jit(jax.grad(f))(weights), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float32"])
+def test_masks_are_weights(rng: np.random.Generator, dtype: str) -> None:
+    logits, labels = problem(rng, "bfloat16", 9, 64)
+    mask = rng.random(9) < 0.5
+    mask[0] = True
+    f = jax.jit(jax.value_and_grad(cross_entropy))
+    kept = jnp.where(mask, labels, -100)
+    value, gradient = jax.value_and_grad(
+        lambda x: cross_entropy(x, labels, weights=jnp.asarray(mask, dtype))
+    )(logits)
+    expected = f(logits, kept)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    # A unit in the last place: XLA may divide by the number of tokens or multiply by its inverse.
+    actual, wanted = (np.asarray(x, np.float32) for x in (gradient, expected[1]))
+    np.testing.assert_allclose(actual, wanted, rtol=2**-7)
+    assert not actual[~mask].any()
+
+
+def test_a_mask_over_losses_keeps_nan_out_of_the_gradient(rng: np.random.Generator) -> None:
+    logits, labels = problem(rng, "float32", 6, 64)
+    mask = np.array([True, False, True, True, False, True])
+    poisoned = logits.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.where(mask, cross_entropy_per_token(x, labels)[0], 0).sum()
+
+    clean, dirty = jax.jit(jax.grad(f))(logits), jax.jit(jax.grad(f))(poisoned)
+    np.testing.assert_array_equal(dirty, clean)
+    assert not np.asarray(dirty)[[1, 4]].any()
+
+
 def test_a_loss_scale_saves_small_gradients_of_f16(rng: np.random.Generator) -> None:
     logits, labels = problem(rng, "float16", 64, 5000, scale=6.0)
     scale = 2.0**15

@@ -88,7 +88,7 @@ def cross_entropy(
       labels: [.., T], of any integer dtype.
       reduction: "mean" divides the sum of weight * loss by the sum of weights of tokens that take
         part (0 if there is none), "sum" is that sum, "none" gives weight * loss of every token.
-      weights: [.., T] of a float dtype; ones where None.
+      weights: [.., T], or a mask of that shape; ones where None.
       ignore_index: the label of tokens that take no part.
       label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
       z_loss: the weight of lse^2, at least 0.

@@ -114,8 +114,8 @@ def check_arrays(logits: jax.Array, labels: jax.Array, weights: jax.Array | None
             f"{logits.shape[:-1]}, a label a token"
         )
     if weights is not None:
-        if not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(f"weights have dtype {weights.dtype}; it must be a float")
+        if jnp.issubdtype(weights.dtype, jnp.complexfloating):
+            raise TypeError(f"weights have dtype {weights.dtype}; it must be real")
         if weights.shape != labels.shape:
             raise ValueError(
                 f"weights have shape {weights.shape}; it must be that of labels, {labels.shape}"
