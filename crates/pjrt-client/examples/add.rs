@@ -15,7 +15,14 @@ module @add {
   }
 }";
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("add: error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run() -> pjrt_client::Result {
     let plugin = Plugin::find(Platform::Cpu, None)?;
     let client = plugin.client(&[])?;
     println!("{} speaks PJRT {}", plugin.path().display(), plugin.version());

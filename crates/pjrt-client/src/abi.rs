@@ -1,12 +1,12 @@
 //! PJRT's C interface, as version 0.81 of it has it.
 //!
 //! Written from understanding of `pjrt_c_api.h`; `tests/abi.rs` compares size and offset of every
-//! field, and the position of every function, with the header that a plug-in carries. Fields keep the
-//! names of that header. A C enum is a [`u32`] and a C bool a [`u8`] here, because the plug-in may
-//! store a value that this text does not know.
+//! field, and the position of every function, with the header that a plug-in carries. Fields keep
+//! the names of that header. A C enum is a [`u32`] and a C bool a [`u8`] here, because the plug-in
+//! may store a value that this text does not know.
 //!
-//! A function is a type, [`Call`]: the struct of its arguments. Names are those of C without `PJRT_`,
-//! underscores and `_Args`.
+//! A function is a type, [`Call`]: the struct of its arguments. Names are those of C without
+//! `PJRT_`, underscores and `_Args`.
 
 #![allow(missing_docs)] // fields are named by the C header
 
@@ -77,8 +77,8 @@ pub unsafe trait Call: Struct {
 
 /// A struct as it is handed over: zeros, with room at its end.
 ///
-/// Later plug-ins refuse a struct that lacks the fields they added at its end, and take a longer one.
-/// With the room they find their new fields there, and zero in them, which asks for nothing.
+/// Later plug-ins refuse a struct that lacks the fields they added at its end, and take a longer
+/// one. With the room they find their new fields there, and zero in them, which asks for nothing.
 #[repr(C)]
 pub struct Padded<T> {
     value: T,
@@ -86,6 +86,7 @@ pub struct Padded<T> {
 }
 
 impl<T: Struct> Padded<T> {
+    /// Zeros but for the size.
     #[must_use]
     pub const fn new() -> Self {
         // SAFETY: all zeros are a value of T, and of the room.
@@ -93,6 +94,20 @@ impl<T: Struct> Padded<T> {
         // SAFETY: T begins with its size.
         unsafe { (&raw mut new).cast::<usize>().write(size_of::<Self>()) };
         new
+    }
+}
+
+impl<T> Padded<T> {
+    /// A pointer to the struct and the room.
+    #[must_use]
+    pub const fn as_ptr(&self) -> *const T {
+        std::ptr::from_ref(self).cast()
+    }
+
+    /// A pointer to the struct and the room.
+    #[must_use]
+    pub const fn as_mut_ptr(&mut self) -> *mut T {
+        std::ptr::from_mut(self).cast()
     }
 }
 
@@ -272,8 +287,8 @@ pub struct Api {
 
 /// The arguments of the FFI extension's `register_handler`, since its version 3.
 ///
-/// Version 2 had one field more in the middle and asked for 60 bytes, so this is handed over without
-/// room: such a plug-in must refuse it, not misread it.
+/// Version 2 had one field more in the middle and asked for 60 bytes, so this is handed over
+/// without room: such a plug-in must refuse it, not misread it.
 #[repr(C)]
 pub struct FfiRegisterHandler {
     pub struct_size: usize,

@@ -10,8 +10,8 @@ use crate::{
     raw,
 };
 
-/// An array on a device, perhaps one that is still being computed. It can be used before it is: what uses it
-/// waits.
+/// An array on a device, perhaps one that is still being computed. It can be used before it is:
+/// what uses it waits.
 pub struct Buffer {
     pub(crate) client: Shared,
     pub(crate) raw: *mut abi::Buffer,
@@ -192,8 +192,8 @@ impl Buffer {
             return Ok(());
         }
         let bytes = size_of_val(out);
-        // SAFETY: there is room for the elements, and nobody else looks until they are written. Whatever
-        // was, `repair` makes values of it.
+        // SAFETY: there is room for the elements, and nobody else looks until they are written.
+        // Whatever was, `repair` makes values of it.
         unsafe {
             let outcome = self
                 .copy(out.as_mut_ptr().cast(), bytes, &order)
@@ -203,8 +203,8 @@ impl Buffer {
         }
     }
 
-    /// The elements of any type as bytes, in row-major order and in this machine's order of bytes, once
-    /// they are there.
+    /// The elements of any type as bytes, in row-major order and in this machine's order of bytes,
+    /// once they are there.
     ///
     /// # Errors
     /// The buffer is deleted, or what computes it failed.
@@ -214,7 +214,8 @@ impl Buffer {
         self.start::<u8>(dims, len, dtype.size())?.wait()
     }
 
-    /// The order in which the elements come. Asking for another would be of no use: the CPU's plug-in takes no notice.
+    /// The order in which the elements come. Asking for another would be of no use: the CPU's
+    /// plug-in takes no notice.
     fn order(&self, dims: &[i64]) -> Order {
         Order::new(dims, self.layout().ok())
     }
@@ -228,12 +229,12 @@ impl Buffer {
         order: &Order,
     ) -> Result<Event> {
         let mut layout = layout::untiled(&order.minor_to_major);
-        // SAFETY: the buffer is alive, the layout lives for the call, and the rest is passed on from this
-        // function's contract.
+        // SAFETY: the buffer is alive, the layout lives for the call, and the rest is passed on
+        // from this function's contract.
         unsafe {
             let done = self.call::<abi::BufferToHostBuffer>(|args| {
                 args.src = self.raw;
-                args.host_layout = &raw mut *layout;
+                args.host_layout = layout.as_mut_ptr();
                 args.dst = out;
                 args.dst_size = bytes;
             })?;
@@ -333,7 +334,8 @@ fn wait_for_good(event: &Event) -> Result {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: the buffer is alive, and nothing uses it after. What is under way holds its own reference.
+        // SAFETY: the buffer is alive, and nothing uses it after. What is under way holds its own
+        // reference.
         let _ =
             unsafe { self.client.plugin.call::<abi::BufferDestroy>(|args| args.buffer = self.raw) };
     }

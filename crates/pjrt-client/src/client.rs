@@ -9,8 +9,8 @@ use crate::{
     layout, raw, value,
 };
 
-/// A plug-in at work on its devices. Copies are the same client, which shuts down when the last of them, and
-/// all that was made with it, is gone.
+/// A plug-in at work on its devices. Copies are the same client, which shuts down when the last of
+/// them, and all that was made with it, is gone.
 #[derive(Clone)]
 pub struct Client(pub(crate) Shared);
 
@@ -216,8 +216,8 @@ impl Client {
         Ok(buffer)
     }
 
-    /// A buffer with a copy of `bytes`, the elements in row-major order and in this machine's order of
-    /// bytes. Those of less than a byte take one each.
+    /// A buffer with a copy of `bytes`, the elements in row-major order and in this machine's order
+    /// of bytes. Those of less than a byte take one each.
     ///
     /// # Errors
     /// As for [`Self::buffer`].
@@ -242,9 +242,10 @@ impl Client {
         Ok(buffer)
     }
 
-    /// A buffer that may be the slice of `owner` that `data` returns, without a copy, where the device reads the host's
-    /// memory and the slice is aligned as it wants (64 bytes on the CPU). Programs never write to it, and `owner` is
-    /// dropped, on any thread, when it is no longer read.
+    /// A buffer that may be the slice of `owner` that `data` returns, without a copy, where the
+    /// device reads the host's memory and the slice is aligned as it wants (64 bytes on the CPU).
+    /// Programs never write to it, and `owner` is dropped, on any thread, when it is no longer
+    /// read.
     ///
     /// # Errors
     /// As for [`Self::buffer`].
@@ -259,8 +260,8 @@ impl Client {
         // SAFETY: the slice is only read here and until the event.
         let data = data(unsafe { owner.get() });
         layout::check_len(T::DTYPE, dims, data.len())?;
-        // SAFETY: as many elements as the dimensions take. They live until the event, which `owner` is kept for, and
-        // are borrowed for as long: nothing else has the owner.
+        // SAFETY: as many elements as the dimensions take. They live until the event, which `owner`
+        // is kept for, and are borrowed for as long: nothing else has the owner.
         let (buffer, done) = unsafe {
             self.transfer(
                 data.as_ptr().cast(),
@@ -338,7 +339,7 @@ impl Client {
         let out = unsafe {
             self.call::<abi::ClientCompile>(|args| {
                 args.client = self.0.raw;
-                args.program = std::ptr::from_ref(&*program);
+                args.program = program.as_ptr();
                 args.compile_options = options.as_ptr().cast();
                 args.compile_options_size = options.len();
             })
@@ -349,15 +350,15 @@ impl Client {
         }
     }
 
-    /// Loads what [`Executable::serialize`](crate::Executable::serialize) made; with the options that it was compiled
-    /// with, unless others are given.
+    /// Loads what [`Executable::serialize`](crate::Executable::serialize) made; with the options
+    /// that it was compiled with, unless others are given.
     ///
     /// # Errors
     /// The plug-in refuses it.
     ///
     /// # Safety
-    /// The bytes were made by the same version of the same plug-in, for the same kind of device. They may hold machine
-    /// code, which is not checked.
+    /// The bytes were made by the same version of the same plug-in, for the same kind of device.
+    /// They may hold machine code, which is not checked.
     pub unsafe fn deserialize(
         &self,
         serialized: &[u8],

@@ -86,8 +86,8 @@ impl std::fmt::Display for DType {
 /// A Rust type with the layout of a [`DType`]. A pair of floats is a complex number.
 ///
 /// # Safety
-/// The type has the size of `DTYPE` and its layout, and no padding. After [`Element::repair`] any bytes
-/// are values of it.
+/// The type has the size of `DTYPE` and its layout, and no padding. After [`Element::repair`] any
+/// bytes are values of it.
 pub unsafe trait Element: Copy + Send + Sync + 'static {
     /// The type in XLA.
     const DTYPE: DType;

@@ -78,13 +78,14 @@ impl Event {
             let (plugin, data) = *unsafe { Box::from_raw(held.cast::<(Plugin, T)>()) };
             // A panic must not reach the plug-in.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(data)));
-            // SAFETY: the error is the callback's to destroy. What it says reaches the caller elsewhere.
+            // SAFETY: the error is the callback's to destroy. What it says reaches the caller
+            // elsewhere.
             let _ = unsafe { plugin.result(error, abi::EventOnReady::FUNCTION) };
         }
         let plugin = self.client.plugin;
         let held = Box::into_raw(Box::new((plugin, data)));
-        // SAFETY: the event is alive, and the callback takes what `held` points to. Where this fails `held`
-        // is leaked, as the work may go on.
+        // SAFETY: the event is alive, and the callback takes what `held` points to. Where this
+        // fails `held` is leaked, as the work may go on.
         unsafe {
             plugin.call::<abi::EventOnReady>(|args| {
                 args.event = self.raw;
@@ -137,7 +138,8 @@ pub struct Transfer<T: crate::Element> {
 
 impl<T: crate::Element> Transfer<T> {
     /// # Safety
-    /// When `event` is ready `len` elements are written into `data` in this order, unless it is an error.
+    /// When `event` is ready `len` elements are written into `data` in this order, unless it is an
+    /// error.
     pub(crate) unsafe fn new(
         event: Event,
         data: Vec<T>,

@@ -32,8 +32,8 @@ pub struct Output {
 
 impl Executable {
     /// # Safety
-    /// `raw` is null or an executable of the plug-in, which nothing else destroys, and which may be used while
-    /// `owner` lives.
+    /// `raw` is null or an executable of the plug-in, which nothing else destroys, and which may be
+    /// used while `owner` lives.
     pub(crate) unsafe fn new(
         plugin: Plugin,
         owner: Arc<dyn Any + Send + Sync>,
@@ -208,7 +208,7 @@ impl Executable {
         unsafe {
             self.call::<abi::ExecutableOptimizedProgram>(|args| {
                 args.executable = self.raw;
-                args.program = &raw mut **program;
+                args.program = program.as_mut_ptr();
             })
         }
         .map(drop)

@@ -4,8 +4,8 @@ use std::{ffi::c_void, ptr::null, sync::PoisonError};
 
 use crate::{Error, Extension, Plugin, Result, abi};
 
-/// The handlers of a custom call's target, as XLA's typed FFI has them: addresses of functions that take a call frame,
-/// and null where a stage has none.
+/// The handlers of a custom call's target, as XLA's typed FFI has them: addresses of functions that
+/// take a call frame, and null where a stage has none.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Handlers {
     /// Called once, as a program is built.
@@ -31,9 +31,9 @@ impl Handlers {
 }
 
 impl Plugin {
-    /// Makes custom calls of `target` run these handlers, in programs that are compiled for `platform` from now on:
-    /// [`Platform::handlers`](crate::Platform::handlers) has its name in XLA. It lasts as long as the process, and
-    /// doing it twice with the same handlers is no error.
+    /// Makes custom calls of `target` run these handlers, in programs that are compiled for
+    /// `platform` from now on: [`Platform::handlers`](crate::Platform::handlers) has its name in
+    /// XLA. It lasts as long as the process, and doing it twice with the same handlers is no error.
     ///
     /// Plug-ins for GPUs take handlers for every stage; others take `execute` alone.
     ///

@@ -30,8 +30,8 @@ impl Layout {
         layout: &abi::MemoryLayout,
         function: &'static str,
     ) -> Result<Self> {
-        // SAFETY: the type says which field of the union is set, and the pointers lead to as much as the
-        // counts beside them say.
+        // SAFETY: the type says which field of the union is set, and the pointers lead to as much
+        // as the counts beside them say.
         unsafe {
             match layout.r#type {
                 abi::LAYOUT_TILED => {
@@ -58,7 +58,8 @@ impl Layout {
     }
 }
 
-/// The layout of `order`, from the minor dimension to the major, without tiles, for as long as `order` lives.
+/// The layout of `order`, from the minor dimension to the major, without tiles, for as long as
+/// `order` lives.
 pub(crate) fn untiled(order: &[i64]) -> Padded<abi::MemoryLayout> {
     let mut layout = Padded::<abi::MemoryLayout>::new();
     layout.r#type = abi::LAYOUT_TILED;

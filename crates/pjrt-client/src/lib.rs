@@ -1,8 +1,8 @@
 //! XLA's PJRT plug-ins for Rust.
 //!
-//! A plug-in is a shared library that compiles StableHLO for a kind of device and runs it: XLA on the CPU, on
-//! GPUs, on TPUs. It is opened at run time and speaks a C interface, PJRT, that this crate declares itself:
-//! nothing is linked, and no XLA is needed to build.
+//! A plug-in is a shared library that compiles StableHLO for a kind of device and runs it: XLA on
+//! the CPU, on GPUs, on TPUs. It is opened at run time and speaks a C interface, PJRT, that this
+//! crate declares itself: nothing is linked, and no XLA is needed to build.
 //!
 //! ```no_run
 //! use pjrt_client::{CompileOptions, Platform, Plugin, Program};
@@ -22,12 +22,15 @@
 //! # }
 //! ```
 //!
-//! - **Any plug-in of the major version.** Every function is looked for within the plug-in's own table, and one that
-//!   it lacks is [`Error::MissingFunction`] when it is called. Newer plug-ins find room for the fields they added.
-//! - **Whatever order things are dropped in.** Buffers and programs keep their client, which shuts down after the last
-//!   of them. All types may be sent to and shared by threads, as PJRT allows.
-//! - **What is not told is `None`.** Figures about memory that a plug-in does not have are never zero.
-//! - **No device needed.** A [`Topology`] describes devices that are elsewhere, and programs are compiled for them.
+//! - **Any plug-in of the major version.** Every function is looked for within the plug-in's own
+//!   table, and one that it lacks is [`Error::MissingFunction`] when it is called. Newer plug-ins
+//!   find room for the fields they added.
+//! - **Whatever order things are dropped in.** Buffers and programs keep their client, which shuts
+//!   down after the last of them. All types may be sent to and shared by threads, as PJRT allows.
+//! - **What is not told is `None`.** Figures about memory that a plug-in does not have are never
+//!   zero.
+//! - **No device needed.** A [`Topology`] describes devices that are elsewhere, and programs are
+//!   compiled for them.
 
 #[cfg(not(all(unix, target_pointer_width = "64")))]
 compile_error!("PJRT plug-ins are there for Unix with pointers of 64 bits");

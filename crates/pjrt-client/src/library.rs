@@ -21,7 +21,8 @@ impl Library {
         std::fs::File::open(&path).map_err(|error| error.to_string())?;
         let path = CString::new(path.as_os_str().as_bytes())
             .map_err(|_| "the path holds a zero byte".to_owned())?;
-        // SAFETY: the path ends with a zero. The library's initialisers are trusted as the program is.
+        // SAFETY: the path ends with a zero. The library's initialisers are trusted as the program
+        // is.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         NonNull::new(handle).map(Self).ok_or_else(last_error)
     }

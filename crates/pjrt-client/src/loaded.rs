@@ -12,7 +12,8 @@ use crate::{
     client::{self, Shared},
 };
 
-/// A program on the devices that it was compiled for, to be run any number of times and by any number of threads.
+/// A program on the devices that it was compiled for, to be run any number of times and by any
+/// number of threads.
 pub struct LoadedExecutable {
     // Dropped before the client.
     executable: Executable,
@@ -133,8 +134,8 @@ impl LoadedExecutable {
         self.execute_async(arguments, &ExecuteOptions::default())?.wait()
     }
 
-    /// Runs the program on one device without waiting for the end. The arguments may be dropped, and those
-    /// that the program takes over are [deleted](Buffer::is_deleted) when this returns.
+    /// Runs the program on one device without waiting for the end. The arguments may be dropped,
+    /// and those that the program takes over are [deleted](Buffer::is_deleted) when this returns.
     ///
     /// # Errors
     /// The arguments do not fit the program, or it failed at once.
@@ -149,8 +150,8 @@ impl LoadedExecutable {
         })
     }
 
-    /// Runs the program on every device that it was compiled for, without waiting for the end: `arguments` has a list
-    /// for each of [`Self::devices`].
+    /// Runs the program on every device that it was compiled for, without waiting for the end:
+    /// `arguments` has a list for each of [`Self::devices`].
     ///
     /// # Errors
     /// The arguments do not fit the program, or it failed at once.
@@ -203,12 +204,12 @@ impl LoadedExecutable {
         how.non_donatable_input_indices =
             if options.keep.is_empty() { null() } else { options.keep.as_ptr() };
         how.num_non_donatable_input_indices = options.keep.len();
-        // SAFETY: the executable and the buffers are alive, lists are as long as is said, with room for each
-        // result and event, and all of it lives for the call.
+        // SAFETY: the executable and the buffers are alive, lists are as long as is said, with room
+        // for each result and event, and all of it lives for the call.
         unsafe {
             self.call::<abi::LoadedExecutableExecute>(|args| {
                 args.executable = self.raw;
-                args.options = &raw mut *how;
+                args.options = how.as_mut_ptr();
                 args.argument_lists = lists.as_ptr();
                 args.num_devices = devices;
                 args.num_args = count;
@@ -227,7 +228,8 @@ impl LoadedExecutable {
         events: &[*mut abi::Event],
     ) -> Result<Vec<Execution>> {
         let name = abi::LoadedExecutableExecute::FUNCTION;
-        // SAFETY: each is new, and the caller's to destroy. All are taken before one that is null is an error.
+        // SAFETY: each is new, and the caller's to destroy. All are taken before one that is null
+        // is an error.
         let results: Vec<Result<Buffer>> = unsafe {
             results.iter().map(|&raw| Buffer::new(self.client.clone(), raw, name)).collect()
         };

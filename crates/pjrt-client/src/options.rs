@@ -4,8 +4,8 @@ use crate::{Error, Result, Value};
 
 /// How a program is compiled: for one device, unless told otherwise.
 ///
-/// Encodes XLA's `CompileOptionsProto`, of which it knows the fields that matter without a framework above;
-/// [`Self::from_bytes`] takes any other.
+/// Encodes XLA's `CompileOptionsProto`, of which it knows the fields that matter without a
+/// framework above; [`Self::from_bytes`] takes any other.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CompileOptions {
     encoded: Option<Vec<u8>>,
@@ -68,8 +68,8 @@ impl CompileOptions {
         self
     }
 
-    /// The devices by their ids: for every partition, one for each replica. The plug-in chooses where none
-    /// are given.
+    /// The devices by their ids: for every partition, one for each replica. The plug-in chooses
+    /// where none are given.
     #[must_use]
     pub fn devices(mut self, devices: Vec<Vec<i64>>) -> Self {
         self.devices = devices;

@@ -73,8 +73,8 @@ impl Platform {
         }
     }
 
-    /// The plug-in's file: the one that the environment variable names, else that of the active Python
-    /// environment, which is `VIRTUAL_ENV` or what `python3` reports.
+    /// The plug-in's file: the one that the environment variable names, else that of the active
+    /// Python environment, which is `VIRTUAL_ENV` or what `python3` reports.
     ///
     /// # Errors
     /// There is none, and the error names every place looked in; or the variable names no file.

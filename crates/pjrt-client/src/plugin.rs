@@ -53,7 +53,8 @@ struct Inner {
     handlers: Mutex<HashMap<(String, String), [usize; 4]>>,
 }
 
-// SAFETY: the table and the extensions are constant, and PJRT's functions may be called on any thread.
+// SAFETY: the table and the extensions are constant, and PJRT's functions may be called on any
+// thread.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -100,7 +101,8 @@ impl Plugin {
         Ok(plugin)
     }
 
-    /// Opens the plug-in of `platform`: in `path` if there is one, else where [`Platform::locate`] finds it.
+    /// Opens the plug-in of `platform`: in `path` if there is one, else where [`Platform::locate`]
+    /// finds it.
     ///
     /// # Errors
     /// No plug-in is found, or it does not [open](Self::open).
@@ -173,8 +175,8 @@ impl Plugin {
         Error::Malformed { function, what: what.into() }
     }
 
-    /// Calls the function that takes an `A`, once `fill` has put the arguments in, and returns the struct with
-    /// what the function put there.
+    /// Calls the function that takes an `A`, once `fill` has put the arguments in, and returns the
+    /// struct with what the function put there.
     ///
     /// # Safety
     /// The arguments are what the function expects.
@@ -192,8 +194,8 @@ impl Plugin {
     /// As for [`Self::call`].
     pub(crate) unsafe fn call_with<A: Call>(self, args: &mut Padded<A>) -> Result {
         let function = self.function(A::INDEX).ok_or_else(|| self.missing(A::FUNCTION))?;
-        // SAFETY: the table has this function at this position, which takes a pointer to an A; the rest is
-        // passed on from this function's contract.
+        // SAFETY: the table has this function at this position, which takes a pointer to an A; the
+        // rest is passed on from this function's contract.
         let error = unsafe {
             let function = std::mem::transmute::<
                 unsafe extern "C" fn(),
@@ -219,8 +221,8 @@ impl Plugin {
         code.error = error;
         let mut destroy = Padded::<abi::ErrorDestroy>::new();
         destroy.error = error;
-        // SAFETY: the error is alive until the last line, and its message as long. `check` saw that these
-        // functions are there. Two of them return nothing.
+        // SAFETY: the error is alive until the last line, and its message as long. `check` saw that
+        // these functions are there. Two of them return nothing.
         unsafe {
             self.void(&mut message);
             let get = self.function(abi::ErrorGetCode::INDEX).map(|function| {

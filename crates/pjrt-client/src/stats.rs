@@ -21,8 +21,8 @@ macro_rules! figures {
 }
 
 figures! {
-    /// What a device's allocator counts, in bytes but for the number of allocations. Peaks are those of the
-    /// client's life.
+    /// What a device's allocator counts, in bytes but for the number of allocations. Peaks are
+    /// those of the client's life.
     MemoryStats {
         /// In use now.
         bytes_in_use,

@@ -151,7 +151,8 @@ impl Topology {
     /// Compiles a program for these devices ahead of time.
     ///
     /// # Errors
-    /// The program is wrong, with the compiler's message whole; or the plug-in does not compile ahead of time.
+    /// The program is wrong, with the compiler's message whole; or the plug-in does not compile
+    /// ahead of time.
     pub fn compile(&self, program: &Program<'_>, options: &CompileOptions) -> Result<Executable> {
         let options = options.encode()?;
         let program = program.encode();
@@ -159,7 +160,7 @@ impl Topology {
         unsafe {
             let out = self.call::<abi::Compile>(|args| {
                 args.topology = self.0.raw;
-                args.program = std::ptr::from_ref(&*program);
+                args.program = program.as_ptr();
                 args.compile_options = options.as_ptr().cast();
                 args.compile_options_size = options.len();
                 if let Some(client) = &self.0.client {

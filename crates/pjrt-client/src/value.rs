@@ -133,7 +133,8 @@ pub(crate) unsafe fn decode(values: *const abi::NamedValue, len: usize) -> Value
 /// # Safety
 /// The value is what its type says.
 unsafe fn decode_one(value: &abi::NamedValue) -> Value {
-    // SAFETY: the type says which field of the union is set, and the pointers lead to what they should.
+    // SAFETY: the type says which field of the union is set, and the pointers lead to what they
+    // should.
     unsafe {
         match value.r#type {
             abi::VALUE_STRING => Value::Text(raw::text(value.value.string_value, value.value_size)),

@@ -1,5 +1,5 @@
-//! Compares `abi` with the header that a plug-in carries: every size, offset and number, and the position of
-//! every function.
+//! Compares `abi` with the header that a plug-in carries: every size, offset and number, and the
+//! position of every function.
 
 use std::{fmt::Write as _, mem::offset_of, path::Path, process::Command};
 

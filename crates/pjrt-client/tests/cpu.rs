@@ -1,4 +1,10 @@
-//! Everything with XLA's CPU plug-in.
+//! Everything with XLA's CPU plug-in. Where there is none, these tests fail:
+//!
+//! ```sh
+//! pip install xla-cpu-pjrt==0.0.1
+//! export XENTILE_PJRT_CPU=.../site-packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
+//! cargo test -p pjrt-client --test cpu -- --include-ignored
+//! ```
 
 use std::{sync::Arc, time::Duration};
 
@@ -43,7 +49,7 @@ module @add {
 }";
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn the_plugin_says_what_it_is() {
     let plugin = plugin();
     assert_eq!(plugin, Plugin::open(plugin.path()).unwrap());
@@ -62,7 +68,7 @@ fn the_plugin_says_what_it_is() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn devices_and_memories_are_described() {
     let client = plugin().client(&[("cpu_device_count", 4.into())]).unwrap();
     let devices = client.devices().unwrap();
@@ -115,7 +121,7 @@ fn round_trip<T: Element + PartialEq + std::fmt::Debug>(client: &Client, values:
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn every_type_goes_there_and_back() {
     let client = client();
     round_trip(&client, &[true, false, false, true, true, false]);
@@ -148,7 +154,7 @@ fn every_type_goes_there_and_back() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn a_pred_of_any_byte_is_a_bool() {
     let bytes = [7, 0, 1, 255];
     let buffer = client().buffer_from_bytes(&bytes, DType::Pred, &[4], Place::Default).unwrap();
@@ -159,7 +165,7 @@ fn a_pred_of_any_byte_is_a_bool() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn what_does_not_fit_is_refused_on_the_host() {
     let client = client();
     let error = client.buffer(&[1.0_f32; 5], &[2, 3]).unwrap_err();
@@ -178,7 +184,7 @@ fn what_does_not_fit_is_refused_on_the_host() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn programs_compute_what_plain_rust_does() {
     let client = client();
     let add = compile(&client, ADD);
@@ -215,7 +221,19 @@ fn programs_compute_what_plain_rust_does() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
+fn bytecode_compiles_as_text_does() {
+    // x * x + y, as StableHLO 1.0 has it.
+    let client = client();
+    let bytecode = include_bytes!("fma.mlirbc");
+    let fma = client.compile(&Program::mlir(bytecode), &CompileOptions::new()).unwrap();
+    let x = client.buffer(&[1.0_f32, 2.0, 3.0], &[3]).unwrap();
+    let y = client.buffer(&[0.5_f32, 0.25, 0.0], &[3]).unwrap();
+    assert_eq!(fma.execute(&[&x, &y]).unwrap()[0].to_vec::<f32>().unwrap(), [1.5, 4.25, 9.0]);
+}
+
+#[test]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn executables_say_what_they_are() {
     let client = client();
     let program = "module @two {
@@ -255,7 +273,7 @@ fn executables_say_what_they_are() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn what_does_not_compile_says_why() {
     let client = client();
     let error = |program: &str, options: CompileOptions| {
@@ -286,7 +304,7 @@ fn what_does_not_compile_says_why() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn wrong_arguments_are_errors() {
     let (client, other) = (client(), client());
     let add = compile(&client, ADD);
@@ -323,7 +341,7 @@ fn deleted(buffer: &Buffer) {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn donated_and_deleted_buffers_are_gone() {
     let client = client();
     let program =
@@ -361,7 +379,7 @@ fn donated_and_deleted_buffers_are_gone() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn serialised_programs_run_again() {
     let first = client();
     let bytes = compile(&first, ADD).executable().serialize().unwrap();
@@ -384,7 +402,7 @@ fn serialised_programs_run_again() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn several_devices_run_their_own() {
     let client = plugin().client(&[("cpu_device_count", 4.into())]).unwrap();
     let devices = client.devices().unwrap();
@@ -418,7 +436,8 @@ fn several_devices_run_their_own() {
         ^bb0(%a: tensor<f32>, %b: tensor<f32>):
           %c = stablehlo.add %a, %b : tensor<f32>
           stablehlo.return %c : tensor<f32>
-      }) {replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>} : (tensor<2xf32>) -> tensor<2xf32>
+      }) {replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>}
+        : (tensor<2xf32>) -> tensor<2xf32>
       return %y : tensor<2xf32>
     }"#;
     let options = CompileOptions::new().replicas(4).devices(vec![vec![3, 2, 1, 0]]);
@@ -443,7 +462,7 @@ fn several_devices_run_their_own() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn memories_can_be_copied_into() {
     let client = client();
     let device = client.devices().unwrap().remove(0);
@@ -463,7 +482,7 @@ fn memories_can_be_copied_into() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn other_layouts_come_back_in_row_major_order() {
     let client = client();
     let program = r#"func.func @main(%x: tensor<2x3xf32>)
@@ -489,7 +508,7 @@ fn other_layouts_come_back_in_row_major_order() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn many_runs_are_under_way_at_once() {
     let client = client();
     let program =
@@ -541,7 +560,7 @@ fn many_runs_are_under_way_at_once() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn the_client_may_go_first() {
     let client = client();
     let add = compile(&client, ADD);
@@ -575,7 +594,7 @@ fn the_client_may_go_first() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn memory_of_the_host_is_borrowed_for_as_long_as_it_is_read() {
     let client = client();
     let add = compile(&client, ADD);
@@ -631,7 +650,7 @@ mod handlers {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn custom_calls_reach_their_handlers() {
     let client = client();
     let plugin = client.plugin();
@@ -686,7 +705,7 @@ fn custom_calls_reach_their_handlers() {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn a_topology_describes_and_its_errors_are_typed() {
     let client = plugin().client(&[("cpu_device_count", 2.into())]).unwrap();
     let topology = client.topology().unwrap();

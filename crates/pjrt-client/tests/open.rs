@@ -7,12 +7,15 @@ use std::{
 
 use pjrt_client::{Code, Error, Extension, Plugin, Topology, Version};
 
-/// A table of functions like PJRT's, whose last entries are cut off by `struct_size`. Errors are numbers.
+/// A table of functions like PJRT's, whose last entries are cut off by `struct_size`. Errors are
+/// numbers.
 const FAKE: &str = r#"
 #include <stddef.h>
 #include <string.h>
 typedef struct Base { size_t size; int type; struct Base* next; } Base;
-typedef struct { size_t size; void* ext; void* error; const char* message; size_t message_size; } Message;
+typedef struct {
+  size_t size; void* ext; void* error; const char* message; size_t message_size;
+} Message;
 typedef struct { size_t size; void* ext; void* error; int code; } GetCode;
 static int alive = 0;
 static void destroy(void* args) { alive--; }

@@ -1,4 +1,5 @@
-//! Running a program many times takes no more memory than running it a few times. In a process of its own.
+//! Running a program many times takes no more memory than running it a few times. In a process of
+//! its own.
 
 use pjrt_client::{CompileOptions, Platform, Plugin, Program};
 
@@ -16,7 +17,7 @@ fn resident() -> usize {
 }
 
 #[test]
-#[ignore = "needs the CPU plug-in: pip install xla-cpu-pjrt==0.0.1, set XENTILE_PJRT_CPU, run with --include-ignored"]
+#[ignore = "needs the CPU plug-in: see the top of tests/cpu.rs"]
 fn ten_thousand_runs_take_no_more_memory() {
     let client = Plugin::find(Platform::Cpu, None).unwrap().client(&[]).unwrap();
     let program = client.compile(&Program::mlir(PROGRAM), &CompileOptions::new()).unwrap();
