@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# pjrt-client with XLA's CPU as a PJRT plug-in: its ABI, and programs that run.
+source scripts/tiers/common.sh
+
+[[ $(uname -sm) == "Linux x86_64" ]] ||
+    absent "Linux on x86-64, which xla-cpu-pjrt has its only wheels for"
+scripts/setup.sh scripts/requirements-pjrt.txt
+packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
+export XENTILE_PJRT_INCLUDE=$packages/xla_plugins/xla_cpu_pjrt/include
+
+# Compiling for TPUs needs another plug-in.
+cargo test -p pjrt-client --no-fail-fast -- --include-ignored --skip tpu_aot
