@@ -69,7 +69,7 @@ pub fn exp<S: Simd, const N: usize>(simd: S, x: [S::Vector; N]) -> [S::Vector; N
     // (e^r - 1) / r on |r| <= ln(2) / 2^(b + 1), highest power first.
     let coefficients: &[f32] = match S::TABLE_BITS {
         0 => &[1.381_455e-3, 8.368_745e-3, 4.166_839e-2, 0.166_665_2, 0.499_999_93, 1.0],
-        3 => &[0.166_668_6, 0.500_064_7, 1.0],
+        2 => &[0.041_676, 0.166_721_1, 0.5, 1.0],
         _ => &[0.5, 1.0000147],
     };
     let mut q = [s.splat(coefficients[0]); N];
@@ -86,6 +86,96 @@ pub fn exp<S: Simd, const N: usize>(simd: S, x: [S::Vector; N]) -> [S::Vector; N
         q[i] = s.zero_below(q[i], x[i], s.splat(EXP_UNDERFLOW));
     }
     q
+}
+
+/// Here the power of two of [`Halves`] is +0.0 by its bits: `EXP_SCALE` has exponent 32, and f32's
+/// bias is 127.
+const POWER_UNDERFLOW: f32 = -159.0 * std::f32::consts::LN_2;
+
+/// What [`Halves`] needs in registers or in memory: `EXP_SCALE * e^x * factor` for any factor.
+#[derive(Clone, Copy)]
+pub(crate) struct Exponential<V> {
+    low: V,
+    log2_e: V,
+    shifter: V,
+    minus_ln_2: V,
+    /// `factor * e^r` on `|r| <= ln(2) / 8`, highest power first.
+    polynomial: [V; 5],
+}
+
+impl<V: Copy> Exponential<V> {
+    #[inline(always)]
+    pub(crate) fn new<S: Simd<Vector = V>>(s: S, factor: f32) -> Self {
+        // An infinite or NaN factor stays what it is.
+        let finite = if factor.is_finite() { factor } else { 0.0 };
+        Self {
+            low: hidden(s, POWER_UNDERFLOW),
+            log2_e: hidden(s, std::f32::consts::LOG2_E),
+            shifter: hidden(s, 12_582_912.0 / (1 << S::TABLE_BITS) as f32),
+            minus_ln_2: hidden(s, -std::f32::consts::LN_2),
+            polynomial: [
+                hidden(s, 0.041_676 * finite),
+                hidden(s, 0.166_721_1 * finite),
+                hidden(s, 0.5 * finite),
+                hidden(s, finite),
+                hidden(s, factor),
+            ],
+        }
+    }
+}
+
+/// `x` in every lane, unknown to the compiler: vectors that it knows it makes anew from scalars in
+/// every step of a loop, having too few registers; others are operands in memory, at no cost.
+#[inline(always)]
+fn hidden<S: Simd>(s: S, x: f32) -> S::Vector {
+    // Elsewhere nothing may be left of this.
+    s.splat(if S::HALVES { std::hint::black_box(x) } else { x })
+}
+
+/// Exponentials halfway, for instruction sets with [`Simd::HALVES`]: as [`exp`], but
+///
+/// - the result is two factors, which a kernel multiplies as it adds or scales;
+/// - underflow is an argument clamped to where one factor is 0, at -110;
+/// - between the halves of one vector a kernel puts those of others: one exponential is a chain of
+///   dependent instructions too long for out-of-order execution to look past.
+#[derive(Clone, Copy)]
+pub(crate) struct Halves<V> {
+    shifted: V,
+    r: V,
+}
+
+impl<V: Copy> Halves<V> {
+    /// The first half of `EXP_SCALE * e^x * factor`; `x` is as for [`exp`].
+    #[inline(always)]
+    pub(crate) fn new<S: Simd<Vector = V>>(s: S, e: &Exponential<V>, x: V) -> Self {
+        // In this order NaN remains.
+        let x = s.max(e.low, x);
+        let shifted = s.mul_add_by(x, &e.log2_e, e.shifter);
+        let y = s.sub(shifted, e.shifter);
+        Self { shifted, r: s.mul_add_by(y, &e.minus_ln_2, x) }
+    }
+
+    /// The result.
+    #[inline(always)]
+    pub(crate) fn result<S: Simd<Vector = V>>(self, s: S, e: &Exponential<V>) -> V {
+        s.mul(self.polynomial(s, e), s.power_of_two(self.shifted))
+    }
+
+    /// The result and `sum` added up.
+    #[inline(always)]
+    pub(crate) fn add_to<S: Simd<Vector = V>>(self, s: S, e: &Exponential<V>, sum: V) -> V {
+        s.mul_add(self.polynomial(s, e), s.power_of_two(self.shifted), sum)
+    }
+
+    #[inline(always)]
+    fn polynomial<S: Simd<Vector = V>>(self, s: S, e: &Exponential<V>) -> V {
+        let [fourth, third, rest @ ..] = &e.polynomial;
+        let mut p = s.mul_add_by(self.r, fourth, *third);
+        for coefficient in rest {
+            p = s.mul_add_to(p, self.r, coefficient);
+        }
+        p
+    }
 }
 
 /// `tanh x` and its derivative `1 - tanh^2 x`, each within 8 units in the last place, for every

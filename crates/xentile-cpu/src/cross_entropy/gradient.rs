@@ -7,7 +7,7 @@ use xentile::Element;
 
 use super::matrix::{Ahead, Matrix};
 use crate::Job;
-use crate::math::{exp, tanh_with_derivative};
+use crate::math::{Exponential, Halves, exp, tanh_with_derivative};
 use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 
 /// The gradient of one row.
@@ -105,6 +105,44 @@ struct Formula<V> {
     shift: V,
     probability: V,
     constant: V,
+    /// Times the probability; for [`Simd::HALVES`].
+    exponential: Exponential<V>,
+}
+
+impl<V: Copy> Formula<V> {
+    #[inline(always)]
+    fn new<S: Simd<Vector = V>>(s: S, [shift, probability, constant]: [f32; 3]) -> Self {
+        Self {
+            shift: s.splat(shift),
+            probability: s.splat(probability),
+            constant: s.splat(constant),
+            exponential: Exponential::new(s, probability),
+        }
+    }
+}
+
+/// [`Row::chunks_by_halves`] of a row that is made anew, since a job knows no instruction set.
+struct Chunks<E, const STREAM: bool, const CONSTANT: bool> {
+    from: *const E,
+    to: *mut E,
+    range: [usize; 2],
+    coefficients: [f32; 3],
+    ahead: Ahead<E>,
+}
+
+impl<E: Element, const STREAM: bool, const CONSTANT: bool> Job for Chunks<E, STREAM, CONSTANT> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { from, to, range: [start, end], ahead, .. } = self;
+        let cap = s.splat(0.0);
+        let row =
+            Row::<S, E, STREAM, false, CONSTANT> { simd: s, from, to, columns: end, cap, ahead };
+        let formula = Formula::new(s, self.coefficients);
+        // SAFETY: whoever made this vouches for the same contract.
+        unsafe { row.chunks_by_halves(&formula, start, end) };
+    }
 }
 
 impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: bool>
@@ -140,11 +178,8 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
                 unsafe { self.fill(value, body_end, end) };
             }
             RowGradient::Formula { shift, probability, constant, label, at_label } => {
-                let formula = Formula {
-                    shift: s.splat(shift),
-                    probability: s.splat(probability),
-                    constant: s.splat(constant),
-                };
+                let coefficients = [shift, probability, constant];
+                let formula = &Formula::new(s, coefficients);
                 let patch = (label, at_label);
                 if block == 0 {
                     // SAFETY: see above.
@@ -155,14 +190,14 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
                     let label_chunk = label - (label - start) % S::CHUNK;
                     // SAFETY: see above.
                     unsafe {
-                        self.chunks(formula, start, label_chunk);
+                        self.chunks(formula, coefficients, start, label_chunk);
                         column = label_chunk + S::CHUNK;
                         self.ragged(formula, label_chunk, column, patch);
                     }
                 }
                 // SAFETY: see above.
                 unsafe {
-                    self.chunks(formula, column, body_end);
+                    self.chunks(formula, coefficients, column, body_end);
                     self.ragged(formula, body_end, end, patch);
                 }
             }
@@ -173,10 +208,17 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
     #[inline(always)]
     fn apply<const N: usize>(
         &self,
-        formula: Formula<S::Vector>,
+        formula: &Formula<S::Vector>,
         z: [S::Vector; N],
     ) -> [S::Vector; N] {
         let s = self.simd;
+        if S::HALVES && !CAP {
+            let mut dz = z;
+            for i in 0..N {
+                dz[i] = self.second_half(formula, self.first_half(formula, z[i]), z[i]);
+            }
+            return dz;
+        }
         let mut distance = z;
         let mut derivative = z;
         for i in 0..N {
@@ -206,13 +248,43 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
         dz
     }
 
+    /// The first half of [`Self::apply`] without softcap.
+    #[inline(always)]
+    fn first_half(&self, formula: &Formula<S::Vector>, z: S::Vector) -> Halves<S::Vector> {
+        Halves::new(self.simd, &formula.exponential, self.simd.sub(z, formula.shift))
+    }
+
+    /// The second half; `z` only matters beside a constant.
+    #[inline(always)]
+    fn second_half(
+        &self,
+        formula: &Formula<S::Vector>,
+        halves: Halves<S::Vector>,
+        z: S::Vector,
+    ) -> S::Vector {
+        let s = self.simd;
+        if CONSTANT {
+            let dz = halves.add_to(s, &formula.exponential, formula.constant);
+            // e^z is 0 at -inf, but the constant is not.
+            s.zero_below(dz, z, s.splat(f32::MIN))
+        } else {
+            halves.result(s, &formula.exponential)
+        }
+    }
+
     /// Whole chunks of columns that the label is not among.
     ///
     /// # Safety
     /// As for [`Self::write`]; the range lies in the row, starts whole chunks past a line boundary
     /// of the output and is whole chunks long.
     #[inline(always)]
-    unsafe fn chunks(&self, formula: Formula<S::Vector>, start: usize, end: usize) {
+    unsafe fn chunks(
+        &self,
+        formula: &Formula<S::Vector>,
+        coefficients: [f32; 3],
+        start: usize,
+        end: usize,
+    ) {
         let s = self.simd;
         let mut column = start;
         while S::REGISTERS == 32 && column + 2 * S::CHUNK <= end {
@@ -227,6 +299,17 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
             }
             column += 2 * S::CHUNK;
         }
+        if S::HALVES && !CAP && column < end {
+            let Self { from, to, ahead, .. } = *self;
+            s.outline(Chunks::<E, STREAM, CONSTANT> {
+                from,
+                to,
+                range: [column, end],
+                coefficients,
+                ahead,
+            });
+            column = end;
+        }
         while column < end {
             self.ahead.fetch(s, column);
             // SAFETY: as above.
@@ -236,6 +319,36 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
             }
             column += S::CHUNK;
         }
+    }
+
+    /// [`Self::chunks`] with the first half of a vector's exponentials before the second half of
+    /// the vector before it.
+    ///
+    /// # Safety
+    /// As for [`Self::chunks`]; the range is not empty.
+    #[inline(always)]
+    unsafe fn chunks_by_halves(&self, formula: &Formula<S::Vector>, start: usize, end: usize) {
+        let s = self.simd;
+        let mut column = start;
+        // SAFETY: here and below the chunk lies in the range.
+        let [z, mut last] = unsafe { s.load(self.from.add(column)) };
+        let first = self.first_half(formula, z);
+        let mut halves = self.first_half(formula, last);
+        let mut dz = self.second_half(formula, first, z);
+        while column + S::CHUNK < end {
+            self.ahead.fetch(s, column);
+            // SAFETY: see above.
+            let [z, next] = unsafe { s.load(self.from.add(column + S::CHUNK)) };
+            let first = self.first_half(formula, z);
+            // SAFETY: see above.
+            unsafe { self.put([dz, self.second_half(formula, halves, last)], column) };
+            halves = self.first_half(formula, next);
+            dz = self.second_half(formula, first, z);
+            last = next;
+            column += S::CHUNK;
+        }
+        // SAFETY: see above.
+        unsafe { self.put([dz, self.second_half(formula, halves, last)], column) };
     }
 
     /// # Safety
@@ -253,7 +366,7 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
     #[inline(always)]
     unsafe fn ragged(
         &self,
-        formula: Formula<S::Vector>,
+        formula: &Formula<S::Vector>,
         start: usize,
         end: usize,
         (label, at_label): (usize, f64),

@@ -9,7 +9,7 @@ use xentile::Element;
 
 use super::matrix::{Ahead, Matrix};
 use crate::Job;
-use crate::math::{EXP_SCALE, exp, tanh_with_derivative};
+use crate::math::{EXP_SCALE, Exponential, Halves, exp, tanh_with_derivative};
 use crate::simd::{MAX_CHUNK, Simd};
 
 /// How far a logit may exceed the shift: [`PANEL`] terms of `EXP_SCALE * e^32` are far below f32's
@@ -287,6 +287,19 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
     #[inline(always)]
     unsafe fn add_chunks(&self, sums: &mut Sums, start: usize, end: usize, shift: f32) {
         let s = self.simd;
+        if S::HALVES && !CAP {
+            for start in (start..end).step_by(PANEL) {
+                let found = s.outline(Panel::<E, MEAN> {
+                    logits: self.logits.wrapping_add(start),
+                    columns: PANEL.min(end - start),
+                    shift,
+                });
+                sums.max = sums.max.max(found.max);
+                sums.sum += found.sum;
+                sums.total += found.total;
+            }
+            return;
+        }
         let (zero, shift) = (s.splat(0.0), s.splat(shift));
         let mut lanes =
             Lanes { max: [s.splat(f32::NEG_INFINITY); 2], sum: [zero; 2], total: [zero; 2] };
@@ -351,5 +364,49 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
                 _ => f64::from(e),
             };
         }
+    }
+}
+
+/// At most [`PANEL`] columns by [`Halves`]: whole chunks, one at least. Whoever makes one vouches
+/// that the logits may be read.
+struct Panel<E, const MEAN: bool> {
+    logits: *const E,
+    columns: usize,
+    shift: f32,
+}
+
+impl<E: Element, const MEAN: bool> Job for Panel<E, MEAN> {
+    type Output = Sums;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Sums {
+        let (e, shift) = (Exponential::new(s, 1.0), s.splat(self.shift));
+        let mut max = s.splat(f32::NEG_INFINITY);
+        let (mut sum, mut total) = ([s.splat(0.0); 2], s.splat(0.0));
+        // SAFETY: here and below the chunk lies in the panel.
+        let [a, b] = unsafe { s.load(self.logits) };
+        max = s.max(b, s.max(a, max));
+        let (a, b) = (s.sub(a, shift), s.sub(b, shift));
+        if MEAN {
+            total = s.add(total, s.add(a, b));
+        }
+        sum[0] = Halves::new(s, &e, a).add_to(s, &e, sum[0]);
+        let mut halves = Halves::new(s, &e, b);
+        for column in (S::CHUNK..self.columns).step_by(S::CHUNK) {
+            // SAFETY: see above.
+            let [a, b] = unsafe { s.load(self.logits.add(column)) };
+            max = s.max(b, s.max(a, max));
+            let (a, b) = (s.sub(a, shift), s.sub(b, shift));
+            if MEAN {
+                total = s.add(total, s.add(a, b));
+            }
+            let first = Halves::new(s, &e, a);
+            sum[1] = halves.add_to(s, &e, sum[1]);
+            halves = Halves::new(s, &e, b);
+            sum[0] = first.add_to(s, &e, sum[0]);
+        }
+        sum[1] = halves.add_to(s, &e, sum[1]);
+        let total = if MEAN { s.sum(total) } else { 0.0 };
+        Sums { max: s.largest(max), sum: s.sum(s.add(sum[0], sum[1])), total }
     }
 }

@@ -22,6 +22,8 @@ pub(crate) use portable::Portable;
 
 use xentile::Element;
 
+use crate::Job;
+
 /// The most lanes that a vector of any instruction set has.
 pub(crate) const MAX_LANES: usize = 16;
 
@@ -54,6 +56,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const FUSED: bool;
     /// Bits of the index into the table of powers of two that fits in registers.
     const TABLE_BITS: u32;
+    /// Whether kernels take exponentials in two halves and as products, by
+    /// [`Halves`](crate::math::Halves): for few registers and a short window of out-of-order
+    /// execution.
+    const HALVES: bool = false;
     /// Elements of a chunk.
     const CHUNK: usize = 2 * Self::LANES;
 
@@ -71,6 +77,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn div(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// `a * b + c`, in one rounding where the instruction set can.
     fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// [`mul_add`](Self::mul_add) with `b` read from memory, sparing a register.
+    #[inline(always)]
+    fn mul_add_by(self, a: Self::Vector, b: &Self::Vector, c: Self::Vector) -> Self::Vector {
+        self.mul_add(a, *b, c)
+    }
+    /// [`mul_add`](Self::mul_add) with `c` read from memory, sparing a register.
+    #[inline(always)]
+    fn mul_add_to(self, a: Self::Vector, b: Self::Vector, c: &Self::Vector) -> Self::Vector {
+        self.mul_add(a, b, *c)
+    }
     /// The larger of `x` and `bound`; `bound` where `x` is NaN.
     fn max(self, x: Self::Vector, bound: Self::Vector) -> Self::Vector;
     /// Of `shifted = 1.5 * 2^(23 - b) + n / 2^b`, with `b` = [`TABLE_BITS`](Self::TABLE_BITS):
@@ -125,6 +141,13 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// Orders what [`stream`](Self::stream) wrote before whatever this thread writes next.
     fn fence(self);
+
+    /// Runs a hot loop, where registers are few in a function of its own: within a larger one the
+    /// compiler keeps the loop's state in memory.
+    #[inline(always)]
+    fn outline<J: Job>(self, job: J) -> J::Output {
+        job.run(self)
+    }
 
     /// Sums the lanes in float64, in lane order.
     #[inline(always)]
