@@ -119,6 +119,19 @@ pub struct Program {
     pub results: Vec<TensorType>,
 }
 
+impl Program {
+    /// The program with one more argument, whose memory becomes that of the result `result`: an array
+    /// of its type that the caller has no more use for.
+    #[must_use]
+    pub fn recycling(mut self, result: usize) -> Self {
+        let ty = self.results[result].clone();
+        let argument = format!(", %recycled: {ty} {{tf.aliasing_output = {result} : i32}}) -> (");
+        self.text = self.text.replacen(") -> (", &argument, 1);
+        self.arguments.push(ty);
+        self
+    }
+}
+
 /// A value of the function being written.
 #[derive(Clone, Debug)]
 pub struct Value {
@@ -189,12 +202,7 @@ impl Builder {
         let arguments = arguments.iter().enumerate();
         let arguments =
             arguments.map(|(index, ty)| Value { name: format!("%arg{index}"), ty: ty.clone() });
-        Self {
-            name: name.into(),
-            arguments: arguments.collect(),
-            body: String::new(),
-            values: 0,
-        }
+        Self { name: name.into(), arguments: arguments.collect(), body: String::new(), values: 0 }
     }
 
     /// The argument of that index.

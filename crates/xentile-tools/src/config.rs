@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use pjrt_client::Platform;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_yaml::{Mapping, Value};
@@ -106,6 +107,31 @@ pub enum Backend {
     /// The CPU kernels, called directly.
     #[default]
     Cpu,
+    /// XLA on the CPU.
+    #[serde(rename = "xla:cpu")]
+    #[value(name = "xla:cpu")]
+    XlaCpu,
+    /// XLA on an NVIDIA GPU.
+    #[serde(rename = "xla:cuda")]
+    #[value(name = "xla:cuda")]
+    XlaCuda,
+    /// XLA on a TPU.
+    #[serde(rename = "xla:tpu")]
+    #[value(name = "xla:tpu")]
+    XlaTpu,
+}
+
+impl Backend {
+    /// The plug-in's platform; none where no plug-in is needed.
+    #[must_use]
+    pub fn platform(self) -> Option<Platform> {
+        match self {
+            Self::Cpu => None,
+            Self::XlaCpu => Some(Platform::Cpu),
+            Self::XlaCuda => Some(Platform::Cuda),
+            Self::XlaTpu => Some(Platform::Tpu),
+        }
+    }
 }
 
 /// `shape`: logits are `[batch, seq_len, vocab]`.

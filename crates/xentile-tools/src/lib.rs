@@ -13,3 +13,4 @@ pub mod microbench;
 pub mod plot;
 pub mod sweep;
 mod timing;
+mod xla;

@@ -4,8 +4,10 @@
 
 mod cpu;
 mod dense;
+mod xla;
 
 use std::fmt;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -72,6 +74,8 @@ pub struct Config {
     pub threads: usize,
     /// Instruction set; the best of this processor where absent.
     pub isa: Option<String>,
+    /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
+    pub plugin: Option<PathBuf>,
     /// The operation's options.
     pub options: Options,
     /// Random logits or zeros.
@@ -94,6 +98,7 @@ impl Default for Config {
             warmup: 3,
             threads: 0,
             isa: None,
+            plugin: None,
             options: Options::default(),
             logits: Logits::default(),
             input: Synthetic::default(),
@@ -121,6 +126,13 @@ impl Config {
         self.input.validate().context("input")?;
         self.options.cross_entropy()?;
         self.isa()?;
+        if self.backend == Backend::Cpu {
+            ensure!(self.plugin.is_none(), "plugin is set; backend cpu needs none");
+        } else {
+            for (name, is_set) in [("isa", self.isa.is_some()), ("threads", self.threads != 0)] {
+                ensure!(!is_set, "{name} is set; on {} it is XLA's to choose", name_of(self));
+            }
+        }
         let elements = self.shape()?.elements() as u64;
         let width = match self.implementation {
             Implementation::Kernel => 2 * self.dtype.size_bytes(),
@@ -138,8 +150,17 @@ impl Config {
     }
 }
 
+fn name_of(config: &Config) -> String {
+    name(&config.backend)
+}
+
 /// An operation on a backend, with its inputs made.
 trait Subject {
+    /// Makes the program, where it has to be compiled.
+    fn compile(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// One `value_and_grad`, complete on return; gives the scalar loss.
     fn step(&mut self) -> Result<f64>;
 
@@ -149,18 +170,33 @@ trait Subject {
 
     /// How it runs.
     fn setup(&self) -> Setup;
+
+    /// What the device's allocator counts.
+    fn device_memory(&self) -> DeviceMemory {
+        DeviceMemory::default()
+    }
+
+    /// What the compiler says that the program takes.
+    fn compiled_memory(&self) -> Option<CompiledMemory> {
+        None
+    }
 }
 
 /// What a [`Subject`] settled on where the config left a choice.
+#[derive(Clone)]
 struct Setup {
     tile: Option<Tile>,
-    threads: usize,
-    isa: &'static str,
+    threads: Option<usize>,
+    isa: Option<&'static str>,
+    plugin: Option<String>,
 }
 
 fn prepare(config: &Config) -> Result<Box<dyn Subject>> {
     match (config.op, config.backend) {
         (Op::CrossEntropy, Backend::Cpu) => cpu::cross_entropy(config),
+        (Op::CrossEntropy, Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu) => {
+            xla::cross_entropy(config)
+        }
     }
 }
 
@@ -186,16 +222,22 @@ pub struct Report {
     pub block_size: Option<usize>,
     /// Mean and sum are the fused schedule; none is a forward pass, then a backward pass.
     pub reduction: ReductionConfig,
-    /// Threads that ran.
-    pub threads: usize,
-    /// Instruction set of the kernel and of the copy.
-    pub isa: &'static str,
+    /// Threads that ran; none where XLA chose.
+    pub threads: Option<usize>,
+    /// Instruction set of the kernel and of the copy; none where XLA chose.
+    pub isa: Option<&'static str>,
+    /// The PJRT plug-in: file, version, platform.
+    pub plugin: Option<String>,
     /// Timed steps.
     pub iters: usize,
     /// Untimed steps after the first.
     pub warmup: usize,
-    /// The first call, which allocates its outputs and whatever it keeps between its passes.
+    /// The first call: compiling, and a run that allocates what it needs.
     pub first_call_s: f64,
+    /// Compiling alone; none where nothing is compiled.
+    pub compile_s: Option<f64>,
+    /// The first run alone.
+    pub first_run_s: f64,
     /// Mean over the timed steps.
     pub avg_step_ms: f64,
     /// Median.
@@ -221,10 +263,42 @@ pub struct Report {
     pub mem_after_run: AfterRun,
     /// What running added to the inputs at its peak: gradient, temporaries, threads.
     pub mem_peak_over_alloc_bytes: Option<u64>,
+    /// What the compiler says that the program takes; none where nothing is compiled.
+    pub compiled: Option<CompiledMemory>,
     /// Hardware, versions and commit.
     pub machine: Machine,
     /// The full configuration.
     pub config: Config,
+}
+
+/// What a device's allocator counts; none where it does not tell.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct DeviceMemory {
+    /// In use.
+    pub bytes_in_use: Option<u64>,
+    /// The most that was in use at once in the process's life.
+    pub peak_bytes_in_use: Option<u64>,
+    /// Reserved.
+    pub bytes_reserved: Option<u64>,
+    /// Held by the allocator, in use or not.
+    pub pool_bytes: Option<u64>,
+    /// The most that it held at once.
+    pub peak_pool_bytes: Option<u64>,
+}
+
+/// What a compiled program takes, in bytes; none where the plug-in does not tell.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct CompiledMemory {
+    /// Arguments.
+    pub argument_bytes: Option<u64>,
+    /// Results.
+    pub output_bytes: Option<u64>,
+    /// What lives while it runs.
+    pub temporary_bytes: Option<u64>,
+    /// The part of the results that lies in arguments.
+    pub alias_bytes: Option<u64>,
+    /// The most that lives at once.
+    pub peak_bytes: Option<u64>,
 }
 
 /// Memory once inputs are made; none where the system does not tell.
@@ -232,6 +306,8 @@ pub struct Report {
 pub struct AfterAlloc {
     /// Held by the process.
     pub resident_bytes: Option<u64>,
+    /// In use on the device.
+    pub bytes_in_use: Option<u64>,
 }
 
 /// Memory after the run; none where the system does not tell.
@@ -241,6 +317,9 @@ pub struct AfterRun {
     pub resident_bytes: Option<u64>,
     /// The most that the process ever held.
     pub peak_resident_bytes: Option<u64>,
+    /// On the device.
+    #[serde(flatten)]
+    pub device: DeviceMemory,
 }
 
 /// Measures what `config` describes.
@@ -251,9 +330,14 @@ pub fn run(config: &Config) -> Result<Report> {
     config.validate()?;
     let machine = Machine::current();
     let mut subject = prepare(config)?;
-    let mem_after_alloc = AfterAlloc { resident_bytes: memory::resident_bytes() };
+    let mem_after_alloc = AfterAlloc {
+        resident_bytes: memory::resident_bytes(),
+        bytes_in_use: subject.device_memory().bytes_in_use,
+    };
 
-    let (first_call_s, loss) = timed(|| subject.step());
+    let (compile_s, compiled) = timed(|| subject.compile());
+    compiled?;
+    let (first_run_s, loss) = timed(|| subject.step());
     let loss = loss?;
     for _ in 0..config.warmup {
         subject.step()?;
@@ -273,13 +357,15 @@ pub fn run(config: &Config) -> Result<Report> {
     let mem_after_run = AfterRun {
         resident_bytes: memory::resident_bytes(),
         peak_resident_bytes: memory::peak_resident_bytes(),
+        device: subject.device_memory(),
     };
+    let compiled = subject.compiled_memory();
     let steps = Statistics::new(steps);
     let ways = 0..copies[0].len();
     let medians = ways.map(|way| Statistics::new(copies.iter().map(|copy| copy[way])).median);
     let copy_s = medians.fold(f64::INFINITY, f64::min);
     let bytes = (2 * config.shape()?.elements() * config.dtype.size_bytes()) as f64;
-    let Setup { tile, threads, isa } = subject.setup();
+    let Setup { tile, threads, isa, plugin } = subject.setup();
     Ok(Report {
         op: config.op,
         backend: config.backend,
@@ -292,9 +378,12 @@ pub fn run(config: &Config) -> Result<Report> {
         reduction: config.options.reduction,
         threads,
         isa,
+        plugin,
         iters: config.iters,
         warmup: config.warmup,
-        first_call_s,
+        first_call_s: compile_s + first_run_s,
+        compile_s: compiled.is_some().then_some(compile_s),
+        first_run_s,
         avg_step_ms: steps.mean * 1e3,
         median_step_ms: steps.median * 1e3,
         min_step_ms: steps.min * 1e3,
@@ -310,6 +399,7 @@ pub fn run(config: &Config) -> Result<Report> {
             .peak_resident_bytes
             .zip(mem_after_alloc.resident_bytes)
             .map(|(peak, inputs)| peak.saturating_sub(inputs)),
+        compiled,
         machine,
         config: config.clone(),
     })
@@ -350,6 +440,7 @@ impl fmt::Display for Report {
         let what = format!("{} on {}", name(&self.op), name(&self.backend));
         let program = match self.implementation {
             Implementation::Kernel => "tiled kernel",
+            Implementation::Reference if self.plugin.is_some() => "dense program",
             Implementation::Reference => "dense program (plain f32 code, probabilities in memory)",
         };
         let schedule = match self.reduction {
@@ -366,11 +457,22 @@ impl fmt::Display for Report {
             line("tile", format!("time_block {time_block}, block_size {block_size}"))?;
         }
         line("reduction", schedule.to_owned())?;
-        line("runs on", format!("{} threads, {}", self.threads, self.isa))?;
+        let runs_on: Vec<_> = [
+            self.threads.map(|threads| format!("{threads} threads")),
+            self.isa.map(str::to_owned),
+            self.plugin.clone(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        line("runs on", runs_on.join(", "))?;
         line("machine", self.machine.processor.clone())?;
         line("build", format!("xentile {} at {}", self.machine.xentile, self.machine.commit))?;
         line("loss", format!("{:.6}", self.loss))?;
-        line("first call", format!("{:.3} s", self.first_call_s))?;
+        let compiling = self
+            .compile_s
+            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it compiling"));
+        line("first call", format!("{:.3} s{compiling}", self.first_call_s))?;
         line(
             "step",
             format!(
@@ -398,6 +500,30 @@ impl fmt::Display for Report {
                 bytes(self.mem_after_run.peak_resident_bytes),
                 bytes(self.mem_peak_over_alloc_bytes)
             ),
-        )
+        )?;
+        if let Some(compiled) = &self.compiled {
+            line(
+                "compiled",
+                format!(
+                    "arguments {}, results {}, temporaries {}",
+                    bytes(compiled.argument_bytes),
+                    bytes(compiled.output_bytes),
+                    bytes(compiled.temporary_bytes)
+                ),
+            )?;
+            let device = &self.mem_after_run.device;
+            line(
+                "device",
+                format!(
+                    "in use {}, peak {}, reserved {}, pool {}, peak of the pool {}",
+                    bytes(device.bytes_in_use),
+                    bytes(device.peak_bytes_in_use),
+                    bytes(device.bytes_reserved),
+                    bytes(device.pool_bytes),
+                    bytes(device.peak_pool_bytes)
+                ),
+            )?;
+        }
+        Ok(())
     }
 }

@@ -85,6 +85,9 @@ struct Measure {
     /// Instruction set: avx512, avx2, neon or portable; the best of this processor by default.
     #[arg(long)]
     isa: Option<String>,
+    /// The PJRT plug-in's file, for xla: backends; looked for by default.
+    #[arg(long, value_name = "FILE")]
+    plugin: Option<PathBuf>,
     /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
     #[arg(long, value_parser = reduction())]
     reduction: Option<ReductionConfig>,
@@ -130,6 +133,7 @@ impl Measure {
         set(&mut config.warmup, &self.warmup);
         set(&mut config.threads, &self.threads);
         config.isa = self.isa.clone().or(config.isa);
+        config.plugin = self.plugin.clone().or(config.plugin);
         set(&mut config.options.reduction, &self.reduction);
         set(&mut config.logits, &self.logits);
         Ok(config)

@@ -175,7 +175,7 @@ impl<E: Element + Pod> Subject for OnCpu<E> {
 
     fn setup(&self) -> Setup {
         let tile = (self.implementation == Implementation::Kernel).then_some(self.tile);
-        Setup { tile, threads: self.pool.count(), isa: self.isa.name() }
+        Setup { tile, threads: Some(self.pool.count()), isa: Some(self.isa.name()), plugin: None }
     }
 }
 

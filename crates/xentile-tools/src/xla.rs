@@ -1,0 +1,79 @@
+//! XLA behind the backends `xla:cpu`, `xla:cuda` and `xla:tpu`: a plug-in, opened at run time, with
+//! our custom calls where there are any for its platform.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::ptr::null;
+
+use anyhow::{Context, Result, ensure};
+use pjrt_client::{
+    Buffer, Client, CompileOptions, Element, Handlers, LoadedExecutable, Platform, Plugin,
+};
+use xentile_programs::Program;
+
+/// A plug-in with a client.
+pub(crate) struct Session {
+    client: Client,
+    platform: Platform,
+}
+
+impl Session {
+    /// Opens the plug-in at `path`, else the one that is found for `platform`.
+    pub(crate) fn open(platform: Platform, path: Option<&Path>) -> Result<Self> {
+        let plugin = Plugin::find(platform, path)?;
+        let client = plugin
+            .client(&[])
+            .with_context(|| format!("{} opened, but gives no client", plugin.path().display()))?;
+        Ok(Self { client, platform })
+    }
+
+    /// Has programs call our kernels.
+    pub(crate) fn register_kernels(&self) -> Result<()> {
+        let mut stages: BTreeMap<&str, [*const std::ffi::c_void; 4]> = BTreeMap::new();
+        let platform = self.platform.handlers();
+        for row in xentile_xla::targets().iter().filter(|row| row.platform() == platform) {
+            stages.entry(row.target()).or_insert([null(); 4])[row.stage() as usize] =
+                row.handler() as *const _;
+        }
+        ensure!(
+            !stages.is_empty(),
+            "no kernels for xla:{} in this build; --impl reference runs there",
+            self.platform.name()
+        );
+        for (target, [instantiate, prepare, initialize, execute]) in stages {
+            let handlers = Handlers { instantiate, prepare, initialize, execute };
+            // SAFETY: the table's handlers are those of this program, which outlive it all.
+            unsafe { self.client.plugin().register(target, platform, handlers) }?;
+        }
+        Ok(())
+    }
+
+    /// What ran: the plug-in's file, its version of PJRT, and its platform.
+    pub(crate) fn describe(&self) -> Result<String> {
+        let plugin = self.client.plugin();
+        let version = self.client.platform_version()?;
+        let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
+        Ok(format!(
+            "{}, PJRT {}, {} {version}",
+            plugin.path().display(),
+            plugin.version(),
+            self.client.platform_name()?
+        ))
+    }
+
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// An array on the device.
+    pub(crate) fn upload<T: Element>(&self, data: &[T], dims: &[usize]) -> Result<Buffer> {
+        let dims: Vec<_> = dims.iter().map(|&extent| extent as i64).collect();
+        Ok(self.client.buffer(data, &dims)?)
+    }
+
+    /// The program, ready to run.
+    pub(crate) fn compile(&self, program: &Program) -> Result<LoadedExecutable> {
+        let code = pjrt_client::Program::mlir(&program.text);
+        Ok(self.client.compile(&code, &CompileOptions::new())?)
+    }
+}
