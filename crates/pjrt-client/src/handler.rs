@@ -32,8 +32,8 @@ impl Handlers {
 
 impl Plugin {
     /// Makes custom calls of `target` run these handlers, in programs that are compiled for
-    /// `platform` from now on: [`Platform::handlers`](crate::Platform::handlers) has its name in
-    /// XLA. It lasts as long as the process, and doing it twice with the same handlers is no error.
+    /// `platform` from now on. That is XLA's name of it: `Host` for the CPU, `CUDA` for NVIDIA GPUs.
+    /// It lasts as long as the process, and doing it twice with the same handlers is no error.
     ///
     /// Plug-ins for GPUs take handlers for every stage; others take `execute` alone.
     ///
