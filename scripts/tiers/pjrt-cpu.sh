@@ -9,5 +9,5 @@ packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
 export XENTILE_PJRT_INCLUDE=$packages/xla_plugins/xla_cpu_pjrt/include
 
-# Compiling for TPUs needs another plug-in.
-cargo test -p pjrt-client --no-fail-fast -- --include-ignored --skip tpu_aot
+# Those two need other plug-ins.
+cargo test -p pjrt-client --no-fail-fast -- --include-ignored --skip tpu_aot --skip cuda_handlers

@@ -32,10 +32,11 @@ impl Handlers {
 
 impl Plugin {
     /// Makes custom calls of `target` run these handlers, in programs that are compiled for
-    /// `platform` from now on: [`Platform::handlers`](crate::Platform::handlers) has its name in
-    /// XLA. It lasts as long as the process, and doing it twice with the same handlers is no error.
+    /// `platform` from now on. That is XLA's name of it: `Host` for the CPU, `CUDA` for NVIDIA GPUs.
+    /// It lasts as long as the process, and doing it twice with the same handlers is no error.
     ///
-    /// Plug-ins for GPUs take handlers for every stage; others take `execute` alone.
+    /// Plug-ins for GPUs take handlers for every stage, for their own platform whatever `platform`
+    /// says; others take `execute` alone.
     ///
     /// # Errors
     /// The plug-in takes no handlers or not these, or others are registered for the target.

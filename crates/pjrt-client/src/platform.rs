@@ -54,16 +54,6 @@ impl Platform {
         }
     }
 
-    /// What installs its name for handlers under: `Host`, `CUDA`.
-    #[must_use]
-    pub const fn handlers(self) -> &'static str {
-        match self {
-            Self::Cpu => "Host",
-            Self::Cuda => "CUDA",
-            Self::Tpu => "TPU",
-        }
-    }
-
     /// Where packages put it, from site-packages: files, and directories that hold it.
     const fn packages(self) -> &'static [&'static str] {
         match self {

@@ -93,10 +93,14 @@ impl Plugin {
         }
         // SAFETY: the plug-in returned it.
         let inner = unsafe { Inner::read(path, table) }?;
-        let plugin = Self(Box::leak(Box::new(inner)));
-        plugin.check()?;
-        // SAFETY: there is nothing to fill in.
-        unsafe { plugin.call::<abi::PluginInitialize>(|_| ()) }?;
+        let held = Box::into_raw(Box::new(inner));
+        // SAFETY: it is there until it is given back, and then nothing has this.
+        let plugin = Self(unsafe { &*held });
+        if let Err(error) = plugin.initialize() {
+            // SAFETY: it came from a box, and no copy of `plugin` was handed out.
+            drop(unsafe { Box::from_raw(held) });
+            return Err(error);
+        }
         open.push(plugin);
         Ok(plugin)
     }
@@ -221,8 +225,8 @@ impl Plugin {
         code.error = error;
         let mut destroy = Padded::<abi::ErrorDestroy>::new();
         destroy.error = error;
-        // SAFETY: the error is alive until the last line, and its message as long. `check` saw that
-        // these functions are there. Two of them return nothing.
+        // SAFETY: the error is alive until the last line, and its message as long. `initialize` saw
+        // that these functions are there. Two of them return nothing.
         unsafe {
             self.void(&mut message);
             let get = self.function(abi::ErrorGetCode::INDEX).map(|function| {
@@ -271,8 +275,8 @@ impl Plugin {
         Error::MissingFunction { function, path: self.0.path.clone(), plugin: self.0.version }
     }
 
-    /// Sees that errors can be read, as every other function may return one.
-    fn check(self) -> Result {
+    fn initialize(self) -> Result {
+        // Every other function may return an error, which must be readable.
         for (index, function) in [
             (abi::ErrorDestroy::INDEX, abi::ErrorDestroy::FUNCTION),
             (abi::ErrorMessage::INDEX, abi::ErrorMessage::FUNCTION),
@@ -280,7 +284,8 @@ impl Plugin {
         ] {
             self.function(index).ok_or_else(|| self.missing(function))?;
         }
-        Ok(())
+        // SAFETY: there is nothing to fill in.
+        unsafe { self.call::<abi::PluginInitialize>(|_| ()) }.map(drop)
     }
 }
 
