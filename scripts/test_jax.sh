@@ -63,3 +63,4 @@ pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./pa
 # In two runs: these want two devices, those do not know of it.
 pytest crates/xla-ffi/tests/jax "$@"
 pytest pallas_bridge/tests "$@"
+pytest crates/xentile-programs/tests/jax "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# pjrt-client with XLA's CPU as a PJRT plug-in: its ABI, and programs that run.
+# XLA's CPU as a PJRT plug-in, from Rust: the ABI, programs that run, and the tools on xla:cpu.
 source scripts/tiers/common.sh
 
 [[ $(uname -sm) == "Linux x86_64" ]] ||
@@ -10,4 +10,5 @@ export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
 export XENTILE_PJRT_INCLUDE=$packages/xla_plugins/xla_cpu_pjrt/include
 
 # Those two need other plug-ins.
+cargo test -p xentile-tools --test xla -- --include-ignored
 cargo test -p pjrt-client --no-fail-fast -- --include-ignored --skip tpu_aot --skip cuda_handlers

@@ -1,6 +1,6 @@
 //! Values with names: options that go in, attributes and costs that come out.
 
-use std::{collections::BTreeMap, ffi::c_char, ptr::null_mut};
+use std::{collections::BTreeMap, ffi::c_char, fmt, ptr::null_mut};
 
 use crate::{Error, Result, abi, raw};
 
@@ -24,6 +24,19 @@ pub enum Value {
 
 /// Attributes by name.
 pub type Values = BTreeMap<String, Value>;
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(value) => f.write_str(value),
+            Self::Int(value) => write!(f, "{value}"),
+            Self::Ints(values) => write!(f, "{values:?}"),
+            Self::Float(value) => write!(f, "{value}"),
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::Other(kind) => write!(f, "a value of type {kind}, which is unknown here"),
+        }
+    }
+}
 
 impl Value {
     /// The number, whole or not.

@@ -90,20 +90,22 @@ pub fn value_and_grad(
     }
     let mut b = builder("cross_entropy_value_and_grad", problem, &more);
     let factors = factors(&mut b, problem, reduced);
-    let cotangent = reduced.cotangent.then(|| b.argument(1 + more.len()));
-    let cotangent = cotangent.map(|scalar| b.broadcast(&scalar, &[], &tokens.dims));
+    // Known before the pass, it is part of what the pass is given, and costs no rounding.
+    let dloss = if reduced.cotangent {
+        let cotangent = b.argument(1 + more.len());
+        let cotangent = b.broadcast(&cotangent, &[], &tokens.dims);
+        b.binary("multiply", &factors, &cotangent)
+    } else {
+        factors.clone()
+    };
     let (losses, dlogits) = match implementation {
         Implementation::Dense => {
             let rows = dense::Rows::new(&mut b, problem);
-            let dloss = match &cotangent {
-                Some(cotangent) => b.binary("multiply", &factors, cotangent),
-                None => factors.clone(),
-            };
             let zeros = b.constant(0.0, &tokens);
             let dlogits = rows.gradient(&mut b, problem, [&dloss, &zeros, &zeros]);
             (rows.outputs.loss, dlogits)
         }
-        Implementation::Kernel => kernel::fused(&mut b, problem, &factors, cotangent.as_ref()),
+        Implementation::Kernel => kernel::fused(&mut b, problem, &dloss),
     };
     // A factor of 0 takes its token out, whatever its loss.
     let zeros = b.constant(0.0, &tokens);

@@ -5,6 +5,7 @@
 //! figures start with `recompute/`. The reference is evaluated a token at a time.
 
 mod compare;
+mod kernels;
 mod report;
 
 use std::path::PathBuf;
@@ -17,10 +18,7 @@ use serde::{Deserialize, Serialize};
 use xentile::cross_entropy::reference::TokenCotangents;
 use xentile::cross_entropy::{CrossEntropy, TokenFactors};
 use xentile::{DType, Element, Labels, LogitsShape};
-use xentile_cpu::cross_entropy::{
-    Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
-};
-use xentile_cpu::{InOut, Isa, Threads};
+use xentile_cpu::cross_entropy::Reduce;
 
 use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
 use crate::input::file::Mapped;
@@ -54,6 +52,9 @@ pub struct Config {
     /// The instruction set; the best where absent.
     #[serde(default)]
     pub isa: Option<String>,
+    /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
+    #[serde(default)]
+    pub plugin: Option<PathBuf>,
     /// The operation's options.
     #[serde(default)]
     pub options: Options,
@@ -153,7 +154,7 @@ pub fn run(config: &Config) -> Result<Report> {
     }
 }
 
-fn run_as<E: Element + Pod>(config: &Config) -> Result<Report> {
+fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Report> {
     let options = config.options.cross_entropy()?;
     let limits = config.tolerances.resolve(config.dtype, options.softcap)?;
     ensure!(config.cotangent.is_finite(), "cotangent is {}; it must be finite", config.cotangent);
@@ -226,7 +227,7 @@ fn needed_bytes(shape: Shape, dtype: DType, logits: bool) -> Option<u64> {
     columns.checked_mul(shape.vocab as u64)?.checked_add(tokens.checked_mul(128)?)
 }
 
-fn check<E: Element>(
+fn check<E: Element + Pod + pjrt_client::Element>(
     config: &Config,
     options: CrossEntropy,
     limits: Limits,
@@ -236,12 +237,8 @@ fn check<E: Element>(
 ) -> Result<Report> {
     let began = Instant::now();
     let problem_shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
-    let isa = config.isa.as_deref().map_or_else(|| Ok(Isa::detect()), str::parse)?;
-    let pool = Threads::new(config.threads).context("cannot start threads")?;
-    let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
-    let launch = Launch { isa, tile: Some(tile), pool: &pool };
     let labels = Labels::from(tokens.labels.as_slice());
-    let kernel = Kernel::new(options, problem_shape, labels, launch)?;
+    let mut kernels = kernels::open(config, options, tokens)?;
 
     let rows = predicting_rows(shape.batch, shape.seq_len);
     let weights = match config.options.weights {
@@ -251,11 +248,11 @@ fn check<E: Element>(
     let cotangents = seeded.cotangents(&rows);
     drop(rows);
 
-    let mut report = Report::new(config, describe(shape), tile, isa, pool.count());
+    let mut report = Report::new(config, describe(shape), &kernels.setup());
     let mut dlogits = vec![E::from_f32(0.0); problem_shape.elements()];
     let mut outputs = Outputs::poisoned(problem_shape.tokens());
 
-    let (elapsed, result) = timed(|| kernel.forward(&tokens.logits, outputs.borrow()));
+    let (elapsed, result) = timed(|| kernels.forward(&mut outputs));
     result?;
     report.seconds("time/forward_s", elapsed);
     let problem = Problem { options, tokens, limits };
@@ -267,8 +264,7 @@ fn check<E: Element>(
         let factors = TokenFactors::new(options, reduction, labels, weights.as_deref())?;
         let reduce = Reduce { reduction, weights: weights.as_deref(), cotangent: config.cotangent };
         compare::poison(&mut dlogits);
-        let (logits, none) = (InOut::apart(&tokens.logits, &mut dlogits), TokenOutputs::default());
-        let (elapsed, loss) = timed(|| kernel.value_and_grad(logits, reduce, none));
+        let (elapsed, loss) = timed(|| kernels.value_and_grad(reduce, &mut dlogits));
         report.seconds("time/kernel_grad_s", elapsed);
         problem.compare_loss(&mut report, loss?, factors.reduce(reference.iter().map(|r| r.loss)));
         let of_token = |token: usize| match factors.of(token) {
@@ -294,10 +290,7 @@ fn check<E: Element>(
     let prefix = if recomputes_only { "" } else { "recompute/" };
     compare::poison(&mut dlogits);
     let [g, h, k] = &cotangents;
-    let saved = SavedLse { lse: &outputs.lse, lse_low: Some(&outputs.lse_low) };
-    let given = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
-    let logits = InOut::apart(&tokens.logits, &mut dlogits);
-    let (elapsed, result) = timed(|| kernel.backward(logits, saved, given));
+    let (elapsed, result) = timed(|| kernels.backward(&outputs, &cotangents, &mut dlogits));
     result?;
     let of_token = |token: usize| {
         let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));

@@ -11,6 +11,7 @@ pub mod machine;
 pub mod memory;
 pub mod microbench;
 pub mod plot;
+pub mod plugins;
 pub mod sweep;
 mod timing;
 mod xla;

@@ -7,7 +7,7 @@ use std::ptr::null;
 
 use anyhow::{Context, Result, ensure};
 use pjrt_client::{
-    Buffer, Client, CompileOptions, Element, Handlers, LoadedExecutable, Platform, Plugin,
+    Buffer, Client, CompileOptions, Element, Handlers, LoadedExecutable, Platform, Plugin, Value,
 };
 use xentile_programs::Program;
 
@@ -21,8 +21,13 @@ impl Session {
     /// Opens the plug-in at `path`, else the one that is found for `platform`.
     pub(crate) fn open(platform: Platform, path: Option<&Path>) -> Result<Self> {
         let plugin = Plugin::find(platform, path)?;
+        // One device has all threads.
+        let options: &[(&str, Value)] = match platform {
+            Platform::Cpu => &[("cpu_device_count", Value::Int(1))],
+            _ => &[],
+        };
         let client = plugin
-            .client(&[])
+            .client(options)
             .with_context(|| format!("{} opened, but gives no client", plugin.path().display()))?;
         Ok(Self { client, platform })
     }
@@ -30,7 +35,7 @@ impl Session {
     /// Has programs call our kernels.
     pub(crate) fn register_kernels(&self) -> Result<()> {
         let mut stages: BTreeMap<&str, [*const std::ffi::c_void; 4]> = BTreeMap::new();
-        let platform = self.platform.handlers();
+        let platform = registry_name(self.platform);
         for row in xentile_xla::targets().iter().filter(|row| row.platform() == platform) {
             stages.entry(row.target()).or_insert([null(); 4])[row.stage() as usize] =
                 row.handler() as *const _;
@@ -75,5 +80,15 @@ impl Session {
     pub(crate) fn compile(&self, program: &Program) -> Result<LoadedExecutable> {
         let code = pjrt_client::Program::mlir(&program.text);
         Ok(self.client.compile(&code, &CompileOptions::new())?)
+    }
+}
+
+/// XLA's name for a platform, where handlers are registered.
+fn registry_name(platform: Platform) -> &'static str {
+    match platform {
+        Platform::Cpu => "Host",
+        Platform::Cuda => "CUDA",
+        // There are no custom calls on others.
+        _ => "",
     }
 }

@@ -35,27 +35,17 @@ pub(super) fn forward(b: &mut Builder, problem: &Problem, every_token: bool) -> 
     (Outputs { loss, logps, lse }, lse_low)
 }
 
-/// The loss of each token, and dlogits for the `factors` of these losses, times the `cotangent` of
-/// each token if there is one.
-pub(super) fn fused(
-    b: &mut Builder,
-    problem: &Problem,
-    factors: &Value,
-    cotangent: Option<&Value>,
-) -> (Value, Value) {
+/// The loss of each token, and dlogits for the cotangents `dloss` of these losses.
+pub(super) fn fused(b: &mut Builder, problem: &Problem, dloss: &Value) -> (Value, Value) {
     let (tokens, logits) = (tokens(problem), logits(problem));
     let results = b.custom_call(
         "xentile_cross_entropy_fused",
-        &[&b.argument(0), &b.argument(1), factors],
+        &[&b.argument(0), &b.argument(1), dloss],
         &attributes(problem, Some(false)),
-        &[tokens.clone(), tokens.clone(), tokens, logits.clone()],
+        &[tokens.clone(), tokens.clone(), tokens, logits],
         None,
     );
     let [loss, _, _, dlogits] = results.try_into().expect("four results were asked for");
-    let Some(cotangent) = cotangent else { return (loss, dlogits) };
-    let scaled =
-        b.custom_call("xentile_scale", &[&dlogits, cotangent], &[], &[logits], Some((0, 0)));
-    let [dlogits] = scaled.try_into().expect("one result was asked for");
     (loss, dlogits)
 }
 

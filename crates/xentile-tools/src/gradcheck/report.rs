@@ -2,9 +2,8 @@
 
 use std::fmt::Write as _;
 
+use super::kernels::Setup;
 use serde_json::{Map, Value, json};
-use xentile::Tile;
-use xentile_cpu::Isa;
 
 use super::Config;
 use crate::machine::Machine;
@@ -78,22 +77,19 @@ pub struct Report {
 }
 
 impl Report {
-    pub(super) fn new(
-        config: &Config,
-        shape: String,
-        tile: Tile,
-        isa: Isa,
-        threads: usize,
-    ) -> Self {
+    pub(super) fn new(config: &Config, shape: String, runs: &Setup) -> Self {
         let config_json = serde_json::to_value(config).expect("a config is plain data");
         let name = |key: &str| config_json[key].as_str().unwrap_or_default().to_owned();
+        let Setup { tile, isa, threads, plugin } = runs;
+        let by = isa.map(str::to_owned).or_else(|| plugin.clone()).unwrap_or_default();
         let title =
-            format!("{} on {} ({isa}), {shape} {}", name("op"), name("backend"), config.dtype);
+            format!("{} on {} ({by}), {shape} {}", name("op"), name("backend"), config.dtype);
         let setup = json!({
             "shape": shape,
             "tile": {"time_block": tile.time_block(), "block_size": tile.block_size()},
-            "isa": isa.name(),
+            "isa": isa,
             "threads": threads,
+            "plugin": plugin,
             "config": config_json,
         });
         let Value::Object(setup) = setup else { unreachable!("json! of braces is an object") };
@@ -166,8 +162,10 @@ impl Report {
         let tile = &self.setup["tile"];
         _ = writeln!(
             text,
-            "tile: time_block {}, block_size {}; threads: {}",
-            tile["time_block"], tile["block_size"], self.setup["threads"]
+            "tile: time_block {}, block_size {}{}",
+            tile["time_block"],
+            tile["block_size"],
+            self.setup["threads"].as_u64().map_or(String::new(), |n| format!("; threads: {n}"))
         );
         let width = self.figures.iter().map(|figure| figure.name.len()).max().unwrap_or(0);
         for figure in &self.figures {

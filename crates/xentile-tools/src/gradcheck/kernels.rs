@@ -1,0 +1,207 @@
+//! What is held against the reference: a backend's kernels, behind one trait.
+
+use anyhow::{Context, Result, ensure};
+use bytemuck::Pod;
+use pjrt_client::Buffer;
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{Element, Labels, LogitsShape, Tile};
+use xentile_cpu::cross_entropy::{
+    Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
+};
+use xentile_cpu::{InOut, Isa, Threads};
+use xentile_programs::cross_entropy::{self as programs, Implementation, Reduced};
+use xentile_programs::{ElementType, Program};
+
+use super::Config;
+use super::compare::Outputs;
+use crate::input::Tokens;
+use crate::xla::Session;
+
+/// A backend's kernels on one problem.
+pub(super) trait Kernels<E> {
+    /// Fills every per-token output.
+    fn forward(&mut self, outputs: &mut Outputs) -> Result<()>;
+
+    /// The reduced loss, and its gradient in `dlogits`.
+    fn value_and_grad(&mut self, reduce: Reduce<'_>, dlogits: &mut [E]) -> Result<f64>;
+
+    /// The gradient for cotangents of loss, logps and lse, in `dlogits`. `saved` is what
+    /// [`Self::forward`] gave.
+    fn backward(
+        &mut self,
+        saved: &Outputs,
+        cotangents: &[Vec<f32>; 3],
+        dlogits: &mut [E],
+    ) -> Result<()>;
+
+    /// How they run.
+    fn setup(&self) -> Setup;
+}
+
+/// What a backend settled on where the config left a choice.
+#[derive(Clone, Debug)]
+pub(super) struct Setup {
+    pub(super) tile: Tile,
+    /// The instruction set; none where XLA chose.
+    pub(super) isa: Option<&'static str>,
+    /// Threads; none where XLA chose.
+    pub(super) threads: Option<usize>,
+    /// The PJRT plug-in: file, version, platform.
+    pub(super) plugin: Option<String>,
+}
+
+/// The kernels that `config` asks for, on `tokens`.
+pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
+    config: &Config,
+    options: CrossEntropy,
+    tokens: &'a Tokens<'a, E>,
+) -> Result<Box<dyn Kernels<E> + 'a>> {
+    let shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
+    options.check_labels(Labels::from(tokens.labels.as_slice()), shape)?;
+    let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
+    match config.backend.platform() {
+        None => {
+            ensure!(config.plugin.is_none(), "plugin is set; backend cpu needs none");
+            let isa = config.isa.as_deref().map_or_else(|| Ok(Isa::detect()), str::parse)?;
+            let pool = Threads::new(config.threads).context("cannot start threads")?;
+            Ok(Box::new(Native { options, shape, tokens, tile, isa, pool }))
+        }
+        Some(platform) => {
+            for (name, is_set) in [("isa", config.isa.is_some()), ("threads", config.threads != 0)]
+            {
+                ensure!(!is_set, "{name} is set; on xla: backends it is XLA's to choose");
+            }
+            let session = Session::open(platform, config.plugin.as_deref())?;
+            session.register_kernels()?;
+            let dims = [shape.tokens(), shape.vocab()];
+            let labels = tokens.labels.iter().map(|&label| label as i32).collect::<Vec<_>>();
+            let inputs =
+                vec![session.upload(&tokens.logits, &dims)?, session.upload(&labels, &dims[..1])?];
+            let problem = programs::Problem {
+                shape,
+                dtype: config.dtype,
+                labels: ElementType::S32,
+                options,
+                time_block: Some(tile.time_block()),
+                block_size: Some(tile.block_size()),
+            };
+            Ok(Box::new(OnXla { session, problem, tile, inputs }))
+        }
+    }
+}
+
+/// Called directly.
+struct Native<'a, E: Clone> {
+    options: CrossEntropy,
+    shape: LogitsShape,
+    tokens: &'a Tokens<'a, E>,
+    tile: Tile,
+    isa: Isa,
+    pool: Threads,
+}
+
+impl<E: Element> Native<'_, E> {
+    fn kernel(&self) -> Result<Kernel<'_>> {
+        let launch = Launch { isa: self.isa, tile: Some(self.tile), pool: &self.pool };
+        let labels = Labels::from(self.tokens.labels.as_slice());
+        // Checked when this was made.
+        Ok(Kernel::with_unchecked_labels(self.options, self.shape, labels, launch)?)
+    }
+}
+
+impl<E: Element> Kernels<E> for Native<'_, E> {
+    fn forward(&mut self, outputs: &mut Outputs) -> Result<()> {
+        Ok(self.kernel()?.forward(&self.tokens.logits, outputs.borrow())?)
+    }
+
+    fn value_and_grad(&mut self, reduce: Reduce<'_>, dlogits: &mut [E]) -> Result<f64> {
+        let logits = InOut::apart(&self.tokens.logits, dlogits);
+        Ok(self.kernel()?.value_and_grad(logits, reduce, TokenOutputs::default())?)
+    }
+
+    fn backward(
+        &mut self,
+        saved: &Outputs,
+        [g, h, k]: &[Vec<f32>; 3],
+        dlogits: &mut [E],
+    ) -> Result<()> {
+        let saved = SavedLse { lse: &saved.lse, lse_low: Some(&saved.lse_low) };
+        let given = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+        let logits = InOut::apart(&self.tokens.logits, dlogits);
+        Ok(self.kernel()?.backward(logits, saved, given)?)
+    }
+
+    fn setup(&self) -> Setup {
+        Setup {
+            tile: self.tile,
+            isa: Some(self.isa.name()),
+            threads: Some(self.pool.count()),
+            plugin: None,
+        }
+    }
+}
+
+/// Called by programs that XLA compiles.
+struct OnXla {
+    session: Session,
+    problem: programs::Problem,
+    tile: Tile,
+    /// Logits and labels.
+    inputs: Vec<Buffer>,
+}
+
+impl OnXla {
+    fn run(&self, program: &Program, more: &[Buffer]) -> Result<Vec<Buffer>> {
+        let arguments: Vec<_> = self.inputs.iter().chain(more).collect();
+        Ok(self.session.compile(program)?.execute(&arguments)?)
+    }
+
+    fn tokenwise(&self, values: &[f32]) -> Result<Buffer> {
+        self.session.upload(values, &[values.len()])
+    }
+}
+
+impl<E: Element + pjrt_client::Element> Kernels<E> for OnXla {
+    fn forward(&mut self, outputs: &mut Outputs) -> Result<()> {
+        let results = self.run(&programs::forward(&self.problem, Implementation::Kernel), &[])?;
+        let Outputs { loss, logps, lse, .. } = outputs;
+        for (result, output) in results.iter().zip([loss, logps, lse]) {
+            result.copy_to(output)?;
+        }
+        Ok(())
+    }
+
+    fn value_and_grad(&mut self, reduce: Reduce<'_>, dlogits: &mut [E]) -> Result<f64> {
+        let mut more = Vec::new();
+        if let Some(weights) = reduce.weights {
+            more.push(self.tokenwise(weights)?);
+        }
+        let cotangent = reduce.cotangent != 1.0;
+        if cotangent {
+            more.push(self.session.upload(&[reduce.cotangent as f32], &[])?);
+        }
+        let reduced =
+            Reduced { reduction: reduce.reduction, weights: reduce.weights.is_some(), cotangent };
+        let program = programs::value_and_grad(&self.problem, reduced, Implementation::Kernel);
+        let results = self.run(&program, &more)?;
+        results[1].copy_to(dlogits)?;
+        Ok(f64::from(results[0].to_vec::<f32>()?[0]))
+    }
+
+    fn backward(
+        &mut self,
+        _: &Outputs,
+        cotangents: &[Vec<f32>; 3],
+        dlogits: &mut [E],
+    ) -> Result<()> {
+        let more = cotangents.iter().map(|values| self.tokenwise(values));
+        let more = more.collect::<Result<Vec<_>>>()?;
+        let program = programs::forward_and_backward(&self.problem, Implementation::Kernel);
+        let results = self.run(&program, &more)?;
+        Ok(results[3].copy_to(dlogits)?)
+    }
+
+    fn setup(&self) -> Setup {
+        Setup { tile: self.tile, isa: None, threads: None, plugin: self.session.describe().ok() }
+    }
+}
