@@ -48,6 +48,7 @@ struct OnCpu<E> {
     dlogits: Vec<E>,
     probabilities: Vec<f32>,
     tokens: [Vec<f32>; 3],
+    loss: f64,
 }
 
 impl<E: Element + Pod> OnCpu<E> {
@@ -88,6 +89,7 @@ impl<E: Element + Pod> OnCpu<E> {
             dlogits: Vec::new(),
             probabilities: Vec::new(),
             tokens: Default::default(),
+            loss: f64::NAN,
         })
     }
 
@@ -147,12 +149,17 @@ impl<E: Element + Pod> OnCpu<E> {
 }
 
 impl<E: Element + Pod> Subject for OnCpu<E> {
-    fn step(&mut self) -> Result<f64> {
+    fn step(&mut self) -> Result<()> {
         self.dlogits.resize(self.shape.elements(), E::from_f32(0.0));
-        match self.implementation {
+        self.loss = match self.implementation {
             Implementation::Kernel => self.kernel_step(),
             Implementation::Reference => self.reference_step(),
-        }
+        }?;
+        Ok(())
+    }
+
+    fn loss(&self) -> Result<f64> {
+        Ok(self.loss)
     }
 
     /// Streaming past the caches, and the C library's copy in one piece a thread. Logits go where

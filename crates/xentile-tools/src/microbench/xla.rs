@@ -39,6 +39,8 @@ struct OnXla {
     copy: LoadedExecutable,
     /// The last gradient, for the next to take its place.
     recycled: Option<Buffer>,
+    /// The last loss, a scalar or one a token.
+    loss: Option<Buffer>,
 }
 
 impl OnXla {
@@ -106,7 +108,19 @@ impl OnXla {
         let program = program.recycling(gradient);
         let compiled = None;
         let recycled = None;
-        Ok(Self { session, setup, program, gradient, inputs, cotangents, compiled, copy, recycled })
+        let loss = None;
+        Ok(Self {
+            session,
+            setup,
+            program,
+            gradient,
+            inputs,
+            cotangents,
+            compiled,
+            copy,
+            recycled,
+            loss,
+        })
     }
 
     /// Memory for a gradient: that of the last, else new.
@@ -130,15 +144,20 @@ impl Subject for OnXla {
         Ok(())
     }
 
-    fn step(&mut self) -> Result<f64> {
+    fn step(&mut self) -> Result<()> {
         let recycled = self.take_recycled()?;
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
         let arguments: Vec<_> = self.inputs.iter().chain([&recycled]).collect();
         let mut results = compiled.execute(&arguments)?;
-        let loss = results[0].to_vec::<f32>()?;
         let gradient = results.swap_remove(self.gradient);
         gradient.ready()?.wait()?;
         self.recycled = Some(gradient);
+        self.loss = Some(results.swap_remove(0));
+        Ok(())
+    }
+
+    fn loss(&self) -> Result<f64> {
+        let loss = self.loss.as_ref().context("a step gives the loss")?.to_vec::<f32>()?;
         let term = |(index, &loss): (usize, &f32)| {
             let cotangent = self.cotangents.as_ref().map_or(1.0, |cotangents| cotangents[index]);
             f64::from(cotangent) * f64::from(loss)
