@@ -53,14 +53,14 @@ impl Session {
         Ok(())
     }
 
-    /// What ran: the plug-in's file, its version of PJRT, and its platform.
+    /// What ran: the name of the plug-in's file, its version of PJRT, and its platform.
     pub(crate) fn describe(&self) -> Result<String> {
         let plugin = self.client.plugin();
         let version = self.client.platform_version()?;
         let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
+        let file = plugin.path().file_name().unwrap_or_default().to_string_lossy();
         Ok(format!(
-            "{}, PJRT {}, {} {version}",
-            plugin.path().display(),
+            "{file}, PJRT {}, {} {version}",
             plugin.version(),
             self.client.platform_name()?
         ))
