@@ -59,11 +59,7 @@ impl Session {
         let version = self.client.platform_version()?;
         let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
         let file = plugin.path().file_name().unwrap_or_default().to_string_lossy();
-        Ok(format!(
-            "{file}, PJRT {}, {} {version}",
-            plugin.version(),
-            self.client.platform_name()?
-        ))
+        Ok(format!("{file}, PJRT {}, {} {version}", plugin.version(), self.client.platform_name()?))
     }
 
     pub(crate) fn client(&self) -> &Client {
