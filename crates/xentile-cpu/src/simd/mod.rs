@@ -56,9 +56,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const FUSED: bool;
     /// Bits of the index into the table of powers of two that fits in registers.
     const TABLE_BITS: u32;
-    /// Whether kernels take exponentials in two halves and as products, by
-    /// [`Halves`](crate::math::Halves): for few registers and a short window of out-of-order
-    /// execution.
+    /// Whether kernels take exponentials in two halves and as products, by `math::Halves`: for few
+    /// registers and a short window of out-of-order execution.
     const HALVES: bool = false;
     /// Elements of a chunk.
     const CHUNK: usize = 2 * Self::LANES;
