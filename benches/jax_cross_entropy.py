@@ -6,12 +6,17 @@
 Run it with a Python that has pallas_bridge. Steps of all candidates take turns, so that whatever
 else the machine does falls on each of them. Prints a Markdown table; figures are medians.
 
-- fresh: every step takes the memory of its results from the system, as JAX does.
+- fresh: every step takes the memory of its results from the system, as JAX does, unless glibc is
+  told to keep what is freed:
+
+      export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
+
 - donated: the gradient takes the place of the logits, so no memory is taken.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -138,6 +143,8 @@ def main() -> None:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "isa": library.cpu_isa,
+        # How glibc hands out memory, where it was told to.
+        "malloc": {name: os.environ[name] for name in os.environ if name.startswith("MALLOC_")},
         "import_ms": import_ms(),
     }
     print(f"import of pallas_bridge beyond jax: {about['import_ms']:.1f} ms\n")
