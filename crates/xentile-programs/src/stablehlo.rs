@@ -315,15 +315,13 @@ impl Builder {
         self.line(ty, text)
     }
 
-    /// A custom call of XLA's typed FFI. With `alias` the memory of operand `alias.0` is that of
-    /// result `alias.1`.
+    /// A custom call of XLA's typed FFI.
     pub fn custom_call(
         &mut self,
         target: &str,
         operands: &[&Value],
         attributes: &[(&str, Attribute)],
         results: &[TensorType],
-        alias: Option<(usize, usize)>,
     ) -> Vec<Value> {
         let name = format!("%{}", self.values);
         self.values += 1;
@@ -333,18 +331,10 @@ impl Builder {
             list(attributes.iter().map(|(name, value)| format!("{name} = {value}")).collect());
         let layout = |ty: &TensorType| {
             let axes: Vec<_> = (0..ty.dims.len()).rev().collect();
-            // An empty list is written without brackets' contents, in a tensor of no elements.
             format!("dense<{axes:?}> : tensor<{}xindex>", axes.len())
         };
         let operand_layouts = list(operands.iter().map(|operand| layout(&operand.ty)).collect());
         let result_layouts = list(results.iter().map(layout).collect());
-        let aliases = alias.map_or(String::new(), |(operand, result)| {
-            let result = if results.len() == 1 { String::new() } else { result.to_string() };
-            format!(
-                ", output_operand_aliases = [#stablehlo.output_operand_alias<output_tuple_indices \
-                 = [{result}], operand_index = {operand}, operand_tuple_indices = []>]"
-            )
-        });
         let from = list(operands.iter().map(|operand| operand.ty.to_string()).collect());
         let to = list(results.iter().map(ToString::to_string).collect());
         let (count, to) = match results.len() {
@@ -355,7 +345,7 @@ impl Builder {
             self.body,
             "    {name}{count} = stablehlo.custom_call @{target}({names}) {{api_version = 4 : i32, \
              backend_config = {{{config}}}, operand_layouts = [{operand_layouts}], result_layouts = \
-             [{result_layouts}]{aliases}}} : ({from}) -> {to}"
+             [{result_layouts}]}} : ({from}) -> {to}"
         )
         .expect("a string takes any text");
         let name = |index: usize| {

@@ -132,6 +132,28 @@ impl Backend {
             Self::XlaTpu => Some(Platform::Tpu),
         }
     }
+
+    /// Refuses what is not the user's to choose on this backend.
+    ///
+    /// # Errors
+    /// A plug-in where none is needed; an instruction set or threads (0 is no choice) where XLA
+    /// chooses.
+    pub fn check_choices(
+        self,
+        plugin: Option<&Path>,
+        isa: Option<&str>,
+        threads: usize,
+    ) -> Result<()> {
+        if self.platform().is_none() {
+            ensure!(plugin.is_none(), "plugin is set; backend cpu needs none");
+            return Ok(());
+        }
+        let backend = crate::microbench::name(&self);
+        for (name, is_set) in [("isa", isa.is_some()), ("threads", threads != 0)] {
+            ensure!(!is_set, "{name} is set; on {backend} it is XLA's to choose");
+        }
+        Ok(())
+    }
 }
 
 /// `shape`: logits are `[batch, seq_len, vocab]`.

@@ -126,13 +126,8 @@ impl Config {
         self.input.validate().context("input")?;
         self.options.cross_entropy()?;
         self.isa()?;
-        if self.backend == Backend::Cpu {
-            ensure!(self.plugin.is_none(), "plugin is set; backend cpu needs none");
-        } else {
-            for (name, is_set) in [("isa", self.isa.is_some()), ("threads", self.threads != 0)] {
-                ensure!(!is_set, "{name} is set; on {} it is XLA's to choose", name_of(self));
-            }
-        }
+        let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
+        self.backend.check_choices(plugin, isa, self.threads)?;
         let elements = self.shape()?.elements() as u64;
         let width = match self.implementation {
             Implementation::Kernel => 2 * self.dtype.size_bytes(),
@@ -148,10 +143,6 @@ impl Config {
     fn isa(&self) -> Result<Isa> {
         self.isa.as_deref().map_or_else(|| Ok(Isa::detect()), |name| Ok(name.parse()?))
     }
-}
-
-fn name_of(config: &Config) -> String {
-    name(&config.backend)
 }
 
 /// An operation on a backend, with its inputs made.

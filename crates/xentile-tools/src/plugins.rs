@@ -32,6 +32,7 @@ pub fn describe(path: Option<&Path>) -> (String, bool) {
 }
 
 fn one(text: &mut String, name: &str, plugin: Plugin) {
+    _ = writeln!(text, "{name}");
     let mut line = |key: &str, value: String| _ = writeln!(text, "  {key:<12}{}", indented(&value));
     // What follows is questions to a plug-in, each of which it may fail to answer.
     let told =
@@ -54,7 +55,6 @@ fn one(text: &mut String, name: &str, plugin: Plugin) {
             devices(&client, &mut line);
         }
     }
-    text.insert_str(text.rfind("  plug-in").unwrap_or(0), &format!("{name}\n"));
 }
 
 fn devices(client: &Client, line: &mut impl FnMut(&str, String)) {

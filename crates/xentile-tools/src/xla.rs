@@ -72,6 +72,15 @@ impl Session {
         Ok(self.client.buffer(data, &dims)?)
     }
 
+    /// Labels on the device, in the 32 bits that programs read.
+    pub(crate) fn upload_labels(&self, labels: &[i64]) -> Result<Buffer> {
+        let narrow = |&label: &i64| {
+            i32::try_from(label).with_context(|| format!("label {label} does not fit 32 bits"))
+        };
+        let labels = labels.iter().map(narrow).collect::<Result<Vec<_>>>()?;
+        self.upload(&labels, &[labels.len()])
+    }
+
     /// The program, ready to run.
     pub(crate) fn compile(&self, program: &Program) -> Result<LoadedExecutable> {
         let code = pjrt_client::Program::mlir(&program.text);

@@ -29,7 +29,6 @@ pub(super) fn forward(b: &mut Builder, problem: &Problem, every_token: bool) -> 
         &[&b.argument(0), &b.argument(1)],
         &attributes(problem, Some(every_token)),
         &std::array::from_fn::<_, 4, _>(|_| tokens(problem)),
-        None,
     );
     let [loss, logps, lse, lse_low] = results.try_into().expect("four results were asked for");
     (Outputs { loss, logps, lse }, lse_low)
@@ -43,7 +42,6 @@ pub(super) fn fused(b: &mut Builder, problem: &Problem, dloss: &Value) -> (Value
         &[&b.argument(0), &b.argument(1), dloss],
         &attributes(problem, Some(false)),
         &[tokens.clone(), tokens.clone(), tokens, logits],
-        None,
     );
     let [loss, _, _, dlogits] = results.try_into().expect("four results were asked for");
     (loss, dlogits)
@@ -61,7 +59,6 @@ pub(super) fn recomputed(
         &[&b.argument(0), &b.argument(1), &outputs.lse, &lse_low, g, h, k],
         &attributes(problem, None),
         &[logits(problem)],
-        None,
     );
     let [dlogits] = results.try_into().expect("one result was asked for");
     (outputs, dlogits)

@@ -1,6 +1,6 @@
 //! What is held against the reference: a backend's kernels, behind one trait.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use bytemuck::Pod;
 use pjrt_client::Buffer;
 use xentile::cross_entropy::CrossEntropy;
@@ -59,24 +59,22 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
     let shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
     options.check_labels(Labels::from(tokens.labels.as_slice()), shape)?;
     let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
+    let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
+    config.backend.check_choices(plugin, isa, config.threads)?;
     match config.backend.platform() {
         None => {
-            ensure!(config.plugin.is_none(), "plugin is set; backend cpu needs none");
-            let isa = config.isa.as_deref().map_or_else(|| Ok(Isa::detect()), str::parse)?;
+            let isa = isa.map_or_else(|| Ok(Isa::detect()), str::parse)?;
             let pool = Threads::new(config.threads).context("cannot start threads")?;
             Ok(Box::new(Native { options, shape, tokens, tile, isa, pool }))
         }
         Some(platform) => {
-            for (name, is_set) in [("isa", config.isa.is_some()), ("threads", config.threads != 0)]
-            {
-                ensure!(!is_set, "{name} is set; on xla: backends it is XLA's to choose");
-            }
-            let session = Session::open(platform, config.plugin.as_deref())?;
+            let session = Session::open(platform, plugin)?;
             session.register_kernels()?;
             let dims = [shape.tokens(), shape.vocab()];
-            let labels = tokens.labels.iter().map(|&label| label as i32).collect::<Vec<_>>();
-            let inputs =
-                vec![session.upload(&tokens.logits, &dims)?, session.upload(&labels, &dims[..1])?];
+            let inputs = vec![
+                session.upload(&tokens.logits, &dims)?,
+                session.upload_labels(&tokens.labels)?,
+            ];
             let problem = programs::Problem {
                 shape,
                 dtype: config.dtype,

@@ -72,11 +72,10 @@ impl OnXla {
             input.fill_logits(&rows, shape.vocab(), &mut logits);
         }
         let labels = input.labels(&rows, shape.vocab(), config.options.ignore_index);
-        let labels = labels.into_iter().map(narrow).collect::<Result<Vec<_>>>()?;
         let tokens = [shape.tokens()];
         let mut inputs = vec![
             session.upload(&logits, &[shape.tokens(), shape.vocab()])?,
-            session.upload(&labels, &tokens)?,
+            session.upload_labels(&labels)?,
         ];
         drop(logits);
         let (program, gradient, cotangents) = match config.options.reduction.reduction() {
@@ -219,8 +218,4 @@ fn negation(shape: LogitsShape, dtype: DType) -> Program {
     let x = b.argument(0);
     let y = b.unary("negate", &x);
     b.finish(&[&y]).recycling(0)
-}
-
-fn narrow(label: i64) -> Result<i32> {
-    i32::try_from(label).with_context(|| format!("label {label} does not fit 32 bits"))
 }
