@@ -26,6 +26,9 @@ pub enum ElementType {
 }
 
 impl ElementType {
+    /// Every type.
+    pub const ALL: [Self; 6] = [Self::F32, Self::Bf16, Self::F16, Self::S32, Self::S64, Self::Pred];
+
     /// Bytes of an element.
     #[must_use]
     pub fn size(self) -> usize {
