@@ -21,9 +21,13 @@ module @matmul {
 #[ignore = "needs libtpu: see the top of this file"]
 fn tpu_aot_compiles_for_each_generation() {
     let plugin = Plugin::find(Platform::Tpu, None).unwrap_or_else(|error| panic!("{error}"));
-    for (name, devices, kind) in
-        [("v5e:2x2", 4, "TPU v5 lite"), ("v6e:2x2", 4, "TPU v6 lite"), ("v5p:2x2x1", 4, "TPU v5")]
-    {
+    for (name, devices, kind) in [
+        ("v5e:2x2", 4, "TPU v5 lite"),
+        ("v6e:2x2", 4, "TPU v6 lite"),
+        ("v5p:2x2x1", 4, "TPU v5"),
+        // With two devices a chip.
+        ("tpu7x:2x2x1", 8, "TPU7x"),
+    ] {
         let topology = Topology::new(plugin, name, &[]).unwrap();
         assert_eq!(topology.platform_name().unwrap(), "tpu");
         assert!(!topology.serialize().unwrap().is_empty());

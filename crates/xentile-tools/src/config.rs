@@ -19,13 +19,20 @@ const MAX_BYTES: u64 = 1 << 20;
 /// # Errors
 /// The file cannot be read, is not YAML, or has a key or value that `T` does not know.
 pub fn load<T: DeserializeOwned>(path: &Path, sets: &[String]) -> Result<T> {
+    let text = read(path)?;
+    parse(&text, sets).with_context(|| format!("config {}", path.display()))
+}
+
+/// The text of the config at `path`.
+///
+/// # Errors
+/// It cannot be read, or is longer than any config.
+pub fn read(path: &Path) -> Result<String> {
     let shown = path.display();
     let bytes =
         std::fs::metadata(path).with_context(|| format!("cannot read config {shown}"))?.len();
     ensure!(bytes <= MAX_BYTES, "config {shown} has {bytes} bytes; the most is {MAX_BYTES}");
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("cannot read config {shown}"))?;
-    parse(&text, sets).with_context(|| format!("config {shown}"))
+    std::fs::read_to_string(path).with_context(|| format!("cannot read config {shown}"))
 }
 
 /// [`load`] for a config that has been read.
@@ -33,6 +40,14 @@ pub fn load<T: DeserializeOwned>(path: &Path, sets: &[String]) -> Result<T> {
 /// # Errors
 /// As for [`load`].
 pub fn parse<T: DeserializeOwned>(text: &str, sets: &[String]) -> Result<T> {
+    parse_over(Value::Null, text, sets)
+}
+
+/// [`parse`], with the values of `base` for keys that text and `sets` leave out.
+///
+/// # Errors
+/// As for [`load`].
+pub fn parse_over<T: DeserializeOwned>(base: Value, text: &str, sets: &[String]) -> Result<T> {
     let mut tree: Value = serde_yaml::from_str(text).context("not valid YAML")?;
     ensure!(tree.is_mapping(), "a config is a mapping of keys to values");
     for set in sets {
@@ -43,8 +58,25 @@ pub fn parse<T: DeserializeOwned>(text: &str, sets: &[String]) -> Result<T> {
             .with_context(|| format!("--set {set}: the value is not valid YAML"))?;
         set_key(&mut tree, key, value).with_context(|| format!("--set {set}"))?;
     }
+    fill(&mut tree, base);
     serde_path_to_error::deserialize(tree).map_err(|error| {
         let path = error.path().to_string();
+        explain(&path, &error.into_inner().to_string())
+    })
+}
+
+/// Puts what `tree` lacks there from `base`.
+fn fill(tree: &mut Value, base: Value) {
+    let (Some(tree), Value::Mapping(base)) = (tree.as_mapping_mut(), base) else { return };
+    for (key, value) in base {
+        fill(tree.entry(key).or_insert_with(|| value.clone()), value);
+    }
+}
+
+/// A value that was read from the key `name` of a JSON file.
+pub(crate) fn from_json<T: DeserializeOwned>(name: &str, json: serde_json::Value) -> Result<T> {
+    serde_path_to_error::deserialize(json).map_err(|error| {
+        let path = format!("{name}.{}", error.path());
         explain(&path, &error.into_inner().to_string())
     })
 }
@@ -312,6 +344,19 @@ mod tests {
         assert_eq!(example.shape.vocab, 50257);
         assert_eq!(example.tile, TileConfig { time_block: None, block_size: Some(64) });
         assert_eq!(example.options.reduction, ReductionConfig::Sum);
+    }
+
+    #[test]
+    fn what_is_left_out_comes_from_below() {
+        let base: Value = serde_yaml::from_str(
+            "{shape: {batch: 9, seq_len: 9, vocab: 9}, options: {z_loss: 0.5, softcap: 3}}",
+        )
+        .unwrap();
+        let sets = ["shape.vocab=4".to_owned(), "options.softcap=null".to_owned()];
+        let text = "shape: {batch: 1}";
+        let example: Example = parse_over(base, text, &sets).unwrap();
+        assert_eq!(example.shape, Shape { batch: 1, seq_len: 9, vocab: 4 });
+        assert_eq!((example.options.z_loss, example.options.softcap), (0.5, None));
     }
 
     #[test]

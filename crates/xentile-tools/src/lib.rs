@@ -12,6 +12,8 @@ pub mod memory;
 pub mod microbench;
 pub mod plot;
 pub mod plugins;
+pub mod schedule;
 pub mod sweep;
 mod timing;
+pub mod tpu;
 mod xla;

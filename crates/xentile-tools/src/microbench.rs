@@ -1,24 +1,29 @@
 //! Times `value_and_grad` of the scalar loss: one implementation, one shape, one process.
 //!
-//! An operation on a backend is a `Subject`; `prepare` is the one place that knows them all.
+//! An operation on a backend is a `Subject`; `prepare` is the one place that knows them all. With a
+//! topology the program is only compiled, and what a run would tell is none.
 
 mod cpu;
 mod dense;
 mod xla;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use pjrt_client::CompiledMemoryStats;
 use serde::{Deserialize, Serialize};
 use xentile::{DType, LogitsShape, Tile};
 use xentile_cpu::Isa;
+use xentile_programs::Exported;
 
 use crate::config::{Backend, Op, Options, ReductionConfig, TileConfig};
 use crate::input::synthetic::Synthetic;
 use crate::machine::Machine;
 use crate::memory;
+use crate::schedule::Schedule;
 use crate::timing::timed;
 
 /// Which program computes it.
@@ -76,6 +81,11 @@ pub struct Config {
     pub isa: Option<String>,
     /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
     pub plugin: Option<PathBuf>,
+    /// TPUs to compile for, none of which need be there, such as `v6e:2x2`; nothing runs.
+    pub topology: Option<String>,
+    /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
+    /// in its name stand for the tile.
+    pub program: Option<PathBuf>,
     /// The operation's options.
     pub options: Options,
     /// Random logits or zeros.
@@ -99,6 +109,8 @@ impl Default for Config {
             threads: 0,
             isa: None,
             plugin: None,
+            topology: None,
+            program: None,
             options: Options::default(),
             logits: Logits::default(),
             input: Synthetic::default(),
@@ -128,12 +140,73 @@ impl Config {
         self.isa()?;
         let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
         self.backend.check_choices(plugin, isa, self.threads)?;
+        if self.program.is_some() {
+            ensure!(
+                self.backend != Backend::Cpu,
+                "program is set; backend cpu runs no programs, those named xla: do"
+            );
+            ensure!(
+                self.implementation == Implementation::Kernel,
+                "program is set, which is the kernel; set impl to kernel or leave program out"
+            );
+        }
+        if let Some(topology) = &self.topology {
+            ensure!(
+                self.backend == Backend::XlaTpu,
+                "topology is {topology}; only backend xla:tpu compiles for one, and backend is {}",
+                name(&self.backend)
+            );
+            // Nothing is put in memory.
+            self.shape()?;
+            return Ok(());
+        }
         let elements = self.shape()?.elements() as u64;
         let width = match self.implementation {
             Implementation::Kernel => 2 * self.dtype.size_bytes(),
             Implementation::Reference => 2 * self.dtype.size_bytes() + size_of::<f32>(),
         };
         memory::require(elements.checked_mul(width as u64), "lower time or vocab")
+    }
+
+    /// The manifest of the program, with the tile in its name; none where there is no program.
+    ///
+    /// # Errors
+    /// The name has a place for an extent of the tile that is left open.
+    pub fn manifest(&self) -> Result<Option<PathBuf>> {
+        let Some(program) = &self.program else { return Ok(None) };
+        let Some(text) = program.to_str() else { return Ok(Some(program.clone())) };
+        let mut text = text.to_owned();
+        let TileConfig { time_block, block_size } = self.tile;
+        for (key, extent) in [("time_block", time_block), ("block_size", block_size)] {
+            let place = format!("{{{key}}}");
+            if !text.contains(&place) {
+                continue;
+            }
+            let Some(extent) = extent else {
+                bail!("program {text} has a place for {key}, which is left open; set tile.{key}");
+            };
+            text = text.replace(&place, &extent.to_string());
+        }
+        Ok(Some(text.into()))
+    }
+
+    /// What a config with a program leaves out, as the program has it.
+    ///
+    /// # Errors
+    /// The program's first argument is no matrix of logits.
+    pub fn base(exported: &Exported) -> Result<serde_yaml::Value> {
+        let logits = exported.arguments.first().context("the program takes no arguments")?;
+        let [time, vocab] = logits.dims[..] else {
+            bail!("the program's first argument is {logits}; it must be logits [T, V]");
+        };
+        Ok(serde_yaml::to_value(serde_json::json!({
+            "op": exported.op,
+            "backend": format!("xla:{}", exported.platform),
+            "time": time,
+            "vocab": vocab,
+            "dtype": logits.element.to_string(),
+            "options": exported.options,
+        }))?)
     }
 
     fn shape(&self) -> Result<LogitsShape> {
@@ -183,6 +256,22 @@ struct Setup {
     threads: Option<usize>,
     isa: Option<&'static str>,
     plugin: Option<String>,
+    exported: Option<ExportedBy>,
+}
+
+/// Which program ran, of those that JAX exported.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExportedBy {
+    /// The SHA-256 of the program.
+    pub sha256: String,
+    /// The version of JAX that exported it.
+    pub jax_version: String,
+}
+
+impl From<&Exported> for ExportedBy {
+    fn from(exported: &Exported) -> Self {
+        Self { sha256: exported.sha256.clone(), jax_version: exported.jax_version.clone() }
+    }
 }
 
 fn prepare(config: &Config) -> Result<Box<dyn Subject>> {
@@ -194,7 +283,7 @@ fn prepare(config: &Config) -> Result<Box<dyn Subject>> {
     }
 }
 
-/// What one measurement found.
+/// What one measurement found; none of what takes a run where the program was only compiled.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// What was computed.
@@ -222,35 +311,40 @@ pub struct Report {
     pub isa: Option<&'static str>,
     /// The PJRT plug-in: file, version, platform.
     pub plugin: Option<String>,
+    /// The TPUs compiled for; none where the program ran.
+    pub topology: Option<String>,
+    /// The program from JAX; none where it is this build's own.
+    pub exported: Option<ExportedBy>,
     /// Timed steps.
     pub iters: usize,
     /// Untimed steps after the first.
     pub warmup: usize,
     /// The first call: compiling, and a run that allocates what it needs.
-    pub first_call_s: f64,
-    /// Compiling alone; none where nothing is compiled.
+    pub first_call_s: Option<f64>,
+    /// Compiling alone, with the writing of `schedule` where there is one; none where nothing is
+    /// compiled.
     pub compile_s: Option<f64>,
     /// The first run alone.
-    pub first_run_s: f64,
+    pub first_run_s: Option<f64>,
     /// Mean over the timed steps.
-    pub avg_step_ms: f64,
+    pub avg_step_ms: Option<f64>,
     /// Median.
-    pub median_step_ms: f64,
+    pub median_step_ms: Option<f64>,
     /// Quickest.
-    pub min_step_ms: f64,
+    pub min_step_ms: Option<f64>,
     /// Standard deviation of a step.
-    pub std_step_ms: f64,
+    pub std_step_ms: Option<f64>,
     /// Reading as many bytes as logits have and writing them elsewhere: the median of copies made
     /// before and after the timed steps, in the quickest way.
-    pub copy_ms: f64,
+    pub copy_ms: Option<f64>,
     /// `median_step_ms / copy_ms`.
-    pub ratio_to_copy: f64,
+    pub ratio_to_copy: Option<f64>,
     /// Bytes of logits and of their gradient over `median_step_ms`, in 1e9 a second.
-    pub gb_per_s: f64,
+    pub gb_per_s: Option<f64>,
     /// The same bytes over `copy_ms`.
-    pub copy_gb_per_s: f64,
+    pub copy_gb_per_s: Option<f64>,
     /// The scalar loss: reduced, or where nothing reduces it the sum over tokens of cotangent x loss.
-    pub loss: f64,
+    pub loss: Option<f64>,
     /// When the inputs were made and nothing had run.
     pub mem_after_alloc: AfterAlloc,
     /// When everything had run.
@@ -259,6 +353,8 @@ pub struct Report {
     pub mem_peak_over_alloc_bytes: Option<u64>,
     /// What the compiler says that the program takes; none where nothing is compiled.
     pub compiled: Option<CompiledMemory>,
+    /// The compiler's schedule; none where it tells of none.
+    pub schedule: Option<Schedule>,
     /// Hardware, versions and commit.
     pub machine: Machine,
     /// The full configuration.
@@ -293,10 +389,25 @@ pub struct CompiledMemory {
     pub alias_bytes: Option<u64>,
     /// The most that lives at once.
     pub peak_bytes: Option<u64>,
+    /// Machine code.
+    pub code_bytes: Option<u64>,
+}
+
+impl From<CompiledMemoryStats> for CompiledMemory {
+    fn from(stats: CompiledMemoryStats) -> Self {
+        Self {
+            argument_bytes: stats.arguments,
+            output_bytes: stats.outputs,
+            temporary_bytes: stats.temporaries,
+            alias_bytes: stats.alias,
+            peak_bytes: stats.peak,
+            code_bytes: stats.generated_code,
+        }
+    }
 }
 
 /// Memory once inputs are made; none where the system does not tell.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct AfterAlloc {
     /// Held by the process.
     pub resident_bytes: Option<u64>,
@@ -305,7 +416,7 @@ pub struct AfterAlloc {
 }
 
 /// Memory after the run; none where the system does not tell.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct AfterRun {
     /// Held by the process.
     pub resident_bytes: Option<u64>,
@@ -316,13 +427,86 @@ pub struct AfterRun {
     pub device: DeviceMemory,
 }
 
-/// Measures what `config` describes.
+/// What was found of a program.
+struct Found {
+    setup: Setup,
+    compile_s: Option<f64>,
+    compiled: Option<CompiledMemory>,
+    schedule: Option<Schedule>,
+    run: Option<Run>,
+}
+
+/// What a run tells.
+struct Run {
+    first_run_s: f64,
+    loss: f64,
+    steps: Statistics,
+    copy_s: f64,
+    mem_after_alloc: AfterAlloc,
+    mem_after_run: AfterRun,
+}
+
+/// Measures what `config` describes, or compiles it where that names a topology.
 ///
 /// # Errors
-/// A value that cannot be measured; the step itself fails.
+/// A value that cannot be measured; the program does not compile; the step itself fails.
 pub fn run(config: &Config) -> Result<Report> {
     config.validate()?;
     let machine = Machine::current();
+    let found = match (&config.topology, config.op) {
+        (None, _) => measure(config)?,
+        (Some(topology), Op::CrossEntropy) => xla::compile_for(topology, config)?,
+    };
+    let Found { setup, compile_s, compiled, schedule, run } = found;
+    let Setup { tile, threads, isa, plugin, exported } = setup;
+    let run = run.as_ref();
+    let milliseconds = |seconds: fn(&Run) -> f64| run.map(|run| seconds(run) * 1e3);
+    let bytes = (2 * config.shape()?.elements() * config.dtype.size_bytes()) as f64;
+    let mem_after_alloc = run.map(|run| run.mem_after_alloc).unwrap_or_default();
+    let mem_after_run = run.map(|run| run.mem_after_run).unwrap_or_default();
+    Ok(Report {
+        op: config.op,
+        backend: config.backend,
+        implementation: config.implementation,
+        time: config.time,
+        vocab: config.vocab,
+        dtype: config.dtype.name(),
+        time_block: tile.map(Tile::time_block),
+        block_size: tile.map(Tile::block_size),
+        reduction: config.options.reduction,
+        threads,
+        isa,
+        plugin,
+        topology: config.topology.clone(),
+        exported,
+        iters: if run.is_some() { config.iters } else { 0 },
+        warmup: if run.is_some() { config.warmup } else { 0 },
+        first_call_s: run.map(|run| compile_s.unwrap_or(0.0) + run.first_run_s),
+        compile_s,
+        first_run_s: run.map(|run| run.first_run_s),
+        avg_step_ms: milliseconds(|run| run.steps.mean),
+        median_step_ms: milliseconds(|run| run.steps.median),
+        min_step_ms: milliseconds(|run| run.steps.min),
+        std_step_ms: milliseconds(|run| run.steps.deviation),
+        copy_ms: milliseconds(|run| run.copy_s),
+        ratio_to_copy: run.map(|run| run.steps.median / run.copy_s),
+        gb_per_s: run.map(|run| bytes / run.steps.median / 1e9),
+        copy_gb_per_s: run.map(|run| bytes / run.copy_s / 1e9),
+        loss: run.map(|run| run.loss),
+        mem_after_alloc,
+        mem_after_run,
+        mem_peak_over_alloc_bytes: mem_after_run
+            .peak_resident_bytes
+            .zip(mem_after_alloc.resident_bytes)
+            .map(|(peak, inputs)| peak.saturating_sub(inputs)),
+        compiled,
+        schedule,
+        machine,
+        config: config.clone(),
+    })
+}
+
+fn measure(config: &Config) -> Result<Found> {
     let mut subject = prepare(config)?;
     let mem_after_alloc = AfterAlloc {
         resident_bytes: memory::resident_bytes(),
@@ -355,48 +539,16 @@ pub fn run(config: &Config) -> Result<Report> {
         device: subject.device_memory(),
     };
     let compiled = subject.compiled_memory();
-    let steps = Statistics::new(steps);
     let ways = 0..copies[0].len();
     let medians = ways.map(|way| Statistics::new(copies.iter().map(|copy| copy[way])).median);
     let copy_s = medians.fold(f64::INFINITY, f64::min);
-    let bytes = (2 * config.shape()?.elements() * config.dtype.size_bytes()) as f64;
-    let Setup { tile, threads, isa, plugin } = subject.setup();
-    Ok(Report {
-        op: config.op,
-        backend: config.backend,
-        implementation: config.implementation,
-        time: config.time,
-        vocab: config.vocab,
-        dtype: config.dtype.name(),
-        time_block: tile.map(Tile::time_block),
-        block_size: tile.map(Tile::block_size),
-        reduction: config.options.reduction,
-        threads,
-        isa,
-        plugin,
-        iters: config.iters,
-        warmup: config.warmup,
-        first_call_s: compile_s + first_run_s,
+    let steps = Statistics::new(steps);
+    Ok(Found {
+        setup: subject.setup(),
         compile_s: compiled.is_some().then_some(compile_s),
-        first_run_s,
-        avg_step_ms: steps.mean * 1e3,
-        median_step_ms: steps.median * 1e3,
-        min_step_ms: steps.min * 1e3,
-        std_step_ms: steps.deviation * 1e3,
-        copy_ms: copy_s * 1e3,
-        ratio_to_copy: steps.median / copy_s,
-        gb_per_s: bytes / steps.median / 1e9,
-        copy_gb_per_s: bytes / copy_s / 1e9,
-        loss,
-        mem_after_alloc,
-        mem_after_run,
-        mem_peak_over_alloc_bytes: mem_after_run
-            .peak_resident_bytes
-            .zip(mem_after_alloc.resident_bytes)
-            .map(|(peak, inputs)| peak.saturating_sub(inputs)),
         compiled,
-        machine,
-        config: config.clone(),
+        schedule: None,
+        run: Some(Run { first_run_s, loss, steps, copy_s, mem_after_alloc, mem_after_run }),
     })
 }
 
@@ -444,7 +596,7 @@ impl fmt::Display for Report {
             ReductionConfig::None => "none, forward then backward",
         };
         let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
-        let mut line = |name: &str, value: String| writeln!(f, "{name:<16}{value}");
+        let mut line = |name: &str, value: String| writeln!(f, "{name:<15} {value}");
         line("operation", what)?;
         line("implementation", program.to_owned())?;
         line("logits", format!("[{}, {}] {}", self.time, self.vocab, self.dtype))?;
@@ -460,52 +612,57 @@ impl fmt::Display for Report {
         .into_iter()
         .flatten()
         .collect();
-        line("runs on", runs_on.join(", "))?;
+        if let Some(exported) = &self.exported {
+            line(
+                "program",
+                format!("exported by jax {}, sha256 {}", exported.jax_version, exported.sha256),
+            )?;
+        }
+        match &self.topology {
+            None => line("runs on", runs_on.join(", "))?,
+            Some(topology) => line("compiled for", format!("{topology}: {}", runs_on.join(", ")))?,
+        }
         line("machine", self.machine.processor.clone())?;
         line("build", format!("xentile {} at {}", self.machine.xentile, self.machine.commit))?;
-        line("loss", format!("{:.6}", self.loss))?;
-        let compiling = self
-            .compile_s
-            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it compiling"));
-        line("first call", format!("{:.3} s{compiling}", self.first_call_s))?;
-        line(
-            "step",
-            format!(
-                "median {:.3} ms, mean {:.3}, min {:.3}, std {:.3} over {}",
-                self.median_step_ms,
-                self.avg_step_ms,
-                self.min_step_ms,
-                self.std_step_ms,
-                self.iters
-            ),
-        )?;
-        line(
-            "copy",
-            format!("{:.3} ms; a step is {:.2} copies", self.copy_ms, self.ratio_to_copy),
-        )?;
-        line(
-            "throughput",
-            format!("{:.2} GB/s; the copy {:.2} GB/s", self.gb_per_s, self.copy_gb_per_s),
-        )?;
-        line(
-            "memory",
-            format!(
-                "{} with inputs made, peak {}, {} more",
-                bytes(self.mem_after_alloc.resident_bytes),
-                bytes(self.mem_after_run.peak_resident_bytes),
-                bytes(self.mem_peak_over_alloc_bytes)
-            ),
-        )?;
+        match (self.loss, self.compile_s) {
+            (Some(loss), _) => {
+                line("loss", format!("{loss:.6}"))?;
+                self.fmt_run(&mut line)?;
+            }
+            (None, Some(seconds)) => line("compiling", format!("{seconds:.3} s; nothing ran"))?,
+            (None, None) => (),
+        }
         if let Some(compiled) = &self.compiled {
             line(
                 "compiled",
                 format!(
-                    "arguments {}, results {}, temporaries {}",
+                    "arguments {}, results {} ({} of them in arguments), temporaries {}, peak {}, \
+                     code {}",
                     bytes(compiled.argument_bytes),
                     bytes(compiled.output_bytes),
-                    bytes(compiled.temporary_bytes)
+                    bytes(compiled.alias_bytes),
+                    bytes(compiled.temporary_bytes),
+                    bytes(compiled.peak_bytes),
+                    bytes(compiled.code_bytes)
                 ),
             )?;
+        }
+        if let Some(schedule) = &self.schedule {
+            let slots = |computation: &BTreeMap<String, u64>| {
+                let used = computation.iter().filter(|&(_, &used)| used > 0);
+                used.map(|(unit, used)| format!("{unit} {used}")).collect::<Vec<_>>().join(", ")
+            };
+            let mut row = |name: &str, bundles: u64, empty: u64, used: &BTreeMap<String, u64>| {
+                let used = slots(used);
+                line(name, format!("{bundles} bundles, {empty} empty; slots used: {used}"))
+            };
+            row("schedule", schedule.bundles, schedule.empty_bundles, &schedule.slots_used)?;
+            for part in &schedule.computations {
+                let name = format!("  {}", part.name);
+                row(&name, part.bundles, part.empty_bundles, &part.slots_used)?;
+            }
+        }
+        if self.compiled.is_some() && self.loss.is_some() {
             let device = &self.mem_after_run.device;
             line(
                 "device",
@@ -520,5 +677,55 @@ impl fmt::Display for Report {
             )?;
         }
         Ok(())
+    }
+}
+
+impl Report {
+    /// What a run told.
+    fn fmt_run(&self, line: &mut impl FnMut(&str, String) -> fmt::Result) -> fmt::Result {
+        let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
+        let figure = |figure: Option<f64>, digits: usize| {
+            figure.map_or("not told".to_owned(), |figure| format!("{figure:.digits$}"))
+        };
+        let compiling = self
+            .compile_s
+            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it compiling"));
+        line("first call", format!("{} s{compiling}", figure(self.first_call_s, 3)))?;
+        line(
+            "step",
+            format!(
+                "median {} ms, mean {}, min {}, std {} over {}",
+                figure(self.median_step_ms, 3),
+                figure(self.avg_step_ms, 3),
+                figure(self.min_step_ms, 3),
+                figure(self.std_step_ms, 3),
+                self.iters
+            ),
+        )?;
+        line(
+            "copy",
+            format!(
+                "{} ms; a step is {} copies",
+                figure(self.copy_ms, 3),
+                figure(self.ratio_to_copy, 2)
+            ),
+        )?;
+        line(
+            "throughput",
+            format!(
+                "{} GB/s; the copy {} GB/s",
+                figure(self.gb_per_s, 2),
+                figure(self.copy_gb_per_s, 2)
+            ),
+        )?;
+        line(
+            "memory",
+            format!(
+                "{} with inputs made, peak {}, {} more",
+                bytes(self.mem_after_alloc.resident_bytes),
+                bytes(self.mem_after_run.peak_resident_bytes),
+                bytes(self.mem_peak_over_alloc_bytes)
+            ),
+        )
     }
 }

@@ -67,6 +67,11 @@ impl Config {
         self.cell.validate().context("cell")?;
         if self.update_tuned {
             ensure!(
+                self.cell.topology.is_none(),
+                "update_tuned is true, and cell.topology is set: without step times no tile is the \
+                 best; set update_tuned to false"
+            );
+            ensure!(
                 self.tuned_dir.is_dir(),
                 "tuned_dir {} is not a directory; start from the repository root, or name one, or \
                  set update_tuned to false",
@@ -86,16 +91,30 @@ impl Config {
 /// What a cell's process reports, of which the tables use some.
 #[derive(Clone, Debug, Deserialize)]
 struct Measured {
-    first_call_s: f64,
-    avg_step_ms: f64,
-    median_step_ms: f64,
-    min_step_ms: f64,
-    std_step_ms: f64,
-    copy_ms: f64,
-    ratio_to_copy: f64,
-    gb_per_s: f64,
-    copy_gb_per_s: f64,
+    first_call_s: Option<f64>,
+    compile_s: Option<f64>,
+    avg_step_ms: Option<f64>,
+    median_step_ms: Option<f64>,
+    min_step_ms: Option<f64>,
+    std_step_ms: Option<f64>,
+    copy_ms: Option<f64>,
+    ratio_to_copy: Option<f64>,
+    gb_per_s: Option<f64>,
+    copy_gb_per_s: Option<f64>,
     mem_after_run: PeakMemory,
+    compiled: Option<Compiled>,
+    schedule: Option<Bundles>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Compiled {
+    temporary_bytes: Option<u64>,
+    peak_bytes: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Bundles {
+    bundles: u64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -138,8 +157,11 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
     println!("wrote {}/sweep.{{csv,json,md,svg,png}}", out.display());
     if let Some((row, best)) = sweep.best() {
         println!(
-            "best: time_block {} block_size {}: {:.3} ms, {:.2} copies",
-            row.time_block, row.block_size, best.median_step_ms, best.ratio_to_copy
+            "best: time_block {} block_size {}: {} ms, {} copies",
+            row.time_block,
+            row.block_size,
+            figure(best.median_step_ms, 3),
+            figure(best.ratio_to_copy, 2)
         );
         if config.update_tuned {
             let file = config.tuned_file();
@@ -159,6 +181,11 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
 fn slug(name: &str) -> String {
     let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
+}
+
+/// A number for people.
+fn figure(number: Option<f64>, digits: usize) -> String {
+    number.map_or("not told".to_owned(), |number| format!("{number:.digits$}"))
 }
 
 /// A file that goes when this does.
@@ -265,7 +292,10 @@ impl Progress {
     fn end(&self, rows: &[Row]) {
         let Some(row) = rows.last() else { return };
         let told = match &row.outcome {
-            Ok((measured, _)) => format!("{:.3} ms", measured.median_step_ms),
+            Ok((measured, _)) => match measured.median_step_ms {
+                Some(ms) => format!("{ms:.3} ms"),
+                None => format!("compiled in {} s", figure(measured.compile_s, 3)),
+            },
             Err(reason) => format!("failed: {reason}"),
         };
         let (done, cells) = (rows.len(), self.cells);
@@ -300,17 +330,21 @@ impl Sweep<'_> {
     /// The smallest tile among those within a hundredth of the quickest: nearer than that, noise
     /// decides.
     fn best(&self) -> Option<(&Row, &Measured)> {
-        let cells = || self.rows.iter().filter_map(|row| Some((row, row.measured()?)));
-        let quickest = cells().map(|(_, m)| m.median_step_ms).min_by(f64::total_cmp)?;
+        let cells = || {
+            let cells = self.rows.iter().filter_map(|row| Some((row, row.measured()?)));
+            cells.filter_map(|(row, measured)| Some((row, measured, measured.median_step_ms?)))
+        };
+        let quickest = cells().map(|(.., ms)| ms).min_by(f64::total_cmp)?;
         cells()
-            .filter(|(_, m)| m.median_step_ms <= 1.01 * quickest)
-            .min_by_key(|(row, _)| row.time_block as u128 * row.block_size as u128)
+            .filter(|(.., ms)| *ms <= 1.01 * quickest)
+            .min_by_key(|(row, ..)| row.time_block as u128 * row.block_size as u128)
+            .map(|(row, measured, _)| (row, measured))
     }
 
     /// The cells' common ceiling: the median of their copies.
     fn copy_ms(&self) -> Option<f64> {
         let mut copies: Vec<_> =
-            self.rows.iter().filter_map(|row| Some(row.measured()?.copy_ms)).collect();
+            self.rows.iter().filter_map(|row| row.measured()?.copy_ms).collect();
         copies.sort_by(f64::total_cmp);
         copies.get(copies.len() / 2).copied()
     }
@@ -318,8 +352,10 @@ impl Sweep<'_> {
     /// Operation, shape and dtype.
     fn subject(&self) -> String {
         let cell = &self.config.cell;
+        let topology = cell.topology.as_ref();
+        let topology = topology.map_or(String::new(), |name| format!(", compiled for {name}"));
         format!(
-            "{} on {}, logits [{}, {}] {}",
+            "{} on {}{topology}, logits [{}, {}] {}",
             name(&cell.op),
             name(&cell.backend),
             cell.time,
@@ -354,7 +390,57 @@ impl Sweep<'_> {
         Ok(())
     }
 
+    /// The table of a sweep that only compiles.
+    fn compiled_csv(&self) -> String {
+        let mut text = String::from(
+            "time_block,block_size,status,compile_s,temporary_bytes,peak_bytes,bundles,error\n",
+        );
+        let bytes = |bytes: Option<u64>| bytes.map_or(String::new(), |bytes| bytes.to_string());
+        for Row { time_block, block_size, outcome } in self.rows {
+            let rest = match outcome {
+                Ok((m, _)) => format!(
+                    "ok,{},{},{},{},",
+                    m.compile_s.map_or(String::new(), |seconds| seconds.to_string()),
+                    bytes(m.compiled.and_then(|compiled| compiled.temporary_bytes)),
+                    bytes(m.compiled.and_then(|compiled| compiled.peak_bytes)),
+                    bytes(m.schedule.map(|schedule| schedule.bundles))
+                ),
+                Err(reason) => format!("failed,,,,,\"{}\"", reason.replace('"', "\"\"")),
+            };
+            _ = writeln!(text, "{time_block},{block_size},{rest}");
+        }
+        text
+    }
+
+    /// The same for people.
+    fn compiled_markdown(&self, text: &mut String) {
+        *text += "| time_block | block_size | compile s | temporaries | peak | bundles |\n";
+        *text += "| ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
+        for Row { time_block, block_size, outcome } in self.rows {
+            _ = match outcome {
+                Ok((m, _)) => writeln!(
+                    text,
+                    "| {time_block} | {block_size} | {} | {} | {} | {} |",
+                    figure(m.compile_s, 3),
+                    bytes(m.compiled.and_then(|compiled| compiled.temporary_bytes)),
+                    bytes(m.compiled.and_then(|compiled| compiled.peak_bytes)),
+                    m.schedule
+                        .map_or("not told".to_owned(), |schedule| schedule.bundles.to_string())
+                ),
+                Err(reason) => writeln!(
+                    text,
+                    "| {time_block} | {block_size} | failed | | | {} |",
+                    reason.replace('|', "\\|")
+                ),
+            };
+        }
+    }
+
     fn csv(&self) -> String {
+        if self.config.cell.topology.is_some() {
+            return self.compiled_csv();
+        }
         let mut text = String::from(
             "time_block,block_size,status,median_step_ms,avg_step_ms,min_step_ms,std_step_ms,\
              copy_ms,ratio_to_copy,gb_per_s,copy_gb_per_s,first_call_s,peak_resident_bytes,error\n",
@@ -373,7 +459,9 @@ impl Sweep<'_> {
                         m.copy_gb_per_s,
                         m.first_call_s,
                     ];
-                    let numbers = numbers.map(|number| number.to_string()).join(",");
+                    let numbers = numbers
+                        .map(|number| number.map_or(String::new(), |number| number.to_string()));
+                    let numbers = numbers.join(",");
                     let peak = m.mem_after_run.peak_resident_bytes;
                     let peak = peak.map_or(String::new(), |peak| peak.to_string());
                     format!("ok,{numbers},{peak},")
@@ -426,6 +514,10 @@ impl Sweep<'_> {
             machine.commit,
             machine.rustc
         );
+        if self.config.cell.topology.is_some() {
+            self.compiled_markdown(&mut text);
+            return text;
+        }
         text +=
             "| time_block | block_size | median ms | min ms | std ms | x copy | GB/s | peak |\n";
         text += "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
@@ -438,13 +530,12 @@ impl Sweep<'_> {
                     let peak = m.mem_after_run.peak_resident_bytes;
                     writeln!(
                         text,
-                        "| {time_block} | {block_size} | {bold}{:.3}{bold} | {:.3} | {:.3} | {:.3} \
-                         | {:.2} | {} |",
-                        m.median_step_ms,
-                        m.min_step_ms,
-                        m.std_step_ms,
-                        m.ratio_to_copy,
-                        m.gb_per_s,
+                        "| {time_block} | {block_size} | {bold}{}{bold} | {} | {} | {} | {} | {} |",
+                        figure(m.median_step_ms, 3),
+                        figure(m.min_step_ms, 3),
+                        figure(m.std_step_ms, 3),
+                        figure(m.ratio_to_copy, 3),
+                        figure(m.gb_per_s, 2),
                         peak.map_or("not told".to_owned(), memory::human)
                     )
                 }
@@ -459,26 +550,35 @@ impl Sweep<'_> {
     }
 
     fn figure(&self) -> Figure {
+        // Where nothing ran, the schedule's length is what tiles differ in.
+        let compiled = self.config.cell.topology.is_some();
+        let height = |m: &Measured| match compiled {
+            false => m.median_step_ms,
+            true => Some(m.schedule?.bundles as f64),
+        };
         let line = |&block_size: &usize| {
             let rows = self.rows.iter().filter(|row| row.block_size == block_size);
             let mut points: Vec<_> = rows
-                .map(|row| (row.time_block, row.measured().map(|m| m.median_step_ms)))
+                .map(|row| (row.time_block, row.measured().and_then(height)))
                 // A logarithmic axis has no 0.
                 .filter(|&(time_block, _)| time_block > 0)
                 .collect();
             points.sort_by_key(|point| point.0);
             Series { name: block_size.to_string(), points }
         };
-        let best = self.best().map(|(row, best)| {
+        let best = self.best().and_then(|(row, best)| {
             let found = format!(
-                "best: time_block {}, block_size {}: {:.2} ms, {:.2} copies",
-                row.time_block, row.block_size, best.median_step_ms, best.ratio_to_copy
+                "best: time_block {}, block_size {}: {} ms, {} copies",
+                row.time_block,
+                row.block_size,
+                figure(best.median_step_ms, 2),
+                figure(best.ratio_to_copy, 2)
             );
-            (found, (row.time_block, best.median_step_ms))
+            Some((found, (row.time_block, best.median_step_ms?)))
         });
         let device = format!("{}, {} cores", self.machine.processor, self.machine.cores);
         let panel = Panel {
-            y_label: "step time, median (ms)".to_owned(),
+            y_label: if compiled { "bundles" } else { "step time, median (ms)" }.to_owned(),
             series: self.config.block_sizes.iter().map(line).collect(),
             level: self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
             mark: best.as_ref().map(|(_, point)| *point),

@@ -11,6 +11,8 @@ use pjrt_client::{
 };
 use xentile_programs::Program;
 
+use crate::tpu;
+
 /// A plug-in with a client.
 pub(crate) struct Session {
     client: Client,
@@ -20,15 +22,22 @@ pub(crate) struct Session {
 impl Session {
     /// Opens the plug-in at `path`, else the one that is found for `platform`.
     pub(crate) fn open(platform: Platform, path: Option<&Path>) -> Result<Self> {
+        if platform == Platform::Tpu {
+            tpu::require()?;
+        }
         let plugin = Plugin::find(platform, path)?;
         // One device has all threads.
         let options: &[(&str, Value)] = match platform {
             Platform::Cpu => &[("cpu_device_count", Value::Int(1))],
             _ => &[],
         };
-        let client = plugin
-            .client(options)
-            .with_context(|| format!("{} opened, but gives no client", plugin.path().display()))?;
+        let remedy = match platform {
+            Platform::Tpu => "; microbench --topology v6e:2x2 compiles without a TPU",
+            _ => "",
+        };
+        let client = plugin.client(options).with_context(|| {
+            format!("{} opened, but gives no client{remedy}", plugin.path().display())
+        })?;
         Ok(Self { client, platform })
     }
 
@@ -42,7 +51,8 @@ impl Session {
         }
         ensure!(
             !stages.is_empty(),
-            "no kernels for xla:{} in this build; --impl reference runs there",
+            "no kernels for xla:{} in this build; --impl reference runs there, and what JAX exported \
+             for it by --program",
             self.platform.name()
         );
         for (target, [instantiate, prepare, initialize, execute]) in stages {
@@ -56,10 +66,7 @@ impl Session {
     /// What ran: the name of the plug-in's file, its version of PJRT, and its platform.
     pub(crate) fn describe(&self) -> Result<String> {
         let plugin = self.client.plugin();
-        let version = self.client.platform_version()?;
-        let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
-        let file = plugin.path().file_name().unwrap_or_default().to_string_lossy();
-        Ok(format!("{file}, PJRT {}, {} {version}", plugin.version(), self.client.platform_name()?))
+        Ok(describe(plugin, &self.client.platform_name()?, &self.client.platform_version()?))
     }
 
     pub(crate) fn client(&self) -> &Client {
@@ -83,9 +90,21 @@ impl Session {
 
     /// The program, ready to run.
     pub(crate) fn compile(&self, program: &Program) -> Result<LoadedExecutable> {
-        let code = pjrt_client::Program::mlir(&program.text);
+        self.compile_code(program.text.as_bytes())
+    }
+
+    /// A program as StableHLO text or bytecode, ready to run.
+    pub(crate) fn compile_code(&self, code: &[u8]) -> Result<LoadedExecutable> {
+        let code = pjrt_client::Program::mlir(code);
         Ok(self.client.compile(&code, &CompileOptions::new())?)
     }
+}
+
+/// The name of the plug-in's file, its version of PJRT, and its platform.
+pub(crate) fn describe(plugin: Plugin, platform: &str, version: &str) -> String {
+    let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
+    let file = plugin.path().file_name().unwrap_or_default().to_string_lossy();
+    format!("{file}, PJRT {}, {platform} {version}", plugin.version())
 }
 
 /// XLA's name for a platform, where handlers are registered.

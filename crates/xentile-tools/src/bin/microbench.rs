@@ -10,10 +10,12 @@ use clap::{Parser, Subcommand};
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error, StrDeserializer};
+use serde_yaml::Value;
 use xentile::DType;
+use xentile_programs::Exported;
 use xentile_tools::config::{self, Backend, Op, ReductionConfig};
 use xentile_tools::microbench::{Config, Implementation, Logits, Report};
-use xentile_tools::{cli, microbench, sweep};
+use xentile_tools::{cli, microbench, sweep, tpu};
 
 /// Times value_and_grad of the scalar loss against a copy measured in the same process.
 ///
@@ -88,6 +90,13 @@ struct Measure {
     /// The PJRT plug-in's file, for xla: backends; looked for by default.
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
+    /// TPUs to compile for, none of which need be there, such as v6e:2x2; nothing runs.
+    #[arg(long, value_name = "NAME")]
+    topology: Option<String>,
+    /// Manifest of a program that JAX exported, in the place of the kernel; `{time_block}` and
+    /// `{block_size}` in its name stand for the tile.
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
     /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
     #[arg(long, value_parser = reduction())]
     reduction: Option<ReductionConfig>,
@@ -112,9 +121,19 @@ fn reduction() -> impl TypedValueParser<Value = ReductionConfig> {
 
 impl Measure {
     fn config(&self) -> Result<Config> {
+        let config = self.over(Value::Null)?;
+        match config.manifest()? {
+            None => Ok(config),
+            Some(path) => self.over(Config::base(&Exported::load(&path)?)?),
+        }
+    }
+
+    /// The config, over what it takes from elsewhere.
+    fn over(&self, base: Value) -> Result<Config> {
         let mut config: Config = match &self.config {
-            Some(path) => config::load(path, &self.set)?,
-            None => config::parse("{}", &self.set)?,
+            Some(path) => config::parse_over(base, &config::read(path)?, &self.set)
+                .with_context(|| format!("config {}", path.display()))?,
+            None => config::parse_over(base, "{}", &self.set)?,
         };
         fn set<T: Clone>(key: &mut T, flag: &Option<T>) {
             if let Some(value) = flag {
@@ -134,6 +153,8 @@ impl Measure {
         set(&mut config.threads, &self.threads);
         config.isa = self.isa.clone().or(config.isa);
         config.plugin = self.plugin.clone().or(config.plugin);
+        config.topology = self.topology.clone().or(config.topology);
+        config.program = self.program.clone().or(config.program);
         set(&mut config.options.reduction, &self.reduction);
         set(&mut config.logits, &self.logits);
         Ok(config)
@@ -143,6 +164,12 @@ impl Measure {
         let config = self.config()?;
         if let Some(path) = self.json_file() {
             check_json_file(path)?;
+        }
+        if let Some(topology) = &config.topology {
+            config.validate()?;
+            if let Some(code) = tpu::compile_apart(topology)? {
+                return Ok(code);
+            }
         }
         let report = microbench::run(&config)?;
         let mut stdout = std::io::stdout().lock();

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xentile_tools::{cli, plugins};
+use xentile_tools::{cli, plugins, tpu};
 
 /// Tells what xentile finds on this machine.
 #[derive(Parser)]
@@ -33,6 +33,9 @@ fn main() -> ExitCode {
 }
 
 fn list(plugin: Option<PathBuf>) -> Result<u8> {
+    if tpu::would_wait() {
+        return tpu::again();
+    }
     let (text, any) = plugins::describe(plugin.as_deref());
     print!("{text}");
     Ok(if any { cli::PASSED } else { cli::BAD_INPUT })

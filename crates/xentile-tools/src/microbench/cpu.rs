@@ -182,7 +182,13 @@ impl<E: Element + Pod> Subject for OnCpu<E> {
 
     fn setup(&self) -> Setup {
         let tile = (self.implementation == Implementation::Kernel).then_some(self.tile);
-        Setup { tile, threads: Some(self.pool.count()), isa: Some(self.isa.name()), plugin: None }
+        Setup {
+            tile,
+            threads: Some(self.pool.count()),
+            isa: Some(self.isa.name()),
+            plugin: None,
+            exported: None,
+        }
     }
 }
 

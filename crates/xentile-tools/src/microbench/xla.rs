@@ -1,20 +1,26 @@
 //! Backends `xla:cpu`, `xla:cuda` and `xla:tpu`: a compiled program, on inputs that lie on the device.
 //!
-//! The gradient of a step takes the memory of the gradient before it, as a training loop's would.
+//! The gradient of a step takes the memory of the gradient before it, as a training loop's would; a
+//! program from JAX has no argument for that memory, and makes new.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
-use pjrt_client::{Buffer, CompiledMemoryStats, LoadedExecutable};
-use xentile::{DType, Element, LogitsShape};
+use pjrt_client::{Buffer, CompileOptions, LoadedExecutable, Platform, Plugin, Topology};
+use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::default_tile;
 use xentile_programs::cross_entropy::{self, Problem, Reduced};
 use xentile_programs::stablehlo::Builder;
-use xentile_programs::{ElementType, Program, TensorType};
+use xentile_programs::{ElementType, Exported, Program, TensorType};
 
-use super::{CompiledMemory, Config, DeviceMemory, Implementation, Logits, Setup, Subject};
+use super::{
+    CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup,
+    Subject, name,
+};
 use crate::config::{Backend, Weights};
+use crate::schedule::Dump;
 use crate::timing::timed;
-use crate::xla::Session;
+use crate::tpu;
+use crate::xla::{self, Session};
 
 /// Cross-entropy with the inputs that `config` describes.
 pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
@@ -25,12 +31,166 @@ pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
     })
 }
 
-struct OnXla {
-    session: Session,
-    setup: Setup,
+/// Compiles for TPUs that need not be there.
+pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
+    let plan = match config.dtype {
+        DType::F32 => Plan::new::<f32>(config)?,
+        DType::Bf16 => Plan::new::<bf16>(config)?,
+        DType::F16 => Plan::new::<f16>(config)?,
+    };
+    ensure!(
+        plan.code.is_some() || config.implementation == Implementation::Reference,
+        "no kernels for xla:tpu in this build; name a program that JAX exported with --program \
+         FILE.json, or take the dense one with --impl reference"
+    );
+    let plugin = Plugin::find(Platform::Tpu, config.plugin.as_deref())?;
+    let devices = Topology::new(plugin, topology, &[]).with_context(|| tpu::explain(topology))?;
+    let setup = Setup {
+        tile: plan.tile,
+        threads: None,
+        isa: None,
+        plugin: Some(xla::describe(
+            plugin,
+            &devices.platform_name()?,
+            &devices.platform_version()?,
+        )),
+        exported: plan.exported.clone(),
+    };
+    let dump = Dump::of_environment();
+    let program = pjrt_client::Program::mlir(plan.code());
+    let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
+    let executable = executable.with_context(|| format!("it does not compile for {topology}"))?;
+    Ok(Found {
+        setup,
+        compile_s: Some(compile_s),
+        compiled: Some(executable.memory_stats()?.into()),
+        schedule: dump.map(|dump| dump.read()).transpose()?,
+        run: None,
+    })
+}
+
+/// The program to compile.
+struct Plan {
+    /// What this build writes for the config. Another in its place has the same arguments and results
+    /// but the last argument, the gradient's memory.
     program: Program,
     /// Where dlogits are among the results.
     gradient: usize,
+    /// The program from JAX.
+    code: Option<Vec<u8>>,
+    exported: Option<ExportedBy>,
+    /// None where the program has no tiles.
+    tile: Option<Tile>,
+}
+
+impl Plan {
+    fn new<E: Element>(config: &Config) -> Result<Self> {
+        let shape = config.shape()?;
+        let implementation = match config.implementation {
+            Implementation::Kernel => cross_entropy::Implementation::Kernel,
+            Implementation::Reference => cross_entropy::Implementation::Dense,
+        };
+        let tile = config.tile.resolve(default_tile::<E>(shape.vocab()))?;
+        let problem = Problem {
+            shape,
+            dtype: config.dtype,
+            labels: ElementType::S32,
+            options: config.options.cross_entropy()?,
+            time_block: Some(tile.time_block()),
+            block_size: Some(tile.block_size()),
+        };
+        let (called, program, gradient) = match config.options.reduction.reduction() {
+            Some(reduction) => {
+                let weights = config.options.weights == Weights::Random;
+                let reduced = Reduced { reduction, weights, cotangent: false };
+                let program = cross_entropy::value_and_grad(&problem, reduced, implementation);
+                ("value_and_grad", program, 1)
+            }
+            None => {
+                let program = cross_entropy::forward_and_backward(&problem, implementation);
+                ("forward_and_backward", program, 3)
+            }
+        };
+        let exported = match config.manifest()? {
+            Some(path) => {
+                let exported = Exported::load(&path)?;
+                check(&exported, config, called, &program)
+                    .with_context(|| format!("program {}", path.display()))?;
+                Some(exported)
+            }
+            None => None,
+        };
+        let tile = match (&exported, config.implementation) {
+            (Some(exported), _) => {
+                Some(Tile::new(exported.tile.time_block, exported.tile.block_size)?)
+            }
+            (None, Implementation::Kernel) => Some(tile),
+            (None, Implementation::Reference) => None,
+        };
+        Ok(Self {
+            program: program.recycling(gradient),
+            gradient,
+            exported: exported.as_ref().map(ExportedBy::from),
+            code: exported.map(|exported| exported.bytecode),
+            tile,
+        })
+    }
+
+    fn code(&self) -> &[u8] {
+        self.code.as_deref().unwrap_or(self.program.text.as_bytes())
+    }
+
+    fn gradient_type(&self) -> &TensorType {
+        &self.program.results[self.gradient]
+    }
+}
+
+/// Refuses a program from JAX that is for something else than `config`, which this build's own
+/// `program`, `called` so, is for.
+fn check(exported: &Exported, config: &Config, called: &str, program: &Program) -> Result<()> {
+    let agree = |what: &str, found: &str, wanted: &str| {
+        ensure!(found == wanted, "its {what} is {found}; the config's is {wanted}");
+        Ok(())
+    };
+    agree("op", &exported.op, &name(&config.op))?;
+    agree("program", &exported.program, called)?;
+    agree("platform", &exported.platform, config.backend.platform().map_or("", Platform::name))?;
+    for (what, found, wanted) in [
+        ("arguments", &exported.arguments, &program.arguments),
+        ("results", &exported.results, &program.results),
+    ] {
+        let list = |types: &[TensorType]| {
+            types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        };
+        ensure!(
+            found == wanted,
+            "its {what} are {}; the config's are {}",
+            list(found),
+            list(wanted)
+        );
+    }
+    for (what, found, wanted) in [
+        ("time_block", exported.tile.time_block, config.tile.time_block),
+        ("block_size", exported.tile.block_size, config.tile.block_size),
+    ] {
+        let wanted = wanted.unwrap_or(found);
+        ensure!(found == wanted, "its tile.{what} is {found}; the config's is {wanted}");
+    }
+    let options: crate::config::Options =
+        crate::config::from_json("options", exported.options.clone().into())?;
+    ensure!(
+        options == config.options,
+        "its options are {}; the config's are {}",
+        serde_json::to_string(&options)?,
+        serde_json::to_string(&config.options)?
+    );
+    Ok(())
+}
+
+struct OnXla {
+    session: Session,
+    setup: Setup,
+    plan: Plan,
     /// Logits first.
     inputs: Vec<Buffer>,
     /// Of each token's loss, where nothing reduces it.
@@ -46,24 +206,13 @@ struct OnXla {
 impl OnXla {
     fn new<E: Element + pjrt_client::Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
+        let plan = Plan::new::<E>(config)?;
         let platform = config.backend.platform().context("the backend has a platform")?;
         let session = Session::open(platform, config.plugin.as_deref())?;
-        let (is_kernel, implementation) = match config.implementation {
-            Implementation::Kernel => (true, cross_entropy::Implementation::Kernel),
-            Implementation::Reference => (false, cross_entropy::Implementation::Dense),
-        };
+        let is_kernel = config.implementation == Implementation::Kernel && plan.code.is_none();
         if is_kernel {
             session.register_kernels()?;
         }
-        let tile = config.tile.resolve(default_tile::<E>(shape.vocab()))?;
-        let problem = Problem {
-            shape,
-            dtype: config.dtype,
-            labels: ElementType::S32,
-            options: config.options.cross_entropy()?,
-            time_block: Some(tile.time_block()),
-            block_size: Some(tile.block_size()),
-        };
 
         let rows: Vec<u64> = (0..shape.tokens() as u64).collect();
         let input = &config.input;
@@ -78,48 +227,30 @@ impl OnXla {
             session.upload_labels(&labels)?,
         ];
         drop(logits);
-        let (program, gradient, cotangents) = match config.options.reduction.reduction() {
-            Some(reduction) => {
-                let weights = config.options.weights == Weights::Random;
-                if weights {
-                    inputs.push(session.upload(&input.weights(&rows), &tokens)?);
-                }
-                let reduced = Reduced { reduction, weights, cotangent: false };
-                (cross_entropy::value_and_grad(&problem, reduced, implementation), 1, None)
+        let mut cotangents = None;
+        if config.options.reduction.reduction().is_none() {
+            let [loss, ..] = input.cotangents(&rows);
+            let zeros = vec![0.0_f32; shape.tokens()];
+            for cotangents in [&loss, &zeros, &zeros] {
+                inputs.push(session.upload(cotangents, &tokens)?);
             }
-            None => {
-                let [loss, ..] = input.cotangents(&rows);
-                let zeros = vec![0.0_f32; shape.tokens()];
-                for cotangents in [&loss, &zeros, &zeros] {
-                    inputs.push(session.upload(cotangents, &tokens)?);
-                }
-                (cross_entropy::forward_and_backward(&problem, implementation), 3, Some(loss))
-            }
-        };
+            cotangents = Some(loss);
+        } else if config.options.weights == Weights::Random {
+            inputs.push(session.upload(&input.weights(&rows), &tokens)?);
+        }
         let setup = Setup {
-            tile: is_kernel.then_some(tile),
+            tile: plan.tile,
             threads: None,
             isa: (is_kernel && config.backend == Backend::XlaCpu)
                 .then(|| xentile_cpu::Isa::detect().name()),
             plugin: Some(session.describe()?),
+            exported: plan.exported.clone(),
         };
         let copy = session.compile(&negation(shape, config.dtype))?;
-        let program = program.recycling(gradient);
         let compiled = None;
         let recycled = None;
         let loss = None;
-        Ok(Self {
-            session,
-            setup,
-            program,
-            gradient,
-            inputs,
-            cotangents,
-            compiled,
-            copy,
-            recycled,
-            loss,
-        })
+        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss })
     }
 
     /// Memory for a gradient: that of the last, else new.
@@ -127,7 +258,7 @@ impl OnXla {
         if let Some(last) = self.recycled.take() {
             return Ok(last);
         }
-        let ty = &self.program.results[self.gradient];
+        let ty = self.plan.gradient_type();
         let mut b = Builder::new("zeros", &[]);
         let zero = b.constant(0.0, &TensorType::new(&[], ElementType::F32));
         let zero = b.convert(&zero, ty.element);
@@ -139,16 +270,23 @@ impl OnXla {
 
 impl Subject for OnXla {
     fn compile(&mut self) -> Result<()> {
-        self.compiled = Some(self.session.compile(&self.program)?);
+        self.compiled = Some(self.session.compile_code(self.plan.code())?);
         Ok(())
     }
 
     fn step(&mut self) -> Result<()> {
-        let recycled = self.take_recycled()?;
+        // A program from JAX makes its own, once there is room.
+        let recycled = match self.plan.code {
+            None => Some(self.take_recycled()?),
+            Some(_) => {
+                self.recycled = None;
+                None
+            }
+        };
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
-        let arguments: Vec<_> = self.inputs.iter().chain([&recycled]).collect();
+        let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
         let mut results = compiled.execute(&arguments)?;
-        let gradient = results.swap_remove(self.gradient);
+        let gradient = results.swap_remove(self.plan.gradient);
         gradient.ready()?.wait()?;
         self.recycled = Some(gradient);
         self.loss = Some(results.swap_remove(0));
@@ -199,15 +337,7 @@ impl Subject for OnXla {
     fn compiled_memory(&self) -> Option<CompiledMemory> {
         let compiled = self.compiled.as_ref()?;
         // A plug-in that does not tell at all tells nothing of each.
-        let CompiledMemoryStats { arguments, outputs, temporaries, alias, peak, .. } =
-            compiled.executable().memory_stats().unwrap_or_default();
-        Some(CompiledMemory {
-            argument_bytes: arguments,
-            output_bytes: outputs,
-            temporary_bytes: temporaries,
-            alias_bytes: alias,
-            peak_bytes: peak,
-        })
+        Some(compiled.executable().memory_stats().unwrap_or_default().into())
     }
 }
 

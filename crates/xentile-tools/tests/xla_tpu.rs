@@ -1,0 +1,332 @@
+//! Compiling for TPUs where there is none, and programs that JAX exported, as a user does it. Most
+//! need libtpu, and a `python` with JAX:
+//!
+//! ```text
+//! XENTILE_PJRT_TPU=FILE XENTILE_PJRT_CPU=FILE \
+//!     cargo test -p xentile-tools --test xla_tpu -- --include-ignored
+//! ```
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const MICROBENCH: &str = env!("CARGO_BIN_EXE_microbench");
+const AHEAD: [&str; 4] = ["--backend", "xla:tpu", "--topology", "v6e:2x2"];
+
+fn microbench(arguments: &[&str]) -> Output {
+    Command::new(MICROBENCH)
+        .args(arguments)
+        .env_remove("TPU_SKIP_MDS_QUERY")
+        .output()
+        .expect("microbench starts")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn measure(arguments: &[&str]) -> Value {
+    let output = microbench(&[arguments, &["--json", "-"]].concat());
+    assert!(output.status.success(), "{arguments:?}: {}", stderr(&output));
+    if arguments.contains(&"--topology") {
+        assert_eq!(stderr(&output), "", "libtpu's complaints are kept back");
+    }
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// The error of a run that must end with 2 and say why in one line.
+fn refuse(arguments: &[&str]) -> String {
+    let output = microbench(arguments);
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+    assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "{stderr}");
+    stderr
+}
+
+/// A folder with the programs of tests/tpu/export_kernel.py for f32 logits [16, 256].
+fn exported(platform: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tpu/export_kernel.py");
+    let output = Command::new("python")
+        .arg(script)
+        .arg(folder.path())
+        .args([platform, "16", "256", "8", "16"])
+        .env("JAX_PLATFORMS", "cpu")
+        .output()
+        .expect("python starts");
+    assert!(output.status.success(), "{}", stderr(&output));
+    folder
+}
+
+fn number(report: &Value, place: &str) -> u64 {
+    let number = report.pointer(place).and_then(Value::as_u64);
+    number.unwrap_or_else(|| panic!("{place} is no number in {report}"))
+}
+
+fn path(folder: &Path, name: &str) -> String {
+    folder.join(name).to_str().expect("UTF-8").to_owned()
+}
+
+/// A manifest of a program that no compiler takes.
+fn write_manifest(folder: &Path) -> String {
+    const SHA256: &str = "f20c8a1af897d0fd042cd41cd11a010812765bd09e23f6d506a6a7ed12bc4ae1";
+    std::fs::write(folder.join("p.mlirbc"), b"ML\xefR").unwrap();
+    let manifest = serde_json::json!({
+        "manifest_version": 1,
+        "op": "cross_entropy",
+        "program": "value_and_grad",
+        "file": "p.mlirbc",
+        "sha256": SHA256,
+        "arguments": [{"dtype": "f32", "shape": [16, 256]}, {"dtype": "i32", "shape": [16]}],
+        "results": [{"dtype": "f32", "shape": []}, {"dtype": "f32", "shape": [16, 256]}],
+        "tile": {"time_block": 8, "block_size": 256},
+        "options": {"z_loss": 0.5},
+        "platforms": ["tpu"],
+        "jax_version": "0.12.0",
+        "calling_convention_version": 10,
+    });
+    let path = path(folder, "p.json");
+    std::fs::write(&path, manifest.to_string()).unwrap();
+    path
+}
+
+#[test]
+fn what_cannot_be_compiled_for_a_topology() {
+    for backend in ["cpu", "xla:cpu", "xla:cuda"] {
+        let error = refuse(&["--backend", backend, "--topology", "v6e:2x2"]);
+        let expected = format!(
+            "topology is v6e:2x2; only backend xla:tpu compiles for one, and backend is {backend}"
+        );
+        assert!(error.contains(&expected), "{error}");
+    }
+    let error = refuse(&[&AHEAD[..], &["--impl", "kernel"]].concat());
+    assert!(error.contains("no kernels for xla:tpu in this build; name a program"), "{error}");
+    let missing = ["--impl", "reference", "--plugin", "/nowhere/libtpu.so"];
+    let error = refuse(&[&AHEAD[..], &missing].concat());
+    assert!(error.contains("cannot open the PJRT plug-in /nowhere/libtpu.so"), "{error}");
+}
+
+#[test]
+fn running_needs_a_tpu() {
+    let arguments = ["--backend", "xla:tpu", "--impl", "reference", "--vocab", "100"];
+    if microbench(&arguments).status.success() {
+        return; // There is one.
+    }
+    let error = refuse(&arguments);
+    assert!(error.contains("microbench --topology v6e:2x2 compiles without"), "{error}");
+}
+
+#[test]
+fn libtpu_that_is_missing_says_where_it_was_looked_for() {
+    let output = Command::new(MICROBENCH)
+        .args(AHEAD)
+        .args(["--impl", "reference"])
+        .env_remove("XENTILE_PJRT_TPU")
+        .env("VIRTUAL_ENV", "/nowhere")
+        .output()
+        .unwrap();
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    for piece in ["looked in:", "XENTILE_PJRT_TPU", "/nowhere", "pip install libtpu"] {
+        assert!(stderr.contains(piece), "no {piece} in {stderr}");
+    }
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+}
+
+#[test]
+fn a_program_for_something_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = write_manifest(folder.path());
+    let program = ["--topology", "v6e:2x2", "--program", &manifest];
+    let cases: [(&[&str], &str); 10] = [
+        (
+            &["--time", "17"],
+            "its arguments are tensor<16x256xf32>, tensor<16xi32>; the config's are",
+        ),
+        (&["--dtype", "bf16"], "the config's are tensor<16x256xbf16>, tensor<16xi32>"),
+        (&["--time-block", "4"], "its tile.time_block is 8; the config's is 4"),
+        (&["--set", "options.z_loss=0"], "its options are {\"ignore_index\":-100"),
+        (
+            &["--reduction", "none"],
+            "its program is value_and_grad; the config's is forward_and_backward",
+        ),
+        (
+            &["--set", "options.weights=random"],
+            "tensor<16xi32>; the config's are tensor<16x256xf32>, tensor<16xi32>, tensor<16xf32>",
+        ),
+        (&["--impl", "reference"], "program is set, which is the kernel"),
+        (&["--backend", "cpu"], "program is set; backend cpu runs no programs"),
+        (&["--backend", "xla:cuda"], "topology is v6e:2x2; only backend xla:tpu"),
+        (&["--program", "/nowhere/p.json"], "/nowhere/p.json: cannot read it"),
+    ];
+    for (arguments, message) in cases {
+        let error = match arguments[0] {
+            "--program" => refuse(&[&program[..2], arguments].concat()),
+            _ => refuse(&[&program[..], arguments].concat()),
+        };
+        assert!(error.contains(message), "{error}");
+    }
+    let error = refuse(&["--program", &manifest, "--backend", "xla:cpu"]);
+    assert!(error.contains("its platform is tpu; the config's is cpu"), "{error}");
+    let error = refuse(&["--program", "p_{block_size}.json", "--backend", "xla:tpu"]);
+    assert!(error.contains("has a place for block_size, which is left open"), "{error}");
+
+    std::fs::write(folder.path().join("p.mlirbc"), b"ML\xefR changed").unwrap();
+    let error = refuse(&program);
+    assert!(error.contains("p.mlirbc has the sha256 "), "{error}");
+    let text = std::fs::read_to_string(&manifest).unwrap().replace("z_loss", "zloss");
+    std::fs::write(&manifest, text).unwrap();
+    std::fs::write(folder.path().join("p.mlirbc"), b"ML\xefR").unwrap();
+    let error = refuse(&program);
+    assert!(error.contains("unknown key `options.zloss`; did you mean `z_loss`?"), "{error}");
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn the_dense_program_compiles_for_every_generation() {
+    for topology in ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"] {
+        for dtype in ["f32", "bf16"] {
+            let report = measure(&[
+                "--backend",
+                "xla:tpu",
+                "--topology",
+                topology,
+                "--impl",
+                "reference",
+                "--time",
+                "64",
+                "--vocab",
+                "1003",
+                "--dtype",
+                dtype,
+            ]);
+            assert_eq!(report["topology"], topology);
+            assert!(report["compile_s"].as_f64().unwrap() > 0.0);
+            let unknown = ["first_call_s", "first_run_s", "avg_step_ms", "copy_ms", "loss"];
+            for field in unknown {
+                assert!(report.get(field).is_some_and(Value::is_null), "{field}");
+            }
+            for place in ["mem_after_alloc", "mem_after_run"] {
+                let fields = report[place].as_object().unwrap();
+                assert!(!fields.is_empty() && fields.values().all(Value::is_null), "{place}");
+            }
+            let logits = 64 * 1003 * if dtype == "f32" { 4 } else { 2 };
+            assert!(number(&report, "/compiled/argument_bytes") > 2 * logits);
+            assert!(number(&report, "/compiled/output_bytes") > logits);
+            assert!(number(&report, "/compiled/alias_bytes") >= logits);
+            assert!(number(&report, "/compiled/peak_bytes") > 2 * logits);
+            assert!(number(&report, "/compiled/code_bytes") > 0);
+            assert!(report["compiled"]["temporary_bytes"].is_u64());
+
+            let schedule = &report["schedule"];
+            let parts = schedule["computations"].as_array().unwrap();
+            assert!(parts.iter().any(|part| part["name"] == "TLP") && parts.len() > 2);
+            let sum = parts.iter().map(|part| number(part, "/bundles")).sum::<u64>();
+            assert_eq!(number(schedule, "/bundles"), sum);
+            for unit in
+                ["matmul", "matpush", "xlu", "valu", "vpop", "eup", "vload", "vstore", "salu"]
+            {
+                let most = number(schedule, &format!("/slots_per_bundle/{unit}"));
+                let used = number(schedule, &format!("/slots_used/{unit}"));
+                assert!((1..=8).contains(&most) && used <= most * sum, "{unit}");
+            }
+            assert!(number(schedule, "/slots_used/eup") > 0, "exponentials");
+            assert!(schedule["slots_used"]["vstore_spill"].is_u64());
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn names_that_are_no_topology() {
+    for name in ["v99:2x2", "v6e", "v6e:3x7"] {
+        let error = refuse(&["--backend", "xla:tpu", "--impl", "reference", "--topology", name]);
+        for piece in [name, "it knows v4:2x2x1, v5e:2x2", "INVALID_ARGUMENT"] {
+            assert!(error.contains(piece), "no {piece} in {error}");
+        }
+    }
+    // libtpu divides by what it is given.
+    let error = refuse(&["--backend", "xla:tpu", "--impl", "reference", "--topology", "v6e:0x0"]);
+    assert!(error.contains("libtpu crashed over topology v6e:0x0"), "{error}");
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn the_users_dumps_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let args = format!("--xla_jf_dump_to={} --xla_jf_dump_llo_text=true", folder.path().display());
+    let output = Command::new(MICROBENCH)
+        .args(AHEAD)
+        .args(["--impl", "reference", "--time", "8", "--vocab", "100", "--json", "-"])
+        .env("LIBTPU_INIT_ARGS", args)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(number(&report, "/schedule/bundles") > 0);
+    assert!(std::fs::read_dir(folder.path()).unwrap().count() > 100);
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU, and a python with JAX"]
+fn a_pallas_kernel_compiles_and_is_swept() {
+    let folder = exported("tpu");
+    let manifest = path(folder.path(), "tpu_8.json");
+    let report = measure(&["--program", &manifest, "--topology", "v6e:2x2"]);
+    assert_eq!((&report["backend"], &report["impl"]), (&"xla:tpu".into(), &"kernel".into()));
+    assert_eq!((number(&report, "/time"), number(&report, "/vocab")), (16, 256));
+    assert_eq!((number(&report, "/time_block"), number(&report, "/block_size")), (8, 256));
+    assert_eq!(report["exported"]["sha256"].as_str().unwrap().len(), 64);
+    assert_eq!(number(&report, "/compiled/argument_bytes") / 1024, 16);
+    let parts = report["schedule"]["computations"].as_array().unwrap();
+    let kernel = parts.iter().find(|part| {
+        part["name"].as_str().is_some_and(|name| name.starts_with("cross_entropy_rows"))
+    });
+    let kernel = kernel.unwrap_or_else(|| panic!("no kernel in {parts:?}"));
+    assert!(number(kernel, "/bundles") > 10 && number(kernel, "/slots_used/eup") > 0);
+
+    let grid = path(folder.path(), "grid.yaml");
+    let config = format!(
+        "time_blocks: [8, 16]\nblock_sizes: [256]\nout: {0}/out\n\
+         cell: {{backend: xla:tpu, topology: 'v6e:2x2', time: 16, vocab: 256, dtype: f32, \
+         program: '{0}/tpu_{{time_block}}.json'}}\n",
+        folder.path().display()
+    );
+    std::fs::write(&grid, config).unwrap();
+    let output = microbench(&["sweep", "--config", &grid]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("[2/2] time_block 16 block_size 256: compiled in "));
+    let read = |name: &str| std::fs::read_to_string(folder.path().join("out").join(name)).unwrap();
+    let csv = read("sweep.csv");
+    let [heading, rows @ ..] = &csv.lines().collect::<Vec<_>>()[..] else { panic!("{csv}") };
+    assert_eq!(
+        *heading,
+        "time_block,block_size,status,compile_s,temporary_bytes,peak_bytes,bundles,error"
+    );
+    assert_eq!(rows.len(), 2);
+    for row in rows {
+        let cells: Vec<_> = row.split(',').collect();
+        assert_eq!((cells[2], cells.len()), ("ok", 8), "{row}");
+        assert!(cells[6].parse::<u64>().unwrap() > 10 && cells[5].parse::<u64>().is_ok(), "{row}");
+    }
+    assert!(read("sweep.md").contains("| compile s | temporaries | peak | bundles |"));
+    assert!(read("sweep.svg").contains("compiled for v6e:2x2"));
+    let output = microbench(&["sweep", "--config", &grid, "--set", "update_tuned=true"]);
+    assert!(stderr(&output).contains("without step times no tile is the best"));
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, and a python with JAX"]
+fn an_exported_program_runs() {
+    let folder = exported("cpu");
+    let manifest = path(folder.path(), "cpu_8.json");
+    let same = ["--set", "input.ignored=0.3", "--iters", "2"];
+    let report = measure(&[&["--program", &manifest][..], &same].concat());
+    assert_eq!(report["backend"], "xla:cpu");
+    let native = ["--time", "16", "--vocab", "256", "--dtype", "f32"];
+    let native = measure(&[&native[..], &same].concat());
+    let [found, expected] = [&report, &native].map(|report| report["loss"].as_f64().unwrap());
+    assert!((found - expected).abs() < 1e-5 * expected, "{found} is not {expected}");
+    assert!(report["avg_step_ms"].as_f64().unwrap() > 0.0);
+}
