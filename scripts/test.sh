@@ -11,7 +11,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # In the order of what fails soonest.
-all=(lint host xla-cpu-{0.9.0,0.10.2,0.11.2,0.12.0} pjrt-cpu gradcheck real-text readme asan miri fuzz neon)
+all=(lint host xla-cpu-{0.9.0,0.10.2,0.11.2,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme asan miri fuzz neon)
 
 tiers=("$@")
 ((${#tiers[@]})) || tiers=("${all[@]}")
