@@ -24,6 +24,8 @@ const HEAD: usize = MAGIC.len() + 2 * HASH;
 /// the caller adds, such as the version of a library of custom calls. It is written under another
 /// name and renamed, so that none is ever half there.
 ///
+/// Nothing is ever removed; a file that is deleted is compiled anew when it is wanted.
+///
 /// Nothing about a cache is fatal: what cannot be loaded is compiled and stored again, what cannot
 /// be stored is compiled each time, and a [`CacheError`] tells of both.
 #[derive(Clone, Debug)]

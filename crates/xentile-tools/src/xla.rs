@@ -57,6 +57,15 @@ impl Session {
         let client = plugin.client(options).with_context(|| {
             format!("{} opened, but gives no client{remedy}", plugin.path().display())
         })?;
+        // One of another platform would run, and be reported as what it is not.
+        if let Ok(its) = client.platform_name()?.parse::<Platform>() {
+            ensure!(
+                its == platform,
+                "the plug-in {} runs xla:{its} and not xla:{platform}; name that backend, or another \
+                 plug-in",
+                plugin.path().display()
+            );
+        }
         let variable = || std::env::var_os(CACHE_VARIABLE).filter(|value| !value.is_empty());
         let cache = cache.map(PathBuf::from).or_else(|| variable().map(PathBuf::from));
         // SAFETY: the flag's documentation says that nothing else writes there.
@@ -149,20 +158,9 @@ impl Session {
             return Ok(());
         }
         let needed = program.executable().memory_stats().ok().and_then(|stats| stats.needed());
-        match needed.zip(memory::available_bytes()) {
-            Some((needed, available)) if needed > available => Err(Error::OutOfMemory {
-                requested: Some(needed),
-                available: Some(available),
-                limit: None,
-                code: Code::ResourceExhausted,
-                message: "the program was compiled and not run, as its results and temporaries \
-                          do not fit the machine's memory"
-                    .into(),
-                function: "PJRT_LoadedExecutable_Execute",
-            }
-            .into()),
-            _ => Ok(()),
-        }
+        needed.zip(memory::available_bytes()).map_or(Ok(()), |(needed, available)| {
+            fits(needed, available).map_err(anyhow::Error::from)
+        })
     }
 }
 
@@ -173,6 +171,23 @@ pub(crate) fn describe(plugin: Plugin, platform: &str, version: &str) -> String 
     format!("{file}, PJRT {}, {platform} {version}", plugin.version())
 }
 
+/// The error of a run that takes `needed` bytes where `available` are.
+fn fits(needed: u64, available: u64) -> pjrt_client::Result {
+    if needed <= available {
+        return Ok(());
+    }
+    Err(Error::OutOfMemory {
+        requested: Some(needed),
+        available: Some(available),
+        limit: None,
+        code: Code::ResourceExhausted,
+        message: "the program was compiled and not run, as its results and temporaries \
+                          do not fit the machine's memory"
+            .into(),
+        function: "PJRT_LoadedExecutable_Execute",
+    })
+}
+
 /// XLA's name for a platform, where handlers are registered.
 fn registry_name(platform: Platform) -> &'static str {
     match platform {
@@ -180,5 +195,20 @@ fn registry_name(platform: Platform) -> &'static str {
         Platform::Cuda => "CUDA",
         // There are no custom calls on others.
         _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_said_with_both_figures() {
+        fits(5, 5).unwrap();
+        let error = fits(3 << 30, 1 << 30).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");
+        let text = error.to_string();
+        let expected = "out of device memory: 3.00 GiB asked for; 1.00 GiB available: ";
+        assert!(text.contains(expected), "{text}");
     }
 }
