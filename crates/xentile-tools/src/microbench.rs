@@ -712,9 +712,11 @@ impl Report {
         let figure = |figure: Option<f64>, digits: usize| {
             figure.map_or("not told".to_owned(), |figure| format!("{figure:.digits$}"))
         };
+        let is_loaded = self.from_cache == Some(true);
+        let made = if is_loaded { "loading from the cache" } else { "compiling" };
         let compiling = self
             .compile_s
-            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it compiling"));
+            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it {made}"));
         line("first call", format!("{} s{compiling}", figure(self.first_call_s, 3)))?;
         line(
             "step",
