@@ -29,6 +29,14 @@ pub use library::code_bytes;
 
 use std::ffi::c_void;
 
+/// Checks that there is a driver that runs the kernels, and a GPU.
+///
+/// # Errors
+/// There is not: what is missing, or too old.
+pub fn available() -> Result<()> {
+    driver::Driver::get().map(drop)
+}
+
 /// Checks that `address` is one that kernels read vectors from.
 fn check_alignment(name: &'static str, address: *const c_void) -> Result<()> {
     if address.addr().is_multiple_of(16) {
