@@ -46,8 +46,12 @@ fn check_alignment(name: &'static str, address: *const c_void) -> Result<()> {
     }
 }
 
-/// Checks that two arrays of `bytes` are one, or apart.
-fn check_places(
+/// Checks that an argument and a result of `bytes` each, with their names, begin where kernels read
+/// vectors from, and are one or apart, as every pass that has both asks of them.
+///
+/// # Errors
+/// They overlap in part, or begin at no multiple of 16.
+pub fn check_places(
     (name, argument): (&'static str, *const c_void),
     (other, result): (&'static str, *mut c_void),
     bytes: usize,

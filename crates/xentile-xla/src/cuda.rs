@@ -27,9 +27,18 @@ pub(crate) fn to_dtype(name: &str, dtype: DType) -> Result<xentile::DType> {
     }
 }
 
-/// Checks that the result `name` has the dtype of the argument that it is computed from.
-pub(crate) fn check_dtype(name: &str, argument: DType, result: DType) -> Result {
-    if result == argument { Ok(()) } else { Err(dtype::wrong(name, result, &argument.to_string())) }
+/// Checks that a result of the shape of the argument that it is computed from, each with its name,
+/// has its dtype too, and lies in its place or apart.
+pub(crate) fn check_result(
+    (name, argument): (&'static str, Any),
+    (other, result): (&'static str, &AnyMut),
+) -> Result {
+    if result.dtype() != argument.dtype() {
+        return Err(dtype::wrong(other, result.dtype(), &argument.dtype().to_string()));
+    }
+    let bytes = argument.elements() * argument.dtype().size();
+    let (argument, result) = ((name, argument.as_ptr().cast_const()), (other, result.as_ptr()));
+    xentile_cuda::check_places(argument, result, bytes).map_err(failed)
 }
 
 /// The error of a kernel, with XLA's code for it.

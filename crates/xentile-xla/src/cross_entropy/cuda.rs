@@ -7,7 +7,7 @@ use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, To
 use xla_ffi::{Context, DType, Result, Stage};
 
 use super::{Options, shape_of, wrong_labels};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_dtype, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
 use crate::table::{CUDA, target_list};
 
 target_list! {
@@ -89,7 +89,7 @@ fn backward(
 ) -> Result {
     let shape = shape_of!(logits => dlogits; labels, lse, lse_low, dloss, dlogps, dlse)?;
     let call = Call::new(&options, shape, logits, labels, context)?;
-    check_dtype("dlogits", logits.dtype(), dlogits.dtype())?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
     let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
     let cotangents = Cotangents {
         loss: dloss.as_ptr().cast(),
@@ -118,7 +118,7 @@ fn fused(
 ) -> Result {
     let shape = shape_of!(logits => dlogits; labels, dloss, loss, lse, lse_low)?;
     let call = Call::new(&options, shape, logits, labels, context)?;
-    check_dtype("dlogits", logits.dtype(), dlogits.dtype())?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
         logps: null_mut(),

@@ -4,7 +4,7 @@ use xentile_cuda::scale::Scale;
 use xla_ffi::{Context, Result, Stage};
 
 use super::check;
-use crate::cuda::{Any, AnyMut, Floats, TRAITS, check_dtype, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, TRAITS, check_result, failed, to_dtype};
 use crate::table::{CUDA, target_list};
 
 target_list! {
@@ -22,7 +22,7 @@ target_list! {
 fn times(x: Any, factor: Floats, scaled: AnyMut, context: Context) -> Result {
     check(x.dims(), factor.dims(), scaled.dims())?;
     let dtype = to_dtype("x", x.dtype())?;
-    check_dtype("scaled", x.dtype(), scaled.dtype())?;
+    check_result(("x", x), ("scaled", &scaled))?;
     if x.elements() == 0 {
         return Ok(());
     }
