@@ -140,7 +140,7 @@ impl Kernel {
     /// An option outside its range, or a vocabulary beyond `i32`.
     pub fn new(options: CrossEntropy, shape: LogitsShape, dtype: DType) -> Result<Self> {
         options.validate()?;
-        if i32::try_from(shape.vocab()).is_err() {
+        if shape.tokens() > 0 && i32::try_from(shape.vocab()).is_err() {
             return Err(Error::Vocabulary { vocab: shape.vocab() });
         }
         Ok(Self { options, shape, dtype, time_block: None, block_size: None })
