@@ -1,4 +1,4 @@
-//! Compiles `kernels/*.cu` to one fat binary, which the library embeds.
+//! With the feature `kernels`, compiles `kernels/*.cu` to one fat binary, which the library embeds.
 //!
 //! The compiler is `XENTILE_NVCC`, else that of `CUDA_HOME`, else the one in `PATH`, else the one
 //! that wheels put into the project's virtual environment. `XENTILE_CUDA_ARCHS`, such as `90a` or
@@ -48,6 +48,9 @@ fn build() -> Result<(), String> {
     }
     for path in ["build.rs", "kernels", "src/mirror.rs", "src/cross_entropy", "src/scale"] {
         println!("cargo::rerun-if-changed={path}");
+    }
+    if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {
+        return Ok(());
     }
     let package = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
     let nvcc = find_nvcc(&package)?;

@@ -10,7 +10,10 @@ use crate::{Error, Result};
 /// The oldest version of CUDA that runs the embedded code: a driver runs what is compiled for its
 /// own major version or an older one. Nor are all functions below in drivers before 12.8.
 const NEEDED: i32 = {
-    let compiled_by = number(env!("XENTILE_CUDA_VERSION")) / 1000 * 1000;
+    let compiled_by = match option_env!("XENTILE_CUDA_VERSION") {
+        Some(version) => number(version) / 1000 * 1000,
+        None => 0,
+    };
     if compiled_by > 12_080 { compiled_by } else { 12_080 }
 };
 

@@ -9,6 +9,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
+    /// The kernels were not compiled.
+    #[error(
+        "there are no CUDA kernels in this build; the feature `kernels` of xentile-cuda adds them"
+    )]
+    NoKernels,
     /// The driver's library is not there, or lacks something.
     #[error(
         "no CUDA driver: {reason}; install NVIDIA's driver for CUDA {} or later",

@@ -2,8 +2,8 @@
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
 //! ([`cross_entropy`], [`scale`](mod@scale)). The build script compiles the kernels for every
-//! architecture from Ampere on and embeds the code. It needs CUDA's compiler; running needs NVIDIA's
-//! driver alone, which is opened by the first call, so that a program with this library starts on
+//! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
+//! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and is told there what is missing.
 //!
 //! A launch is one call of the driver on the caller's stream: nothing is allocated and nothing waits.
@@ -25,15 +25,15 @@ pub mod scale;
 
 pub use device::{Device, Limits};
 pub use error::{Error, Result};
-pub use library::code_bytes;
 
 use std::ffi::c_void;
 
-/// Checks that there is a driver that runs the kernels, and a GPU.
+/// Checks that there are kernels in this library, a driver that runs them, and a GPU.
 ///
 /// # Errors
-/// There is not: what is missing, or too old.
+/// There are not: what is missing, or too old.
 pub fn available() -> Result<()> {
+    library::code()?;
     driver::Driver::get().map(drop)
 }
 

@@ -4,19 +4,25 @@ use std::ffi::CString;
 use std::sync::OnceLock;
 
 use crate::driver::{Driver, Kernel, KernelAttribute, Library, RawStream};
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
-/// Aligned as the driver reads it.
-#[repr(C, align(64))]
-struct Aligned<T: ?Sized>(T);
+/// The embedded code, for all architectures.
+#[cfg(feature = "kernels")]
+const CODE: Option<&[u8]> = {
+    /// Aligned as the driver reads it.
+    #[repr(C, align(64))]
+    struct Aligned<T: ?Sized>(T);
 
-static CODE: &Aligned<[u8]> =
-    &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
+    static EMBEDDED: &Aligned<[u8]> =
+        &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
+    Some(&EMBEDDED.0)
+};
+#[cfg(not(feature = "kernels"))]
+const CODE: Option<&[u8]> = None;
 
-/// Bytes of the embedded code, for all architectures.
-#[must_use]
-pub fn code_bytes() -> usize {
-    CODE.0.len()
+/// The code that the build script compiled.
+pub(crate) fn code() -> Result<&'static [u8]> {
+    CODE.ok_or(Error::NoKernels)
 }
 
 /// The kernel `name`, loaded into the context of `stream`, with leave to take all the dynamic shared
@@ -26,9 +32,9 @@ pub fn code_bytes() -> usize {
 /// `stream` is a stream of `device`.
 pub(crate) unsafe fn kernel(name: &str, device: &Device, stream: RawStream) -> Result<Kernel> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    let driver = Driver::get()?;
+    let (driver, code) = (Driver::get()?, code()?);
     // SAFETY: the build script made it one.
-    let library = LIBRARY.get_or_init(|| unsafe { driver.load_library(&CODE.0) }).clone()?;
+    let library = LIBRARY.get_or_init(|| unsafe { driver.load_library(code) }).clone()?;
     let name = CString::new(name).unwrap_or_default();
     let kernel = driver.kernel(library, &name)?;
     // SAFETY: passed on from this function's contract.

@@ -47,9 +47,11 @@ pub(crate) fn failed(error: xentile_cuda::Error) -> Error {
     let message = error.to_string();
     match error {
         E::Driver { .. } => Error::internal(message),
-        E::NoDriver { .. } | E::DriverTooOld { .. } | E::NoDevice | E::DeviceTooOld { .. } => {
-            Error::failed_precondition(message)
-        }
+        E::NoKernels
+        | E::NoDriver { .. }
+        | E::DriverTooOld { .. }
+        | E::NoDevice
+        | E::DeviceTooOld { .. } => Error::failed_precondition(message),
         _ => Error::invalid_argument(message),
     }
 }

@@ -275,3 +275,166 @@ fn shared_bytes(warps: u32, ctas: u32, slots: u32, chunk_vectors: u32) -> u32 {
 fn per_vector(dtype: DType) -> u32 {
     VECTOR_BYTES / dtype.size_bytes() as u32
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOPPER: Limits =
+        Limits { multiprocessors: 132, shared_bytes_per_block: 232_448, clusters: true };
+    const SMALL: Limits = Limits { shared_bytes_per_block: 101_376, ..HOPPER };
+    const AMPERE: Limits =
+        Limits { multiprocessors: 108, shared_bytes_per_block: 166_912, clusters: false };
+    const PASSES: [Pass; 3] = [Pass::Forward, Pass::Backward, Pass::Fused];
+    const VOCABS: [usize; 18] = [
+        1,
+        7,
+        8,
+        33,
+        255,
+        1003,
+        4096,
+        10_007,
+        32_000,
+        50_257,
+        65_536,
+        128_256,
+        151_643,
+        151_936,
+        262_144,
+        1_000_003,
+        50_000_000,
+        2_147_483_647,
+    ];
+
+    fn plan(limits: Limits, shape: Shape, tile: [Option<usize>; 2]) -> Plan {
+        let tuned = tuned(tuned_tiles(TUNED), "NVIDIA H200", shape);
+        Planner::new(limits, shape).plan(tuned, tile[0], tile[1])
+    }
+
+    fn fused(dtype: DType, vocab: usize) -> Shape {
+        Shape { pass: Pass::Fused, dtype, vocab }
+    }
+
+    /// What kernels/ring.cuh takes for granted.
+    fn check(limits: Limits, shape: Shape, ring: Ring) {
+        let Ring { warps, ctas, chunk_vectors, chunks, slots, time_block, shared_bytes } = ring;
+        let what = format!("{shape:?}: {ring:?}");
+        assert!((1..=16).contains(&warps) && [1, 2, 4, 8].contains(&ctas), "{what}");
+        assert!(
+            chunk_vectors > 0 && chunk_vectors.is_multiple_of(LINE) && time_block > 0,
+            "{what}"
+        );
+        // Every vector has a place, with the most that may come before a row's own.
+        let per = per_vector(shape.dtype) as usize;
+        let lines = (shape.vocab * shape.dtype.size_bytes()).is_multiple_of(128);
+        let vectors = shape.vocab / per + if lines { 0 } else { 7 };
+        let held = u64::from(ring.step_vectors()) * u64::from(chunks);
+        assert!(chunks > 0 && held >= vectors as u64, "{what}");
+        assert!(slots <= 32 && slots / chunks + 1 < MAX_ROWS, "{what}");
+        assert!(slots >= if shape.pass == Pass::Fused { chunks + 1 } else { 2 }, "{what}");
+        assert!(shared_bytes <= limits.shared_bytes_per_block, "{what}");
+        let bytes = warps * slots * chunk_vectors * 16
+            + 4 * ctas * warps * 16
+            + warps * 8 * 64
+            + warps * slots * 8
+            + 4 * 8;
+        assert_eq!(shared_bytes, bytes, "{what}");
+    }
+
+    #[test]
+    fn what_was_measured_best_on_an_h200_is_planned_for_it() {
+        for (dtype, vocab, [warps, ctas, chunks, slots]) in [
+            (DType::Bf16, 32_000, [12, 1, 1, 3]),
+            (DType::Bf16, 50_257, [12, 1, 2, 4]),
+            (DType::Bf16, 128_256, [16, 2, 4, 6]),
+            (DType::Bf16, 151_643, [12, 2, 5, 7]),
+            (DType::Bf16, 151_936, [12, 2, 5, 7]),
+            (DType::Bf16, 262_144, [16, 4, 4, 6]),
+            (DType::F32, 151_643, [12, 4, 5, 7]),
+            // By the rule: f16 was not measured.
+            (DType::F16, 151_643, [12, 2, 5, 7]),
+            (DType::F16, 50_257, [12, 1, 2, 4]),
+        ] {
+            let shape = fused(dtype, vocab);
+            let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else { panic!("{shape:?}") };
+            check(HOPPER, shape, ring);
+            let found = [ring.warps, ring.ctas, ring.chunks, ring.slots];
+            assert_eq!(found, [warps, ctas, chunks, slots], "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn every_plan_is_one_that_kernels_run() {
+        let extents = [None, Some(1), Some(7), Some(1024), Some(30_000), Some(usize::MAX)];
+        for limits in [HOPPER, SMALL] {
+            for pass in PASSES {
+                for dtype in DType::ALL {
+                    for vocab in VOCABS {
+                        for block_size in extents {
+                            let shape = Shape { pass, dtype, vocab };
+                            let plan = plan(limits, shape, [block_size, block_size]);
+                            match plan {
+                                Plan::Ring(ring) => check(limits, shape, ring),
+                                Plan::Plain => assert_eq!(pass, Pass::Fused, "{shape:?}"),
+                            }
+                            assert!(plan.tile(dtype).block_size() > 0);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_no_cluster_holds_and_gpus_without_clusters_are_plain() {
+        // Eight CTAs of an H200 hold rows of 1.2 MB and what is on its way.
+        assert!(matches!(plan(HOPPER, fused(DType::Bf16, 600_000), [None; 2]), Plan::Ring(_)));
+        assert_eq!(plan(HOPPER, fused(DType::Bf16, 1_000_003), [None; 2]), Plan::Plain);
+        for pass in PASSES {
+            let shape = Shape { pass, dtype: DType::F32, vocab: 50_257 };
+            assert_eq!(plan(AMPERE, shape, [Some(4), Some(512)]), Plan::Plain);
+        }
+    }
+
+    #[test]
+    fn a_tile_that_is_asked_for_is_the_one_used_where_it_fits() {
+        for pass in PASSES {
+            let shape = Shape { pass, dtype: DType::Bf16, vocab: 50_257 };
+            let given = |time_block, block_size| {
+                plan(HOPPER, shape, [Some(time_block), Some(block_size)]).tile(DType::Bf16)
+            };
+            for time_block in [1, 3, 64] {
+                assert_eq!(given(time_block, 1).time_block(), time_block);
+            }
+            let columns = [1, 5_000, 10_000, 20_000].map(|columns| given(1, columns).block_size());
+            assert!(columns.is_sorted() && columns[0] < columns[3], "{pass:?}: {columns:?}");
+            // A step is a multiple of what one line for each warp moves.
+            for (asked, found) in [5_000, 10_000, 20_000].into_iter().zip(&columns[1..]) {
+                assert!(found.abs_diff(asked) < 12 * 2 * 64, "{pass:?}: {asked} became {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tile_of_the_device_itself_comes_before_a_nearer_one() {
+        let row = |vocab, device: &str| TunedTile {
+            dtype: "bf16".into(),
+            vocab,
+            time_block: 1,
+            block_size: vocab,
+            device: device.into(),
+            pass: Some("fused".into()),
+            warps: Some(12),
+            cluster: Some(1),
+        };
+        let rows = [row(1000, "a"), row(1010, "b"), row(1500, "b")];
+        let find = |device, vocab| tuned(&rows, device, fused(DType::Bf16, vocab)).cloned();
+        assert_eq!(find("a", 1001), Some(rows[0].clone()));
+        assert_eq!(find("b", 1001), Some(rows[1].clone()));
+        assert_eq!(find("c", 1001), Some(rows[0].clone()));
+        assert_eq!(find("c", 1200), None);
+        let forward = Shape { pass: Pass::Forward, ..fused(DType::Bf16, 1000) };
+        assert_eq!(tuned(&rows, "a", forward), None);
+    }
+}
