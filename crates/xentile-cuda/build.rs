@@ -17,11 +17,20 @@ use std::process::{Command, ExitCode};
 mod mirror;
 #[path = "src/cross_entropy/arguments.rs"]
 mod cross_entropy;
+#[path = "src/driver/abi.rs"]
+mod driver;
 #[path = "src/scale/arguments.rs"]
 mod scale;
 
 /// Structs that both languages know.
-const MIRRORED: [mirror::Layout; 2] = [cross_entropy::Arguments::LAYOUT, scale::Arguments::LAYOUT];
+const LAYOUTS: [mirror::Layout; 4] = [
+    cross_entropy::Arguments::LAYOUT,
+    scale::Arguments::LAYOUT,
+    driver::LaunchConfig::LAYOUT,
+    driver::LaunchAttribute::LAYOUT,
+];
+/// Numbers that both know.
+const NUMBERS: [&[(&str, i64)]; 2] = [cross_entropy::NUMBERS, driver::NUMBERS];
 
 /// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
 const ARCHITECTURES: &str = "80,90a,100a,120";
@@ -46,7 +55,9 @@ fn build() -> Result<(), String> {
     for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    for path in ["build.rs", "kernels", "src/mirror.rs", "src/cross_entropy", "src/scale"] {
+    for path in
+        ["build.rs", "kernels", "src/mirror.rs", "src/cross_entropy", "src/driver", "src/scale"]
+    {
         println!("cargo::rerun-if-changed={path}");
     }
     if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {
@@ -99,12 +110,18 @@ fn build() -> Result<(), String> {
 
 /// One source of all kernels, with what the two languages must agree on.
 fn program(kernels: &Path) -> Result<String, String> {
-    let mut program = String::from("#include <cstddef>\n");
+    let mut program = String::from("#include <cstddef>\n#include <cuda.h>\n");
     for file in files(kernels)?.iter().filter(|file| file.extension() == Some(OsStr::new("cu"))) {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         _ = writeln!(program, "#include \"{name}\"");
     }
-    for mirror::Layout { name, size, offsets } in MIRRORED {
+    // Not all architectures have all kernels; the newest have.
+    program.push_str("#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900\n");
+    for (name, value) in NUMBERS.into_iter().flatten() {
+        _ = writeln!(program, "static_assert({name} == {value});");
+    }
+    program.push_str("#endif\n");
+    for mirror::Layout { name, size, offsets } in LAYOUTS {
         _ = writeln!(program, "static_assert(sizeof({name}) == {size});");
         for (field, offset) in offsets {
             _ = writeln!(program, "static_assert(offsetof({name}, {field}) == {offset});");

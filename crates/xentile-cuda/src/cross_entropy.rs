@@ -411,7 +411,7 @@ struct Ready {
 }
 
 fn plain_extent(ctas: u32) -> Extent {
-    Extent { ctas, threads: plan::PLAIN_THREADS, shared_bytes: 0, cluster: None }
+    Extent { ctas, threads: arguments::PLAIN_THREADS, shared_bytes: 0, cluster: None }
 }
 
 impl plan::Ring {

@@ -1,11 +1,14 @@
 //! The functions of NVIDIA's driver that launch kernels, from the library that it installs.
 
+mod abi;
+
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 use crate::{Error, Result};
+use abi::{LaunchAttribute, LaunchConfig, NO_DEVICE, SUCCESS};
 
 /// The oldest version of CUDA that runs the embedded code: a driver runs what is compiled for its
 /// own major version or an older one. Nor are all functions below in drivers before 12.8.
@@ -18,9 +21,6 @@ const NEEDED: i32 = {
 };
 
 const LIBRARY: &str = "libcuda.so.1";
-
-const SUCCESS: c_int = 0;
-const NO_DEVICE: c_int = 100;
 
 /// A device, by the driver's number.
 pub(crate) type DeviceNumber = c_int;
@@ -103,45 +103,24 @@ handles! {
 /// `CUstream`, which the caller owns.
 pub(crate) type RawStream = *mut c_void;
 
-/// What is asked of a device: the numbers of a `CUdevice_attribute`.
+/// What is asked of a device.
 #[derive(Clone, Copy)]
 #[repr(u32)]
 pub(crate) enum DeviceAttribute {
-    Multiprocessors = 16,
-    CapabilityMajor = 75,
-    CapabilityMinor = 76,
-    SharedBytesPerBlock = 97,
-    Clusters = 120,
+    Multiprocessors = abi::MULTIPROCESSORS,
+    CapabilityMajor = abi::CAPABILITY_MAJOR,
+    CapabilityMinor = abi::CAPABILITY_MINOR,
+    SharedBytesPerBlock = abi::SHARED_BYTES_PER_BLOCK,
+    Clusters = abi::CLUSTER_LAUNCH,
 }
 
-/// What is asked of a kernel: the numbers of a `CUfunction_attribute`.
+/// What is asked of a kernel.
 #[derive(Clone, Copy)]
 #[repr(u32)]
 pub(crate) enum KernelAttribute {
-    StaticSharedBytes = 1,
-    MaxDynamicSharedBytes = 8,
+    StaticSharedBytes = abi::STATIC_SHARED_BYTES,
+    MaxDynamicSharedBytes = abi::MAX_DYNAMIC_SHARED_BYTES,
 }
-
-/// `CUlaunchConfig`.
-#[repr(C)]
-struct LaunchConfig {
-    grid: [c_uint; 3],
-    block: [c_uint; 3],
-    shared_bytes: c_uint,
-    stream: RawStream,
-    attributes: *const LaunchAttribute,
-    attribute_count: c_uint,
-}
-
-/// `CUlaunchAttribute`.
-#[repr(C)]
-struct LaunchAttribute {
-    id: c_uint,
-    padding: c_uint,
-    value: [c_uint; 16],
-}
-
-const CLUSTER_DIMENSION: c_uint = 4;
 
 /// The extents of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -159,14 +138,18 @@ impl Extent {
     fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
         let mut value = [0; 16];
         value[..3].copy_from_slice(&[self.cluster.unwrap_or(1), 1, 1]);
-        let cluster = LaunchAttribute { id: CLUSTER_DIMENSION, padding: 0, value };
+        let cluster = LaunchAttribute { id: abi::CLUSTER_DIMENSION, pad: [0; 4], value };
         body(&LaunchConfig {
-            grid: [self.ctas, 1, 1],
-            block: [self.threads, 1, 1],
-            shared_bytes: self.shared_bytes,
-            stream,
-            attributes: &raw const cluster,
-            attribute_count: self.cluster.is_some().into(),
+            gridDimX: self.ctas,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes,
+            hStream: stream,
+            attrs: &raw const cluster,
+            numAttrs: self.cluster.is_some().into(),
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Structs that kernels take, declared once more in CUDA C++. The build script holds the two
+//! Structs and numbers that are declared once more in C++. The build script holds the two
 //! declarations against each other, so that one that changed alone does not compile.
 
 /// How a struct lies in memory.
@@ -30,5 +30,16 @@ macro_rules! mirror {
                 offsets: &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*],
             };
         }
+    };
+}
+
+/// Numbers of C++, and `NUMBERS` with all of them.
+macro_rules! numbers {
+    ($($name:ident: $type:ty = $cpp:ident, $value:literal;)*) => {
+        $(#[allow(dead_code, reason = "some are for the build script alone")]
+        pub(crate) const $name: $type = $value;)*
+
+        #[allow(dead_code, reason = "the build script reads it")]
+        pub(crate) const NUMBERS: &[(&str, i64)] = &[$((stringify!($cpp), $value),)*];
     };
 }

@@ -1,4 +1,4 @@
-//! What kernels of cross-entropy take.
+//! What kernels of cross-entropy take, and what planning knows of them.
 
 use std::ffi::c_void;
 
@@ -31,4 +31,12 @@ mirror! {
         slots: u32,
         lead: u32,
     }
+}
+
+// See kernels/ring.cuh, row.cuh and plain.cuh.
+numbers! {
+    TABLES: u32 = kTables, 4;
+    MAX_ROWS: u32 = kRows, 8;
+    LINE: u32 = kLine, 8;
+    PLAIN_THREADS: u32 = kPlainThreads, 512;
 }

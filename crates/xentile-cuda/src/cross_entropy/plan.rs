@@ -3,12 +3,14 @@
 //!
 //! A cluster of `ctas` CTAs of `warps` warps takes a row at a time, cut into chunks of
 //! `chunk_vectors` vectors (16 bytes each) that the warps hold in turns, each in a ring of `slots`
-//! chunks of its own. The fused pass needs a row and a chunk in the ring, and is fastest with one
+//! chunks of its own. Chunks are whole lines of memory, and fewer than `MAX_ROWS` rows are in a ring
+//! at a time. The fused pass needs a row and a chunk in the ring, and is fastest with one
 //! chunk more; the passes that look at a chunk once need two.
 
 use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
+use super::arguments::{LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
 use crate::{Device, Limits};
 
 /// The name of this operation's table of tuned tiles.
@@ -17,19 +19,14 @@ const TUNED: &str = "cross_entropy.cuda";
 /// How much the logarithms of two vocabularies may differ for one to be worked on as the other.
 const NEAR: f64 = 0.02;
 
-/// Threads of a CTA of the plain schedule, and how many CTAs of it a multiprocessor is given.
-pub(crate) const PLAIN_THREADS: u32 = 512;
+/// CTAs of the plain schedule that a multiprocessor is given.
 pub(crate) const PLAIN_CTAS: u32 = 3;
 
-/// Chunks are multiples of this many vectors: lines of memory.
-const LINE: u32 = 8;
 const VECTOR_BYTES: u32 = 16;
 /// CTAs of a cluster.
 const CTAS: [u32; 4] = [1, 2, 4, 8];
 /// Slots of a warp's ring, at most.
 const MAX_SLOTS: u32 = 32;
-/// Rows that are in a ring at a time are fewer than this.
-const MAX_ROWS: u32 = 8;
 /// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
 const USUAL_CHUNKS: u32 = 6;
 const MAX_CHUNKS: u32 = MAX_SLOTS - 2;
@@ -262,7 +259,6 @@ impl Planner {
 /// Shared memory of a CTA, as `RingLayout` of kernels/ring.cuh divides it: slots, tables of parts,
 /// rows, and barriers for both.
 fn shared_bytes(warps: u32, ctas: u32, slots: u32, chunk_vectors: u32) -> u32 {
-    const TABLES: u32 = 4;
     const PART_BYTES: u32 = 16;
     const ROW_BYTES: u32 = 64;
     const BARRIER_BYTES: u32 = 8;
