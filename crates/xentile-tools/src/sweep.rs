@@ -690,21 +690,36 @@ impl Sweep<'_> {
             time_block: best.time_block,
             block_size: best.block_size,
             device: self.machine.processor.clone(),
+            pass: None,
+            warps: None,
+            cluster: None,
         };
         let mut tiles = read_tuned(file)?;
-        let same = |old: &&mut TunedTile| old.dtype == tile.dtype && old.vocab == tile.vocab;
+        let same = |old: &&mut TunedTile| {
+            (&old.dtype, old.vocab, &old.pass) == (&tile.dtype, tile.vocab, &tile.pass)
+        };
         match tiles.iter_mut().find(same) {
             Some(old) => *old = tile,
             None => tiles.push(tile),
         }
         let mut text = String::new();
-        for TunedTile { dtype, vocab, time_block, block_size, device } in tiles {
+        for TunedTile { dtype, vocab, time_block, block_size, device, pass, warps, cluster } in
+            tiles
+        {
             // A JSON string is a YAML one, whatever the processor is called.
             let device = Value::from(device);
+            let gpu: String = [
+                pass.map(|pass| format!(", pass: {pass}")),
+                warps.map(|warps| format!(", warps: {warps}")),
+                cluster.map(|cluster| format!(", cluster: {cluster}")),
+            ]
+            .into_iter()
+            .flatten()
+            .collect();
             _ = writeln!(
                 text,
                 "- {{dtype: {dtype}, vocab: {vocab}, time_block: {time_block}, \
-                 block_size: {block_size}, device: {device}}}"
+                 block_size: {block_size}, device: {device}{gpu}}}"
             );
         }
         write_whole(file, text.as_bytes())
