@@ -1,5 +1,8 @@
 """Compiles the library of custom calls with cargo and puts it into the wheel.
 
+With XENTILE_CUDA=1 in the environment it has kernels for NVIDIA GPUs too, which takes CUDA's
+compiler; the wheel then serves machines with and without a GPU.
+
 The library is plain C with no Python in it, so that one wheel serves every Python of a platform.
 """
 
@@ -48,6 +51,11 @@ def compile_library(workspace: Path) -> Path:
             "later (https://rustup.rs), or set CARGO to its path"
         )
     command = [cargo, "build", "--release", "--package", CRATE, "--message-format", "json"]
+    wanted = os.environ.get("XENTILE_CUDA", "0")
+    if wanted not in ("0", "1"):
+        raise RuntimeError(f"XENTILE_CUDA is {wanted!r}; it must be 1 for CUDA kernels, 0 for none")
+    if wanted == "1":
+        command += ["--features", "cuda"]
     # What cargo has to say goes to the terminal, by way of standard error.
     build = subprocess.run(command, cwd=workspace, stdout=subprocess.PIPE, text=True, check=False)
     if build.returncode != 0:
