@@ -1,8 +1,8 @@
 """Where the tests run, which of them apply there, and fresh random inputs for each.
 
-XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is placed
-there. What does not apply on a platform or with so few devices is listed by name at the end of the
-run, with the reason.
+XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
+placed there. What does not apply on a platform or with so few devices is listed by name at the end
+of the run, with the reason.
 """
 
 import os

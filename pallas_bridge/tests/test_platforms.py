@@ -140,8 +140,7 @@ def test_a_branch_for_each_platform(rng: np.random.Generator, both: None) -> Non
     for platforms in (("cpu",), ("cuda",), ("cpu", "cuda"), ("tpu",)):
         expected = platforms != ("tpu",)
         assert bool(targets(lowered(jax.value_and_grad(f), *platforms))) == expected
-    # Derived by JAX, branches no longer say which platforms they are for.
-    assert targets(lowered(f, "cpu", "cuda", "tpu"))
+    assert targets(lowered(jax.value_and_grad(f), "cpu", "cuda", "tpu"))
     assert not targets(lowered(only_cuda, "tpu")) and targets(lowered(only_cuda, "cuda"))
     logits = jnp.asarray(rng.normal(size=(6, 50)), jnp.float32)
     labels = jnp.asarray(rng.integers(0, 50, 6), jnp.int32)
@@ -174,22 +173,26 @@ def test_a_mesh_lowers_for_cuda(both: None) -> None:
 
 def test_built_without_cuda_says_how_to_build_with_it(host_only: None) -> None:
     for f in (cross_entropy, jax.grad(lambda x, y: cross_entropy_per_token(x, y)[0].sum())):
-        for platforms in (("cuda",), ("cpu", "cuda")):
+        for platforms in (("cuda",), ("cuda", "tpu")):
             message = (
-                r"cross_entropy: no kernel for platform cuda: .* built without \(it has kernels "
+                r"cross_entropy: no kernel for platform cuda.*: .* built without \(it has kernels "
                 r"for cpu\): run `XENTILE_CUDA=1 pip install .*reference"
             )
             with pytest.raises(pallas_bridge.LibraryError, match=message):
                 lowered(f, *platforms)
     lowered(partial(cross_entropy, implementation="reference"), "cuda")
+    # What is exported here may run elsewhere.
+    lowered(cross_entropy, "cpu", "cuda")
     assert "cuda: None: the library was built without: run `XENTILE_CUDA=1" in str(
         pallas_bridge.info()
     )
 
 
 def test_other_platforms_are_refused_by_name(both: None) -> None:
-    for platforms in (("tpu",), ("cpu", "tpu"), ("rocm",)):
-        message = rf"no kernel for platform {platforms[-1]} \(there are kernels for cpu, cuda\)"
+    for platforms in (("tpu",), ("rocm",), ("rocm", "tpu")):
+        message = (
+            rf"no kernel for platform {', '.join(platforms)} \(there are kernels for cpu, cuda\)"
+        )
         with pytest.raises(NotImplementedError, match=message):
             lowered(cross_entropy, *platforms)
     info = str(pallas_bridge.info())

@@ -213,27 +213,29 @@ def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, 
 
 
 def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
-    """Refuses to compile for platforms that the library has no kernels for.
+    """Refuses to compile for platforms of which the library has kernels for none.
+
+    In a program for several, JAX does not say which of them a branch is for, so that one with
+    kernels is enough; XLA refuses the call where it then runs on another.
 
     Raises:
         LibraryError: there is no library, or it was built without kernels that it could have.
-        NotImplementedError: there are none for a platform.
+        NotImplementedError: there are no kernels for such a platform.
     """
     loaded = library.require()
+    if loaded.platforms & {*platforms}:
+        return
+    names, have = ", ".join(platforms), ", ".join(sorted(loaded.platforms)) or "none"
+    dense = 'implementation="reference" runs everywhere, as the dense program'
     for platform in platforms:
-        if platform in loaded.platforms:
-            continue
-        have = ", ".join(sorted(loaded.platforms)) or "none"
-        dense = 'implementation="reference" runs everywhere, as the dense program'
         if platform in library.BUILDS:
             raise library.LibraryError(
-                f"{call.operation}: no kernel for platform {platform}: {loaded.path} was built "
+                f"{call.operation}: no kernel for platform {names}: {loaded.path} was built "
                 f"without (it has kernels for {have}): {library.BUILDS[platform]}; {dense}"
             )
-        raise NotImplementedError(
-            f"{call.operation}: no kernel for platform {platform} (there are kernels for {have}); "
-            f"{dense}"
-        )
+    raise NotImplementedError(
+        f"{call.operation}: no kernel for platform {names} (there are kernels for {have}); {dense}"
+    )
 
 
 # One rule for all platforms, not one for each: a program for several holds each call once, and not

@@ -27,7 +27,7 @@ def choose(operation: str, implementation: Implementation | None) -> Implementat
     if implementation == "pallas":
         raise NotImplementedError(
             f'{operation}: implementation "pallas" is for TPUs and not in pallas_bridge '
-            f'{versions.PACKAGE}; "custom_call" runs where info() says so and "reference" everywhere'
+            f'{versions.PACKAGE}; "custom_call" runs where info() says, "reference" everywhere'
         )
     return implementation
 
