@@ -66,7 +66,9 @@ def cases(quick: bool) -> Iterator[Case]:
                 for shape in SHAPES[1:2] if quick else SHAPES:
                     turn += 1
                     in_place = target != "forward" and turn % 2 == 0
-                    tile = {} if turn % 4 else {"block_size": np.int64(513), "time_block": np.int64(3)}
+                    tile = (
+                        {} if turn % 4 else {"block_size": np.int64(513), "time_block": np.int64(3)}
+                    )
                     wide, name = turn % 3 == 0, f"cross_entropy_{target}"
                     yield Case(name, dtype, variant, shape, in_place, wide, tile)
     for dtype in DTYPES:
@@ -117,7 +119,9 @@ def run(case: Case, rng: np.random.Generator) -> None:
         lambda *arrays: call(*arrays, **attributes), donate_argnums=0 if case.in_place else ()
     )
     arrays = [jax.device_put(array) for array in operands]
-    outputs = [np.asarray(out).astype(np.float64) for out in jax.block_until_ready(program(*arrays))]
+    outputs = [
+        np.asarray(out).astype(np.float64) for out in jax.block_until_ready(program(*arrays))
+    ]
     if case.target == "scale":
         wanted = x.astype(np.float64) * given[0][:, None].astype(np.float64)
         np.testing.assert_allclose(outputs[0], wanted, rtol=2**-7, atol=1e-6)
