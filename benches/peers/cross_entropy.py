@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -95,10 +96,11 @@ class Worker:
             return {"error": f"not done after {seconds:.0f} s"}
         for line in output.splitlines():
             if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                found: dict[str, Any] = json.loads(without_folders(line.removeprefix(MARK)))
                 return found
         said = (errors.strip().splitlines() or ["nothing"])[-1]
-        return {"error": f"ended with exit code {self.process.returncode}: {said}"[:160]}
+        said = f"ended with exit code {self.process.returncode}: {said}"
+        return {"error": without_folders(said)[:160]}
 
     def next_answer(self) -> dict[str, Any]:
         """The next answer of a process that goes on; an error where it has ended."""
@@ -164,6 +166,17 @@ def describe_device() -> dict[str, Any]:
     return {"gpu": gpu, "driver": driver, "python": platform.python_version(), **versions}
 
 
+def command_line() -> str:
+    """The command, with files to write by their names alone."""
+    words = [word if not Path(word).is_absolute() else Path(word).name for word in sys.argv[1:]]
+    return shlex.join(["python", "benches/peers/cross_entropy.py", *words])
+
+
+def without_folders(text: str) -> str:
+    """A message without the folders of this machine."""
+    return re.sub(r"(/[^\s/'\":]+)+/", ".../", text)
+
+
 def mebibytes(peak: int | None, beyond: int) -> str:
     """Memory beyond so many bytes, in MiB."""
     return "" if peak is None else f"{(peak - beyond) / 2**20:.1f}"
@@ -174,7 +187,7 @@ def rows_of(result: dict[str, Any], measured: str) -> list[str]:
     found = result["found"]
     row = found if "error" in found else found.get(measured, {})
     if "error" in row:
-        return [row["error"].replace("|", "/"), "", "", "", ""]
+        return [without_folders(row["error"]).replace("|", "/"), "", "", "", ""]
     if not row:
         return ["does not apply", "", "", "", ""]
     size, copied = result["logits_bytes"], result["copy_ms"]
@@ -299,7 +312,7 @@ def main() -> int:
         print(problem.peer, problem.tokens, problem.vocab, cells, file=sys.stderr, flush=True)
 
     about = {
-        "command": shlex.join(["python", "benches/peers/cross_entropy.py", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": os.environ.get("XENTILE_COMMIT"),
         "unix_time": int(time.time()),
         **describe_device(),

@@ -115,10 +115,7 @@ def copy_ms(problem: Problem) -> float:
     dtype = getattr(torch, problem.dtype)
     x = torch.ones(problem.tokens, problem.vocab, device="cuda", dtype=dtype)
     to = torch.empty_like(x)
-    found = median_ms(timer(lambda: to.copy_(x)), min(problem.seconds, 0.3))["median_ms"]
-    del x, to
-    torch.cuda.empty_cache()
-    return found
+    return median_ms(timer(lambda: to.copy_(x)), min(problem.seconds, 0.3))["median_ms"]
 
 
 def main() -> None:
@@ -138,6 +135,7 @@ def main() -> None:
     if mode == "copy":
         while line := sys.stdin.readline():
             answer({"copy_ms": copy_ms(Problem.from_json(line))})
+            sys.modules["torch"].cuda.empty_cache()  # for the peer
         return
     try:
         answer(measure(problem))

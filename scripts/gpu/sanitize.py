@@ -84,9 +84,11 @@ def run(case: Case, rng: np.random.Generator) -> None:
     """
     tokens, vocab = case.shape
     x = rng.normal(0, 3, case.shape).astype(DTYPES[case.dtype])
-    y = rng.integers(0, vocab, tokens).astype(np.int64 if case.wide_labels else np.int32)
+    width = np.int64 if case.wide_labels else np.int32
+    y = rng.integers(0, vocab, tokens).astype(width)
+    highest = 2**63 - 1 if case.wide_labels else 2**31 - 1
     # The last two: out of range, far enough to be another allocation's, and ignored.
-    y[-1], y[-2] = np.iinfo(y.dtype).max if tokens % 2 else -1, -100
+    y[-1], y[-2] = highest if tokens % 2 else -1, -100
     per_token = [jax.ShapeDtypeStruct((tokens,), np.float32)]
     like = jax.ShapeDtypeStruct(case.shape, x.dtype)
     given = [rng.uniform(0.5, 1, tokens).astype(np.float32) for _ in range(3)]
