@@ -221,8 +221,9 @@ def to_markdown(results: list[dict[str, Any]]) -> str:
             )
         lines.append("")
     lines += [
-        "Extra: the process's peak beyond logits and dlogits (forward, and logits dead: beyond logits",
-        "alone), labels and per-token values included; empty where the peak is another measure's.",
+        "Extra: the process's peak beyond logits and dlogits (forward, and logits dead: beyond",
+        "logits alone), labels and per-token values included; empty where the peak is that of",
+        "another measure.",
         "Liger writes dlogits over the logits, so that its extra is below 0.",
     ]
     return "\n".join(lines)
