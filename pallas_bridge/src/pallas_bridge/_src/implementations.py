@@ -27,7 +27,7 @@ def choose(operation: str, implementation: Implementation | None) -> Implementat
     if implementation == "pallas":
         raise NotImplementedError(
             f'{operation}: implementation "pallas" is for TPUs and not in pallas_bridge '
-            f'{versions.PACKAGE}; "custom_call" runs on CPUs and "reference" everywhere'
+            f'{versions.PACKAGE}; "custom_call" runs where info() says, "reference" everywhere'
         )
     return implementation
 
@@ -77,8 +77,11 @@ def info() -> Info:
         if loaded is not None and platform in loaded.platforms:
             detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
             row = PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
-        elif loaded is None and platform == "cpu":
+        elif loaded is None and platform in library.JAX_PLATFORMS.values():
             row = PlatformInfo(platform, None, "the library cannot be used")
+        elif platform in library.BUILDS:
+            reason = f"the library was built without: {library.BUILDS[platform]}"
+            row = PlatformInfo(platform, None, reason)
         else:
             row = PlatformInfo(platform, None, 'no kernels yet; ask for "reference" by name')
         platforms.append(row)
