@@ -162,7 +162,7 @@ impl Kernel {
     /// No driver or GPU that will do.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`.
+    /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
         // SAFETY: passed on from this function's contract.
         Ok(unsafe { self.ready(pass, stream) }?.plan.tile(self.dtype))
@@ -174,7 +174,7 @@ impl Kernel {
     /// No driver or GPU that will do.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`.
+    /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.ready(pass, stream) }.map(drop)
@@ -186,7 +186,7 @@ impl Kernel {
     /// No driver or GPU that will do, logits that begin at no multiple of 16, a failure of the driver.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`, and pointers lead to arrays of the shapes that are said on its
+    /// `stream` is a `CUstream` of the calling thread's current context, and pointers lead to arrays of the shapes that are said on its
     /// device, which nothing else touches until it has run what was launched here.
     pub unsafe fn forward(
         &self,
@@ -295,7 +295,7 @@ impl Kernel {
     }
 
     /// # Safety
-    /// `stream` is a `CUstream`, and `arguments` suit it.
+    /// `stream` is a `CUstream` of the calling thread's current context, and `arguments` suit it.
     unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: Arguments) -> Result<()> {
         if self.shape.tokens() == 0 {
             return Ok(());
@@ -328,11 +328,10 @@ impl Kernel {
     /// What a launch needs, from the first call of its kind or kept from there.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`.
+    /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
         static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
-        // SAFETY: passed on from this function's contract.
-        let device = unsafe { Device::of(stream) }?;
+        let device = Device::current()?;
         let key = Key {
             device: device.number(),
             pass,

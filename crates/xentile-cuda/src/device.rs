@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use crate::driver::{DeviceAttribute, DeviceNumber, Driver, RawStream};
+use crate::driver::{DeviceAttribute, DeviceNumber, Driver};
 use crate::{Error, Result};
 
 /// A GPU.
@@ -26,18 +26,14 @@ pub struct Limits {
 }
 
 impl Device {
-    /// The GPU of `stream`.
+    /// The GPU of the calling thread's current context.
     ///
     /// # Errors
-    /// No driver, one too old, or a GPU too old.
-    ///
-    /// # Safety
-    /// `stream` is a `CUstream`.
-    pub unsafe fn of(stream: RawStream) -> Result<&'static Self> {
+    /// No driver, one too old, a GPU too old, or no context.
+    pub fn current() -> Result<&'static Self> {
         static DEVICES: OnceLock<Vec<OnceLock<Result<Device>>>> = OnceLock::new();
         let driver = Driver::get()?;
-        // SAFETY: passed on from this function's contract.
-        let number = unsafe { driver.stream_device(stream) }?;
+        let number = driver.current_device()?;
         let devices = match DEVICES.get() {
             Some(devices) => devices,
             None => {
@@ -47,7 +43,7 @@ impl Device {
         };
         let place = usize::try_from(number).ok().and_then(|index| devices.get(index));
         let place = place.ok_or_else(|| Error::Driver {
-            function: "cuStreamGetDevice",
+            function: "cuCtxGetDevice",
             reason: format!("device {number} of {} is none", devices.len()),
         })?;
         place.get_or_init(|| Self::ask(driver, number)).as_ref().map_err(Clone::clone)

@@ -59,7 +59,7 @@ functions! {
     push_context = cuCtxPushCurrent_v2(Context);
     pop_context = cuCtxPopCurrent_v2(*mut Context);
     stream_context = cuStreamGetCtx(RawStream, *mut Context);
-    stream_device = cuStreamGetDevice(RawStream, *mut DeviceNumber);
+    context_device = cuCtxGetDevice(*mut DeviceNumber);
     load_library = cuLibraryLoadData(
         *mut Library, *const c_void, *mut c_void, *mut c_void, c_uint, *mut c_void, *mut c_void, c_uint
     );
@@ -233,13 +233,13 @@ impl Driver {
         Ok(value)
     }
 
-    /// # Safety
-    /// `stream` is a stream.
-    pub(crate) unsafe fn stream_device(&self, stream: RawStream) -> Result<DeviceNumber> {
+    /// The device of the calling thread's current context. (A stream tells its device too, but not
+    /// while it is captured into a graph.)
+    pub(crate) fn current_device(&self) -> Result<DeviceNumber> {
         let mut device = 0;
-        // SAFETY: passed on from this function's contract.
-        let code = unsafe { (self.stream_device)(stream, &raw mut device) };
-        self.check("cuStreamGetDevice", code)?;
+        // SAFETY: a number to write.
+        let code = unsafe { (self.context_device)(&raw mut device) };
+        self.check("cuCtxGetDevice", code)?;
         Ok(device)
     }
 

@@ -36,7 +36,7 @@ impl Scale {
     /// No driver or GPU that will do.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`.
+    /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.ready(stream) }.map(drop)
@@ -50,7 +50,7 @@ impl Scale {
     /// failure of the driver.
     ///
     /// # Safety
-    /// `stream` is a `CUstream`, and the pointers lead to arrays of these shapes on its device, which
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays of these shapes on its device, which
     /// nothing else touches until it has run what was launched here.
     pub unsafe fn run(
         &self,
@@ -77,11 +77,10 @@ impl Scale {
     }
 
     /// # Safety
-    /// `stream` is a `CUstream`.
+    /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, stream: RawStream) -> Result<(Kernel, &'static Device)> {
         static READY: RwLock<Option<HashMap<(i32, DType), Kernel>>> = RwLock::new(None);
-        // SAFETY: passed on from this function's contract.
-        let device = unsafe { Device::of(stream) }?;
+        let device = Device::current()?;
         let key = (device.number(), self.dtype);
         let ready = READY.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(&kernel) = ready.as_ref().and_then(|ready| ready.get(&key)) {
