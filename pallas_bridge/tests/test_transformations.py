@@ -77,7 +77,11 @@ def test_vmap_over_labels_and_over_weights_alone(rng: np.random.Generator) -> No
     f = jax.grad(lambda x, w: cross_entropy(x, labels, weights=w))
     gradients = jax.vmap(f, in_axes=(None, 0))(logits, weights)
     for gradient, w in zip(gradients, weights, strict=True):
-        same_bits(gradient, f(logits, w))
+        if PLATFORM == "cpu":
+            same_bits(gradient, f(logits, w))
+        else:
+            # XLA divides by the sum of weights in kernels that it fuses differently.
+            np.testing.assert_allclose(gradient, f(logits, w), rtol=1e-5, atol=1e-7)
 
 
 def test_vmap_of_the_cotangent(rng: np.random.Generator) -> None:
