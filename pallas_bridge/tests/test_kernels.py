@@ -183,7 +183,7 @@ def test_the_same_bits_from_run_to_run(rng: np.random.Generator, dtype: str, voc
     # In another program, beside other work, and within a loop.
     eager = [*fused(logits, labels), *recompute(logits, labels, c)]
 
-    # Labels are an argument: XLA folds what it computes of constants, with a division of the host's.
+    # Labels are an argument: XLA folds what it computes of constants, by the host's division.
     @jax.jit
     def looped(x: jax.Array, y: jax.Array) -> Any:
         def step(_: Any, carry: Any) -> Any:
@@ -209,20 +209,33 @@ def test_the_same_bits_on_another_stream(rng: np.random.Generator) -> None:
     from jax.experimental import compute_on
 
     logits, labels = problem(rng, "bfloat16", 64, 50257)
-    expected = jax.jit(fused)(logits, labels)
+    factors = jnp.asarray(rng.normal(size=64), jnp.float32)
+
+    # One call alone: XLA puts no program of several on a stream of its own.
+    def kernel(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        per_token = jax.ShapeDtypeStruct(y.shape, jnp.float32)
+        call = jax.ffi.ffi_call("xentile_cross_entropy_fused", [per_token] * 3 + [x])
+        zero = np.float64(0)
+        options = {"ignore_index": np.int64(-100), "label_smoothing": zero, "z_loss": zero}
+        return call(x, y, g, every_token=np.bool_(True), **options)
+
     # Until JAX 0.11 the decorator had this name, and the other was a context.
     on = getattr(compute_on, "compute_on2", compute_on.compute_on)
-    aside = on(jax.jit(fused), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    place = {"compute_type": "gpu_stream:1", "out_memory_spaces": jax.memory.Space.Device}
+    aside = on(kernel, **place)
 
     @jax.jit
-    def beside(x: jax.Array, y: jax.Array) -> Any:
-        return aside(x, y), fused(x * 2, y), x @ x.T
+    def beside(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        return aside(x, y, g), kernel(x * 2, y, g), x @ x.T
 
+    compiled = beside.lower(logits, labels, factors).compile()
+    assert '_xla_stream_annotation="1"' in compiled.as_text()
+    expected = jax.jit(kernel)(logits, labels, factors)
+    doubled = jax.jit(kernel)(logits * 2, labels, factors)
     for _ in range(5):
-        (value, gradient), other, _ = beside(logits, labels)
-        np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-        same_bits(gradient, expected[1])
-        same_bits(other[1], jax.jit(fused)(logits * 2, labels)[1])
+        here, there, _ = compiled(logits, labels, factors)
+        for a, b in zip([*here, *there], [*expected, *doubled], strict=True):
+            same_bits(a, b)
 
 
 COMMAND_BUFFERS = """

@@ -153,7 +153,7 @@ def main() -> int:
         return 2
     print(f"seed: --seed {arguments.seed} repeats")
     rng = np.random.default_rng(arguments.seed)
-    wrong = 0
+    passed = 0
     ran = [case for case in cases(arguments.quick) if arguments.only in str(case)]
     if not ran:
         print(f"sanitize: error: no case has {arguments.only!r} in its name")
@@ -161,13 +161,14 @@ def main() -> int:
     for case in ran:
         try:
             run(case, rng)
-        except (AssertionError, jax.errors.JaxRuntimeError) as error:
-            wrong += 1
-            said = str(error).strip().splitlines()
-            # Whole once: after a fault of the device every case fails, with the same words.
-            print(f"wrong: {case}: " + "\n".join(said if wrong == 1 else said[:1]))
-    print(f"sanitize: {len(ran) - wrong} passed, {wrong} failed")
-    return int(wrong > 0)
+            passed += 1
+        except AssertionError as error:
+            print(f"wrong: {case}: {error}")
+        except jax.errors.JaxRuntimeError as error:
+            print(f"wrong: {case}, and none after it can run: {error}")
+            break
+    print(f"sanitize: {passed} passed, {len(ran) - passed} failed")
+    return int(passed < len(ran))
 
 
 if __name__ == "__main__":

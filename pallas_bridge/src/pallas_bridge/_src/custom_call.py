@@ -64,6 +64,8 @@ class Call:
     # first.
     reuses: tuple[int, int] | None = None
     lighter: Lighter | None = field(default=None, repr=False)
+    # Whether its one result is its first operand where the last is 1 everywhere.
+    is_product: bool = False
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -177,6 +179,8 @@ pe.dce_rules[_custom_call] = _dead_code
 
 def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
     _check_platforms(call, ctx.platforms or ctx.module_context.platforms)
+    if call.is_product and _is_one(operands[-1]):
+        return [operands[0]]
     results = _result_avals(call, ctx.avals_in)
     lowering = jax.ffi.ffi_lowering(
         call.target,
@@ -185,6 +189,28 @@ def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Seque
     )
     outputs = lowering(ctx.replace(avals_out=results), *operands, **dict(call.attributes))
     return [outputs[index] for index in keep]
+
+
+# What carries a constant's ones on.
+_CARRIERS = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "convert", "multiply", "reshape")}
+
+
+def _is_one(value: Any, steps: int = 8) -> bool:
+    """Whether the program says, within so many steps, that the `ir.Value` is 1 everywhere."""
+    owner = value.owner
+    if steps == 0 or not isinstance(owner, ir.Operation | ir.OpView):
+        return False
+    operation = owner.operation
+    if operation.name == "stablehlo.constant":
+        constant = operation.attributes["value"]
+        return (
+            isinstance(constant, ir.DenseFPElementsAttr)
+            and constant.is_splat
+            and ir.FloatAttr(constant.get_splat_value()).value == 1
+        )
+    return operation.name in _CARRIERS and all(
+        _is_one(operand, steps - 1) for operand in operation.operands
+    )
 
 
 def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, ir.Attribute]:
@@ -240,4 +266,5 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
 
 # One rule for all platforms, not one for each: a program for several holds each call once, and not
 # once a platform under a conditional, through which no result could take the place of an operand.
-mlir.register_lowering(_custom_call, _lower)
+# Not cached, because a cached rule is not shown where its operands come from (`_is_one`).
+mlir.register_lowering(_custom_call, _lower, cacheable=False)
