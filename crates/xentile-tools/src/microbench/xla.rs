@@ -5,7 +5,10 @@
 
 use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
-use pjrt_client::{Buffer, CompileOptions, LoadedExecutable, Platform, Plugin, Topology};
+use pjrt_client::{
+    Buffer, CompileOptions, Event, ExecuteOptions, Execution, LoadedExecutable, Platform, Plugin,
+    Topology,
+};
 use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::default_tile;
 use xentile_programs::cross_entropy::{self, Problem, Reduced};
@@ -199,6 +202,8 @@ struct OnXla {
     recycled: Option<Buffer>,
     /// The last loss, a scalar or one a token.
     loss: Option<Buffer>,
+    /// The end of the last run.
+    last: Option<Event>,
 }
 
 impl OnXla {
@@ -247,8 +252,8 @@ impl OnXla {
         let copy = session.compile(&negation(shape, config.dtype))?.executable;
         let compiled = None;
         let recycled = None;
-        let loss = None;
-        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss })
+        let (loss, last) = (None, None);
+        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss, last })
     }
 
     /// Memory for a gradient: that of the last, else new.
@@ -287,17 +292,16 @@ impl Subject for OnXla {
         };
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
         let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
-        let mut results = compiled.executable.execute(&arguments)?;
-        self.recycled = Some(results.swap_remove(self.plan.gradient));
-        self.loss = Some(results.swap_remove(0));
+        let Execution { mut outputs, done } =
+            compiled.executable.execute_async(&arguments, &ExecuteOptions::default())?;
+        self.recycled = Some(outputs.swap_remove(self.plan.gradient));
+        self.loss = Some(outputs.swap_remove(0));
+        self.last = Some(done);
         Ok(())
     }
 
     fn wait(&mut self) -> Result<()> {
-        match &self.recycled {
-            Some(gradient) => Ok(gradient.ready()?.wait()?),
-            None => Ok(()),
-        }
+        self.last.take().map_or(Ok(()), |last| Ok(last.wait()?))
     }
 
     fn loss(&self) -> Result<f64> {
@@ -314,8 +318,11 @@ impl Subject for OnXla {
         let (seconds, outcome) = timed(|| -> Result<()> {
             for _ in 0..count {
                 let recycled = self.take_recycled()?;
-                let mut results = self.copy.execute(&[&self.inputs[0], &recycled])?;
-                self.recycled = Some(results.swap_remove(0));
+                let arguments = [&self.inputs[0], &recycled];
+                let Execution { mut outputs, done } =
+                    self.copy.execute_async(&arguments, &ExecuteOptions::default())?;
+                self.recycled = Some(outputs.swap_remove(0));
+                self.last = Some(done);
             }
             self.wait()
         });
