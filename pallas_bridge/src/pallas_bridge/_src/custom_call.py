@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import library
+from . import library, pallas
 from .compat import varying_axes
 
 
@@ -64,10 +64,15 @@ class Call:
     # first.
     reuses: tuple[int, int] | None = None
     lighter: Lighter | None = field(default=None, repr=False)
+    # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
+    implementation: str | None = None
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Makes `call` part of the program being traced, or runs it."""
+    if call.implementation == "pallas" and pallas.interpret_params is not None:
+        # The interpreter calls back in order, which a lowering cannot add to a program.
+        return tuple(pallas.kernel(None, call)(*operands))
     keep = tuple(range(len(call.results)))
     return tuple(_custom_call.bind(*_vary_alike(operands), call=call, keep=keep))
 
@@ -216,10 +221,26 @@ def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, 
 def _refuse_platform(ctx: Any, *_: Any, call: Call, **__: Any) -> NoReturn:
     platforms = ", ".join(ctx.module_context.platforms)
     raise NotImplementedError(
-        f"{call.operation}: no kernel for platform {platforms} (there is one for cpu); "
+        f"{call.operation}: no kernel for platform {platforms} (there is one for cpu and tpu); "
         'implementation="reference" runs everywhere, as the dense program'
     )
 
 
+def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
+    """Puts the call's kernel in Pallas in its place."""
+    kernel = pallas.kernel(ctx.module_context, call)
+    lower = mlir.lower_fun(
+        lambda *arrays: [kernel(*arrays)[index] for index in keep], multiple_results=True
+    )
+    results: Sequence[Any] = lower(ctx, *operands)
+    return results
+
+
+def _lower_cpu(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
+    lower = _lower_pallas if call.implementation == "pallas" else _lower
+    return lower(ctx, *operands, call=call, keep=keep)
+
+
 mlir.register_lowering(_custom_call, _refuse_platform)
-mlir.register_lowering(_custom_call, _lower, platform="cpu")
+mlir.register_lowering(_custom_call, _lower_cpu, platform="cpu")
+mlir.register_lowering(_custom_call, _lower_pallas, platform="tpu")

@@ -5,13 +5,21 @@ import jax
 from .custom_call import Call, Like, bind
 
 
-def scale(operation: str, x: jax.Array, factors: jax.Array) -> jax.Array:
+def scale(
+    operation: str, x: jax.Array, factors: jax.Array, implementation: str | None = None
+) -> jax.Array:
     """Returns x * factors for x [.., N] and factors [..] in f32, in the memory of `x` if it may be.
 
-    `operation` is the function that asks, for messages. The product is taken in f32 and rounded to
+    `operation` is the function that asks, for messages, and `implementation` what it was asked for. The product is taken in f32 and rounded to
     the dtype of `x`. Where all factors turn out to be 1 and memory is shared, nothing is read or
     written: a program cannot know that its cotangent will be 1, and it mostly is.
     """
-    call = Call(operation=operation, target="xentile_scale", results=(Like(0),), reuses=(0, 0))
+    call = Call(
+        operation=operation,
+        target="xentile_scale",
+        results=(Like(0),),
+        reuses=(0, 0),
+        implementation=implementation,
+    )
     (scaled,) = bind(call, x, factors)
     return scaled

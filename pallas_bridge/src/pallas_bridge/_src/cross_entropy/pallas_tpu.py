@@ -10,6 +10,7 @@ The online softmax is that of Milakov and Gimelshein (2018), kept a lane at a ti
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .options import OPERATION, Options
+from ..custom_call import Call
+from ..pallas import Target
+from .options import OPERATION, Options, is_ignored
 
 LANES = 128
 # Lanes start from here and not from -inf, so that no difference of shifts is inf - inf.
@@ -33,36 +36,6 @@ CHUNK = 4096
 LAG = 2
 # Rows of the array of numbers a token, for the kernel and from it. Eight is what a register has.
 NUMBERS = 8
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a kernel must know of the TPU that it is for."""
-
-    name: str
-    vmem_bytes: int
-    hbm_bytes_per_second: float
-    # Whether bf16 is compared as it is, two to a word.
-    compares_bf16: bool
-    # Rows that arrays of 16 bits are padded to in HBM a multiple of.
-    rows_of_16_bits: int
-    # Pallas' interpreter, on any machine.
-    interpret: Any = False
-
-    @staticmethod
-    def of(info: Any) -> "Target":
-        """Returns what the `TpuInfo` of JAX says."""
-        return Target(
-            str(info.chip_version),
-            info.vmem_capacity_bytes,
-            info.mem_bw_bytes_per_second,
-            info.generation >= 6,
-            8 if info.generation < 7 else 16,
-        )
-
-
-# What every TPU from v5e on has.
-ANY_TARGET = Target("any TPU", 64 << 20, 0.8e12, False, 8)
 
 
 @dataclass(frozen=True)
@@ -640,3 +613,135 @@ def _call(
     if not reduces:
         return dlogits, None
     return dlogits, results[0].swapaxes(0, 1).reshape(NUMBERS, -1)[:, : plan.tokens]
+
+
+def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
+    """Returns the function that does what `call` is for, on arrays of any leading axes."""
+    attributes = dict(call.attributes)
+    options = Options(
+        ignore_index=int(attributes["ignore_index"]),
+        label_smoothing=float(attributes["label_smoothing"]),
+        z_loss=float(attributes["z_loss"]),
+        softcap=float(attributes["softcap"]) if "softcap" in attributes else None,
+        block_size=int(attributes["block_size"]) if "block_size" in attributes else None,
+        time_block=int(attributes["time_block"]) if "time_block" in attributes else None,
+        every_token=bool(attributes.get("every_token", True)),
+        donate_logits=call.reuses is not None,
+    )
+    name = call.target.removeprefix("xentile_cross_entropy_")
+    function = {"forward": _forward, "backward": _backward, "fused": _fused}[name]
+
+    def flat(logits: jax.Array, *tokens: jax.Array) -> Sequence[jax.Array]:
+        leading = logits.shape[:-1]
+        if logits.dtype not in (jnp.bfloat16, jnp.float32):
+            raise TypeError(
+                f"{OPERATION}: logits have dtype {logits.dtype}; on TPU it must be bfloat16 or "
+                "float32"
+            )
+        run = _nothing if 0 in leading else partial(_sweep, target, options)
+        rows = logits.reshape(math.prod(leading), logits.shape[-1])
+        results = function(run, options, rows, *(x.reshape(-1) for x in tokens))
+        return [x.reshape(*leading, *x.shape[1:]) for x in results]
+
+    return flat
+
+
+def _nothing(logits: jax.Array, labels: jax.Array, *_: Any, **__: bool) -> Any:
+    return logits, jnp.zeros((NUMBERS, *labels.shape), jnp.float32)
+
+
+def _sweep(
+    target: Target,
+    options: Options,
+    logits: jax.Array,
+    labels: jax.Array,
+    *numbers: jax.Array,
+    reduces: bool,
+    writes: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    chosen = plan(
+        target,
+        *logits.shape,
+        logits.dtype,
+        time_block=options.time_block,
+        block_size=options.block_size,
+        reduces=reduces,
+        writes=writes,
+    )
+    if chosen is not None:
+        return _call(
+            target, chosen, options, logits, labels, numbers, reduces=reduces, writes=writes
+        )
+    # Rows too long to stay are read twice.
+    run = partial(_sweep, target, options)
+    _, found = run(logits, labels, reduces=True, writes=False)
+    assert found is not None
+    (dloss,) = numbers
+    zero = jnp.zeros_like(dloss)
+    given = (dloss, zero, zero, found[0], found[1])
+    dlogits, _ = run(logits, labels, *given, reduces=False, writes=True)
+    return dlogits, found
+
+
+def _out_of_range(options: Options, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    return ~in_range & ~is_ignored(options, labels)
+
+
+def _per_token(
+    options: Options, logits: jax.Array, labels: jax.Array, found: jax.Array, idle: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps, lse and lse_low of what a reduction found; 0 for `idle` tokens."""
+    lse, low, at_label, total = found[:4]
+    logps = (at_label - lse) - low
+    e = options.label_smoothing
+    loss = (1 - e) * -logps + options.z_loss * lse**2
+    if e:
+        loss += e * ((lse - total / logits.shape[-1]) + low)
+    bad, ignored = _out_of_range(options, logits, labels), is_ignored(options, labels)
+
+    def masked(values: jax.Array) -> jax.Array:
+        return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
+
+    def asked(values: jax.Array) -> jax.Array:
+        return values if options.every_token else jnp.where(idle, 0, values)
+
+    return asked(masked(loss)), asked(masked(logps)), asked(lse), asked(low)
+
+
+def _cotangents(
+    options: Options, logits: jax.Array, labels: jax.Array, *given: jax.Array
+) -> list[jax.Array]:
+    """Returns cotangents as the kernel takes them: 0 for idle tokens, NaN for wrong labels."""
+    idle = is_ignored(options, labels)
+    idle |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
+    bad = _out_of_range(options, logits, labels)
+    return [jnp.where(idle, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
+
+
+def _forward(run: Any, options: Options, logits: jax.Array, labels: jax.Array) -> Any:
+    _, found = run(logits, labels, reduces=True, writes=False)
+    return _per_token(options, logits, labels, found, is_ignored(options, labels))
+
+
+def _backward(
+    run: Any,
+    options: Options,
+    logits: jax.Array,
+    labels: jax.Array,
+    lse: jax.Array,
+    low: jax.Array,
+    *cotangents: jax.Array,
+) -> Any:
+    given = _cotangents(options, logits, labels, *cotangents)
+    dlogits, _ = run(logits, labels, *given, lse, low, reduces=False, writes=True)
+    return (dlogits,)
+
+
+def _fused(
+    run: Any, options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
+) -> Any:
+    (given,) = _cotangents(options, logits, labels, dloss)
+    dlogits, found = run(logits, labels, given, reduces=True, writes=True)
+    loss, _, lse, low = _per_token(options, logits, labels, found, given == 0)
+    return loss, lse, low, dlogits

@@ -1,0 +1,101 @@
+"""Kernels in Pallas: which there are, and for which TPU one is compiled."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from .custom_call import Call
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel must know of the TPU that it is for; of one core of it."""
+
+    # As JAX names the kind of device.
+    name: str
+    vmem_bytes: int
+    hbm_bytes_per_second: float
+    # bf16 operations a second.
+    flops: float
+    # Whether its vector units compare bf16 as it is, two to a word.
+    compares_bf16: bool
+    # What rows of 16-bit arrays in HBM are padded to a multiple of.
+    rows_of_16_bits: int
+    # Pallas' interpreter in the place of a TPU.
+    interpret: Any = False
+
+
+# JAX's own table (`pltpu.get_tpu_info`) wants a device or a mesh in scope, which there need not be
+# where a program is compiled ahead of time; a test compares.
+TARGETS = {
+    "TPU v5 lite": Target("TPU v5 lite", 128 << 20, 8.2e11, 1.97e14, False, 8),
+    "TPU v5": Target("TPU v5", 64 << 20, 1.23e12, 2.295e14, False, 8),
+    "TPU v6 lite": Target("TPU v6 lite", 128 << 20, 1.64e12, 9.20e14, True, 8),
+    "TPU7x": Target("TPU7x", 64 << 20, 3.7e12, 1.155e15, True, 16),
+}
+# For a program that does not say what it is for: what fits in all of these.
+ANY = Target("any TPU from v5e on", 64 << 20, 8.2e11, 1.97e14, False, 8)
+
+# Tests set it to `pltpu.InterpretParams`: then "pallas" runs on the CPU.
+interpret_params: Any = None
+
+
+def target(module_context: Any) -> Target:
+    """Returns what a module is lowered for.
+
+    Raises:
+        NotImplementedError: its devices are TPUs that nobody has tried.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    devices = getattr(module_context.axis_context, "device_assignment", None) or ()
+    kinds = [device.device_kind for device in devices if device.platform == "tpu"]
+    if abstract is not None:
+        kinds.insert(0, abstract.device_kind)
+    if not kinds:
+        return ANY
+    kind = kinds[0]
+    if kind not in TARGETS:
+        raise NotImplementedError(
+            f"no kernels for {kind}; there are for {', '.join(TARGETS)}, and "
+            'implementation="reference" runs everywhere'
+        )
+    return TARGETS[kind]
+
+
+def kernel(module_context: Any, call: "Call") -> Callable[..., Sequence[jax.Array]]:
+    """Returns the function of the operands of `call` that does its work.
+
+    Without `module_context`, it is for Pallas' interpreter.
+
+    Raises:
+        NotImplementedError: the module is for no TPU, or the call asks for the library.
+    """
+    if module_context is None:
+        chosen = Target("the interpreter", 64 << 20, 8.2e11, 1.97e14, True, 1, interpret_params)
+    elif "tpu" not in module_context.platforms:
+        raise NotImplementedError(
+            f'{call.operation}: implementation "pallas" is for TPUs, and the program for '
+            f'{", ".join(module_context.platforms)}: "custom_call" runs on CPUs and "reference" '
+            "everywhere"
+        )
+    elif call.implementation == "custom_call":
+        raise NotImplementedError(
+            f'{call.operation}: implementation "custom_call" is for CPUs, and the program for tpu: '
+            'it must be "pallas", "reference" or None'
+        )
+    else:
+        chosen = target(module_context)
+    if call.target == "xentile_scale":
+        return _scale
+    from .cross_entropy import pallas_tpu  # late: it takes as long to import as all the rest
+
+    return pallas_tpu.kernel(chosen, call)
+
+
+def _scale(x: jax.Array, factors: jax.Array) -> tuple[jax.Array]:
+    # XLA knows that a factor of 1 changes nothing, and mostly sees that it is 1.
+    return ((x.astype(jnp.float32) * factors[..., None]).astype(x.dtype),)
