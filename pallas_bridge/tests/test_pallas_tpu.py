@@ -15,6 +15,7 @@ from oracle import Oracle, assert_gradient, assert_tokens
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 from pallas_bridge._src import pallas
+from pallas_bridge._src.compat import abstract_tpu
 from pallas_bridge._src.cross_entropy import pallas_tpu
 from pallas_bridge._src.pallas import TARGETS
 
@@ -205,14 +206,9 @@ def test_half_precision_is_refused() -> None:
 
 
 def test_targets_are_those_of_jax() -> None:
-    if not hasattr(pltpu, "get_tpu_info_for_chip"):
-        pytest.skip("jax before 0.10 does not tell of a chip by its name")
-    from jax._src.tpu_info import chip_version_from_device_kind
-
     for kind, target in TARGETS.items():
-        version = chip_version_from_device_kind(kind)
-        assert version is not None
-        told = pltpu.get_tpu_info_for_chip(version, 1)
+        with jax.sharding.use_abstract_mesh(abstract_tpu(kind)):
+            told = pltpu.get_tpu_info()
         assert target.vmem_bytes == told.vmem_capacity_bytes
         assert target.hbm_bytes_per_second == pytest.approx(told.mem_bw_bytes_per_second, rel=0.01)
         assert target.flops == pytest.approx(told.bf16_ops_per_second, rel=0.01)

@@ -640,8 +640,14 @@ def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
             )
         run = _nothing if 0 in leading else partial(_sweep, target, options)
         rows = logits.reshape(math.prod(leading), logits.shape[-1])
-        results = function(run, options, rows, *(x.reshape(-1) for x in tokens))
-        return [x.reshape(*leading, *x.shape[1:]) for x in results]
+        given = [rows, *(x.reshape(-1) for x in tokens)]
+        # HBM pads arrays of fewer rows than a register has to 1, 2 or 4 of them, which copies of
+        # whole registers would leave.
+        count, missing = len(rows), max(sublanes(logits.dtype) - len(rows), 0)
+        if missing and 0 not in leading:
+            given = [jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in given]
+        results = function(run, options, *given)
+        return [x[:count].reshape(*leading, *x.shape[1:]) for x in results]
 
     return flat
 
