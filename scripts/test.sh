@@ -27,22 +27,6 @@ export PATH=$PWD/.venv/bin:$PATH
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 
-# Adds up the closing lines of cargo test, pytest and `check` (scripts/tiers/common.sh) in the log
-# $1, to "passed failed skipped".
-count() {
-    awk '
-        function add(word, number) {
-            if (word ~ /^passed/) passed += number
-            else if (word ~ /^(failed|errors?)/) failed += number
-            else if (word ~ /^(ignored|skipped|xfailed|filtered)/) skipped += number
-        }
-        /^test result: / || /^=+ .* in [0-9.]+s.* =+$/ || /^check: / {
-            for (i = 2; i <= NF; i++) if ($(i - 1) ~ /^[0-9]+$/) add($i, $(i - 1))
-        }
-        END { print passed + 0, failed + 0, skipped + 0 }
-    ' "$1"
-}
-
 logs=target/test-logs
 mkdir -p "$logs"
 total_passed=0 total_failed=0 absent=() summary=()
@@ -58,7 +42,7 @@ for tier in "${tiers[@]}"; do
         summary+=("$tier: absent here ($(sed -n 's/^absent: //p' "$log" | tail -n 1))")
         continue
     fi
-    read -r passed failed skipped < <(count "$log")
+    read -r passed failed skipped < <(awk -f scripts/count.awk "$log")
     note=""
     if ((status != 0 && failed == 0)); then
         failed=1 note=", stopped with exit code $status"

@@ -1,14 +1,31 @@
-"""Fresh random inputs for every test, with their seed in what a failure prints."""
+"""Where the tests run, which of them apply there, and fresh random inputs for each.
+
+XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
+placed there. What does not apply on a platform or with so few devices is listed by name at the end
+of the run, with the reason. XENTILE_TEST_SHARE, as in "2/8", keeps every eighth test from the third
+on, so that eight processes may share the work.
+"""
 
 import os
 import secrets
+from collections import defaultdict
+
+# A GPU's memory is shared with the programs that tests start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy as np
 import pytest
+from placement import PLATFORM
 
-# Two devices, for meshes. Before any backend starts.
+# Before any backend starts.
+jax.config.update("jax_platforms", "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu")
+# Two devices, for meshes.
 jax.config.update("jax_num_cpu_devices", 2)
+# Products are compared with products of other shapes.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 
 
 @pytest.fixture
@@ -16,3 +33,50 @@ def rng() -> np.random.Generator:
     seed = int(os.environ.get("XENTILE_SEED", secrets.randbits(32)))
     print(f"seed: set XENTILE_SEED={seed} to repeat")
     return np.random.default_rng(seed)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "only(platform, reason): applies on one platform")
+    config.addinivalue_line("markers", "devices(count): needs so many devices")
+    config.stash[NOT_APPLICABLE] = defaultdict(list)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, shares = map(int, os.environ.get("XENTILE_TEST_SHARE", "0/1").split("/"))
+    items[:] = items[share::shares]
+    kept, left_out = [], []
+    for item in items:
+        reason = why_not(item)
+        (kept if reason is None else left_out).append(item)
+        if reason is not None:
+            config.stash[NOT_APPLICABLE][reason].append(item.nodeid)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def why_not(item: pytest.Item) -> str | None:
+    """Why a test does not apply here; None where it does."""
+    for mark in item.iter_markers("only"):
+        platform, reason = mark.args
+        if platform != PLATFORM:
+            return f"for {platform} only: {reason}"
+    for mark in item.iter_markers("devices"):
+        (count,) = mark.args
+        if jax.device_count() < count:
+            return f"needs {count} devices, and there is {jax.device_count()}"
+    return None
+
+
+def pytest_report_header() -> str:
+    devices = ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    return f"platform under test: {PLATFORM}, {jax.device_count()} x {devices}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for reason, tests in config.stash[NOT_APPLICABLE].items():
+        terminalreporter.section(f"{len(tests)} tests do not apply on {PLATFORM}: {reason}")
+        for test in tests:
+            terminalreporter.write_line(test)

@@ -77,7 +77,9 @@ def test_info_says_what_runs_where() -> None:
     }
     rows = {row.platform: row for row in info.platforms}
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason
-    assert rows["cuda"].implementation is None and rows["tpu"].implementation is None
+    has_cuda = any(target.platform == "CUDA" for target in loaded.targets)
+    assert rows["cuda"].implementation == ("custom_call" if has_cuda else None)
+    assert rows["tpu"].implementation == "pallas"
     for piece in (f"jax {jax.__version__}", "cpu: custom_call", str(loaded.path)):
         assert piece in str(info)
 

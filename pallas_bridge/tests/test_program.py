@@ -132,8 +132,8 @@ def test_checkpoint_computes_no_gradient_in_its_first_pass() -> None:
 
 @pytest.fixture
 def mesh() -> jax.sharding.Mesh:
-    assert jax.device_count() == 2
-    return jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Auto,))
+    devices = jax.devices()[:2]
+    return jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def arrays(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]:
@@ -141,6 +141,7 @@ def arrays(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]
     return logits, jnp.asarray(rng.integers(0, shape[-1], shape[:-1]), jnp.int32)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("f", [mean, per_token])
 @pytest.mark.parametrize("spec", [P("tokens"), P(None, "tokens")], ids=str)
 def test_a_mesh_cuts_tokens_and_gathers_no_logits(
@@ -161,6 +162,7 @@ def test_a_mesh_cuts_tokens_and_gathers_no_logits(
     assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
 
 
+@pytest.mark.devices(2)
 def test_a_mesh_cuts_what_a_product_gives(
     rng: np.random.Generator, mesh: jax.sharding.Mesh
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_mesh_cuts_what_a_product_gives(
     np.testing.assert_allclose(f(w, h, y), f(weight, hidden, labels), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(rng: np.random.Generator, mesh: jax.sharding.Mesh, check_vma: bool) -> None:
     logits, labels = arrays(rng, 8, 101)
@@ -195,6 +198,7 @@ def test_shard_map(rng: np.random.Generator, mesh: jax.sharding.Mesh, check_vma:
     np.testing.assert_allclose(gradient, expected[1])
 
 
+@pytest.mark.devices(2)
 def test_shard_map_with_labels_that_every_device_has(
     rng: np.random.Generator, mesh: jax.sharding.Mesh
 ) -> None:
@@ -209,9 +213,11 @@ def test_shard_map_with_labels_that_every_device_has(
     np.testing.assert_array_equal(losses, expected)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_explicit_axes(rng: np.random.Generator, reduction: Any) -> None:
-    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,))
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,), devices=devices)
     logits, labels = arrays(rng, 8, 101)
 
     def f(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import Oracle, assert_gradient, assert_tokens
+from placement import PLATFORM
 from test_values import problem
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
@@ -190,7 +191,7 @@ def test_export_and_back(rng: np.random.Generator, shape: tuple[int, ...]) -> No
     f = jax.jit(jax.value_and_grad(lambda x, y: cross_entropy(x, y, z_loss=1e-4)))
     targets = ("xentile_cross_entropy_fused", "xentile_scale")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    exported = jax.export.export(f, platforms=["cpu"], disabled_checks=checks)(logits, labels)
+    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(logits, labels)
     restored = jax.export.deserialize(exported.serialize())
     for actual, expected in zip(
         jax.jit(restored.call)(logits, labels), f(logits, labels), strict=True
@@ -203,7 +204,7 @@ def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
     f = jax.jit(jax.value_and_grad(lambda x, y: cross_entropy(x, y)))
     targets = ("xentile_cross_entropy_fused", "xentile_scale")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    exported = jax.export.export(f, platforms=["cpu"], disabled_checks=checks)(
+    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(
         jax.ShapeDtypeStruct((tokens, vocab), jnp.float32),
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     )

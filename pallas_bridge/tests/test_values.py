@@ -19,7 +19,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 15.0, "ignore_index": 3},
     "tile": {"block_size": 37, "time_block": 3},
 }
-IMPLEMENTATIONS = ["custom_call", "reference"]
+IMPLEMENTATIONS = [
+    "custom_call",
+    pytest.param(
+        "reference", marks=pytest.mark.only("cpu", "the limits are the kernels', not XLA's on GPUs")
+    ),
+]
 
 
 def problem(

@@ -3,8 +3,8 @@
 use std::{fmt, ptr::NonNull, sync::Arc};
 
 use crate::{
-    Buffer, CompileOptions, DType, Device, Element, Error, Event, LoadedExecutable, Memory, Plugin,
-    Program, Result, Topology, Value,
+    Buffer, CompileOptions, DType, Device, Element, Error, Event, LoadedExecutable, Memory,
+    MemoryStats, Plugin, Program, Result, Topology, Value,
     abi::{self, Call},
     layout, raw, value,
 };
@@ -26,6 +26,14 @@ pub(crate) struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
+
+impl Inner {
+    /// What the first device tells of its memory.
+    pub(crate) fn memory_stats(self: &Arc<Self>) -> Option<MemoryStats> {
+        let devices = Client(self.clone()).addressable_devices().ok()?;
+        devices.first()?.memory_stats().ok()
+    }
+}
 
 impl Drop for Inner {
     fn drop(&mut self) {
@@ -309,7 +317,8 @@ impl Client {
                 args.device = device;
                 args.memory = memory;
             })
-        }?;
+        }
+        .map_err(|error| self.explain(error))?;
         // SAFETY: both are new, and the caller's to destroy.
         unsafe {
             let done = Event::new(self.0.clone(), out.done_with_host_buffer, name).ok();
@@ -343,7 +352,8 @@ impl Client {
                 args.compile_options = options.as_ptr().cast();
                 args.compile_options_size = options.len();
             })
-        }?;
+        }
+        .map_err(|error| self.explain(error))?;
         // SAFETY: it is new, and the caller's to destroy.
         unsafe {
             LoadedExecutable::new(self.0.clone(), out.executable, abi::ClientCompile::FUNCTION)
@@ -377,9 +387,15 @@ impl Client {
                     args.overridden_serialized_compile_options_size = options.len();
                 }
             })
-        }?;
+        }
+        .map_err(|error| self.explain(error))?;
         // SAFETY: it is new, and the caller's to destroy.
         unsafe { LoadedExecutable::new(self.0.clone(), out.loaded_executable, name) }
+    }
+
+    /// Adds to an error what the first device tells of its memory, where that ran out.
+    fn explain(&self, error: Error) -> Error {
+        error.with_memory(|| self.0.memory_stats())
     }
 
     /// # Safety

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{DType, Platform, Version};
+use crate::{DType, MemoryStats, Platform, Version};
 
 /// The result of a call of this crate.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
@@ -162,6 +162,28 @@ pub enum Error {
         function: &'static str,
     },
 
+    /// The device, or the host, has too little memory.
+    #[error(
+        "{function}: out of device memory: {}; {}: {code}: {message}",
+        asked(*.requested),
+        had(*.available, *.limit)
+    )]
+    OutOfMemory {
+        /// Bytes that were asked for: as the message has them, rounded where it rounds, else the
+        /// program's results and temporaries. None where neither tells.
+        requested: Option<u64>,
+        /// Bytes that could still be had then, where the plug-in tells.
+        available: Option<u64>,
+        /// Bytes that there are in all, where the plug-in tells.
+        limit: Option<u64>,
+        /// The kind: mostly [`Code::ResourceExhausted`].
+        code: Code,
+        /// The plug-in's message, whole.
+        message: String,
+        /// The function that failed, by its name in C.
+        function: &'static str,
+    },
+
     /// The plug-in gave back what its interface does not allow.
     #[error("{function} of the plug-in returned {what}")]
     Malformed {
@@ -240,12 +262,202 @@ impl Error {
     #[must_use]
     pub const fn code(&self) -> Option<Code> {
         match self {
-            Self::Pjrt { code, .. } => Some(*code),
+            Self::Pjrt { code, .. } | Self::OutOfMemory { code, .. } => Some(*code),
             _ => None,
         }
     }
+
+    /// What a plug-in reports, as the variant that it is.
+    pub(crate) fn reported(code: Code, message: String, function: &'static str) -> Self {
+        if !is_out_of_memory(code, &message) {
+            return Self::Pjrt { code, message, function };
+        }
+        let requested = requested_bytes(&message);
+        Self::OutOfMemory { requested, available: None, limit: None, code, message, function }
+    }
+
+    /// With what the device tells of its memory, where memory ran out.
+    pub(crate) fn with_memory(mut self, stats: impl FnOnce() -> Option<MemoryStats>) -> Self {
+        if let Self::OutOfMemory { available, limit, .. } = &mut self
+            && limit.is_none()
+            && let Some(stats) = stats()
+        {
+            *limit = stats.bytes_limit;
+            let used = stats.bytes_limit.zip(stats.bytes_in_use);
+            *available = used.map(|(limit, used)| limit.saturating_sub(used));
+        }
+        self
+    }
+
+    /// With what the program takes, where memory ran out and the message has no figure.
+    pub(crate) fn with_program(mut self, stats: impl FnOnce() -> Option<u64>) -> Self {
+        if let Self::OutOfMemory { requested, .. } = &mut self
+            && requested.is_none()
+        {
+            *requested = stats();
+        }
+        self
+    }
+
+    /// With the name of the function that started the work, not of the one that waited.
+    pub(crate) fn by(mut self, started: &'static str) -> Self {
+        if let Self::Pjrt { function, .. } | Self::OutOfMemory { function, .. } = &mut self {
+            *function = started;
+        }
+        self
+    }
+}
+
+/// Other resources than memory run out as well, and XLA's CPU calls a program's temporaries that
+/// do not fit an internal error.
+fn is_out_of_memory(code: Code, message: &str) -> bool {
+    let says = |words: &str| message.to_ascii_lowercase().contains(words);
+    match code {
+        Code::ResourceExhausted => says("memory") || says("allocat"),
+        Code::Internal => says("out of memory"),
+        _ => false,
+    }
+}
+
+/// The first amount of bytes that a message names after it speaks of allocating.
+fn requested_bytes(message: &str) -> Option<u64> {
+    let start = ["allocat", "reserve", "Used "].iter().find_map(|word| message.find(word))?;
+    let words: Vec<_> = message[start..].split_whitespace().collect();
+    words.iter().enumerate().find_map(|(index, word)| {
+        let next = words.get(index + 1).copied().unwrap_or_default();
+        if next.starts_with("bytes") {
+            return word.parse().ok();
+        }
+        let rounded = rounded_bytes(word.trim_end_matches(['.', ',', ';', ':']))?;
+        // `32.00MiB (33554432B)`.
+        let exact = next.strip_prefix('(').and_then(|next| next.split_once("B)"));
+        Some(exact.and_then(|(bytes, _)| bytes.parse().ok()).unwrap_or(rounded))
+    })
+}
+
+/// `1.50GiB`, `1.50G` and `512B` in bytes.
+fn rounded_bytes(word: &str) -> Option<u64> {
+    let digits = word.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+    let (number, unit) = word.split_at(digits);
+    let power = match unit {
+        "B" => 0,
+        "K" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        "T" | "TiB" => 40,
+        _ => return None,
+    };
+    Some((number.parse::<f64>().ok()? * 2_f64.powi(power)) as u64)
+}
+
+fn asked(requested: Option<u64>) -> String {
+    requested.map_or("how much was asked for is not told".into(), |bytes| {
+        format!("{} asked for", human(bytes))
+    })
+}
+
+fn had(available: Option<u64>, limit: Option<u64>) -> String {
+    match (available, limit) {
+        (Some(available), Some(limit)) => {
+            format!("{} available of {}", human(available), human(limit))
+        }
+        (Some(available), None) => format!("{} available", human(available)),
+        (None, Some(limit)) => format!("{} in all", human(limit)),
+        (None, None) => "how much there is is not told".into(),
+    }
+}
+
+fn human(bytes: u64) -> String {
+    let mib = bytes as f64 / 2_f64.powi(20);
+    if mib < 1024.0 { format!("{mib:.2} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
 }
 
 fn list(places: &[String]) -> String {
     places.iter().map(|place| format!("\n  {place}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Messages of XLA's GPU, TPU and CPU.
+    #[test]
+    fn memory_that_ran_out_is_read_from_messages() {
+        let cases = [
+            ("Out of memory while trying to allocate 7406166528 bytes.", Some(7_406_166_528)),
+            (
+                "Out of memory while trying to allocate 4770354232 bytes.\nBufferAssignment OOM \
+                 Debugging.\nBufferAssignment stats:\n             parameter allocation:  372.76MiB",
+                Some(4_770_354_232),
+            ),
+            ("Out of memory while trying to allocate 64.00GiB.", Some(64 << 30)),
+            ("Out of memory allocating 35184372088832 bytes.", Some(1 << 45)),
+            (
+                "Failed to allocate request for 32.00MiB (33554433B) on device ordinal 0",
+                Some(33_554_433),
+            ),
+            (
+                "Error allocating device buffer: Attempting to reserve 1.50G at the bottom of \
+                 memory. That was not possible. There are 500.00M free, 0B reserved, and 500.00M \
+                 reservable.",
+                Some(3 << 29),
+            ),
+            (
+                "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used \
+                 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G.",
+                Some(20 << 30),
+            ),
+            ("Out of memory.", None),
+        ];
+        for (message, expected) in cases {
+            let error = Error::reported(Code::ResourceExhausted, message.into(), "PJRT_F");
+            let Error::OutOfMemory { requested, .. } = error else { panic!("{error:?}") };
+            assert_eq!(requested, expected, "{message}");
+            assert_eq!(error.code(), Some(Code::ResourceExhausted));
+            assert!(error.to_string().ends_with(message), "{error}");
+        }
+        // Temporaries on the CPU.
+        let message =
+            "Compute error: Error preparing computation: Out of memory allocating 1024 bytes.";
+        let error = Error::reported(Code::Internal, message.into(), "PJRT_F");
+        assert!(matches!(error, Error::OutOfMemory { requested: Some(1024), .. }), "{error:?}");
+    }
+
+    #[test]
+    fn other_errors_stay_what_they_are() {
+        for (code, message) in [
+            (Code::ResourceExhausted, "Too many open files"),
+            (Code::Internal, "INTERNAL: Failed to launch"),
+            (Code::InvalidArgument, "allocate 5 bytes of memory"),
+        ] {
+            let error = Error::reported(code, message.into(), "PJRT_F");
+            assert!(matches!(&error, Error::Pjrt { .. }), "{error:?}");
+            assert_eq!(error.to_string(), format!("PJRT_F: {code}: {message}"));
+        }
+    }
+
+    #[test]
+    fn what_there_was_is_told_beside_what_was_asked_for() {
+        let error = || Error::reported(Code::ResourceExhausted, "Out of memory".into(), "PJRT_F");
+        assert_eq!(
+            error().to_string(),
+            "PJRT_F: out of device memory: how much was asked for is not told; how much there is \
+             is not told: RESOURCE_EXHAUSTED: Out of memory"
+        );
+        let stats = MemoryStats {
+            bytes_in_use: Some(1 << 30),
+            bytes_limit: Some(3 << 30),
+            ..MemoryStats::default()
+        };
+        let error = error().with_memory(|| Some(stats)).with_program(|| Some(1 << 19)).by("PJRT_G");
+        assert_eq!(
+            error.to_string(),
+            "PJRT_G: out of device memory: 0.50 MiB asked for; 2.00 GiB available of 3.00 GiB: \
+             RESOURCE_EXHAUSTED: Out of memory"
+        );
+        // The message's own figure stays.
+        let error = Error::reported(Code::ResourceExhausted, "allocating 7 bytes".into(), "PJRT_F");
+        let error = error.with_program(|| Some(1));
+        assert!(matches!(error, Error::OutOfMemory { requested: Some(7), .. }), "{error:?}");
+    }
 }

@@ -98,12 +98,7 @@ impl Event {
 
     /// Names the function that started the work, and not the one that waited.
     fn name(&self, error: Error) -> Error {
-        match error {
-            Error::Pjrt { code, message, .. } => {
-                Error::Pjrt { code, message, function: self.function }
-            }
-            other => other,
-        }
+        error.by(self.function).with_memory(|| self.client.memory_stats())
     }
 }
 

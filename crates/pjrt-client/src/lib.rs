@@ -37,6 +37,7 @@ compile_error!("PJRT plug-ins are there for Unix with pointers of 64 bits");
 
 pub mod abi;
 mod buffer;
+mod cache;
 mod client;
 mod device;
 mod dtype;
@@ -59,6 +60,7 @@ mod topology;
 mod value;
 
 pub use buffer::Buffer;
+pub use cache::{Cache, CacheError, Cached};
 pub use client::{Client, Place};
 pub use device::{Device, DeviceDescription};
 pub use dtype::{DType, Element};

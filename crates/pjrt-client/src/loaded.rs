@@ -131,7 +131,8 @@ impl LoadedExecutable {
     /// # Errors
     /// The arguments do not fit the program, or it failed.
     pub fn execute(&self, arguments: &[&Buffer]) -> Result<Vec<Buffer>> {
-        self.execute_async(arguments, &ExecuteOptions::default())?.wait()
+        let run = self.execute_async(arguments, &ExecuteOptions::default())?;
+        run.wait().map_err(|error| self.explain(error))
     }
 
     /// Runs the program on one device without waiting for the end. The arguments may be dropped,
@@ -217,8 +218,15 @@ impl LoadedExecutable {
                 args.device_complete_events = events.as_mut_ptr();
                 args.execute_device = device;
             })
-        }?;
+        }
+        .map_err(|error| self.explain(error))?;
         self.take(&results, &events)
+    }
+
+    /// Adds to an error of a run what is known of memory, where that ran out.
+    fn explain(&self, error: Error) -> Error {
+        let takes = || self.executable.memory_stats().ok()?.needed();
+        error.with_memory(|| self.client.memory_stats()).with_program(takes)
     }
 
     /// Takes results and events over.

@@ -242,7 +242,7 @@ impl Plugin {
                 destroy.error = second;
                 self.void(&mut destroy);
             }
-            Err(Error::Pjrt { code: Code::from_u32(code.code), message: text, function })
+            Err(Error::reported(Code::from_u32(code.code), text, function))
         }
     }
 

@@ -30,6 +30,14 @@ impl<'a> Program<'a> {
         Self { code, format }
     }
 
+    pub(crate) const fn code(&self) -> &'a [u8] {
+        self.code
+    }
+
+    pub(crate) const fn format(&self) -> &'a str {
+        self.format
+    }
+
     /// As the plug-in takes it, for as long as the program's parts live.
     pub(crate) fn encode(&self) -> Padded<abi::Program> {
         let mut program = Padded::<abi::Program>::new();

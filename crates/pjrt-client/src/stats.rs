@@ -104,6 +104,15 @@ impl MemoryStats {
 }
 
 impl CompiledMemoryStats {
+    /// Bytes that a run takes beyond its arguments: results that lie in no argument, and
+    /// temporaries. None where the plug-in tells of neither.
+    #[must_use]
+    pub fn needed(&self) -> Option<u64> {
+        let results = self.outputs.map(|all| all.saturating_sub(self.alias.unwrap_or(0)));
+        let known = [results, self.temporaries];
+        known.iter().any(Option::is_some).then(|| known.iter().flatten().sum())
+    }
+
     /// Marks every figure as not told, before the plug-in writes those that it knows of.
     pub(crate) fn prepare(stats: &mut abi::ExecutableGetCompiledMemoryStats) {
         stats.generated_code_size_in_bytes = -1;
@@ -162,6 +171,11 @@ mod tests {
         let mut stats = Padded::<abi::ExecutableGetCompiledMemoryStats>::new();
         CompiledMemoryStats::prepare(&mut stats);
         assert!(CompiledMemoryStats::new(&stats).iter().all(|figure| figure.1.is_none()));
+        assert_eq!(CompiledMemoryStats::new(&stats).needed(), None);
+        stats.temp_size_in_bytes = 5;
+        stats.output_size_in_bytes = 12;
+        stats.alias_size_in_bytes = 8;
+        assert_eq!(CompiledMemoryStats::new(&stats).needed(), Some(9));
         stats.argument_size_in_bytes = 4;
         stats.peak_memory_in_bytes = 0;
         assert_eq!(CompiledMemoryStats::new(&stats).peak, None);

@@ -10,8 +10,9 @@ use std::{sync::Arc, time::Duration};
 
 use half::{bf16, f16};
 use pjrt_client::{
-    Buffer, Client, Code, CompileOptions, DType, Element, Error, ExecuteOptions, Extension,
-    Handlers, Layout, LoadedExecutable, Place, Platform, Plugin, Program, Topology, Version,
+    Buffer, Cache, CacheError, Cached, Client, Code, CompileOptions, DType, Element, Error,
+    ExecuteOptions, Extension, Handlers, Layout, LoadedExecutable, Place, Platform, Plugin,
+    Program, Topology, Version,
 };
 
 fn plugin() -> Plugin {
@@ -305,6 +306,53 @@ fn what_does_not_compile_says_why() {
 
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
+fn more_memory_than_there_is_ends_as_a_typed_error() {
+    // 32 TiB, which no system hands out: the allocation fails at once.
+    let huge = 1_u64 << 45;
+    let count = huge / 4;
+    let result = format!(
+        "func.func @main(%x: tensor<f32>) -> tensor<{count}xf32> {{
+           %y = stablehlo.broadcast_in_dim %x, dims = [] : (tensor<f32>) -> tensor<{count}xf32>
+           return %y : tensor<{count}xf32>
+         }}"
+    );
+    let temporary = format!(
+        "func.func @main(%x: tensor<f32>) -> tensor<1xf32> {{
+           %i = stablehlo.iota dim = 0 : tensor<{count}xf32>
+           %y = \"stablehlo.sort\"(%i) ({{
+             ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+               %c = stablehlo.compare GT, %a, %b : (tensor<f32>, tensor<f32>) -> tensor<i1>
+               stablehlo.return %c : tensor<i1>
+           }}) {{dimension = 0 : i64}} : (tensor<{count}xf32>) -> tensor<{count}xf32>
+           %s = stablehlo.slice %y [5:6] : (tensor<{count}xf32>) -> tensor<1xf32>
+           return %s : tensor<1xf32>
+         }}"
+    );
+    let client = client();
+    let x = client.buffer(&[1.0_f32], &[]).unwrap();
+    for (program, code) in [(&result, Code::ResourceExhausted), (&temporary, Code::Internal)] {
+        let program = compile(&client, program);
+        let needed = program.executable().memory_stats().unwrap().needed().unwrap();
+        assert!(needed >= huge, "{needed}");
+        let error = program.execute(&[&x]).unwrap_err();
+        assert!(
+            matches!(&error, Error::OutOfMemory { requested, .. } if *requested == Some(huge)),
+            "{error:?}"
+        );
+        assert_eq!(error.code(), Some(code));
+        let text = error.to_string();
+        for part in ["32768.00 GiB asked for", "Out of memory allocating 35184372088832 bytes."] {
+            assert!(text.contains(part), "no {part} in {text}");
+        }
+    }
+    // And it goes on.
+    let add = compile(&client, ADD);
+    let y = client.buffer(&[1.0_f32; 12], &[4, 3]).unwrap();
+    assert_eq!(add.execute(&[&y, &y]).unwrap()[0].to_vec::<f32>().unwrap(), [2.0; 12]);
+}
+
+#[test]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
 fn wrong_arguments_are_errors() {
     let (client, other) = (client(), client());
     let add = compile(&client, ADD);
@@ -399,6 +447,97 @@ fn serialised_programs_run_again() {
     // SAFETY: no machine code is in these.
     let error = unsafe { client.deserialize(b"not a program", None) }.unwrap_err();
     assert!(error.code().is_some(), "{error}");
+}
+
+fn cache(directory: &std::path::Path) -> Cache {
+    // SAFETY: nothing but these tests writes there.
+    unsafe { Cache::new(directory.join("programs")) }
+}
+
+fn cached(cache: &Cache, client: &Client, extra: &[&str]) -> Cached {
+    let cached = cache.compile(client, &Program::mlir(ADD), &CompileOptions::new(), extra).unwrap();
+    let x = client.buffer(&[1.5_f32; 12], &[4, 3]).unwrap();
+    let sum = cached.executable.execute(&[&x, &x]).unwrap()[0].to_vec::<f32>().unwrap();
+    assert_eq!(sum, [3.0; 12]);
+    cached
+}
+
+#[test]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
+fn a_cached_program_is_loaded_and_a_broken_one_compiled_anew() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = cache(directory.path());
+    let look = |extra: &[&str]| cached(&cache, &client(), extra);
+    let first = look(&["a"]);
+    assert!(!first.is_hit && first.problem.is_none(), "{first:?}");
+    let second = look(&["a"]);
+    assert!(second.is_hit && second.problem.is_none(), "{second:?}");
+    assert!(!look(&["b"]).is_hit, "another library of custom calls");
+    let options = CompileOptions::new().flag("xla_cpu_enable_fast_math", true);
+    let fast = cache.compile(&client(), &Program::mlir(ADD), &options, &["a"]).unwrap();
+    assert!(!fast.is_hit, "other options");
+
+    let entries = || {
+        let entries = std::fs::read_dir(cache.directory()).unwrap();
+        let mut entries: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+        entries.sort();
+        entries
+    };
+    assert_eq!(entries().len(), 3, "{:?}", entries());
+    // Cut short, with bytes that differ, empty, and in the place of another.
+    let whole = std::fs::read(&entries()[0]).unwrap();
+    let other = std::fs::read(&entries()[1]).unwrap();
+    let mut flipped = whole.clone();
+    *flipped.last_mut().unwrap() ^= 0x40;
+    for broken in [&whole[..whole.len() / 2], &flipped, &[], &other] {
+        for entry in entries() {
+            std::fs::write(entry, broken).unwrap();
+        }
+        let anew = look(&["a"]);
+        assert!(!anew.is_hit);
+        let problem = anew.problem.unwrap();
+        assert!(matches!(problem, CacheError::Entry { .. }), "{problem:?}");
+        assert!(problem.to_string().ends_with("; compiled it anew"), "{problem}");
+        assert!(look(&["a"]).is_hit, "it was mended");
+        look(&["b"]);
+        assert_eq!(entries().len(), 3, "{:?}", entries());
+    }
+}
+
+#[test]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
+fn a_cache_that_cannot_be_written_is_no_error() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("programs"), "a file").unwrap();
+    let found = cached(&cache(directory.path()), &client(), &[]);
+    assert!(!found.is_hit);
+    let problem = found.problem.unwrap().to_string();
+    assert!(problem.starts_with("cannot store the compiled program "), "{problem}");
+    let broken = cache(directory.path()).compile(
+        &client(),
+        &Program::mlir("oh no"),
+        &CompileOptions::new(),
+        &[],
+    );
+    assert!(broken.unwrap_err().code().is_some());
+}
+
+#[test]
+#[ignore = "needs the CPU plug-in: see the top of this file"]
+fn several_threads_share_a_cache() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = cache(directory.path());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..5 {
+                    assert!(cached(&cache, &client(), &[]).problem.is_none());
+                }
+            });
+        }
+    });
+    assert!(cached(&cache, &client(), &[]).is_hit);
+    assert_eq!(std::fs::read_dir(cache.directory()).unwrap().count(), 1);
 }
 
 #[test]

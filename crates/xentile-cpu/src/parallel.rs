@@ -7,7 +7,8 @@ use rayon::prelude::*;
 /// Something that runs independent tasks, possibly on several threads.
 pub trait Parallel: Sync {
     /// Calls `body` once with every number below `tasks`, in any order and on any thread, and
-    /// returns when all calls have returned.
+    /// returns when all calls have returned. Kernels fetch ahead what the next number reads, so a
+    /// thread should get numbers that follow one another.
     fn run(&self, tasks: usize, body: &(dyn Fn(usize) + Sync));
 }
 

@@ -168,16 +168,19 @@ impl Backend {
     /// Refuses what is not the user's to choose on this backend.
     ///
     /// # Errors
-    /// A plug-in where none is needed; an instruction set or threads (0 is no choice) where XLA
+    /// A plug-in or a cache of programs where none is needed; an instruction set or threads (0 is no choice) where XLA
     /// chooses.
     pub fn check_choices(
         self,
         plugin: Option<&Path>,
+        cache: Option<&Path>,
         isa: Option<&str>,
         threads: usize,
     ) -> Result<()> {
         if self.platform().is_none() {
-            ensure!(plugin.is_none(), "plugin is set; backend cpu needs none");
+            for (name, is_set) in [("plugin", plugin.is_some()), ("cache", cache.is_some())] {
+                ensure!(!is_set, "{name} is set; backend cpu needs none");
+            }
             return Ok(());
         }
         let backend = crate::microbench::name(&self);

@@ -1,4 +1,4 @@
-//! Holds a kernel against the float64 reference and says whether it may be trusted.
+//! Holds a kernel, or the dense program, against the float64 reference and says whether it may be trusted.
 //!
 //! Both schedules are run: the one that the reduction asks for, whose figures have plain names, and
 //! beside a reduction the recomputing pair with random cotangents of loss, logps and lse, whose
@@ -26,6 +26,7 @@ use crate::input::synthetic::Synthetic;
 use crate::input::{Tokens, predicting_rows};
 use crate::machine::Machine;
 use crate::memory;
+use crate::microbench::Implementation;
 use crate::timing::timed;
 use compare::{Outputs, Problem};
 pub use report::{Figure, Place, Report};
@@ -38,6 +39,9 @@ pub struct Config {
     pub op: Op,
     /// The backend.
     pub backend: Backend,
+    /// By which program; the kernel where absent.
+    #[serde(rename = "impl", default)]
+    pub implementation: Implementation,
     /// `[batch, seq_len, vocab]`; may be absent where a file tells.
     pub shape: Option<Shape>,
     /// The dtype of logits and dlogits.
@@ -55,6 +59,11 @@ pub struct Config {
     /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
     #[serde(default)]
     pub plugin: Option<PathBuf>,
+    /// Where compiled programs are kept, for `xla:` backends: see [`microbench::Config::cache`].
+    ///
+    /// [`microbench::Config::cache`]: crate::microbench::Config::cache
+    #[serde(default)]
+    pub cache: Option<PathBuf>,
     /// The operation's options.
     #[serde(default)]
     pub options: Options,
@@ -165,7 +174,7 @@ fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Re
             };
             check_shape(shape)?;
             synthetic.validate().context("input.synthetic")?;
-            memory::require(needed_bytes(shape, config.dtype, true), REMEDY)?;
+            memory::require(needed_bytes(shape, config, true), REMEDY)?;
             let rows = predicting_rows(shape.batch, shape.seq_len);
             let mut logits = vec![E::from_f32(0.0); rows.len() * shape.vocab];
             synthetic.fill_logits(&rows, shape.vocab, &mut logits);
@@ -189,7 +198,7 @@ fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Re
             }
             check_shape(shape).with_context(in_file)?;
             let own = tensors.needed_bytes(config.dtype);
-            let outputs = needed_bytes(shape, config.dtype, false);
+            let outputs = needed_bytes(shape, config, false);
             let needed = own.zip(outputs).and_then(|(a, b)| a.checked_add(b));
             memory::require(needed, "make a smaller file").with_context(in_file)?;
             let tokens = tensors.tokens::<E>().with_context(in_file)?;
@@ -218,12 +227,15 @@ fn check_shape(shape: Shape) -> Result<()> {
     Ok(())
 }
 
-/// Bytes for dlogits, for logits where they are made, and for the rows in float64.
-fn needed_bytes(shape: Shape, dtype: DType, logits: bool) -> Option<u64> {
+/// Bytes for dlogits, for logits where they are made, for both once more where the device's memory
+/// is the host's, for the dense program's probabilities, and for the rows in float64.
+fn needed_bytes(shape: Shape, config: &Config, logits: bool) -> Option<u64> {
     let tokens = (shape.batch as u64).checked_mul(shape.seq_len as u64)?;
-    let matrices = dtype.size_bytes() as u64 * if logits { 2 } else { 1 };
+    let copies = if logits { 2 } else { 1 } + if config.backend == Backend::XlaCpu { 2 } else { 0 };
+    let is_dense = config.implementation == Implementation::Reference;
+    let matrices = copies * config.dtype.size_bytes() + if is_dense { size_of::<f32>() } else { 0 };
     let rows = 32 * rayon::current_num_threads() as u64;
-    let columns = tokens.checked_mul(matrices)?.checked_add(rows)?;
+    let columns = tokens.checked_mul(matrices as u64)?.checked_add(rows)?;
     columns.checked_mul(shape.vocab as u64)?.checked_add(tokens.checked_mul(128)?)
 }
 

@@ -5,6 +5,8 @@
 
 pub mod cli;
 pub mod config;
+mod dense;
+pub mod draft;
 pub mod gradcheck;
 pub mod input;
 pub mod machine;

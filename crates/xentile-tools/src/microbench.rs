@@ -4,7 +4,6 @@
 //! topology the program is only compiled, and what a run would tell is none.
 
 mod cpu;
-mod dense;
 mod xla;
 
 use std::collections::BTreeMap;
@@ -35,6 +34,16 @@ pub enum Implementation {
     /// The tiled kernel.
     #[default]
     Kernel,
+}
+
+impl Implementation {
+    /// The program for XLA.
+    pub(crate) fn program(self) -> xentile_programs::cross_entropy::Implementation {
+        match self {
+            Self::Reference => xentile_programs::cross_entropy::Implementation::Dense,
+            Self::Kernel => xentile_programs::cross_entropy::Implementation::Kernel,
+        }
+    }
 }
 
 /// What logits hold.
@@ -86,6 +95,10 @@ pub struct Config {
     /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
     /// in its name stand for the tile.
     pub program: Option<PathBuf>,
+    /// Where compiled programs are kept, for `xla:` backends. Only these tools may write there, as
+    /// what lies there is run. Where absent it is what the variable `XENTILE_CACHE` names, and
+    /// programs are compiled each time where nothing does.
+    pub cache: Option<PathBuf>,
     /// The operation's options.
     pub options: Options,
     /// Random logits or zeros.
@@ -111,6 +124,7 @@ impl Default for Config {
             plugin: None,
             topology: None,
             program: None,
+            cache: None,
             options: Options::default(),
             logits: Logits::default(),
             input: Synthetic::default(),
@@ -139,7 +153,7 @@ impl Config {
         self.options.cross_entropy()?;
         self.isa()?;
         let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
-        self.backend.check_choices(plugin, isa, self.threads)?;
+        self.backend.check_choices(plugin, self.cache.as_deref(), isa, self.threads)?;
         if self.program.is_some() {
             ensure!(
                 self.backend != Backend::Cpu,
@@ -223,6 +237,11 @@ trait Subject {
     /// Makes the program, where it has to be compiled.
     fn compile(&mut self) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether [`Self::compile`] found the program in the cache; none where there is no cache.
+    fn is_cached(&self) -> Option<bool> {
+        None
     }
 
     /// One `value_and_grad`, complete on return.
@@ -324,6 +343,9 @@ pub struct Report {
     /// Compiling alone, with the writing of `schedule` where there is one; none where nothing is
     /// compiled.
     pub compile_s: Option<f64>,
+    /// Whether the program was loaded from the cache, which `compile_s` is the time of then; none
+    /// where there is no cache.
+    pub from_cache: Option<bool>,
     /// The first run alone.
     pub first_run_s: Option<f64>,
     /// Mean over the timed steps.
@@ -431,6 +453,7 @@ pub struct AfterRun {
 struct Found {
     setup: Setup,
     compile_s: Option<f64>,
+    from_cache: Option<bool>,
     compiled: Option<CompiledMemory>,
     schedule: Option<Schedule>,
     run: Option<Run>,
@@ -457,7 +480,7 @@ pub fn run(config: &Config) -> Result<Report> {
         (None, _) => measure(config)?,
         (Some(topology), Op::CrossEntropy) => xla::compile_for(topology, config)?,
     };
-    let Found { setup, compile_s, compiled, schedule, run } = found;
+    let Found { setup, compile_s, from_cache, compiled, schedule, run } = found;
     let Setup { tile, threads, isa, plugin, exported } = setup;
     let run = run.as_ref();
     let milliseconds = |seconds: fn(&Run) -> f64| run.map(|run| seconds(run) * 1e3);
@@ -483,6 +506,7 @@ pub fn run(config: &Config) -> Result<Report> {
         warmup: if run.is_some() { config.warmup } else { 0 },
         first_call_s: run.map(|run| compile_s.unwrap_or(0.0) + run.first_run_s),
         compile_s,
+        from_cache,
         first_run_s: run.map(|run| run.first_run_s),
         avg_step_ms: milliseconds(|run| run.steps.mean),
         median_step_ms: milliseconds(|run| run.steps.median),
@@ -546,6 +570,7 @@ fn measure(config: &Config) -> Result<Found> {
     Ok(Found {
         setup: subject.setup(),
         compile_s: compiled.is_some().then_some(compile_s),
+        from_cache: subject.is_cached(),
         compiled,
         schedule: None,
         run: Some(Run { first_run_s, loss, steps, copy_s, mem_after_alloc, mem_after_run }),
@@ -687,9 +712,11 @@ impl Report {
         let figure = |figure: Option<f64>, digits: usize| {
             figure.map_or("not told".to_owned(), |figure| format!("{figure:.digits$}"))
         };
+        let is_loaded = self.from_cache == Some(true);
+        let made = if is_loaded { "loading from the cache" } else { "compiling" };
         let compiling = self
             .compile_s
-            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it compiling"));
+            .map_or(String::new(), |seconds| format!(", {seconds:.3} s of it {made}"));
         line("first call", format!("{} s{compiling}", figure(self.first_call_s, 3)))?;
         line(
             "step",

@@ -49,7 +49,7 @@ pub struct Series {
 }
 
 const WIDTH: u32 = 1200;
-const PANEL_HEIGHT: u32 = 600;
+const PANEL_HEIGHT: u32 = 480;
 const TITLE_HEIGHT: u32 = 64;
 const SUBTITLE_HEIGHT: u32 = 28;
 const LEGEND_WIDTH: u32 = 170;

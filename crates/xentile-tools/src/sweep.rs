@@ -7,14 +7,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use pjrt_client::Platform;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use xentile::TunedTile;
 
 use crate::cli;
 use crate::config::{self, TileConfig};
+use crate::draft::{Draft, write_whole};
 use crate::machine::Machine;
 use crate::memory;
 use crate::microbench::{self, Implementation, name};
@@ -83,7 +85,9 @@ impl Config {
     }
 
     fn tuned_file(&self) -> PathBuf {
-        let table = format!("{}.{}.yaml", name(&self.cell.op), name(&self.cell.backend));
+        // The kernels of `xla:cpu` are those of `cpu`, and so is their tile.
+        let kernels = self.cell.backend.platform().map_or("cpu", Platform::name);
+        let table = format!("{}.{kernels}.yaml", name(&self.cell.op));
         self.tuned_dir.join(table)
     }
 }
@@ -101,15 +105,9 @@ struct Measured {
     ratio_to_copy: Option<f64>,
     gb_per_s: Option<f64>,
     copy_gb_per_s: Option<f64>,
-    mem_after_run: PeakMemory,
-    compiled: Option<Compiled>,
+    mem_after_run: RunMemory,
+    compiled: Option<ProgramMemory>,
     schedule: Option<Bundles>,
-}
-
-#[derive(Clone, Copy, Debug, Deserialize)]
-struct Compiled {
-    temporary_bytes: Option<u64>,
-    peak_bytes: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -118,8 +116,64 @@ struct Bundles {
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-struct PeakMemory {
+struct RunMemory {
     peak_resident_bytes: Option<u64>,
+    bytes_in_use: Option<u64>,
+    peak_bytes_in_use: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct ProgramMemory {
+    peak_bytes: Option<u64>,
+    argument_bytes: Option<u64>,
+    output_bytes: Option<u64>,
+    temporary_bytes: Option<u64>,
+    alias_bytes: Option<u64>,
+}
+
+impl ProgramMemory {
+    /// All that the program holds at once; none where any part is not told.
+    fn bytes(self) -> Option<u64> {
+        let all = self.argument_bytes? + self.output_bytes? + self.temporary_bytes?;
+        Some(all.saturating_sub(self.alias_bytes.unwrap_or(0)))
+    }
+}
+
+/// A figure of a cell's memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Memory {
+    /// The most that was in use on the device.
+    DevicePeak,
+    /// What was in use on the device at the end.
+    DeviceInUse,
+    /// What the compiler says that the program holds.
+    Program,
+    /// The most that the process held.
+    Process,
+}
+
+impl Memory {
+    /// From what says most of the program to what says least.
+    const ALL: [Self; 4] = [Self::DevicePeak, Self::DeviceInUse, Self::Program, Self::Process];
+
+    /// As the plot has it.
+    fn label(self) -> &'static str {
+        match self {
+            Self::DevicePeak => "device memory, peak in use",
+            Self::DeviceInUse => "device memory, in use after the run",
+            Self::Program => "arguments, results, temporaries",
+            Self::Process => "process's memory, peak",
+        }
+    }
+
+    fn of(self, cell: &Measured) -> Option<u64> {
+        match self {
+            Self::DevicePeak => cell.mem_after_run.peak_bytes_in_use,
+            Self::DeviceInUse => cell.mem_after_run.bytes_in_use,
+            Self::Program => cell.compiled.and_then(ProgramMemory::bytes),
+            Self::Process => cell.mem_after_run.peak_resident_bytes,
+        }
+    }
 }
 
 /// One cell: what its process said, or why it said nothing.
@@ -188,25 +242,12 @@ fn figure(number: Option<f64>, digits: usize) -> String {
     number.map_or("not told".to_owned(), |number| format!("{number:.digits$}"))
 }
 
-/// A file that goes when this does.
-struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // It may never have been made, and there is nobody left to tell.
-        _ = fs::remove_file(&self.0);
-    }
-}
-
-/// `name` in `folder`, but this process's own until it is renamed.
-fn scratch(folder: &Path, name: &str) -> Scratch {
-    Scratch(folder.join(format!(".{}.{name}", std::process::id())))
-}
-
 fn measure(config: &Config, out: &Path) -> Result<Vec<Row>> {
-    let cell = scratch(out, "cell.yaml");
+    // Never finished: it is there for the cells alone.
+    let cell = Draft::new(&out.join("cell.yaml")).context("cannot write the cell's config")?;
     let text = serde_yaml::to_string(&config.cell).context("cannot write the cell's config")?;
-    fs::write(&cell.0, text).with_context(|| format!("cannot write {}", cell.0.display()))?;
+    fs::write(cell.path(), text)
+        .with_context(|| format!("cannot write {}", cell.path().display()))?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
 
     let grid: Vec<_> = config
@@ -218,7 +259,7 @@ fn measure(config: &Config, out: &Path) -> Result<Vec<Row>> {
     let mut rows = Vec::with_capacity(grid.len());
     for (time_block, block_size) in grid {
         progress.begin(time_block, block_size);
-        let outcome = run_cell(&program, &cell.0, time_block, block_size);
+        let outcome = run_cell(&program, cell.path(), time_block, block_size);
         let outcome = outcome.map_err(|error| format!("{error:#}"));
         rows.push(Row { time_block, block_size, outcome });
         progress.end(&rows);
@@ -241,14 +282,17 @@ fn run_cell(
         .stdin(Stdio::null())
         .output()
         .context("cannot start the cell's process")?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
         match stderr.lines().rfind(|line| !line.trim().is_empty()) {
             Some(line) if output.status.code().is_some() => {
                 bail!("{}", line.strip_prefix("error: ").unwrap_or(line))
             }
             _ => bail!("the cell's process ended with {}", output.status),
         }
+    }
+    for warning in stderr.lines().filter(|line| line.starts_with("warning: ")) {
+        eprintln!("{warning}");
     }
     let mut value: Value =
         serde_json::from_slice(&output.stdout).context("the cell's report is not JSON")?;
@@ -374,18 +418,19 @@ impl Sweep<'_> {
             ("sweep.md", self.markdown()),
             ("sweep.svg", figure.svg()?),
         ];
-        let mut written = Vec::new();
+        let cannot = |name: &str| format!("cannot write {}", out.join(name).display());
+        let draft = |name: &str| Draft::new(&out.join(name)).with_context(|| cannot(name));
+        let mut drafts = Vec::new();
         for (name, text) in texts {
-            let file = scratch(out, name);
-            fs::write(&file.0, text)
-                .with_context(|| format!("cannot write {}", file.0.display()))?;
-            written.push((name, file));
+            let draft = draft(name)?;
+            fs::write(draft.path(), text).with_context(|| cannot(name))?;
+            drafts.push((name, draft));
         }
-        let file = scratch(out, "sweep.png");
-        figure.write_png(&file.0)?;
-        written.push(("sweep.png", file));
-        for (name, file) in written {
-            rename(&file, &out.join(name))?;
+        let picture = draft("sweep.png")?;
+        figure.write_png(picture.path())?;
+        drafts.push(("sweep.png", picture));
+        for (name, draft) in drafts {
+            draft.finish().with_context(|| cannot(name))?;
         }
         Ok(())
     }
@@ -443,7 +488,9 @@ impl Sweep<'_> {
         }
         let mut text = String::from(
             "time_block,block_size,status,median_step_ms,avg_step_ms,min_step_ms,std_step_ms,\
-             copy_ms,ratio_to_copy,gb_per_s,copy_gb_per_s,first_call_s,peak_resident_bytes,error\n",
+             copy_ms,ratio_to_copy,gb_per_s,copy_gb_per_s,first_call_s,peak_resident_bytes,device_peak_bytes_in_use,\
+             device_bytes_in_use,compiled_argument_bytes,compiled_output_bytes,\
+             compiled_temporary_bytes,compiled_alias_bytes,error\n",
         );
         for Row { time_block, block_size, outcome } in self.rows {
             let rest = match outcome {
@@ -462,11 +509,24 @@ impl Sweep<'_> {
                     let numbers = numbers
                         .map(|number| number.map_or(String::new(), |number| number.to_string()));
                     let numbers = numbers.join(",");
-                    let peak = m.mem_after_run.peak_resident_bytes;
-                    let peak = peak.map_or(String::new(), |peak| peak.to_string());
-                    format!("ok,{numbers},{peak},")
+                    let compiled = |part: fn(&ProgramMemory) -> Option<u64>| {
+                        m.compiled.as_ref().and_then(part)
+                    };
+                    let memory = [
+                        m.mem_after_run.peak_resident_bytes,
+                        m.mem_after_run.peak_bytes_in_use,
+                        m.mem_after_run.bytes_in_use,
+                        compiled(|program| program.argument_bytes),
+                        compiled(|program| program.output_bytes),
+                        compiled(|program| program.temporary_bytes),
+                        compiled(|program| program.alias_bytes),
+                    ];
+                    let told = |bytes: Option<u64>| bytes.map_or(String::new(), |b| b.to_string());
+                    format!("ok,{numbers},{},", memory.map(told).join(","))
                 }
-                Err(reason) => format!("failed,,,,,,,,,,,\"{}\"", reason.replace('"', "\"\"")),
+                Err(reason) => {
+                    format!("failed{}\"{}\"", ",".repeat(17), reason.replace('"', "\"\""))
+                }
             };
             _ = writeln!(text, "{time_block},{block_size},{rest}");
         }
@@ -518,16 +578,18 @@ impl Sweep<'_> {
             self.compiled_markdown(&mut text);
             return text;
         }
-        text +=
-            "| time_block | block_size | median ms | min ms | std ms | x copy | GB/s | peak |\n";
-        text += "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
+        text += "| time_block | block_size | median ms | min ms | std ms | x copy | GB/s | process peak \
+             | device peak | program |\n";
+        text += "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
         let best = self.best().map(|(row, _)| (row.time_block, row.block_size));
         for row in self.rows {
             let Row { time_block, block_size, outcome } = row;
             _ = match outcome {
                 Ok((m, _)) => {
                     let bold = if best == Some((*time_block, *block_size)) { "**" } else { "" };
-                    let peak = m.mem_after_run.peak_resident_bytes;
+                    let memory = [Memory::Process, Memory::DevicePeak, Memory::Program];
+                    let memory = memory
+                        .map(|figure| figure.of(m).map_or("not told".to_owned(), memory::human));
                     writeln!(
                         text,
                         "| {time_block} | {block_size} | {bold}{}{bold} | {} | {} | {} | {} | {} |",
@@ -536,12 +598,12 @@ impl Sweep<'_> {
                         figure(m.std_step_ms, 3),
                         figure(m.ratio_to_copy, 3),
                         figure(m.gb_per_s, 2),
-                        peak.map_or("not told".to_owned(), memory::human)
+                        memory.join(" | ")
                     )
                 }
                 Err(reason) => writeln!(
                     text,
-                    "| {time_block} | {block_size} | failed | | | | | {} |",
+                    "| {time_block} | {block_size} | failed | | | | | | | {} |",
                     reason.replace('|', "\\|")
                 ),
             };
@@ -556,16 +618,6 @@ impl Sweep<'_> {
             false => m.median_step_ms,
             true => Some(m.schedule?.bundles as f64),
         };
-        let line = |&block_size: &usize| {
-            let rows = self.rows.iter().filter(|row| row.block_size == block_size);
-            let mut points: Vec<_> = rows
-                .map(|row| (row.time_block, row.measured().and_then(height)))
-                // A logarithmic axis has no 0.
-                .filter(|&(time_block, _)| time_block > 0)
-                .collect();
-            points.sort_by_key(|point| point.0);
-            Series { name: block_size.to_string(), points }
-        };
         let best = self.best().and_then(|(row, best)| {
             let found = format!(
                 "best: time_block {}, block_size {}: {} ms, {} copies",
@@ -577,9 +629,9 @@ impl Sweep<'_> {
             Some((found, (row.time_block, best.median_step_ms?)))
         });
         let device = format!("{}, {} cores", self.machine.processor, self.machine.cores);
-        let panel = Panel {
+        let time = Panel {
             y_label: if compiled { "bundles" } else { "step time, median (ms)" }.to_owned(),
-            series: self.config.block_sizes.iter().map(line).collect(),
+            series: self.lines(height),
             level: self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
             mark: best.as_ref().map(|(_, point)| *point),
         };
@@ -588,7 +640,44 @@ impl Sweep<'_> {
             subtitles: [Some(device), best.map(|(found, _)| found)].into_iter().flatten().collect(),
             x_label: "time_block (tokens a tile)".to_owned(),
             legend: "block_size".to_owned(),
-            panels: vec![panel],
+            panels: vec![time, self.memory_panel()],
+        }
+    }
+
+    /// A figure of every cell over time_block, a line a block_size.
+    fn lines(&self, figure: impl Fn(&Measured) -> Option<f64>) -> Vec<Series> {
+        let line = |&block_size: &usize| {
+            let rows = self.rows.iter().filter(|row| row.block_size == block_size);
+            let mut points: Vec<_> = rows
+                .map(|row| (row.time_block, row.measured().and_then(&figure)))
+                // A logarithmic axis has no 0.
+                .filter(|&(time_block, _)| time_block > 0)
+                .collect();
+            points.sort_by_key(|point| point.0);
+            Series { name: block_size.to_string(), points }
+        };
+        self.config.block_sizes.iter().map(line).collect()
+    }
+
+    /// The first figure that any cell tells, beside what logits and gradient alone take.
+    fn memory_panel(&self) -> Panel {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let told = |figure: &Memory| {
+            self.rows.iter().any(|row| row.measured().is_some_and(|m| figure.of(m).is_some()))
+        };
+        let Some(figure) = Memory::ALL.into_iter().find(told) else {
+            let y_label = "memory: not told".to_owned();
+            return Panel { y_label, series: self.lines(|_| None), level: None, mark: None };
+        };
+        let has_gaps = self.rows.iter().filter_map(Row::measured).any(|m| figure.of(m).is_none());
+        let gaps = if has_gaps { "; gaps: not told" } else { "" };
+        let cell = &self.config.cell;
+        let least = mib(2 * (cell.time * cell.vocab * cell.dtype.size_bytes()) as u64);
+        Panel {
+            y_label: format!("{} (MiB{gaps})", figure.label()),
+            series: self.lines(|m| figure.of(m).map(mib)),
+            level: Some((least, format!("logits and gradient: {least:.1} MiB"))),
+            mark: None,
         }
     }
 
@@ -601,32 +690,41 @@ impl Sweep<'_> {
             time_block: best.time_block,
             block_size: best.block_size,
             device: self.machine.processor.clone(),
+            pass: None,
+            warps: None,
+            cluster: None,
         };
         let mut tiles = read_tuned(file)?;
-        let same = |old: &&mut TunedTile| old.dtype == tile.dtype && old.vocab == tile.vocab;
+        let same = |old: &&mut TunedTile| {
+            (&old.dtype, old.vocab, &old.pass) == (&tile.dtype, tile.vocab, &tile.pass)
+        };
         match tiles.iter_mut().find(same) {
             Some(old) => *old = tile,
             None => tiles.push(tile),
         }
         let mut text = String::new();
-        for TunedTile { dtype, vocab, time_block, block_size, device } in tiles {
+        for TunedTile { dtype, vocab, time_block, block_size, device, pass, warps, cluster } in
+            tiles
+        {
             // A JSON string is a YAML one, whatever the processor is called.
             let device = Value::from(device);
+            let gpu: String = [
+                pass.map(|pass| format!(", pass: {pass}")),
+                warps.map(|warps| format!(", warps: {warps}")),
+                cluster.map(|cluster| format!(", cluster: {cluster}")),
+            ]
+            .into_iter()
+            .flatten()
+            .collect();
             _ = writeln!(
                 text,
                 "- {{dtype: {dtype}, vocab: {vocab}, time_block: {time_block}, \
-                 block_size: {block_size}, device: {device}}}"
+                 block_size: {block_size}, device: {device}{gpu}}}"
             );
         }
-        let folder = file.parent().ok_or_else(|| anyhow!("{} has no folder", file.display()))?;
-        let new = scratch(folder, "tuned.yaml");
-        fs::write(&new.0, text).with_context(|| format!("cannot write {}", new.0.display()))?;
-        rename(&new, file)
+        write_whole(file, text.as_bytes())
+            .with_context(|| format!("cannot write {}", file.display()))
     }
-}
-
-fn rename(from: &Scratch, to: &Path) -> Result<()> {
-    fs::rename(&from.0, to).with_context(|| format!("cannot write {}", to.display()))
 }
 
 /// The tiles in `file`; none where there is no such file.
@@ -642,6 +740,54 @@ fn read_tuned(file: &Path) -> Result<Vec<TunedTile>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A panel of two cells, whose reports have these peaks of the device and this program.
+    fn panel(device_peaks: [Option<u64>; 2], program: Option<u64>, process: Option<u64>) -> Panel {
+        let config: Config = config::parse(
+            "{time_blocks: [1, 2], block_sizes: [8], cell: {time: 4, vocab: 9}}",
+            &[],
+        )
+        .unwrap();
+        let row = |index: usize| {
+            let report = json!({
+                "first_call_s": 0.0, "avg_step_ms": 1.0, "median_step_ms": 1.0, "min_step_ms": 1.0,
+                "std_step_ms": 0.0, "copy_ms": 1.0, "ratio_to_copy": 1.0, "gb_per_s": 1.0,
+                "copy_gb_per_s": 1.0,
+                "mem_after_run": {
+                    "peak_resident_bytes": process,
+                    "bytes_in_use": null,
+                    "peak_bytes_in_use": device_peaks[index],
+                },
+                "compiled": program.map(|bytes| json!({
+                    "argument_bytes": bytes, "output_bytes": bytes, "temporary_bytes": 0,
+                    "alias_bytes": bytes,
+                })),
+            });
+            let measured = Measured::deserialize(&report).unwrap();
+            Row { time_block: index + 1, block_size: 8, outcome: Ok((measured, report)) }
+        };
+        let rows = [row(0), row(1)];
+        Sweep { config: &config, machine: &Machine::current(), rows: &rows }.memory_panel()
+    }
+
+    #[test]
+    fn the_memory_panel_shows_what_says_most_and_what_is_not_told() {
+        const MIB: u64 = 1 << 20;
+        let [none, some] = [[None; 2], [Some(7 * MIB), None]];
+        let points = |panel: &Panel| panel.series[0].points.iter().map(|p| p.1).collect::<Vec<_>>();
+        let told = panel(some, Some(MIB), Some(MIB));
+        assert_eq!(told.y_label, "device memory, peak in use (MiB; gaps: not told)");
+        assert_eq!(points(&told), [Some(7.0), None]);
+        let program = panel(none, Some(3 * MIB), Some(MIB));
+        assert_eq!(program.y_label, "arguments, results, temporaries (MiB)");
+        assert_eq!(points(&program), [Some(3.0); 2], "results lie in arguments");
+        let process = panel(none, None, Some(2 * MIB));
+        assert_eq!(process.y_label, "process's memory, peak (MiB)");
+        assert_eq!(points(&process), [Some(2.0); 2]);
+        let nothing = panel(none, None, None);
+        assert_eq!(nothing.y_label, "memory: not told");
+        assert_eq!(points(&nothing), [None; 2]);
+    }
 
     #[test]
     fn a_processor_becomes_a_folder() {

@@ -2,26 +2,45 @@
 //! our custom calls where there are any for its platform.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr::null;
 
 use anyhow::{Context, Result, ensure};
 use pjrt_client::{
-    Buffer, Client, CompileOptions, Element, Handlers, LoadedExecutable, Platform, Plugin, Value,
+    Buffer, Cache, Cached, Client, Code, CompileOptions, Element, Error, Handlers,
+    LoadedExecutable, Platform, Plugin, Value,
 };
 use xentile_programs::Program;
+use xentile_xla::TABLE_VERSION;
 
-use crate::tpu;
+use crate::cli::one_line;
+use crate::{memory, tpu};
 
 /// A plug-in with a client.
 pub(crate) struct Session {
     client: Client,
     platform: Platform,
+    cache: Option<Cache>,
 }
 
+/// A program, ready to run.
+pub(crate) struct Compiled {
+    pub(crate) executable: LoadedExecutable,
+    /// Whether it was loaded rather than compiled; none where there is no cache.
+    pub(crate) from_cache: Option<bool>,
+}
+
+/// Names the cache's directory where neither a flag nor a config does.
+const CACHE_VARIABLE: &str = "XENTILE_CACHE";
+
 impl Session {
-    /// Opens the plug-in at `path`, else the one that is found for `platform`.
-    pub(crate) fn open(platform: Platform, path: Option<&Path>) -> Result<Self> {
+    /// Opens the plug-in at `path`, else the one that is found for `platform`. Compiled programs are
+    /// kept in `cache`, else in what [`CACHE_VARIABLE`] names.
+    pub(crate) fn open(
+        platform: Platform,
+        path: Option<&Path>,
+        cache: Option<&Path>,
+    ) -> Result<Self> {
         if platform == Platform::Tpu {
             tpu::require()?;
         }
@@ -38,7 +57,20 @@ impl Session {
         let client = plugin.client(options).with_context(|| {
             format!("{} opened, but gives no client{remedy}", plugin.path().display())
         })?;
-        Ok(Self { client, platform })
+        // One of another platform would run, and be reported as what it is not.
+        if let Ok(its) = client.platform_name()?.parse::<Platform>() {
+            ensure!(
+                its == platform,
+                "the plug-in {} runs xla:{its} and not xla:{platform}; name that backend, or another \
+                 plug-in",
+                plugin.path().display()
+            );
+        }
+        let variable = || std::env::var_os(CACHE_VARIABLE).filter(|value| !value.is_empty());
+        let cache = cache.map(PathBuf::from).or_else(|| variable().map(PathBuf::from));
+        // SAFETY: the flag's documentation says that nothing else writes there.
+        let cache = cache.map(|directory| unsafe { Cache::new(directory) });
+        Ok(Self { client, platform, cache })
     }
 
     /// Has programs call our kernels.
@@ -89,14 +121,46 @@ impl Session {
     }
 
     /// The program, ready to run.
-    pub(crate) fn compile(&self, program: &Program) -> Result<LoadedExecutable> {
+    pub(crate) fn compile(&self, program: &Program) -> Result<Compiled> {
         self.compile_code(program.text.as_bytes())
     }
 
-    /// A program as StableHLO text or bytecode, ready to run.
-    pub(crate) fn compile_code(&self, code: &[u8]) -> Result<LoadedExecutable> {
+    /// A program as StableHLO text or bytecode, ready to run. What the cache is of no use for is
+    /// told on standard error.
+    pub(crate) fn compile_code(&self, code: &[u8]) -> Result<Compiled> {
         let code = pjrt_client::Program::mlir(code);
-        Ok(self.client.compile(&code, &CompileOptions::new())?)
+        let options = CompileOptions::new();
+        let compiled = match &self.cache {
+            None => {
+                let executable = self.client.compile(&code, &options)?;
+                Compiled { executable, from_cache: None }
+            }
+            Some(cache) => {
+                // Programs hold the names of our custom calls, and not what those compute.
+                let kernels = format!("xentile {} {TABLE_VERSION}", env!("CARGO_PKG_VERSION"));
+                let Cached { executable, is_hit, problem, .. } =
+                    cache.compile(&self.client, &code, &options, &[&kernels])?;
+                if let Some(problem) = problem {
+                    eprintln!("warning: {}", one_line(&problem.to_string()));
+                }
+                Compiled { executable, from_cache: Some(is_hit) }
+            }
+        };
+        self.check_memory(&compiled.executable)?;
+        Ok(compiled)
+    }
+
+    /// Refuses a program whose results and temporaries the machine has no memory for, where the
+    /// device's memory is the machine's: a system that promises more than it has ends the process
+    /// instead of failing the allocation.
+    fn check_memory(&self, program: &LoadedExecutable) -> Result<()> {
+        if self.platform != Platform::Cpu {
+            return Ok(());
+        }
+        let needed = program.executable().memory_stats().ok().and_then(|stats| stats.needed());
+        needed.zip(memory::available_bytes()).map_or(Ok(()), |(needed, available)| {
+            fits(needed, available).map_err(anyhow::Error::from)
+        })
     }
 }
 
@@ -107,6 +171,23 @@ pub(crate) fn describe(plugin: Plugin, platform: &str, version: &str) -> String 
     format!("{file}, PJRT {}, {platform} {version}", plugin.version())
 }
 
+/// The error of a run that takes `needed` bytes where `available` are.
+fn fits(needed: u64, available: u64) -> pjrt_client::Result {
+    if needed <= available {
+        return Ok(());
+    }
+    Err(Error::OutOfMemory {
+        requested: Some(needed),
+        available: Some(available),
+        limit: None,
+        code: Code::ResourceExhausted,
+        message: "the program was compiled and not run, as its results and temporaries \
+                          do not fit the machine's memory"
+            .into(),
+        function: "PJRT_LoadedExecutable_Execute",
+    })
+}
+
 /// XLA's name for a platform, where handlers are registered.
 fn registry_name(platform: Platform) -> &'static str {
     match platform {
@@ -114,5 +195,20 @@ fn registry_name(platform: Platform) -> &'static str {
         Platform::Cuda => "CUDA",
         // There are no custom calls on others.
         _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_said_with_both_figures() {
+        fits(5, 5).unwrap();
+        let error = fits(3 << 30, 1 << 30).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");
+        let text = error.to_string();
+        let expected = "out of device memory: 3.00 GiB asked for; 1.00 GiB available: ";
+        assert!(text.contains(expected), "{text}");
     }
 }

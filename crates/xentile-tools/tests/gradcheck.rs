@@ -68,6 +68,21 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
+fn the_dense_program_passes_as_well() {
+    for reduction in ["mean", "sum", "none"] {
+        let reduction = format!("options.reduction={reduction}");
+        let sets = ["--set", "options.z_loss=1e-3", "options.softcap=20", &reduction];
+        let report = Fixture::new(SMALL).passes(&[&["--impl", "reference"], &sets[..]].concat());
+        assert_eq!(report["config"]["impl"], "reference");
+        assert!(report["tile"].is_null(), "it has none");
+    }
+    let report = Fixture::new(&format!("{SMALL}impl: reference\n")).passes(&["--impl", "kernel"]);
+    assert_eq!(report["config"]["impl"], "kernel");
+    let line = Fixture::new(SMALL).refuses(&["--set", "impl=kernl"]);
+    assert!(line.contains("unknown value `kernl` for `impl`; did you mean `kernel`?"), "{line}");
+}
+
+#[test]
 fn reports_the_promised_names() {
     let report = Fixture::new(SMALL).passes(&[]);
     let figures = report["figures"].as_object().unwrap();

@@ -101,12 +101,19 @@ fn a_grid_gives_every_file_and_the_default_tile() {
     assert_eq!(markdown.lines().filter(|line| line.starts_with('|')).count(), 8);
     assert_eq!(markdown.matches("**").count(), 2, "one best cell");
     let svg = folder.read("out/sweep.svg");
-    for text in ["bf16", "[5, 1001]", "time_block", "copy of the logits"] {
+    for text in [
+        "bf16",
+        "[5, 1001]",
+        "time_block",
+        "copy of the logits",
+        "process&apos;s memory, peak (MiB)",
+        "logits and gradient: 0.0 MiB",
+    ] {
         assert!(svg.contains(text), "the plot does not say {text}");
     }
     let png = std::fs::read(folder.path("out/sweep.png")).unwrap();
     assert_eq!(png[..8], *b"\x89PNG\r\n\x1a\n");
-    assert_eq!(png[16..24], [0, 0, 4, 176, 0, 0, 2, 208], "1200 x 720");
+    assert_eq!(png[16..24], [0, 0, 4, 176, 0, 0, 4, 56], "1200 x 1080");
 
     // Other rows stay; the row of this dtype and vocabulary is the best cell.
     assert_eq!(folder.names("tuned"), ["cross_entropy.cpu.yaml"]);
@@ -137,9 +144,11 @@ fn a_cell_that_fails_is_a_row() {
     assert_eq!(failed.len(), 2);
     assert!(failed.iter().all(|row| row["error"] == reason && row["report"].is_null()));
     let csv = folder.read("out/sweep.csv");
-    assert!(csv.contains(&format!("0,512,failed,,,,,,,,,,,\"{reason}\"\n")), "{csv}");
+    assert!(csv.contains(&format!("0,512,failed{}\"{reason}\"\n", ",".repeat(17))), "{csv}");
     assert!(
-        folder.read("out/sweep.md").contains(&format!("| 0 | 64 | failed | | | | | {reason} |"))
+        folder
+            .read("out/sweep.md")
+            .contains(&format!("| 0 | 64 | failed | | | | | | | {reason} |"))
     );
     assert!(!folder.read("tuned/cross_entropy.cpu.yaml").contains("time_block: 3"));
 }

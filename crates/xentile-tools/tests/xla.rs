@@ -4,7 +4,7 @@
 //! XENTILE_PJRT_CPU=FILE cargo test -p xentile-tools --test xla -- --include-ignored
 //! ```
 
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -113,6 +113,237 @@ fn microbench_reports_every_field() {
 
 #[test]
 #[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn gradcheck_passes_for_the_dense_program() {
+    for config in ["z_loss", "all_options", "reduction_none", "weights"] {
+        let path = format!("configs/gradcheck/{config}.yaml");
+        let sets = ["backend=xla:cpu", "shape.seq_len=20", "shape.vocab=5003"];
+        let flags = ["--config", &path, "--impl", "reference", "--set"];
+        let output = run(GRADCHECK, &[&flags, &sets[..]].concat());
+        let printed = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{path}: {printed}{}", stderr(&output));
+        assert!(printed.contains("cross_entropy, dense program, on xla:cpu"), "{printed}");
+    }
+}
+
+/// A cache, and measurements with it.
+struct CacheFolder(tempfile::TempDir);
+
+impl CacheFolder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn flags(&self) -> [&str; 2] {
+        ["--cache", self.0.path().to_str().unwrap()]
+    }
+
+    fn files(&self) -> Vec<std::path::PathBuf> {
+        std::fs::read_dir(self.0.path()).unwrap().map(|entry| entry.unwrap().path()).collect()
+    }
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn compiled_programs_are_cached() {
+    let cache = CacheFolder::new();
+    assert!(measure(&[])["from_cache"].is_null(), "no cache was asked for");
+    let first = measure(&cache.flags());
+    assert_eq!(first["from_cache"], false);
+    let second = measure(&cache.flags());
+    assert_eq!(second["from_cache"], true);
+    assert_eq!(first["loss"], second["loss"]);
+    // Another program, and the same for another tool.
+    assert_eq!(
+        measure(&[&cache.flags()[..], &["--reduction", "sum"]].concat())["from_cache"],
+        false
+    );
+    let gradcheck = ["--config", "configs/gradcheck/z_loss.yaml", "--set", "backend=xla:cpu"];
+    let gradcheck = [&gradcheck[..], &["shape.vocab=1003"], &cache.flags()].concat();
+    let files = cache.files().len();
+    for _ in 0..2 {
+        let output = run(GRADCHECK, &gradcheck);
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(cache.files().len(), files + 3, "forward, fused, forward and backward");
+    }
+
+    // Broken entries are named once, and mended.
+    for file in cache.files() {
+        std::fs::write(file, "broken").unwrap();
+    }
+    let again = || {
+        let small = ["--backend", "xla:cpu", "--time", "64", "--vocab", "5003", "--iters", "3"];
+        let output = run(MICROBENCH, &[&small, &cache.flags()[..]].concat());
+        assert!(output.status.success(), "{}", stderr(&output));
+        (String::from_utf8_lossy(&output.stdout).into_owned(), stderr(&output))
+    };
+    let warnings = |text: &str| {
+        let lines = text.lines().filter(|line| line.starts_with("warning: cannot load the cached"));
+        lines.count()
+    };
+    let (printed, told) = again();
+    assert!(printed.contains("s of it compiling"), "{printed}");
+    assert_eq!(warnings(&told), 3, "the step, the copy, the zeros: {told}");
+    let (printed, told) = again();
+    assert!(printed.contains("s of it loading from the cache"), "{printed}");
+    assert_eq!(warnings(&told), 0, "{told}");
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn processes_share_a_cache() {
+    let cache = CacheFolder::new();
+    let flags = [&["--backend", "xla:cpu", "--time", "8", "--vocab", "1003"], &cache.flags()[..]];
+    let start = || {
+        let mut command = Command::new(MICROBENCH);
+        command.args(flags.concat()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("the binary starts")
+    };
+    let processes: Vec<_> = (0..4).map(|_| start()).collect();
+    for process in processes {
+        let output = process.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("warning: cannot"), "{}", stderr(&output));
+    }
+    assert_eq!(cache.files().len(), 3, "{:?}", cache.files());
+    let output = start().wait_with_output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stdout).contains("loading from the cache"));
+    assert!(!stderr(&output).contains("warning: cannot"), "{}", stderr(&output));
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn a_sweep_runs_and_shows_what_programs_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let config = format!(
+        "{{time_blocks: [1, 4], block_sizes: [512], out: {0}/out, update_tuned: true,
+         tuned_dir: {0}, cell: {{backend: \"xla:cpu\", time: 8, vocab: 1003, iters: 2}}}}",
+        folder.path().display()
+    );
+    std::fs::write(path("grid.yaml"), config).unwrap();
+    let output = run(MICROBENCH, &["sweep", "--config", path("grid.yaml").to_str().unwrap()]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let svg = std::fs::read_to_string(path("out/sweep.svg")).unwrap();
+    assert!(svg.contains("arguments, results, temporaries (MiB)"));
+    let csv = std::fs::read_to_string(path("out/sweep.csv")).unwrap();
+    let cells: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
+    let column = |name| cells[0].iter().position(|&column| column == name).unwrap();
+    for cell in &cells[1..] {
+        assert_eq!(cell.len(), cells[0].len());
+        assert_eq!(cell[column("device_peak_bytes_in_use")], "", "not told is not 0");
+        let arguments: usize = cell[column("compiled_argument_bytes")].parse().unwrap();
+        assert!(arguments >= 2 * 8 * 1003 * 2, "logits and the last gradient");
+    }
+    let markdown = std::fs::read_to_string(path("out/sweep.md")).unwrap();
+    assert!(markdown.contains("| not told |"), "{markdown}");
+    // The kernels are those of the backend cpu, and so is their tile.
+    assert!(path("cross_entropy.cpu.yaml").is_file());
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn more_memory_than_there_is_is_one_line() {
+    for arguments in [
+        &["--backend", "xla:cpu", "--time", "1000000000"][..],
+        &["--backend", "xla:cpu", "--impl", "reference", "--time", "1000000000"],
+    ] {
+        let error = refuse(MICROBENCH, arguments);
+        assert!(error.starts_with("error: this needs ") && error.lines().count() == 1, "{error}");
+    }
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
+fn a_plugin_of_another_platform_is_refused() {
+    let plugin = std::env::var("XENTILE_PJRT_CPU").unwrap();
+    let arguments = ["--backend", "xla:cuda", "--plugin", &plugin, "--time", "4", "--vocab", "9"];
+    for implementation in ["kernel", "reference"] {
+        let error = refuse(MICROBENCH, &[&arguments[..], &["--impl", implementation]].concat());
+        assert!(error.contains("runs xla:cpu and not xla:cuda; "), "{error}");
+    }
+}
+
+/// A library made of C by the system's compiler.
+fn library(folder: &std::path::Path, source: &str) -> String {
+    let (file, library) = (folder.join("fake.c"), folder.join("fake.so"));
+    std::fs::write(&file, source).unwrap();
+    let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    let output = compiler.args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&file).output();
+    let output = output.expect("a C compiler, `cc` or the one that CC names");
+    assert!(output.status.success(), "{}", stderr(&output));
+    library.to_str().unwrap().to_owned()
+}
+
+/// A table of PJRT's with this version and this many functions, which succeed as far as
+/// initialisation and then report an error.
+fn fake_plugin(major: i32, minor: i32, functions: usize, code: u32, message: &str) -> String {
+    format!(
+        r#"
+        #include <stddef.h>
+        typedef struct {{
+          size_t size; void* ext; void* error; const char* message; size_t message_size;
+        }} Message;
+        typedef struct {{ size_t size; void* ext; void* error; int code; }} GetCode;
+        static const char text[] = "{message}";
+        static void destroy(void* args) {{}}
+        static void message(Message* args) {{
+          args->message = text; args->message_size = sizeof(text) - 1;
+        }}
+        static void* code(GetCode* args) {{ args->code = {code}; return 0; }}
+        static void* succeeds(void* args) {{ return 0; }}
+        static void* fails(void* args) {{ return (void*)text; }}
+        static struct {{
+          size_t size; void* ext; size_t version_size; void* version_ext; int major; int minor;
+          void* functions[200];
+        }} table;
+        void* GetPjrtApi(void) {{
+          table.size = 40 + 8 * {functions};
+          table.version_size = 24;
+          table.major = {major};
+          table.minor = {minor};
+          for (int i = 0; i < 200; i++) table.functions[i] = (void*)fails;
+          table.functions[0] = (void*)destroy;
+          table.functions[1] = (void*)message;
+          table.functions[2] = (void*)code;
+          table.functions[3] = (void*)succeeds;
+          return &table;
+        }}
+        "#
+    )
+}
+
+#[test]
+fn plugins_that_are_none_or_of_another_time() {
+    let oom = "Out of memory while trying to allocate 64.00GiB.\\nBufferAssignment OOM Debugging.";
+    for (source, expected) in [
+        ("int something(void) { return 1; }".to_owned(), "is not a PJRT plug-in: it exports no"),
+        (fake_plugin(1, 3, 118, 9, ""), "speaks PJRT 1.3; this crate speaks 0.x"),
+        (fake_plugin(0, 40, 5, 9, ""), "has no PJRT_Client_Create: it speaks PJRT 0.40"),
+        (fake_plugin(0, 81, 118, 9, "not today"), "FAILED_PRECONDITION: not today"),
+        (
+            fake_plugin(0, 200, 118, 8, oom),
+            "out of device memory: 64.00 GiB asked for; how much there is is not told: \
+             RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB. BufferAssignment \
+             OOM Debugging.\n",
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = library(folder.path(), &source);
+        for backend in ["xla:cpu", "xla:cuda"] {
+            let error = refuse(MICROBENCH, &["--backend", backend, "--plugin", &path]);
+            assert!(error.contains(expected), "{error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+            let sets = [format!("backend={backend}"), format!("plugin={path}")];
+            let config = ["--config", "configs/gradcheck/z_loss.yaml", "--impl", "reference"];
+            let sets = ["--set", &sets[0], &sets[1], "shape.vocab=99"];
+            let error = refuse(GRADCHECK, &[&config, &sets[..]].concat());
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU"]
 fn plugins_are_listed() {
     let output = run(XENTILE, &["plugins"]);
     let printed = String::from_utf8_lossy(&output.stdout);
@@ -159,6 +390,7 @@ fn what_is_not_the_users_to_choose() {
         (&["--backend", "xla:cpu", "--isa", "portable"][..], "isa is set; on xla:cpu"),
         (&["--backend", "xla:cpu", "--threads", "2"], "threads is set; on xla:cpu"),
         (&["--backend", "cpu", "--plugin", "x.so"], "plugin is set; backend cpu needs none"),
+        (&["--backend", "cpu", "--cache", "programs"], "cache is set; backend cpu needs none"),
     ] {
         let error = refuse(MICROBENCH, arguments);
         assert!(error.contains(message), "{error}");

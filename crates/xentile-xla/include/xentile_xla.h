@@ -46,10 +46,10 @@ typedef struct xentile_target {
   size_t struct_size;
   /* The name that a program calls, such as "xentile_scale". */
   const char* target;
-  /* The platform, as XLA's registries name it: "Host". */
+  /* The platform, as XLA's registries name it: "Host" or "CUDA". */
   const char* platform;
-  /* The stage of a call that the handler is for: the number of an XLA_FFI_ExecutionStage, of which 3
-   * is execute. */
+  /* The stage of a call that the handler is for: the number of an XLA_FFI_ExecutionStage, of which 2
+   * is initialize and 3 execute. */
   uint32_t stage;
   /* The handler's name among the symbols of the library. */
   const char* symbol;
@@ -79,6 +79,24 @@ struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFram
 struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
+
+/* Those for NVIDIA GPUs, two a target, which libraries built with CUDA have. A library that has them
+ * loads on any machine; where a driver or a GPU is missing, it is the call that says so. */
+struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -1,10 +1,14 @@
 //! Cross-entropy over logits: the attributes and the shapes of its targets, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{LogitsShape, Tile};
-use xla_ffi::{Attribute, Decoder, Error, FromAttribute, Parameter, Result};
+use xla_ffi::{Attribute, DType, Decoder, Error, FromAttribute, Parameter, Result};
+
+use crate::dtype;
 
 /// The attributes of every target of cross-entropy, each within its range.
 #[derive(Clone, Copy, Debug)]
@@ -34,8 +38,13 @@ impl<'a> Parameter<'a> for Options {
 impl Options {
     /// The tile to work in, where `tuned` is the one for the dtype and the vocabulary.
     pub(crate) fn tile(&self, tuned: Tile) -> Result<Tile> {
-        let extent = |extent: Option<Extent>| extent.map(|Extent(extent)| extent);
-        tuned.with(extent(self.time_block), extent(self.block_size)).map_err(invalid)
+        let [time_block, block_size] = self.extents();
+        tuned.with(time_block, block_size).map_err(invalid)
+    }
+
+    /// `time_block` and `block_size`, where they are given.
+    pub(crate) fn extents(&self) -> [Option<usize>; 2] {
+        [self.time_block, self.block_size].map(|extent| extent.map(|Extent(extent)| extent))
     }
 }
 
@@ -53,7 +62,23 @@ impl<'a> FromAttribute<'a> for Extent {
     }
 }
 
-/// The shape of `logits` `[.., V]`, flattened, if every other operand has their leading axes.
+/// The shape of `$logits` `[.., V]`, flattened, if every other operand has their leading axes, and
+/// `$dlogits`, where there is one, all of them.
+macro_rules! shape_of {
+    ($logits:ident $(=> $dlogits:ident)?; $($other:ident),*) => {
+        $crate::cross_entropy::shape(
+            $logits.dims(),
+            &[$((stringify!($other), $other.dims())),*],
+        )
+        $(.and_then(|shape| {
+            $crate::cross_entropy::check_dlogits($logits.dims(), $dlogits.dims())?;
+            Ok(shape)
+        }))?
+    };
+}
+pub(crate) use shape_of;
+
+/// The shape of `logits`, if each of the `others`, with its name, has their leading axes.
 pub(crate) fn shape(logits: &[usize], others: &[(&str, &[usize])]) -> Result<LogitsShape> {
     let Some((&vocab, leading)) = logits.split_last() else {
         return Err(invalid(
@@ -85,6 +110,11 @@ pub(crate) fn check_dlogits(logits: &[usize], dlogits: &[usize]) -> Result {
     Err(invalid(format_args!(
         "`dlogits` has shape {dlogits:?}; it must be {logits:?}, that of `logits`"
     )))
+}
+
+/// The error for labels of another type than those of the two widths.
+pub(crate) fn wrong_labels(dtype: DType) -> Error {
+    dtype::wrong("labels", dtype, "s32 or s64")
 }
 
 fn invalid(message: impl std::fmt::Display) -> Error {

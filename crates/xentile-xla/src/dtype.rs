@@ -19,11 +19,14 @@ macro_rules! with_element {
                 type $E = half::f16;
                 $body
             }
-            other => Err($crate::dtype::wrong($name, other, "f32, bf16 or f16")),
+            other => Err($crate::dtype::wrong($name, other, $crate::dtype::ELEMENTS)),
         }
     };
 }
 pub(crate) use with_element;
+
+/// What kernels take.
+pub(crate) const ELEMENTS: &str = "f32, bf16 or f16";
 
 /// The error for an argument whose elements are of no type that will do.
 pub(crate) fn wrong(name: &str, actual: DType, right: &str) -> Error {

@@ -10,6 +10,8 @@
 
 mod cpu;
 mod cross_entropy;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod dtype;
 mod scale;
 mod table;

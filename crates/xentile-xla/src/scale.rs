@@ -1,6 +1,8 @@
 //! `x * factor`: the shapes of its target, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xla_ffi::{Error, Result};
 

@@ -13,6 +13,10 @@ pub const TABLE_VERSION: u32 = 1;
 /// XLA's name of the platform of CPUs, in its registries.
 pub(crate) const HOST: &CStr = c"Host";
 
+/// That of NVIDIA's GPUs.
+#[cfg(feature = "cuda")]
+pub(crate) const CUDA: &CStr = c"CUDA";
+
 /// A handler to register: `xentile_target` in C. Texts end with a null and live as long as the
 /// library.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +36,14 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 /// The lists, one for each operation and platform.
-const LISTS: &[&[Target]] = &[cross_entropy::cpu::TARGETS, scale::cpu::TARGETS];
+const LISTS: &[&[Target]] = &[
+    cross_entropy::cpu::TARGETS,
+    scale::cpu::TARGETS,
+    #[cfg(feature = "cuda")]
+    cross_entropy::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    scale::cuda::TARGETS,
+];
 
 /// Every target.
 #[must_use]

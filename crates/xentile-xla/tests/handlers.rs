@@ -20,9 +20,21 @@ const POISON: u64 = 0xa5a5_a5a5_a5a5_a5a5;
 trait Element: xentile::Element + xla_ffi::Element {}
 impl<E: xentile::Element + xla_ffi::Element> Element for E {}
 
+/// The handler that a CPU executes.
 fn handler(target: &str) -> abi::Handler {
-    let found = xentile_xla::targets().iter().find(|entry| entry.target() == target);
+    let found = every_handler(target).next();
     found.unwrap_or_else(|| panic!("no {target} in the table")).handler()
+}
+
+/// The handlers of a target, on every platform and in every stage.
+fn every_handler(target: &str) -> impl Iterator<Item = &'static xentile_xla::Target> {
+    xentile_xla::targets().iter().filter(move |entry| entry.target() == target)
+}
+
+/// Those that execute: a handler of another stage knows some of the target's operands only, so that
+/// what it does not know is not wrong.
+fn executing(target: &str) -> impl Iterator<Item = &'static xentile_xla::Target> {
+    every_handler(target).filter(|entry| entry.stage() == xla_ffi::Stage::Execute as u32)
 }
 
 /// A generator seeded afresh in every run, or from `XENTILE_TEST_SEED`; the seed is printed.
@@ -317,7 +329,9 @@ fn every_handler_answers_the_metadata_call() {
             .cast();
         call.call(target.handler()).unwrap();
         // SAFETY: the call owns it.
-        let version = unsafe { (*metadata).api_version };
+        let (version, traits) = unsafe { ((*metadata).api_version, (*metadata).traits) };
+        let graphs = xla_ffi::Traits::COMMAND_BUFFER_COMPATIBLE.bits();
+        assert_eq!(traits, if target.platform() == "CUDA" { graphs } else { 0 });
         let (mut major, mut minor) = (-1, -1);
         // SAFETY: two numbers to write.
         unsafe { xentile_xla::xentile_ffi_version(&raw mut major, &raw mut minor) };
@@ -357,23 +371,38 @@ fn names(target: &str) -> (&'static [&'static str], &'static [&'static str]) {
     }
 }
 
-/// Changes a right frame of `target`, and expects an `INVALID_ARGUMENT` that says every one of
-/// `reasons`, with results untouched.
-fn refused(target: &str, change: impl FnOnce(&mut Call), reasons: &[&str]) {
-    let mut call = right(target);
-    change(&mut call);
-    call.link();
-    call.results.iter_mut().for_each(|result| result.data.fill(POISON));
-    let message = call.refused(handler(target));
-    for reason in reasons {
-        assert!(message.contains(reason), "{target}: {message:?} does not say {reason:?}");
+/// Changes a right frame of `target`, and expects of every handler an `INVALID_ARGUMENT` that says
+/// each of `reasons`, with results untouched. Those of GPUs find it before they look for one.
+fn refused(target: &str, change: impl Fn(&mut Call), reasons: &[&str]) {
+    refused_by(every_handler(target), change, reasons);
+}
+
+/// As [`refused`], by the handlers of these entries.
+fn refused_by(
+    entries: impl Iterator<Item = &'static xentile_xla::Target>,
+    change: impl Fn(&mut Call),
+    reasons: &[&str],
+) {
+    for entry in entries {
+        let target = entry.target();
+        let mut call = right(target);
+        change(&mut call);
+        call.link();
+        call.frame.stage = entry.stage();
+        call.results.iter_mut().for_each(|result| result.data.fill(POISON));
+        let message = call.refused(entry.handler());
+        let symbol = entry.symbol();
+        for reason in reasons {
+            assert!(message.contains(reason), "{symbol}: {message:?} does not say {reason:?}");
+        }
+        let untouched = |result: &Array| result.data.iter().all(|&word| word == POISON);
+        assert!(call.results.iter().all(|result| untouched(result)), "{symbol}: {message}");
     }
-    let untouched = |result: &Array| result.data.iter().all(|&word| word == POISON);
-    assert!(call.results.iter().all(|result| untouched(result)), "{target}: {message}");
 }
 
 fn targets() -> impl Iterator<Item = &'static str> {
-    xentile_xla::targets().iter().map(xentile_xla::Target::target)
+    let host = xentile_xla::targets().iter().filter(|entry| entry.platform() == "Host");
+    host.map(xentile_xla::Target::target)
 }
 
 /// Every operand of a target: whether it is a result, its index and its name.
@@ -449,7 +478,10 @@ fn logits_without_a_vocabulary_are_refused() {
     call.arguments[1] = empty(DType::S32, &leading);
     call.results.iter_mut().for_each(|result| *result = empty(DType::F32, &leading));
     call.link();
-    call.call(handler(target)).unwrap();
+    for entry in every_handler(target) {
+        call.frame.stage = entry.stage();
+        call.call(entry.handler()).unwrap();
+    }
 }
 
 #[test]
@@ -555,14 +587,14 @@ fn wrong_attributes_are_refused_by_name() {
             }
         }
         let reasons = ["attribute `reduction` is unknown; the handler takes `ignore_index`, "];
-        refused(target, |call| set(call, "reduction", 1_i64), &reasons);
+        refused_by(executing(target), |call| set(call, "reduction", 1_i64), &reasons);
         if !takes_every_token {
             let set = |call: &mut Call| set(call, "every_token", xla_ffi::Pred::from(true));
-            refused(target, set, &["attribute `every_token` is unknown"]);
+            refused_by(executing(target), set, &["attribute `every_token` is unknown"]);
         }
     }
     let reasons = ["attribute `factor` is unknown; the handler takes none"];
-    refused("xentile_scale", |call| set(call, "factor", 1_f32), &reasons);
+    refused_by(executing("xentile_scale"), |call| set(call, "factor", 1_f32), &reasons);
 }
 
 /// A result may lie in the place of the first argument, exactly or not at all.
@@ -573,18 +605,40 @@ fn memory_shared_in_part_is_refused() {
         ("xentile_cross_entropy_fused", 3),
         ("xentile_scale", 0),
     ] {
-        let mut call = right(target);
-        call.arguments[0].data.push(POISON);
-        call.arguments[0].buffer.data = call.arguments[0].data.as_mut_ptr().cast();
-        call.results[result].buffer.data =
-            call.arguments[0].buffer.data.wrapping_byte_add(size_of::<bf16>());
-        let before = call.arguments[0].data.clone();
-        let message = call.refused(handler(target));
-        assert!(message.contains("lies over a part of result"), "{message}");
-        assert!(call.arguments[0].data == before, "{target}");
+        for entry in every_handler(target) {
+            let mut call = right(target);
+            call.frame.stage = entry.stage();
+            call.arguments[0].data.push(POISON);
+            call.arguments[0].buffer.data = call.arguments[0].data.as_mut_ptr().cast();
+            call.results[result].buffer.data =
+                call.arguments[0].buffer.data.wrapping_byte_add(size_of::<bf16>());
+            let before = call.arguments[0].data.clone();
+            let message = call.refused(entry.handler());
+            assert!(message.contains("lies over a part of "), "{message}");
+            assert!(call.arguments[0].data == before, "{target}");
+        }
     }
     let mut call = right("xentile_cross_entropy_forward");
     call.results[0].buffer.data = call.arguments[0].buffer.data;
     let message = call.refused(handler("xentile_cross_entropy_forward"));
     assert!(message.contains("argument 0 (`logits`) shares memory with result 0"), "{message}");
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn without_a_gpu_handlers_for_one_say_what_is_missing() {
+    let Err(missing) = xentile_cuda::available() else {
+        println!("there is a GPU here");
+        return;
+    };
+    for target in targets() {
+        for entry in every_handler(target).filter(|entry| entry.platform() == "CUDA") {
+            let mut call = right(target);
+            call.frame.stage = entry.stage();
+            let (code, message) = call.call(entry.handler()).unwrap_err();
+            assert_eq!(code, xla_ffi::ErrorCode::FailedPrecondition, "{message}");
+            assert!(message.contains(&missing.to_string()), "{message}");
+        }
+        right(target).call(handler(target)).expect("a CPU computes as before");
+    }
 }

@@ -35,8 +35,9 @@ fn a_program_in_cpp_finds_every_target() {
     let (program, library) = (folder.path().join("table"), library_folder());
     let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
     rpath.push(&library);
+    let platforms = if cfg!(feature = "cuda") { "-DXENTILE_CUDA" } else { "-UXENTILE_CUDA" };
     run(compiler("CXX", "c++")
-        .arg("-std=c++17")
+        .args(["-std=c++17", platforms])
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/table.cpp"))
         .arg("-o")
         .arg(&program)

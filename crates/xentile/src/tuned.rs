@@ -21,11 +21,22 @@ pub struct TunedTile {
     pub block_size: usize,
     /// Where it was measured: a processor's name.
     pub device: String,
+    /// On GPUs, the pass that was measured: `forward`, `backward` or `fused`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<String>,
+    /// On GPUs, warps of a CTA.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warps: Option<u32>,
+    /// On GPUs, CTAs that share a row.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<u32>,
 }
 
 /// The tables that this crate carries, a line for each operation and backend.
-const TABLES: &[(&str, &str)] =
-    &[("cross_entropy.cpu", include_str!("../tuned/cross_entropy.cpu.yaml"))];
+const TABLES: &[(&str, &str)] = &[
+    ("cross_entropy.cpu", include_str!("../tuned/cross_entropy.cpu.yaml")),
+    ("cross_entropy.cuda", include_str!("../tuned/cross_entropy.cuda.yaml")),
+];
 
 /// Every tile carried for `table`, which is named `<op>.<backend>`; none where no sweep was kept.
 ///

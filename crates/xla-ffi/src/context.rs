@@ -222,6 +222,9 @@ impl ThreadPool<'_> {
     /// Calls `body` once with every number below `tasks`, in any order and on any thread, the calling
     /// one among them, and returns when all calls have returned. `body` may call `run` again.
     ///
+    /// A thread mostly gets numbers that follow one another, so that a task may fetch from memory
+    /// what the next one reads.
+    ///
     /// # Panics
     /// When a call of `body` panics: the others under way finish, no more are begun, and the calling
     /// thread goes on with the first panic.
@@ -239,7 +242,8 @@ impl ThreadPool<'_> {
         let work = Arc::new(Work {
             body,
             tasks,
-            next: AtomicUsize::new(0),
+            shares: shares(tasks, helpers + 1),
+            threads: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
             panic: Mutex::new(None),
@@ -315,38 +319,68 @@ struct Work {
     /// Valid for a thread that holds a task which is not counted as done.
     body: &'static (dyn Fn(usize) + Sync),
     tasks: usize,
-    next: AtomicUsize,
+    /// One for each thread that was asked for. Those that are through with theirs go on with others.
+    shares: Vec<Share>,
+    /// How many threads have come.
+    threads: AtomicUsize,
     done: AtomicUsize,
     stopped: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     all_done: Condvar,
 }
 
+/// Numbers that follow one another, in a cache line of their own.
+#[repr(align(64))]
+struct Share {
+    next: AtomicUsize,
+    end: usize,
+}
+
+impl Share {
+    fn take(&self) -> Option<usize> {
+        let task = self.next.fetch_add(1, Ordering::Relaxed);
+        (task < self.end).then_some(task)
+    }
+}
+
+/// The numbers below `tasks` in `count` shares of nearly one size.
+fn shares(tasks: usize, count: usize) -> Vec<Share> {
+    let (size, larger) = (tasks / count, tasks % count);
+    let start = |index: usize| index * size + index.min(larger);
+    (0..count)
+        .map(|index| Share { next: AtomicUsize::new(start(index)), end: start(index + 1) })
+        .collect()
+}
+
 impl Work {
     /// Runs tasks until none is left to take.
     fn help(&self) {
-        loop {
-            let task = self.next.fetch_add(1, Ordering::Relaxed);
-            if task >= self.tasks {
-                return;
+        let first = self.threads.fetch_add(1, Ordering::Relaxed);
+        for index in 0..self.shares.len() {
+            let share = &self.shares[(first + index) % self.shares.len()];
+            while let Some(task) = share.take() {
+                self.run(task);
             }
-            if !self.stopped.load(Ordering::Relaxed)
-                && let Err(panic) = catch_unwind(AssertUnwindSafe(|| (self.body)(task)))
-            {
-                self.stopped.store(true, Ordering::Relaxed);
-                let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
-                if first.is_none() {
-                    *first = Some(panic);
-                } else {
-                    // Its destructor might panic in turn, on a thread that is not ours.
-                    std::mem::forget(panic);
-                }
+        }
+    }
+
+    fn run(&self, task: usize) {
+        if !self.stopped.load(Ordering::Relaxed)
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| (self.body)(task)))
+        {
+            self.stopped.store(true, Ordering::Relaxed);
+            let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            if first.is_none() {
+                *first = Some(panic);
+            } else {
+                // Its destructor might panic in turn, on a thread that is not ours.
+                std::mem::forget(panic);
             }
-            if self.done.fetch_add(1, Ordering::AcqRel) + 1 == self.tasks {
-                // Under the lock, so that `wait` cannot miss it between its check and its sleep.
-                let _lock = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
-                self.all_done.notify_all();
-            }
+        }
+        if self.done.fetch_add(1, Ordering::AcqRel) + 1 == self.tasks {
+            // Under the lock, so that `wait` cannot miss it between its check and its sleep.
+            let _lock = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            self.all_done.notify_all();
         }
     }
 
@@ -392,5 +426,21 @@ impl<'a> Parameter<'a> for Scratch<'a> {
 impl<'a> Parameter<'a> for ThreadPool<'a> {
     fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
         Ok(Context::decode(decoder, name)?.thread_pool())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_hold_every_task_once() {
+        for (tasks, count) in [(0, 1), (1, 1), (5, 2), (6, 3), (7, 3), (512, 16), (2, 5)] {
+            let shares = shares(tasks, count);
+            assert_eq!(shares.len(), count);
+            let taken: Vec<_> =
+                shares.iter().flat_map(|share| std::iter::from_fn(|| share.take())).collect();
+            assert_eq!(taken, (0..tasks).collect::<Vec<_>>(), "{tasks} in {count}");
+        }
     }
 }

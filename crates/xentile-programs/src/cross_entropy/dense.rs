@@ -11,6 +11,10 @@ pub(super) struct Rows {
     tanh: Option<Value>,
     /// Logits in f32, capped, `[T, V]`.
     z: Value,
+    /// `z` below the highest of its row, `[T, V]`, and how far lse is above that, `[T]`: their
+    /// difference is exact where `z - lse`, of numbers that may be large, would not be.
+    below: Value,
+    log: Value,
     /// Which column is the label, `[T, V]`.
     at_label: Value,
     ignored: Value,
@@ -55,7 +59,8 @@ impl Rows {
         let picked = b.select(&at_label, &z, &nothing);
         let picked = b.reduce("add", 0.0, &picked, 1);
 
-        let logps = b.binary("subtract", &picked, &lse);
+        let logps = b.binary("subtract", &picked, &highest);
+        let logps = b.binary("subtract", &logps, &log);
         let share = b.constant(options.label_smoothing - 1.0, &tokens);
         let mut loss = b.binary("multiply", &share, &logps);
         if options.label_smoothing != 0.0 {
@@ -79,7 +84,7 @@ impl Rows {
             b.select(&ignored, &zeros, &values)
         });
         let outputs = Outputs { loss, logps, lse };
-        Self { outputs, tanh, z, at_label, ignored, valid }
+        Self { outputs, tanh, z, below, log, at_label, ignored, valid }
     }
 
     /// dlogits for cotangents of loss, logps and lse.
@@ -108,9 +113,9 @@ impl Rows {
         let taken = b.binary("multiply", g, &share);
         let c = b.binary("subtract", h, &taken);
 
-        let lse = spread(b, &self.outputs.lse);
-        let below = b.binary("subtract", &self.z, &lse);
-        let p = b.unary("exponential", &below);
+        let log = spread(b, &self.log);
+        let logp = b.binary("subtract", &self.below, &log);
+        let p = b.unary("exponential", &logp);
         let a = spread(b, &a);
         let mut dz = b.binary("multiply", &a, &p);
         let (nothing, c) = (b.constant(0.0, &matrix), spread(b, &c));

@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use xentile_tools::gradcheck::{self, Config};
-use xentile_tools::{cli, config};
+use xentile_tools::microbench::Implementation;
+use xentile_tools::{cli, config, draft};
 
 /// Hold a kernel against the float64 reference and say whether it may be trusted
 #[derive(Parser)]
@@ -19,6 +20,13 @@ struct Arguments {
     /// Override a key of the config, such as --set shape.vocab=50257; may be repeated
     #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
+    /// By which program: the kernel, or the dense reference program
+    #[arg(long = "impl")]
+    implementation: Option<Implementation>,
+    /// Keep compiled programs in DIR, for xla: backends; nothing else may write there. Default:
+    /// the directory that XENTILE_CACHE names, if any
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
     /// Write the report as JSON as well
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -29,7 +37,9 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<u8> {
-    let config: Config = config::load(&arguments.config, &arguments.set)?;
+    let mut config: Config = config::load(&arguments.config, &arguments.set)?;
+    config.implementation = arguments.implementation.unwrap_or(config.implementation);
+    config.cache = arguments.cache.clone().or(config.cache);
     let report = gradcheck::run(&config)?;
     print!("{}", report.to_text());
     if let Some(path) = &arguments.json {
@@ -40,6 +50,6 @@ fn run(arguments: &Arguments) -> Result<u8> {
 
 fn write_json(path: &Path, json: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(json)? + "\n";
-    cli::write_whole(path, text.as_bytes())
+    draft::write_whole(path, text.as_bytes())
         .with_context(|| format!("cannot write {}", path.display()))
 }

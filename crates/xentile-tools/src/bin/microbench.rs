@@ -97,6 +97,10 @@ struct Measure {
     /// `{block_size}` in its name stand for the tile.
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
+    /// Keeps compiled programs in DIR, for xla: backends; nothing else may write there. By default
+    /// the directory that XENTILE_CACHE names, if any.
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
     /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
     #[arg(long, value_parser = reduction())]
     reduction: Option<ReductionConfig>,
@@ -155,6 +159,7 @@ impl Measure {
         config.plugin = self.plugin.clone().or(config.plugin);
         config.topology = self.topology.clone().or(config.topology);
         config.program = self.program.clone().or(config.program);
+        config.cache = self.cache.clone().or(config.cache);
         set(&mut config.options.reduction, &self.reduction);
         set(&mut config.logits, &self.logits);
         Ok(config)

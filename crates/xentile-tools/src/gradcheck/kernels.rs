@@ -1,23 +1,26 @@
-//! What is held against the reference: a backend's kernels, behind one trait.
+//! What is held against the reference: a backend's kernels or dense program, behind one trait.
 
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use pjrt_client::Buffer;
-use xentile::cross_entropy::CrossEntropy;
+use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
+use xentile::cross_entropy::{CrossEntropy, TokenFactors};
 use xentile::{Element, Labels, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::{
     Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile,
 };
 use xentile_cpu::{InOut, Isa, Threads};
-use xentile_programs::cross_entropy::{self as programs, Implementation, Reduced};
+use xentile_programs::cross_entropy::{self as programs, Reduced};
 use xentile_programs::{ElementType, Program};
 
 use super::Config;
 use super::compare::Outputs;
+use crate::dense::Dense;
 use crate::input::Tokens;
+use crate::microbench::Implementation;
 use crate::xla::Session;
 
-/// A backend's kernels on one problem.
+/// A backend's kernels, or its dense program, on one problem.
 pub(super) trait Kernels<E> {
     /// Fills every per-token output.
     fn forward(&mut self, outputs: &mut Outputs) -> Result<()>;
@@ -41,7 +44,8 @@ pub(super) trait Kernels<E> {
 /// What a backend settled on where the config left a choice.
 #[derive(Clone, Debug)]
 pub(super) struct Setup {
-    pub(super) tile: Tile,
+    /// None where the program has no tiles.
+    pub(super) tile: Option<Tile>,
     /// The instruction set; none where XLA chose.
     pub(super) isa: Option<&'static str>,
     /// Threads; none where XLA chose.
@@ -60,16 +64,32 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
     options.check_labels(Labels::from(tokens.labels.as_slice()), shape)?;
     let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
     let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
-    config.backend.check_choices(plugin, isa, config.threads)?;
+    config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
     match config.backend.platform() {
         None => {
             let isa = isa.map_or_else(|| Ok(Isa::detect()), str::parse)?;
             let pool = Threads::new(config.threads).context("cannot start threads")?;
-            Ok(Box::new(Native { options, shape, tokens, tile, isa, pool }))
+            Ok(match config.implementation {
+                Implementation::Kernel => {
+                    Box::new(Native { options, shape, tokens, tile, isa, pool })
+                }
+                Implementation::Reference => Box::new(NativeDense {
+                    options,
+                    tokens,
+                    pool,
+                    probabilities: vec![0.0; shape.elements()],
+                    forward: Vec::new(),
+                }),
+            })
         }
         Some(platform) => {
-            let session = Session::open(platform, plugin)?;
-            session.register_kernels()?;
+            let session = Session::open(platform, plugin, config.cache.as_deref())?;
+            let implementation = config.implementation.program();
+            let is_kernel = implementation == programs::Implementation::Kernel;
+            if is_kernel {
+                session.register_kernels()?;
+            }
+            let tile = is_kernel.then_some(tile);
             let dims = [shape.tokens(), shape.vocab()];
             let inputs = vec![
                 session.upload(&tokens.logits, &dims)?,
@@ -80,10 +100,10 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
                 dtype: config.dtype,
                 labels: ElementType::S32,
                 options,
-                time_block: Some(tile.time_block()),
-                block_size: Some(tile.block_size()),
+                time_block: tile.map(Tile::time_block),
+                block_size: tile.map(Tile::block_size),
             };
-            Ok(Box::new(OnXla { session, problem, tile, inputs }))
+            Ok(Box::new(OnXla { session, problem, implementation, tile, inputs }))
         }
     }
 }
@@ -131,7 +151,7 @@ impl<E: Element> Kernels<E> for Native<'_, E> {
 
     fn setup(&self) -> Setup {
         Setup {
-            tile: self.tile,
+            tile: Some(self.tile),
             isa: Some(self.isa.name()),
             threads: Some(self.pool.count()),
             plugin: None,
@@ -139,11 +159,95 @@ impl<E: Element> Kernels<E> for Native<'_, E> {
     }
 }
 
-/// Called by programs that XLA compiles.
+/// The dense program of plain Rust.
+struct NativeDense<'a, E: Clone> {
+    options: CrossEntropy,
+    tokens: &'a Tokens<'a, E>,
+    pool: Threads,
+    /// `[T, V]`.
+    probabilities: Vec<f32>,
+    /// Of the last forward pass.
+    forward: Vec<TokenForward>,
+}
+
+impl<E: Element> NativeDense<'_, E> {
+    fn dense(&self) -> Dense<'_, E> {
+        Dense {
+            options: self.options,
+            vocab: self.tokens.vocab,
+            logits: &self.tokens.logits,
+            labels: &self.tokens.labels,
+            pool: &self.pool,
+        }
+    }
+
+    fn run_forward(&mut self) {
+        let mut probabilities = std::mem::take(&mut self.probabilities);
+        self.forward = self.dense().forward(&mut probabilities);
+        self.probabilities = probabilities;
+    }
+
+    fn gradient(&self, cotangents: &[TokenCotangents], dlogits: &mut [E]) {
+        self.dense().backward(&self.probabilities, &self.forward, cotangents, dlogits);
+    }
+}
+
+impl<E: Element> Kernels<E> for NativeDense<'_, E> {
+    fn forward(&mut self, outputs: &mut Outputs) -> Result<()> {
+        self.run_forward();
+        for (token, forward) in self.forward.iter().enumerate() {
+            outputs.loss[token] = forward.loss as f32;
+            outputs.logps[token] = forward.logps as f32;
+            outputs.lse[token] = forward.lse as f32;
+        }
+        Ok(())
+    }
+
+    fn value_and_grad(&mut self, reduce: Reduce<'_>, dlogits: &mut [E]) -> Result<f64> {
+        let labels = self.tokens.labels.as_slice();
+        let factors =
+            TokenFactors::new(self.options, reduce.reduction, labels.into(), reduce.weights)?;
+        let of = |token| reduce.cotangent * factors.of(token);
+        let cotangents: Vec<_> = (0..labels.len())
+            .map(|token| TokenCotangents { loss: of(token), ..TokenCotangents::default() })
+            .collect();
+        self.run_forward();
+        self.gradient(&cotangents, dlogits);
+        Ok(factors.reduce(self.forward.iter().map(|token| token.loss)))
+    }
+
+    fn backward(
+        &mut self,
+        _: &Outputs,
+        [g, h, k]: &[Vec<f32>; 3],
+        dlogits: &mut [E],
+    ) -> Result<()> {
+        let cotangents: Vec<_> = g
+            .iter()
+            .zip(h)
+            .zip(k)
+            .map(|((&loss, &logps), &lse)| TokenCotangents {
+                loss: loss.into(),
+                logps: logps.into(),
+                lse: lse.into(),
+            })
+            .collect();
+        self.gradient(&cotangents, dlogits);
+        Ok(())
+    }
+
+    fn setup(&self) -> Setup {
+        Setup { tile: None, isa: None, threads: Some(self.pool.count()), plugin: None }
+    }
+}
+
+/// Programs that XLA compiles.
 struct OnXla {
     session: Session,
     problem: programs::Problem,
-    tile: Tile,
+    implementation: programs::Implementation,
+    /// None where the program has no tiles.
+    tile: Option<Tile>,
     /// Logits and labels.
     inputs: Vec<Buffer>,
 }
@@ -151,7 +255,7 @@ struct OnXla {
 impl OnXla {
     fn run(&self, program: &Program, more: &[Buffer]) -> Result<Vec<Buffer>> {
         let arguments: Vec<_> = self.inputs.iter().chain(more).collect();
-        Ok(self.session.compile(program)?.execute(&arguments)?)
+        Ok(self.session.compile(program)?.executable.execute(&arguments)?)
     }
 
     fn tokenwise(&self, values: &[f32]) -> Result<Buffer> {
@@ -161,7 +265,7 @@ impl OnXla {
 
 impl<E: Element + pjrt_client::Element> Kernels<E> for OnXla {
     fn forward(&mut self, outputs: &mut Outputs) -> Result<()> {
-        let results = self.run(&programs::forward(&self.problem, Implementation::Kernel), &[])?;
+        let results = self.run(&programs::forward(&self.problem, self.implementation), &[])?;
         let Outputs { loss, logps, lse, .. } = outputs;
         for (result, output) in results.iter().zip([loss, logps, lse]) {
             result.copy_to(output)?;
@@ -180,7 +284,7 @@ impl<E: Element + pjrt_client::Element> Kernels<E> for OnXla {
         }
         let reduced =
             Reduced { reduction: reduce.reduction, weights: reduce.weights.is_some(), cotangent };
-        let program = programs::value_and_grad(&self.problem, reduced, Implementation::Kernel);
+        let program = programs::value_and_grad(&self.problem, reduced, self.implementation);
         let results = self.run(&program, &more)?;
         results[1].copy_to(dlogits)?;
         Ok(f64::from(results[0].to_vec::<f32>()?[0]))
@@ -194,7 +298,7 @@ impl<E: Element + pjrt_client::Element> Kernels<E> for OnXla {
     ) -> Result<()> {
         let more = cotangents.iter().map(|values| self.tokenwise(values));
         let more = more.collect::<Result<Vec<_>>>()?;
-        let program = programs::forward_and_backward(&self.problem, Implementation::Kernel);
+        let program = programs::forward_and_backward(&self.problem, self.implementation);
         let results = self.run(&program, &more)?;
         Ok(results[3].copy_to(dlogits)?)
     }

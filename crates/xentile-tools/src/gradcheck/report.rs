@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::Config;
 use crate::machine::Machine;
 use crate::memory;
+use crate::microbench::Implementation;
 
 /// Where a figure is worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,11 +83,18 @@ impl Report {
         let name = |key: &str| config_json[key].as_str().unwrap_or_default().to_owned();
         let Setup { tile, isa, threads, plugin } = runs;
         let by = isa.map(str::to_owned).or_else(|| plugin.clone()).unwrap_or_default();
-        let title =
-            format!("{} on {} ({by}), {shape} {}", name("op"), name("backend"), config.dtype);
+        let by = if by.is_empty() { by } else { format!(" ({by})") };
+        let program = match config.implementation {
+            Implementation::Kernel => "",
+            Implementation::Reference => ", dense program,",
+        };
+        let (op, backend) = (name("op"), name("backend"));
+        let title = format!("{op}{program} on {backend}{by}, {shape} {}", config.dtype);
         let setup = json!({
             "shape": shape,
-            "tile": {"time_block": tile.time_block(), "block_size": tile.block_size()},
+            "tile": tile.map(|tile| {
+                json!({"time_block": tile.time_block(), "block_size": tile.block_size()})
+            }),
             "isa": isa,
             "threads": threads,
             "plugin": plugin,

@@ -5,6 +5,7 @@ use std::hint::black_box;
 use anyhow::{Context, Result};
 use bytemuck::{Pod, pod_align_to, pod_align_to_mut};
 use half::{bf16, f16};
+use xentile::cross_entropy::reference::TokenCotangents;
 use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
 use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::{
@@ -12,9 +13,9 @@ use xentile_cpu::cross_entropy::{
 };
 use xentile_cpu::{InOut, Isa, Threads, copy};
 
-use super::dense::{self, Dense};
 use super::{Config, Implementation, Logits, Setup, Subject};
 use crate::config::Weights;
+use crate::dense::{self, Dense};
 use crate::timing::timed;
 
 /// Cross-entropy with the inputs that `config` describes.
@@ -133,15 +134,19 @@ impl<E: Element + Pod> OnCpu<E> {
         };
         let forward = dense.forward(&mut self.probabilities);
         let losses = forward.iter().map(|token| token.loss);
-        let (loss, cotangents) = match &self.schedule {
+        let of_loss = |loss| TokenCotangents { loss, ..TokenCotangents::default() };
+        let (loss, cotangents): (_, Vec<_>) = match &self.schedule {
             &Schedule::Fused(reduction, ref weights) => {
                 let labels = self.labels.as_slice().into();
                 let factors =
                     TokenFactors::new(self.options, reduction, labels, weights.as_deref())?;
-                let cotangents = (0..self.labels.len()).map(|token| factors.of(token) as f32);
+                let cotangents = (0..self.labels.len()).map(|token| of_loss(factors.of(token)));
                 (factors.reduce(losses), cotangents.collect())
             }
-            Schedule::Recompute(cotangents) => (dot(cotangents, losses), cotangents.clone()),
+            Schedule::Recompute(cotangents) => {
+                let loss = dot(cotangents, losses);
+                (loss, cotangents.iter().map(|&cotangent| of_loss(cotangent.into())).collect())
+            }
         };
         dense.backward(&self.probabilities, &forward, &cotangents, &mut self.dlogits);
         Ok(loss)

@@ -20,7 +20,7 @@ use crate::config::{Backend, Weights};
 use crate::schedule::Dump;
 use crate::timing::timed;
 use crate::tpu;
-use crate::xla::{self, Session};
+use crate::xla::{self, Compiled, Session};
 
 /// Cross-entropy with the inputs that `config` describes.
 pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
@@ -63,6 +63,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
     Ok(Found {
         setup,
         compile_s: Some(compile_s),
+        from_cache: None,
         compiled: Some(executable.memory_stats()?.into()),
         schedule: dump.map(|dump| dump.read()).transpose()?,
         run: None,
@@ -86,10 +87,7 @@ struct Plan {
 impl Plan {
     fn new<E: Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
-        let implementation = match config.implementation {
-            Implementation::Kernel => cross_entropy::Implementation::Kernel,
-            Implementation::Reference => cross_entropy::Implementation::Dense,
-        };
+        let implementation = config.implementation.program();
         let tile = config.tile.resolve(default_tile::<E>(shape.vocab()))?;
         let problem = Problem {
             shape,
@@ -195,7 +193,7 @@ struct OnXla {
     inputs: Vec<Buffer>,
     /// Of each token's loss, where nothing reduces it.
     cotangents: Option<Vec<f32>>,
-    compiled: Option<LoadedExecutable>,
+    compiled: Option<Compiled>,
     copy: LoadedExecutable,
     /// The last gradient, for the next to take its place.
     recycled: Option<Buffer>,
@@ -208,7 +206,7 @@ impl OnXla {
         let shape = config.shape()?;
         let plan = Plan::new::<E>(config)?;
         let platform = config.backend.platform().context("the backend has a platform")?;
-        let session = Session::open(platform, config.plugin.as_deref())?;
+        let session = Session::open(platform, config.plugin.as_deref(), config.cache.as_deref())?;
         let is_kernel = config.implementation == Implementation::Kernel && plan.code.is_none();
         if is_kernel {
             session.register_kernels()?;
@@ -246,7 +244,7 @@ impl OnXla {
             plugin: Some(session.describe()?),
             exported: plan.exported.clone(),
         };
-        let copy = session.compile(&negation(shape, config.dtype))?;
+        let copy = session.compile(&negation(shape, config.dtype))?.executable;
         let compiled = None;
         let recycled = None;
         let loss = None;
@@ -263,7 +261,7 @@ impl OnXla {
         let zero = b.constant(0.0, &TensorType::new(&[], ElementType::F32));
         let zero = b.convert(&zero, ty.element);
         let zeros = b.broadcast(&zero, &[], &ty.dims);
-        let zeros = self.session.compile(&b.finish(&[&zeros]))?.execute(&[])?;
+        let zeros = self.session.compile(&b.finish(&[&zeros]))?.executable.execute(&[])?;
         zeros.into_iter().next().context("the program of zeros gives one result")
     }
 }
@@ -272,6 +270,10 @@ impl Subject for OnXla {
     fn compile(&mut self) -> Result<()> {
         self.compiled = Some(self.session.compile_code(self.plan.code())?);
         Ok(())
+    }
+
+    fn is_cached(&self) -> Option<bool> {
+        self.compiled.as_ref()?.from_cache
     }
 
     fn step(&mut self) -> Result<()> {
@@ -285,7 +287,7 @@ impl Subject for OnXla {
         };
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
         let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
-        let mut results = compiled.execute(&arguments)?;
+        let mut results = compiled.executable.execute(&arguments)?;
         let gradient = results.swap_remove(self.plan.gradient);
         gradient.ready()?.wait()?;
         self.recycled = Some(gradient);
@@ -337,7 +339,7 @@ impl Subject for OnXla {
     fn compiled_memory(&self) -> Option<CompiledMemory> {
         let compiled = self.compiled.as_ref()?;
         // A plug-in that does not tell at all tells nothing of each.
-        Some(compiled.executable().memory_stats().unwrap_or_default().into())
+        Some(compiled.executable.executable().memory_stats().unwrap_or_default().into())
     }
 }
 

@@ -9,9 +9,9 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
 };
 
-use super::{Options, check_dlogits, invalid, shape};
+use super::{Options, invalid, shape_of, wrong_labels};
 use crate::cpu::{Pool, in_out};
-use crate::dtype::{self, with_element};
+use crate::dtype::with_element;
 use crate::table::{HOST, target_list};
 
 target_list! {
@@ -45,14 +45,7 @@ fn forward(
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let tokenwise = [
-        ("labels", labels.dims()),
-        ("loss", loss.dims()),
-        ("logps", logps.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-    ];
-    let shape = shape(logits.dims(), &tokenwise)?;
+    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low)?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
         loss: Some(loss.into_slice()),
@@ -81,16 +74,7 @@ fn backward(
     options: Options,
     pool: ThreadPool,
 ) -> Result {
-    let tokenwise = [
-        ("labels", labels.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-        ("dloss", dloss.dims()),
-        ("dlogps", dlogps.dims()),
-        ("dlse", dlse.dims()),
-    ];
-    let shape = shape(logits.dims(), &tokenwise)?;
-    check_dlogits(logits.dims(), dlogits.dims())?;
+    let shape = shape_of!(logits => dlogits; labels, lse, lse_low, dloss, dlogps, dlse)?;
     let labels = to_labels(labels)?;
     let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
     let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
@@ -116,15 +100,7 @@ fn fused(
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let tokenwise = [
-        ("labels", labels.dims()),
-        ("dloss", dloss.dims()),
-        ("loss", loss.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-    ];
-    let shape = shape(logits.dims(), &tokenwise)?;
-    check_dlogits(logits.dims(), dlogits.dims())?;
+    let shape = shape_of!(logits => dlogits; labels, dloss, loss, lse, lse_low)?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
         loss: Some(loss.into_slice()),
@@ -159,6 +135,6 @@ fn to_labels(labels: AnyBuffer<'_>) -> Result<Labels<'_>> {
     match labels.dtype() {
         DType::S32 => Ok(Labels::I32(labels.typed::<i32, ANY_RANK>()?.as_slice())),
         DType::S64 => Ok(Labels::I64(labels.typed::<i64, ANY_RANK>()?.as_slice())),
-        other => Err(dtype::wrong("labels", other, "s32 or s64")),
+        other => Err(wrong_labels(other)),
     }
 }

@@ -181,7 +181,7 @@ pe.dce_rules[_custom_call] = _dead_code
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    library.require()
+    _check_platforms(call, ctx.platforms or ctx.module_context.platforms)
     results = _result_avals(call, ctx.avals_in)
     lowering = jax.ffi.ffi_lowering(
         call.target,
@@ -217,12 +217,29 @@ def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, 
     return attributes
 
 
-# Where the library has no kernels, this says so; `library.platforms` have their own rule.
-def _refuse_platform(ctx: Any, *_: Any, call: Call, **__: Any) -> NoReturn:
-    platforms = ", ".join(ctx.module_context.platforms)
+def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
+    """Refuses to compile for platforms of which the library has kernels for none.
+
+    In a program for several, JAX does not say which of them a branch is for, so that one with
+    kernels is enough; XLA refuses the call where it then runs on another.
+
+    Raises:
+        LibraryError: there is no library, or it was built without kernels that it could have.
+        NotImplementedError: there are no kernels for such a platform.
+    """
+    loaded = library.require()
+    if loaded.platforms & {*platforms}:
+        return
+    names, have = ", ".join(platforms), ", ".join(sorted(loaded.platforms)) or "none"
+    dense = 'implementation="reference" runs everywhere, as the dense program'
+    for platform in platforms:
+        if platform in library.BUILDS:
+            raise library.LibraryError(
+                f"{call.operation}: no kernel for platform {names}: {loaded.path} was built "
+                f"without (it has kernels for {have}): {library.BUILDS[platform]}; {dense}"
+            )
     raise NotImplementedError(
-        f"{call.operation}: no kernel for platform {platforms} (there is one for cpu and tpu); "
-        'implementation="reference" runs everywhere, as the dense program'
+        f"{call.operation}: no kernel for platform {names} (there are kernels for {have}); {dense}"
     )
 
 
@@ -236,11 +253,8 @@ def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -
     return results
 
 
-def _lower_cpu(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    lower = _lower_pallas if call.implementation == "pallas" else _lower
-    return lower(ctx, *operands, call=call, keep=keep)
-
-
-mlir.register_lowering(_custom_call, _refuse_platform)
-mlir.register_lowering(_custom_call, _lower_cpu, platform="cpu")
+# One rule for all platforms of the library, not one for each: a program for several holds each call
+# once, and not once a platform under a conditional, through which no result could take the place of
+# an operand.
+mlir.register_lowering(_custom_call, _lower)
 mlir.register_lowering(_custom_call, _lower_pallas, platform="tpu")

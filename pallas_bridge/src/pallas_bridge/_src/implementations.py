@@ -71,10 +71,13 @@ def info() -> Info:
         if loaded is not None and platform in loaded.platforms:
             detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
             row = PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
-        elif loaded is None and platform == "cpu":
+        elif loaded is None and platform in library.JAX_PLATFORMS.values():
             row = PlatformInfo(platform, None, "the library cannot be used")
         elif platform == "tpu":
             row = PlatformInfo(platform, "pallas", "kernels in Pallas")
+        elif platform in library.BUILDS:
+            reason = f"the library was built without: {library.BUILDS[platform]}"
+            row = PlatformInfo(platform, None, reason)
         else:
             row = PlatformInfo(platform, None, 'no kernels yet; ask for "reference" by name')
         platforms.append(row)

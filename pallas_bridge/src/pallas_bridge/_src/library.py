@@ -25,6 +25,11 @@ TABLE_VERSION = 1
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 # The names that JAX gives to the platforms of the table.
 JAX_PLATFORMS = {"Host": "cpu", "CUDA": "cuda"}
+# Platforms that a library may be built without, and what builds one that has them.
+BUILDS = {
+    "cuda": "run `XENTILE_CUDA=1 pip install ./pallas_bridge` in a checkout of xentile, with "
+    "CUDA's compiler at hand (XENTILE_NVCC, CUDA_HOME or nvcc on PATH)",
+}
 
 
 class LibraryError(RuntimeError):
@@ -68,7 +73,8 @@ class Library:
     @property
     def platforms(self) -> frozenset[str]:
         """The platforms that it has handlers for, as JAX calls them."""
-        return frozenset(JAX_PLATFORMS[target.platform] for target in self.targets)
+        names = {target.platform for target in self.targets}
+        return frozenset(JAX_PLATFORMS.get(name, name.lower()) for name in names)
 
 
 def find() -> Path:

@@ -1,26 +1,26 @@
-//! The baseline: cross-entropy as a dense program, written plainly. The forward pass keeps the
+//! The dense program of the backend `cpu`: cross-entropy, written plainly. The forward pass keeps the
 //! probability of every column in f32; the backward pass reads them. Rows are spread over the same
 //! threads as the kernel's; nothing is tiled, and `exp` is the standard library's.
 
 use std::sync::{Mutex, PoisonError};
 
 use xentile::Element;
-use xentile::cross_entropy::reference::TokenForward;
+use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
 use xentile::cross_entropy::{CrossEntropy, Target};
 use xentile_cpu::Parallel;
 
 /// Logits `[T, V]` and labels `[T]`.
-pub(super) struct Dense<'a, E> {
-    pub(super) options: CrossEntropy,
-    pub(super) vocab: usize,
-    pub(super) logits: &'a [E],
-    pub(super) labels: &'a [i64],
-    pub(super) pool: &'a dyn Parallel,
+pub(crate) struct Dense<'a, E> {
+    pub(crate) options: CrossEntropy,
+    pub(crate) vocab: usize,
+    pub(crate) logits: &'a [E],
+    pub(crate) labels: &'a [i64],
+    pub(crate) pool: &'a dyn Parallel,
 }
 
 impl<E: Element> Dense<'_, E> {
     /// Fills `probabilities` `[T, V]`.
-    pub(super) fn forward(&self, probabilities: &mut [f32]) -> Vec<TokenForward> {
+    pub(crate) fn forward(&self, probabilities: &mut [f32]) -> Vec<TokenForward> {
         let nothing = TokenForward { loss: 0.0, logps: 0.0, lse: 0.0 };
         let mut tokens = vec![nothing; self.labels.len()];
         let logits = self.logits.chunks_exact(self.vocab);
@@ -60,12 +60,12 @@ impl<E: Element> Dense<'_, E> {
         TokenForward { loss, logps, lse }
     }
 
-    /// Writes the gradient for `cotangents` `[T]` of the losses to `dlogits`.
-    pub(super) fn backward(
+    /// Writes the gradient for `cotangents` `[T]` to `dlogits`.
+    pub(crate) fn backward(
         &self,
         probabilities: &[f32],
         forward: &[TokenForward],
-        cotangents: &[f32],
+        cotangents: &[TokenCotangents],
         dlogits: &mut [E],
     ) {
         let probabilities = probabilities.chunks_exact(self.vocab);
@@ -78,11 +78,13 @@ impl<E: Element> Dense<'_, E> {
                 Target::OutOfRange => return dlogits.fill(E::from_f32(f32::NAN)),
             };
             let (e, w) = (self.options.label_smoothing as f32, self.options.z_loss as f32);
-            let g = cotangents[token];
-            let (slope, constant) = (g * (1.0 + 2.0 * w * lse), g * e / self.vocab as f32);
+            let TokenCotangents { loss, logps, lse: of_lse } = cotangents[token];
+            let [g, h, k] = [loss, logps, of_lse].map(|cotangent| cotangent as f32);
+            let slope = g * (1.0 + 2.0 * w * lse) - h + k;
+            let constant = g * e / self.vocab as f32;
             let row = token * self.vocab;
             for (v, (dz, &p)) in dlogits.iter_mut().zip(probabilities).enumerate() {
-                let hit = if v == label { g * (1.0 - e) } else { 0.0 };
+                let hit = if v == label { g * (1.0 - e) - h } else { 0.0 };
                 let mut gradient = slope * p - constant - hit;
                 if let Some(cap) = self.options.softcap {
                     gradient *= 1.0 - (self.capped(self.logits[row + v]) / cap as f32).powi(2);
@@ -99,7 +101,7 @@ impl<E: Element> Dense<'_, E> {
 }
 
 /// Calls `work` with every one of `pieces` and its number, spread over `pool`.
-pub(super) fn for_each<T: Send>(
+pub(crate) fn for_each<T: Send>(
     pool: &dyn Parallel,
     pieces: impl Iterator<Item = T>,
     work: impl Fn(usize, T) + Sync,
@@ -118,7 +120,7 @@ pub(super) fn for_each<T: Send>(
 mod tests {
     use super::*;
     use crate::input::synthetic::Synthetic;
-    use xentile::cross_entropy::reference::{self, TokenCotangents};
+    use xentile::cross_entropy::reference;
     use xentile_cpu::Threads;
 
     #[test]
@@ -128,7 +130,14 @@ mod tests {
         let mut logits = vec![0.0_f32; rows.len() * vocab];
         synthetic.fill_logits(&rows, vocab, &mut logits);
         let labels = synthetic.labels(&rows, vocab, -100);
-        let [cotangents, ..] = synthetic.cotangents(&rows);
+        let [g, h, k] = synthetic.cotangents(&rows);
+        let cotangents: Vec<_> = (0..rows.len())
+            .map(|token| TokenCotangents {
+                loss: g[token].into(),
+                logps: h[token].into(),
+                lse: k[token].into(),
+            })
+            .collect();
         let plain = CrossEntropy::default();
         let all = CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, softcap: Some(5.0), ..plain };
         let pool = Threads::new(2).unwrap();
@@ -144,8 +153,6 @@ mod tests {
                 let expected = reference::forward(&options, &row, labels[token]);
                 assert!((forward[token].loss - expected.loss).abs() < 1e-5, "{options:?}");
                 assert!((forward[token].logps - expected.logps).abs() < 1e-5);
-                let cotangents =
-                    TokenCotangents { loss: cotangents[token].into(), ..Default::default() };
                 let mut expected_row = vec![f64::NAN; vocab];
                 let lse = expected.lse;
                 reference::gradient(
@@ -153,7 +160,7 @@ mod tests {
                     &row,
                     labels[token],
                     lse,
-                    cotangents,
+                    cotangents[token],
                     &mut expected_row,
                 );
                 for (got, expected) in dlogits[columns].iter().zip(expected_row) {

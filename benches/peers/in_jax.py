@@ -1,0 +1,170 @@
+"""Peers in JAX, ours among them: a worker of cross_entropy.py."""
+
+import sys
+import time
+
+STARTED = time.perf_counter()
+
+from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from shared import Problem, answer, await_turn, first_line, median_ms  # noqa: E402
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def dense(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The losses [T], as most training code writes them."""
+    z = x.astype(jnp.float32)
+    at_label = jnp.take_along_axis(z, y[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(z, axis=-1) - at_label
+
+
+def losses_of(peer: str) -> tuple[Loss, Loss]:
+    """The functions of a peer that give the mean and the losses [T]."""
+    if peer.startswith("xentile"):
+        from pallas_bridge import cross_entropy
+
+        donate = peer == "xentile, logits dead"
+        mean = partial(cross_entropy, donate_logits=donate)
+        return mean, partial(cross_entropy, donate_logits=donate, reduction="none")
+    if peer == "optax":
+        from optax.losses import softmax_cross_entropy_with_integer_labels as optax_losses
+
+        def of_optax(x: jax.Array, y: jax.Array) -> jax.Array:
+            return optax_losses(x.astype(jnp.float32), y)
+
+        return lambda x, y: of_optax(x, y).mean(), of_optax
+    return lambda x, y: dense(x, y).mean(), dense
+
+
+def inputs(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits [T, V], labels [T] and cotangents [T], made row by row so that the peak stays low."""
+
+    @jax.jit
+    def make() -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows, labels, cotangents = jax.random.split(jax.random.key(0), 3)
+
+        def row(key: jax.Array) -> jax.Array:
+            return (2 * jax.random.normal(key, (problem.vocab,))).astype(problem.dtype)
+
+        logits = jax.lax.map(row, jax.random.split(rows, problem.tokens))
+        y = jax.random.randint(labels, (problem.tokens,), 0, problem.vocab)
+        return logits, y, jax.random.normal(cotangents, (problem.tokens,))
+
+    x, y, g = jax.block_until_ready(make())
+    return x, y, g
+
+
+def programs_of(peer: str) -> dict[str, tuple[Any, bool]]:
+    """The compiled function of each measure, and whether it takes the memory of the logits."""
+    mean, losses = losses_of(peer)
+
+    def pair(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda x: losses(x, y), x)
+        return out, pull(g)[0]
+
+    def value_and_grad(x: jax.Array, y: jax.Array, _: jax.Array) -> Any:
+        return jax.value_and_grad(mean)(x, y)
+
+    dead = peer == "xentile, logits dead"
+    donate = {"donate_argnums": 0} if dead else {}
+    programs: dict[str, tuple[Any, bool]] = {
+        "value_and_grad": (jax.jit(value_and_grad, **donate), dead),
+        "pair": (jax.jit(pair, **donate), dead),
+    }
+    if not dead:
+        programs["forward"] = (jax.jit(lambda x, y, _: mean(x, y)), False)
+    return programs
+
+
+def peak_bytes() -> int | None:
+    """The most device memory this process has held; None where the backend does not tell."""
+    stats = jax.devices()[0].memory_stats()
+    return None if stats is None else stats.get("peak_bytes_in_use")
+
+
+def measure(problem: Problem) -> dict[str, Any]:
+    """All measures of one peer on one problem."""
+    x, y, g = inputs(problem)
+    found: dict[str, Any] = {}
+    for name, (program, consumes) in programs_of(problem.peer).items():
+        try:
+            compiled = program.lower(x, y, g).compile()
+            memory = compiled.memory_analysis()
+            before = peak_bytes()
+            outputs = jax.block_until_ready(compiled(x, y, g))
+            after = peak_bytes()
+            if consumes:
+                x = outputs[1]
+            row: dict[str, Any] = {"temp_bytes": memory.temp_size_in_bytes if memory else None}
+            # The peak is of the process's life: it tells of this measure where it has risen.
+            if before is not None and after is not None and (after > before or consumes):
+                row["peak_bytes"] = after
+            del outputs
+
+            def round_ms(calls: int) -> float:
+                nonlocal x
+                started = time.perf_counter()
+                for _ in range(calls):
+                    outputs = compiled(x, y, g)  # noqa: B023
+                    if consumes:  # noqa: B023
+                        x = outputs[1]
+                jax.block_until_ready(outputs)
+                return (time.perf_counter() - started) * 1e3 / calls
+
+            row |= median_ms(round_ms, problem.seconds)
+            found[name] = row
+        except Exception as error:
+            found[name] = {"error": first_line(error)}
+    return found
+
+
+def copy_ms(problem: Problem) -> float:
+    """Milliseconds to copy the logits on the device."""
+    x = jnp.ones((problem.tokens, problem.vocab), problem.dtype)
+    copy = jax.jit(jnp.copy)
+
+    def round_ms(calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            out = copy(x)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - started) * 1e3 / calls
+
+    return median_ms(round_ms, min(problem.seconds, 0.3))["median_ms"]
+
+
+def first_call(problem: Problem) -> dict[str, Any]:
+    """Seconds of everything from the package's import to the first result, beyond JAX's start."""
+    x, y, g = inputs(problem)
+    started = time.perf_counter()
+    program, _ = programs_of(problem.peer)["value_and_grad"]
+    jax.block_until_ready(program(x, y, g))
+    return {"first_call_s": time.perf_counter() - started, "jax_start_s": started - STARTED}
+
+
+def main() -> None:
+    """Serves the driver: one problem, or copies for as long as it asks."""
+    mode, text = sys.argv[1:]
+    problem = Problem.from_json(text)
+    jax.config.update("jax_platforms", problem.platform)
+    if mode == "measure" and problem.peer.startswith("xentile"):
+        import pallas_bridge  # noqa: F401 # while waiting
+    if not await_turn():
+        return
+    if mode == "copy":
+        while line := sys.stdin.readline():
+            answer({"copy_ms": copy_ms(Problem.from_json(line))})
+        return
+    try:
+        answer(first_call(problem) if mode == "first_call" else measure(problem))
+    except Exception as error:
+        answer({"error": first_line(error)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+//! With the feature `kernels`, compiles `kernels/*.cu` to one fat binary, which the library embeds.
+//!
+//! The compiler is `XENTILE_NVCC`, else that of `CUDA_HOME`, else the one in `PATH`, else the one
+//! that wheels put into the project's virtual environment. `XENTILE_CUDA_ARCHS`, such as `90a` or
+//! `80,90a`, leaves out all other architectures and PTX: shorter builds for development.
+
+use std::collections::hash_map::DefaultHasher;
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+#[macro_use]
+#[path = "src/mirror.rs"]
+mod mirror;
+#[path = "src/cross_entropy/arguments.rs"]
+mod cross_entropy;
+#[path = "src/driver/abi.rs"]
+mod driver;
+#[path = "src/scale/arguments.rs"]
+mod scale;
+
+/// Structs that both languages know.
+const LAYOUTS: [mirror::Layout; 4] = [
+    cross_entropy::Arguments::LAYOUT,
+    scale::Arguments::LAYOUT,
+    driver::LaunchConfig::LAYOUT,
+    driver::LaunchAttribute::LAYOUT,
+];
+/// Numbers that both know.
+const NUMBERS: [&[(&str, i64)]; 2] = [cross_entropy::NUMBERS, driver::NUMBERS];
+
+/// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
+const ARCHITECTURES: &str = "80,90a,100a,120";
+/// What the driver compiles for GPUs that are none of these.
+const PTX: &str = "-gencode=arch=compute_90,code=compute_90";
+
+const INSTALL: &str = "pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' \
+                       'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime==13.0.*' \
+                       'nvidia-cuda-cccl==13.0.*'";
+
+fn main() -> ExitCode {
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            println!("cargo::error={}", message.replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), String> {
+    for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    for path in
+        ["build.rs", "kernels", "src/mirror.rs", "src/cross_entropy", "src/driver", "src/scale"]
+    {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {
+        return Ok(());
+    }
+    let package = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
+    let nvcc = find_nvcc(&package)?;
+    let version = output(Command::new(&nvcc).arg("--version"))?;
+    let number = version_number(&version)
+        .ok_or_else(|| format!("`{} --version` names no release: {version}", nvcc.display()))?;
+    if number < 12_080 {
+        return Err(format!(
+            "{} is of CUDA {}.{}, which knows no Blackwell; 12.8 does: {INSTALL}",
+            nvcc.display(),
+            number / 1000,
+            number % 1000 / 10
+        ));
+    }
+    println!("cargo::rustc-env=XENTILE_CUDA_VERSION={number}");
+
+    let kernels = package.join("kernels");
+    let program = program(&kernels)?;
+    let flags = flags()?;
+    let mut hasher = DefaultHasher::new();
+    (&program, &flags, &version).hash(&mut hasher);
+    for file in files(&kernels)? {
+        (file.file_name(), read(&file)?).hash(&mut hasher);
+    }
+
+    // Beside the folders of profiles, so that they share what they compiled.
+    let out = PathBuf::from(variable("OUT_DIR")?);
+    let cache = out.ancestors().nth(4).unwrap_or(&out).join("xentile-cuda");
+    let compiled = cache.join(format!("{:016x}.fatbin", hasher.finish()));
+    let embedded = out.join("kernels.fatbin");
+    if !compiled.is_file() {
+        let source = out.join("kernels.cu");
+        write(&source, &program)?;
+        let mut command = Command::new(&nvcc);
+        command.args(&flags).arg("-I").arg(&kernels).arg("-o").arg(&embedded).arg(&source);
+        output(&mut command)?;
+        fs::create_dir_all(&cache).map_err(|error| format!("{}: {error}", cache.display()))?;
+        // Renamed, so that a build beside this one never sees half a file.
+        let partial = compiled.with_extension(std::process::id().to_string());
+        copy(&embedded, &partial)?;
+        fs::rename(&partial, &compiled)
+            .map_err(|error| format!("{}: {error}", compiled.display()))?;
+    }
+    copy(&compiled, &embedded)
+}
+
+/// One source of all kernels, with what the two languages must agree on.
+fn program(kernels: &Path) -> Result<String, String> {
+    let mut program = String::from("#include <cstddef>\n#include <cuda.h>\n");
+    for file in files(kernels)?.iter().filter(|file| file.extension() == Some(OsStr::new("cu"))) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        _ = writeln!(program, "#include \"{name}\"");
+    }
+    // Not all architectures have all kernels; the newest have.
+    program.push_str("#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900\n");
+    for (name, value) in NUMBERS.into_iter().flatten() {
+        _ = writeln!(program, "static_assert({name} == {value});");
+    }
+    program.push_str("#endif\n");
+    for mirror::Layout { name, size, offsets } in LAYOUTS {
+        _ = writeln!(program, "static_assert(sizeof({name}) == {size});");
+        for (field, offset) in offsets {
+            _ = writeln!(program, "static_assert(offsetof({name}, {field}) == {offset});");
+        }
+    }
+    Ok(program)
+}
+
+fn flags() -> Result<Vec<String>, String> {
+    let chosen = std::env::var("XENTILE_CUDA_ARCHS").ok();
+    let mut flags: Vec<String> = ["--fatbin", "-std=c++17", "-O3", "--threads", "2"]
+        .into_iter()
+        .chain(["-Xfatbin", "-compress-all"])
+        .map(Into::into)
+        .collect();
+    for architecture in chosen.as_deref().unwrap_or(ARCHITECTURES).split(',') {
+        if !architecture.starts_with(|first: char| first.is_ascii_digit()) {
+            return Err(format!(
+                "XENTILE_CUDA_ARCHS names the architecture `{architecture}`; some of \
+                 {ARCHITECTURES} would be right, with commas between"
+            ));
+        }
+        flags.push(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
+    }
+    if chosen.is_none() {
+        flags.push(PTX.into());
+    }
+    Ok(flags)
+}
+
+fn find_nvcc(package: &Path) -> Result<PathBuf, String> {
+    if let Some(nvcc) = std::env::var_os("XENTILE_NVCC") {
+        let nvcc = PathBuf::from(nvcc);
+        return if nvcc.is_file() {
+            Ok(nvcc)
+        } else {
+            Err(format!("XENTILE_NVCC is {}, which is no file; it must be nvcc", nvcc.display()))
+        };
+    }
+    let home = std::env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = home.into_iter().chain(std::env::split_paths(&path));
+    let mut found = folders.map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.is_file());
+    if found.is_none() {
+        found = wheels(package);
+    }
+    found.ok_or_else(|| {
+        format!(
+            "no CUDA compiler: nvcc is not at XENTILE_NVCC, in CUDA_HOME/bin, in PATH or among the \
+             wheels of .venv; this installs one there: {INSTALL}"
+        )
+    })
+}
+
+/// The compiler that wheels put into the virtual environment at the root of the workspace.
+fn wheels(package: &Path) -> Option<PathBuf> {
+    let inside = |folder: PathBuf, prefix: &str| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let mut found: Vec<_> = entries
+            .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
+            .map(|entry| entry.path())
+            .collect();
+        found.sort();
+        found
+    };
+    let environment = package.ancestors().nth(2)?.join(".venv/lib");
+    inside(environment, "python")
+        .into_iter()
+        .flat_map(|python| inside(python.join("site-packages/nvidia"), "cu"))
+        .map(|wheel| wheel.join("bin/nvcc"))
+        .rfind(|nvcc| nvcc.is_file())
+}
+
+/// 13000 for "release 13.0".
+fn version_number(text: &str) -> Option<u32> {
+    let (_, release) = text.split_once("release ")?;
+    let (major, rest) = release.split_once('.')?;
+    let minor = rest.split(|c: char| !c.is_ascii_digit()).next()?;
+    Some(major.parse::<u32>().ok()? * 1000 + minor.parse::<u32>().ok()? * 10)
+}
+
+/// The files of a folder, in order.
+fn files(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let entries = fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    files.sort();
+    Ok(files)
+}
+
+fn variable(name: &str) -> Result<String, String> {
+    std::env::var(name).map_err(|error| format!("{name}: {error}"))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    fs::read(path).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), String> {
+    let copied = fs::copy(from, to).map(drop);
+    copied.map_err(|error| format!("{} to {}: {error}", from.display(), to.display()))
+}
+
+/// What a command that succeeds prints.
+fn output(command: &mut Command) -> Result<String, String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        Ok(text)
+    } else {
+        eprintln!("{text}{}", String::from_utf8_lossy(&output.stderr));
+        Err(format!("{command:?} failed, {}: see its own words above", output.status))
+    }
+}

@@ -1,0 +1,42 @@
+// The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
+// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all.
+#include "cross_entropy.cuh"
+#include "plain.cuh"
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include "ring.cuh"
+#endif
+
+using namespace xentile;
+
+#define PLAIN(name, Name, dtype, E, variant, smooth, capped)  \
+  extern "C" __global__ void __launch_bounds__(kPlainThreads) \
+      cross_entropy_plain_##name##_##dtype##_##variant(       \
+          const __grid_constant__ CrossEntropyArguments a) {  \
+    plain<E, Pass::k##Name, smooth, capped>(a);               \
+  }
+
+// Warps of a CTA, at most: what a thread needs of registers allows no more.
+#define RING(name, Name, dtype, E, variant, smooth, capped)  \
+  extern "C" __global__ void __launch_bounds__(512, 1)       \
+      cross_entropy_ring_##name##_##dtype##_##variant(       \
+          const __grid_constant__ CrossEntropyArguments a) { \
+    ring<E, Pass::k##Name, smooth, capped>(a);               \
+  }
+
+#define FOR_EACH_DTYPE(KERNEL, name, Name, variant, smooth, capped) \
+  KERNEL(name, Name, bf16, __nv_bfloat16, variant, smooth, capped)  \
+  KERNEL(name, Name, f16, __half, variant, smooth, capped)          \
+  KERNEL(name, Name, f32, float, variant, smooth, capped)
+
+#define FOR_EACH_PASS(KERNEL, variant, smooth, capped)                \
+  FOR_EACH_DTYPE(KERNEL, forward, Forward, variant, smooth, capped)   \
+  FOR_EACH_DTYPE(KERNEL, backward, Backward, variant, smooth, capped) \
+  FOR_EACH_DTYPE(KERNEL, fused, Fused, variant, smooth, capped)
+
+FOR_EACH_PASS(PLAIN, smooth, true, false)
+FOR_EACH_PASS(PLAIN, capped, true, true)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+FOR_EACH_PASS(RING, basic, false, false)
+FOR_EACH_PASS(RING, smooth, true, false)
+FOR_EACH_PASS(RING, capped, true, true)
+#endif

@@ -1,0 +1,70 @@
+// Elements of logits: bf16, f16 and f32, sixteen bytes at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace xentile {
+
+template <class E>
+inline constexpr int kPerVector = 16 / static_cast<int>(sizeof(E));
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class E>
+__device__ inline E from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// The elements of a vector, lowest address first.
+template <class E>
+__device__ inline void unpack(const uint4& vector, float (&x)[kPerVector<E>]) {
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(E) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+template <class E>
+__device__ inline uint4 pack(const float (&x)[kPerVector<E>]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(E) == 4) {
+      words[i] = __float_as_uint(x[i]);
+    } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+}  // namespace xentile

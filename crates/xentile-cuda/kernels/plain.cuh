@@ -1,0 +1,103 @@
+// Cross-entropy with a CTA a row and no shared memory to speak of: for GPUs before Hopper, and for
+// rows that no cluster holds. The fused pass reads its row twice, the second time from the L2 where
+// that still has it.
+#pragma once
+
+#include "cross_entropy.cuh"
+#include "row.cuh"
+
+namespace xentile {
+
+inline constexpr uint32_t kPlainThreads = 512;
+
+template <class E, Pass kPass, bool kSmooth, bool kCap>
+__device__ inline void plain(const CrossEntropyArguments& a) {
+  constexpr bool kReduces = kPass != Pass::kBackward;
+  constexpr bool kApplies = kPass != Pass::kForward;
+  constexpr uint32_t kPer = kPerVector<E>;
+  constexpr uint32_t kWarps = kPlainThreads / 32;
+  __shared__ RowSum parts[kWarps];
+  const uint32_t thread = threadIdx.x;
+  const Cap cap(kCap ? a.softcap : 1.0);
+
+  for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
+    const int64_t label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
+                                              : static_cast<const int32_t*>(a.labels)[index];
+    Token token;
+    if constexpr (kPass == Pass::kBackward) {
+      token = describe<kPass>(a, label, a.dloss[index], a.dlogps[index], a.dlse[index],
+                              a.saved_lse[index], a.saved_lse_low[index]);
+    } else {
+      token = describe<kPass>(a, label, kApplies ? a.dloss[index] : 0.0f, 0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    const Row<E> row = Row<E>::of(a, index, token);
+    const E* elements = static_cast<const E*>(a.logits) + row.begin();
+    const uint4* vectors =
+        reinterpret_cast<const uint4*>(static_cast<const E*>(a.logits) + row.first);
+    const uint32_t first = thread < row.skip ? thread + kPlainThreads : thread;
+    const int ragged = row.ragged(thread);
+
+    RowSum all = RowSum::none();
+    if constexpr (kReduces) {
+      if (token.read) {
+        LaneSum<E, kSmooth, kCap> sum;
+        sum.template add<kPlainThreads>(vectors, first, row.vectors, cap);
+        if (ragged >= 0) sum.add(to_float(elements[ragged]), cap);
+        const RowSum part =
+            RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+        if (thread % 32 == 0) parts[thread / 32] = part;
+        if (thread == 0 && token.target >= 0) {
+          const float x = to_float(elements[token.target]);
+          all.label = kCap ? cap.apply(x) : x;
+        }
+        __syncthreads();
+        for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
+        __syncthreads();
+      }
+      if (thread == 0) write_token<kSmooth>(a, index, token, all);
+    }
+    if constexpr (kApplies) {
+      E* gradients = static_cast<E*>(a.dlogits) + row.begin();
+      uint4* to = reinterpret_cast<uint4*>(static_cast<E*>(a.dlogits) + row.first);
+      if (token.idle) {
+        for (uint32_t v = first; v < row.vectors; v += kPlainThreads) {
+          to[v] = make_uint4(0, 0, 0, 0);
+        }
+        if (ragged >= 0) gradients[ragged] = from_float<E>(0.0f);
+        continue;
+      }
+      RowGradient gradient;
+      if constexpr (kReduces) {
+        gradient = RowGradient::of<kSmooth>(a, token, all);
+      } else {
+        gradient = RowGradient::of<kSmooth>(a, token);
+      }
+      const auto at_the_label = [&](float x) {
+        const double lse = kReduces ? all.lse() : token.saved();
+        return from_float<E>(gradient.template at_the_label<kCap>(a, token, x, cap, lse));
+      };
+      const bool whole = token.target >= row.head;
+      const uint32_t found = whole ? token.target - row.head + row.skip * kPer : 0;
+      for (uint32_t v = first; v < row.vectors; v += kPlainThreads) {
+        const uint4 vector = vectors[v];
+        to[v] = gradient.template of_vector<E, kSmooth, kCap>(vector, cap);
+        if (whole && v == found / kPer) {
+          float x[kPer];
+          unpack<E>(vector, x);
+          float at_label = 0.0f;
+#pragma unroll
+          for (uint32_t i = 0; i < kPer; ++i) at_label = i == found % kPer ? x[i] : at_label;
+          gradients[token.target] = at_the_label(at_label);
+        }
+      }
+      if (ragged >= 0) {
+        const float x = to_float(elements[ragged]);
+        gradients[ragged] = ragged == token.target
+                                ? at_the_label(x)
+                                : from_float<E>(gradient.template at<kSmooth, kCap>(x, cap));
+      }
+    }
+  }
+}
+
+}  // namespace xentile

@@ -1,0 +1,400 @@
+// Cross-entropy for Hopper and later: rows stream through shared memory, once in and once out.
+//
+// A cluster of CTAs takes a row at a time. Its whole vectors (16 bytes, at addresses that are
+// multiples of 16) are cut into chunks that the cluster's warps hold in turns: chunk j of warp g of
+// G holds the vectors from (j*G + g) * chunk_vectors on. Every warp has a ring of slots of its own
+// and runs alone, a pipeline of three stages a chunk:
+//
+//   load     a bulk copy into a slot that has come free
+//   reduce   the sum of exponentials; after a row's last chunk the warp sends its part to all CTAs
+//   apply    the gradient, written straight to memory, a full line at a time
+//
+// `apply` follows `reduce` a row behind, so that all parts of a row's sum have arrived when it
+// comes to the row: no warp waits for another, and memory is read and written all the time. That
+// rows stay on the chip between reduction and gradient is QuACK's idea (Guo et al., 2025); the
+// decoupled warps are what it takes to overlap the three.
+//
+// What a row shares with its neighbours (row.cuh), one warp takes from memory, a different one for
+// every row.
+#pragma once
+
+#include "cross_entropy.cuh"
+#include "row.cuh"
+
+namespace xentile {
+
+// Tables of parts in turn. A warp sends row x+2 after it has read row x, which all warps had sent,
+// and so had read row x-2: four never meet.
+inline constexpr uint32_t kTables = 4;
+// Rows between load and apply, at most; a power of two.
+inline constexpr uint32_t kRows = 8;
+
+// Where things lie in shared memory; `bytes` is what a launch asks for. The plan computes the same.
+struct RingLayout {
+  static constexpr uint32_t kRowBytes = 64;
+
+  uint32_t slot, tables, rows, full, sent, bytes;
+
+  __host__ __device__ RingLayout(const CrossEntropyArguments& a, uint32_t warps, uint32_t ctas) {
+    slot = a.chunk_vectors * 16;
+    tables = warps * a.slots * slot;
+    rows = tables + kTables * ctas * warps * static_cast<uint32_t>(sizeof(RowSum));
+    full = rows + warps * kRows * kRowBytes;
+    sent = full + warps * a.slots * 8;
+    bytes = sent + kTables * 8;
+  }
+};
+
+template <class E, Pass kPass, bool kSmooth, bool kCap>
+struct Ring {
+  static constexpr bool kReduces = kPass != Pass::kBackward;
+  static constexpr bool kApplies = kPass != Pass::kForward;
+  static constexpr uint32_t kPer = kPerVector<E>;
+  static_assert(sizeof(Row<E>) == RingLayout::kRowBytes);
+
+  const CrossEntropyArguments& a;
+  const uint32_t lane, ctas;
+  uint32_t worker, workers;  // this warp among those of the cluster
+  uint32_t clusters;
+  const uint64_t policy;
+  const Cap cap;
+  uint8_t* slots;
+  RowSum* tables;
+  Row<E>* rows;
+  uint32_t full, sent;
+  uint32_t slot_bytes;
+  bool arms;  // whether this warp announces what its CTA is to be sent
+
+  // What is fetched of a token a row ahead of its row.
+  struct Early {
+    int64_t label;
+    float dloss, dlogps, dlse, lse, lse_low;
+  };
+
+  // The next chunk to load.
+  struct Loading {
+    int64_t index;
+    uint32_t in_block, chunk, slot, row;
+    Early early;
+  };
+
+  __device__ Ring(const CrossEntropyArguments& arguments, uint8_t* shared)
+      : a(arguments),
+        lane(threadIdx.x % 32),
+        ctas(ptx::cluster_ctas()),
+        policy(ptx::evict_first()),
+        cap(kCap ? arguments.softcap : 1.0) {
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warps = blockDim.x / 32;
+    const RingLayout layout(a, warps, ctas);
+    worker = ptx::cluster_rank() * warps + warp;
+    workers = ctas * warps;
+    clusters = gridDim.x / ctas;
+    slot_bytes = layout.slot;
+    slots = shared + warp * a.slots * slot_bytes;
+    tables = reinterpret_cast<RowSum*>(shared + layout.tables);
+    rows = reinterpret_cast<Row<E>*>(shared + layout.rows) + warp * kRows;
+    full = ptx::shared_address(shared + layout.full) + warp * a.slots * 8;
+    sent = ptx::shared_address(shared + layout.sent);
+    arms = warp == 0 && lane == 0;
+  }
+
+  __device__ uint4* at_slot(uint32_t slot) const {
+    return reinterpret_cast<uint4*>(slots + slot * slot_bytes);
+  }
+
+  // The vectors of a row before this warp's chunk `chunk`, and how many that holds.
+  __device__ uint32_t before(uint32_t chunk) const {
+    return (chunk * workers + worker) * a.chunk_vectors;
+  }
+  __device__ uint32_t count(const Row<E>& row, uint32_t before) const {
+    return before >= row.vectors ? 0 : min(a.chunk_vectors, row.vectors - before);
+  }
+
+  // The first of these that is the row's.
+  __device__ uint32_t own(const Row<E>& row, uint32_t before) const {
+    return before == 0 ? row.skip : 0;
+  }
+
+  // The first of these for this lane, which takes every 32nd.
+  __device__ uint32_t first_of(const Row<E>& row, uint32_t before) const {
+    return lane < own(row, before) ? lane + 32 : lane;
+  }
+
+  // The place of the label's element in a chunk of `held` vectors; `held` * kPer or more elsewhere.
+  __device__ uint32_t place(const Row<E>& row, uint32_t before) const {
+    const int column = row.token.target;
+    if (column < row.head) return ~0u;
+    return column - row.head + (row.skip - before) * kPer;
+  }
+
+  __device__ void next(int64_t& index, uint32_t& in_block) const {
+    if (++in_block == a.time_block) {
+      in_block = 0;
+      index += static_cast<int64_t>(clusters - 1) * a.time_block;
+    }
+    ++index;
+  }
+
+  __device__ Early fetch(int64_t index) const {
+    Early early{};
+    if (index >= a.tokens) return early;
+    early.label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
+                                      : static_cast<const int32_t*>(a.labels)[index];
+    if constexpr (kApplies) early.dloss = a.dloss[index];
+    if constexpr (kPass == Pass::kBackward) {
+      early.dlogps = a.dlogps[index];
+      early.dlse = a.dlse[index];
+      early.lse = a.saved_lse[index];
+      early.lse_low = a.saved_lse_low[index];
+    }
+    return early;
+  }
+
+  __device__ void load(Loading& next_one) const {
+    if (next_one.index >= a.tokens) return;
+    Row<E>& row = rows[next_one.row % kRows];
+    if (next_one.chunk == 0) {
+      const Early& early = next_one.early;
+      const Token token = describe<kPass>(a, early.label, early.dloss, early.dlogps, early.dlse,
+                                          early.lse, early.lse_low);
+      if (lane == 0) row = Row<E>::of(a, next_one.index, token);
+      __syncwarp();
+    }
+    if (lane == 0) {
+      const uint32_t skipped = before(next_one.chunk);
+      const uint32_t begin = own(row, skipped), end = count(row, skipped);
+      const uint32_t barrier = full + next_one.slot * 8;
+      if (row.token.read && end > 0) {
+        const E* from = static_cast<const E*>(a.logits) + row.first + (skipped + begin) * kPer;
+        const uint32_t bytes = (end - begin) * 16;
+        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+        ptx::bulk_load(ptx::shared_address(at_slot(next_one.slot) + begin), from, bytes, barrier,
+                       policy);
+      } else {
+        ptx::mbarrier_arrive(barrier);
+      }
+    }
+    if (++next_one.slot == a.slots) next_one.slot = 0;
+    if (++next_one.chunk == a.chunks) {
+      next_one.chunk = 0;
+      ++next_one.row;
+      next(next_one.index, next_one.in_block);
+      next_one.early = fetch(next_one.index);
+    }
+  }
+
+  using Sum = LaneSum<E, kSmooth, kCap>;
+
+  // Adds what the warp holds of chunk `chunk` to `sum`, and takes the label's logit from it.
+  __device__ void reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Sum& sum,
+                         float& label) const {
+    const uint32_t skipped = before(chunk);
+    const uint32_t held = count(row, skipped);
+    const uint4* vectors = at_slot(slot);
+    sum.add(vectors, first_of(row, skipped), held, cap);
+    const uint32_t label_at = place(row, skipped);
+    if (label_at < held * kPer) {
+      const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
+      label = kCap ? cap.apply(x) : x;
+    }
+  }
+
+  // Adds what lies outside whole vectors.
+  __device__ void reduce_ragged(const Row<E>& row, Sum& sum, float& label) const {
+    const int column = row.ragged(lane);
+    float found = 0.0f;
+    if (column >= 0) {
+      const float x = to_float(static_cast<const E*>(a.logits)[row.begin() + column]);
+      sum.add(x, cap);
+      if (column == row.token.target) found = kCap ? cap.apply(x) : x;
+    }
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) found += __shfl_xor_sync(~0u, found, offset);
+    if (found != 0.0f) label = found;
+  }
+
+  // Sends the warp's part of a row to every CTA.
+  __device__ void send(const Sum& sum, float label, uint32_t table) const {
+    RowSum part =
+        RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+    if (arms) ptx::mbarrier_arrive_expect_tx(sent + table * 8, workers * sizeof(RowSum));
+    if (lane < ctas) {
+      const uint32_t to = ptx::shared_address(tables + table * workers + worker);
+      ptx::send(ptx::in_cta(to, lane), make_float4(part.c, part.exponentials, part.values, label),
+                ptx::in_cta(sent + table * 8, lane));
+    }
+  }
+
+  // The sums of a whole row, when all parts have arrived.
+  __device__ RowSum gather(uint32_t table, uint32_t phase, bool with_label) const {
+    ptx::mbarrier_wait(sent + table * 8, phase);
+    RowSum all = RowSum::none();
+    if (lane < workers) all = tables[table * workers + lane];
+    for (uint32_t part = lane + 32; part < workers; part += 32) {
+      all.merge(tables[table * workers + part]);
+    }
+    RowSum row = all.template across_lanes<kSmooth>();
+    if (with_label) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) {
+        row.label += __shfl_xor_sync(~0u, row.label, offset);
+      }
+    }
+    return row;
+  }
+
+  __device__ void apply(const Row<E>& row, uint32_t chunk, uint32_t slot,
+                        const RowGradient& gradient, const RowSum& sum) const {
+    const uint32_t skipped = before(chunk);
+    const uint32_t held = count(row, skipped);
+    const uint4* vectors = at_slot(slot);
+    E* elements = static_cast<E*>(a.dlogits) + row.first + skipped * kPer;
+    uint4* to = reinterpret_cast<uint4*>(elements);
+    uint32_t v = first_of(row, skipped);
+    if (row.token.idle) {
+      for (; v < held; v += 32) __stcs(to + v, make_uint4(0, 0, 0, 0));
+      return;
+    }
+    const uint32_t label_at = place(row, skipped);
+    const bool found = label_at < held * kPer;
+    float at_label = 0.0f;
+    if (found) {
+      const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
+      at_label = at_the_label(row, gradient, sum, x);
+    }
+    constexpr uint32_t kBatch = 2;
+    for (; v + 32 * (kBatch - 1) < held; v += 32 * kBatch) {
+      uint4 batch[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        __stcs(to + v + 32 * i, gradient.template of_vector<E, kSmooth, kCap>(batch[i], cap));
+      }
+    }
+    for (; v < held; v += 32) {
+      __stcs(to + v, gradient.template of_vector<E, kSmooth, kCap>(vectors[v], cap));
+    }
+    // By the lane that wrote the vector, so that this comes second.
+    if (found && label_at / kPer % 32 == lane) elements[label_at] = from_float<E>(at_label);
+  }
+
+  __device__ void apply_ragged(const Row<E>& row, const RowGradient& gradient,
+                               const RowSum& sum) const {
+    const int column = row.ragged(lane);
+    if (column < 0) return;
+    float dz = 0.0f;
+    if (!row.token.idle) {
+      const float x = to_float(static_cast<const E*>(a.logits)[row.begin() + column]);
+      dz = column == row.token.target ? at_the_label(row, gradient, sum, x)
+                                      : gradient.template at<kSmooth, kCap>(x, cap);
+    }
+    static_cast<E*>(a.dlogits)[row.begin() + column] = from_float<E>(dz);
+  }
+
+  __device__ __noinline__ float at_the_label(const Row<E>& row, const RowGradient& gradient,
+                                             const RowSum& sum, float x) const {
+    return gradient.template at_the_label<kCap>(a, row.token, x, cap,
+                                                kReduces ? sum.lse() : row.token.saved());
+  }
+
+  __device__ void run() {
+    if (lane < a.slots) ptx::mbarrier_init(full + lane * 8, 1);
+    if (threadIdx.x < kTables) ptx::mbarrier_init(sent + threadIdx.x * 8, 1);
+    ptx::fence_mbarrier_init();
+    ptx::cluster_sync();
+
+    Loading loading{};
+    loading.index = static_cast<int64_t>(blockIdx.x / ctas) * a.time_block;
+    int64_t index = loading.index;
+    uint32_t in_block = 0;
+    loading.early = fetch(index);
+    for (uint32_t slot = 0; slot < a.slots; ++slot) load(loading);
+
+    uint32_t reduced_slot = 0, reduced_phase = 0, applied_slot = 0, applied_phase = 0;
+    uint32_t sums_sent = 0, sums_read = 0;  // rows so far
+    uint32_t turn = 0, previous_turn = 0;   // the worker for what only one does for a row
+    Sum sum;
+    float label = 0.0f;
+    RowSum all = RowSum::none();
+    RowGradient gradient{};
+    Row<E> current, previous;
+    bool have_previous = false;
+    for (uint32_t number = 0;; ++number) {
+      const bool have_current = index < a.tokens;
+      if (!have_current && !(kReduces && have_previous)) break;
+      if (have_current) current = rows[number % kRows];
+      sum = Sum();
+      label = 0.0f;
+      for (uint32_t chunk = 0; chunk < a.chunks; ++chunk) {
+        if constexpr (kReduces) {
+          if (have_current) {
+            ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
+            if (current.token.read) {
+              reduce(current, chunk, reduced_slot, sum, label);
+              if (chunk + 1 == a.chunks) {
+                if (worker == turn) reduce_ragged(current, sum, label);
+                send(sum, label, sums_sent++ % kTables);
+              }
+            }
+            if (++reduced_slot == a.slots) {
+              reduced_slot = 0;
+              reduced_phase ^= 1;
+            }
+            if constexpr (!kApplies) {
+              __syncwarp();
+              load(loading);
+            }
+          }
+          if (!have_previous) continue;
+        } else {
+          previous = current;
+          previous_turn = turn;
+          ptx::mbarrier_wait(full + applied_slot * 8, applied_phase);
+        }
+        if (chunk == 0) {
+          const bool mine = worker == previous_turn;
+          if constexpr (kReduces) {
+            all = RowSum::none();
+            if (previous.token.read) {
+              all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
+              ++sums_read;
+            }
+            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+            if constexpr (kApplies) gradient = RowGradient::of<kSmooth>(a, previous.token, all);
+          } else {
+            gradient = RowGradient::of<kSmooth>(a, previous.token);
+          }
+          if constexpr (kApplies) {
+            if (mine) apply_ragged(previous, gradient, all);
+          }
+        }
+        if constexpr (kApplies) {
+          apply(previous, chunk, applied_slot, gradient, all);
+          if (++applied_slot == a.slots) {
+            applied_slot = 0;
+            applied_phase ^= 1;
+          }
+          __syncwarp();
+          load(loading);
+        }
+      }
+      if constexpr (kReduces) previous = current;
+      have_previous = have_current;
+      previous_turn = turn;
+      if (++turn == workers) turn = 0;
+      next(index, in_block);
+    }
+    // A CTA must not be gone while others still send to it.
+    ptx::cluster_sync();
+  }
+};
+
+// The kernel. Cluster, CTA and shared memory are as the plan has them.
+template <class E, Pass kPass, bool kSmooth, bool kCap>
+__device__ inline void ring(const CrossEntropyArguments& a) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  Ring<E, kPass, kSmooth, kCap>(a, shared).run();
+}
+
+}  // namespace xentile

@@ -1,0 +1,449 @@
+//! Cross-entropy over logits: forward, backward from saved lse, and both at once.
+//!
+//! On GPUs that have clusters, rows stream through shared memory and stay there between the two
+//! halves of the fused pass: device memory sees each byte of logits once in and once out
+//! (kernels/ring.cuh). On others, and for rows that no cluster holds, a CTA takes a row and the fused
+//! pass reads it twice (kernels/plain.cuh). [`plan`] chooses.
+
+mod arguments;
+pub mod plan;
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+use std::sync::{PoisonError, RwLock};
+
+use arguments::Arguments;
+use plan::{Plan, Shape};
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape, Tile};
+
+use crate::driver::{Driver, Extent, Kernel as Code, RawStream};
+use crate::{Device, Error, Result, check_alignment, check_places, library};
+
+/// What a kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// Per-token outputs.
+    Forward,
+    /// dlogits, from saved lse and the cotangents of per-token outputs.
+    Backward,
+    /// Per-token outputs and dlogits, from the cotangents of the losses.
+    Fused,
+}
+
+impl Pass {
+    /// The name that kernels and tuned tables have for it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Fused => "fused",
+        }
+    }
+}
+
+/// Which of the options kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Variant {
+    /// Neither smoothing nor softcap.
+    Basic,
+    /// No softcap.
+    Smooth,
+    /// All.
+    Capped,
+}
+
+impl Variant {
+    fn of(options: &CrossEntropy) -> Self {
+        if options.softcap.is_some() {
+            Self::Capped
+        } else if options.label_smoothing != 0.0 {
+            Self::Smooth
+        } else {
+            Self::Basic
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Smooth => "smooth",
+            Self::Capped => "capped",
+        }
+    }
+}
+
+/// Labels `[T]` on a GPU, of either width.
+#[derive(Clone, Copy, Debug)]
+pub enum Labels {
+    /// 32-bit labels.
+    I32(*const i32),
+    /// 64-bit labels.
+    I64(*const i64),
+}
+
+/// Where per-token outputs go on a GPU, each `[T]` in f32; null for one that is not wanted.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenOutputs {
+    /// `per_token_loss`.
+    pub loss: *mut f32,
+    /// `per_token_logps`.
+    pub logps: *mut f32,
+    /// `lse`, rounded to f32.
+    pub lse: *mut f32,
+    /// What that rounding lost, `lse - f32(lse)`.
+    pub lse_low: *mut f32,
+    /// Whether a token that takes no part (one that is ignored or, in a fused pass, whose loss has
+    /// no cotangent) gets 0 in every output, without its logits being read, rather than what the
+    /// contract says of its row.
+    pub zero_idle: bool,
+}
+
+/// What a forward pass leaves for the backward pass, each `[T]` in f32 on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct SavedLse {
+    /// [`TokenOutputs::lse`].
+    pub lse: *const f32,
+    /// [`TokenOutputs::lse_low`].
+    pub lse_low: *const f32,
+}
+
+/// The cotangents of the per-token outputs, each `[T]` in f32 on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Cotangents {
+    /// Of `per_token_loss`.
+    pub loss: *const f32,
+    /// Of `per_token_logps`.
+    pub logps: *const f32,
+    /// Of `lse`.
+    pub lse: *const f32,
+}
+
+/// Cross-entropy over logits `[T, V]` on a GPU.
+///
+/// A label out of range makes its token's loss, logps and gradient row NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel {
+    options: CrossEntropy,
+    shape: LogitsShape,
+    dtype: DType,
+    time_block: Option<usize>,
+    block_size: Option<usize>,
+}
+
+impl Kernel {
+    /// A kernel for logits of `shape` and `dtype`, in the tile of the plan.
+    ///
+    /// # Errors
+    /// An option outside its range, or a vocabulary beyond `i32`.
+    pub fn new(options: CrossEntropy, shape: LogitsShape, dtype: DType) -> Result<Self> {
+        options.validate()?;
+        if shape.tokens() > 0 && i32::try_from(shape.vocab()).is_err() {
+            return Err(Error::Vocabulary { vocab: shape.vocab() });
+        }
+        Ok(Self { options, shape, dtype, time_block: None, block_size: None })
+    }
+
+    /// The same in another tile: `time_block` consecutive tokens for a cluster, and about
+    /// `block_size` columns for a step of one, as far as shared memory allows. Either may be absent.
+    ///
+    /// # Errors
+    /// An extent of 0.
+    pub fn with_tile(self, time_block: Option<usize>, block_size: Option<usize>) -> Result<Self> {
+        Tile::new(time_block.unwrap_or(1), block_size.unwrap_or(1))?;
+        Ok(Self { time_block, block_size, ..self })
+    }
+
+    /// The tile that `pass` is worked on in on the device of `stream`.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
+        // SAFETY: passed on from this function's contract.
+        Ok(unsafe { self.ready(pass, stream) }?.plan.tile(self.dtype))
+    }
+
+    /// Loads what `pass` runs, so that the call has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.ready(pass, stream) }.map(drop)
+    }
+
+    /// Has `stream` fill what `outputs` asks for.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, logits that begin at no multiple of 16, a failure of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and pointers lead to arrays of the shapes that are said on its
+    /// device, which nothing else touches until it has run what was launched here.
+    pub unsafe fn forward(
+        &self,
+        stream: *mut c_void,
+        logits: *const c_void,
+        labels: Labels,
+        outputs: TokenOutputs,
+    ) -> Result<()> {
+        check_alignment("logits", logits)?;
+        let arguments = self.arguments(logits, labels).with_outputs(outputs);
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Forward, stream, arguments) }
+    }
+
+    /// Has `stream` write the gradient for `cotangents` to `dlogits` `[T, V]`, which may be `logits`.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward), and arrays that overlap in part.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn backward(
+        &self,
+        stream: *mut c_void,
+        (logits, dlogits): (*const c_void, *mut c_void),
+        labels: Labels,
+        saved: SavedLse,
+        cotangents: Cotangents,
+    ) -> Result<()> {
+        check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
+        let arguments = Arguments {
+            dlogits,
+            dloss: cotangents.loss,
+            dlogps: cotangents.logps,
+            dlse: cotangents.lse,
+            saved_lse: saved.lse,
+            saved_lse_low: saved.lse_low,
+            ..self.arguments(logits, labels)
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Backward, stream, arguments) }
+    }
+
+    /// Has `stream` fill what `outputs` asks for, and write the gradient for cotangents `dloss` `[T]`
+    /// of the losses to `dlogits` `[T, V]`, which may be `logits`.
+    ///
+    /// A token whose cotangent is 0 takes no part: its gradient row is exactly 0, whatever its logits.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward), and arrays that overlap in part.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn fused(
+        &self,
+        stream: *mut c_void,
+        (logits, dlogits): (*const c_void, *mut c_void),
+        labels: Labels,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+    ) -> Result<()> {
+        check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
+        let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Fused, stream, arguments.with_outputs(outputs)) }
+    }
+
+    /// Bytes of the logits.
+    fn bytes(&self) -> usize {
+        self.shape.elements() * self.dtype.size_bytes()
+    }
+
+    /// What every pass takes; the plan's fields are yet to be filled.
+    fn arguments(&self, logits: *const c_void, labels: Labels) -> Arguments {
+        let (labels, labels_are_64_bit) = match labels {
+            Labels::I32(labels) => (labels.cast(), 0),
+            Labels::I64(labels) => (labels.cast(), 1),
+        };
+        Arguments {
+            logits,
+            dlogits: null_mut(),
+            labels,
+            dloss: null(),
+            dlogps: null(),
+            dlse: null(),
+            saved_lse: null(),
+            saved_lse_low: null(),
+            loss: null_mut(),
+            logps: null_mut(),
+            lse: null_mut(),
+            lse_low: null_mut(),
+            tokens: self.shape.tokens() as i64,
+            vocab: self.shape.vocab() as i64,
+            ignore_index: self.options.ignore_index,
+            label_smoothing: self.options.label_smoothing,
+            z_loss: self.options.z_loss,
+            softcap: self.options.softcap.unwrap_or(0.0),
+            labels_are_64_bit,
+            every_token: 1,
+            time_block: 1,
+            chunk_vectors: 0,
+            chunks: 0,
+            slots: 0,
+            lead: 0,
+        }
+    }
+
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and `arguments` suit it.
+    unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: Arguments) -> Result<()> {
+        if self.shape.tokens() == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let Ready { code, plan, most } = unsafe { self.ready(pass, stream) }?;
+        let tokens = self.shape.tokens();
+        let (extent, arguments) = match plan {
+            Plan::Ring(ring) => {
+                let blocks = tokens.div_ceil(ring.time_block as usize);
+                let clusters = u32::try_from(blocks).unwrap_or(u32::MAX).min(most);
+                let planned = Arguments {
+                    time_block: ring.time_block,
+                    chunk_vectors: ring.chunk_vectors,
+                    chunks: ring.chunks,
+                    slots: ring.slots,
+                    ..arguments
+                };
+                (ring.extent(clusters), planned)
+            }
+            Plan::Plain => {
+                let ctas = u32::try_from(tokens).unwrap_or(u32::MAX).min(most);
+                (plain_extent(ctas), arguments)
+            }
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(code, extent, stream, &arguments) }
+    }
+
+    /// What a launch needs, from the first call of its kind or kept from there.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
+        static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
+        let device = Device::current()?;
+        let key = Key {
+            device: device.number(),
+            pass,
+            dtype: self.dtype,
+            variant: Variant::of(&self.options),
+            vocab: self.shape.vocab(),
+            tile: [self.time_block, self.block_size],
+        };
+        let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
+            return Ok(ready);
+        }
+        drop(kept);
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.make_ready(&key, device, stream) }?;
+        let mut kept = READY.write().unwrap_or_else(PoisonError::into_inner);
+        kept.get_or_insert_default().insert(key, ready);
+        Ok(ready)
+    }
+
+    /// # Safety
+    /// `stream` is a stream of `device`.
+    unsafe fn make_ready(&self, key: &Key, device: &Device, stream: RawStream) -> Result<Ready> {
+        let (pass, dtype) = (key.pass.name(), key.dtype);
+        let shape = Shape { pass: key.pass, dtype, vocab: key.vocab };
+        let plan = plan::choose(device, shape, self.time_block, self.block_size);
+        if let Plan::Ring(ring) = plan {
+            let name = format!("cross_entropy_ring_{pass}_{dtype}_{}", key.variant.name());
+            // SAFETY: passed on from this function's contract.
+            let code = unsafe { library::kernel(&name, device, stream) }?;
+            let one = ring.extent(1);
+            // SAFETY: passed on from this function's contract.
+            let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
+            // A part of a GPU may have room for no cluster.
+            if most > 0 {
+                return Ok(Ready { code, plan, most });
+            }
+        }
+        let variant = match key.variant {
+            Variant::Basic => Variant::Smooth,
+            other => other,
+        };
+        let name = format!("cross_entropy_plain_{pass}_{dtype}_{}", variant.name());
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { library::kernel(&name, device, stream) }?;
+        let most = device.limits().multiprocessors * plan::PLAIN_CTAS;
+        Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
+    }
+}
+
+impl Arguments {
+    fn with_outputs(self, outputs: TokenOutputs) -> Self {
+        let TokenOutputs { loss, logps, lse, lse_low, zero_idle } = outputs;
+        Self { loss, logps, lse, lse_low, every_token: (!zero_idle).into(), ..self }
+    }
+}
+
+/// What decides how a pass runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    device: i32,
+    pass: Pass,
+    dtype: DType,
+    variant: Variant,
+    vocab: usize,
+    tile: [Option<usize>; 2],
+}
+
+/// A kernel that is loaded, and how to launch it.
+#[derive(Clone, Copy, Debug)]
+struct Ready {
+    code: Code,
+    plan: Plan,
+    /// Clusters or, of the plain schedule, CTAs that are launched at most.
+    most: u32,
+}
+
+fn plain_extent(ctas: u32) -> Extent {
+    Extent { ctas, threads: arguments::PLAIN_THREADS, shared_bytes: 0, cluster: None }
+}
+
+impl plan::Ring {
+    /// The launch of so many clusters.
+    fn extent(&self, clusters: u32) -> Extent {
+        Extent {
+            ctas: clusters * self.ctas,
+            threads: self.warps * 32,
+            shared_bytes: self.shared_bytes,
+            cluster: Some(self.ctas),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_kernel_takes_is_refused() {
+        let new =
+            |options, vocab| Kernel::new(options, LogitsShape::new(1, vocab).unwrap(), DType::Bf16);
+        let message = |kernel: Result<Kernel>| kernel.unwrap_err().to_string();
+        let plain = CrossEntropy::default();
+        assert_eq!(
+            message(new(plain, 1 << 31)),
+            "the vocabulary is 2147483648; CUDA kernels take at most 2147483647"
+        );
+        let smooth = CrossEntropy { label_smoothing: 2.0, ..plain };
+        assert_eq!(message(new(smooth, 5)), "label_smoothing is 2; it must be in [0, 1]");
+        assert_eq!(
+            message(new(plain, 5).unwrap().with_tile(Some(0), None)),
+            "tile time_block is 0; it must be at least 1"
+        );
+    }
+}

@@ -1,0 +1,42 @@
+//! What kernels of cross-entropy take, and what planning knows of them.
+
+use std::ffi::c_void;
+
+mirror! {
+    /// See kernels/cross_entropy.cuh.
+    pub(crate) struct Arguments = CrossEntropyArguments {
+        logits: *const c_void,
+        dlogits: *mut c_void,
+        labels: *const c_void,
+        dloss: *const f32,
+        dlogps: *const f32,
+        dlse: *const f32,
+        saved_lse: *const f32,
+        saved_lse_low: *const f32,
+        loss: *mut f32,
+        logps: *mut f32,
+        lse: *mut f32,
+        lse_low: *mut f32,
+        tokens: i64,
+        vocab: i64,
+        ignore_index: i64,
+        label_smoothing: f64,
+        z_loss: f64,
+        softcap: f64,
+        labels_are_64_bit: u32,
+        every_token: u32,
+        time_block: u32,
+        chunk_vectors: u32,
+        chunks: u32,
+        slots: u32,
+        lead: u32,
+    }
+}
+
+// See kernels/ring.cuh, row.cuh and plain.cuh.
+numbers! {
+    TABLES: u32 = kTables, 4;
+    MAX_ROWS: u32 = kRows, 8;
+    LINE: u32 = kLine, 8;
+    PLAIN_THREADS: u32 = kPlainThreads, 512;
+}

@@ -1,0 +1,394 @@
+//! The functions of NVIDIA's driver that launch kernels, from the library that it installs.
+
+mod abi;
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+use crate::{Error, Result};
+use abi::{LaunchAttribute, LaunchConfig, NO_DEVICE, SUCCESS};
+
+/// The oldest version of CUDA that runs the embedded code: a driver runs what is compiled for its
+/// own major version or an older one. Nor are all functions below in drivers before 12.8.
+const NEEDED: i32 = {
+    let compiled_by = match option_env!("XENTILE_CUDA_VERSION") {
+        Some(version) => number(version) / 1000 * 1000,
+        None => 0,
+    };
+    if compiled_by > 12_080 { compiled_by } else { 12_080 }
+};
+
+const LIBRARY: &str = "libcuda.so.1";
+
+/// A device, by the driver's number.
+pub(crate) type DeviceNumber = c_int;
+type Code = c_int;
+
+/// Declares the table and how it is filled.
+macro_rules! functions {
+    ($($field:ident = $symbol:ident($($type:ty),*);)*) => {
+        /// The driver's functions.
+        pub(crate) struct Driver {
+            $($field: unsafe extern "C" fn($($type),*) -> Code,)*
+        }
+
+        impl Driver {
+            /// # Safety
+            /// `library` is NVIDIA's driver.
+            unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                Ok(Self {
+                    // SAFETY: the types are those of cuda.h.
+                    $($field: unsafe {
+                        *library.get(concat!(stringify!($symbol), "\0").as_bytes())?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    init = cuInit(c_uint);
+    error_name = cuGetErrorName(Code, *mut *const c_char);
+    error_string = cuGetErrorString(Code, *mut *const c_char);
+    device_count = cuDeviceGetCount(*mut c_int);
+    device_name = cuDeviceGetName(*mut c_char, c_int, DeviceNumber);
+    device_attribute = cuDeviceGetAttribute(*mut c_int, c_uint, DeviceNumber);
+    push_context = cuCtxPushCurrent_v2(Context);
+    pop_context = cuCtxPopCurrent_v2(*mut Context);
+    stream_context = cuStreamGetCtx(RawStream, *mut Context);
+    context_device = cuCtxGetDevice(*mut DeviceNumber);
+    load_library = cuLibraryLoadData(
+        *mut Library, *const c_void, *mut c_void, *mut c_void, c_uint, *mut c_void, *mut c_void, c_uint
+    );
+    library_kernel = cuLibraryGetKernel(*mut Kernel, Library, *const c_char);
+    kernel_function = cuKernelGetFunction(*mut Function, Kernel);
+    kernel_attribute = cuKernelGetAttribute(*mut c_int, c_uint, Kernel, DeviceNumber);
+    set_kernel_attribute = cuKernelSetAttribute(c_uint, c_int, Kernel, DeviceNumber);
+    load_function = cuFuncLoad(Function);
+    max_active_clusters = cuOccupancyMaxActiveClusters(*mut c_int, Kernel, *const LaunchConfig);
+    launch = cuLaunchKernelEx(*const LaunchConfig, Kernel, *mut *mut c_void, *mut *mut c_void);
+}
+
+macro_rules! handles {
+    ($($(#[$doc:meta])* $name:ident;)*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug)]
+            #[repr(transparent)]
+            pub(crate) struct $name(*mut c_void);
+
+            // SAFETY: the driver takes its handles from any thread.
+            unsafe impl Send for $name {}
+            // SAFETY: as above.
+            unsafe impl Sync for $name {}
+        )*
+    };
+}
+
+handles! {
+    /// `CUlibrary`: code, of no context.
+    Library;
+    /// `CUkernel`: a kernel, of no context. The driver takes it wherever it takes a `CUfunction`, and
+    /// the context then from the stream.
+    Kernel;
+    /// `CUfunction`: a kernel in a context.
+    Function;
+    /// `CUcontext`.
+    Context;
+}
+
+/// `CUstream`, which the caller owns.
+pub(crate) type RawStream = *mut c_void;
+
+/// What is asked of a device.
+#[derive(Clone, Copy)]
+#[repr(u32)]
+pub(crate) enum DeviceAttribute {
+    Multiprocessors = abi::MULTIPROCESSORS,
+    CapabilityMajor = abi::CAPABILITY_MAJOR,
+    CapabilityMinor = abi::CAPABILITY_MINOR,
+    SharedBytesPerBlock = abi::SHARED_BYTES_PER_BLOCK,
+    Clusters = abi::CLUSTER_LAUNCH,
+}
+
+/// What is asked of a kernel.
+#[derive(Clone, Copy)]
+#[repr(u32)]
+pub(crate) enum KernelAttribute {
+    StaticSharedBytes = abi::STATIC_SHARED_BYTES,
+    MaxDynamicSharedBytes = abi::MAX_DYNAMIC_SHARED_BYTES,
+}
+
+/// The extents of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    pub(crate) ctas: u32,
+    pub(crate) threads: u32,
+    /// Dynamic shared memory of a CTA.
+    pub(crate) shared_bytes: u32,
+    /// CTAs of a cluster; none where the kernel is not for clusters.
+    pub(crate) cluster: Option<u32>,
+}
+
+impl Extent {
+    /// Calls `body` with this extent as the driver takes it.
+    fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
+        let mut value = [0; 16];
+        value[..3].copy_from_slice(&[self.cluster.unwrap_or(1), 1, 1]);
+        let cluster = LaunchAttribute { id: abi::CLUSTER_DIMENSION, pad: [0; 4], value };
+        body(&LaunchConfig {
+            gridDimX: self.ctas,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes,
+            hStream: stream,
+            attrs: &raw const cluster,
+            numAttrs: self.cluster.is_some().into(),
+        })
+    }
+}
+
+impl Driver {
+    /// The driver, opened by the first call and then kept.
+    ///
+    /// # Errors
+    /// It is missing or too old, or finds no GPU. An error is kept too.
+    pub(crate) fn get() -> Result<&'static Self> {
+        static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
+        DRIVER.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    }
+
+    fn open() -> Result<Self> {
+        let missing =
+            |error: libloading::Error| Error::NoDriver { reason: reason(&error), needed: NEEDED };
+        // SAFETY: the initialisers of NVIDIA's driver are trusted as the program is.
+        let library = unsafe { libloading::Library::new(LIBRARY) }.map_err(missing)?;
+        // Before functions that an old one may lack.
+        let actual = driver_version(&library).map_err(missing)?;
+        if actual < NEEDED {
+            return Err(Error::DriverTooOld { actual, needed: NEEDED });
+        }
+        // SAFETY: it was found by the driver's name, and has its version.
+        let driver = unsafe { Self::load(&library) }.map_err(missing)?;
+        // Its threads outlive any use of ours.
+        std::mem::forget(library);
+        // SAFETY: no flags are defined.
+        let code = unsafe { (driver.init)(0) };
+        if code == NO_DEVICE {
+            return Err(Error::NoDevice);
+        }
+        driver.check("cuInit", code)?;
+        if driver.device_count()? == 0 { Err(Error::NoDevice) } else { Ok(driver) }
+    }
+
+    fn check(&self, function: &'static str, code: Code) -> Result<()> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        let text = |ask: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
+            let mut text = std::ptr::null();
+            // SAFETY: a place for the text's address; the text lives as long as the driver.
+            let known = unsafe { ask(code, &raw mut text) } == SUCCESS && !text.is_null();
+            // SAFETY: as above.
+            known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        };
+        let name = text(self.error_name).unwrap_or_else(|| format!("error {code}"));
+        let words = text(self.error_string).unwrap_or_else(|| "the driver says no more".into());
+        Err(Error::Driver { function, reason: format!("{name}, {words}") })
+    }
+
+    /// The number of devices.
+    pub(crate) fn device_count(&self) -> Result<usize> {
+        let mut count = 0;
+        // SAFETY: a number to write.
+        self.check("cuDeviceGetCount", unsafe { (self.device_count)(&raw mut count) })?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    pub(crate) fn device_name(&self, device: DeviceNumber) -> Result<String> {
+        let mut name: [c_char; 256] = [0; 256];
+        // SAFETY: as many bytes to write as it is told.
+        let code = unsafe { (self.device_name)(name.as_mut_ptr(), 256, device) };
+        self.check("cuDeviceGetName", code)?;
+        name[255] = 0;
+        // SAFETY: it ends with a zero, there if not before.
+        Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+    }
+
+    pub(crate) fn device_attribute(
+        &self,
+        device: DeviceNumber,
+        attribute: DeviceAttribute,
+    ) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: a number to write.
+        let code = unsafe { (self.device_attribute)(&raw mut value, attribute as u32, device) };
+        self.check("cuDeviceGetAttribute", code)?;
+        Ok(value)
+    }
+
+    /// The device of the calling thread's current context. (A stream tells its device too, but not
+    /// while it is captured into a graph.)
+    pub(crate) fn current_device(&self) -> Result<DeviceNumber> {
+        let mut device = 0;
+        // SAFETY: a number to write.
+        let code = unsafe { (self.context_device)(&raw mut device) };
+        self.check("cuCtxGetDevice", code)?;
+        Ok(device)
+    }
+
+    /// Calls `body` with the context of `stream` current.
+    ///
+    /// # Safety
+    /// `stream` is a stream.
+    pub(crate) unsafe fn in_context_of<R>(
+        &self,
+        stream: RawStream,
+        body: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        let mut context = Context(null_mut());
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { (self.stream_context)(stream, &raw mut context) };
+        self.check("cuStreamGetCtx", code)?;
+        // SAFETY: the context lives while its stream does.
+        self.check("cuCtxPushCurrent", unsafe { (self.push_context)(context) })?;
+        let result = body();
+        // SAFETY: takes away what was pushed.
+        let code = unsafe { (self.pop_context)(&raw mut context) };
+        self.check("cuCtxPopCurrent", code)?;
+        result
+    }
+
+    /// Loads code for whichever devices will ask for it.
+    ///
+    /// # Safety
+    /// `code` is a fat binary.
+    pub(crate) unsafe fn load_library(&self, code: &'static [u8]) -> Result<Library> {
+        let mut library = MaybeUninit::uninit();
+        let (code, none) = (code.as_ptr().cast(), null_mut());
+        // SAFETY: passed on from this function's contract; there are no options.
+        let code = unsafe {
+            (self.load_library)(library.as_mut_ptr(), code, none, none, 0, none, none, 0)
+        };
+        self.check("cuLibraryLoadData", code)?;
+        // SAFETY: written, since the call succeeded.
+        Ok(unsafe { library.assume_init() })
+    }
+
+    pub(crate) fn kernel(&self, library: Library, name: &CStr) -> Result<Kernel> {
+        let mut kernel = MaybeUninit::uninit();
+        // SAFETY: the library is loaded for good.
+        let code = unsafe { (self.library_kernel)(kernel.as_mut_ptr(), library, name.as_ptr()) };
+        self.check("cuLibraryGetKernel", code)?;
+        // SAFETY: written, since the call succeeded.
+        Ok(unsafe { kernel.assume_init() })
+    }
+
+    /// Loads the kernel into the current context, which a launch must not do while it is captured.
+    pub(crate) fn load_kernel(&self, kernel: Kernel) -> Result<()> {
+        let mut function = MaybeUninit::uninit();
+        // SAFETY: the kernel's library is loaded for good.
+        let code = unsafe { (self.kernel_function)(function.as_mut_ptr(), kernel) };
+        self.check("cuKernelGetFunction", code)?;
+        // SAFETY: written, since the call succeeded.
+        self.check("cuFuncLoad", unsafe { (self.load_function)(function.assume_init()) })
+    }
+
+    pub(crate) fn kernel_attribute(
+        &self,
+        kernel: Kernel,
+        device: DeviceNumber,
+        attribute: KernelAttribute,
+    ) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: a number to write.
+        let code =
+            unsafe { (self.kernel_attribute)(&raw mut value, attribute as u32, kernel, device) };
+        self.check("cuKernelGetAttribute", code)?;
+        Ok(value)
+    }
+
+    pub(crate) fn set_kernel_attribute(
+        &self,
+        kernel: Kernel,
+        device: DeviceNumber,
+        attribute: KernelAttribute,
+        value: i32,
+    ) -> Result<()> {
+        // SAFETY: the kernel's library is loaded for good.
+        let code = unsafe { (self.set_kernel_attribute)(attribute as u32, value, kernel, device) };
+        self.check("cuKernelSetAttribute", code)
+    }
+
+    /// How many clusters of `extent` the device of `stream` runs at a time.
+    ///
+    /// # Safety
+    /// `stream` is a stream.
+    pub(crate) unsafe fn max_active_clusters(
+        &self,
+        kernel: Kernel,
+        extent: Extent,
+        stream: RawStream,
+    ) -> Result<u32> {
+        let mut clusters = 0;
+        let code = extent.with_config(stream, |config| {
+            // SAFETY: passed on from this function's contract.
+            unsafe { (self.max_active_clusters)(&raw mut clusters, kernel, config) }
+        });
+        self.check("cuOccupancyMaxActiveClusters", code)?;
+        Ok(u32::try_from(clusters).unwrap_or(0))
+    }
+
+    /// Has `stream` run the kernel, whose one parameter is a struct.
+    ///
+    /// # Safety
+    /// `stream` is a stream, and `arguments` what the kernel takes: arrays on the stream's device, as
+    /// long as the kernel needs, which nothing else touches until the kernel has run.
+    pub(crate) unsafe fn launch<A>(
+        &self,
+        kernel: Kernel,
+        extent: Extent,
+        stream: RawStream,
+        arguments: &A,
+    ) -> Result<()> {
+        let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
+        let code = extent.with_config(stream, |config| {
+            // SAFETY: passed on from this function's contract. The driver copies the struct.
+            unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
+        });
+        self.check("cuLaunchKernelEx", code)
+    }
+}
+
+/// The version of CUDA that the driver is for.
+fn driver_version(library: &libloading::Library) -> Result<i32, libloading::Error> {
+    type Ask = unsafe extern "C" fn(*mut c_int) -> Code;
+    let mut version = 0;
+    // SAFETY: the type is that of cuda.h, and there is a number to write.
+    let code = unsafe { library.get::<Ask>(b"cuDriverGetVersion\0")?(&raw mut version) };
+    Ok(if code == SUCCESS { version } else { 0 })
+}
+
+/// An error with its cause, which has the loader's own words.
+fn reason(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => cause.to_string(),
+        None => error.to_string(),
+    }
+}
+
+/// The number that `digits` are.
+const fn number(digits: &str) -> i32 {
+    let (mut number, mut index) = (0, 0);
+    while index < digits.len() {
+        number = number * 10 + (digits.as_bytes()[index] - b'0') as i32;
+        index += 1;
+    }
+    number
+}

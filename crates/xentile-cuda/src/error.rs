@@ -1,0 +1,117 @@
+//! Why a kernel does not run.
+
+use thiserror::Error;
+
+/// The result of a fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a kernel does not run. Versions of CUDA are its own numbers: 13000 is 13.0.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum Error {
+    /// The kernels were not compiled.
+    #[error(
+        "there are no CUDA kernels in this build; the feature `kernels` of xentile-cuda adds them"
+    )]
+    NoKernels,
+    /// The driver's library is not there, or lacks something.
+    #[error(
+        "no CUDA driver: {reason}; install NVIDIA's driver for CUDA {} or later",
+        version(*.needed)
+    )]
+    NoDriver {
+        /// What the loader says.
+        reason: String,
+        /// The oldest version of CUDA that will do.
+        needed: i32,
+    },
+    /// The driver is older than the code in this library.
+    #[error(
+        "the CUDA driver is for CUDA {}; the kernels here need one for CUDA {} or later",
+        version(*.actual),
+        version(*.needed)
+    )]
+    DriverTooOld {
+        /// The driver's version of CUDA.
+        actual: i32,
+        /// The oldest that will do.
+        needed: i32,
+    },
+    /// There is no GPU, or none that this process may see.
+    #[error(
+        "the CUDA driver finds no GPU; the kernels here need one (is CUDA_VISIBLE_DEVICES set?)"
+    )]
+    NoDevice,
+    /// The GPU is older than the code in this library.
+    #[error(
+        "{name} has compute capability {}.{}; the kernels here need 8.0 or later",
+        .capability.0,
+        .capability.1
+    )]
+    DeviceTooOld {
+        /// What the driver calls it.
+        name: String,
+        /// Its compute capability.
+        capability: (i32, i32),
+    },
+    /// A function of the driver failed.
+    #[error("{function} failed: {reason}")]
+    Driver {
+        /// The function.
+        function: &'static str,
+        /// The driver's name of the error, and its words for it.
+        reason: String,
+    },
+    /// A row longer than kernels count.
+    #[error("the vocabulary is {vocab}; CUDA kernels take at most {}", i32::MAX)]
+    Vocabulary {
+        /// Columns of the logits.
+        vocab: usize,
+    },
+    /// An array that does not begin where vectors do.
+    #[error("`{name}` is at {address:#x}; it must be at a multiple of 16")]
+    Alignment {
+        /// The argument.
+        name: &'static str,
+        /// Its address on the device.
+        address: usize,
+    },
+    /// Two arrays that overlap otherwise than exactly.
+    #[error("`{name}` lies over a part of `{other}`; it must lie exactly in its place, or apart")]
+    Overlap {
+        /// The argument.
+        name: &'static str,
+        /// The result.
+        other: &'static str,
+    },
+    /// What no kernel of any backend takes.
+    #[error(transparent)]
+    Problem(#[from] xentile::Error),
+}
+
+/// 13000 as "13.0".
+fn version(number: i32) -> String {
+    format!("{}.{}", number / 1000, number % 1000 / 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_what_would_be_right() {
+        let message = |error: Error| error.to_string();
+        assert_eq!(
+            message(Error::DriverTooOld { actual: 12090, needed: 13000 }),
+            "the CUDA driver is for CUDA 12.9; the kernels here need one for CUDA 13.0 or later"
+        );
+        assert_eq!(
+            message(Error::DeviceTooOld { name: "Tesla T4".into(), capability: (7, 5) }),
+            "Tesla T4 has compute capability 7.5; the kernels here need 8.0 or later"
+        );
+        assert_eq!(
+            message(Error::NoDriver { reason: "not found".into(), needed: 13000 }),
+            "no CUDA driver: not found; install NVIDIA's driver for CUDA 13.0 or later"
+        );
+    }
+}

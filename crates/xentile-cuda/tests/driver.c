@@ -1,0 +1,80 @@
+/* A driver without a GPU: what tests/driver.rs has the library open in the place of NVIDIA's. It is
+ * told by the environment what to be, and prints every launch. */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  struct {
+    unsigned id, pad, value[16];
+  }* attributes;
+  unsigned count;
+} Config;
+
+static int told(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return value ? atoi(value) : otherwise;
+}
+
+static char kernels[64][64];
+static int pushed, loaded;
+
+int cuDriverGetVersion(int* version) { return *version = told("FAKE_VERSION", 13000), 0; }
+int cuInit(unsigned flags) { return flags == 0 && told("FAKE_DEVICES", 2) > 0 ? 0 : 100; }
+int cuDeviceGetCount(int* count) { return *count = told("FAKE_DEVICES", 2), 0; }
+int cuGetErrorName(int code, const char** text) { return (void)code, *text = "CUDA_ERROR_FAKE", 0; }
+int cuGetErrorString(int code, const char** text) { return (void)code, *text = "as told", 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+  return snprintf(name, size, "fake %d", device), 0;
+}
+int cuDeviceGetAttribute(int* value, unsigned attribute, int device) {
+  (void)device;
+  const int capability = told("FAKE_CAPABILITY", 90);
+  *value = attribute == 16 ? 132 : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
+           : attribute == 97 ? 232448 : attribute == 120 ? capability >= 90 : -1;
+  return *value < 0;
+}
+int cuCtxPushCurrent_v2(void* context) { return ++pushed, context == NULL; }
+int cuCtxPopCurrent_v2(void** context) { return *context = NULL, --pushed, 0; }
+int cuStreamGetCtx(void* stream, void** context) { return *context = stream, 0; }
+/* Streams are numbers: of device 0 below 100, of device 1 from there on. */
+int cuStreamGetDevice(void* stream, int* device) { return *device = (size_t)stream >= 100, 0; }
+int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e,
+                      unsigned f) {
+  printf("library %d\n", !a && !b && !c && !d && !e && !f && (size_t)code % 8 == 0);
+  unsigned magic;
+  memcpy(&magic, code, sizeof magic);
+  return *library = (void*)7, magic != 0xba55ed50u;
+}
+int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+  int i = 1;
+  while (kernels[i][0] && strcmp(kernels[i], name)) ++i;
+  strcpy(kernels[i], name);
+  return *kernel = kernels[i], library != (void*)7;
+}
+int cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, pushed != 1; }
+int cuFuncLoad(void* function) { return ++loaded, function == NULL; }
+int cuKernelGetAttribute(int* value, unsigned attribute, void* kernel, int device) {
+  return (void)kernel, (void)device, *value = 48, attribute != 1;
+}
+int cuKernelSetAttribute(unsigned attribute, int value, void* kernel, int device) {
+  return (void)kernel, (void)device, attribute != 8 || value != 232448 - 48;
+}
+int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* config) {
+  (void)kernel;
+  if (config->count != 1 || config->attributes->id != 4) return 1;
+  return *clusters = told("FAKE_CLUSTERS", 132 / (int)config->attributes->value[0]), 0;
+}
+int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {
+  if (config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra) return 1;
+  if (told("FAKE_FAILURE", 0)) return told("FAKE_FAILURE", 0);
+  const unsigned cluster = config->count == 1 ? config->attributes->value[0] : 0;
+  printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d\n",
+         (const char*)kernel, (size_t)config->stream, config->grid[0], config->block[0],
+         config->shared, cluster, *(void**)parameters[0], loaded);
+  fflush(stdout);
+  return 0;
+}

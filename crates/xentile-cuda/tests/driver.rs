@@ -1,0 +1,152 @@
+//! From the first call to the launch, with a driver that `driver.c` plays: which errors there are,
+//! and what is launched. Every case is a process of its own, because a driver is opened once.
+
+#![cfg(all(feature = "kernels", target_os = "linux"))]
+
+use std::ffi::c_void;
+use std::path::Path;
+use std::process::Command;
+use std::ptr::{null_mut, without_provenance, without_provenance_mut};
+use std::sync::LazyLock;
+
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape};
+use xentile_cuda::Result;
+use xentile_cuda::cross_entropy::{Kernel, Labels, Pass, TokenOutputs};
+use xentile_cuda::scale::Scale;
+
+/// The folder with the driver.
+static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let output = Command::new(compiler)
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
+        .arg(folder.path().join("libcuda.so.1"))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver.c"))
+        .output()
+        .expect("a C compiler");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    folder
+});
+
+/// What the driver and [`calls`] print, with such a driver.
+fn printed(told: &[(&str, &str)]) -> String {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "calls", "--include-ignored", "--nocapture", "--test-threads", "1"])
+        .env("LD_LIBRARY_PATH", DRIVER.path())
+        .envs(told.iter().copied())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+const V: usize = 151_643;
+
+fn kernel(tokens: usize, options: CrossEntropy) -> Kernel {
+    let shape = LogitsShape::new(tokens, V).unwrap();
+    Kernel::new(options, shape, DType::Bf16).unwrap()
+}
+
+fn at(address: usize) -> *mut c_void {
+    without_provenance_mut(address)
+}
+
+/// The fused pass on a stream, by its number, in place.
+fn fused(kernel: &Kernel, stream: usize) -> Result<()> {
+    let none = null_mut();
+    let outputs =
+        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
+    let labels = Labels::I64(without_provenance(0x30));
+    let matrices = (at(0x10_000).cast_const(), at(0x10_000));
+    // SAFETY: the driver that plays here touches no memory.
+    unsafe { kernel.fused(at(stream), matrices, labels, without_provenance(0x20), outputs) }
+}
+
+/// Not a test: what [`printed`] runs.
+#[test]
+#[ignore = "the tests run it, with a driver each"]
+fn calls() {
+    let plain = CrossEntropy::default();
+    let say = |what: &str, result: Result<()>| match result {
+        Ok(()) => println!("{what}: done"),
+        Err(error) => println!("{what}: {error}"),
+    };
+    println!(); // after the harness's own words
+    say("empty", fused(&kernel(0, plain), 1));
+    // SAFETY: the driver that plays here touches no memory.
+    say("load", unsafe { kernel(2048, plain).load(Pass::Fused, at(1)) });
+    say("fused", fused(&kernel(2048, plain), 1));
+    say("again", fused(&kernel(2048, plain), 2));
+    say("few", fused(&kernel(3, plain), 1));
+    say("tile", fused(&kernel(30, plain).with_tile(Some(8), Some(8192)).unwrap(), 1));
+    say("capped", fused(&kernel(2048, CrossEntropy { softcap: Some(30.0), ..plain }), 1));
+    say("other", fused(&kernel(2048, CrossEntropy { label_smoothing: 0.1, ..plain }), 100));
+    let scale = Scale { dtype: DType::F32, rows: 2, columns: 8192 };
+    // SAFETY: as above.
+    say("scale", unsafe { scale.run(at(1), at(0x40), without_provenance(0x20), at(0x40)) });
+}
+
+#[test]
+fn what_is_launched() {
+    let text = printed(&[]);
+    let lines: Vec<_> =
+        text.lines().filter(|line| line.starts_with("launch") || line.ends_with("done")).collect();
+    let ring = |rest: &str| format!("launch cross_entropy_ring_fused_bf16_{rest}");
+    let expected = [
+        "empty: done".into(),
+        "load: done".into(),
+        ring("basic stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        "fused: done".into(),
+        ring("basic stream 2 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        "again: done".into(),
+        ring("basic stream 1 grid 6 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        "few: done".into(),
+        ring("basic stream 1 grid 8 block 384 shared 184640 cluster 2 first 0x10000 loads 2"),
+        "tile: done".into(),
+        ring("capped stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 3"),
+        "capped: done".into(),
+        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        "other: done".into(),
+        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 5".into(),
+        "scale: done".into(),
+    ];
+    assert_eq!(lines, expected, "{text}");
+    assert_eq!(text.matches("library 1").count(), 1, "{text}");
+}
+
+#[test]
+fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
+    let plain = "launch cross_entropy_plain_fused_bf16_smooth stream 1 grid 396 block 512 shared 0 \
+                 cluster 0 first 0x10000";
+    for told in [("FAKE_CAPABILITY", "80"), ("FAKE_CAPABILITY", "89"), ("FAKE_CLUSTERS", "0")] {
+        let text = printed(&[told]);
+        assert!(text.contains(plain), "{text}");
+        assert!(!text.contains("launch cross_entropy_ring"), "{text}");
+    }
+}
+
+#[test]
+fn what_is_missing_is_said() {
+    for (told, reason) in [
+        (
+            ("FAKE_VERSION", "11040"),
+            "the CUDA driver is for CUDA 11.4; the kernels here need one for CUDA 1",
+        ),
+        (("FAKE_DEVICES", "0"), "the CUDA driver finds no GPU; the kernels here need one"),
+        (
+            ("FAKE_CAPABILITY", "75"),
+            "fake 0 has compute capability 7.5; the kernels here need 8.0 or later",
+        ),
+        (("FAKE_FAILURE", "700"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as told"),
+    ] {
+        let text = printed(&[told]);
+        assert!(text.contains(&format!("fused: {reason}")), "{text}");
+        assert!(
+            text.contains(&format!("again: {reason}")) || told.0 == "FAKE_CAPABILITY",
+            "{text}"
+        );
+        assert!(text.contains("empty: done") && !text.contains("\nlaunch"), "{text}");
+    }
+}

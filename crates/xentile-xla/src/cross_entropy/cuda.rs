@@ -1,0 +1,183 @@
+//! Cross-entropy on NVIDIA GPUs.
+
+use std::ptr::null_mut;
+
+use xentile::LogitsShape;
+use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
+use xla_ffi::{Context, DType, Result, Stage};
+
+use super::{Options, shape_of, wrong_labels};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::table::{CUDA, target_list};
+
+target_list! {
+    CUDA;
+
+    /// Loads what the forward pass runs.
+    "xentile_cross_entropy_forward", Initialize:
+    fn xentile_cross_entropy_forward_cuda_initialize = forward(
+        logits, labels, loss, logps, lse, lse_low, options, every_token, context,
+    ), traits = TRAITS;
+
+    /// loss, logps, lse and lse_low of each token.
+    "xentile_cross_entropy_forward", Execute: fn xentile_cross_entropy_forward_cuda = forward(
+        logits, labels, loss, logps, lse, lse_low, options, every_token, context,
+    ), traits = TRAITS;
+
+    /// Loads what the backward pass runs.
+    "xentile_cross_entropy_backward", Initialize:
+    fn xentile_cross_entropy_backward_cuda_initialize = backward(
+        logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, context,
+    ), traits = TRAITS;
+
+    /// dlogits, from the lse that forward gave and the cotangents of what it gave.
+    "xentile_cross_entropy_backward", Execute: fn xentile_cross_entropy_backward_cuda = backward(
+        logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what the fused pass runs.
+    "xentile_cross_entropy_fused", Initialize:
+    fn xentile_cross_entropy_fused_cuda_initialize = fused(
+        logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, context,
+    ), traits = TRAITS;
+
+    /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
+    "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_cuda = fused(
+        logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, context,
+    ), traits = TRAITS;
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn forward(
+    logits: Any,
+    labels: Any,
+    loss: FloatsMut,
+    logps: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    options: Options,
+    every_token: bool,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low)?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    let outputs = TokenOutputs {
+        loss: loss.as_ptr().cast(),
+        logps: logps.as_ptr().cast(),
+        lse: lse.as_ptr().cast(),
+        lse_low: lse_low.as_ptr().cast(),
+        zero_idle: !every_token,
+    };
+    call.run(Pass::Forward, |kernel, stream| {
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe { kernel.forward(stream, logits.as_ptr(), call.labels, outputs) }
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn backward(
+    logits: Any,
+    labels: Any,
+    lse: Floats,
+    lse_low: Floats,
+    dloss: Floats,
+    dlogps: Floats,
+    dlse: Floats,
+    dlogits: AnyMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(logits => dlogits; labels, lse, lse_low, dloss, dlogps, dlse)?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
+    let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
+    let cotangents = Cotangents {
+        loss: dloss.as_ptr().cast(),
+        logps: dlogps.as_ptr().cast(),
+        lse: dlse.as_ptr().cast(),
+    };
+    let matrices = (logits.as_ptr().cast_const(), dlogits.as_ptr());
+    call.run(Pass::Backward, |kernel, stream| {
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe { kernel.backward(stream, matrices, call.labels, saved, cotangents) }
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn fused(
+    logits: Any,
+    labels: Any,
+    dloss: Floats,
+    loss: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    dlogits: AnyMut,
+    options: Options,
+    every_token: bool,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(logits => dlogits; labels, dloss, loss, lse, lse_low)?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
+    let outputs = TokenOutputs {
+        loss: loss.as_ptr().cast(),
+        logps: null_mut(),
+        lse: lse.as_ptr().cast(),
+        lse_low: lse_low.as_ptr().cast(),
+        zero_idle: !every_token,
+    };
+    let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
+    call.run(Pass::Fused, |kernel, stream| {
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe { kernel.fused(stream, matrices, call.labels, dloss.cast(), outputs) }
+    })
+}
+
+/// What every pass has.
+struct Call<'a> {
+    kernel: Kernel,
+    labels: Labels,
+    tokens: usize,
+    context: Context<'a>,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        options: &Options,
+        shape: LogitsShape,
+        logits: Any,
+        labels: Any,
+        context: Context<'a>,
+    ) -> Result<Self> {
+        let dtype = to_dtype("logits", logits.dtype())?;
+        let labels = match labels.dtype() {
+            DType::S32 => Labels::I32(labels.as_ptr().cast()),
+            DType::S64 => Labels::I64(labels.as_ptr().cast()),
+            other => return Err(wrong_labels(other)),
+        };
+        let [time_block, block_size] = options.extents();
+        let kernel = Kernel::new(options.contract, shape, dtype)
+            .and_then(|kernel| kernel.with_tile(time_block, block_size))
+            .map_err(failed)?;
+        Ok(Self { kernel, labels, tokens: shape.tokens(), context })
+    }
+
+    /// Loads `pass` or calls `launch` for it, with XLA's stream.
+    fn run(
+        &self,
+        pass: Pass,
+        launch: impl FnOnce(&Kernel, *mut std::ffi::c_void) -> xentile_cuda::Result<()>,
+    ) -> Result {
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        xentile_cuda::available().map_err(failed)?;
+        let stream = self.context.stream()?.as_ptr();
+        match self.context.stage() {
+            // SAFETY: XLA's stream.
+            Stage::Initialize => unsafe { self.kernel.load(pass, stream) },
+            _ => launch(&self.kernel, stream),
+        }
+        .map_err(failed)
+    }
+}

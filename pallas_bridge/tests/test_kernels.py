@@ -1,0 +1,317 @@
+"""What the tiles, row alignments and schedules of a kernel could get wrong, on either platform."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import Oracle, assert_gradient, assert_tokens
+from placement import PLATFORM
+from test_transformations import same_bits
+from test_values import check, problem
+
+from pallas_bridge import cross_entropy, cross_entropy_per_token
+
+DTYPES = ["float32", "bfloat16", "float16"]
+BOTH = {"smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0}
+
+
+def fused(x: jax.Array, y: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Loss and gradient of the fused schedule, or of the recomputing one in f16."""
+    return jax.value_and_grad(partial(cross_entropy, **options))(x, y)
+
+
+def recompute(x: jax.Array, y: jax.Array, c: jax.Array, **options: Any) -> Any:
+    """Outputs and gradient of the recomputing schedule, for cotangents [3, T]."""
+    f = partial(cross_entropy_per_token, return_lse=True, **options)
+    outputs, pull = jax.vjp(lambda x: f(x, y), x)
+    return *outputs, *pull(tuple(c))
+
+
+@pytest.mark.parametrize(
+    "tile", [(1, 1), (3, 2), (37, 3), (129, 5), (1000, 7), (4097, 2), (1 << 20, 1 << 10)], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_tiles(rng: np.random.Generator, dtype: str, tile: tuple[int, int]) -> None:
+    block_size, time_block = tile
+    check(rng, *problem(rng, dtype, 13, 2053), block_size=block_size, time_block=time_block)
+
+
+@pytest.mark.parametrize("extra", range(9))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_start_anywhere(rng: np.random.Generator, dtype: str, extra: int) -> None:
+    check(rng, *problem(rng, dtype, 11, 4096 + extra))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("vocab", [1, 5, 8191, 32000, 50257, 128256, 151643, 262144, 300001])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_tokens_of_any_vocabulary(
+    rng: np.random.Generator, dtype: str, vocab: int, tokens: int
+) -> None:
+    check(rng, *problem(rng, dtype, tokens, vocab))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("vocab", [32000, 50257, 151643])
+def test_the_share_of_equal_entries(rng: np.random.Generator, dtype: str, vocab: int) -> None:
+    logits, labels = problem(rng, dtype, 48, vocab)
+    expected = Oracle(np.asarray(logits), np.asarray(labels))
+    factors = expected.factors("sum")
+    _, gradient = jax.jit(partial(fused, reduction="sum"))(logits, labels)
+    assert_gradient(gradient, expected.gradient(factors), factors)
+    c = rng.normal(size=(3, 48)).astype(np.float32)
+    *_, gradient = jax.jit(recompute)(logits, labels, c)
+    assert_gradient(gradient, expected.gradient(*c), np.abs(c).max(0))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [c for n in range(4) for c in itertools.combinations(("smoothing", "z_loss", "softcap"), n)],
+    ids=lambda names: "+".join(names) or "none",
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("labels_dtype", ["int32", "int64"])
+def test_every_combination_of_options(
+    rng: np.random.Generator, chosen: tuple[str, ...], dtype: str, labels_dtype: str
+) -> None:
+    names = {"smoothing": "label_smoothing"}
+    options: dict[str, Any] = {names.get(name, name): BOTH[name] for name in chosen}
+    with jax.enable_x64(True):
+        logits, labels = problem(rng, dtype, 9, 3001)
+        labels = labels.astype(labels_dtype)
+        check(rng, logits, labels, ignore_index=-100, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_labels_of_either_width_give_the_same_bits(rng: np.random.Generator, dtype: str) -> None:
+    with jax.enable_x64(True):
+        logits, labels = problem(rng, dtype, 17, 5003)
+        narrow, wide = (jax.jit(fused)(logits, labels.astype(d)) for d in ("int32", "int64"))
+        for a, b in zip(narrow, wide, strict=True):
+            same_bits(a, b)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 640.0, -640.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_of_every_dtype(rng: np.random.Generator, dtype: str, offset: float) -> None:
+    logits, labels = problem(rng, "float32", 12, 5003)
+    check(rng, (logits + offset).astype(dtype), labels)
+    spread = jnp.where(jnp.asarray(rng.random(logits.shape) < 0.5), 640, -640).astype(dtype)
+    check(rng, spread, labels)
+
+
+@pytest.mark.parametrize("vocab", [7, 50257, 151643])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_tokens_of_a_large_vocabulary(
+    rng: np.random.Generator, dtype: str, vocab: int
+) -> None:
+    logits, _ = problem(rng, dtype, 16, vocab)
+    x, y = np.array(logits), rng.integers(0, vocab, 16)
+    x[0, vocab // 2], x[1, -1], x[2, 0] = np.nan, np.nan, np.inf
+    x[3] = -np.inf
+    x[4, : vocab // 2], y[4] = -np.inf, vocab - 1
+    x[5, 1:], y[5] = -np.inf, 0
+    x[6, y[6]] = -np.inf
+    y[7], y[8], y[9], y[10], y[11] = vocab, -1, 2**31 - 1, -(2**31), vocab + 10**6
+    y[12] = -100
+    y[13], x[13] = -100, np.nan
+    check(rng, jnp.asarray(x), jnp.asarray(y, jnp.int32))
+
+
+@pytest.mark.parametrize("ignored", ["all", "one", "all but one"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ignored_tokens(rng: np.random.Generator, dtype: str, ignored: str) -> None:
+    logits, _ = problem(rng, dtype, 6, 50257)
+    labels = rng.integers(0, 50257, 6)
+    chosen = {"all": slice(None), "one": slice(2, 3), "all but one": slice(1, None)}[ignored]
+    labels[chosen] = -100
+    check(rng, logits, jnp.asarray(labels, jnp.int32))
+    value, gradient = jax.jit(fused)(logits, jnp.asarray(labels, jnp.int32))
+    assert np.isfinite(value) and not np.asarray(gradient, np.float32)[chosen].any()
+
+
+@pytest.mark.parametrize("vocab", [129, 50257, 151643])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cotangent", [1.0, -0.75, 0.0])
+def test_in_place_and_apart_give_the_same_bits(
+    rng: np.random.Generator, reduction: Any, dtype: str, vocab: int, cotangent: float
+) -> None:
+    logits, labels = problem(rng, dtype, 10, vocab)
+
+    def run(x: jax.Array, c: jax.Array, donate: bool) -> Any:
+        def f(x: jax.Array) -> jax.Array:
+            options: dict[str, Any] = {"donate_logits": donate, "z_loss": 1e-3}
+            return cross_entropy(x, labels, reduction=reduction, **options).sum()
+
+        value, pull = jax.vjp(f, x)
+        return value, *pull(c)
+
+    c = jnp.float32(cotangent)
+    apart = jax.jit(partial(run, donate=False))(logits, c)
+    in_place = jax.jit(partial(run, donate=True), donate_argnums=0)(jnp.array(logits), c)
+    for a, b in zip(apart, in_place, strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.parametrize("vocab", [1001, 50257, 151643])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_from_run_to_run(rng: np.random.Generator, dtype: str, vocab: int) -> None:
+    logits, labels = problem(rng, dtype, 40, vocab)
+    c = jnp.asarray(rng.normal(size=(3, 40)), jnp.float32)
+    one, other = jax.jit(fused), jax.jit(recompute)
+    first = [*one(logits, labels), *other(logits, labels, c)]
+    for _ in range(20 if PLATFORM == "cuda" else 3):
+        for a, b in zip(first, [*one(logits, labels), *other(logits, labels, c)], strict=True):
+            same_bits(a, b)
+    # In another program, beside other work, and within a loop.
+    eager = [*fused(logits, labels), *recompute(logits, labels, c)]
+
+    @jax.jit
+    def looped(x: jax.Array) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            return fused(x + 0 * carry[0].astype(x.dtype), labels)
+
+        return jax.lax.fori_loop(0, 3, step, fused(x, labels))
+
+    @jax.jit
+    def scanned(x: jax.Array) -> Any:
+        return jax.lax.scan(lambda _, x: (None, recompute(x, labels, c)), None, jnp.stack([x] * 3))
+
+    for a, b in zip(first[2:], eager[2:], strict=True):
+        same_bits(a, b)
+    same_bits(first[1], eager[1])
+    same_bits(looped(logits)[1], first[1])
+    for a, b in zip(scanned(logits)[1], first[2:], strict=True):
+        for each in np.asarray(a):
+            same_bits(each, b)
+
+
+@pytest.mark.only("cuda", "a CPU has no streams")
+def test_the_same_bits_on_another_stream(rng: np.random.Generator) -> None:
+    from jax.experimental.compute_on import compute_on
+
+    logits, labels = problem(rng, "bfloat16", 64, 50257)
+    expected = jax.jit(fused)(logits, labels)
+
+    @compute_on("gpu_stream:1")
+    @jax.jit
+    def aside(x: jax.Array) -> Any:
+        return fused(x, labels)
+
+    @jax.jit
+    def beside(x: jax.Array) -> Any:
+        return aside(x), fused(x * 2, labels), x @ x.T
+
+    for _ in range(5):
+        (value, gradient), other, _ = beside(logits)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+        same_bits(gradient, expected[1])
+        same_bits(other[1], jax.jit(fused)(logits * 2, labels)[1])
+
+
+COMMAND_BUFFERS = """
+import hashlib, json, pathlib, sys
+import jax, jax.numpy as jnp
+from pallas_bridge import cross_entropy, cross_entropy_per_token
+
+y = jax.random.randint(jax.random.key(1), (64,), 0, 50257).at[::5].set(-100)
+x = (3 * jax.random.normal(jax.random.key(0), (64, 50257))).astype(jnp.bfloat16)
+
+@jax.jit
+def many(x):
+    def f(x):
+        loss, logps = cross_entropy_per_token(x, y)
+        return (loss - 0.1 * logps**2).sum()
+    results = [jax.grad(f)(x)]
+    for scale in (1, 2, 3):
+        results.append(jax.grad(lambda x: scale * cross_entropy(x, y))(x))
+    results.append(jax.lax.scan(lambda c, s: (c, jax.grad(f)(x * s)), 0, jnp.arange(3.0)
+        .astype(x.dtype))[1])
+    results.append(jax.lax.fori_loop(0, 3, lambda _, x: x - jax.grad(f)(x), x))
+    return results
+
+digests = []
+for _ in range(6):
+    results = jax.block_until_ready(many(x))
+    digests.append([hashlib.sha256(bytes(jax.device_get(r).data)).hexdigest() for r in results])
+assert all(d == digests[0] for d in digests), "other bits in another run"
+dump = pathlib.Path(sys.argv[1])
+captured = any(b"CommandBuffer" in p.read_bytes() or b"command_buffer" in p.read_bytes()
+               for p in dump.glob("*") if p.is_file())
+print(json.dumps({"digests": digests[0], "captured": captured}))
+"""
+
+
+@pytest.mark.only("cuda", "command buffers are CUDA graphs")
+def test_the_same_bits_under_command_buffers(tmp_path: Path) -> None:
+    outcomes = []
+    for name, flags in (
+        ("without", "--xla_gpu_enable_command_buffer="),
+        ("with", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"),
+        ("default", ""),
+    ):
+        dump = tmp_path / name
+        dump.mkdir()
+        flags += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(COMMAND_BUFFERS), str(dump)],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr[-4000:]}"
+        outcomes.append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"{name} command buffers: seen in the dump: {outcomes[-1]['captured']}")
+    assert outcomes[0]["digests"] == outcomes[1]["digests"] == outcomes[2]["digests"]
+
+
+@pytest.mark.only("cuda", "it takes as many GiB as a machine has")
+@pytest.mark.parametrize("tokens", [16384 + 3, 28400])
+def test_more_elements_than_32_bits_count(rng: np.random.Generator, tokens: int) -> None:
+    """T * V beyond 2^31 and 2^32, in bf16; rows of both ends and some between are compared."""
+    vocab = 151643
+    base = jnp.asarray(rng.normal(0, 2, (256, vocab)), jnp.bfloat16)
+    shift = jnp.asarray(rng.normal(size=tokens), jnp.bfloat16)
+
+    @jax.jit
+    def make(base: jax.Array) -> jax.Array:
+        return base[jnp.arange(tokens) % 256] + shift[:, None]
+
+    logits = make(base)
+    y = rng.integers(0, vocab, tokens)
+    y[rng.random(tokens) < 0.1] = -100
+    labels = jnp.asarray(y, jnp.int32)
+    c = jnp.asarray(rng.normal(size=(3, tokens)), jnp.float32)
+    boundary = [2**31 // vocab, 2**32 // vocab, tokens - 1, 0]
+    rows = np.unique([r for b in boundary for r in (b - 1, b, b + 1) if 0 <= r < tokens])
+    rows = np.union1d(rows, rng.integers(0, tokens, 20))
+    expected = Oracle(np.asarray(logits[rows]), y[rows])
+    v = expected.__dict__
+    _, gradient = jax.jit(partial(fused, reduction="sum"))(logits, labels)
+    factors = expected.factors("sum")
+    assert_gradient(gradient[rows], expected.gradient(factors), factors)
+    # Every other row is looked at on the device: rows of a gradient of softmax sum to 0.
+    sums = jax.jit(lambda g: jnp.abs(g.astype(jnp.float32).sum(-1)).max())(gradient)
+    assert float(sums) < 0.05
+    del gradient
+    *outputs, gradient = jax.jit(recompute)(logits, labels, c)
+    for name, actual in zip(("loss", "logps", "lse"), outputs, strict=True):
+        assert_tokens(name, np.asarray(actual)[rows], v[name], v["size"])
+    given = np.asarray(c)[:, rows]
+    assert_gradient(gradient[rows], expected.gradient(*given), np.abs(given).max(0))
+    del gradient
+    f = partial(fused, reduction="sum", donate_logits=True)
+    _, gradient = jax.jit(f, donate_argnums=0)(logits, labels)
+    assert_gradient(gradient[rows], expected.gradient(factors), factors)

@@ -1,0 +1,168 @@
+"""Runs every CUDA kernel once or more on small shapes, for compute-sanitizer to look at.
+
+    compute-sanitizer --tool memcheck --kernel-name kns=cross_entropy --kernel-name kns=scale \
+        python scripts/gpu/sanitize.py
+
+Each custom call is a program of its own, and everything it reads was copied from the host: with a
+filter on kernels, initcheck takes what other kernels wrote for memory that nobody wrote. Values are
+looked at too: finite where they should be and NaN where a label is out of range.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# An allocation of the driver's for every array, so that its ends are known.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import pallas_bridge
+
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+# The kernels' variants, by the options that choose them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "basic": {},
+    "smooth": {"label_smoothing": np.float64(0.1), "z_loss": np.float64(1e-3)},
+    "capped": {"softcap": np.float64(30)},
+}
+# Rows: several of them off 16 bytes, one shorter than any vector, one longer than a tile.
+SHAPES = [(3, 5), (7, 1031), (2, 50257)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A custom call on one problem."""
+
+    target: str
+    dtype: str
+    variant: str
+    shape: tuple[int, int]
+    in_place: bool
+    wide_labels: bool
+    tile: dict[str, Any]
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        place = "in place" if self.in_place else "apart"
+        labels = "s64" if self.wide_labels else "s32"
+        tile = "".join(f" {name}={value}" for name, value in self.tile.items())
+        return f"{self.target} {self.dtype} {self.variant} {self.shape} {place} {labels}{tile}"
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every pass, dtype, variant and shape; places, labels and tiles take turns."""
+    turn = 0
+    for target in ("forward", "backward", "fused"):
+        for dtype in DTYPES:
+            for variant in VARIANTS:
+                for shape in SHAPES[1:2] if quick else SHAPES:
+                    turn += 1
+                    in_place = target != "forward" and turn % 2 == 0
+                    tile = (
+                        {} if turn % 4 else {"block_size": np.int64(513), "time_block": np.int64(3)}
+                    )
+                    wide, name = turn % 3 == 0, f"cross_entropy_{target}"
+                    yield Case(name, dtype, variant, shape, in_place, wide, tile)
+    for dtype in DTYPES:
+        for in_place in (False, True):
+            yield Case("scale", dtype, "basic", SHAPES[1], in_place, False, {})
+
+
+def run(case: Case, rng: np.random.Generator) -> None:
+    """Runs one case and looks at what it gave.
+
+    Raises:
+        AssertionError: values that cannot be right.
+    """
+    tokens, vocab = case.shape
+    x = rng.normal(0, 3, case.shape).astype(DTYPES[case.dtype])
+    width = np.int64 if case.wide_labels else np.int32
+    y = rng.integers(0, vocab, tokens).astype(width)
+    highest = 2**63 - 1 if case.wide_labels else 2**31 - 1
+    # The last two: out of range, far enough to be another allocation's, and ignored.
+    y[-1], y[-2] = highest if tokens % 2 else -1, -100
+    per_token = [jax.ShapeDtypeStruct((tokens,), np.float32)]
+    like = jax.ShapeDtypeStruct(case.shape, x.dtype)
+    given = [rng.uniform(0.5, 1, tokens).astype(np.float32) for _ in range(3)]
+    operands: list[Any]
+    if case.target == "scale":
+        operands, results, attributes = [x, given[0]], [like], {}
+    else:
+        attributes = {
+            "ignore_index": np.int64(-100),
+            "label_smoothing": np.float64(0),
+            "z_loss": np.float64(0),
+            **VARIANTS[case.variant],
+            **case.tile,
+        }
+        if not case.target.endswith("backward"):
+            attributes["every_token"] = np.bool_(True)
+        if case.target.endswith("forward"):
+            operands, results = [x, y], per_token * 4
+        elif case.target.endswith("fused"):
+            operands, results = [x, y, given[0]], [*per_token * 3, like]
+        else:
+            z = x.astype(np.float64)
+            lse = np.log(np.exp(z).sum(-1)).astype(np.float32)
+            operands, results = [x, y, lse, np.zeros_like(lse), *given], [like]
+    aliases = {0: len(results) - 1} if case.in_place else {}
+    call = jax.ffi.ffi_call(
+        f"xentile_{case.target}", results, input_output_aliases=aliases, vmap_method=None
+    )
+    program = jax.jit(
+        lambda *arrays: call(*arrays, **attributes), donate_argnums=0 if case.in_place else ()
+    )
+    arrays = [jax.device_put(array) for array in operands]
+    outputs = [
+        np.asarray(out).astype(np.float64) for out in jax.block_until_ready(program(*arrays))
+    ]
+    if case.target == "scale":
+        wanted = x.astype(np.float64) * given[0][:, None].astype(np.float64)
+        np.testing.assert_allclose(outputs[0], wanted, rtol=2**-7, atol=1e-6)
+        return
+    if not case.target.endswith("backward"):
+        loss = outputs[0]
+        assert np.isnan(loss[-1]) and loss[-2] == 0 and np.isfinite(loss[:-1]).all(), loss
+    if not case.target.endswith("forward"):
+        gradient = outputs[-1]
+        assert np.isnan(gradient[-1]).all() and not gradient[-2].any()
+        assert np.isfinite(gradient[:-1]).all()
+
+
+def main() -> int:
+    """Runs all cases; the exit code is 1 where one gave what cannot be right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--platform", default="cuda", help="cuda, or cpu to try the script itself")
+    parser.add_argument("--quick", action="store_true", help="one shape instead of all")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", arguments.platform)
+    jax.config.update("jax_enable_x64", True)
+    library = pallas_bridge.info().library
+    if library is None or arguments.platform not in library.platforms:
+        print(f"sanitize: error: no kernels for {arguments.platform}:\n{pallas_bridge.info()}")
+        return 2
+    print(f"seed: --seed {arguments.seed} repeats")
+    rng = np.random.default_rng(arguments.seed)
+    wrong = 0
+    ran = list(cases(arguments.quick))
+    for case in ran:
+        try:
+            run(case, rng)
+        except (AssertionError, jax.errors.JaxRuntimeError) as error:
+            wrong += 1
+            print(f"wrong: {case}: {str(error).strip().splitlines()[0]}")
+    print(f"sanitize: {len(ran) - wrong} passed, {wrong} failed")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+#!/usr/bin/env bash
+# Tests and measures what was built, on a machine with an NVIDIA GPU and JAX for CUDA; needs no Rust:
+#
+#     scripts/test_gpu.sh --artifacts DIR [--log FILE] [--out DIR] [SECTION...]
+#
+# DIR holds what was built with CUDA: a wheel of pallas_bridge or libxentile_xla.so, gradcheck and
+# microbench. Where XENTILE_XLA_LIBRARY names a library, that one is taken. Sections, all unless some
+# are named:
+#
+#     jax         the tests of pallas_bridge, on the GPU, by JOBS processes (8)
+#     sanitizer   compute-sanitizer's four tools over every kernel on small shapes
+#     gradcheck   every config that needs no file, through Rust and PJRT
+#     microbench  kernel and dense program at 2048 x 151643
+#     peers       other implementations beside ours; PEERS_ARGUMENTS are passed on
+#
+# A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
+# write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
+# comes last. Exits 1 when anything failed, 2 on bad arguments.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+all=(jax sanitizer gradcheck microbench peers)
+artifacts="" log=/dev/null out="" sections=()
+refuse() {
+    printf 'test_gpu: error: %s\n' "$1" >&2
+    exit 2
+}
+while (($#)); do
+    case $1 in
+        --artifacts | --log | --out)
+            (($# > 1)) || refuse "$1 needs a value"
+            case $1 in
+                --artifacts) artifacts=$2 ;;
+                --log) log=$2 ;;
+                --out) out=$2 ;;
+            esac
+            shift 2
+            ;;
+        *)
+            [[ " ${all[*]} " == *" $1 "* ]] || refuse "no section $1: choose from ${all[*]}"
+            sections+=("$1")
+            shift
+            ;;
+    esac
+done
+((${#sections[@]})) || sections=("${all[@]}")
+[[ -d $artifacts ]] || refuse "--artifacts must name the folder of what was built"
+artifacts=$(realpath "$artifacts")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+out=${out:-$scratch/out}
+mkdir -p "$out" "$(dirname -- "$log")"
+out=$(realpath "$out")
+python=$(command -v "${PYTHON:-python3}")
+limit=${SECTION_SECONDS:-240}
+export NO_COLOR=1 PY_COLORS=0 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
+export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2} PYTHONDONTWRITEBYTECODE=1
+
+# The package: from a wheel, else from the checkout with the library beside it.
+wheel=$(compgen -G "$artifacts/pallas_bridge-*.whl" | head -n 1 || true)
+if [[ -z ${XENTILE_XLA_LIBRARY:-} && -n $wheel ]]; then
+    "$python" -m zipfile -e "$wheel" "$scratch/site"
+    export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+else
+    export XENTILE_XLA_LIBRARY=${XENTILE_XLA_LIBRARY:-$artifacts/libxentile_xla.so}
+    [[ -f $XENTILE_XLA_LIBRARY ]] || refuse "no pallas_bridge-*.whl or libxentile_xla.so in --artifacts"
+    export PYTHONPATH=$PWD/pallas_bridge/src${PYTHONPATH:+:$PYTHONPATH}
+fi
+
+# The plug-in of the installed JAX, for the binaries.
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+plugin=$(compgen -G "$packages/jax_plugins/xla_cuda1?/xla_cuda_plugin.so" | head -n 1 || true)
+export XENTILE_PJRT_CUDA=${XENTILE_PJRT_CUDA:-$plugin}
+
+# Takes the folders of this machine out of what is logged.
+scrub() {
+    sed -u -e "s#$scratch#TMP#g" -e "s#$out#OUT#g" -e "s#$artifacts#ARTIFACTS#g" -e "s#$PWD/##g" \
+        -e "s#$PWD#.#g" -e "s#$packages#PACKAGES#g" -e "s#$HOME/#~/#g" \
+        -e "s#${python%/bin/*}/#PYTHON/#g" -e 's#/tmp/[A-Za-z0-9._-]*#TMP#g'
+}
+
+checks_passed=0
+checks_failed=0
+# Runs one command as one check, named by $1.
+check() {
+    local name=$1 status=0
+    shift
+    printf -- '-- %s\n' "$name"
+    "$@" || status=$?
+    if ((status == 0)); then
+        checks_passed=$((checks_passed + 1))
+    else
+        printf 'FAILED (exit code %d): %s\n' "$status" "$name"
+        checks_failed=$((checks_failed + 1))
+    fi
+}
+finish_checks() {
+    printf 'check: %d passed, %d failed\n' "$checks_passed" "$checks_failed"
+    ((checks_failed == 0))
+}
+
+about() {
+    printf 'date    %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)"
+    printf 'commit  %s\n' "${XENTILE_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}"
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader |
+        sed 's/^/gpu     /' || printf 'gpu     nvidia-smi did not run\n'
+    "$python" - <<'PYTHON'
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "ml_dtypes", "torch",
+         "triton", "optax", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "pytest")
+print(f"python  {platform.python_version()}")
+for name in names:
+    try:
+        print(f"        {name} {version(name)}")
+    except PackageNotFoundError:
+        print(f"        {name}: none")
+import pallas_bridge
+print(pallas_bridge.info())
+PYTHON
+}
+
+section_jax() {
+    local jobs=${JOBS:-8} job code status=0 pids=()
+    for ((job = 0; job < jobs; job++)); do
+        XENTILE_TEST_PLATFORM=cuda XENTILE_TEST_SHARE=$job/$jobs timeout -k 5 "$limit" "$python" -m \
+            pytest pallas_bridge/tests -p no:cacheprovider --tb=short --durations=3 \
+            >"$scratch/jax.$job" 2>&1 &
+        pids+=($!)
+    done
+    for ((job = 0; job < jobs; job++)); do
+        code=0
+        wait "${pids[job]}" || code=$?
+        ((code <= status)) || status=$code
+        printf -- '-- process %d of %d: exit code %d\n' $((job + 1)) "$jobs" "$code"
+        cat "$scratch/jax.$job"
+        # One that was killed has no closing line.
+        ((code < 124)) || printf 'check: 0 passed, 1 failed\n'
+    done
+    return "$status"
+}
+
+section_sanitizer() {
+    local sanitizer tool extra pids=() tools=(memcheck racecheck initcheck synccheck) index
+    sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/compute-sanitizer \
+        command -v compute-sanitizer) || {
+        printf 'compute-sanitizer not found: put it on PATH, or set CUDA_HOME\n'
+        return 1
+    }
+    "$sanitizer" --version | tail -n 1
+    for tool in "${tools[@]}"; do
+        extra=()
+        # Room between allocations, so that a stray read does not land in a neighbour.
+        [[ $tool != memcheck ]] || extra=(--padding 64)
+        XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
+            XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
+            timeout -k 5 "$limit" "$sanitizer" --tool "$tool" "${extra[@]}" --target-processes all \
+            --kernel-name kns=cross_entropy --kernel-name kns=scale --report-api-errors no \
+            --print-limit 20 --error-exitcode 9 \
+            "$python" scripts/gpu/sanitize.py >"$scratch/$tool" 2>&1 &
+        pids+=($!)
+    done
+    for index in "${!tools[@]}"; do
+        tool=${tools[index]}
+        # The exit code of the tool, and no error in its own summary.
+        check "$tool" wait "${pids[index]}"
+        tail -n 60 "$scratch/$tool"
+        check "$tool says so" grep -qE 'SUMMARY: 0 (errors|hazards)' "$scratch/$tool"
+    done
+    finish_checks
+}
+
+section_gradcheck() {
+    local config dtype deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck
+    # shellcheck disable=SC2329 # check calls it
+    judge() {
+        local left=$((deadline - SECONDS))
+        ((left > 0)) || return 124
+        timeout -k 5 "$left" "$tool" "$@" --set backend=xla:cuda
+    }
+    for config in configs/gradcheck/*.yaml; do
+        # That one reads a file that a model makes.
+        [[ $config == */real_text* ]] || check "$config" judge --config "$config"
+    done
+    for dtype in f32 f16; do
+        check "qwen_151643, $dtype, none" judge --config configs/gradcheck/qwen_151643.yaml \
+            --set dtype=$dtype --set shape.seq_len=256 --set options.reduction=none
+    done
+    finish_checks
+}
+
+section_microbench() {
+    local impl reduction tool=$artifacts/microbench
+    for reduction in mean none; do
+        for impl in kernel reference; do
+            check "$impl, $reduction" timeout -k 5 "$((limit / 4))" "$tool" --backend xla:cuda \
+                --impl "$impl" --time 2048 --vocab 151643 --dtype bf16 --reduction "$reduction" \
+                --iters 300 --warmup 100 --json "$out/microbench.jsonl"
+        done
+    done
+    finish_checks
+}
+
+section_peers() {
+    local arguments=()
+    read -ra arguments <<<"${PEERS_ARGUMENTS:-}"
+    check peers timeout -k 5 "$((limit + 30))" "$python" benches/peers/cross_entropy.py \
+        --json "$out/peers.json" --plot "$out/peers.svg" --seconds "$limit" "${arguments[@]}"
+    finish_checks
+}
+
+run() {
+    local total_passed=0 total_failed=0 summary=() section status started passed failed skipped note
+    about
+    for section in "${sections[@]}"; do
+        printf '\n== %s\n' "$section"
+        started=$SECONDS status=0
+        # As part of `||` a failing section does not end this script.
+        "section_$section" > >(tee "$scratch/$section.log") 2>&1 || status=$?
+        sleep 0.2 # for tee
+        read -r passed failed skipped < <(awk -f scripts/count.awk "$scratch/$section.log")
+        note=""
+        if ((status != 0 && failed == 0)); then
+            failed=1 note=", stopped with exit code $status"
+        elif ((passed + failed == 0)); then
+            failed=1 note=", ran nothing"
+        fi
+        ((skipped == 0)) || note+=", $skipped skipped"
+        left_out=$(awk '/tests do not apply on/ {for (i = 1; i < NF; i++) if ($(i + 1) == "tests") n += $i}
+            END {print n + 0}' "$scratch/$section.log")
+        ((left_out == 0)) || note+=", $left_out do not apply (named above)"
+        total_passed=$((total_passed + passed))
+        total_failed=$((total_failed + failed))
+        summary+=("$(printf '| %-10s | %6d | %6d | %5d s |%s' \
+            "$section" "$passed" "$failed" $((SECONDS - started)) "${note:+ ${note#, }}")")
+        checks_passed=0 checks_failed=0
+    done
+    printf '\n== summary\n| section    | passed | failed | time    |\n| ---        | ---    | ---    | ---     |\n'
+    printf '%s\n' "${summary[@]}"
+    printf '%d passed, %d failed\n' "$total_passed" "$total_failed"
+    ((total_failed == 0))
+}
+
+run 2>&1 | scrub | tee "$log"
