@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from oracle import Oracle, assert_gradient, assert_tokens
-
-from pallas_bridge import cross_entropy, cross_entropy_per_token
 from pallas_bridge._src import pallas
 from pallas_bridge._src.compat import abstract_tpu
 from pallas_bridge._src.cross_entropy import pallas_tpu
 from pallas_bridge._src.pallas import TARGETS
+
+from pallas_bridge import cross_entropy, cross_entropy_per_token
 
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "one tile": (16, 128, "bfloat16", {}),
@@ -149,9 +149,7 @@ def test_rows_too_long_to_stay_are_read_twice(
 def test_several_leading_axes(rng: np.random.Generator) -> None:
     logits, labels = problem(rng, "float32", 12, 150)
     whole = jax.jit(
-        jax.grad(
-            lambda x: cross_entropy(x, labels, reduction="sum", implementation="reference")
-        )
+        jax.grad(lambda x: cross_entropy(x, labels, reduction="sum", implementation="reference"))
     )(logits)
     f = jax.grad(lambda x, y: cross_entropy(x, y, reduction="sum", implementation="pallas"))
     parts = logits.reshape(3, 4, 150), labels.reshape(3, 4)
@@ -172,9 +170,7 @@ def test_no_tokens() -> None:
     ],
 )
 def test_tiles_that_are_not_registers(options: Any, message: str) -> None:
-    f = jax.jit(
-        lambda x: cross_entropy(x, jnp.zeros(8, int), implementation="pallas", **options)
-    )
+    f = jax.jit(lambda x: cross_entropy(x, jnp.zeros(8, int), implementation="pallas", **options))
     with pytest.raises(ValueError, match=message):
         f(jnp.zeros((8, 500)))
 
@@ -185,7 +181,7 @@ def test_tiles_that_do_not_fit() -> None:
             x, jnp.zeros(512, int), implementation="pallas", block_size=65536, time_block=256
         )
     )
-    with pytest.raises(ValueError, match="MiB of VMEM.*the largest block_size is") as error:
+    with pytest.raises(ValueError, match=r"MiB of VMEM.*the largest block_size is") as error:
         f.lower(jax.ShapeDtypeStruct((512, 151643), jnp.float32))
     largest = int(str(error.value).split()[-1])
     assert largest % 128 == 0

@@ -2,10 +2,10 @@
 
     python -m pallas_bridge.export --config FILE [--out FOLDER]
 
-FILE is a config of `microbench`, or of its sweep: YAML (with PyYAML) or JSON, which is YAML too. For each
-tile that it names, FOLDER gets a program and its manifest, in the format of docs/pjrt.md, by the name that
-`program` has in the config (`tpu_{time_block}_{block_size}.json` without one). What is there already and
-was made by the same code of the same config is left.
+FILE is a config of `microbench`, or of its sweep: YAML (with PyYAML) or JSON, which is YAML too.
+For each tile that it names, FOLDER gets a program and its manifest, in the format of docs/pjrt.md,
+by the name that `program` has in the config (`tpu_{time_block}_{block_size}.json` without one).
+What is there already and was made by the same code of the same config is left.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
         config = json.loads(text)
     except json.JSONDecodeError:
         try:
-            import yaml
+            import yaml  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             raise ConfigError(
                 f"config {path} is no JSON, and YAML needs PyYAML: pip install pyyaml"
@@ -180,9 +180,9 @@ def write(cell: Cell) -> bool:
         return False
     name, function_, arguments = function(cell)
     with use_abstract_mesh(abstract_tpu(cell.kind)):
-        exported = jax_export.export(
-            jax.jit(function_, keep_unused=True), platforms=["tpu"]
-        )(*arguments)
+        exported = jax_export.export(jax.jit(function_, keep_unused=True), platforms=["tpu"])(
+            *arguments
+        )
     bytecode = exported.mlir_module_serialized
     types = [
         [{"dtype": NAMES[str(aval.dtype)], "shape": list(aval.shape)} for aval in avals]

@@ -10,9 +10,10 @@ def scale(
 ) -> jax.Array:
     """Returns x * factors for x [.., N] and factors [..] in f32, in the memory of `x` if it may be.
 
-    `operation` is the function that asks, for messages, and `implementation` what it was asked for. The product is taken in f32 and rounded to
-    the dtype of `x`. Where all factors turn out to be 1 and memory is shared, nothing is read or
-    written: a program cannot know that its cotangent will be 1, and it mostly is.
+    `operation` is the function that asks, for messages, and `implementation` what it was asked for.
+    The product is taken in f32 and rounded to the dtype of `x`. Where all factors turn out to be 1
+    and memory is shared, nothing is read or written: a program cannot know that its cotangent will
+    be 1, and it mostly is.
     """
     call = Call(
         operation=operation,

@@ -103,8 +103,8 @@ def cross_entropy(
         never wrong, and slower. An argument of `jax.jit` has to be donated there as well.
       implementation: "custom_call" (kernels of the library), "pallas" (kernels for TPUs, for which
         `block_size` is a multiple of 128 and `time_block` of 8, or 16 if logits are bfloat16;
-        float16 is not taken), "reference" (the dense program of XLA), or None for what `pallas_bridge.info()` says of the platform. It is never replaced by
-        another in silence.
+        float16 is not taken), "reference" (the dense program of XLA), or None for what
+        `pallas_bridge.info()` says of the platform. It is never replaced by another in silence.
 
     Returns:
       The loss in float32, a scalar or [.., T] for "none"; with `return_lse` the pair of loss and

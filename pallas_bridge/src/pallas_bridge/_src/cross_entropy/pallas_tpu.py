@@ -1,4 +1,4 @@
-"""Cross-entropy kernels for TPUs, in Pallas; docs/tpu-cross-entropy.md says why they are as they are.
+"""Cross-entropy kernels for TPUs, in Pallas; docs/tpu-cross-entropy.md says why they are so.
 
 One kernel does all three passes. Tiles of [time_block, block_size] come from HBM into a ring of
 slots in VMEM, by copies that the kernel starts and awaits itself. Over a block of rows it sweeps
@@ -31,7 +31,7 @@ LANES = 128
 # Lanes start from here and not from -inf, so that no difference of shifts is inf - inf.
 LEAST = float(np.finfo(np.float32).min)
 # Columns that straight-line code handles at a time.
-CHUNK = 4096
+CHUNK = 8192
 # Tiles that may be on their way out before the slot of the oldest is used again.
 LAG = 2
 # Rows of the array of numbers a token, for the kernel and from it. Eight is what a register has.
@@ -52,6 +52,8 @@ class Plan:
     slots: int
     # What ragged copies are rounded up to: how HBM pads an array.
     multiples: tuple[int, int] = (8, LANES)
+    # Rows and lanes that are one register as memory has them.
+    piece: tuple[int, int] = (8, LANES)
 
     @property
     def blocks(self) -> int:
@@ -75,8 +77,8 @@ class Plan:
 
 
 def _working_bytes(time_block: int) -> int:
-    # State a row and lane, blocks of numbers (twice, as they are fetched ahead), and the stack: what
-    # turns rows into columns is [time_block, time_block].
+    # State a row and lane, blocks of numbers (twice, as they are fetched ahead), and the stack:
+    # what turns rows into columns is [time_block, time_block].
     rows = 9 * time_block * LANES * 4
     turning = 4 * time_block * max(time_block, LANES) * 4
     return rows + turning + 4 * NUMBERS * max(time_block, LANES) * 4 + (1 << 20)
@@ -116,15 +118,18 @@ def plan(
     padded = 8 if np.dtype(dtype).itemsize == 4 else target.rows_of_16_bits
     # Interpreted arrays are not padded.
     multiples = (1, 1) if target.interpret else (padded, LANES)
+    # Two registers' worth of 8 rows of 16 bits lie side by side, where rows are padded to 8.
+    packed = np.dtype(dtype).itemsize == 2
+    piece = (unit, LANES) if not packed or target.rows_of_16_bits == 16 else (8, 2 * LANES)
     whole = -(-vocab // LANES) * LANES
-    columns = min(block_size or 8192, whole)
+    columns = min(block_size or 32768, whole)
     both = reduces and writes
 
     def cut(rows: int, columns: int) -> Plan | None:
         tiles = -(-vocab // columns)
         least = tiles + 2 * LAG if both else 2 * LAG
         wanted = 2 * tiles if both else 4 * LAG
-        one = Plan(tokens, vocab, dtype, rows, columns, both, 1, multiples)
+        one = Plan(tokens, vocab, dtype, rows, columns, both, 1, multiples, piece)
         room = (target.vmem_bytes - _working_bytes(rows)) // one.tile_bytes
         if room < least:
             return None
@@ -169,8 +174,8 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 def _kernel(*refs: Any, plan: Plan, formula: _Formula, reduces: bool, writes: bool) -> None:
     places, numbers, logits, *rest = refs
-    dlogits = rest.pop(0) if writes else None
-    found = rest.pop(0) if reduces else None
+    dlogits: Any = rest.pop(0) if writes else None
+    found: Any = rest.pop(0) if reduces else None
     ring, arrived, left, head, following, state = rest
     # Lane by lane: of the maximum, the sum of exponentials beneath it, the sum of logits, the
     # label's logit; then, the same in all lanes: lse, the factor of exp(z - lse), whether the token
@@ -267,7 +272,7 @@ def _kernel(*refs: Any, plan: Plan, formula: _Formula, reduces: bool, writes: bo
         return act
 
     def over_columns(tile: Any, act: Callable[..., Any], carry: Any) -> Any:
-        """Folds `act` over chunks: their first column, their registers, and the valid lanes of the last."""
+        """Folds `act` over chunks: first column, registers, and valid lanes of the last."""
         size = min(CHUNK, columns)
         while columns % size:
             size -= LANES
@@ -288,20 +293,47 @@ def _kernel(*refs: Any, plan: Plan, formula: _Formula, reduces: bool, writes: bo
             carry = lax.cond(tile == tiles - 1, tail, lambda carry: carry, carry)
         return carry
 
+    height, width = plan.piece
+
+    def pieces(registers: int, lanes: int) -> list[tuple[int, int, Any, jax.Array | None]]:
+        """Cuts a chunk into what vector units take at a time.
+
+        For each: its first row of the group, its registers, what it indexes, and which lanes of it
+        are logits, where not all are.
+        """
+        found = []
+        for register in range(0, registers, width // LANES):
+            count = min(width // LANES, registers - register)
+            is_valid = None
+            if lanes < LANES and register + count == registers:
+                shape = (height, count * LANES)
+                end = (count - 1) * LANES + lanes
+                is_valid = lax.broadcasted_iota(jnp.int32, shape, 1) < end
+            for top in range(0, unit, height):
+                where = pl.ds(top, height), pl.ds(register * LANES, count * LANES)
+                found.append((top, count, where, is_valid))
+        return found
+
     def chunk_of(slot: Any, group: Any, column: Any, registers: int) -> Any:
         # A view, so that registers are at fixed offsets of one address: scalar units are slow.
         return ring.at[slot, group, pl.ds(column, registers * LANES)]
 
-    def register_of(register: int) -> tuple[slice, Any]:
-        return slice(None), pl.ds(register * LANES, LANES)
+    def by_height(values: Any) -> dict[int, Any]:
+        """What a group of rows has of a value, by the first row of each piece."""
+        return {top: values[top : top + height] for top in range(0, unit, height)}
 
-    def valid(lanes: int) -> jax.Array:
-        return lax.broadcasted_iota(jnp.int32, (unit, LANES), 1) < lanes
+    def repeated(values: Any, count: int) -> Any:
+        return values if count == 1 else jnp.concatenate([values] * count, axis=1)
+
+    def registers_of(values: Any, count: int) -> list[Any]:
+        return [values[:, index * LANES : (index + 1) * LANES] for index in range(count)]
 
     def cap(z: jax.Array) -> jax.Array:
         if formula.softcap is None:
             return z
         return formula.softcap * jnp.tanh(z * (1 / formula.softcap))
+
+    tops = range(0, unit, height)
 
     def reduce_tile(tile: Any, slot: Any) -> None:
         compared = plan.dtype if formula.compares_bf16 else jnp.float32
@@ -311,70 +343,95 @@ def _kernel(*refs: Any, plan: Plan, formula: _Formula, reduces: bool, writes: bo
             group = pl.ds(pl.multiple_of(index * unit, unit), unit)
 
             def largest(column: Any, registers: int, lanes: int, carry: Any) -> Any:
-                parts = list(carry)
+                parts = {top: list(own) for top, own in zip(tops, carry, strict=True)}
                 chunk = chunk_of(slot, group, column, registers)
-                for register in range(registers):
-                    x = chunk[register_of(register)].astype(compared)
-                    if register == registers - 1 and lanes < LANES:
-                        x = jnp.where(valid(lanes), x.astype(jnp.float32), -jnp.inf).astype(
-                            compared
+                for at, (top, count, where, is_valid) in enumerate(pieces(registers, lanes)):
+                    x = chunk[where].astype(compared)
+                    if is_valid is not None:
+                        x = jnp.where(is_valid, x.astype(jnp.float32), -jnp.inf).astype(compared)
+                    own = parts[top]
+                    part = at // len(tops) % len(own)
+                    if count * LANES < width:
+                        own[part] = jnp.concatenate(
+                            [
+                                jnp.maximum(own[part][:, : count * LANES], x),
+                                own[part][:, count * LANES :],
+                            ],
+                            axis=1,
                         )
-                    part = register % len(parts)
-                    parts[part] = jnp.maximum(parts[part], x)
-                return tuple(parts)
+                    else:
+                        own[part] = jnp.maximum(own[part], x)
+                return tuple(map(tuple, parts.values()))
 
-            lowest = jnp.full((unit, LANES), -jnp.inf, compared)
-            parts = over_columns(tile, largest, (lowest,) * 4)
-            most = _tree(jnp.maximum, parts).astype(jnp.float32)
+            lowest = jnp.full((height, width), -jnp.inf, compared)
+            found = over_columns(tile, largest, ((lowest,) * 4,) * len(tops))
+            mosts = [
+                _tree(
+                    jnp.maximum,
+                    registers_of(_tree(jnp.maximum, own).astype(jnp.float32), width // LANES),
+                )
+                for own in found
+            ]
             before = highest[group, :]
+            most = mosts[0] if len(mosts) == 1 else jnp.concatenate(mosts, axis=0)
             peak = jnp.maximum(before, cap(most))
+            peaks = by_height(peak)
 
             def add(column: Any, registers: int, lanes: int, carry: Any) -> Any:
-                parts, sums = list(carry[0]), list(carry[1])
+                parts, sums = ({t: list(o) for t, o in zip(tops, c, strict=True)} for c in carry)
                 chunk = chunk_of(slot, group, column, registers)
-                for register in range(registers):
-                    z = cap(chunk[register_of(register)].astype(jnp.float32))
-                    exponential = jnp.exp(z - peak)
-                    if register == registers - 1 and lanes < LANES:
-                        exponential = jnp.where(valid(lanes), exponential, 0.0)
-                        z = jnp.where(valid(lanes), z, 0.0)
-                    part = register % len(parts)
-                    parts[part] += exponential
-                    if sums:
-                        sums[part % len(sums)] += z
-                return tuple(parts), tuple(sums)
+                for at, (top, count, where, is_valid) in enumerate(pieces(registers, lanes)):
+                    z = cap(chunk[where].astype(jnp.float32))
+                    exponential = jnp.exp(z - repeated(peaks[top], count))
+                    if is_valid is not None:
+                        exponential = jnp.where(is_valid, exponential, 0.0)
+                        z = jnp.where(is_valid, z, 0.0)
+                    for accumulated, values in ((parts[top], exponential), (sums[top], z)):
+                        if not accumulated:
+                            continue
+                        for register, value in enumerate(registers_of(values, count)):
+                            part = (at // len(tops) * count + register) % len(accumulated)
+                            accumulated[part] += value
+                return tuple(tuple(map(tuple, c.values())) for c in (parts, sums))
 
-            zero = jnp.zeros((unit, LANES), jnp.float32)
+            zero = jnp.zeros((height, LANES), jnp.float32)
             smooth = (zero,) * 2 if formula.label_smoothing else ()
-            parts, more = over_columns(tile, add, ((zero,) * 4, smooth))
+            start = ((zero,) * 4,) * len(tops), (smooth,) * len(tops)
+            parts, more = over_columns(tile, add, start)
+
+            def joined(parts: Any) -> Any:
+                sums = [_tree(jnp.add, own) for own in parts]
+                return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=0)
+
             highest[group, :] = peak
-            total[group, :] = total[group, :] * jnp.exp(before - peak) + _tree(jnp.add, parts)
-            if more:
-                sums[group, :] += _tree(jnp.add, more)
+            total[group, :] = total[group, :] * jnp.exp(before - peak) + joined(parts)
+            if formula.label_smoothing:
+                sums[group, :] += joined(more)
 
     def write_tile(tile: Any, slot: Any) -> None:
         @pl.loop(0, rows // unit)
         def _(index: Any) -> None:
             group = pl.ds(pl.multiple_of(index * unit, unit), unit)
-            lse, factor = shift[group, :], scale[group, :]
-            active = takes_part[group, :] != 0
-            even = spread[group, :] if formula.label_smoothing else None
+            shifts, factors = by_height(shift[group, :]), by_height(scale[group, :])
+            active = by_height(takes_part[group, :] != 0)
+            even = by_height(spread[group, :]) if formula.label_smoothing else None
 
             def write(column: Any, registers: int, lanes: int, carry: Any) -> Any:
                 chunk = chunk_of(slot, group, column, registers)
-                for register in range(registers):
-                    z = cap(chunk[register_of(register)].astype(jnp.float32))
-                    d = jnp.exp(z - lse) * factor
+                for top, count, where, _ in pieces(registers, lanes):
+                    z = cap(chunk[where].astype(jnp.float32))
+                    factor = repeated(factors[top], count)
+                    d = jnp.exp(z - repeated(shifts[top], count)) * factor
                     if even is not None:
-                        d += even
+                        d += repeated(even[top], count)
                         if formula.softcap is None:
                             # NaN where the whole row is.
                             d = jnp.where(z == -jnp.inf, factor * 0.0, d)
                     if formula.softcap is not None:
                         t = z * (1 / formula.softcap)
                         d *= (1 - t) * (1 + t)
-                    d = jnp.where(active, d, 0.0)
-                    chunk[register_of(register)] = d.astype(plan.dtype)
+                    d = jnp.where(repeated(active[top], count), d, 0.0)
+                    chunk[where] = d.astype(plan.dtype)
                 return carry
 
             over_columns(tile, write, 0)
@@ -448,9 +505,7 @@ def _kernel(*refs: Any, plan: Plan, formula: _Formula, reduces: bool, writes: bo
                 fetch(tile + slots)
 
         peak = jnp.max(highest[...], axis=1, keepdims=True)
-        mass = jnp.sum(
-            total[...] * jnp.exp(highest[...] - peak), axis=1, keepdims=True
-        )
+        mass = jnp.sum(total[...] * jnp.exp(highest[...] - peak), axis=1, keepdims=True)
         # A row of nothing but -inf has no sum, and one with +inf no number.
         log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
         lse = peak + log
@@ -629,7 +684,8 @@ def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
         donate_logits=call.reuses is not None,
     )
     name = call.target.removeprefix("xentile_cross_entropy_")
-    function = {"forward": _forward, "backward": _backward, "fused": _fused}[name]
+    functions: Any = {"forward": _forward, "backward": _backward, "fused": _fused}
+    function = functions[name]
 
     def flat(logits: jax.Array, *tokens: jax.Array) -> Sequence[jax.Array]:
         leading = logits.shape[:-1]
@@ -638,7 +694,7 @@ def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
                 f"{OPERATION}: logits have dtype {logits.dtype}; on TPU it must be bfloat16 or "
                 "float32"
             )
-        run = _nothing if 0 in leading else partial(_sweep, target, options)
+        run: Any = _nothing if 0 in leading else partial(_sweep, target, options)
         rows = logits.reshape(math.prod(leading), logits.shape[-1])
         given = [rows, *(x.reshape(-1) for x in tokens)]
         # HBM pads arrays of fewer rows than a register has to 1, 2 or 4 of them, which copies of
@@ -665,9 +721,11 @@ def _sweep(
     reduces: bool,
     writes: bool,
 ) -> tuple[jax.Array | None, jax.Array | None]:
+    tokens, vocab = logits.shape
     chosen = plan(
         target,
-        *logits.shape,
+        tokens,
+        vocab,
         logits.dtype,
         time_block=options.time_block,
         block_size=options.block_size,
