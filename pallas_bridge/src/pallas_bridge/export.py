@@ -23,7 +23,9 @@ from jax import export as jax_export
 from jax.sharding import use_abstract_mesh
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
-from pallas_bridge._src.compat import abstract_tpu
+from pallas_bridge._src import pallas
+from pallas_bridge._src.compat import abstract_tpu, with_rows_in_order
+from pallas_bridge._src.cross_entropy import pallas_tpu
 
 MANIFEST_VERSION = 1
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -44,8 +46,9 @@ class Cell:
     tokens: int
     vocab: int
     dtype: str
-    time_block: int
-    block_size: int
+    # None for the kernels' own choice.
+    time_block: int | None
+    block_size: int | None
     options: Mapping[str, Any]
     # Of device, or None for a program that fits every TPU.
     kind: str | None
@@ -89,9 +92,11 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
     cell = config.get("cell", config)
     tile = cell.get("tile") or {}
 
-    def extents(many: str, one: str) -> list[int]:
+    def extents(many: str, one: str) -> list[int | None]:
         found = config.get(many) or [tile.get(one)]
         for extent in found:
+            if extent is None:
+                continue
             if not isinstance(extent, int) or isinstance(extent, bool) or extent < 1:
                 raise ConfigError(
                     f"{one} is {extent!r}; it must be an integer of at least 1, in tile.{one} or, "
@@ -111,7 +116,7 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
     pattern = Path(cell.get("program") or "tpu_{time_block}_{block_size}.json").name
     for time_block in extents("time_blocks", "time_block"):
         for block_size in extents("block_sizes", "block_size"):
-            name = pattern.replace("{time_block}", str(time_block))
+            name = pattern.replace("{time_block}", str(time_block or "default"))
             yield Cell(
                 tokens=int(cell.get("time", 512)),
                 vocab=int(cell.get("vocab", 151_643)),
@@ -120,7 +125,7 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
                 block_size=block_size,
                 options=cell.get("options") or {},
                 kind=None if generation is None else KINDS[generation],
-                path=folder / name.replace("{block_size}", str(block_size)),
+                path=folder / name.replace("{block_size}", str(block_size or "default")),
             )
 
 
@@ -166,6 +171,27 @@ def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct]]:
     return "value_and_grad", value_and_grad, [logits, labels, *more]
 
 
+def tile(cell: Cell) -> dict[str, int]:
+    """Returns the tile that a cell's kernels take.
+
+    Raises:
+        ValueError: one that they do not take.
+    """
+    target = pallas.ANY if cell.kind is None else pallas.TARGETS[cell.kind]
+    dtype = jnp.dtype(DTYPES[cell.dtype])
+    wanted: Any = {"time_block": cell.time_block, "block_size": cell.block_size}
+    chosen = pallas_tpu.plan(
+        target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=True
+    ) or pallas_tpu.plan(
+        target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=False
+    )
+    assert chosen is not None
+    return {
+        "time_block": cell.time_block or chosen.time_block,
+        "block_size": cell.block_size or chosen.block_size,
+    }
+
+
 def write(cell: Cell) -> bool:
     """Writes a cell's program and manifest; returns whether they were not there already.
 
@@ -183,7 +209,7 @@ def write(cell: Cell) -> bool:
         exported = jax_export.export(jax.jit(function_, keep_unused=True), platforms=["tpu"])(
             *arguments
         )
-    bytecode = exported.mlir_module_serialized
+    bytecode = with_rows_in_order(exported.mlir_module_serialized)
     types = [
         [{"dtype": NAMES[str(aval.dtype)], "shape": list(aval.shape)} for aval in avals]
         for avals in (exported.in_avals, exported.out_avals)
@@ -196,7 +222,7 @@ def write(cell: Cell) -> bool:
         "sha256": hashlib.sha256(bytecode).hexdigest(),
         "arguments": types[0],
         "results": types[1],
-        "tile": {"time_block": cell.time_block, "block_size": cell.block_size},
+        "tile": tile(cell),
         "options": dict(cell.options),
         "platforms": list(exported.platforms),
         "jax_version": jax.__version__,
