@@ -104,10 +104,27 @@ def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **opti
     no_races()
 
 
-@pytest.mark.parametrize("case", CASES)
+# What the other supported versions are tried with.
+EVERYWHERE = {"ragged", "all options"}
+SLOW = [
+    case if case in EVERYWHERE else pytest.param(case, marks=pytest.mark.newest) for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", EDGES)
 def test_every_edge(rng: np.random.Generator, case: str) -> None:
     tokens, vocab, dtype, options = CASES[case]
     check(rng, *problem(rng, dtype, tokens, vocab), **options)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("target", TARGETS)
+def test_registers_of_every_generation(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr(pallas, "INTERPRETER", TARGETS[target])
+    options = {"label_smoothing": 0.1, "time_block": 16, "block_size": 384}
+    check(rng, *problem(rng, "bfloat16", 35, 1000), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -125,12 +142,14 @@ def test_special_tokens(rng: np.random.Generator, dtype: str) -> None:
     check(rng, jnp.asarray(x), jnp.asarray(y), block_size=128)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_large_logits(rng: np.random.Generator, offset: float) -> None:
     logits, labels = problem(rng, "float32", 9, 300)
     check(rng, logits + offset, labels, block_size=128)
 
 
+@pytest.mark.newest
 def test_rows_too_long_to_stay_are_read_twice(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +165,7 @@ def test_rows_too_long_to_stay_are_read_twice(
     assert None in plans
 
 
+@pytest.mark.newest
 def test_several_leading_axes(rng: np.random.Generator) -> None:
     logits, labels = problem(rng, "float32", 12, 150)
     whole = jax.jit(
@@ -206,5 +226,3 @@ def test_targets_are_those_of_jax() -> None:
         with jax.sharding.use_abstract_mesh(abstract_tpu(kind)):
             told = pltpu.get_tpu_info()
         assert target.vmem_bytes == told.vmem_capacity_bytes
-        assert target.hbm_bytes_per_second == pytest.approx(told.mem_bw_bytes_per_second, rel=0.01)
-        assert target.flops == pytest.approx(told.bf16_ops_per_second, rel=0.01)

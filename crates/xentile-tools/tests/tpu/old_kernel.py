@@ -1,10 +1,11 @@
-"""Exports the kernel that the measured rows of docs/tpu-cross-entropy.md are of, tiled as it was.
+"""Exports the programs that docs/tpu-cross-entropy.md has measured rows of, tiled as they were.
 
     python old_kernel.py FOLDER T V BLOCK_SIZE TIME_BLOCK...
 
-Writes FOLDER/old_<TIME_BLOCK>.json and .mlirbc: a grid of tiles [TIME_BLOCK, BLOCK_SIZE], first an
-online softmax over each block of rows, then, over the same tiles again, the gradient. It is what
-the estimates of xentile-tools are held against, and nothing that anybody should use.
+Writes FOLDER/old_<TIME_BLOCK>.json and .mlirbc, and old_1 for the dense program: a grid of tiles
+[TIME_BLOCK, BLOCK_SIZE], first an online softmax over each block of rows, then, over the same
+tiles again, the gradient. It is what the estimates of xentile-tools are held against, and nothing
+that anybody should use.
 """
 
 import hashlib
@@ -92,13 +93,25 @@ def main(time_block: int, block_size: int, logits: jax.Array, labels: jax.Array)
     return jnp.sum(loss * factors), dlogits
 
 
+def dense(logits: jax.Array, labels: jax.Array):  # noqa: ANN201 (arrays)
+    """The same as usual JAX code has it."""
+
+    def loss(logits: jax.Array) -> jax.Array:
+        logps = jax.nn.log_softmax(logits.astype(jnp.float32))
+        counted = labels != -100
+        picked = jnp.take_along_axis(logps, jnp.where(counted, labels, 0)[:, None], axis=1)[:, 0]
+        return -jnp.sum(jnp.where(counted, picked, 0.0)) / jnp.maximum(jnp.sum(counted), 1)
+
+    return jax.value_and_grad(loss)(logits)
+
+
 def write(folder: Path, tokens: int, vocab: int, block_size: int, time_block: int) -> None:
     """Writes one program and its manifest."""
     arguments = [
         jax.ShapeDtypeStruct((tokens, vocab), jnp.bfloat16),
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     ]
-    function = jax.jit(partial(main, time_block, block_size))
+    function = jax.jit(dense if time_block == 1 else partial(main, time_block, block_size))
     exported = export.export(function, platforms=["tpu"])(*arguments)
     stem = folder / f"old_{time_block}"
     bytecode = exported.mlir_module_serialized
@@ -125,5 +138,5 @@ def write(folder: Path, tokens: int, vocab: int, block_size: int, time_block: in
 if __name__ == "__main__":
     folder, *extents = sys.argv[1:]
     tokens, vocab, block_size, *time_blocks = map(int, extents)
-    for time_block in time_blocks:
+    for time_block in [1, *time_blocks]:
         write(Path(folder), tokens, vocab, block_size, time_block)

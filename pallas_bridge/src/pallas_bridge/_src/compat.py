@@ -36,6 +36,7 @@ def with_rows_in_order(bytecode: bytes) -> bytes:
     """
     with mlir.make_ir_context() as context:
         module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        main: Any
         (main,) = (op for op in module.body.operations if str(op.name).strip('"') == "main")
         sides = (
             ("arg_attrs", main.arg_attrs, main.type.inputs),

@@ -1,5 +1,6 @@
 """Kernels in Pallas: which there are, and for which TPU one is compiled."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,6 @@ class Target:
     # As JAX names the kind of device.
     name: str
     vmem_bytes: int
-    hbm_bytes_per_second: float
-    # bf16 operations a second.
-    flops: float
     # Whether its vector units compare bf16 as it is, two to a word.
     compares_bf16: bool
     # What rows of 16-bit arrays in HBM are padded to a multiple of.
@@ -32,13 +30,15 @@ class Target:
 # JAX's own table (`pltpu.get_tpu_info`) wants a device or a mesh in scope, which there need not be
 # where a program is compiled ahead of time; a test compares.
 TARGETS = {
-    "TPU v5 lite": Target("TPU v5 lite", 128 << 20, 8.2e11, 1.97e14, False, 8),
-    "TPU v5": Target("TPU v5", 64 << 20, 1.23e12, 2.295e14, False, 8),
-    "TPU v6 lite": Target("TPU v6 lite", 128 << 20, 1.64e12, 9.20e14, True, 8),
-    "TPU7x": Target("TPU7x", 64 << 20, 3.7e12, 1.155e15, True, 16),
+    "TPU v5 lite": Target("TPU v5 lite", 128 << 20, False, 8),
+    "TPU v5": Target("TPU v5", 64 << 20, False, 8),
+    "TPU v6 lite": Target("TPU v6 lite", 128 << 20, True, 8),
+    "TPU7x": Target("TPU7x", 64 << 20, True, 16),
 }
 # For a program that does not say what it is for: what fits in all of these.
-ANY = Target("any TPU from v5e on", 64 << 20, 8.2e11, 1.97e14, False, 8)
+ANY = Target("any TPU from v5e on", 64 << 20, False, 8)
+# For Pallas' interpreter, which pads nothing.
+INTERPRETER = Target("the interpreter", 64 << 20, True, 8)
 
 # Tests set it to `pltpu.InterpretParams`: then "pallas" runs on the CPU.
 interpret_params: Any = None
@@ -75,7 +75,7 @@ def kernel(module_context: Any, call: "Call") -> Callable[..., Sequence[jax.Arra
         NotImplementedError: the module is for no TPU, or the call asks for the library.
     """
     if module_context is None:
-        chosen = Target("the interpreter", 64 << 20, 8.2e11, 1.97e14, True, 1, interpret_params)
+        chosen = dataclasses.replace(INTERPRETER, interpret=interpret_params)
     elif "tpu" not in module_context.platforms:
         raise NotImplementedError(
             f'{call.operation}: implementation "pallas" is for TPUs, and the program for '
