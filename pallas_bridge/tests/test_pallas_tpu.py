@@ -106,7 +106,7 @@ def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **opti
 
 # What the other supported versions are tried with.
 EVERYWHERE = {"ragged", "all options"}
-SLOW = [
+EDGES = [
     case if case in EVERYWHERE else pytest.param(case, marks=pytest.mark.newest) for case in CASES
 ]
 

@@ -204,7 +204,8 @@ fn vmem_bytes(text: &str) -> Option<u64> {
     let size = |line: &str| {
         let (_, rest) = line.split_once("space=vmem, size = 0x")?;
         let end = rest.find(|c: char| !c.is_ascii_hexdigit())?;
-        u64::from_str_radix(&rest[..end], 16).ok()
+        // One that is not told is -1.
+        u64::from_str_radix(&rest[..end], 16).ok().filter(|&size| size <= u64::from(u32::MAX))
     };
     Some(allocations().filter_map(size).sum())
 }
