@@ -184,3 +184,61 @@ pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option
 fn kernel(part: &Computation) -> Option<(&'static str, f64)> {
     KERNELS.iter().find(|(name, _)| part.name.starts_with(name)).copied()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(name: &str, run_bundles: u64, data_bundles: u64, dma_bytes: u64) -> Computation {
+        Computation {
+            name: name.to_owned(),
+            run_bundles: Some(run_bundles),
+            data_bundles: Some(data_bundles),
+            dma_bytes: Some(dma_bytes),
+            grid_steps: Some(2),
+            ..Computation::default()
+        }
+    }
+
+    fn of(parts: Vec<Computation>, topology: &str) -> Option<Estimate> {
+        let problem = Problem { tokens: 64, vocab: 1000, width: 2, tile: Tile::new(32, 512).ok() };
+        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, problem)
+    }
+
+    #[test]
+    fn the_longer_of_dma_and_schedule_binds() {
+        let rest = part("copy.3", 10, 0, 1_640_000);
+        let short = vec![part("xentile_cross_entropy_fused.2", 100, 1, 0), rest.clone()];
+        let estimate = of(short, "v6e:2x2").unwrap();
+        let [kernel] = &estimate.kernels[..] else { panic!("{estimate:?}") };
+        let near = |found: f64, expected: f64| {
+            assert!((found / expected - 1.0).abs() < 1e-9, "{found} is not {expected}");
+        };
+        assert_eq!((kernel.name, kernel.binds), ("xentile_cross_entropy_fused", Binds::Dma));
+        near(kernel.dma_ms, 2.0 * 128_000.0 / 1.64e12 * 1e3);
+        near(kernel.schedule_ms, 164.0 / (9.2e14 / 524_288.0) * 1e3);
+        near(kernel.tile_dma_us, 2.0 * 32_768.0 / 1.64e12 * 1e6);
+        near(kernel.tile_schedule_us, kernel.schedule_ms / 4.0 * 1e3);
+        near(kernel.kernel_ms, kernel.dma_ms + 0.0007 + kernel.tile_dma_us / 1e3);
+        near(estimate.rest_ms, 0.001);
+        near(estimate.step_ms, kernel.kernel_ms + 0.001);
+        near(estimate.floor_ms, kernel.dma_ms);
+        near(estimate.ratio_to_floor, estimate.step_ms / estimate.floor_ms);
+
+        let long = vec![part("xentile_cross_entropy_backward", 1_000_000, 0, 0), rest];
+        let estimate = of(long, "v6e:2x2").unwrap();
+        assert_eq!(estimate.kernels[0].binds, Binds::Schedule);
+        assert!(estimate.kernels[0].kernel_ms > 0.5);
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_estimated() {
+        let kernel = || part("xentile_cross_entropy_forward.1", 100, 0, 0);
+        assert!(of(vec![kernel()], "v99:2x2").is_none());
+        assert!(of(vec![Computation { run_bundles: None, ..kernel() }], "v5e:2x2").is_none());
+        for topology in ["v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"] {
+            let estimate = of(vec![kernel()], topology).unwrap();
+            assert!((1.4..2.3).contains(&estimate.clock_ghz), "{topology}: {estimate:?}");
+        }
+    }
+}

@@ -264,3 +264,87 @@ fn stages(bundles: &[Bundle]) -> f64 {
     });
     found.fold(0.0, f64::max)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pipelined grid of 8 steps, a loop of 5 turns in it, in this a loop of 3 turns but 1 in the
+    /// last, code for the first turn of the grid alone, and a loop over data.
+    const LISTING: &str = "\
+= control target key start
+LB: loop body
+= control target key end
+     0   :  { %s1 = smov.u32 0 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s1 /* iteration index, stage = 0 */ } /* Start region 10 */
+   0x2   : > { %p3 = scmp.ne.s32.totalorder %s2, 0 /* iteration index, stage = 2
+second line of a comment */ }
+   0x3   : > { %4 = sbr.rel (%p3) target = $region20 }
+   0x4   : > {}
+   0x5   : > {}
+   0x6   : > {}
+   0x7   : > {}
+   0x8   : > { %5 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s9, /*size_in_granules=*/64 }
+   0x9 LB: >> { %p6 = scmp.eq.s32.totalorder %s7, 4 } /* Start region 20 :: Start region 30 */
+   0xa   : >> { %s8 = scalar_select /*predicate=*/%p6, /*on_true=*/1, /*on_false=*/3 }
+   0xb LB: >>> { %p9 = scmp.ge.s32.totalorder (%p6), %s10, %s8 } /* Start region 40 */
+   0xc   : >>> { %11 = sbr.rel (!%p9) target = $region40 }
+   0xd   : >>> {}
+   0xe   : >>> {}
+   0xf   : >>> {}
+  0x10   : >>> {}
+  0x11   : >> { %p12 = scmp.ge.s32.totalorder %s7, 5 /* loop exit test */ }
+  0x12   : >> { %13 = sbr.rel (!%p12) target = $region30 }
+  0x13   : >> {}
+  0x14   : >> {}
+  0x15   : >> {}
+  0x16   : >> {}
+  0x17 LB: >> { %p14 = scmp.lt.s32.totalorder %s15, 0 } /* Start region 50 */
+  0x18   : >> { %16 = sbr.rel (!%p14) target = $region50 }
+  0x19   : >> {}
+  0x1a   : >> {}
+  0x1b   : >> {}
+  0x1c   : >> {}
+  0x1d   : > { %p17 = scmp.ge.s32.totalorder %s2, 10 /* loop exit test */ }
+  0x1e   : > { %18 = sbr.rel (!%p17) target = $region10 ;;  %19 = dma.vmem_to_hbm [thread:$0]  /*vmem=*/%s9, /*size_in_granules=*/%s20 }
+  0x1f   : > {}
+  0x20   : > {}
+  0x21   : > {}
+  0x22   : > {}
+  0x23   :  {}
+";
+
+    #[test]
+    fn bundles_run_as_often_as_loops_turn() {
+        let turns = read(LISTING).unwrap();
+        let expected: Vec<f64> = [
+            (0..1, 1.0),
+            (1..8, 8.0),
+            (8..9, 1.0),
+            (9..11, 40.0),
+            // 3 + 3 + 3 + 3 + 1 turns.
+            (11..17, 8.0 * 13.0),
+            (17..23, 40.0),
+            (23..29, 0.0),
+            (29..35, 8.0),
+            (35..36, 1.0),
+        ]
+        .into_iter()
+        .flat_map(|(bundles, turns): (std::ops::Range<usize>, f64)| bundles.map(move |_| turns))
+        .collect();
+        assert_eq!(turns.of_bundles.len(), expected.len());
+        for (index, (found, expected)) in turns.of_bundles.iter().zip(expected).enumerate() {
+            assert!((found - expected).abs() < 1e-9, "bundle {index}: {found}, not {expected}");
+        }
+        assert_eq!(turns.data_bundles, 6);
+        assert!((turns.steps - 8.0).abs() < 1e-9);
+        // One block on the first turn, and one of a size in a register, as large, on each.
+        assert!((turns.dma_bytes - 9.0 * 64.0 * 32.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn what_is_no_listing_tells_nothing() {
+        assert_eq!(read(""), None);
+        assert_eq!(read("LB: loop body\n== CAPACTIY:\n 1 2 3\n"), None);
+    }
+}
