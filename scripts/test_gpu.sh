@@ -11,6 +11,7 @@
 #     sanitizer   compute-sanitizer's four tools over every kernel on small shapes
 #     gradcheck   every config that needs no file, through Rust and PJRT
 #     microbench  kernel and dense program at 2048 x 151643
+#     sweep       time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
 #     peers       other implementations beside ours; PEERS_ARGUMENTS are passed on
 #
 # A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
@@ -19,7 +20,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-all=(jax sanitizer gradcheck microbench peers)
+all=(jax sanitizer gradcheck microbench sweep peers)
 artifacts="" log=/dev/null out="" sections=()
 refuse() {
     printf 'test_gpu: error: %s\n' "$1" >&2
@@ -153,6 +154,8 @@ section_sanitizer() {
         extra=()
         # Room between allocations, so that a stray read does not land in a neighbour.
         [[ $tool != memcheck ]] || extra=(--padding 64)
+        # More than a launch of many small CTAs has; past what it tracks the tool fails itself.
+        [[ $tool != synccheck ]] || extra=(--num-cuda-barriers 65536)
         XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
             XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
             timeout -k 5 "$limit" "$sanitizer" --tool "$tool" "${extra[@]}" --target-processes all \
@@ -199,6 +202,12 @@ section_microbench() {
                 --iters 300 --warmup 100 --json "$out/microbench.jsonl"
         done
     done
+    finish_checks
+}
+
+section_sweep() {
+    check sweep timeout -k 5 "$limit" "$artifacts/microbench" sweep \
+        --config configs/sweep/cross_entropy_cuda.yaml --set out="$out/sweep"
     finish_checks
 }
 

@@ -125,7 +125,7 @@ def measure(problem: Problem) -> dict[str, Any]:
 
 def copy_ms(problem: Problem) -> float:
     """Milliseconds to copy the logits on the device."""
-    x = jnp.ones((problem.tokens, problem.vocab), problem.dtype)
+    x, *_ = inputs(problem)
     copy = jax.jit(jnp.copy)
 
     def round_ms(calls: int) -> float:

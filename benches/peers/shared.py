@@ -19,7 +19,7 @@ MEASURES = ("value_and_grad", "pair", "forward")
 PASSES = {"value_and_grad": 2, "pair": 3, "forward": 1}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Calls that are enqueued before each wait.
-CALLS = 10
+CALLS = 30
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ And the limits within which a result counts as equal to it, which are gradcheck'
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -105,11 +106,16 @@ def ulp(values: Floats, dtype: npt.DTypeLike) -> Floats:
 
 
 def assert_gradient(
-    actual: npt.ArrayLike, expected: Floats, cotangent: npt.ArrayLike, softcap: float | None = None
+    actual: npt.ArrayLike,
+    expected: Floats,
+    cotangent: npt.ArrayLike,
+    softcap: float | None = None,
+    size: npt.ArrayLike = 0.0,
 ) -> None:
     """Compares dlogits [T, V] as gradcheck does.
 
-    A unit in the last place (16 and more in f32), or 2^-23 of the token's cotangent [T] or number,
+    A unit in the last place (in f32 16, and one more for each 1024 that a token's `size` [T] has,
+    since an exponent of that size is rounded too), or 2^-23 of the token's cotangent [T] or number,
     and in the 16-bit dtypes 99.9 % of entries equal.
     """
     actual = np.asarray(actual)
@@ -119,7 +125,9 @@ def assert_gradient(
     with np.errstate(all="ignore"):
         rounded = expected.astype(dtype).astype(np.float64)
         error = np.abs(actual.astype(np.float64) - rounded)
-    units = 16 + 4 * (softcap or 0) if dtype == np.float32 else 1
+    units: Any = 1
+    if dtype == np.float32:
+        units = 16 + 4 * (softcap or 0) + np.broadcast_to(size, len(expected))[:, None] / 1024
     floor = 2.0**-23 * np.broadcast_to(np.abs(cotangent), len(expected))[:, None]
     allowed = np.maximum(units * ulp(rounded, dtype), floor)
     worst = np.nanmax(error / allowed) if error.size else 0

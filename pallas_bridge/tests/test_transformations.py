@@ -77,7 +77,11 @@ def test_vmap_over_labels_and_over_weights_alone(rng: np.random.Generator) -> No
     f = jax.grad(lambda x, w: cross_entropy(x, labels, weights=w))
     gradients = jax.vmap(f, in_axes=(None, 0))(logits, weights)
     for gradient, w in zip(gradients, weights, strict=True):
-        same_bits(gradient, f(logits, w))
+        if PLATFORM == "cpu":
+            same_bits(gradient, f(logits, w))
+        else:
+            # XLA divides by the sum of weights in kernels that it fuses differently.
+            np.testing.assert_allclose(gradient, f(logits, w), rtol=1e-5, atol=1e-7)
 
 
 def test_vmap_of_the_cotangent(rng: np.random.Generator) -> None:
@@ -188,7 +192,7 @@ def test_donation_reuses_memory_and_gives_the_same(
 @pytest.mark.parametrize("shape", [(6, 50), (2, 3, 50)])
 def test_export_and_back(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     logits, labels = batch(rng, "bfloat16", *shape)
-    f = jax.jit(jax.value_and_grad(lambda x, y: cross_entropy(x, y, z_loss=1e-4)))
+    f = jax.jit(jax.value_and_grad(lambda x, y: 2 * cross_entropy(x, y, z_loss=1e-4)))
     targets = ("xentile_cross_entropy_fused", "xentile_scale")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
     exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(logits, labels)
@@ -201,7 +205,7 @@ def test_export_and_back(rng: np.random.Generator, shape: tuple[int, ...]) -> No
 
 def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
     tokens, vocab = jax.export.symbolic_shape("t, v")
-    f = jax.jit(jax.value_and_grad(lambda x, y: cross_entropy(x, y)))
+    f = jax.jit(jax.value_and_grad(lambda x, y: 2 * cross_entropy(x, y)))
     targets = ("xentile_cross_entropy_fused", "xentile_scale")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
     exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(

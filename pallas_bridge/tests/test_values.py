@@ -67,7 +67,7 @@ def check(
     largest = np.abs(cotangents).max(0) * (
         1 + np.abs(2 * expected.z_loss * np.nan_to_num(v["lse"]))
     )
-    assert_gradient(dlogits, expected.gradient(*cotangents), largest, expected.softcap)
+    assert_gradient(dlogits, expected.gradient(*cotangents), largest, expected.softcap, v["size"])
 
     # Reduced, with weights of which some are 0, and a cotangent other than 1.
     weights = rng.uniform(0.5, 2, len(labels)).astype(np.float32)
@@ -98,7 +98,7 @@ def check(
             )
             want = expected.gradient(cotangent * factors)
             if cotangent == 1.0 or logits.dtype != jnp.bfloat16:
-                assert_gradient(dlogits, want, bound, expected.softcap)
+                assert_gradient(dlogits, want, bound, expected.softcap, v["size"])
             else:
                 np.testing.assert_allclose(
                     np.asarray(dlogits, np.float64),

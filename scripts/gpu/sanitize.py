@@ -142,6 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", default="cuda", help="cuda, or cpu to try the script itself")
     parser.add_argument("--quick", action="store_true", help="one shape instead of all")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", arguments.platform)
@@ -152,16 +153,22 @@ def main() -> int:
         return 2
     print(f"seed: --seed {arguments.seed} repeats")
     rng = np.random.default_rng(arguments.seed)
-    wrong = 0
-    ran = list(cases(arguments.quick))
+    passed = 0
+    ran = [case for case in cases(arguments.quick) if arguments.only in str(case)]
+    if not ran:
+        print(f"sanitize: error: no case has {arguments.only!r} in its name")
+        return 2
     for case in ran:
         try:
             run(case, rng)
-        except (AssertionError, jax.errors.JaxRuntimeError) as error:
-            wrong += 1
-            print(f"wrong: {case}: {str(error).strip().splitlines()[0]}")
-    print(f"sanitize: {len(ran) - wrong} passed, {wrong} failed")
-    return int(wrong > 0)
+            passed += 1
+        except AssertionError as error:
+            print(f"wrong: {case}: {error}")
+        except jax.errors.JaxRuntimeError as error:
+            print(f"wrong: {case}, and none after it can run: {error}")
+            break
+    print(f"sanitize: {passed} passed, {len(ran) - passed} failed")
+    return int(passed < len(ran))
 
 
 if __name__ == "__main__":

@@ -213,10 +213,18 @@ struct Ring {
     if (found != 0.0f) label = found;
   }
 
-  // Sends the warp's part of a row to every CTA.
+  // Sends the warp's part of a row to every CTA of the cluster.
   __device__ void send(const Sum& sum, float label, uint32_t table) const {
     RowSum part =
         RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+    if (ctas == 1) {  // messages are for clusters of two and more
+      if (lane == 0) {
+        part.label = label;
+        tables[table * workers + worker] = part;
+        ptx::mbarrier_arrive(sent + table * 8);
+      }
+      return;
+    }
     if (arms) ptx::mbarrier_arrive_expect_tx(sent + table * 8, workers * sizeof(RowSum));
     if (lane < ctas) {
       const uint32_t to = ptx::shared_address(tables + table * workers + worker);
@@ -300,7 +308,9 @@ struct Ring {
 
   __device__ void run() {
     if (lane < a.slots) ptx::mbarrier_init(full + lane * 8, 1);
-    if (threadIdx.x < kTables) ptx::mbarrier_init(sent + threadIdx.x * 8, 1);
+    // All warps arrive, or one that announces how many bytes will.
+    const uint32_t arrivals = ctas == 1 ? workers : 1;
+    if (threadIdx.x < kTables) ptx::mbarrier_init(sent + threadIdx.x * 8, arrivals);
     ptx::fence_mbarrier_init();
     ptx::cluster_sync();
 

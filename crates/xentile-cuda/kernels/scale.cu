@@ -23,7 +23,16 @@ __device__ inline void scale(const ScaleArguments& a) {
   constexpr int64_t per = kPerVector<E>;
   const bool in_place = a.x == a.scaled;
   const int64_t pieces = (a.columns + kPiece - 1) / kPiece;
-  for (int64_t piece = blockIdx.x; piece < a.rows * pieces; piece += gridDim.x) {
+  const int64_t share = (a.rows * pieces + gridDim.x - 1) / gridDim.x;
+  const int64_t begin = blockIdx.x * share;
+  const int64_t stop = min(begin + share, a.rows * pieces);
+  if (begin >= stop) return;
+  // One look at all factors of the share: a look a piece would be a trip to memory a piece.
+  bool touched = !in_place;
+  for (int64_t row = begin / pieces + threadIdx.x; row <= (stop - 1) / pieces; row += blockDim.x)
+    touched |= a.factors[row] != 1.0f;
+  if (!__syncthreads_or(touched)) return;
+  for (int64_t piece = begin; piece < stop; ++piece) {
     const int64_t row = piece / pieces;
     const float factor = a.factors[row];
     if (in_place && factor == 1.0f) continue;

@@ -1,5 +1,6 @@
 //! YAML configs: reading, `--set` overrides, and errors that name the key and the nearest valid one.
 
+use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -220,6 +221,32 @@ impl TileConfig {
     /// An extent of 0.
     pub fn resolve(self, default: Tile) -> Result<Tile> {
         Ok(default.with(self.time_block, self.block_size)?)
+    }
+
+    /// The tile that a program for `backend` names: with `default` for what is left open, but on a
+    /// GPU, where kernels choose for the device that they find themselves on.
+    ///
+    /// # Errors
+    /// An extent of 0.
+    pub fn of_program(self, backend: Backend, default: Tile) -> Result<Self> {
+        let resolved = self.resolve(default)?;
+        Ok(if backend == Backend::XlaCuda { self } else { resolved.into() })
+    }
+}
+
+impl From<Tile> for TileConfig {
+    fn from(tile: Tile) -> Self {
+        Self { time_block: Some(tile.time_block()), block_size: Some(tile.block_size()) }
+    }
+}
+
+impl fmt::Display for TileConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let extent = |extent: Option<usize>| {
+            extent.map_or_else(|| "of the kernel's choice".to_owned(), |extent| extent.to_string())
+        };
+        let (time_block, block_size) = (extent(self.time_block), extent(self.block_size));
+        write!(f, "time_block {time_block}, block_size {block_size}")
     }
 }
 

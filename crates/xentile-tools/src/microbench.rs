@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use pjrt_client::CompiledMemoryStats;
 use serde::{Deserialize, Serialize};
-use xentile::{DType, LogitsShape, Tile};
+use xentile::{DType, LogitsShape};
 use xentile_cpu::Isa;
 use xentile_programs::Exported;
 
@@ -85,6 +85,10 @@ pub struct Config {
     pub iters: usize,
     /// Steps between the first call and the timed ones.
     pub warmup: usize,
+    /// Steps that are started before the last of them is waited for, of which each then counts for
+    /// its share. Where absent 1 on processors; 10 on a device that takes work ahead, as a training
+    /// loop gives it.
+    pub in_flight: Option<usize>,
     /// Threads; 0 is one a core.
     pub threads: usize,
     /// Instruction set; the best of this processor where absent.
@@ -120,6 +124,7 @@ impl Default for Config {
             tile: TileConfig::default(),
             iters: 20,
             warmup: 3,
+            in_flight: None,
             threads: 0,
             isa: None,
             plugin: None,
@@ -144,6 +149,14 @@ impl Config {
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [("time", self.time), ("vocab", self.vocab), ("iters", self.iters)] {
             ensure!(value > 0, "{name} is 0; it must be at least 1");
+        }
+        if let Some(steps) = self.in_flight {
+            let most = if self.in_order() { 1 } else { self.iters };
+            ensure!(
+                (1..=most).contains(&steps),
+                "in_flight is {steps}; here it must be 1 to {most}: the most is iters, and 1 on \
+                 processors, where a step is complete when its call is"
+            );
         }
         ensure!(
             self.threads <= MAX_THREADS,
@@ -224,6 +237,18 @@ impl Config {
         }))?)
     }
 
+    /// Whether the backend completes a step before it takes another.
+    fn in_order(&self) -> bool {
+        matches!(self.backend, Backend::Cpu | Backend::XlaCpu)
+    }
+
+    /// Steps under way at a time.
+    fn steps_in_flight(&self) -> usize {
+        const ON_DEVICES: usize = 10;
+        let usual = if self.in_order() { 1 } else { ON_DEVICES.min(self.iters) };
+        self.in_flight.unwrap_or(usual)
+    }
+
     fn shape(&self) -> Result<LogitsShape> {
         Ok(LogitsShape::new(self.time, self.vocab)?)
     }
@@ -245,15 +270,26 @@ trait Subject {
         None
     }
 
-    /// One `value_and_grad`, complete on return.
-    fn step(&mut self) -> Result<()>;
+    /// Starts one `value_and_grad`, after those that were started before.
+    fn start(&mut self) -> Result<()>;
+
+    /// Waits for all that were started.
+    fn wait(&mut self) -> Result<()>;
+
+    /// So many of them, complete on return.
+    fn steps(&mut self, count: usize) -> Result<()> {
+        for _ in 0..count {
+            self.start()?;
+        }
+        self.wait()
+    }
 
     /// The scalar loss of the last step.
     fn loss(&self) -> Result<f64>;
 
-    /// Copies as many bytes as logits have, once in each way that the backend knows, and gives the
-    /// seconds that each took.
-    fn time_copies(&mut self) -> Vec<f64>;
+    /// Copies as many bytes as logits have in each way that the backend knows, `count` times where
+    /// it takes work ahead, and gives the seconds that one copy took in each.
+    fn time_copies(&mut self, count: usize) -> Vec<f64>;
 
     /// How it runs.
     fn setup(&self) -> Setup;
@@ -272,7 +308,7 @@ trait Subject {
 /// What a [`Subject`] settled on where the config left a choice.
 #[derive(Clone)]
 struct Setup {
-    tile: Option<Tile>,
+    tile: Option<TileConfig>,
     threads: Option<usize>,
     isa: Option<&'static str>,
     plugin: Option<String>,
@@ -319,9 +355,9 @@ pub struct Report {
     pub vocab: usize,
     /// Of logits and their gradient.
     pub dtype: &'static str,
-    /// Tokens a tile; none where the program has no tiles.
+    /// Tokens a tile; none where the program has no tiles, or where its kernel chose.
     pub time_block: Option<usize>,
-    /// Columns a tile; none where the program has no tiles.
+    /// Columns a tile; none where the program has no tiles, or where its kernel chose.
     pub block_size: Option<usize>,
     /// Mean and sum are the fused schedule; none is a forward pass, then a backward pass.
     pub reduction: ReductionConfig,
@@ -339,6 +375,8 @@ pub struct Report {
     pub iters: usize,
     /// Untimed steps after the first.
     pub warmup: usize,
+    /// Steps that were started before the last of them was waited for.
+    pub in_flight: usize,
     /// The first call: compiling, and a run that allocates what it needs.
     pub first_call_s: Option<f64>,
     /// Compiling alone, with the writing of `schedule` where there is one; none where nothing is
@@ -498,8 +536,8 @@ pub fn run(config: &Config) -> Result<Report> {
         time: config.time,
         vocab: config.vocab,
         dtype: config.dtype.name(),
-        time_block: tile.map(Tile::time_block),
-        block_size: tile.map(Tile::block_size),
+        time_block: tile.and_then(|tile| tile.time_block),
+        block_size: tile.and_then(|tile| tile.block_size),
         reduction: config.options.reduction,
         threads,
         isa,
@@ -508,6 +546,7 @@ pub fn run(config: &Config) -> Result<Report> {
         exported,
         iters: if run.is_some() { config.iters } else { 0 },
         warmup: if run.is_some() { config.warmup } else { 0 },
+        in_flight: if run.is_some() { config.steps_in_flight() } else { 0 },
         first_call_s: run.map(|run| compile_s.unwrap_or(0.0) + run.first_run_s),
         compile_s,
         from_cache,
@@ -544,23 +583,23 @@ fn measure(config: &Config) -> Result<Found> {
 
     let (compile_s, compiled) = timed(|| subject.compile());
     compiled?;
-    let (first_run_s, done) = timed(|| subject.step());
+    let (first_run_s, done) = timed(|| subject.steps(1));
     done?;
     let loss = subject.loss()?;
-    for _ in 0..config.warmup {
-        subject.step()?;
-    }
+    subject.steps(config.warmup)?;
     // Half of the copies before the steps and half after, so that a processor that slows down or
     // speeds up does so for both.
     let half = config.iters.clamp(3, 10);
-    let mut copies: Vec<_> = (0..half).map(|_| subject.time_copies()).collect();
+    let count = config.steps_in_flight();
+    let mut copies: Vec<_> = (0..half).map(|_| subject.time_copies(count)).collect();
     let mut steps = Vec::with_capacity(config.iters);
-    for _ in 0..config.iters {
-        let (seconds, done) = timed(|| subject.step());
+    while steps.len() < config.iters {
+        let count = count.min(config.iters - steps.len());
+        let (seconds, done) = timed(|| subject.steps(count));
         done?;
-        steps.push(seconds);
+        steps.resize(steps.len() + count, seconds / count as f64);
     }
-    copies.extend((0..half).map(|_| subject.time_copies()));
+    copies.extend((0..half).map(|_| subject.time_copies(count)));
 
     let mem_after_run = AfterRun {
         resident_bytes: memory::resident_bytes(),
@@ -631,8 +670,9 @@ impl fmt::Display for Report {
         line("operation", what)?;
         line("implementation", program.to_owned())?;
         line("logits", format!("[{}, {}] {}", self.time, self.vocab, self.dtype))?;
-        if let Some((time_block, block_size)) = self.time_block.zip(self.block_size) {
-            line("tile", format!("time_block {time_block}, block_size {block_size}"))?;
+        if self.implementation == Implementation::Kernel {
+            let tile = TileConfig { time_block: self.time_block, block_size: self.block_size };
+            line("tile", tile.to_string())?;
         }
         line("reduction", schedule.to_owned())?;
         let runs_on: Vec<_> = [
@@ -756,12 +796,17 @@ impl Report {
         line(
             "step",
             format!(
-                "median {} ms, mean {}, min {}, std {} over {}",
+                "median {} ms, mean {}, min {}, std {} over {}{}",
                 figure(self.median_step_ms, 3),
                 figure(self.avg_step_ms, 3),
                 figure(self.min_step_ms, 3),
                 figure(self.std_step_ms, 3),
-                self.iters
+                self.iters,
+                if self.in_flight > 1 {
+                    format!(", {} in flight", self.in_flight)
+                } else {
+                    String::new()
+                }
             ),
         )?;
         line(

@@ -30,6 +30,8 @@ const MAX_SLOTS: u32 = 32;
 /// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
 const USUAL_CHUNKS: u32 = 6;
 const MAX_CHUNKS: u32 = MAX_SLOTS - 2;
+/// Vectors of the largest chunk that the backward pass takes a row in.
+const WHOLE_CHUNK: u32 = 1_000;
 /// What a warp keeps on its way at least where rows are short, in bytes.
 const DEPTH_BYTES: u32 = 10_240;
 
@@ -163,12 +165,10 @@ impl Planner {
     fn rule(&self) -> Option<Ring> {
         match self.pass {
             Pass::Fused => self.rule_fused(),
-            Pass::Forward => self.rule_once(self.warps(12), 1, 5_120),
-            Pass::Backward => {
-                let warps = self.warps(8);
-                // Two CTAs, unless that leaves a warp little of a row.
-                self.rule_once(warps, if self.vectors >= 4_096 { 2 } else { 1 }, 9_600)
-            }
+            Pass::Forward => self.rule_once(6_656),
+            // Rows that four warps hold in one chunk are best left whole.
+            Pass::Backward if self.vectors <= 4 * WHOLE_CHUNK => self.rule_once(WHOLE_CHUNK * 16),
+            Pass::Backward => self.rule_once(12_672),
         }
     }
 
@@ -186,8 +186,12 @@ impl Planner {
         })
     }
 
-    /// For a pass that looks at a chunk once: chunks of at most `bytes`.
-    fn rule_once(&self, warps: u32, ctas: u32, bytes: u32) -> Option<Ring> {
+    /// For a pass that looks at a chunk once: chunks of at most `bytes`, and few warps to a row, so
+    /// that several rows are under way on a multiprocessor and each warp's part of one is worth the
+    /// exchange that it ends with.
+    fn rule_once(&self, bytes: u32) -> Option<Ring> {
+        let warps = self.warps(4);
+        let ctas = if self.vectors >= 12_288 { 2 } else { 1 };
         let most = (bytes / VECTOR_BYTES).min(self.most_chunk(warps, ctas)) / LINE * LINE;
         let chunks = self.vectors.div_ceil(warps * ctas * most.max(LINE));
         self.ring(warps, ctas, self.chunk(warps * ctas, chunks))
@@ -355,6 +359,25 @@ mod tests {
             let shape = fused(dtype, vocab);
             let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else { panic!("{shape:?}") };
             check(HOPPER, shape, ring);
+            let found = [ring.warps, ring.ctas, ring.chunks, ring.slots];
+            assert_eq!(found, [warps, ctas, chunks, slots], "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn passes_that_look_at_a_chunk_once_have_few_warps_to_a_row() {
+        for (pass, vocab, [warps, ctas, chunks, slots]) in [
+            (Pass::Forward, 32_000, [4, 1, 3, 2]),
+            (Pass::Forward, 50_257, [4, 1, 4, 2]),
+            (Pass::Forward, 151_643, [4, 2, 6, 2]),
+            (Pass::Forward, 262_144, [4, 2, 10, 2]),
+            (Pass::Backward, 32_000, [4, 1, 1, 2]),
+            (Pass::Backward, 50_257, [4, 1, 2, 2]),
+            (Pass::Backward, 151_643, [4, 2, 3, 2]),
+            (Pass::Backward, 262_144, [4, 2, 6, 2]),
+        ] {
+            let shape = Shape { pass, dtype: DType::Bf16, vocab };
+            let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else { panic!("{shape:?}") };
             let found = [ring.warps, ring.ctas, ring.chunks, ring.slots];
             assert_eq!(found, [warps, ctas, chunks, slots], "{shape:?}");
         }

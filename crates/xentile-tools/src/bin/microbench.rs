@@ -81,6 +81,9 @@ struct Measure {
     /// Steps between the first call and the timed ones.
     #[arg(long)]
     warmup: Option<usize>,
+    /// Steps started before the last of them is waited for; 1 on processors, else 10 by default.
+    #[arg(long, value_name = "STEPS")]
+    in_flight: Option<usize>,
     /// Threads; 0 is one a core.
     #[arg(long)]
     threads: Option<usize>,
@@ -154,6 +157,7 @@ impl Measure {
         config.tile.block_size = self.block_size.or(config.tile.block_size);
         set(&mut config.iters, &self.iters);
         set(&mut config.warmup, &self.warmup);
+        config.in_flight = self.in_flight.or(config.in_flight);
         set(&mut config.threads, &self.threads);
         config.isa = self.isa.clone().or(config.isa);
         config.plugin = self.plugin.clone().or(config.plugin);

@@ -15,6 +15,7 @@ use xentile_programs::{ElementType, Program};
 
 use super::Config;
 use super::compare::Outputs;
+use crate::config::TileConfig;
 use crate::dense::Dense;
 use crate::input::Tokens;
 use crate::microbench::Implementation;
@@ -44,8 +45,8 @@ pub(super) trait Kernels<E> {
 /// What a backend settled on where the config left a choice.
 #[derive(Clone, Debug)]
 pub(super) struct Setup {
-    /// None where the program has no tiles.
-    pub(super) tile: Option<Tile>,
+    /// None where the program has no tiles; an extent of none where the kernel chose it.
+    pub(super) tile: Option<TileConfig>,
     /// The instruction set; none where XLA chose.
     pub(super) isa: Option<&'static str>,
     /// Threads; none where XLA chose.
@@ -62,7 +63,7 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
 ) -> Result<Box<dyn Kernels<E> + 'a>> {
     let shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
     options.check_labels(Labels::from(tokens.labels.as_slice()), shape)?;
-    let tile = config.tile.resolve(default_tile::<E>(tokens.vocab))?;
+    let default = default_tile::<E>(tokens.vocab);
     let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
     config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
     match config.backend.platform() {
@@ -71,6 +72,7 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
             let pool = Threads::new(config.threads).context("cannot start threads")?;
             Ok(match config.implementation {
                 Implementation::Kernel => {
+                    let tile = config.tile.resolve(default)?;
                     Box::new(Native { options, shape, tokens, tile, isa, pool })
                 }
                 Implementation::Reference => Box::new(NativeDense {
@@ -89,6 +91,7 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
             if is_kernel {
                 session.register_kernels()?;
             }
+            let tile = config.tile.of_program(config.backend, default)?;
             let tile = is_kernel.then_some(tile);
             let dims = [shape.tokens(), shape.vocab()];
             let inputs = vec![
@@ -100,8 +103,8 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
                 dtype: config.dtype,
                 labels: ElementType::S32,
                 options,
-                time_block: tile.map(Tile::time_block),
-                block_size: tile.map(Tile::block_size),
+                time_block: tile.and_then(|tile| tile.time_block),
+                block_size: tile.and_then(|tile| tile.block_size),
             };
             Ok(Box::new(OnXla { session, problem, implementation, tile, inputs }))
         }
@@ -151,7 +154,7 @@ impl<E: Element> Kernels<E> for Native<'_, E> {
 
     fn setup(&self) -> Setup {
         Setup {
-            tile: Some(self.tile),
+            tile: Some(self.tile.into()),
             isa: Some(self.isa.name()),
             threads: Some(self.pool.count()),
             plugin: None,
@@ -247,7 +250,7 @@ struct OnXla {
     problem: programs::Problem,
     implementation: programs::Implementation,
     /// None where the program has no tiles.
-    tile: Option<Tile>,
+    tile: Option<TileConfig>,
     /// Logits and labels.
     inputs: Vec<Buffer>,
 }

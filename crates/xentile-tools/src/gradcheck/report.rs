@@ -92,9 +92,7 @@ impl Report {
         let title = format!("{op}{program} on {backend}{by}, {shape} {}", config.dtype);
         let setup = json!({
             "shape": shape,
-            "tile": tile.map(|tile| {
-                json!({"time_block": tile.time_block(), "block_size": tile.block_size()})
-            }),
+            "tile": tile,
             "isa": isa,
             "threads": threads,
             "plugin": plugin,

@@ -154,12 +154,16 @@ impl<E: Element + Pod> OnCpu<E> {
 }
 
 impl<E: Element + Pod> Subject for OnCpu<E> {
-    fn step(&mut self) -> Result<()> {
+    fn start(&mut self) -> Result<()> {
         self.dlogits.resize(self.shape.elements(), E::from_f32(0.0));
         self.loss = match self.implementation {
             Implementation::Kernel => self.kernel_step(),
             Implementation::Reference => self.reference_step(),
         }?;
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<()> {
         Ok(())
     }
 
@@ -170,7 +174,7 @@ impl<E: Element + Pod> Subject for OnCpu<E> {
     /// Streaming past the caches, and the C library's copy in one piece a thread. Logits go where
     /// their gradient was, so that copy and kernel work on the very same pages and the peak of
     /// memory is the kernel's.
-    fn time_copies(&mut self) -> Vec<f64> {
+    fn time_copies(&mut self, _: usize) -> Vec<f64> {
         let piece = self.logits.len().div_ceil(self.pool.count());
         let (plain, ()) = timed(|| {
             let pieces = self.dlogits.chunks_mut(piece).zip(self.logits.chunks(piece));
@@ -186,7 +190,7 @@ impl<E: Element + Pod> Subject for OnCpu<E> {
     }
 
     fn setup(&self) -> Setup {
-        let tile = (self.implementation == Implementation::Kernel).then_some(self.tile);
+        let tile = (self.implementation == Implementation::Kernel).then_some(self.tile.into());
         Setup {
             tile,
             threads: Some(self.pool.count()),

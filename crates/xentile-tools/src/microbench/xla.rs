@@ -5,7 +5,10 @@
 
 use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
-use pjrt_client::{Buffer, CompileOptions, LoadedExecutable, Platform, Plugin, Topology};
+use pjrt_client::{
+    Buffer, CompileOptions, Event, ExecuteOptions, Execution, LoadedExecutable, Platform, Plugin,
+    Topology,
+};
 use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::default_tile;
 use xentile_programs::cross_entropy::{self, Problem, Reduced};
@@ -16,7 +19,7 @@ use super::{
     CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup,
     Subject, name,
 };
-use crate::config::{Backend, Weights};
+use crate::config::{Backend, TileConfig, Weights};
 use crate::schedule::Dump;
 use crate::timing::timed;
 use crate::xla::{self, Compiled, Session};
@@ -87,21 +90,21 @@ struct Plan {
     code: Option<Vec<u8>>,
     exported: Option<ExportedBy>,
     /// None where the program has no tiles.
-    tile: Option<Tile>,
+    tile: Option<TileConfig>,
 }
 
 impl Plan {
     fn new<E: Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
         let implementation = config.implementation.program();
-        let tile = config.tile.resolve(default_tile::<E>(shape.vocab()))?;
+        let tile = config.tile.of_program(config.backend, default_tile::<E>(shape.vocab()))?;
         let problem = Problem {
             shape,
             dtype: config.dtype,
             labels: ElementType::S32,
             options: config.options.cross_entropy()?,
-            time_block: Some(tile.time_block()),
-            block_size: Some(tile.block_size()),
+            time_block: tile.time_block,
+            block_size: tile.block_size,
         };
         let (called, program, gradient) = match config.options.reduction.reduction() {
             Some(reduction) => {
@@ -132,7 +135,7 @@ impl Plan {
         };
         let tile = match (&exported, config.implementation) {
             (Some(exported), _) => {
-                Some(Tile::new(exported.tile.time_block, exported.tile.block_size)?)
+                Some(Tile::new(exported.tile.time_block, exported.tile.block_size)?.into())
             }
             (None, Implementation::Kernel) => Some(tile),
             (None, Implementation::Reference) => None,
@@ -211,6 +214,8 @@ struct OnXla {
     recycled: Option<Buffer>,
     /// The last loss, a scalar or one a token.
     loss: Option<Buffer>,
+    /// The end of the last run.
+    last: Option<Event>,
 }
 
 impl OnXla {
@@ -263,8 +268,8 @@ impl OnXla {
         let copy = session.compile(&negation(shape, config.dtype))?.executable;
         let compiled = None;
         let recycled = None;
-        let loss = None;
-        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss })
+        let (loss, last) = (None, None);
+        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss, last })
     }
 
     /// Memory for a gradient: that of the last, else new.
@@ -292,7 +297,7 @@ impl Subject for OnXla {
         self.compiled.as_ref()?.from_cache
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn start(&mut self) -> Result<()> {
         // A program from JAX makes its own, once there is room.
         let recycled = match self.plan.code {
             None => Some(self.take_recycled()?),
@@ -303,12 +308,16 @@ impl Subject for OnXla {
         };
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
         let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
-        let mut results = compiled.executable.execute(&arguments)?;
-        let gradient = results.swap_remove(self.plan.gradient);
-        gradient.ready()?.wait()?;
-        self.recycled = Some(gradient);
-        self.loss = Some(results.swap_remove(0));
+        let Execution { mut outputs, done } =
+            compiled.executable.execute_async(&arguments, &ExecuteOptions::default())?;
+        self.recycled = Some(outputs.swap_remove(self.plan.gradient));
+        self.loss = Some(outputs.swap_remove(0));
+        self.last = Some(done);
         Ok(())
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        self.last.take().map_or(Ok(()), |last| Ok(last.wait()?))
     }
 
     fn loss(&self) -> Result<f64> {
@@ -321,16 +330,20 @@ impl Subject for OnXla {
     }
 
     /// XLA's negation of the logits, into memory that it has.
-    fn time_copies(&mut self) -> Vec<f64> {
+    fn time_copies(&mut self, count: usize) -> Vec<f64> {
         let (seconds, outcome) = timed(|| -> Result<()> {
-            let recycled = self.take_recycled()?;
-            let mut results = self.copy.execute(&[&self.inputs[0], &recycled])?;
-            results[0].ready()?.wait()?;
-            self.recycled = Some(results.swap_remove(0));
-            Ok(())
+            for _ in 0..count {
+                let recycled = self.take_recycled()?;
+                let arguments = [&self.inputs[0], &recycled];
+                let Execution { mut outputs, done } =
+                    self.copy.execute_async(&arguments, &ExecuteOptions::default())?;
+                self.recycled = Some(outputs.swap_remove(0));
+                self.last = Some(done);
+            }
+            self.wait()
         });
         // A step would have failed before, and the figure must not be one of a copy that did.
-        vec![outcome.map_or(f64::NAN, |()| seconds)]
+        vec![outcome.map_or(f64::NAN, |()| seconds / count as f64)]
     }
 
     fn setup(&self) -> Setup {

@@ -64,6 +64,8 @@ class Call:
     # first.
     reuses: tuple[int, int] | None = None
     lighter: Lighter | None = field(default=None, repr=False)
+    # Whether its one result is its first operand where the last is 1 everywhere.
+    is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
 
@@ -181,7 +183,15 @@ pe.dce_rules[_custom_call] = _dead_code
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    _check_platforms(call, ctx.platforms or ctx.module_context.platforms)
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if call.implementation == "pallas":
+        raise NotImplementedError(
+            f'{call.operation}: implementation "pallas" is for TPUs, and the program for '
+            f'{", ".join(platforms)}: "custom_call" runs where info() says, "reference" everywhere'
+        )
+    _check_platforms(call, platforms)
+    if call.is_product and _is_one(operands[-1]):
+        return [operands[0]]
     results = _result_avals(call, ctx.avals_in)
     lowering = jax.ffi.ffi_lowering(
         call.target,
@@ -190,6 +200,28 @@ def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Seque
     )
     outputs = lowering(ctx.replace(avals_out=results), *operands, **dict(call.attributes))
     return [outputs[index] for index in keep]
+
+
+# What carries a constant's ones on.
+_CARRIERS = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "convert", "multiply", "reshape")}
+
+
+def _is_one(value: Any, steps: int = 8) -> bool:
+    """Whether the program says, within so many steps, that the `ir.Value` is 1 everywhere."""
+    owner = value.owner
+    if steps == 0 or not isinstance(owner, ir.Operation | ir.OpView):
+        return False
+    operation = owner.operation
+    if operation.name == "stablehlo.constant":
+        constant = operation.attributes["value"]
+        return (
+            isinstance(constant, ir.DenseFPElementsAttr)
+            and constant.is_splat
+            and ir.FloatAttr(constant.get_splat_value()).value == 1
+        )
+    return operation.name in _CARRIERS and all(
+        _is_one(operand, steps - 1) for operand in operation.operands
+    )
 
 
 def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, ir.Attribute]:
@@ -255,6 +287,7 @@ def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -
 
 # One rule for all platforms of the library, not one for each: a program for several holds each call
 # once, and not once a platform under a conditional, through which no result could take the place of
-# an operand.
-mlir.register_lowering(_custom_call, _lower)
+# an operand. Not cached, because a cached rule is not shown where its operands come from
+# (`_is_one`).
+mlir.register_lowering(_custom_call, _lower, cacheable=False)
 mlir.register_lowering(_custom_call, _lower_pallas, platform="tpu")

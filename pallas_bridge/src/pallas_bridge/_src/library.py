@@ -27,8 +27,8 @@ STAGES = ("instantiate", "prepare", "initialize", "execute")
 JAX_PLATFORMS = {"Host": "cpu", "CUDA": "cuda"}
 # Platforms that a library may be built without, and what builds one that has them.
 BUILDS = {
-    "cuda": "run `XENTILE_CUDA=1 pip install ./pallas_bridge` in a checkout of xentile, with "
-    "CUDA's compiler at hand (XENTILE_NVCC, CUDA_HOME or nvcc on PATH)",
+    "cuda": "run `XENTILE_CUDA=1 pip install ./pallas_bridge` in a checkout of xentile, "
+    "which says what it misses",
 }
 
 

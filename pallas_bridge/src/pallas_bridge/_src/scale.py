@@ -11,9 +11,9 @@ def scale(
     """Returns x * factors for x [.., N] and factors [..] in f32, in the memory of `x` if it may be.
 
     `operation` is the function that asks, for messages, and `implementation` what it was asked for.
-    The product is taken in f32 and rounded to the dtype of `x`. Where all factors turn out to be 1
-    and memory is shared, nothing is read or written: a program cannot know that its cotangent will
-    be 1, and it mostly is.
+    The product is taken in f32 and rounded to the dtype of `x`. Where the program holds ones for
+    the factors there is no call, and where they turn out to be 1 as it runs, in shared memory,
+    nothing is read or written.
     """
     call = Call(
         operation=operation,
@@ -21,6 +21,7 @@ def scale(
         results=(Like(0),),
         reuses=(0, 0),
         implementation=implementation,
+        is_product=True,
     )
     (scaled,) = bind(call, x, factors)
     return scaled
