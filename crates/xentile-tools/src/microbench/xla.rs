@@ -59,7 +59,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         tokens: shape.tokens(),
         vocab: shape.vocab(),
         width: config.dtype.size_bytes(),
-        tile: plan.tile,
+        tile: plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok()),
     };
     let dump = Dump::of_environment();
     let program = pjrt_client::Program::mlir(plan.code());

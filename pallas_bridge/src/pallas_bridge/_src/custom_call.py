@@ -290,4 +290,4 @@ def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -
 # an operand. Not cached, because a cached rule is not shown where its operands come from
 # (`_is_one`).
 mlir.register_lowering(_custom_call, _lower, cacheable=False)
-mlir.register_lowering(_custom_call, _lower_pallas, platform="tpu")
+mlir.register_lowering(_custom_call, _lower_pallas, platform="tpu", cacheable=False)
