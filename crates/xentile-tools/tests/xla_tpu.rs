@@ -414,7 +414,7 @@ fn our_kernel_is_exported_for_each_tile_and_kept() {
     let error = refused(&["--time-block", "512", "--block-size", "65536", "--time", "2048"]);
     assert!(error.contains("128 MiB of VMEM of TPU v6 lite"), "{error}");
     let largest: usize = error.split_whitespace().last().unwrap().parse().unwrap();
-    assert!(largest % 128 == 0 && largest > 8192, "{error}");
+    assert!(largest.is_multiple_of(128) && largest > 8192, "{error}");
     let error = refused(&["--dtype", "f16"]);
     assert!(error.contains("dtype is 'f16'; on TPU it must be one of f32, bf16"), "{error}");
 }
