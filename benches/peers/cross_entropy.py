@@ -68,7 +68,10 @@ class Worker:
         """Starts it."""
         environment = {
             **os.environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            # One piece, of which every array gets what it asks for: a pool that grows hands out
+            # larger ones, and the peak would tell of that.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         self.process = subprocess.Popen(
@@ -173,7 +176,8 @@ def command_line() -> str:
 
 
 def without_folders(text: str) -> str:
-    """A message without the folders of this machine."""
+    """A message without the folders of this machine, and without colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return re.sub(r"(/[^\s/'\":]+)+/", ".../", text)
 
 

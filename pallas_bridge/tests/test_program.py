@@ -159,7 +159,12 @@ def test_a_mesh_cuts_tokens_and_gathers_no_logits(
     value, gradient = function(*cut)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
     assert gradient.sharding.is_equivalent_to(cut[0].sharding, 3)
-    assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
+    if PLATFORM == "cpu":
+        assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
+    else:
+        # Where a row begins within a line of memory decides which lane adds what, and a cut moves it.
+        wide = (np.asarray(g, np.float64) for g in (gradient, expected[1]))
+        np.testing.assert_allclose(*wide, rtol=2**-7, atol=2**-23)
 
 
 @pytest.mark.devices(2)
