@@ -25,6 +25,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 # Products are compared with products of other shapes.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+NEWEST = (0, 12)
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -37,6 +38,7 @@ def rng() -> np.random.Generator:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(platform, reason): applies on one platform")
+    config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
 
@@ -61,6 +63,8 @@ def why_not(item: pytest.Item) -> str | None:
         platform, reason = mark.args
         if platform != PLATFORM:
             return f"for {platform} only: {reason}"
+    if any(item.iter_markers("newest")) and jax.__version_info__ < NEWEST:
+        return f"for the newest JAX only, as Pallas' interpreter is slow: {jax.__version__}"
     for mark in item.iter_markers("devices"):
         (count,) = mark.args
         if jax.device_count() < count:

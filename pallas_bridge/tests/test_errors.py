@@ -69,7 +69,6 @@ def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
             "ignore_index is 9223372036854775808",
         ),
         (LOGITS, LABELS, {"implementation": "cuda"}, ValueError, "implementation is 'cuda'"),
-        (LOGITS, LABELS, {"implementation": "pallas"}, NotImplementedError, '"pallas" is for TPUs'),
         (LOGITS, LABELS, {"smoothing": 0.1}, TypeError, "smoothing"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
@@ -110,6 +109,16 @@ def test_traced_options_are_named() -> None:
     for name in ("label_smoothing", "z_loss", "softcap", "block_size", "ignore_index"):
         with pytest.raises(TypeError, match=f"{name} is traced"):
             jax.eval_shape(lambda x, y, o: cross_entropy(x, y, **{name: o}), LOGITS, LABELS, 1)  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform"), [("pallas", "cpu"), ("custom_call", "tpu")]
+)
+def test_an_implementation_for_another_platform(implementation: Any, platform: str) -> None:
+    f = jax.jit(lambda x, y: cross_entropy(x, y, implementation=implementation))
+    message = f'"{implementation}" is for .*, and the program for {platform}: .*"reference"'
+    with pytest.raises(NotImplementedError, match=message):
+        f.trace(LOGITS, LABELS).lower(lowering_platforms=(platform,))
 
 
 ATTRIBUTES = {

@@ -79,7 +79,7 @@ def test_info_says_what_runs_where() -> None:
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason
     has_cuda = any(target.platform == "CUDA" for target in loaded.targets)
     assert rows["cuda"].implementation == ("custom_call" if has_cuda else None)
-    assert rows["tpu"].implementation is None
+    assert rows["tpu"].implementation == "pallas"
     for piece in (f"jax {jax.__version__}", "cpu: custom_call", str(loaded.path)):
         assert piece in str(info)
 

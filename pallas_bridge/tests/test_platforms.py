@@ -194,14 +194,12 @@ def test_built_without_cuda_says_how_to_build_with_it(host_only: None) -> None:
 
 
 def test_other_platforms_are_refused_by_name(both: None) -> None:
-    for platforms in (("tpu",), ("rocm",), ("rocm", "tpu")):
-        message = (
-            rf"no kernel for platform {', '.join(platforms)} \(there are kernels for cpu, cuda\)"
-        )
+    message = r"no kernel for platform rocm \(there are kernels for cpu, cuda\)"
+    for platforms in (("rocm",), ("rocm", "tpu")):
         with pytest.raises(NotImplementedError, match=message):
             lowered(cross_entropy, *platforms)
     info = str(pallas_bridge.info())
-    assert "cuda: custom_call: kernels of the library" in info and "tpu: None: no kernels" in info
+    assert "cuda: custom_call: kernels of the library" in info and "tpu: pallas: kernels" in info
 
 
 @pytest.mark.only("cpu", "a stand-in for the library, with no kernels in it for GPUs")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placement import PLATFORM
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
@@ -162,7 +163,7 @@ def test_a_mesh_cuts_tokens_and_gathers_no_logits(
     if PLATFORM == "cpu":
         assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
     else:
-        # Where a row begins within a line of memory decides which lane adds what, and a cut moves it.
+        # Where a row begins within a line of memory decides which lane adds what; a cut moves it.
         wide = (np.asarray(g, np.float64) for g in (gradient, expected[1]))
         np.testing.assert_allclose(*wide, rtol=2**-7, atol=2**-23)
 

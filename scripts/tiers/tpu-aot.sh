@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Programs compiled for TPUs where there is none, by libtpu: from pjrt-client, and by microbench, which
-# reports the compiler's schedule; programs that JAX exported, among them a Pallas kernel.
+# reports the compiler's schedule; programs that JAX exported, among them our Pallas kernels, and these in
+# programs around them.
 source scripts/tiers/common.sh
 
 [[ $(uname -sm) == "Linux x86_64" ]] || absent "Linux on x86-64, which libtpu has its only wheels for"
@@ -9,7 +10,10 @@ packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 export XENTILE_PJRT_TPU=$packages/libtpu/libtpu.so
 export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
 
-cargo test -p xentile-tools --test xla_tpu -- --include-ignored
+# With what they print, which is estimates beside what was measured.
+cargo test -p xentile-tools --test xla_tpu -- --include-ignored --show-output
 # Neither the metadata server nor the devices that the lock is about are there.
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     cargo test -p pjrt-client --test tpu_aot -- --include-ignored
+TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu PYTHONPATH=pallas_bridge/src \
+    pytest -v crates/xentile-tools/tests/tpu

@@ -7,6 +7,8 @@ pub mod cli;
 pub mod config;
 mod dense;
 pub mod draft;
+pub mod estimate;
+mod export;
 pub mod gradcheck;
 pub mod input;
 pub mod machine;

@@ -19,6 +19,7 @@ use xentile_cpu::Isa;
 use xentile_programs::Exported;
 
 use crate::config::{Backend, Op, Options, ReductionConfig, TileConfig};
+use crate::estimate::Estimate;
 use crate::input::synthetic::Synthetic;
 use crate::machine::Machine;
 use crate::memory;
@@ -415,6 +416,8 @@ pub struct Report {
     pub compiled: Option<CompiledMemory>,
     /// The compiler's schedule; none where it tells of none.
     pub schedule: Option<Schedule>,
+    /// What a step would take by that schedule; an estimate, none where there is too little to go by.
+    pub estimate: Option<Estimate>,
     /// Hardware, versions and commit.
     pub machine: Machine,
     /// The full configuration.
@@ -494,6 +497,7 @@ struct Found {
     from_cache: Option<bool>,
     compiled: Option<CompiledMemory>,
     schedule: Option<Schedule>,
+    estimate: Option<Estimate>,
     run: Option<Run>,
 }
 
@@ -518,7 +522,7 @@ pub fn run(config: &Config) -> Result<Report> {
         (None, _) => measure(config)?,
         (Some(topology), Op::CrossEntropy) => xla::compile_for(topology, config)?,
     };
-    let Found { setup, compile_s, from_cache, compiled, schedule, run } = found;
+    let Found { setup, compile_s, from_cache, compiled, schedule, estimate, run } = found;
     let Setup { tile, threads, isa, plugin, exported } = setup;
     let run = run.as_ref();
     let milliseconds = |seconds: fn(&Run) -> f64| run.map(|run| seconds(run) * 1e3);
@@ -564,6 +568,7 @@ pub fn run(config: &Config) -> Result<Report> {
             .map(|(peak, inputs)| peak.saturating_sub(inputs)),
         compiled,
         schedule,
+        estimate,
         machine,
         config: config.clone(),
     })
@@ -612,6 +617,7 @@ fn measure(config: &Config) -> Result<Found> {
         from_cache: subject.is_cached(),
         compiled,
         schedule: None,
+        estimate: None,
         run: Some(Run { first_run_s, loss, steps, copy_s, mem_after_alloc, mem_after_run }),
     })
 }
@@ -726,6 +732,35 @@ impl fmt::Display for Report {
                 let name = format!("  {}", part.name);
                 row(&name, part.bundles, part.empty_bundles, &part.slots_used)?;
             }
+        }
+        if let Some(estimate) = &self.estimate {
+            for kernel in &estimate.kernels {
+                line(
+                    "estimate",
+                    format!(
+                        "{}: a tile's DMA {:.2} us, its schedule {:.2} us; DMA {:.3} ms, schedule \
+                         {:.3} ms: {} binds",
+                        kernel.name,
+                        kernel.tile_dma_us,
+                        kernel.tile_schedule_us,
+                        kernel.dma_ms,
+                        kernel.schedule_ms,
+                        kernel.binds.name()
+                    ),
+                )?;
+            }
+            line(
+                "estimate",
+                format!(
+                    "a step takes {:.3} ms, {:.2} of the {:.3} that two passes over HBM take; not \
+                     measured: a bundle a cycle of {:.2} GHz, {:.0} GB/s",
+                    estimate.step_ms,
+                    estimate.ratio_to_floor,
+                    estimate.floor_ms,
+                    estimate.clock_ghz,
+                    estimate.hbm_gb_per_s
+                ),
+            )?;
         }
         if self.compiled.is_some() && self.loss.is_some() {
             let device = &self.mem_after_run.device;

@@ -3,7 +3,10 @@
 //! A TPU core runs bundles, one a cycle where nothing stalls, and each bundle has slots for each unit.
 //! The compiler writes two files for each computation (the top-level program, every fusion, every
 //! kernel): how many bundles it has, and a table with a row a bundle of the slots that are used.
-//! Each bundle is written once, however often the program comes by: a loop's body counts once.
+//! Each bundle is written once, however often the program comes by: a loop's body counts once, and
+//! how many bundles run is read from the listing of them, as far as it tells.
+
+mod turns;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -43,6 +46,17 @@ pub struct Computation {
     pub empty_bundles: u64,
     /// Slots used in all bundles, by unit.
     pub slots_used: BTreeMap<String, u64>,
+    /// Bundles that run, loops counted as often as they turn; an estimate, without `data_bundles`.
+    /// None where the listing is not as expected.
+    pub run_bundles: Option<u64>,
+    /// Bundles of one turn of each loop whose end the data decide.
+    pub data_bundles: Option<u64>,
+    /// Steps of pipelined grids.
+    pub grid_steps: Option<u64>,
+    /// Bytes that copies between HBM and VMEM move; an estimate.
+    pub dma_bytes: Option<u64>,
+    /// What it holds of VMEM: scratch and the windows of a pipeline. None where that is not told.
+    pub vmem_bytes: Option<u64>,
 }
 
 /// libtpu's arguments that have it dump schedules to `folder`, after those of the user.
@@ -101,6 +115,17 @@ fn files(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
 enum Kind {
     Bundles,
     Slots,
+    Listing,
+    Allocations,
+}
+
+/// What the files of a computation hold.
+#[derive(Default)]
+struct Files {
+    bundles: Option<[u64; 2]>,
+    slots: Option<Slots>,
+    turns: Option<turns::Turns>,
+    vmem_bytes: Option<u64>,
 }
 
 /// Takes `<time>-<computation>-<pass>-<kind>.txt` apart, into what is the computation's own and what
@@ -109,6 +134,8 @@ fn take_apart(name: &str) -> Option<(&str, Kind)> {
     let (rest, kind) = [
         ("-schedule-analysis_final_bundles.txt", Kind::Bundles),
         ("-final_hlo-static-per-bundle-utilization.txt", Kind::Slots),
+        ("-final_bundles.txt", Kind::Listing),
+        ("-original.txt", Kind::Allocations),
     ]
     .iter()
     .find_map(|&(suffix, kind)| Some((name.strip_suffix(suffix)?, kind)))?;
@@ -117,7 +144,7 @@ fn take_apart(name: &str) -> Option<(&str, Kind)> {
 }
 
 fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
-    let mut found: BTreeMap<String, (Option<[u64; 2]>, Option<Slots>)> = BTreeMap::new();
+    let mut found: BTreeMap<String, Files> = BTreeMap::new();
     for path in paths {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let Some((computation, kind)) = take_apart(&name) else { continue };
@@ -125,13 +152,18 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
             fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let entry = found.entry(computation.to_owned()).or_default();
         match kind {
-            Kind::Bundles => entry.0 = Some(bundles(&text).context(name)?),
-            Kind::Slots => entry.1 = Some(slots(&text).context(name)?),
+            Kind::Bundles => entry.bundles = Some(bundles(&text).context(name)?),
+            Kind::Slots => entry.slots = Some(slots(&text).context(name)?),
+            Kind::Listing => entry.turns = turns::read(&text),
+            Kind::Allocations => entry.vmem_bytes = vmem_bytes(&text),
         }
     }
     ensure!(!found.is_empty(), "libtpu dumped none; it may be of a version that does not");
     let mut schedule = Schedule::default();
-    for (key, (bundles, slots)) in found {
+    for (key, Files { bundles, slots, turns, vmem_bytes }) in found {
+        if bundles.is_none() && slots.is_none() {
+            continue;
+        }
         let (Some([bundles, empty_bundles]), Some(slots)) = (bundles, slots) else {
             bail!("{key} has one of two files; a version of libtpu that writes both is needed");
         };
@@ -146,10 +178,36 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
         // Before the name is the time.
         let name = key.split_once('-').map_or(key.as_str(), |(_, name)| name).to_owned();
         let slots_used = slots.used;
-        schedule.computations.push(Computation { name, bundles, empty_bundles, slots_used });
+        // A listing of as many bundles, or it was misread.
+        let turns = turns.filter(|turns| turns.of_bundles.len() as u64 == bundles);
+        let run = turns.as_ref().map(|turns| turns.of_bundles.iter().sum::<f64>());
+        schedule.computations.push(Computation {
+            name,
+            bundles,
+            empty_bundles,
+            slots_used,
+            run_bundles: run.map(|run| run.round() as u64),
+            data_bundles: turns.as_ref().map(|turns| turns.data_bundles),
+            grid_steps: turns.as_ref().map(|turns| turns.steps.round() as u64),
+            dma_bytes: turns.map(|turns| turns.dma_bytes.round() as u64),
+            vmem_bytes,
+        });
     }
     schedule.computations.sort_by_key(|computation| std::cmp::Reverse(computation.bundles));
     Ok(schedule)
+}
+
+/// The sum of `size = 0x..` over allocations in VMEM; none where there is no allocation at all.
+fn vmem_bytes(text: &str) -> Option<u64> {
+    let allocations = || text.lines().filter(|line| line.trim_start().starts_with("#allocation"));
+    allocations().next()?;
+    let size = |line: &str| {
+        let (_, rest) = line.split_once("space=vmem, size = 0x")?;
+        let end = rest.find(|c: char| !c.is_ascii_hexdigit())?;
+        // One that is not told is -1.
+        u64::from_str_radix(&rest[..end], 16).ok().filter(|&size| size <= u64::from(u32::MAX))
+    };
+    Some(allocations().filter_map(size).sum())
 }
 
 /// All bundles, and those that are empty.

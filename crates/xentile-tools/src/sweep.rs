@@ -1,5 +1,6 @@
 //! Measures a grid of tiles, one process a cell, and keeps what was found.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::IsTerminal;
@@ -17,6 +18,7 @@ use xentile::TunedTile;
 use crate::cli;
 use crate::config::{self, TileConfig};
 use crate::draft::{Draft, write_whole};
+use crate::estimate::Binds;
 use crate::machine::Machine;
 use crate::memory;
 use crate::microbench::{self, Implementation, name};
@@ -108,11 +110,50 @@ struct Measured {
     mem_after_run: RunMemory,
     compiled: Option<ProgramMemory>,
     schedule: Option<Bundles>,
+    estimate: Option<Estimated>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Bundles {
+    bundles: u64,
+    slots_used: BTreeMap<String, u64>,
+    computations: Vec<Part>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Part {
+    vmem_bytes: Option<u64>,
+}
+
+/// What is estimated of a cell that was compiled and not run.
+#[derive(Clone, Debug, Deserialize)]
+struct Estimated {
+    kernels: Vec<EstimatedKernel>,
+    step_ms: f64,
+    floor_ms: f64,
+    ratio_to_floor: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-struct Bundles {
-    bundles: u64,
+struct EstimatedKernel {
+    tile_dma_us: f64,
+    tile_schedule_us: f64,
+    dma_ms: f64,
+    schedule_ms: f64,
+    binds: Binds,
+}
+
+impl Estimated {
+    fn sum(&self, of: impl Fn(&EstimatedKernel) -> f64) -> f64 {
+        self.kernels.iter().map(of).sum()
+    }
+
+    /// What the kernels wait for, of each that differs.
+    fn binds(&self) -> String {
+        let mut names: Vec<_> = self.kernels.iter().map(|kernel| kernel.binds.name()).collect();
+        names.dedup();
+        names.join(" and ")
+    }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -129,6 +170,14 @@ struct ProgramMemory {
     output_bytes: Option<u64>,
     temporary_bytes: Option<u64>,
     alias_bytes: Option<u64>,
+    code_bytes: Option<u64>,
+}
+
+impl Measured {
+    /// The most that a part of the program holds of VMEM; none where that is not told.
+    fn vmem_bytes(&self) -> Option<u64> {
+        self.schedule.as_ref()?.computations.iter().filter_map(|part| part.vmem_bytes).max()
+    }
 }
 
 impl ProgramMemory {
@@ -338,7 +387,12 @@ impl Progress {
         let told = match &row.outcome {
             Ok((measured, _)) => match measured.median_step_ms {
                 Some(ms) => format!("{ms:.3} ms"),
-                None => format!("compiled in {} s", figure(measured.compile_s, 3)),
+                None => {
+                    let estimate = measured.estimate.as_ref().map(|estimate| estimate.step_ms);
+                    let estimate = estimate
+                        .map_or(String::new(), |ms| format!(", a step estimated at {ms:.3} ms"));
+                    format!("compiled in {} s{estimate}", figure(measured.compile_s, 3))
+                }
             },
             Err(reason) => format!("failed: {reason}"),
         };
@@ -435,22 +489,53 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// The table of a sweep that only compiles.
+    /// The table of a sweep that only compiles. Milliseconds and microseconds are estimates.
     fn compiled_csv(&self) -> String {
         let mut text = String::from(
-            "time_block,block_size,status,compile_s,temporary_bytes,peak_bytes,bundles,error\n",
+            "time_block,block_size,status,compile_s,code_bytes,argument_bytes,output_bytes,\
+             temporary_bytes,peak_bytes,vmem_bytes,bundles,spills,fills,estimated_tile_dma_us,\
+             estimated_tile_schedule_us,estimated_dma_ms,estimated_schedule_ms,binds,\
+             estimated_step_ms,error\n",
         );
-        let bytes = |bytes: Option<u64>| bytes.map_or(String::new(), |bytes| bytes.to_string());
         for Row { time_block, block_size, outcome } in self.rows {
             let rest = match outcome {
-                Ok((m, _)) => format!(
-                    "ok,{},{},{},{},",
-                    m.compile_s.map_or(String::new(), |seconds| seconds.to_string()),
-                    bytes(m.compiled.and_then(|compiled| compiled.temporary_bytes)),
-                    bytes(m.compiled.and_then(|compiled| compiled.peak_bytes)),
-                    bytes(m.schedule.map(|schedule| schedule.bundles))
-                ),
-                Err(reason) => format!("failed,,,,,\"{}\"", reason.replace('"', "\"\"")),
+                Ok((m, _)) => {
+                    let part = |part: fn(&ProgramMemory) -> Option<u64>| {
+                        m.compiled.as_ref().and_then(part)
+                    };
+                    let slots = |unit| Some(*m.schedule.as_ref()?.slots_used.get(unit)?);
+                    let counts = [
+                        part(|program| program.code_bytes),
+                        part(|program| program.argument_bytes),
+                        part(|program| program.output_bytes),
+                        part(|program| program.temporary_bytes),
+                        part(|program| program.peak_bytes),
+                        m.vmem_bytes(),
+                        m.schedule.as_ref().map(|schedule| schedule.bundles),
+                        slots("vstore_spill"),
+                        slots("vload_fill"),
+                    ];
+                    let estimated = |of: fn(&Estimated) -> f64| {
+                        let estimate = m.estimate.as_ref().map(of);
+                        estimate.map_or(String::new(), |number| number.to_string())
+                    };
+                    let cells = [
+                        m.compile_s.map_or(String::new(), |seconds| seconds.to_string()),
+                        counts
+                            .map(|count| count.map_or(String::new(), |count| count.to_string()))
+                            .join(","),
+                        estimated(|estimate| estimate.sum(|kernel| kernel.tile_dma_us)),
+                        estimated(|estimate| estimate.sum(|kernel| kernel.tile_schedule_us)),
+                        estimated(|estimate| estimate.sum(|kernel| kernel.dma_ms)),
+                        estimated(|estimate| estimate.sum(|kernel| kernel.schedule_ms)),
+                        m.estimate.as_ref().map_or(String::new(), Estimated::binds),
+                        estimated(|estimate| estimate.step_ms),
+                    ];
+                    format!("ok,{},", cells.join(","))
+                }
+                Err(reason) => {
+                    format!("failed{}\"{}\"", ",".repeat(17), reason.replace('"', "\"\""))
+                }
             };
             _ = writeln!(text, "{time_block},{block_size},{rest}");
         }
@@ -459,23 +544,48 @@ impl Sweep<'_> {
 
     /// The same for people.
     fn compiled_markdown(&self, text: &mut String) {
-        *text += "| time_block | block_size | compile s | temporaries | peak | bundles |\n";
-        *text += "| ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        *text += "Times are estimates from the compiler's schedule and what is published of the \
+                  chip; nothing ran.\n\n";
+        *text += "| time_block | block_size | compile s | code | temporaries | peak | VMEM | bundles \
+                  | spills | tile: DMA us | tile: schedule us | DMA ms | schedule ms | binds | \
+                  estimated step ms | x floor |\n";
+        text.push('|');
+        *text += &" ---: |".repeat(16);
+        text.push('\n');
         let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
         for Row { time_block, block_size, outcome } in self.rows {
             _ = match outcome {
-                Ok((m, _)) => writeln!(
-                    text,
-                    "| {time_block} | {block_size} | {} | {} | {} | {} |",
-                    figure(m.compile_s, 3),
-                    bytes(m.compiled.and_then(|compiled| compiled.temporary_bytes)),
-                    bytes(m.compiled.and_then(|compiled| compiled.peak_bytes)),
-                    m.schedule
-                        .map_or("not told".to_owned(), |schedule| schedule.bundles.to_string())
-                ),
+                Ok((m, _)) => {
+                    let compiled = m.compiled.as_ref();
+                    let schedule = m.schedule.as_ref();
+                    let count = |count: Option<u64>| {
+                        count.map_or("not told".to_owned(), |count| count.to_string())
+                    };
+                    let estimated = |digits: usize, of: fn(&Estimated) -> f64| {
+                        figure(m.estimate.as_ref().map(of), digits)
+                    };
+                    let cells = [
+                        figure(m.compile_s, 1),
+                        bytes(compiled.and_then(|compiled| compiled.code_bytes)),
+                        bytes(compiled.and_then(|compiled| compiled.temporary_bytes)),
+                        bytes(compiled.and_then(|compiled| compiled.peak_bytes)),
+                        bytes(m.vmem_bytes()),
+                        count(schedule.map(|schedule| schedule.bundles)),
+                        count(schedule.and_then(|s| s.slots_used.get("vstore_spill").copied())),
+                        estimated(2, |estimate| estimate.sum(|kernel| kernel.tile_dma_us)),
+                        estimated(2, |estimate| estimate.sum(|kernel| kernel.tile_schedule_us)),
+                        estimated(3, |estimate| estimate.sum(|kernel| kernel.dma_ms)),
+                        estimated(3, |estimate| estimate.sum(|kernel| kernel.schedule_ms)),
+                        m.estimate.as_ref().map_or("not told".to_owned(), Estimated::binds),
+                        estimated(3, |estimate| estimate.step_ms),
+                        estimated(2, |estimate| estimate.ratio_to_floor),
+                    ];
+                    writeln!(text, "| {time_block} | {block_size} | {} |", cells.join(" | "))
+                }
                 Err(reason) => writeln!(
                     text,
-                    "| {time_block} | {block_size} | failed | | | {} |",
+                    "| {time_block} | {block_size} | failed | {}{} |",
+                    "| ".repeat(12),
                     reason.replace('|', "\\|")
                 ),
             };
@@ -612,11 +722,11 @@ impl Sweep<'_> {
     }
 
     fn figure(&self) -> Figure {
-        // Where nothing ran, the schedule's length is what tiles differ in.
+        // Where nothing ran, there is an estimate at most.
         let compiled = self.config.cell.topology.is_some();
         let height = |m: &Measured| match compiled {
             false => m.median_step_ms,
-            true => Some(m.schedule?.bundles as f64),
+            true => Some(m.estimate.as_ref()?.step_ms),
         };
         let best = self.best().and_then(|(row, best)| {
             let found = format!(
@@ -630,9 +740,19 @@ impl Sweep<'_> {
         });
         let device = format!("{}, {} cores", self.machine.processor, self.machine.cores);
         let time = Panel {
-            y_label: if compiled { "bundles" } else { "step time, median (ms)" }.to_owned(),
+            y_label: match compiled {
+                true => "step time, estimated and not measured (ms)".to_owned(),
+                false => "step time, median (ms)".to_owned(),
+            },
             series: self.lines(height),
-            level: self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
+            level: match compiled {
+                true => self
+                    .rows
+                    .iter()
+                    .find_map(|row| Some(row.measured()?.estimate.as_ref()?.floor_ms))
+                    .map(|ms| (ms, format!("two passes over HBM: {ms:.2} ms"))),
+                false => self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
+            },
             mark: best.as_ref().map(|(_, point)| *point),
         };
         Figure {

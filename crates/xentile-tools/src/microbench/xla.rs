@@ -22,8 +22,8 @@ use super::{
 use crate::config::{Backend, TileConfig, Weights};
 use crate::schedule::Dump;
 use crate::timing::timed;
-use crate::tpu;
 use crate::xla::{self, Compiled, Session};
+use crate::{estimate, export, tpu};
 
 /// Cross-entropy with the inputs that `config` describes.
 pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
@@ -41,11 +41,6 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         DType::Bf16 => Plan::new::<bf16>(config)?,
         DType::F16 => Plan::new::<f16>(config)?,
     };
-    ensure!(
-        plan.code.is_some() || config.implementation == Implementation::Reference,
-        "no kernels for xla:tpu in this build; name a program that JAX exported with --program \
-         FILE.json, or take the dense one with --impl reference"
-    );
     let plugin = Plugin::find(Platform::Tpu, config.plugin.as_deref())?;
     let devices = Topology::new(plugin, topology, &[]).with_context(|| tpu::explain(topology))?;
     let setup = Setup {
@@ -59,16 +54,27 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         )),
         exported: plan.exported.clone(),
     };
+    let shape = config.shape()?;
+    let problem = estimate::Problem {
+        tokens: shape.tokens(),
+        vocab: shape.vocab(),
+        width: config.dtype.size_bytes(),
+        tile: plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok()),
+    };
     let dump = Dump::of_environment();
     let program = pjrt_client::Program::mlir(plan.code());
     let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
     let executable = executable.with_context(|| format!("it does not compile for {topology}"))?;
+    let schedule = dump.map(|dump| dump.read()).transpose()?;
     Ok(Found {
         setup,
         compile_s: Some(compile_s),
         from_cache: None,
         compiled: Some(executable.memory_stats()?.into()),
-        schedule: dump.map(|dump| dump.read()).transpose()?,
+        estimate: schedule
+            .as_ref()
+            .and_then(|schedule| estimate::estimate(topology, schedule, problem)),
+        schedule,
         run: None,
     })
 }
@@ -112,7 +118,13 @@ impl Plan {
                 ("forward_and_backward", program, 3)
             }
         };
-        let exported = match config.manifest()? {
+        let is_ours =
+            config.backend == Backend::XlaTpu && config.implementation == Implementation::Kernel;
+        let manifest = match config.manifest()? {
+            None if is_ours => Some(export::manifest(config)?),
+            named => named,
+        };
+        let exported = match manifest {
             Some(path) => {
                 let exported = Exported::load(&path)?;
                 check(&exported, config, called, &program)
@@ -209,8 +221,12 @@ struct OnXla {
 impl OnXla {
     fn new<E: Element + pjrt_client::Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
-        let plan = Plan::new::<E>(config)?;
         let platform = config.backend.platform().context("the backend has a platform")?;
+        if platform == Platform::Tpu {
+            // Before a program is made that could not run.
+            tpu::require()?;
+        }
+        let plan = Plan::new::<E>(config)?;
         let session = Session::open(platform, config.plugin.as_deref(), config.cache.as_deref())?;
         let is_kernel = config.implementation == Implementation::Kernel && plan.code.is_none();
         if is_kernel {

@@ -1,6 +1,12 @@
 """What JAX spells differently from one supported version to another."""
 
+import dataclasses
 from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+from jax.sharding import AbstractDevice, AbstractMesh
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -8,3 +14,43 @@ def varying_axes(aval: Any) -> frozenset[str]:
     # From 0.12 on they are part of a larger type.
     axes = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     return frozenset(axes)
+
+
+def abstract_tpu(kind: str | None) -> AbstractMesh:
+    """Returns a mesh of one TPU core, of a `kind` as JAX names it, that need not be there."""
+    if kind is None:
+        return AbstractMesh((), ())
+    fields = {field.name for field in dataclasses.fields(AbstractDevice)}
+    # From 0.10 on a device has a platform too.
+    more: Any = {"platform": "tpu"} if "platform" in fields else {}
+    device = AbstractDevice(device_kind=kind, num_cores=1, **more)
+    return AbstractMesh((1,), ("core",), abstract_device=device)
+
+
+def with_rows_in_order(bytecode: bytes) -> bytes:
+    """Returns an exported program whose matrices come and go row by row.
+
+    XLA may choose another layout for what crosses the border of a program, and does on TPUs; then
+    it copies all of it to the one that the program works on. Matrices in the middle of a program
+    have no such border.
+    """
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        main: Any
+        (main,) = (op for op in module.body.operations if str(op.name).strip('"') == "main")
+        sides = (
+            ("arg_attrs", main.arg_attrs, main.type.inputs),
+            ("res_attrs", main.result_attrs, main.type.results),
+        )
+        for name, all_attributes, types in sides:
+            changed = []
+            for attributes, type_ in zip(all_attributes, types, strict=True):
+                layout = "{1,0}" if len(type_.shape) == 2 else "default"
+                named = {item.name: item.attr for item in attributes}
+                named["mhlo.layout_mode"] = ir.StringAttr.get(layout)
+                changed.append(ir.DictAttr.get(named))
+            main.operation.attributes[name] = ir.ArrayAttr.get(changed)
+        oldest = stablehlo.StablehloCompatibilityRequirement.WEEK_4
+        version = stablehlo.get_version_from_compatibility_requirement(oldest)
+        result: bytes = stablehlo.serialize_portable_artifact(module, version, True)
+        return result

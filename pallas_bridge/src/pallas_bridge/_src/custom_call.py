@@ -6,6 +6,7 @@ come `vmap` without a loop or a transpose, partitioning over a mesh, and lowerin
 only what its calls take and give.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import library
+from . import library, pallas
 from .compat import varying_axes
 
 
@@ -66,10 +67,15 @@ class Call:
     lighter: Lighter | None = field(default=None, repr=False)
     # Whether its one result is its first operand where the last is 1 everywhere.
     is_product: bool = False
+    # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
+    implementation: str | None = None
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Makes `call` part of the program being traced, or runs it."""
+    if call.implementation == "pallas" and pallas.interpret_params is not None:
+        # The interpreter calls back in order, which a lowering cannot add to a program.
+        return tuple(pallas.kernel(None, call)(*operands))
     keep = tuple(range(len(call.results)))
     return tuple(_custom_call.bind(*_vary_alike(operands), call=call, keep=keep))
 
@@ -178,9 +184,20 @@ pe.dce_rules[_custom_call] = _dead_code
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    _check_platforms(call, ctx.platforms or ctx.module_context.platforms)
     if call.is_product and _is_one(operands[-1]):
         return [operands[0]]
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    others = tuple(platform for platform in platforms if platform != "tpu")
+    if call.implementation is None and others != platforms and others:
+        return _lower_for_each(ctx, *operands, call=call, keep=keep)
+    if not others or (call.implementation == "pallas" and others != platforms):
+        return _lower_pallas(ctx, *operands, call=call, keep=keep)
+    if call.implementation == "pallas":
+        raise NotImplementedError(
+            f'{call.operation}: implementation "pallas" is for TPUs, and the program for '
+            f'{", ".join(platforms)}: "custom_call" runs where info() says, "reference" everywhere'
+        )
+    _check_platforms(call, others)
     results = _result_avals(call, ctx.avals_in)
     lowering = jax.ffi.ffi_lowering(
         call.target,
@@ -264,7 +281,38 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     )
 
 
+def _lower_for_each(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
+    """Puts a conditional over the platform in the call's place: TPUs have no custom calls."""
+
+    def of(implementation: str) -> Any:
+        named = dataclasses.replace(call, implementation=implementation)
+        return lambda *arrays: tuple(_custom_call.bind(*arrays, call=named, keep=keep))
+
+    lower = mlir.lower_fun(
+        lambda *arrays: jax.lax.platform_dependent(
+            *arrays, tpu=of("pallas"), default=of("custom_call")
+        ),
+        multiple_results=True,
+    )
+    results: Sequence[Any] = lower(ctx, *operands)
+    return results
+
+
+def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
+    """Puts the call's kernel in Pallas in its place."""
+    # Pallas would have a kernel for each platform of the module.
+    module = ctx.module_context.replace(platforms=("tpu",))
+    ctx = ctx.replace(module_context=module, platforms=None)
+    kernel = pallas.kernel(module, call)
+    lower = mlir.lower_fun(
+        lambda *arrays: [kernel(*arrays)[index] for index in keep], multiple_results=True
+    )
+    results: Sequence[Any] = lower(ctx, *operands)
+    return results
+
+
 # One rule for all platforms, not one for each: a program for several holds each call once, and not
 # once a platform under a conditional, through which no result could take the place of an operand.
-# Not cached, because a cached rule is not shown where its operands come from (`_is_one`).
+# But for TPUs, that is. Not cached, because a cached rule is not shown where its operands come from
+# (`_is_one`).
 mlir.register_lowering(_custom_call, _lower, cacheable=False)

@@ -15,7 +15,6 @@ def choose(operation: str, implementation: Implementation | None) -> Implementat
 
     Raises:
         ValueError: there is no implementation of that name.
-        NotImplementedError: it is not there yet.
     """
     if implementation is None:
         return "custom_call"
@@ -23,11 +22,6 @@ def choose(operation: str, implementation: Implementation | None) -> Implementat
         names = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(
             f"{operation}: implementation is {implementation!r}; it must be one of {names}, or None"
-        )
-    if implementation == "pallas":
-        raise NotImplementedError(
-            f'{operation}: implementation "pallas" is for TPUs and not in pallas_bridge '
-            f'{versions.PACKAGE}; "custom_call" runs where info() says, "reference" everywhere'
         )
     return implementation
 
@@ -79,6 +73,8 @@ def info() -> Info:
             row = PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
         elif loaded is None and platform in library.JAX_PLATFORMS.values():
             row = PlatformInfo(platform, None, "the library cannot be used")
+        elif platform == "tpu":
+            row = PlatformInfo(platform, "pallas", "kernels in Pallas")
         elif platform in library.BUILDS:
             reason = f"the library was built without: {library.BUILDS[platform]}"
             row = PlatformInfo(platform, None, reason)

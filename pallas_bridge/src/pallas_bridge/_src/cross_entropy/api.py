@@ -1,5 +1,6 @@
 """Cross-entropy over logits: what users call."""
 
+import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -13,7 +14,8 @@ from .reduction import token_factors, weighted
 
 Reduction = Literal["none", "mean", "sum"]
 
-IMPLEMENTATIONS = {"custom_call": custom_call, "reference": reference}
+# Kernels in Pallas are another lowering of the same calls.
+IMPLEMENTATIONS = {"custom_call": custom_call, "pallas": custom_call, "reference": reference}
 
 
 class _Keywords(TypedDict, total=False):
@@ -99,9 +101,10 @@ def cross_entropy(
       donate_logits: whether the gradient takes the place of the logits in memory, which halves the
         peak. Where something else reads the logits later (a metric, say), XLA copies them first:
         never wrong, and slower. An argument of `jax.jit` has to be donated there as well.
-      implementation: "custom_call" (kernels of the library), "reference" (the dense program of
-        XLA), or None for what `pallas_bridge.info()` says of the platform. It is never replaced by
-        another in silence.
+      implementation: "custom_call" (kernels of the library), "pallas" (kernels for TPUs, for which
+        `block_size` is a multiple of 128 and `time_block` of 8, or 16 if logits are bfloat16;
+        float16 is not taken), "reference" (the dense program of XLA), or None for what
+        `pallas_bridge.info()` says of the platform. It is never replaced by another in silence.
 
     Returns:
       The loss in float32, a scalar or [.., T] for "none"; with `return_lse` the pair of loss and
@@ -216,6 +219,6 @@ def _prepare(
     weights = None if weights is None else jnp.asarray(weights)
     check_arrays(logits, labels, weights)
     module.check_dtype(logits)
-    checked = check_options(**options)
+    checked = dataclasses.replace(check_options(**options), implementation=implementation)
     labels, checked = narrow_labels(labels, checked)
     return logits, labels, None if weights is None else weights.astype(jnp.float32), checked, module

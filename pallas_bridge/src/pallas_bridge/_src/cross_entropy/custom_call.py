@@ -41,6 +41,7 @@ def _forward_call(options: Options, every_token: bool) -> Call:
         target="xentile_cross_entropy_forward",
         results=(PerToken(),) * 4,
         attributes=_attributes(options, every_token),
+        implementation=options.implementation,
     )
 
 
@@ -66,6 +67,7 @@ def backward(
         results=(Like(0),),
         attributes=_attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
+        implementation=options.implementation,
     )
     (dlogits,) = bind(call, logits, labels, *saved, *cotangents)
     return dlogits
@@ -87,6 +89,7 @@ def fused(
             operands=(0, 1),
             results=(0, 2, 3),
         ),
+        implementation=options.implementation,
     )
     loss, lse, lse_low, dlogits = bind(call, logits, labels, dloss)
     return loss, lse, lse_low, dlogits
@@ -157,7 +160,7 @@ def _fused_backward(options: Options, residuals: Any, cotangents: Any) -> tuple[
     dfactors = None if losses is None else dloss * losses
     if isinstance(dlse, SymbolicZero):
         # A factor a token, so that tokens may be cut over a mesh.
-        return scale(OPERATION, dlogits, dloss * ones), None, dfactors
+        return scale(OPERATION, dlogits, dloss * ones, options.implementation), None, dfactors
     logits, labels, factors, *saved = again
     given = (dloss * factors, jnp.zeros_like(dlse), dlse)
     return backward(options, logits, labels, tuple(saved), given), None, dfactors

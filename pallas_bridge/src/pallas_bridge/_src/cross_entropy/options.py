@@ -30,6 +30,8 @@ class Options:
     every_token: bool
     # Whether dlogits take the place of the logits.
     donate_logits: bool
+    # What the user asked for by name.
+    implementation: str | None = None
 
 
 def _number(name: str, value: Any) -> float:

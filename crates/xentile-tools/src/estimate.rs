@@ -1,0 +1,245 @@
+//! What a compiled program of cross-entropy would take on a TPU: an estimate, from the compiler's
+//! schedule and what is published of the chip. docs/tpu-cross-entropy.md holds it against steps that
+//! were measured.
+//!
+//! Assumed: a bundle takes a cycle and nothing stalls; loops that the data end turn once a token;
+//! copies between HBM and VMEM go at the published bandwidth, and beside arithmetic; each step of a
+//! pipelined grid costs a third of a microsecond more.
+
+use serde::{Deserialize, Serialize};
+use xentile::Tile;
+
+use crate::schedule::{Computation, Schedule};
+
+/// What a step of a pipelined grid costs beyond its bundles: copies started and awaited. On v6e; the
+/// first two measured rows of docs/tpu-cross-entropy.md leave 0.33 us for it.
+const STEP_S: f64 = 0.35e-6;
+
+/// What is published of one core of a TPU.
+#[derive(Clone, Copy, Debug)]
+struct Chip {
+    /// The first part of a topology's name.
+    generation: &'static str,
+    /// Dense bf16 operations a second.
+    flops: f64,
+    /// Rows and columns of an MXU, of which a core has four.
+    mxu: f64,
+    hbm_bytes_per_second: f64,
+}
+
+const CHIPS: [Chip; 4] = [
+    Chip { generation: "v5e", flops: 1.97e14, mxu: 128.0, hbm_bytes_per_second: 8.2e11 },
+    Chip { generation: "v5p", flops: 2.295e14, mxu: 128.0, hbm_bytes_per_second: 1.23e12 },
+    Chip { generation: "v6e", flops: 9.2e14, mxu: 256.0, hbm_bytes_per_second: 1.64e12 },
+    Chip { generation: "tpu7x", flops: 1.155e15, mxu: 256.0, hbm_bytes_per_second: 3.7e12 },
+];
+
+impl Chip {
+    fn of(topology: &str) -> Option<&'static Self> {
+        let generation = topology.split(':').next()?;
+        CHIPS.iter().find(|chip| chip.generation == generation)
+    }
+
+    /// Cycles a second. It is not published for each, but what all MXUs do in a second is.
+    fn clock(&self) -> f64 {
+        self.flops / (4.0 * 2.0 * self.mxu * self.mxu)
+    }
+}
+
+/// The names that our kernels have, and how often each moves as many bytes as logits have.
+const KERNELS: [(&str, f64); 3] = [
+    ("xentile_cross_entropy_fused", 2.0),
+    ("xentile_cross_entropy_forward", 1.0),
+    ("xentile_cross_entropy_backward", 2.0),
+];
+
+/// Which of the two a kernel waits for.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Binds {
+    /// Copies between HBM and VMEM.
+    Dma,
+    /// Bundles.
+    Schedule,
+}
+
+impl Binds {
+    /// As tables have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dma => "DMA",
+            Self::Schedule => "schedule",
+        }
+    }
+}
+
+/// An estimate of a step; nothing in it was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Estimate {
+    /// Cycles a second that are assumed, in 1e9.
+    pub clock_ghz: f64,
+    /// The published bandwidth, in 1e9 bytes a second.
+    pub hbm_gb_per_s: f64,
+    /// Logits read once and gradient written once at that bandwidth.
+    pub floor_ms: f64,
+    /// Our kernels, in the order of the schedule.
+    pub kernels: Vec<KernelEstimate>,
+    /// Everything else: of each part, its schedule or its copies, whichever is longer.
+    pub rest_ms: f64,
+    /// The kernels one after another, and the rest.
+    pub step_ms: f64,
+    /// `step_ms / floor_ms`.
+    pub ratio_to_floor: f64,
+}
+
+/// An estimate of one kernel.
+#[derive(Clone, Debug, Serialize)]
+pub struct KernelEstimate {
+    /// Without the number that XLA gives it.
+    pub name: &'static str,
+    /// Copies in and out of one tile.
+    pub tile_dma_us: f64,
+    /// The schedule's share of one tile.
+    pub tile_schedule_us: f64,
+    /// Copies of all tiles.
+    pub dma_ms: f64,
+    /// The whole schedule.
+    pub schedule_ms: f64,
+    /// The longer of the two.
+    pub binds: Binds,
+    /// What the steps of its grid cost beyond that.
+    pub steps_ms: f64,
+    /// The longer, the steps, and the first tile's way in and the last one's way out, which nothing
+    /// covers.
+    pub kernel_ms: f64,
+}
+
+/// The problem that a program is for.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem {
+    /// T.
+    pub tokens: usize,
+    /// V.
+    pub vocab: usize,
+    /// Bytes of a logit.
+    pub width: usize,
+    /// None where there are no tiles.
+    pub tile: Option<Tile>,
+}
+
+/// Estimates a step; none for a chip that nothing is known of, or where the schedule does not tell
+/// how many bundles run.
+#[must_use]
+pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option<Estimate> {
+    let chip = Chip::of(topology)?;
+    let clock = chip.clock();
+    let Problem { tokens, vocab, width, tile } = problem;
+    let logits = (tokens * vocab * width) as f64;
+    let mut kernels = Vec::new();
+    let mut rest = 0.0;
+    for part in &schedule.computations {
+        let bundles = part.run_bundles? as f64;
+        match kernel(part).zip(tile) {
+            Some(((name, passes), tile)) => {
+                let bundles = bundles + (tokens as u64 * part.data_bundles?) as f64;
+                let [rows, columns] = [tile.time_block(), tile.block_size()];
+                let tiles = (tokens.div_ceil(rows) * vocab.div_ceil(columns)) as f64;
+                let bytes = (rows * columns.min(vocab) * width) as f64;
+                let tile_s = passes * bytes / chip.hbm_bytes_per_second;
+                let dma = passes * logits / chip.hbm_bytes_per_second;
+                let scheduled = bundles / clock;
+                let steps = part.grid_steps? as f64 * STEP_S;
+                kernels.push(KernelEstimate {
+                    name,
+                    tile_dma_us: tile_s * 1e6,
+                    tile_schedule_us: scheduled / tiles * 1e6,
+                    dma_ms: dma * 1e3,
+                    schedule_ms: scheduled * 1e3,
+                    binds: if dma >= scheduled { Binds::Dma } else { Binds::Schedule },
+                    steps_ms: steps * 1e3,
+                    kernel_ms: (dma.max(scheduled) + steps + tile_s) * 1e3,
+                });
+            }
+            None => {
+                let dma = part.dma_bytes? as f64 / chip.hbm_bytes_per_second;
+                rest += dma.max(bundles / clock);
+            }
+        }
+    }
+    let floor_ms = 2.0 * logits / chip.hbm_bytes_per_second * 1e3;
+    let rest_ms = rest * 1e3;
+    let step_ms = kernels.iter().map(|kernel| kernel.kernel_ms).sum::<f64>() + rest_ms;
+    Some(Estimate {
+        clock_ghz: clock / 1e9,
+        hbm_gb_per_s: chip.hbm_bytes_per_second / 1e9,
+        floor_ms,
+        kernels,
+        rest_ms,
+        step_ms,
+        ratio_to_floor: step_ms / floor_ms,
+    })
+}
+
+/// Which of our kernels a computation is; JAX may have named it after the transformations around it.
+fn kernel(part: &Computation) -> Option<(&'static str, f64)> {
+    KERNELS.iter().find(|(name, _)| part.name.contains(name)).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(name: &str, run_bundles: u64, data_bundles: u64, dma_bytes: u64) -> Computation {
+        Computation {
+            name: name.to_owned(),
+            run_bundles: Some(run_bundles),
+            data_bundles: Some(data_bundles),
+            dma_bytes: Some(dma_bytes),
+            grid_steps: Some(2),
+            ..Computation::default()
+        }
+    }
+
+    fn of(parts: Vec<Computation>, topology: &str) -> Option<Estimate> {
+        let problem = Problem { tokens: 64, vocab: 1000, width: 2, tile: Tile::new(32, 512).ok() };
+        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, problem)
+    }
+
+    #[test]
+    fn the_longer_of_dma_and_schedule_binds() {
+        let rest = part("copy.3", 10, 0, 1_640_000);
+        let short = vec![part("xentile_cross_entropy_fused.2", 100, 1, 0), rest.clone()];
+        let estimate = of(short, "v6e:2x2").unwrap();
+        let [kernel] = &estimate.kernels[..] else { panic!("{estimate:?}") };
+        let near = |found: f64, expected: f64| {
+            assert!((found / expected - 1.0).abs() < 1e-9, "{found} is not {expected}");
+        };
+        assert_eq!((kernel.name, kernel.binds), ("xentile_cross_entropy_fused", Binds::Dma));
+        near(kernel.dma_ms, 2.0 * 128_000.0 / 1.64e12 * 1e3);
+        near(kernel.schedule_ms, 164.0 / (9.2e14 / 524_288.0) * 1e3);
+        near(kernel.tile_dma_us, 2.0 * 32_768.0 / 1.64e12 * 1e6);
+        near(kernel.tile_schedule_us, kernel.schedule_ms / 4.0 * 1e3);
+        near(kernel.kernel_ms, kernel.dma_ms + 0.0007 + kernel.tile_dma_us / 1e3);
+        near(estimate.rest_ms, 0.001);
+        near(estimate.step_ms, kernel.kernel_ms + 0.001);
+        near(estimate.floor_ms, kernel.dma_ms);
+        near(estimate.ratio_to_floor, estimate.step_ms / estimate.floor_ms);
+
+        let long = vec![part("xentile_cross_entropy_backward", 1_000_000, 0, 0), rest];
+        let estimate = of(long, "v6e:2x2").unwrap();
+        assert_eq!(estimate.kernels[0].binds, Binds::Schedule);
+        assert!(estimate.kernels[0].kernel_ms > 0.5);
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_estimated() {
+        let kernel = || part("jvp_xentile_cross_entropy_forward_.1", 100, 0, 0);
+        assert!(of(vec![kernel()], "v99:2x2").is_none());
+        assert!(of(vec![Computation { run_bundles: None, ..kernel() }], "v5e:2x2").is_none());
+        for topology in ["v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"] {
+            let estimate = of(vec![kernel()], topology).unwrap();
+            assert!((1.4..2.3).contains(&estimate.clock_ghz), "{topology}: {estimate:?}");
+        }
+    }
+}

@@ -1,0 +1,79 @@
+"""`pallas_bridge.cross_entropy` in programs compiled for TPUs by libtpu, with none at hand.
+
+TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m pytest crates/xentile-tools/tests/tpu
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_bridge import cross_entropy, cross_entropy_per_token
+
+TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+MIB = 1 << 20
+
+
+def compiled(topology: str, function: Any, *arguments: tuple[tuple[int, ...], Any]) -> Any:  # noqa: ANN401 (no public type)
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    sharding = SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(*of, sharding=sharding) for of in arguments]
+    return jax.jit(function).lower(*shapes).compile()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_logits_of_a_product_are_neither_copied_nor_transposed(topology: str) -> None:
+    tokens, hidden, vocab = 2048, 128, 151643
+
+    def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(x @ w, labels)
+
+    program = compiled(
+        topology,
+        jax.value_and_grad(loss, argnums=(0, 1)),
+        ((tokens, hidden), jnp.bfloat16),
+        ((hidden, vocab), jnp.bfloat16),
+        ((tokens,), jnp.int32),
+    )
+    text = program.as_text()
+    assert "xentile_cross_entropy_fused" in text
+    logits = re.findall(r"bf16\[2048,151643\]\{([\d,]+)[:}]", text)
+    assert logits and set(logits) == {"1,0"}
+    # Within a fusion nothing is written; what tpu7x does there is to take its other tiles apart.
+    made = re.findall(r"= bf16\[2048,151643\]\S* ([\w-]+)\(", text[text.index("\nENTRY ") :])
+    assert made and not {"copy", "copy-start", "transpose"} & set(made), made
+    # Logits and their gradient, as HBM pads them, and no more than scratch.
+    whole = tokens * -(-vocab // 128) * 128 * 2
+    beyond = program.memory_analysis().temp_size_in_bytes - 2 * whole
+    print(f"{topology}: {beyond / MIB:.2f} MiB beyond logits and gradient")
+    assert beyond <= MIB
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_kernel_and_option_compiles(topology: str, dtype: Any) -> None:  # noqa: ANN401 (a dtype)
+    options: Any = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+
+    def everything(x: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree of arrays)
+        def per_token(x: jax.Array) -> jax.Array:
+            loss, logps = cross_entropy_per_token(x, labels, **options)
+            return jnp.sum(loss * logps)
+
+        fused = jax.value_and_grad(lambda x: cross_entropy(x, labels, **options))
+        return fused(x), jax.grad(per_token)(x)
+
+    text = compiled(topology, everything, ((37, 1031), dtype), ((37,), jnp.int32)).as_text()
+    for kernel in ("fused", "forward", "backward"):
+        assert f"xentile_cross_entropy_{kernel}" in text
+
+
+@pytest.mark.parametrize("shape", [(1, 131), (5, 1), (3, 2, 257)], ids=str)
+def test_shapes_smaller_than_a_register_compile(shape: tuple[int, ...]) -> None:
+    gradient = jax.grad(lambda x, labels: cross_entropy(x, labels))
+    for dtype in (jnp.bfloat16, jnp.float32):
+        text = compiled("v6e:2x2", gradient, (shape, dtype), (shape[:-1], jnp.int32)).as_text()
+        assert "xentile_cross_entropy_fused" in text

@@ -1,0 +1,88 @@
+"""`python -m pallas_bridge.export`: programs, manifests, and the errors of bad configs."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_bridge import export
+
+CELL: dict[str, Any] = {
+    "backend": "xla:tpu",
+    "topology": "v6e:2x2",
+    "time": 32,
+    "vocab": 300,
+    "dtype": "bf16",
+}
+
+
+def run(folder: Path, config: Any) -> int:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return export.main(["--config", str(path), "--out", str(folder / "out")])
+
+
+def test_a_sweep_is_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = {"time_blocks": [16, 32], "block_sizes": [128], "cell": CELL}
+    for told in ("written", "there already"):
+        assert run(tmp_path, grid) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 and all(line.endswith(f": {told}") for line in lines)
+    for rows in (16, 32):
+        manifest = json.loads((tmp_path / "out" / f"tpu_{rows}_128.json").read_text())
+        program = (tmp_path / "out" / manifest["file"]).read_bytes()
+        assert manifest["sha256"] == hashlib.sha256(program).hexdigest()
+        assert manifest["tile"] == {"time_block": rows, "block_size": 128}
+        assert manifest["jax_version"] == jax.__version__ and manifest["platforms"] == ["tpu"]
+        assert manifest["arguments"] == [
+            {"dtype": "bf16", "shape": [32, 300]},
+            {"dtype": "i32", "shape": [32]},
+        ]
+        assert b"{1,0}" in program, "the layout that logits have in a program"
+    # Another config, and a program that was lost, are made anew.
+    (tmp_path / "out" / "tpu_16_128.mlirbc").unlink()
+    assert run(tmp_path, {**grid, "cell": {**CELL, "options": {"z_loss": 0.1}}}) == 0
+    assert capsys.readouterr().out.count("written") == 2
+
+
+def test_an_open_tile_is_the_kernels_own(tmp_path: Path) -> None:
+    options = {"reduction": "none", "softcap": 30.0}
+    assert run(tmp_path, {**CELL, "time": 100, "options": options}) == 0
+    manifest = json.loads((tmp_path / "out" / "tpu_default_default.json").read_text())
+    assert manifest["tile"] == {"time_block": 64, "block_size": 384}
+    assert manifest["program"] == "forward_and_backward" and manifest["options"] == options
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"topology": "v99:2x2"},
+            "topology is v99:2x2; there are kernels for v5e, v5p, v6e, tpu7x",
+        ),
+        ({"dtype": "f16"}, "dtype is 'f16'; on TPU it must be one of f32, bf16"),
+        ({"tile": {"time_block": 0}}, "time_block is 0; it must be an integer of at least 1"),
+        ({"tile": {"time_block": 12}}, "must be a multiple of 16, such as 16"),
+        (
+            {"time": 2048, "vocab": 151643, "tile": {"time_block": 512, "block_size": 65536}},
+            "128 MiB of VMEM of TPU v6 lite; with that time_block the largest block_size is",
+        ),
+        ({"options": {"zloss": 1}}, "unknown key options.zloss; the options are reduction"),
+        ({"op": "swiglu"}, "op is 'swiglu'; it must be 'cross_entropy'"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_no_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    assert run(tmp_path, {**CELL, **change}) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+
+
+def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main(["--config", "/nowhere/config.json"]) == 2
+    assert "cannot read config /nowhere/config.json: No such file" in capsys.readouterr().err
