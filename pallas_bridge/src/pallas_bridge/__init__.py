@@ -16,6 +16,11 @@ from ._src import library  # noqa: E402
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token  # noqa: E402
 from ._src.implementations import Info, PlatformInfo, info  # noqa: E402
 from ._src.library import LibraryError  # noqa: E402
+from ._src.linear_cross_entropy.api import (  # noqa: E402
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
 
 __version__ = versions.PACKAGE
 __all__ = [
@@ -24,7 +29,10 @@ __all__ = [
     "PlatformInfo",
     "cross_entropy",
     "cross_entropy_per_token",
+    "explain",
     "info",
+    "linear_cross_entropy",
+    "linear_cross_entropy_per_token",
 ]
 
 # Programs that were exported elsewhere call the library too. Where that cannot be loaded, the first

@@ -1,0 +1,1 @@
+"""Cross-entropy of hidden states against an output matrix, without the logits in memory."""

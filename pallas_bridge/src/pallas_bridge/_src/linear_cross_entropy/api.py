@@ -1,0 +1,309 @@
+"""Cross-entropy of hidden states against an output matrix: what users call."""
+
+import dataclasses
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..cross_entropy.options import Options, check_options, narrow_labels
+from ..cross_entropy.reduction import token_factors, weighted
+from ..implementations import Implementation, choose
+from . import plan as plans
+from . import reference, schedules
+from .plan import Plan, Problem
+from .product import Products
+
+OPERATION = "linear_cross_entropy"
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+Reduction = Literal["none", "mean", "sum"]
+
+
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    weights: ArrayLike | None = None,
+    vocab_axis: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    max_scratch_bytes: int | None = None,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
+
+    The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
+    f32, rounded to the dtype of `hidden` once; gradients are summed in f32 and rounded once, to the
+    dtypes of what they belong to. It is differentiable in reverse mode with respect to `hidden`,
+    `weight`, `bias` and `weights`.
+
+    Where the reduction is inside, gradients are made in the forward pass: three products of N x D
+    x V, which is the least. With reduction "none", for float16, and where memory is short, logits
+    are made again in the backward pass: four. `explain` says which, and what it takes.
+
+    Args:
+      hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
+      weight: [V, D] or [D, V], in the dtype of `hidden`.
+      labels: [..], of any integer dtype.
+      bias: [V], of any float dtype, or None.
+      reduction: "mean", "sum" or "none", as for `cross_entropy`.
+      weights: [..], or a mask of that shape; ones where None.
+      vocab_axis: which axis of `weight` is V, 0 or 1; it has to be said where V = D.
+      ignore_index: the label of tokens that take no part.
+      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
+      z_loss: the weight of lse^2, at least 0.
+      softcap: c > 0 replaces z by c * tanh(z / c); None for none.
+      return_lse: whether to return lse too, that of ignored tokens included.
+      max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
+        what chunks of 4096 tokens take: 4096 * V logits and, for more tokens than that and a weight
+        of 16 bits, V * D sums in f32.
+      block_size: vocabulary columns of a tile of the kernels over logits; None for the tuned one.
+      time_block: tokens of such a tile; None for the tuned number.
+      implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
+
+    Returns:
+      The loss in float32, a scalar or [..] for "none"; with `return_lse` the pair of loss and lse
+      [..] in float32.
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option that is no number or is traced.
+      ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    options = check_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=return_lse,
+        donate_logits=False,
+    )
+    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
+    given = None if weights is None else call.per_token("weights", weights).astype(jnp.float32)
+    run = call.functions(reduction != "none", max_scratch_bytes)
+    if reduction == "none":
+        loss, _, lse = run.per_token(*call.arrays)
+        loss = loss if given is None else weighted(loss, given)
+        loss = loss.reshape(call.shape)
+    else:
+        factors = token_factors(call.options, reduction, call.arrays[-1], given)
+        loss, lse = run.reduced(*call.arrays, factors)
+    return (loss, lse.reshape(call.shape)) if return_lse else loss
+
+
+def linear_cross_entropy_per_token(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    vocab_axis: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    max_scratch_bytes: int | None = None,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, ...]:
+    """Loss and log-probability of the label for every token.
+
+    The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
+    any combination, for one product of N x D x V more than a mean takes.
+
+    Returns:
+      (per_token_loss, per_token_logps), and lse with `return_lse`, each [..] in float32.
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option that is no number or is traced.
+      ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+    """
+    options = check_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=return_lse,
+        donate_logits=False,
+    )
+    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
+    outputs = call.functions(False, max_scratch_bytes).per_token(*call.arrays)
+    return tuple(one.reshape(call.shape) for one in outputs[: 2 + return_lse])
+
+
+def explain(
+    hidden: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    reduction: Reduction = "mean",
+    vocab_axis: int | None = None,
+    max_scratch_bytes: int | None = None,
+) -> Plan:
+    """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The plan: schedule, chunk, products and scratch; `print` shows it in a line.
+
+    Raises:
+      TypeError: a dtype that is not taken.
+      ValueError: shapes that disagree, or a budget below the least.
+    """
+    axis = _vocab_axis(hidden, weight, bias, vocab_axis)
+    return _plan(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
+
+
+class _Call:
+    """Checked arrays, flat over tokens, and what runs them."""
+
+    def __init__(
+        self,
+        hidden: ArrayLike,
+        weight: ArrayLike,
+        labels: ArrayLike,
+        bias: ArrayLike | None,
+        vocab_axis: int | None,
+        options: Options,
+        implementation: Implementation | None,
+    ) -> None:
+        self.implementation = choose(OPERATION, implementation)
+        x, w, y = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
+        b = None if bias is None else jnp.asarray(bias)
+        self.axis = _vocab_axis(x, w, b, vocab_axis)
+        self.shape = x.shape[:-1]
+        if not jnp.issubdtype(y.dtype, jnp.integer):
+            raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
+        y = self.per_token("labels", y)
+        options = dataclasses.replace(options, implementation=implementation)
+        y, self.options = narrow_labels(y, options)
+        self.arrays = (x.reshape(-1, x.shape[-1]), w, b, y)
+
+    def per_token(self, name: str, array: ArrayLike) -> jax.Array:
+        """Returns an array of a number a token, flat."""
+        array = jnp.asarray(array)
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
+        if array.shape != self.shape:
+            raise ValueError(
+                f"{name} have shape {array.shape}; it must be that of hidden without its last "
+                f"axis, {self.shape}"
+            )
+        return array.reshape(-1)
+
+    def functions(self, reduced: bool, max_scratch_bytes: int | None) -> "_Functions":
+        """Returns what computes, by the implementation and the plan."""
+        hidden, weight, bias, _ = self.arrays
+        products = Products(self.axis)
+        if self.implementation == "reference":
+            return _Functions(reference, (self.options, products))
+        plan = _plan(hidden, weight, bias, self.axis, reduced, max_scratch_bytes)
+        return _Functions(schedules, (schedules.Schedule(self.options, products, plan),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    """Both functions of an implementation, with all but their arrays."""
+
+    module: Any
+    fixed: tuple[Any, ...]
+
+    def per_token(self, *arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        outputs: tuple[jax.Array, jax.Array, jax.Array] = self.module.per_token(
+            *self.fixed, *arrays
+        )
+        return outputs
+
+    def reduced(self, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        outputs: tuple[jax.Array, jax.Array] = self.module.reduced(*self.fixed, *arrays)
+        return outputs
+
+
+def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
+    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
+    if hidden.dtype not in DTYPES:
+        raise TypeError(f"hidden has dtype {hidden.dtype}; it must be bfloat16, float16 or float32")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; they must be of one: cast "
+            "the one that may be rounded"
+        )
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
+    width = hidden.shape[-1]
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
+        )
+    if vocab_axis is None:
+        if weight.shape == (width, width):
+            raise ValueError(
+                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
+                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
+            )
+        vocab_axis = 0 if weight.shape[1] == width else 1
+    if vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
+    if weight.shape[1 - vocab_axis] != width:
+        raise ValueError(
+            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
+            f"weight must have the {width} columns of hidden"
+        )
+    vocab = weight.shape[vocab_axis]
+    if bias is not None:
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
+        if bias.shape != (vocab,):
+            raise ValueError(
+                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
+                "vocabulary"
+            )
+    return vocab_axis
+
+
+def _plan(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    vocab_axis: int,
+    reduced: bool,
+    max_scratch_bytes: int | None,
+) -> Plan:
+    if max_scratch_bytes is not None:
+        try:
+            max_scratch_bytes = operator.index(max_scratch_bytes)
+        except TypeError:
+            raise TypeError(
+                f"max_scratch_bytes is {max_scratch_bytes!r}; it must be an integer, in bytes"
+            ) from None
+    *leading, width = hidden.shape
+    tokens = 1
+    for extent in leading:
+        tokens *= extent
+    problem = Problem(
+        tokens=tokens,
+        hidden=width,
+        vocab=weight.shape[vocab_axis],
+        hidden_bytes=hidden.dtype.itemsize,
+        weight_bytes=weight.dtype.itemsize,
+        bias=bias is not None,
+        # The gradient of a mean is below what float16 holds: as for logits.
+        reduced=reduced and hidden.dtype != jnp.float16,
+    )
+    return plans.choose(problem, max_scratch_bytes)

@@ -1,0 +1,199 @@
+"""Chunks of the vocabulary, written for XLA: for budgets below what sums of dweight take.
+
+The forward pass keeps lse alone (Dao et al., 2022, for the running maximum); the backward pass
+makes each chunk's logits again and is done with its part of dweight (the order is that of Wijmans
+et al., 2024). Where sums of dhidden do not fit either, tokens are cut too, and dhidden and dweight
+are swept for one after the other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..cross_entropy.options import Options, is_ignored
+from .product import Products, each
+from .tokens import Bias, Gradients, put, rows
+
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def forward(
+    options: Options,
+    products: Products,
+    chunk: tuple[int, int],
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps, lse and zeros for lse_low, each [N] in f32."""
+    tokens, columns = chunk
+    vocab = weight.shape[products.vocab_axis]
+
+    def of_tokens(first: Any, count: int, outputs: Any) -> Any:
+        x, y = rows(first, count, hidden, labels)
+
+        def of_columns(start: Any, width: int, state: Any) -> Any:
+            highest, total, at_label, plain = state
+            z = _logits(options, products, x, weight, bias, start, width)
+            higher = jnp.maximum(highest, z.max(-1))
+            # A row of -inf so far has no exponent to shift by.
+            shift = jnp.where(higher == -jnp.inf, 0, higher)
+            total = total * jnp.exp(highest - shift) + jnp.exp(z - shift[:, None]).sum(-1)
+            here = _is_label(y, start, width)
+            at_label += jnp.where(here, z, 0).sum(-1)
+            return higher, total, at_label, plain + z.sum(-1)
+
+        zero = jnp.zeros(count, jnp.float32)
+        state = (zero - jnp.inf, zero, zero, zero)
+        highest, total, at_label, plain = each(vocab, columns, of_columns, state)
+        lse = jnp.log(total) + highest
+        # A row of -inf alone is no row, and neither is one with +inf.
+        lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
+        return put(outputs, _outputs(options, vocab, y, lse, at_label, plain / vocab), first)
+
+    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 3
+    loss, logps, lse = each(len(labels), tokens, of_tokens, outputs)
+    return loss, logps, lse, jnp.zeros_like(lse)
+
+
+def backward(
+    options: Options,
+    products: Products,
+    chunk: tuple[int, int],
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    saved: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array, jax.Array],
+) -> Gradients:
+    """Returns gradients for saved (lse, zeros) and cotangents of (loss, logps, lse), each [N]."""
+    tokens, columns = chunk
+    vocab = weight.shape[products.vocab_axis]
+    per_token = (labels, saved[0], *cotangents)
+    dweight = jnp.zeros_like(weight)
+    dbias = None if bias is None else jnp.zeros_like(bias)
+
+    def dlogits(x: Any, y: Any, lse: Any, given: Any, start: Any, width: int) -> jax.Array:
+        z = _logits(options, products, x, weight, bias, start, width)
+        return _dlogits(options, vocab, z, y, lse, given, start).astype(hidden.dtype)
+
+    if tokens >= len(labels):
+
+        def at_once(start: Any, width: int, sums: Any) -> Any:
+            total, others = sums
+            y, lse, *given = per_token
+            dz = dlogits(hidden, y, lse, given, start, width)
+            total += products.of_hidden(dz, products.columns(weight, start, width), FLOAT32)
+            part = (products.of_weight(dz, hidden, FLOAT32), dz.sum(0, dtype=jnp.float32))
+            return total, _ended(products, others, *part, start)
+
+        sums = (jnp.zeros(hidden.shape, jnp.float32), (dweight, dbias))
+        total, (dweight, dbias) = each(vocab, columns, at_once, sums)
+        return total.astype(hidden.dtype), dweight, dbias
+
+    def for_hidden(first: Any, count: int, outputs: Any) -> Any:
+        x, y, lse, *given = rows(first, count, hidden, *per_token)
+
+        def add(start: Any, width: int, total: Any) -> Any:
+            dz = dlogits(x, y, lse, given, start, width)
+            return total + products.of_hidden(dz, products.columns(weight, start, width), FLOAT32)
+
+        total = each(vocab, columns, add, jnp.zeros(x.shape, jnp.float32))
+        return put(outputs, (total,), first)
+
+    def for_weight(start: Any, width: int, others: Any) -> Any:
+        def add(first: Any, count: int, totals: Any) -> Any:
+            x, y, lse, *given = rows(first, count, hidden, *per_token)
+            dz = dlogits(x, y, lse, given, start, width)
+            of_weight, of_bias = totals
+            of_weight += products.of_weight(dz, x, FLOAT32)
+            return of_weight, of_bias + dz.sum(0, dtype=jnp.float32)
+
+        part = products.columns(weight, start, width)
+        totals = (jnp.zeros(part.shape, jnp.float32), jnp.zeros(width, jnp.float32))
+        of_weight, of_bias = each(len(labels), tokens, add, totals)
+        return _ended(products, others, of_weight, of_bias, start)
+
+    (dhidden,) = each(len(labels), tokens, for_hidden, (jnp.zeros_like(hidden),))
+    dweight, dbias = each(vocab, columns, for_weight, (dweight, dbias))
+    return dhidden, dweight, dbias
+
+
+def _ended(
+    products: Products, others: Any, of_weight: jax.Array, of_bias: jax.Array, start: Any
+) -> tuple[jax.Array, Bias]:
+    dweight, dbias = others
+    if dbias is not None:
+        (dbias,) = put((dbias,), (of_bias,), start)
+    return products.put(dweight, of_weight, start), dbias
+
+
+def _logits(
+    options: Options,
+    products: Products,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    start: Any,
+    width: int,
+) -> jax.Array:
+    """Returns logits of columns from `start` on, in f32 and after softcap."""
+    part = products.columns(weight, start, width)
+    of_part = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
+    # Rounded as the other schedules round, so that no budget changes what a model learns from.
+    z = products.logits(x, part, of_part, x.dtype).astype(jnp.float32)
+    return z if options.softcap is None else options.softcap * jnp.tanh(z / options.softcap)
+
+
+def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
+    column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
+    return column + jnp.asarray(start, labels.dtype) == labels[:, None]
+
+
+def _outputs(
+    options: Options,
+    vocab: int,
+    labels: jax.Array,
+    lse: jax.Array,
+    at_label: jax.Array,
+    mean: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss, logps and lse of whole rows, as the contract has them."""
+    ignored = is_ignored(options, labels)
+    valid = jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
+    smoothing = options.label_smoothing
+    logps = at_label - lse
+    loss = (1 - smoothing) * -logps + options.z_loss * lse**2
+    if smoothing:
+        loss += smoothing * (lse - mean)
+    return jnp.where(ignored, 0, loss * valid), jnp.where(ignored, 0, logps * valid), lse
+
+
+def _dlogits(
+    options: Options,
+    vocab: int,
+    z: jax.Array,
+    labels: jax.Array,
+    lse: jax.Array,
+    cotangents: Any,
+    start: Any,
+) -> jax.Array:
+    """The gradient of a chunk of logits, in f32."""
+    g, h, k = cotangents
+    ignored = is_ignored(options, labels)
+    idle = ignored | ((g == 0) & (h == 0) & (k == 0))
+    valid = jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
+    smoothing = options.label_smoothing
+    of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * valid
+    at_label = (h - g * (1 - smoothing)) * valid
+    p = jnp.exp(z - lse[:, None])
+    dz = of_p[:, None] * p + jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
+    dz -= (g * smoothing / vocab)[:, None]
+    if options.softcap is not None:
+        dz *= 1 - (z / options.softcap) ** 2
+    # A masked entry has none, and a row that is no row has NaN everywhere.
+    dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
+    return jnp.where(idle[:, None], 0, dz)

@@ -1,0 +1,164 @@
+"""How a linear cross-entropy is cut into pieces that fit the memory it may take."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 2**20
+# Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
+# is worth an accumulator the size of the weight.
+USUAL_TOKENS, LEAST_TOKENS = 4096, 256
+# Chunks are multiples of this where they can be, which matrix units like.
+STEP = 128
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned for; bytes are those of one element."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    hidden_bytes: int
+    weight_bytes: int
+    bias: bool
+    # Whether cotangents of tokens are known, but for one factor, before the backward pass.
+    reduced: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """What a token's logits take; a bias is added to them in f32."""
+        wide = 4 if self.bias and self.hidden_bytes < 4 else 0
+        return self.vocab * (self.hidden_bytes + wide)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule and its chunks; as text, a line for a reader."""
+
+    # "tokens": all columns of a chunk of tokens at a time; "vocabulary": all tokens of a chunk of
+    # columns; "both": chunks of both, and every gradient in a sweep of its own.
+    schedule: Literal["tokens", "vocabulary", "both"]
+    # Tokens and columns of a chunk.
+    tokens: int
+    columns: int
+    # Products of the size of the logits' own, forward and backward: 3 is the least.
+    products: int
+    # What it holds beyond its operands and results, at most.
+    scratch_bytes: int
+    max_scratch_bytes: int
+
+    def __str__(self) -> str:
+        """The schedule, what it costs and what it takes."""
+        return (
+            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time, "
+            f"{self.products} products, {self.scratch_bytes / MIB:.1f} MiB of scratch "
+            f"(at most {self.max_scratch_bytes / MIB:.1f})"
+        )
+
+
+def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+    """Returns the plan of the fewest products that fits.
+
+    `max_scratch_bytes` None stands for what chunks of 4096 tokens take.
+
+    Raises:
+        ValueError: nothing fits, and what would.
+    """
+    limit = max_scratch_bytes
+    if limit is None:
+        limit = _by_tokens(problem, min(USUAL_TOKENS, problem.tokens))
+    for fitting in (_tokens(problem, limit), _vocabulary(problem, limit), _both(problem, limit)):
+        if fitting is not None:
+            return fitting
+    raise ValueError(
+        f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
+        f"hidden columns and a vocabulary of {problem.vocab} is {_least(problem)}"
+    )
+
+
+def _per_token(problem: Problem) -> int:
+    """Bytes of what is kept of each token: losses, logps, lse and its rest, cotangents."""
+    return 32 * problem.tokens
+
+
+def _held(total: int, chunk: int) -> int:
+    """Rows or columns that have memory: XLA gives a chunk and a shorter last one each its own."""
+    return chunk + total % chunk if 0 < chunk < total else chunk
+
+
+def _by_tokens(problem: Problem, tokens: int) -> int:
+    """Scratch of chunks of so many tokens: logits, and sums of the weight's gradient in f32."""
+    sums = 0
+    if tokens < problem.tokens:
+        sums = 4 * problem.vocab * problem.hidden if problem.weight_bytes < 4 else 0
+        sums += 4 * problem.vocab if problem.bias else 0
+    return _held(problem.tokens, tokens) * problem.row_bytes + sums + _per_token(problem)
+
+
+def _by_columns(problem: Problem, tokens: int, columns: int) -> int:
+    """Scratch of chunks of columns: logits in f32, their gradient, and sums of gradients in f32."""
+    whole = tokens == problem.tokens and columns == problem.vocab
+    sums = 0 if whole else 4 * tokens * problem.hidden
+    if tokens < problem.tokens:
+        sums = max(sums, 4 * columns * problem.hidden)
+    held = _held(problem.tokens, tokens) * _held(problem.vocab, columns)
+    return held * (4 + problem.hidden_bytes) + sums + _per_token(problem)
+
+
+def _even(total: int, most: int) -> int:
+    """The largest of the chunks that cut `total` evenly and hold `most` at once, in steps."""
+    if total <= most:
+        return total
+    count = -(-total // most)
+    while True:
+        chunk = -(-total // count)
+        chunk = -(-chunk // STEP) * STEP
+        if _held(total, chunk) <= most or chunk <= STEP:
+            return chunk
+        count += 1
+
+
+def _tokens(problem: Problem, limit: int) -> Plan | None:
+    products = 3 if problem.reduced else 4
+    chunk = problem.tokens
+    if _by_tokens(problem, chunk) > limit:
+        most = (limit - _by_tokens(problem, 0)) // problem.row_bytes
+        if most < LEAST_TOKENS:
+            return None
+        chunk = _even(problem.tokens, most)
+        if chunk < min(LEAST_TOKENS, problem.tokens) or _by_tokens(problem, chunk) > limit:
+            return None
+    scratch = _by_tokens(problem, chunk)
+    return Plan("tokens", max(chunk, 1), problem.vocab, products, scratch, limit)
+
+
+def _vocabulary(problem: Problem, limit: int) -> Plan | None:
+    tokens = problem.tokens
+    column = tokens * (4 + problem.hidden_bytes)
+    most = (limit - _by_columns(problem, tokens, 0)) // max(column, 1)
+    columns = _even(problem.vocab, max(most, STEP))
+    scratch = _by_columns(problem, tokens, columns)
+    if scratch > limit:
+        return None
+    return Plan("vocabulary", max(tokens, 1), columns, 4, scratch, limit)
+
+
+def _both(problem: Problem, limit: int) -> Plan | None:
+    side = _least_side(problem)
+    if _by_columns(problem, *side) > limit:
+        return None
+    # Squares give the most arithmetic for each byte of operands that is read again.
+    while True:
+        wider = min(side[0] * 2, problem.tokens), min(side[1] * 2, problem.vocab)
+        if wider == side or _by_columns(problem, *wider) > limit:
+            break
+        side = wider
+    return Plan("both", max(side[0], 1), side[1], 5, _by_columns(problem, *side), limit)
+
+
+def _least_side(problem: Problem) -> tuple[int, int]:
+    return min(STEP, problem.tokens), min(STEP, problem.vocab)
+
+
+def _least(problem: Problem) -> int:
+    return _by_columns(problem, *_least_side(problem))

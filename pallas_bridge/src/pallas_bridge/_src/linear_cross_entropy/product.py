@@ -1,0 +1,83 @@
+"""Products of hidden states, logits and the output matrix, whichever way that lies in memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Columns of the vocabulary in a part of a product.
+BLOCK = 1024
+
+
+def each(total: int, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    """Applies body(first, count, carry) to every chunk, the last of which may be shorter."""
+    whole, rest = divmod(total, chunk)
+    if whole == 1:
+        carry = body(0, chunk, carry)
+    elif whole:
+        carry = jax.lax.fori_loop(0, whole, lambda n, one: body(n * chunk, chunk, one), carry)
+    return body(whole * chunk, rest, carry) if rest else carry
+
+
+@dataclass(frozen=True)
+class Products:
+    """The three products, for hidden [N, D] and a weight whose axis `vocab_axis` is V."""
+
+    vocab_axis: int
+
+    def logits(
+        self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype
+    ) -> jax.Array:
+        """Returns hidden x weight + bias [N, V], summed in f32 and rounded once to `dtype`."""
+        if bias is None:
+            return _dot(hidden, weight, 1, 1 - self.vocab_axis, dtype)
+        z = _dot(hidden, weight, 1, 1 - self.vocab_axis, jnp.dtype(jnp.float32))
+        return (z + bias).astype(dtype)
+
+    def of_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Returns the gradient of hidden [N, D]."""
+        return _dot(dlogits, weight, 1, self.vocab_axis, dtype)
+
+    def of_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Returns the gradient of the weight, lying as the weight does."""
+        if self.vocab_axis == 0:
+            return _dot(dlogits, hidden, 0, 0, dtype)
+        return _dot(hidden, dlogits, 0, 0, dtype)
+
+    def add_of_weight(self, total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Returns `total` [V, D] or [D, V] in f32 with a gradient of the weight added to it."""
+
+        def at_once(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
+            return total + self.of_weight(dlogits, hidden, total.dtype)
+
+        def by_columns(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
+            def add(first: Any, count: int, total: jax.Array) -> jax.Array:
+                dz = jax.lax.dynamic_slice_in_dim(dlogits, first, count, 1)
+                part = self.columns(total, first, count)
+                return self.put(total, part + self.of_weight(dz, hidden, total.dtype), first)
+
+            summed: jax.Array = each(dlogits.shape[1], BLOCK, add, total)
+            return summed
+
+        # XLA on a CPU has no product that adds: it would take memory for another whole weight.
+        summed: jax.Array = jax.lax.platform_dependent(
+            total, dlogits, hidden, cpu=by_columns, default=at_once
+        )
+        return summed
+
+    def columns(self, weight: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
+        """Returns the part of the weight for `count` columns of the vocabulary."""
+        return jax.lax.dynamic_slice_in_dim(weight, first, count, self.vocab_axis)
+
+    def put(self, whole: jax.Array, part: jax.Array, first: jax.Array | int) -> jax.Array:
+        """Returns `whole` with `part` at the columns of the vocabulary from `first` on."""
+        part = part.astype(whole.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, first, self.vocab_axis)
+
+
+def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int, dtype: jnp.dtype) -> jax.Array:
+    # Sums are f32 on every backend, whatever the dtype that they are rounded to.
+    axes = (((of_a,), (of_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)

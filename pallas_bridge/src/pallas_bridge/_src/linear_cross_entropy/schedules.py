@@ -1,0 +1,125 @@
+"""Both rules of differentiation, over whichever plan was chosen."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ..cross_entropy.options import Options
+from ..cross_entropy.reduction import countable, weighted
+from . import columns, tokens
+from .plan import Plan
+from .product import Products
+from .tokens import Bias, Gradients
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything but the arrays."""
+
+    options: Options
+    products: Products
+    plan: Plan
+
+    def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
+        """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
+        if self.plan.schedule == "tokens":
+            return tokens.forward(self.options, self.products, self.plan.tokens, *arrays)
+        chunk = (self.plan.tokens, self.plan.columns)
+        return columns.forward(self.options, self.products, chunk, *arrays)
+
+    def backward(self, *arrays: Any) -> Gradients:
+        """Gradients for hidden, weight, bias, labels, what was saved and cotangents."""
+        if self.plan.schedule == "tokens":
+            return tokens.backward(self.options, self.products, self.plan.tokens, *arrays)
+        chunk = (self.plan.tokens, self.plan.columns)
+        return columns.backward(self.options, self.products, chunk, *arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def per_token(
+    schedule: Schedule, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps and lse, each [N] in f32; the backward pass makes the logits again."""
+    loss, logps, lse, _ = schedule.forward(hidden, weight, bias, labels)
+    return loss, logps, lse
+
+
+def _per_token_forward(schedule: Schedule, *arrays: Any) -> tuple[Any, Any]:
+    loss, logps, lse, lse_low = schedule.forward(*arrays)
+    return (loss, logps, lse), (arrays, (lse, lse_low))
+
+
+def _per_token_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    arrays, saved = residuals
+    return *schedule.backward(*arrays, saved, cotangents), None
+
+
+per_token.defvjp(_per_token_forward, _per_token_backward)
+
+
+def reduced(
+    schedule: Schedule,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the scalar sum of factor * loss, and lse [N], by the rule that the plan allows."""
+    if schedule.plan.products == 3:
+        return _fused(schedule, hidden, weight, bias, labels, factors)
+    loss, _, lse = per_token(schedule, hidden, weight, bias, labels)
+    return weighted(loss, factors).sum(), lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(
+    schedule: Schedule,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    loss, _, lse, _ = schedule.forward(hidden, weight, bias, labels)
+    return weighted(loss, factors).sum(), lse
+
+
+def _fused_forward(
+    schedule: Schedule, hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any
+) -> tuple[Any, Any]:
+    wants_losses = factors.perturbed
+    factors = factors.value
+    arrays = (hidden.value, weight.value, None if bias is None else bias.value, labels.value)
+    options = schedule.options
+    loss, lse, lse_low, gradients = tokens.fused(
+        options, schedule.products, schedule.plan.tokens, wants_losses, *arrays, factors
+    )
+    # As for logits: a cotangent of lse, which is rare, takes the pass again.
+    again = (arrays, factors, (lse, lse_low)) if options.every_token else None
+    losses = countable(loss, factors) if wants_losses else None
+    return (weighted(loss, factors).sum(), lse), (gradients, losses, again)
+
+
+def _fused_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    (gradients, losses, again), (dloss, dlse) = residuals, cotangents
+    if isinstance(dloss, SymbolicZero):
+        dloss = jnp.zeros(dloss.shape, dloss.dtype)
+    dfactors = None if losses is None else dloss * losses
+    if isinstance(dlse, SymbolicZero):
+        # XLA leaves a product with 1 out.
+        scaled = [
+            None if one is None else (one.astype(jnp.float32) * dloss).astype(one.dtype)
+            for one in gradients
+        ]
+        return *scaled, None, dfactors
+    arrays, factors, saved = again
+    given = (dloss * factors, jnp.zeros_like(dlse), dlse)
+    return *schedule.backward(*arrays, saved, given), None, dfactors
+
+
+_fused.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)

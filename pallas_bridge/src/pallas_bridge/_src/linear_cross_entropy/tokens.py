@@ -1,0 +1,150 @@
+"""All columns of a chunk of tokens at a time, through the kernels of cross-entropy.
+
+A chunk's logits are a product, their gradient takes their place, and two more products take it from
+there to hidden and weight (the chunks are those of Liger, Hsu et al., 2024). Where the reduction is
+inside, that happens in the forward pass: 3 products of that size instead of 4. Gradients of the
+weight are summed in f32.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..cross_entropy import custom_call as kernels
+from ..cross_entropy.options import Options
+from .product import Products, each
+
+Bias = jax.Array | None
+Gradients = tuple[jax.Array, jax.Array, Bias]
+
+
+def forward(
+    options: Options,
+    products: Products,
+    chunk: int,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps, lse and lse_low, each [N] in f32."""
+
+    def body(first: Any, count: int, outputs: Any) -> Any:
+        x, y = rows(first, count, hidden, labels)
+        z = products.logits(x, weight, bias, hidden.dtype)
+        return put(outputs, kernels.forward(options, z, y), first)
+
+    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 4
+    loss, logps, lse, lse_low = each(len(labels), chunk, body, outputs)
+    return loss, logps, lse, lse_low
+
+
+def fused(
+    options: Options,
+    products: Products,
+    chunk: int,
+    wants_losses: bool,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
+    """Returns loss, lse and lse_low, each [N] in f32, and gradients for cotangents of the loss.
+
+    `wants_losses` is whether losses of tokens whose factor is 0 are wanted too.
+    """
+    every_token = options.every_token or wants_losses
+
+    def body(first: Any, count: int, carry: Any) -> Any:
+        outputs, sums = carry
+        x, y, g = rows(first, count, hidden, labels, factors)
+        z = products.logits(x, weight, bias, hidden.dtype)
+        *found, dlogits = kernels.fused(_in_place(options), every_token, z, y, g)
+        return put(outputs, found, first), _add(products, sums, dlogits, x, weight, bias, first)
+
+    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 3
+    outputs, sums = each(len(labels), chunk, body, (outputs, _zeros(hidden, weight, bias, chunk)))
+    return *outputs, _rounded(sums, hidden, weight, bias)
+
+
+def backward(
+    options: Options,
+    products: Products,
+    chunk: int,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    saved: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array, jax.Array],
+) -> Gradients:
+    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N]."""
+
+    def body(first: Any, count: int, sums: Any) -> Any:
+        x, y, lse, lse_low, g, h, k = rows(first, count, hidden, labels, *saved, *cotangents)
+        z = products.logits(x, weight, bias, hidden.dtype)
+        dlogits = kernels.backward(_in_place(options), z, y, (lse, lse_low), (g, h, k))
+        return _add(products, sums, dlogits, x, weight, bias, first)
+
+    sums = each(len(labels), chunk, body, _zeros(hidden, weight, bias, chunk))
+    return _rounded(sums, hidden, weight, bias)
+
+
+def _in_place(options: Options) -> Options:
+    # Nothing else reads a chunk's logits.
+    return dataclasses.replace(options, donate_logits=True)
+
+
+def rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns `count` rows of each array."""
+    return [jax.lax.dynamic_slice_in_dim(array, first, count) for array in arrays]
+
+
+def put(whole: Any, parts: Any, first: Any) -> Any:
+    """Returns arrays with parts at their rows from `first` on, in the dtype that they have."""
+    return tuple(
+        jax.lax.dynamic_update_slice_in_dim(one, part.astype(one.dtype), first, 0)
+        for one, part in zip(whole, parts, strict=True)
+    )
+
+
+def _zeros(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
+    """Where gradients go: of hidden as they are, sums in f32 of the others; None for one chunk."""
+    if chunk >= len(hidden):
+        return None
+    sums = [jnp.zeros(x.shape, jnp.float32) for x in (weight, bias) if x is not None]
+    return jnp.zeros_like(hidden), *sums
+
+
+def _add(
+    products: Products,
+    sums: Any,
+    dlogits: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    first: Any,
+) -> Any:
+    of_bias = [] if bias is None else [dlogits.sum(0, dtype=jnp.float32)]
+    of_hidden = products.of_hidden(dlogits, weight, x.dtype)
+    if sums is None:  # one chunk: nothing to add to, and one rounding
+        return of_hidden, products.of_weight(dlogits, x, weight.dtype), *of_bias
+    dhidden, dweight, *dbias = sums
+    (dhidden,) = put((dhidden,), (of_hidden,), first)
+    dweight = products.add_of_weight(dweight, dlogits, x)
+    return dhidden, dweight, *(one + other for one, other in zip(dbias, of_bias, strict=True))
+
+
+def _rounded(sums: Any, hidden: jax.Array, weight: jax.Array, bias: Bias) -> Gradients:
+    if sums is None:  # no tokens
+        return jnp.zeros_like(hidden), jnp.zeros_like(weight), _like(bias)
+    dhidden, dweight, *dbias = sums
+    dbias_or_none = None if bias is None else dbias[0].astype(bias.dtype)
+    return dhidden, dweight.astype(weight.dtype), dbias_or_none
+
+
+def _like(bias: Bias) -> Bias:
+    return None if bias is None else jnp.zeros_like(bias)

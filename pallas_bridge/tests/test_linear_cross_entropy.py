@@ -1,0 +1,279 @@
+"""Linear cross-entropy: every schedule against float64, and what the plan promises."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import Oracle
+
+from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
+
+# Ragged in every direction: chunks of 256 or 128 tokens and of 128 columns leave a rest.
+TOKENS, WIDTH, VOCAB = 600, 24, 2003
+BUDGETS = {"tokens": 3_000_000, "vocabulary": 1_200_000, "both": 500_000}
+BUDGETS_OF_16_BITS = {"tokens": 1_800_000, "vocabulary": 900_000, "both": 350_000}
+BOTH = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "ignore_index": 7}
+
+
+def problem(
+    rng: np.random.Generator, dtype: Any, *, tokens: int = TOKENS, bias: bool = False, axis: int = 0
+) -> tuple[Any, Any, Any, Any]:
+    """Hidden states, weight, bias and labels, a tenth of them ignored by 7."""
+    hidden = jnp.asarray(rng.normal(size=(tokens, WIDTH)), dtype)
+    weight = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)) / 2, dtype)
+    labels = rng.integers(0, VOCAB, tokens)
+    labels[rng.random(tokens) < 0.1] = 7
+    of_bias = jnp.asarray(rng.normal(size=VOCAB), jnp.float32) if bias else None
+    return hidden, weight.T if axis else weight, of_bias, jnp.asarray(labels, jnp.int32)
+
+
+class Exact:
+    """The same in float64, logits never rounded."""
+
+    def __init__(self, hidden: Any, weight: Any, bias: Any, labels: Any, **options: Any) -> None:
+        """Computes the logits."""
+        self.hidden, self.weight = np.asarray(hidden, np.float64), np.asarray(weight, np.float64)
+        if self.weight.shape[0] == WIDTH:
+            self.weight = self.weight.T
+        logits = self.hidden @ self.weight.T
+        if bias is not None:
+            logits = logits + np.asarray(bias, np.float64)
+        names = ("ignore_index", "label_smoothing", "z_loss", "softcap")
+        known = {name: options[name] for name in names if name in options}
+        self.oracle = Oracle(logits, np.asarray(labels), **known)
+
+    def gradients(self, axis: int, *cotangents: Any) -> tuple[Any, Any, Any]:
+        """Of hidden, weight and bias."""
+        dlogits = self.oracle.gradient(*cotangents)
+        of_weight = dlogits.T @ self.hidden
+        return dlogits @ self.weight, of_weight.T if axis else of_weight, dlogits.sum(0)
+
+
+def error(actual: Any, expected: Any) -> float:
+    """The largest difference beside the largest value."""
+    actual = np.asarray(actual, np.float64)
+    assert actual.shape == expected.shape
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("axis", "bias", "options"),
+    [(0, False, {}), (1, True, BOTH)],
+    ids=["plain", "transposed with bias and options"],
+)
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_a_mean_and_its_gradients(
+    rng: np.random.Generator, budget: str | None, axis: int, bias: bool, options: dict[str, Any]
+) -> None:
+    hidden, weight, of_bias, labels = problem(rng, jnp.float32, bias=bias, axis=axis)
+    limit = None if budget is None else BUDGETS[budget]
+    plan = explain(hidden, weight, bias=of_bias, max_scratch_bytes=limit)
+    assert plan.schedule == (budget or "tokens")
+    weights = jnp.asarray(rng.uniform(0.5, 2, TOKENS), jnp.float32)
+
+    @jax.jit
+    def f(x: Any, w: Any, b: Any, each: Any) -> Any:
+        loss, lse = linear_cross_entropy(
+            x, w, labels, bias=b, weights=each, max_scratch_bytes=limit, return_lse=True, **options
+        )
+        return 0.75 * loss, lse
+
+    arguments = (0, 1, 2, 3) if bias else (0, 1, 3)
+    (value, lse), gradients = jax.value_and_grad(f, arguments, has_aux=True)(
+        hidden, weight, of_bias, weights
+    )
+    exact = Exact(hidden, weight, of_bias, labels, **options)
+    factors = exact.oracle.factors("mean", np.asarray(weights))
+    expected = list(exact.gradients(axis, 0.75 * factors))
+    np.testing.assert_allclose(value, 0.75 * exact.oracle.reduced(factors), rtol=1e-5)
+    np.testing.assert_allclose(lse, exact.oracle.__dict__["lse"], rtol=1e-5, atol=1e-5)
+    for actual, want in zip(gradients[:-1], expected, strict=False):
+        assert error(actual, want) < 2e-5
+    dense = partial(f.__wrapped__, hidden, weight, of_bias)
+    step = 1e-2 * jnp.asarray(rng.normal(size=TOKENS), jnp.float32)
+    slope = (dense(weights + step)[0] - dense(weights - step)[0]) / 2
+    np.testing.assert_allclose(gradients[-1] @ step, slope, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "options"])
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_tokens_with_cotangents_of_their_own(
+    rng: np.random.Generator, budget: str | None, options: dict[str, Any]
+) -> None:
+    hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True)
+    limit = None if budget is None else BUDGETS[budget]
+    f = partial(linear_cross_entropy_per_token, return_lse=True, max_scratch_bytes=limit, **options)
+    cotangents = tuple(jnp.asarray(rng.normal(size=(3, TOKENS)), jnp.float32))
+    outputs, pull = jax.vjp(lambda x, w, b: f(x, w, labels, bias=b), hidden, weight, bias)
+    exact = Exact(hidden, weight, bias, labels, **options)
+    for name, actual in zip(("loss", "logps", "lse"), outputs, strict=True):
+        np.testing.assert_allclose(actual, exact.oracle.__dict__[name], rtol=1e-5, atol=2e-5)
+    given = [np.asarray(one, np.float64) for one in cotangents]
+    for actual, want in zip(pull(cotangents), exact.gradients(0, *given), strict=True):
+        assert error(actual, want) < 2e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_further_from_float64_than_the_dense_program(
+    rng: np.random.Generator, dtype: str, budget: str | None, reduction: str
+) -> None:
+    hidden, weight, _, labels = problem(rng, dtype)
+    limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
+    assert explain(hidden, weight, max_scratch_bytes=limit).schedule == (budget or "tokens")
+    cotangent = jnp.asarray(rng.uniform(1, 2, TOKENS) / TOKENS, jnp.float32)
+
+    def gradients(**how: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            loss = linear_cross_entropy(
+                x,
+                w,
+                labels,
+                ignore_index=7,
+                reduction=reduction,
+                **how,  # type: ignore[call-overload]
+            )
+            return loss if reduction == "mean" else (loss * cotangent).sum()
+
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight)
+
+    exact = Exact(hidden, weight, None, labels, ignore_index=7)
+    given = exact.oracle.factors("mean") if reduction == "mean" else np.asarray(cotangent)
+    expected = exact.gradients(0, np.where(exact.oracle.__dict__["ignored"], 0, given))[:2]
+    value, found = gradients(max_scratch_bytes=limit)
+    dense_value, dense = gradients(implementation="reference")
+    # XLA may leave the dense program's logits unrounded.
+    np.testing.assert_allclose(value, dense_value, rtol=1e-4)
+    for actual, other, want in zip(found, dense, expected, strict=True):
+        assert actual.dtype == hidden.dtype
+        # The dense program's own rounding, and a unit in the last place.
+        assert error(actual, want) <= 1.25 * error(other, want) + float(jnp.finfo(dtype).eps) / 4
+
+
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_special_tokens(rng: np.random.Generator, budget: str | None) -> None:
+    hidden, weight, _, labels = problem(rng, jnp.float32)
+    limit = None if budget is None else BUDGETS[budget]
+    y = np.array(labels)
+    y[0], y[1], y[2] = -1, VOCAB, 2**31 - 1
+    x = np.array(hidden)
+    x[3, 0], y[3], y[4], x[5], y[5] = np.nan, 9, 7, np.nan, 7
+    f = partial(
+        linear_cross_entropy_per_token, return_lse=True, ignore_index=7, max_scratch_bytes=limit
+    )
+    outputs, pull = jax.vjp(lambda x: f(x, weight, jnp.asarray(y)), jnp.asarray(x))
+    (gradient,) = pull(tuple(jnp.ones((3, TOKENS))))
+    loss, logps, lse = map(np.asarray, outputs)
+    assert np.isnan(loss[:4]).all() and np.isnan(logps[:4]).all()
+    assert np.isfinite(lse[:3]).all() and np.isnan(lse[3]) and np.isnan(lse[5])
+    assert np.isnan(np.asarray(gradient)[:4]).any(-1).all()
+    ignored = y == 7
+    assert not loss[ignored].any() and not logps[ignored].any()
+    assert not np.asarray(gradient)[ignored].any()
+    assert np.isfinite(np.asarray(gradient)[6:]).all()
+
+    whole = partial(linear_cross_entropy, ignore_index=7, max_scratch_bytes=limit)
+    nothing = jnp.full_like(labels, 7)
+    value, gradients = jax.value_and_grad(whole, (0, 1))(hidden, weight, nothing)
+    assert value == 0 and not any(np.asarray(one).any() for one in gradients)
+
+
+def test_vmap_checkpoint_and_batches(rng: np.random.Generator) -> None:
+    hidden, weight, _, labels = problem(rng, jnp.float32)
+    x, y = hidden.reshape(3, 200, WIDTH), labels.reshape(3, 200)
+    f = partial(linear_cross_entropy, ignore_index=7, reduction="sum")
+    value, gradient = jax.value_and_grad(f)(x, weight, y)
+    np.testing.assert_allclose(value, f(hidden, weight, labels), rtol=1e-6)
+    each = jax.vmap(jax.grad(f), in_axes=(0, None, 0))(x, weight, y)
+    np.testing.assert_allclose(each, gradient, rtol=1e-4, atol=1e-6)
+    again = jax.grad(jax.checkpoint(f))(x, weight, y)
+    np.testing.assert_allclose(again, gradient, rtol=1e-6)
+    none = linear_cross_entropy(x, weight, y, ignore_index=7, reduction="none")
+    assert none.shape == (3, 200)
+
+
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_temporaries_stay_within_the_budget(budget: str | None) -> None:
+    tokens, width, vocab = 4096, 64, 20011
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    w = jax.ShapeDtypeStruct((vocab, width), jnp.float32)
+    y = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    limits = {"tokens": 64 * 2**20, "vocabulary": 16 * 2**20, "both": 2 * 2**20}
+    limit = None if budget is None else limits[budget]
+    plan = explain(x, w, max_scratch_bytes=limit)
+    assert plan.schedule == (budget or "tokens") and plan.scratch_bytes <= plan.max_scratch_bytes
+    f = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, max_scratch_bytes=limit), (0, 1)))
+    memory = f.lower(x, w, y).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= plan.max_scratch_bytes + 16 * 2**20, plan
+
+
+def test_plans_take_what_they_are_given() -> None:
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
+    mib = 2**20
+    found = {limit: explain(x, w, max_scratch_bytes=limit * mib) for limit in (2004, 1024, 256, 32)}
+    names = [(plan.schedule, plan.products) for plan in found.values()]
+    assert names == [("tokens", 3), ("vocabulary", 4), ("vocabulary", 4), ("both", 5)]
+    assert found[2004].tokens == 2048
+    for limit, plan in found.items():
+        assert plan.scratch_bytes <= limit * mib
+    usual = explain(x, w)
+    assert usual.products == 3 and usual.tokens == 8192
+    w = jax.ShapeDtypeStruct((151936, 1536), jnp.bfloat16)
+    usual = explain(jax.ShapeDtypeStruct((8192, 1536), jnp.bfloat16), w)
+    assert usual.products == 3 and usual.tokens == 4096
+    w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
+    assert explain(x, w, reduction="none").products == 4
+    assert "tokens: 4096 tokens x 151936 columns at a time, 3 products" in str(usual)
+
+
+def test_what_is_refused(rng: np.random.Generator) -> None:
+    hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True)
+    f = linear_cross_entropy
+
+    def refused(error: type[Exception], match: str, *arrays: Any, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            f(*arrays, **options)
+
+    refused(
+        ValueError, r"weight has shape \(2003, 23\)", hidden, weight[:, 1:], labels, vocab_axis=0
+    )
+    refused(ValueError, r"set vocab_axis to 0", hidden, weight[:WIDTH], labels)
+    refused(
+        ValueError,
+        r"vocab_axis is 2; it must be 0, 1 or None",
+        hidden,
+        weight,
+        labels,
+        vocab_axis=2,
+    )
+    refused(
+        TypeError,
+        r"weight has dtype bfloat16 and hidden float32",
+        hidden,
+        weight.astype(jnp.bfloat16),
+        labels,
+    )
+    refused(ValueError, r"labels have shape \(599,\)", hidden, weight, labels[1:])
+    refused(ValueError, r"bias has shape \(2002,\)", hidden, weight, labels, bias=bias[1:])
+    refused(ValueError, r"weights have shape \(1,\)", hidden, weight, labels, weights=jnp.ones(1))
+    refused(TypeError, r"labels have dtype float32", hidden, weight, labels.astype(jnp.float32))
+    refused(TypeError, r"hidden has dtype int32", hidden.astype(jnp.int32), weight, labels)
+    refused(TypeError, r"max_scratch_bytes is 1.5", hidden, weight, labels, max_scratch_bytes=1.5)
+    refused(
+        ValueError,
+        r"max_scratch_bytes is 1000; the least .* is (\d+)",
+        hidden,
+        weight,
+        labels,
+        max_scratch_bytes=1000,
+    )
+    with pytest.raises(ValueError) as refusal:
+        f(hidden, weight, labels, max_scratch_bytes=1000)
+    least = int(str(refusal.value).rpartition(" ")[2])
+    assert explain(hidden, weight, max_scratch_bytes=least).schedule == "both"
