@@ -51,7 +51,9 @@ impl Session {
             _ => &[],
         };
         let remedy = match platform {
-            Platform::Tpu => "; microbench --topology v6e:2x2 compiles without a TPU",
+            Platform::Tpu => {
+                "; running needs a TPU; microbench --topology v6e:2x2 compiles without one"
+            }
             _ => "",
         };
         let client = plugin.client(options).with_context(|| {
