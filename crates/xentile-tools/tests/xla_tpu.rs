@@ -246,6 +246,21 @@ fn the_dense_program_compiles_for_every_generation() {
 
 #[test]
 #[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn the_dense_program_has_its_rows_in_order() {
+    let size = ["--time", "2048", "--vocab", "1003", "--dtype", "bf16", "--impl", "reference"];
+    for reduction in ["mean", "none"] {
+        let report = measure(&[&AHEAD[..], &size, &["--reduction", reduction]].concat());
+        // Rows are padded to 1024 columns; the transpose would be to 1008.
+        let matrix = 2048 * 1024 * 2;
+        let compiled = |place: &str| number(&report, &format!("/compiled/{place}_bytes"));
+        assert!((2 * matrix..2 * matrix + 100_000).contains(&compiled("argument")), "{report}");
+        assert!((matrix..matrix + 100_000).contains(&compiled("output")), "{report}");
+        assert_eq!(compiled("alias"), matrix, "{report}");
+    }
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
 fn names_that_are_no_topology() {
     for name in ["v99:2x2", "v6e", "v6e:3x7"] {
         let error = refuse(&["--backend", "xla:tpu", "--impl", "reference", "--topology", name]);

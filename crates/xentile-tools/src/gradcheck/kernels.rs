@@ -11,7 +11,7 @@ use xentile_cpu::cross_entropy::{
 };
 use xentile_cpu::{InOut, Isa, Threads};
 use xentile_programs::cross_entropy::{self as programs, Reduced};
-use xentile_programs::{ElementType, Program};
+use xentile_programs::{ElementType, Program, TensorType};
 
 use super::Config;
 use super::compare::Outputs;
@@ -62,8 +62,8 @@ pub(super) fn upload<E: Element + pjrt_client::Element>(
     session: &Session,
     tokens: &Tokens<'_, E>,
 ) -> Result<Vec<Buffer>> {
-    let dims = [tokens.labels.len(), tokens.vocab];
-    Ok(vec![session.upload(&tokens.logits, &dims)?, session.upload_labels(&tokens.labels)?])
+    let ty = TensorType::new(&[tokens.labels.len(), tokens.vocab], <E as Element>::DTYPE.into());
+    Ok(vec![session.upload_matrix(&tokens.logits, &ty)?, session.upload_labels(&tokens.labels)?])
 }
 
 /// The kernels that `config` asks for, on `tokens`.

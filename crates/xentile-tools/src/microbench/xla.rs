@@ -117,8 +117,9 @@ impl Plan {
             (None, Implementation::Kernel) => Some(own.tile),
             (None, Implementation::Reference) => None,
         };
+        let platform = config.backend.platform().context("the backend has a platform")?;
         Ok(Self {
-            program: own.program.recycling(own.gradient),
+            program: xla::for_platform(platform, own.program.recycling(own.gradient)),
             gradient: own.gradient,
             exported: exported.as_ref().map(ExportedBy::from),
             code: exported.map(|exported| exported.bytecode),
@@ -177,7 +178,7 @@ impl OnXla {
         let labels = input.labels(&rows, shape.vocab(), config.options.ignore_index);
         let tokens = [shape.tokens()];
         let mut inputs = vec![
-            session.upload(&logits, &[shape.tokens(), shape.vocab()])?,
+            session.upload_matrix(&logits, plan.gradient_type())?,
             session.upload_labels(&labels)?,
         ];
         drop(logits);
