@@ -65,7 +65,9 @@ def wrong(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     return loss, dlogits.at[3, 5].mul(1.001)
 
 
-def per_token(logits: jax.Array, labels: jax.Array, *cotangents: jax.Array) -> tuple[jax.Array, ...]:
+def per_token(
+    logits: jax.Array, labels: jax.Array, *cotangents: jax.Array
+) -> tuple[jax.Array, ...]:
     """Loss, logps and lse of each token, and dlogits for cotangents of these."""
     counted = labels != IGNORE_INDEX
 
