@@ -18,7 +18,7 @@ use crate::xla::Session;
 /// Refuses what asks for no program that could run, before anything is made for it.
 ///
 /// # Errors
-/// A program where there can be none, a cotangent that none takes, or no TPU to run on.
+/// A program where there can be none, or no TPU to run on.
 pub(super) fn check_choices(config: &Config) -> Result<()> {
     let program = config.program.as_deref();
     exported::check_choice(program, config.backend, config.implementation)?;
@@ -87,7 +87,7 @@ impl Program {
         let compiled = self.session.compile_code(&self.exported.bytecode)?;
         let results = compiled.executable.execute(&arguments)?;
         let (found, wanted) = (results.len(), self.own.program.results.len());
-        // Manifests tell of arrays, and only running tells what there is of them.
+        // What a manifest says of the results is known to be true only once there are any.
         ensure!(found == wanted, "the program gives {found} results; its manifest says {wanted}");
         Ok(results)
     }
