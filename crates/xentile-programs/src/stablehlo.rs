@@ -133,6 +133,48 @@ impl Program {
         self.arguments.push(ty);
         self
     }
+
+    /// The program with its matrices laid out row by row where they come and go. On TPUs XLA may
+    /// choose another layout for what crosses the border of a program, and then copies all of it to
+    /// the one that the program works on; a matrix in the middle of a program has no such border.
+    /// Asked for once: a layout is no attribute to have twice.
+    #[must_use]
+    pub fn with_rows_in_order(self) -> Self {
+        self.laid_out(true)
+    }
+
+    /// [`Self::with_rows_in_order`] for results alone: arguments are taken as they lie.
+    #[must_use]
+    pub fn with_results_in_order(self) -> Self {
+        self.laid_out(false)
+    }
+
+    fn laid_out(mut self, arguments: bool) -> Self {
+        const LAYOUT: &str = "mhlo.layout_mode = \"{1,0}\"";
+        let is_main = |line: &&str| line.contains("func.func public @main(");
+        let signature = self.text.lines().find(is_main).unwrap_or_default().to_owned();
+        let (takes, gives) = signature.split_once(") -> (").unwrap_or_default();
+        let lay_out = |side: &str, types: &[TensorType]| {
+            let mut side = format!("{side})");
+            let mut matrices: Vec<String> = Vec::new();
+            for ty in types.iter().filter(|ty| ty.dims.len() == 2).map(ToString::to_string) {
+                if !matrices.contains(&ty) {
+                    side = side
+                        .replace(&format!("{ty} {{"), &format!("{ty} {{{LAYOUT}, "))
+                        .replace(&format!("{ty},"), &format!("{ty} {{{LAYOUT}}},"))
+                        .replace(&format!("{ty})"), &format!("{ty} {{{LAYOUT}}})"));
+                    matrices.push(ty);
+                }
+            }
+            side.pop();
+            side
+        };
+        let takes = if arguments { lay_out(takes, &self.arguments) } else { takes.to_owned() };
+        let results = gives.strip_suffix(") {").unwrap_or(gives);
+        let gives = lay_out(results, &self.results);
+        self.text = self.text.replacen(&signature, &format!("{takes}) -> ({gives}) {{"), 1);
+        self
+    }
 }
 
 /// A value of the function being written.
@@ -376,5 +418,37 @@ impl Builder {
             arguments: self.arguments.into_iter().map(|value| value.ty).collect(),
             results: results.iter().map(|value| value.ty.clone()).collect(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_are_laid_out_at_the_border() {
+        let matrix = TensorType::new(&[2, 3], ElementType::F32);
+        let row = TensorType::new(&[3], ElementType::F32);
+        let mut b = Builder::new("twice", &[matrix.clone(), row.clone(), matrix]);
+        let (x, row) = (b.argument(0), b.argument(1));
+        let y = b.binary("add", &x, &x);
+        let program = b.finish(&[&row, &y]);
+        let body = |program: &Program| program.text.lines().skip(2).collect::<String>();
+        let signature = |program: &Program| program.text.lines().nth(1).unwrap().trim().to_owned();
+        let in_order = program.clone().recycling(1).with_rows_in_order();
+        assert_eq!(
+            signature(&in_order),
+            "func.func public @main(%arg0: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}, \
+             %arg1: tensor<3xf32>, %arg2: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}, \
+             %recycled: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\", tf.aliasing_output = 1 : \
+             i32}) -> (tensor<3xf32>, tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}) {"
+        );
+        assert_eq!(body(&in_order), body(&program));
+        let results = program.clone().with_results_in_order();
+        assert_eq!(
+            signature(&results),
+            "func.func public @main(%arg0: tensor<2x3xf32>, %arg1: tensor<3xf32>, %arg2: \
+             tensor<2x3xf32>) -> (tensor<3xf32>, tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}) {"
+        );
     }
 }

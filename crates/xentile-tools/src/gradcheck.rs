@@ -2,33 +2,39 @@
 //!
 //! Both schedules are run: the one that the reduction asks for, whose figures have plain names, and
 //! beside a reduction the recomputing pair with random cotangents of loss, logps and lse, whose
-//! figures start with `recompute/`. The reference is evaluated a token at a time.
+//! figures start with `recompute/`. The reference is evaluated a token at a time. A program from JAX
+//! is run in the place of a kernel; it has one of the schedules, and figures of what it does not give
+//! are left out.
 
 mod compare;
 mod kernels;
+mod program;
 mod report;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use bytemuck::Pod;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use xentile::cross_entropy::reference::TokenCotangents;
-use xentile::cross_entropy::{CrossEntropy, TokenFactors};
+use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
+use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
 use xentile::{DType, Element, Labels, LogitsShape};
 use xentile_cpu::cross_entropy::Reduce;
+use xentile_programs::Exported;
 
 use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
 use crate::input::file::Mapped;
 use crate::input::synthetic::Synthetic;
 use crate::input::{Tokens, predicting_rows};
 use crate::machine::Machine;
-use crate::memory;
-use crate::microbench::Implementation;
+use crate::microbench::{self, Implementation};
 use crate::timing::timed;
+use crate::{exported, memory};
 use compare::{Outputs, Problem};
+use kernels::Kernels;
+use program::Program;
 pub use report::{Figure, Place, Report};
 
 /// What gradcheck is asked to do.
@@ -59,6 +65,12 @@ pub struct Config {
     /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
     #[serde(default)]
     pub plugin: Option<PathBuf>,
+    /// The manifest of a program that JAX exported, as the kernel: see
+    /// [`microbench::Config::program`].
+    ///
+    /// [`microbench::Config::program`]: crate::microbench::Config::program
+    #[serde(default)]
+    pub program: Option<PathBuf>,
     /// Where compiled programs are kept, for `xla:` backends: see [`microbench::Config::cache`].
     ///
     /// [`microbench::Config::cache`]: crate::microbench::Config::cache
@@ -151,6 +163,42 @@ impl Tolerances {
     }
 }
 
+/// Reads the config at `path` and applies `sets`. `program`, which a flag named, goes before the
+/// config's; what the config leaves out is as the program has it.
+///
+/// # Errors
+/// As for [`config::load`]; a program that cannot be loaded.
+pub fn load(path: &Path, sets: &[String], program: Option<&Path>) -> Result<Config> {
+    /// What tells which program it is.
+    #[derive(Deserialize)]
+    struct Names {
+        program: Option<PathBuf>,
+        #[serde(default)]
+        tile: TileConfig,
+    }
+    let text = config::read(path)?;
+    let in_config = || format!("config {}", path.display());
+    let names: Names = config::parse(&text, sets).with_context(in_config)?;
+    let program = program.map(Path::to_path_buf).or(names.program);
+    let base = match &program {
+        None => serde_yaml::Value::Null,
+        Some(program) => base(&Exported::load(&exported::manifest(program, names.tile)?)?)?,
+    };
+    let mut config: Config = config::parse_over(base, &text, sets).with_context(in_config)?;
+    config.program = program;
+    Ok(config)
+}
+
+/// What of a config a program tells: all but the shape, as it knows tokens and not how many a
+/// sequence has.
+fn base(exported: &Exported) -> Result<serde_yaml::Value> {
+    let mut base = microbench::Config::base(exported)?;
+    if let Some(base) = base.as_mapping_mut() {
+        base.retain(|key, _| key != "time" && key != "vocab");
+    }
+    Ok(base)
+}
+
 /// Runs what `config` asks for.
 ///
 /// # Errors
@@ -167,6 +215,9 @@ fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Re
     let options = config.options.cross_entropy()?;
     let limits = config.tolerances.resolve(config.dtype, options.softcap)?;
     ensure!(config.cotangent.is_finite(), "cotangent is {}; it must be finite", config.cotangent);
+    let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
+    config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
+    program::check_choices(config)?;
     match &config.input {
         Input::Synthetic(synthetic) => {
             let Some(shape) = config.shape else {
@@ -250,7 +301,11 @@ fn check<E: Element + Pod + pjrt_client::Element>(
     let began = Instant::now();
     let problem_shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
     let labels = Labels::from(tokens.labels.as_slice());
-    let mut kernels = kernels::open(config, options, tokens)?;
+    options.check_labels(labels, problem_shape)?;
+    let subject = match Program::open(config, tokens)? {
+        Some(program) => Subject::Program(Box::new(program)),
+        None => Subject::Kernels(kernels::open(config, options, tokens)?),
+    };
 
     let rows = predicting_rows(shape.batch, shape.seq_len);
     let weights = match config.options.weights {
@@ -260,64 +315,161 @@ fn check<E: Element + Pod + pjrt_client::Element>(
     let cotangents = seeded.cotangents(&rows);
     drop(rows);
 
-    let mut report = Report::new(config, describe(shape), &kernels.setup());
-    let mut dlogits = vec![E::from_f32(0.0); problem_shape.elements()];
-    let mut outputs = Outputs::poisoned(problem_shape.tokens());
-
-    let (elapsed, result) = timed(|| kernels.forward(&mut outputs));
-    result?;
-    report.seconds("time/forward_s", elapsed);
-    let problem = Problem { options, tokens, limits };
-    let (elapsed, reference) = timed(|| problem.reference_forward());
-    report.seconds("time/ref_forward_s", elapsed);
-    problem.compare_forward(&mut report, &outputs, &reference);
-
-    if let Some(reduction) = config.options.reduction.reduction() {
-        let factors = TokenFactors::new(options, reduction, labels, weights.as_deref())?;
-        let reduce = Reduce { reduction, weights: weights.as_deref(), cotangent: config.cotangent };
-        compare::poison(&mut dlogits);
-        let (elapsed, loss) = timed(|| kernels.value_and_grad(reduce, &mut dlogits));
-        report.seconds("time/kernel_grad_s", elapsed);
-        problem.compare_loss(&mut report, loss?, factors.reduce(reference.iter().map(|r| r.loss)));
-        let of_token = |token: usize| match factors.of(token) {
-            0.0 => None,
-            factor => {
-                Some(TokenCotangents { loss: config.cotangent * factor, ..Default::default() })
-            }
-        };
-        let (elapsed, ()) = timed(|| {
-            problem.compare_gradient(&mut report, "", &reference, of_token, &dlogits);
-        });
-        report.seconds("time/ref_grad_s", elapsed);
-    } else {
-        let mean = |losses: &mut dyn Iterator<Item = f64>| {
-            losses.sum::<f64>() / problem_shape.tokens() as f64
-        };
-        let actual = mean(&mut outputs.loss.iter().map(|&loss| f64::from(loss)));
-        let expected = mean(&mut reference.iter().map(|reference| reference.loss));
-        problem.compare_loss(&mut report, actual, expected);
-    }
-
-    let recomputes_only = config.options.reduction.reduction().is_none();
-    let prefix = if recomputes_only { "" } else { "recompute/" };
-    compare::poison(&mut dlogits);
-    let [g, h, k] = &cotangents;
-    let (elapsed, result) = timed(|| kernels.backward(&outputs, &cotangents, &mut dlogits));
-    result?;
-    let of_token = |token: usize| {
-        let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
-        Some(TokenCotangents { loss, logps, lse })
+    let mut run = Run {
+        config,
+        problem: Problem { options, tokens, limits },
+        weights,
+        cotangents,
+        outputs: Outputs::poisoned(problem_shape.tokens()),
+        dlogits: vec![E::from_f32(0.0); problem_shape.elements()],
+        report: Report::new(config, describe(shape), &subject.setup()),
     };
-    let (reference_elapsed, ()) = timed(|| {
-        problem.compare_gradient(&mut report, prefix, &reference, of_token, &dlogits);
-    });
-    if recomputes_only {
-        report.seconds("time/kernel_grad_s", elapsed);
-        report.seconds("time/ref_grad_s", reference_elapsed);
-    } else {
-        report.seconds("time/recompute_backward_s", elapsed);
+    match subject {
+        Subject::Kernels(mut kernels) => run.kernels(&mut *kernels)?,
+        Subject::Program(program) => run.program(&program)?,
     }
+    let mut report = run.report;
     report.seconds("time/total_s", began.elapsed().as_secs_f64());
     report.finish(&Machine::current(), memory::peak_resident_bytes());
     Ok(report)
+}
+
+/// What is held against the reference.
+enum Subject<'a, E> {
+    Kernels(Box<dyn Kernels<E> + 'a>),
+    Program(Box<Program>),
+}
+
+impl<E> Subject<'_, E> {
+    fn setup(&self) -> kernels::Setup {
+        match self {
+            Self::Kernels(kernels) => kernels.setup(),
+            Self::Program(program) => program.setup(),
+        }
+    }
+}
+
+/// A problem, what it is run with, and what is found.
+struct Run<'a, E: Clone> {
+    config: &'a Config,
+    problem: Problem<'a, E>,
+    weights: Option<Vec<f32>>,
+    /// Of loss, logps and lse.
+    cotangents: [Vec<f32>; 3],
+    outputs: Outputs,
+    dlogits: Vec<E>,
+    report: Report,
+}
+
+impl<E: Element + pjrt_client::Element> Run<'_, E> {
+    /// Both schedules of kernels.
+    fn kernels(&mut self, kernels: &mut dyn Kernels<E>) -> Result<()> {
+        let (elapsed, result) = timed(|| kernels.forward(&mut self.outputs));
+        result?;
+        self.report.seconds("time/forward_s", elapsed);
+        let reference = self.reference();
+        self.problem.compare_forward(&mut self.report, &self.outputs, &reference);
+        let reduction = self.config.options.reduction.reduction();
+        match reduction {
+            Some(reduction) => self.reduced(reduction, &reference, &mut |reduce, dlogits| {
+                kernels.value_and_grad(reduce, dlogits)
+            })?,
+            None => self.compare_mean(&reference),
+        }
+        compare::poison(&mut self.dlogits);
+        let backward = || kernels.backward(&self.outputs, &self.cotangents, &mut self.dlogits);
+        let (elapsed, result) = timed(backward);
+        result?;
+        if reduction.is_none() {
+            self.recomputed("", elapsed, &reference);
+        } else {
+            self.recomputed("recompute/", elapsed, &reference);
+        }
+        Ok(())
+    }
+
+    /// The one schedule that a program from JAX has.
+    fn program(&mut self, program: &Program) -> Result<()> {
+        if let Some(reduction) = self.config.options.reduction.reduction() {
+            let reference = self.reference();
+            self.reduced(reduction, &reference, &mut |reduce, dlogits| {
+                program.value_and_grad(reduce, dlogits)
+            })?;
+            self.report.leave_out(&["fwd/", "recompute/"], "a program of value_and_grad");
+            return Ok(());
+        }
+        compare::poison(&mut self.dlogits);
+        let (elapsed, result) = timed(|| {
+            program.forward_and_backward(&mut self.outputs, &self.cotangents, &mut self.dlogits)
+        });
+        result?;
+        let reference = self.reference();
+        self.problem.compare_forward(&mut self.report, &self.outputs, &reference);
+        self.compare_mean(&reference);
+        self.recomputed("", elapsed, &reference);
+        Ok(())
+    }
+
+    fn reference(&mut self) -> Vec<TokenForward> {
+        let (elapsed, reference) = timed(|| self.problem.reference_forward());
+        self.report.seconds("time/ref_forward_s", elapsed);
+        reference
+    }
+
+    /// The mean of the losses, where nothing reduces them.
+    fn compare_mean(&mut self, reference: &[TokenForward]) {
+        let mean =
+            |losses: &mut dyn Iterator<Item = f64>| losses.sum::<f64>() / reference.len() as f64;
+        let actual = mean(&mut self.outputs.loss.iter().map(|&loss| f64::from(loss)));
+        let expected = mean(&mut reference.iter().map(|reference| reference.loss));
+        self.problem.compare_loss(&mut self.report, actual, expected);
+    }
+
+    /// The reduced loss and its gradient, as `value_and_grad` gives them.
+    fn reduced(
+        &mut self,
+        reduction: Reduction,
+        reference: &[TokenForward],
+        value_and_grad: &mut dyn FnMut(Reduce<'_>, &mut [E]) -> Result<f64>,
+    ) -> Result<()> {
+        let weights = self.weights.as_deref();
+        let labels = Labels::from(self.problem.tokens.labels.as_slice());
+        let factors = TokenFactors::new(self.problem.options, reduction, labels, weights)?;
+        let cotangent = self.config.cotangent;
+        let reduce = Reduce { reduction, weights, cotangent };
+        compare::poison(&mut self.dlogits);
+        let (elapsed, loss) = timed(|| value_and_grad(reduce, &mut self.dlogits));
+        self.report.seconds("time/kernel_grad_s", elapsed);
+        let expected = factors.reduce(reference.iter().map(|r| r.loss));
+        self.problem.compare_loss(&mut self.report, loss?, expected);
+        let of_token = |token: usize| match factors.of(token) {
+            0.0 => None,
+            factor => Some(TokenCotangents { loss: cotangent * factor, ..Default::default() }),
+        };
+        let (elapsed, ()) = timed(|| {
+            let report = &mut self.report;
+            self.problem.compare_gradient(report, "", reference, of_token, &self.dlogits);
+        });
+        self.report.seconds("time/ref_grad_s", elapsed);
+        Ok(())
+    }
+
+    /// The gradient for the cotangents of every token, which took `elapsed` seconds to make.
+    fn recomputed(&mut self, prefix: &str, elapsed: f64, reference: &[TokenForward]) {
+        let [g, h, k] = &self.cotangents;
+        let of_token = |token: usize| {
+            let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
+            Some(TokenCotangents { loss, logps, lse })
+        };
+        let (reference_elapsed, ()) = timed(|| {
+            let report = &mut self.report;
+            self.problem.compare_gradient(report, prefix, reference, of_token, &self.dlogits);
+        });
+        if prefix.is_empty() {
+            self.report.seconds("time/kernel_grad_s", elapsed);
+            self.report.seconds("time/ref_grad_s", reference_elapsed);
+        } else {
+            self.report.seconds("time/recompute_backward_s", elapsed);
+        }
+    }
 }

@@ -8,7 +8,7 @@ pub mod config;
 mod dense;
 pub mod draft;
 pub mod estimate;
-mod export;
+mod exported;
 pub mod gradcheck;
 pub mod input;
 pub mod machine;

@@ -22,9 +22,9 @@ use crate::config::{Backend, Op, Options, ReductionConfig, TileConfig};
 use crate::estimate::Estimate;
 use crate::input::synthetic::Synthetic;
 use crate::machine::Machine;
-use crate::memory;
 use crate::schedule::Schedule;
 use crate::timing::timed;
+use crate::{exported, memory};
 
 /// Which program computes it.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
@@ -168,16 +168,7 @@ impl Config {
         self.isa()?;
         let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
         self.backend.check_choices(plugin, self.cache.as_deref(), isa, self.threads)?;
-        if self.program.is_some() {
-            ensure!(
-                self.backend != Backend::Cpu,
-                "program is set; backend cpu runs no programs, those named xla: do"
-            );
-            ensure!(
-                self.implementation == Implementation::Kernel,
-                "program is set, which is the kernel; set impl to kernel or leave program out"
-            );
-        }
+        exported::check_choice(self.program.as_deref(), self.backend, self.implementation)?;
         if let Some(topology) = &self.topology {
             ensure!(
                 self.backend == Backend::XlaTpu,
@@ -201,21 +192,8 @@ impl Config {
     /// # Errors
     /// The name has a place for an extent of the tile that is left open.
     pub fn manifest(&self) -> Result<Option<PathBuf>> {
-        let Some(program) = &self.program else { return Ok(None) };
-        let Some(text) = program.to_str() else { return Ok(Some(program.clone())) };
-        let mut text = text.to_owned();
-        let TileConfig { time_block, block_size } = self.tile;
-        for (key, extent) in [("time_block", time_block), ("block_size", block_size)] {
-            let place = format!("{{{key}}}");
-            if !text.contains(&place) {
-                continue;
-            }
-            let Some(extent) = extent else {
-                bail!("program {text} has a place for {key}, which is left open; set tile.{key}");
-            };
-            text = text.replace(&place, &extent.to_string());
-        }
-        Ok(Some(text.into()))
+        let manifest = |program: &PathBuf| exported::manifest(program, self.tile);
+        self.program.as_ref().map(manifest).transpose()
     }
 
     /// What a config with a program leaves out, as the program has it.

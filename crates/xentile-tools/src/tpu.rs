@@ -42,8 +42,8 @@ pub fn would_wait() -> bool {
 pub(crate) fn require() -> Result<()> {
     ensure!(
         !would_wait(),
-        "no TPU in this machine; microbench --topology v6e:2x2 compiles without one ({SKIP_QUERY}=1 \
-         has libtpu look for itself)"
+        "no TPU in this machine, and running needs one; microbench --topology v6e:2x2 compiles without \
+         ({SKIP_QUERY}=1 has libtpu look for itself)"
     );
     Ok(())
 }

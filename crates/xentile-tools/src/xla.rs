@@ -10,7 +10,8 @@ use pjrt_client::{
     Buffer, Cache, Cached, Client, Code, CompileOptions, Element, Error, Handlers,
     LoadedExecutable, Platform, Plugin, Value,
 };
-use xentile_programs::Program;
+use xentile_programs::stablehlo::Builder;
+use xentile_programs::{Program, TensorType};
 use xentile_xla::TABLE_VERSION;
 
 use crate::cli::one_line;
@@ -51,7 +52,9 @@ impl Session {
             _ => &[],
         };
         let remedy = match platform {
-            Platform::Tpu => "; microbench --topology v6e:2x2 compiles without a TPU",
+            Platform::Tpu => {
+                "; running needs a TPU; microbench --topology v6e:2x2 compiles without one"
+            }
             _ => "",
         };
         let client = plugin.client(options).with_context(|| {
@@ -111,6 +114,18 @@ impl Session {
         Ok(self.client.buffer(data, &dims)?)
     }
 
+    /// A matrix on the device, its rows in order on TPUs, where it might else be its transpose that
+    /// lies in memory and programs do not take it: see [`for_platform`].
+    pub(crate) fn upload_matrix<T: Element>(&self, data: &[T], ty: &TensorType) -> Result<Buffer> {
+        let matrix = self.upload(data, &ty.dims)?;
+        if self.platform != Platform::Tpu {
+            return Ok(matrix);
+        }
+        let program = rows_in_order(ty);
+        let results = self.compile_code(program.text.as_bytes())?.executable.execute(&[&matrix])?;
+        results.into_iter().next().context("the program of a matrix gives one result")
+    }
+
     /// Labels on the device, in the 32 bits that programs read.
     pub(crate) fn upload_labels(&self, labels: &[i64]) -> Result<Buffer> {
         let narrow = |&label: &i64| {
@@ -122,7 +137,7 @@ impl Session {
 
     /// The program, ready to run.
     pub(crate) fn compile(&self, program: &Program) -> Result<Compiled> {
-        self.compile_code(program.text.as_bytes())
+        self.compile_code(for_platform(self.platform, program.clone()).text.as_bytes())
     }
 
     /// A program as StableHLO text or bytecode, ready to run. What the cache is of no use for is
@@ -164,6 +179,22 @@ impl Session {
     }
 }
 
+/// The same matrix with its rows in order, however they come.
+fn rows_in_order(ty: &TensorType) -> Program {
+    let b = Builder::new("rows_in_order", std::slice::from_ref(ty));
+    let same = b.argument(0);
+    b.finish(&[&same]).with_results_in_order()
+}
+
+/// This build's program as it is compiled for a platform: on TPUs with rows in order at its border, as
+/// programs of `pallas_bridge` have them and matrices in the middle of a real program.
+pub(crate) fn for_platform(platform: Platform, program: Program) -> Program {
+    match platform {
+        Platform::Tpu => program.with_rows_in_order(),
+        _ => program,
+    }
+}
+
 /// The name of the plug-in's file, its version of PJRT, and its platform.
 pub(crate) fn describe(plugin: Plugin, platform: &str, version: &str) -> String {
     let version = version.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -200,7 +231,32 @@ fn registry_name(platform: Platform) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use pjrt_client::Topology;
+    use xentile_programs::ElementType;
+
     use super::*;
+
+    #[test]
+    #[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+    fn a_matrix_is_put_in_the_order_that_programs_take() {
+        let plugin = Plugin::find(Platform::Tpu, None).unwrap();
+        let v6e = Topology::new(plugin, "v6e:2x2", &[]).unwrap();
+        let stats = |program: &Program| {
+            let program = pjrt_client::Program::mlir(program.text.as_bytes());
+            let stats = v6e.compile(&program, &CompileOptions::new()).unwrap().memory_stats();
+            let stats = stats.unwrap();
+            (stats.arguments.unwrap(), stats.outputs.unwrap())
+        };
+        // Columns are padded to a multiple of 128, and of 16 in the transpose, which libtpu prefers.
+        let (transposed, in_order) = (2048 * 1008 * 2, 2048 * 1024 * 2);
+        let ty = TensorType::new(&[2048, 1003], ElementType::Bf16);
+        assert_eq!(stats(&rows_in_order(&ty)), (transposed, in_order));
+        let mut b = Builder::new("negated", &[ty]);
+        let x = b.argument(0);
+        let y = b.unary("negate", &x);
+        let negated = for_platform(Platform::Tpu, b.finish(&[&y]).recycling(0));
+        assert_eq!(stats(&negated), (2 * in_order, in_order));
+    }
 
     #[test]
     fn what_does_not_fit_is_said_with_both_figures() {

@@ -12,6 +12,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 const MICROBENCH: &str = env!("CARGO_BIN_EXE_microbench");
+const GRADCHECK: &str = env!("CARGO_BIN_EXE_gradcheck");
 const AHEAD: [&str; 4] = ["--backend", "xla:tpu", "--topology", "v6e:2x2"];
 
 fn microbench(arguments: &[&str]) -> Output {
@@ -48,12 +49,18 @@ fn refuse(arguments: &[&str]) -> String {
 
 /// A folder with the programs of tests/tpu/export_kernel.py for f32 logits [16, 256].
 fn exported(platform: &str) -> tempfile::TempDir {
+    variant(platform, &[])
+}
+
+/// Likewise, with a flag of the script.
+fn variant(platform: &str, flag: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tpu/export_kernel.py");
     let output = Command::new("python")
         .arg(script)
         .arg(folder.path())
         .args([platform, "16", "256", "8", "16"])
+        .args(flag)
         .env("JAX_PLATFORMS", "cpu")
         .output()
         .expect("python starts");
@@ -71,7 +78,7 @@ fn path(folder: &Path, name: &str) -> String {
 }
 
 /// A manifest of a program that no compiler takes.
-fn write_manifest(folder: &Path) -> String {
+fn write_manifest(folder: &Path, platform: &str) -> String {
     const SHA256: &str = "f20c8a1af897d0fd042cd41cd11a010812765bd09e23f6d506a6a7ed12bc4ae1";
     std::fs::write(folder.join("p.mlirbc"), b"ML\xefR").unwrap();
     let manifest = serde_json::json!({
@@ -84,7 +91,7 @@ fn write_manifest(folder: &Path) -> String {
         "results": [{"dtype": "f32", "shape": []}, {"dtype": "f32", "shape": [16, 256]}],
         "tile": {"time_block": 8, "block_size": 256},
         "options": {"z_loss": 0.5},
-        "platforms": ["tpu"],
+        "platforms": [platform],
         "jax_version": "0.12.0",
         "calling_convention_version": 10,
     });
@@ -137,7 +144,7 @@ fn libtpu_that_is_missing_says_where_it_was_looked_for() {
 #[test]
 fn a_program_for_something_else() {
     let folder = tempfile::tempdir().unwrap();
-    let manifest = write_manifest(folder.path());
+    let manifest = write_manifest(folder.path(), "tpu");
     let program = ["--topology", "v6e:2x2", "--program", &manifest];
     let cases: [(&[&str], &str); 10] = [
         (
@@ -239,6 +246,21 @@ fn the_dense_program_compiles_for_every_generation() {
 
 #[test]
 #[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn the_dense_program_has_its_rows_in_order() {
+    let size = ["--time", "2048", "--vocab", "1003", "--dtype", "bf16", "--impl", "reference"];
+    for reduction in ["mean", "none"] {
+        let report = measure(&[&AHEAD[..], &size, &["--reduction", reduction]].concat());
+        // Rows are padded to 1024 columns; the transpose would be to 1008.
+        let matrix = 2048 * 1024 * 2;
+        let compiled = |place: &str| number(&report, &format!("/compiled/{place}_bytes"));
+        assert!((2 * matrix..2 * matrix + 100_000).contains(&compiled("argument")), "{report}");
+        assert!((matrix..matrix + 100_000).contains(&compiled("output")), "{report}");
+        assert_eq!(compiled("alias"), matrix, "{report}");
+    }
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
 fn names_that_are_no_topology() {
     for name in ["v99:2x2", "v6e", "v6e:3x7"] {
         let error = refuse(&["--backend", "xla:tpu", "--impl", "reference", "--topology", name]);
@@ -332,6 +354,166 @@ fn an_exported_program_runs() {
     let [found, expected] = [&report, &native].map(|report| report["loss"].as_f64().unwrap());
     assert!((found - expected).abs() < 1e-5 * expected, "{found} is not {expected}");
     assert!(report["avg_step_ms"].as_f64().unwrap() > 0.0);
+}
+
+/// gradcheck over 16 tokens and 256 columns in f32, as the programs of [`exported`] are for.
+fn gradcheck(arguments: &[&str]) -> Output {
+    let mut config = tempfile::NamedTempFile::new().unwrap();
+    let text = "shape: {batch: 2, seq_len: 9, vocab: 256}\ninput: {synthetic: {ignored: 0.3}}\n";
+    std::io::Write::write_all(&mut config, text.as_bytes()).unwrap();
+    Command::new(GRADCHECK)
+        .arg("--config")
+        .arg(config.path())
+        .args(arguments)
+        .env_remove("TPU_SKIP_MDS_QUERY")
+        .output()
+        .expect("gradcheck starts")
+}
+
+/// What gradcheck of a program says, its exit code and its report.
+fn judge(folder: &Path, more: &[&str]) -> (String, Option<i32>, Value) {
+    let (manifest, json) = (path(folder, "cpu_16.json"), path(folder, "report.json"));
+    let output = gradcheck(&[&["--program", &manifest, "--json", &json], more].concat());
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let report = std::fs::read_to_string(&json);
+    let report = report.unwrap_or_else(|_| panic!("no report: {}", stderr(&output)));
+    (text, output.status.code(), serde_json::from_str(&report).unwrap())
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, and a python with JAX"]
+fn gradcheck_judges_what_a_program_gives() {
+    let folder = exported("cpu");
+    let (text, code, report) = judge(folder.path(), &[]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("cross_entropy, program of JAX 0.") && text.contains("on xla:cpu"));
+    let left_out = "not in the report: fwd/ and recompute/, which a program of value_and_grad";
+    assert!(text.contains(left_out), "{text}");
+    let names = |report: &Value| -> Vec<String> {
+        let figures = report["figures"].as_object().unwrap();
+        let mut names: Vec<_> =
+            figures.keys().filter(|name| !name.starts_with("time/")).cloned().collect();
+        names.sort();
+        names
+    };
+    const GRADIENT: [&str; 6] = [
+        "dlogits_max_abs",
+        "dlogits_max_rel",
+        "dlogits_rounded/equal",
+        "dlogits_rounded/excess",
+        "dlogits_rounded/max_abs",
+        "dlogits_rounded/max_ulp",
+    ];
+    assert_eq!(names(&report), [&["abs_diff_loss"], &GRADIENT[..], &["loss"]].concat());
+    assert_eq!(report["not_given"], serde_json::json!(["fwd/", "recompute/"]));
+    assert_eq!(report["exported"]["sha256"].as_str().unwrap().len(), 64);
+    assert_eq!(report["tile"], serde_json::json!({"time_block": 16, "block_size": 256}));
+    assert_eq!(report["config"]["dtype"], "f32", "as the program has it");
+
+    let folder = variant("cpu", &["--per-token"]);
+    let (text, code, report) = judge(folder.path(), &[]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(!text.contains("not in the report"), "{text}");
+    let mut expected = [&["abs_diff_loss", "loss"], &GRADIENT[..]].concat();
+    expected.extend(["fwd/loss_max_abs", "fwd/loss_max_rel", "fwd/logp_max_abs"]);
+    expected.extend(["fwd/logp_max_rel", "fwd/lse_max_abs", "fwd/lse_max_rel"]);
+    expected.sort_unstable();
+    assert_eq!(names(&report), expected);
+    assert_eq!(report["not_given"], serde_json::json!([]));
+    let limits = report["limits"].as_object().unwrap();
+    assert!(limits.contains_key("fwd/lse_max_rel") && report["figures"]["loss"].is_f64());
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, and a python with JAX"]
+fn gradcheck_finds_the_entry_that_a_program_has_wrong() {
+    let folder = variant("cpu", &["--wrong"]);
+    let (text, code, report) = judge(folder.path(), &["--set", "input.synthetic.ignored=0"]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.ends_with("FAILED: outside tolerance in dlogits_rounded/excess\n"), "{text}");
+    let worst = &report["worst"]["dlogits_rounded/excess"];
+    assert_eq!((number(worst, "/token"), number(worst, "/column")), (3, 5));
+}
+
+#[test]
+fn gradcheck_refuses_a_program_for_something_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = write_manifest(folder.path(), "cpu");
+    let cases: [(&[&str], &str); 10] = [
+        (&["--set", "options.z_loss=0"], "its options are {\"ignore_index\":-100"),
+        (
+            &["--set", "options.reduction=none"],
+            "its program is value_and_grad; the config's is forward_and_backward",
+        ),
+        (
+            &["--set", "shape.seq_len=10"],
+            "its arguments are tensor<16x256xf32>, tensor<16xi32>; the config's are tensor<18x",
+        ),
+        (&["--set", "dtype=bf16"], "the config's are tensor<16x256xbf16>, tensor<16xi32>"),
+        (&["--set", "tile.time_block=4"], "its tile.time_block is 8; the config's is 4"),
+        (&["--set", "backend=xla:cuda"], "its platform is cpu; the config's is cuda"),
+        (&["--set", "backend=cpu"], "program is set; backend cpu runs no programs"),
+        (&["--impl", "reference"], "program is set, which is the kernel"),
+        (&["--set", "cotangent=2"], "cotangent is 2; a program from JAX takes none, which is 1"),
+        (&["--set", "options.zloss=1"], "unknown key `options.zloss`; did you mean `z_loss`?"),
+    ];
+    for (arguments, message) in cases {
+        let output = gradcheck(&[&["--program", &manifest], arguments].concat());
+        let stderr = stderr(&output);
+        assert_eq!((output.status.code(), stderr.lines().count()), (Some(2), 1), "{stderr}");
+        assert!(stderr.contains(message), "{stderr}");
+    }
+    // As a key of the config, with a place for the tile.
+    let pattern = format!("program={}", path(folder.path(), "{time_block}.json"));
+    let renamed = folder.path().join("8.json");
+    std::fs::rename(&manifest, &renamed).unwrap();
+    let output = gradcheck(&["--set", &pattern, "tile.time_block=8", "options.z_loss=0"]);
+    assert!(stderr(&output).contains("8.json: its options are"), "{}", stderr(&output));
+    let output = gradcheck(&["--set", &pattern]);
+    assert!(stderr(&output).contains("which is left open; set tile.time_block"));
+}
+
+/// The line that gradcheck of our kernel ends with where there is no TPU, for which nothing may be
+/// exported; none where there is one.
+fn without_a_tpu(variables: &[(&str, &str)]) -> Option<String> {
+    let cache = tempfile::tempdir().unwrap();
+    let output = Command::new(GRADCHECK)
+        .args(["--config", "configs/gradcheck/z_loss.yaml", "--set", "backend=xla:tpu"])
+        .args(["shape.vocab=1003", "--cache", &path(cache.path(), "")])
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .env_remove("TPU_SKIP_MDS_QUERY")
+        .env("XENTILE_PYTHON", "/nowhere/python")
+        .envs(variables.iter().copied())
+        .output()
+        .unwrap();
+    let stderr = stderr(&output);
+    if stderr.contains("/nowhere/python") {
+        return None;
+    }
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
+    let errors: Vec<_> = stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(errors.len(), 1, "{stderr}");
+    Some(errors[0].to_owned())
+}
+
+#[test]
+fn gradcheck_on_a_tpu_needs_one() {
+    if let Some(error) = without_a_tpu(&[]) {
+        let expected = "no TPU in this machine, and running needs one; microbench --topology";
+        assert!(error.contains(expected), "{error}");
+        let told = [("TPU_SKIP_MDS_QUERY", "1"), ("XENTILE_PJRT_TPU", "/nowhere/libtpu.so")];
+        let error = without_a_tpu(&told).unwrap();
+        assert!(error.contains("cannot open the PJRT plug-in /nowhere/libtpu.so"), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
+fn libtpu_that_finds_no_tpu_is_said_before_anything_is_exported() {
+    if let Some(error) = without_a_tpu(&[("TPU_SKIP_MDS_QUERY", "1")]) {
+        assert!(error.contains("gives no client; running needs a TPU; microbench"), "{error}");
+    }
 }
 
 #[test]

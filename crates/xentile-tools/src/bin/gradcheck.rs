@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use xentile_tools::gradcheck::{self, Config};
+use xentile_tools::gradcheck;
 use xentile_tools::microbench::Implementation;
-use xentile_tools::{cli, config, draft};
+use xentile_tools::{cli, draft};
 
 /// Hold a kernel against the float64 reference and say whether it may be trusted
 #[derive(Parser)]
@@ -23,6 +23,9 @@ struct Arguments {
     /// By which program: the kernel, or the dense reference program
     #[arg(long = "impl")]
     implementation: Option<Implementation>,
+    /// Manifest of a program that JAX exported, in the place of the kernel, for xla: backends
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
     /// Keep compiled programs in DIR, for xla: backends; nothing else may write there. Default:
     /// the directory that XENTILE_CACHE names, if any
     #[arg(long, value_name = "DIR")]
@@ -37,7 +40,8 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<u8> {
-    let mut config: Config = config::load(&arguments.config, &arguments.set)?;
+    let mut config =
+        gradcheck::load(&arguments.config, &arguments.set, arguments.program.as_deref())?;
     config.implementation = arguments.implementation.unwrap_or(config.implementation);
     config.cache = arguments.cache.clone().or(config.cache);
     let report = gradcheck::run(&config)?;

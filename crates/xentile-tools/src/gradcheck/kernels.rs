@@ -11,14 +11,14 @@ use xentile_cpu::cross_entropy::{
 };
 use xentile_cpu::{InOut, Isa, Threads};
 use xentile_programs::cross_entropy::{self as programs, Reduced};
-use xentile_programs::{ElementType, Program};
+use xentile_programs::{ElementType, Program, TensorType};
 
 use super::Config;
 use super::compare::Outputs;
 use crate::config::TileConfig;
 use crate::dense::Dense;
 use crate::input::Tokens;
-use crate::microbench::Implementation;
+use crate::microbench::{ExportedBy, Implementation};
 use crate::xla::Session;
 
 /// A backend's kernels, or its dense program, on one problem.
@@ -53,6 +53,17 @@ pub(super) struct Setup {
     pub(super) threads: Option<usize>,
     /// The PJRT plug-in: file, version, platform.
     pub(super) plugin: Option<String>,
+    /// The program from JAX; none where it is this build's own.
+    pub(super) exported: Option<ExportedBy>,
+}
+
+/// Logits and labels on the device.
+pub(super) fn upload<E: Element + pjrt_client::Element>(
+    session: &Session,
+    tokens: &Tokens<'_, E>,
+) -> Result<Vec<Buffer>> {
+    let ty = TensorType::new(&[tokens.labels.len(), tokens.vocab], <E as Element>::DTYPE.into());
+    Ok(vec![session.upload_matrix(&tokens.logits, &ty)?, session.upload_labels(&tokens.labels)?])
 }
 
 /// The kernels that `config` asks for, on `tokens`.
@@ -62,10 +73,8 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
     tokens: &'a Tokens<'a, E>,
 ) -> Result<Box<dyn Kernels<E> + 'a>> {
     let shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
-    options.check_labels(Labels::from(tokens.labels.as_slice()), shape)?;
     let default = default_tile::<E>(tokens.vocab);
     let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
-    config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
     match config.backend.platform() {
         None => {
             let isa = isa.map_or_else(|| Ok(Isa::detect()), str::parse)?;
@@ -93,11 +102,7 @@ pub(super) fn open<'a, E: Element + Pod + pjrt_client::Element>(
             }
             let tile = config.tile.of_program(config.backend, default)?;
             let tile = is_kernel.then_some(tile);
-            let dims = [shape.tokens(), shape.vocab()];
-            let inputs = vec![
-                session.upload(&tokens.logits, &dims)?,
-                session.upload_labels(&tokens.labels)?,
-            ];
+            let inputs = upload(&session, tokens)?;
             let problem = programs::Problem {
                 shape,
                 dtype: config.dtype,
@@ -158,6 +163,7 @@ impl<E: Element> Kernels<E> for Native<'_, E> {
             isa: Some(self.isa.name()),
             threads: Some(self.pool.count()),
             plugin: None,
+            exported: None,
         }
     }
 }
@@ -240,7 +246,13 @@ impl<E: Element> Kernels<E> for NativeDense<'_, E> {
     }
 
     fn setup(&self) -> Setup {
-        Setup { tile: None, isa: None, threads: Some(self.pool.count()), plugin: None }
+        Setup {
+            tile: None,
+            isa: None,
+            threads: Some(self.pool.count()),
+            plugin: None,
+            exported: None,
+        }
     }
 }
 
@@ -307,6 +319,12 @@ impl<E: Element + pjrt_client::Element> Kernels<E> for OnXla {
     }
 
     fn setup(&self) -> Setup {
-        Setup { tile: self.tile, isa: None, threads: None, plugin: self.session.describe().ok() }
+        Setup {
+            tile: self.tile,
+            isa: None,
+            threads: None,
+            plugin: self.session.describe().ok(),
+            exported: None,
+        }
     }
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::Config;
 use crate::machine::Machine;
 use crate::memory;
-use crate::microbench::Implementation;
+use crate::microbench::{ExportedBy, Implementation};
 
 /// Where a figure is worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,18 +75,22 @@ pub struct Report {
     title: String,
     figures: Vec<Figure>,
     setup: Map<String, Value>,
+    left_out: Option<String>,
 }
 
 impl Report {
     pub(super) fn new(config: &Config, shape: String, runs: &Setup) -> Self {
         let config_json = serde_json::to_value(config).expect("a config is plain data");
         let name = |key: &str| config_json[key].as_str().unwrap_or_default().to_owned();
-        let Setup { tile, isa, threads, plugin } = runs;
+        let Setup { tile, isa, threads, plugin, exported } = runs;
         let by = isa.map(str::to_owned).or_else(|| plugin.clone()).unwrap_or_default();
         let by = if by.is_empty() { by } else { format!(" ({by})") };
-        let program = match config.implementation {
-            Implementation::Kernel => "",
-            Implementation::Reference => ", dense program,",
+        let program = match (exported, config.implementation) {
+            (Some(ExportedBy { jax_version, .. }), _) => {
+                format!(", program of JAX {jax_version},")
+            }
+            (None, Implementation::Kernel) => String::new(),
+            (None, Implementation::Reference) => ", dense program,".into(),
         };
         let (op, backend) = (name("op"), name("backend"));
         let title = format!("{op}{program} on {backend}{by}, {shape} {}", config.dtype);
@@ -96,20 +100,32 @@ impl Report {
             "isa": isa,
             "threads": threads,
             "plugin": plugin,
+            "exported": exported,
+            "not_given": [],
             "config": config_json,
         });
         let Value::Object(setup) = setup else { unreachable!("json! of braces is an object") };
-        Self { title, figures: Vec::new(), setup }
+        Self { title, figures: Vec::new(), setup, left_out: None }
     }
 
     /// A report of nothing yet, for tests of what fills it.
     #[cfg(test)]
     pub(super) fn empty() -> Self {
-        Self { title: String::new(), figures: Vec::new(), setup: Map::new() }
+        Self { title: String::new(), figures: Vec::new(), setup: Map::new(), left_out: None }
     }
 
     pub(super) fn add(&mut self, figure: Figure) {
         self.figures.push(figure);
+    }
+
+    /// Says that figures whose names start with `prefixes` are left out, as `whose` has none of what
+    /// they are of.
+    pub(super) fn leave_out(&mut self, prefixes: &[&str], whose: &str) {
+        self.setup.insert("not_given".into(), json!(prefixes));
+        self.left_out = Some(format!(
+            "not in the report: {}, which {whose} gives nothing of",
+            prefixes.join(" and ")
+        ));
     }
 
     pub(super) fn seconds(&mut self, name: &str, value: f64) {
@@ -201,6 +217,9 @@ impl Report {
             }
             text.push_str(line.trim_end());
             text.push('\n');
+        }
+        if let Some(line) = &self.left_out {
+            _ = writeln!(text, "{line}");
         }
         if let Some(peak) = self.setup.get("peak_resident_bytes").and_then(Value::as_u64) {
             _ = writeln!(text, "peak memory: {}", memory::human(peak));

@@ -3,7 +3,7 @@
 //! The gradient of a step takes the memory of the gradient before it, as a training loop's would; a
 //! program from JAX has no argument for that memory, and makes new.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use half::{bf16, f16};
 use pjrt_client::{
     Buffer, CompileOptions, Event, ExecuteOptions, Execution, LoadedExecutable, Platform, Plugin,
@@ -11,19 +11,18 @@ use pjrt_client::{
 };
 use xentile::{DType, Element, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::default_tile;
-use xentile_programs::cross_entropy::{self, Problem, Reduced};
 use xentile_programs::stablehlo::Builder;
-use xentile_programs::{ElementType, Exported, Program, TensorType};
+use xentile_programs::{ElementType, Program, TensorType};
 
 use super::{
-    CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup,
-    Subject, name,
+    CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup, Subject,
 };
 use crate::config::{Backend, TileConfig, Weights};
+use crate::exported::{self, Asked};
 use crate::schedule::Dump;
 use crate::timing::timed;
 use crate::xla::{self, Compiled, Session};
-use crate::{estimate, export, tpu};
+use crate::{estimate, tpu};
 
 /// Cross-entropy with the inputs that `config` describes.
 pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
@@ -96,53 +95,32 @@ struct Plan {
 impl Plan {
     fn new<E: Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
-        let implementation = config.implementation.program();
-        let tile = config.tile.of_program(config.backend, default_tile::<E>(shape.vocab()))?;
-        let problem = Problem {
+        let asked = Asked {
+            op: config.op,
+            backend: config.backend,
+            implementation: config.implementation,
+            topology: config.topology.as_deref(),
             shape,
             dtype: config.dtype,
-            labels: ElementType::S32,
-            options: config.options.cross_entropy()?,
-            time_block: tile.time_block,
-            block_size: tile.block_size,
+            tile: config.tile,
+            options: &config.options,
+            program: config.program.as_deref(),
+            cache: config.cache.as_deref(),
         };
-        let (called, program, gradient) = match config.options.reduction.reduction() {
-            Some(reduction) => {
-                let weights = config.options.weights == Weights::Random;
-                let reduced = Reduced { reduction, weights, cotangent: false };
-                let program = cross_entropy::value_and_grad(&problem, reduced, implementation);
-                ("value_and_grad", program, 1)
-            }
-            None => {
-                let program = cross_entropy::forward_and_backward(&problem, implementation);
-                ("forward_and_backward", program, 3)
-            }
-        };
-        let is_ours =
-            config.backend == Backend::XlaTpu && config.implementation == Implementation::Kernel;
-        let manifest = match config.manifest()? {
-            None if is_ours => Some(export::manifest(config)?),
-            named => named,
-        };
-        let exported = match manifest {
-            Some(path) => {
-                let exported = Exported::load(&path)?;
-                check(&exported, config, called, &program)
-                    .with_context(|| format!("program {}", path.display()))?;
-                Some(exported)
-            }
-            None => None,
+        let own = asked.own(default_tile::<E>(shape.vocab()))?;
+        let exported = match asked.needs_export() {
+            true => Some(asked.export(&own)?),
+            false => asked.named(&own)?,
         };
         let tile = match (&exported, config.implementation) {
-            (Some(exported), _) => {
-                Some(Tile::new(exported.tile.time_block, exported.tile.block_size)?.into())
-            }
-            (None, Implementation::Kernel) => Some(tile),
+            (Some(exported), _) => Some(exported::tile(exported)),
+            (None, Implementation::Kernel) => Some(own.tile),
             (None, Implementation::Reference) => None,
         };
+        let platform = config.backend.platform().context("the backend has a platform")?;
         Ok(Self {
-            program: program.recycling(gradient),
-            gradient,
+            program: xla::for_platform(platform, own.program.recycling(own.gradient)),
+            gradient: own.gradient,
             exported: exported.as_ref().map(ExportedBy::from),
             code: exported.map(|exported| exported.bytecode),
             tile,
@@ -156,48 +134,6 @@ impl Plan {
     fn gradient_type(&self) -> &TensorType {
         &self.program.results[self.gradient]
     }
-}
-
-/// Refuses a program from JAX that is for something else than `config`, which this build's own
-/// `program`, `called` so, is for.
-fn check(exported: &Exported, config: &Config, called: &str, program: &Program) -> Result<()> {
-    let agree = |what: &str, found: &str, wanted: &str| {
-        ensure!(found == wanted, "its {what} is {found}; the config's is {wanted}");
-        Ok(())
-    };
-    agree("op", &exported.op, &name(&config.op))?;
-    agree("program", &exported.program, called)?;
-    agree("platform", &exported.platform, config.backend.platform().map_or("", Platform::name))?;
-    for (what, found, wanted) in [
-        ("arguments", &exported.arguments, &program.arguments),
-        ("results", &exported.results, &program.results),
-    ] {
-        let list = |types: &[TensorType]| {
-            types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-        };
-        ensure!(
-            found == wanted,
-            "its {what} are {}; the config's are {}",
-            list(found),
-            list(wanted)
-        );
-    }
-    for (what, found, wanted) in [
-        ("time_block", exported.tile.time_block, config.tile.time_block),
-        ("block_size", exported.tile.block_size, config.tile.block_size),
-    ] {
-        let wanted = wanted.unwrap_or(found);
-        ensure!(found == wanted, "its tile.{what} is {found}; the config's is {wanted}");
-    }
-    let options: crate::config::Options =
-        crate::config::from_json("options", exported.options.clone().into())?;
-    ensure!(
-        options == config.options,
-        "its options are {}; the config's are {}",
-        serde_json::to_string(&options)?,
-        serde_json::to_string(&config.options)?
-    );
-    Ok(())
 }
 
 struct OnXla {
@@ -242,7 +178,7 @@ impl OnXla {
         let labels = input.labels(&rows, shape.vocab(), config.options.ignore_index);
         let tokens = [shape.tokens()];
         let mut inputs = vec![
-            session.upload(&logits, &[shape.tokens(), shape.vocab()])?,
+            session.upload_matrix(&logits, plan.gradient_type())?,
             session.upload_labels(&labels)?,
         ];
         drop(logits);

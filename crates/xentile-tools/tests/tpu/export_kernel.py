@@ -1,10 +1,11 @@
 """Exports a small Pallas kernel of cross-entropy with its manifest, for tests to load.
 
-    python export_kernel.py FOLDER tpu|cpu T V TIME_BLOCK...
+    python export_kernel.py FOLDER tpu|cpu T V TIME_BLOCK... [--per-token | --wrong]
 
 Writes FOLDER/PLATFORM_<TIME_BLOCK>.json and .mlirbc for each time_block: mean loss and dlogits of
 f32 logits [T, V], a tile of whole rows at a time, ignored tokens left out. For the CPU it is what
-Pallas' interpreter does that is exported.
+Pallas' interpreter does that is exported. With --per-token it is plain JAX: outputs of each token
+and dlogits for cotangents of these. With --wrong one entry of dlogits is off.
 """
 
 import hashlib
@@ -58,14 +59,46 @@ def value_and_grad(time_block: int, interpret: bool):  # noqa: ANN201 (a functio
     return main
 
 
-def write(folder: Path, platform: str, tokens: int, vocab: int, time_block: int) -> None:
+def wrong(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The program with the gradient of one logit, in row 3 and column 5, a thousandth off."""
+    loss, dlogits = value_and_grad(logits.shape[0], True)(logits, labels)
+    return loss, dlogits.at[3, 5].mul(1.001)
+
+
+def per_token(
+    logits: jax.Array, labels: jax.Array, *cotangents: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Loss, logps and lse of each token, and dlogits for cotangents of these."""
+    counted = labels != IGNORE_INDEX
+
+    def outputs(z: jax.Array) -> tuple[jax.Array, ...]:
+        lse = jax.nn.logsumexp(z, axis=1)
+        at_label = jnp.arange(z.shape[1]) == labels[:, None]
+        picked = jnp.sum(jnp.where(at_label, z, 0.0), axis=1)
+        loss = jnp.where(counted, lse - picked, 0.0)
+        return loss, -loss, lse
+
+    results, pull = jax.vjp(outputs, logits)
+    (dlogits,) = pull(tuple(jnp.where(counted, cotangent, 0.0) for cotangent in cotangents))
+    return *results, dlogits
+
+
+def write(
+    folder: Path, platform: str, tokens: int, vocab: int, time_block: int, variant: str | None
+) -> None:
     """Writes one program and its manifest."""
     arguments = [
         jax.ShapeDtypeStruct((tokens, vocab), jnp.float32),
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     ]
-    function = jax.jit(value_and_grad(time_block, platform == "cpu"), keep_unused=True)
-    exported = export.export(function, platforms=[platform])(*arguments)
+    name, reduction = "value_and_grad", "mean"
+    main = value_and_grad(time_block, platform == "cpu")
+    if variant == "--per-token":
+        name, reduction, main = "forward_and_backward", "none", per_token
+        arguments += [jax.ShapeDtypeStruct((tokens,), jnp.float32)] * 3
+    elif variant == "--wrong":
+        main = wrong
+    exported = export.export(jax.jit(main, keep_unused=True), platforms=[platform])(*arguments)
     stem = folder / f"{platform}_{time_block}"
     bytecode = exported.mlir_module_serialized
     stem.with_suffix(".mlirbc").write_bytes(bytecode)
@@ -77,13 +110,13 @@ def write(folder: Path, platform: str, tokens: int, vocab: int, time_block: int)
     manifest = {
         "manifest_version": 1,
         "op": "cross_entropy",
-        "program": "value_and_grad",
+        "program": name,
         "file": stem.with_suffix(".mlirbc").name,
         "sha256": hashlib.sha256(bytecode).hexdigest(),
         "arguments": types[0],
         "results": types[1],
         "tile": {"time_block": time_block, "block_size": vocab},
-        "options": {"reduction": "mean", "ignore_index": IGNORE_INDEX},
+        "options": {"reduction": reduction, "ignore_index": IGNORE_INDEX},
         "platforms": list(exported.platforms),
         "jax_version": jax.__version__,
         "calling_convention_version": exported.calling_convention_version,
@@ -92,7 +125,8 @@ def write(folder: Path, platform: str, tokens: int, vocab: int, time_block: int)
 
 
 if __name__ == "__main__":
-    folder, platform, *extents = sys.argv[1:]
+    folder, platform, *extents = (part for part in sys.argv[1:] if not part.startswith("--"))
+    variant = next((part for part in sys.argv[1:] if part.startswith("--")), None)
     tokens, vocab, *time_blocks = map(int, extents)
     for time_block in time_blocks:
-        write(Path(folder), platform, tokens, vocab, time_block)
+        write(Path(folder), platform, tokens, vocab, time_block, variant)
