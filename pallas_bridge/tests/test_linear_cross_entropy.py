@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
@@ -194,6 +195,40 @@ def test_vmap_checkpoint_and_batches(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(again, gradient, rtol=1e-6)
     none = linear_cross_entropy(x, weight, y, ignore_index=7, reduction="none")
     assert none.shape == (3, 200)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_shard_map_sums_the_gradient_of_the_weight(
+    rng: np.random.Generator, budget: str | None
+) -> None:
+    # As many a device as elsewhere in all.
+    hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True, tokens=2 * TOKENS)
+    limit = None if budget is None else BUDGETS[budget]
+    mine = explain(hidden[:TOKENS], weight, bias=bias, max_scratch_bytes=limit)
+    assert mine.schedule == (budget or "tokens")
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
+    each = jnp.asarray(rng.normal(size=2 * TOKENS), jnp.float32)
+    f = partial(linear_cross_entropy, ignore_index=7, max_scratch_bytes=limit)
+
+    def of_all(x: Any, w: Any, b: Any, sums: Any) -> Any:
+        losses = f(x, w, labels, bias=b, reduction="none")
+        return f(x, w, labels, bias=b, reduction="sum") + (losses * sums).sum()
+
+    def of_part(x: Any, w: Any, b: Any, y: Any, sums: Any) -> Any:
+        losses = f(x, w, y, bias=b, reduction="none")
+        total = f(x, w, y, bias=b, reduction="sum") + (losses * sums).sum()
+        return jax.lax.psum(total, "tokens")
+
+    cut, whole = P("tokens"), P()
+    mapped = jax.shard_map(
+        of_part, mesh=mesh, in_specs=(cut, whole, whole, cut, cut), out_specs=whole
+    )
+    found = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(hidden, weight, bias, labels, each)
+    expected = jax.value_and_grad(of_all, (0, 1, 2))(hidden, weight, bias, each)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for actual, want in zip(found[1], expected[1], strict=True):
+        assert error(actual, np.asarray(want)) < 2e-5
 
 
 @pytest.mark.parametrize("budget", [None, *BUDGETS])

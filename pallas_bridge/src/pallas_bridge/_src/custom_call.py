@@ -77,7 +77,7 @@ def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         return tuple(pallas.kernel(None, call)(*operands))
     keep = tuple(range(len(call.results)))
-    return tuple(_custom_call.bind(*_vary_alike(operands), call=call, keep=keep))
+    return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep))
 
 
 _custom_call = Primitive("xentile_custom_call")
@@ -85,7 +85,7 @@ _custom_call.multiple_results = True
 _custom_call.def_impl(partial(xla_interpreter.apply_primitive, _custom_call))
 
 
-def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Within `shard_map`: has all operands vary over the axes that any of them varies over."""
     varying = [varying_axes(jax.typeof(operand)) for operand in operands]
     everywhere = frozenset[str]().union(*varying)
@@ -143,7 +143,7 @@ def _batch(
         else jnp.moveaxis(x, axis, place)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    return _custom_call.bind(*_vary_alike(moved), call=call, keep=keep), [place] * len(keep)
+    return _custom_call.bind(*vary_alike(moved), call=call, keep=keep), [place] * len(keep)
 
 
 batching.primitive_batchers[_custom_call] = _batch

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cross_entropy.options import Options, is_ignored
-from .product import Products, each
+from .product import Products, blank, each
 from .tokens import Bias, Gradients, put, rows
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -45,7 +45,7 @@ def forward(
             at_label += jnp.where(here, z, 0).sum(-1)
             return higher, total, at_label, plain + z.sum(-1)
 
-        zero = jnp.zeros(count, jnp.float32)
+        zero = blank(x, (count,))
         state = (zero - jnp.inf, zero, zero, zero)
         highest, total, at_label, plain = each(vocab, columns, of_columns, state)
         lse = jnp.log(total) + highest
@@ -53,7 +53,7 @@ def forward(
         lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
         return put(outputs, _outputs(options, vocab, y, lse, at_label, plain / vocab), first)
 
-    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 3
+    outputs = (blank(labels),) * 3
     loss, logps, lse = each(len(labels), tokens, of_tokens, outputs)
     return loss, logps, lse, jnp.zeros_like(lse)
 
@@ -73,8 +73,8 @@ def backward(
     tokens, columns = chunk
     vocab = weight.shape[products.vocab_axis]
     per_token = (labels, saved[0], *cotangents)
-    dweight = jnp.zeros_like(weight)
-    dbias = None if bias is None else jnp.zeros_like(bias)
+    dweight = blank(weight, dtype=weight.dtype)
+    dbias = None if bias is None else blank(bias, dtype=bias.dtype)
 
     def dlogits(x: Any, y: Any, lse: Any, given: Any, start: Any, width: int) -> jax.Array:
         z = _logits(options, products, x, weight, bias, start, width)
@@ -90,7 +90,7 @@ def backward(
             part = (products.of_weight(dz, hidden, FLOAT32), dz.sum(0, dtype=jnp.float32))
             return total, _ended(products, others, *part, start)
 
-        sums = (jnp.zeros(hidden.shape, jnp.float32), (dweight, dbias))
+        sums = (blank(hidden), (dweight, dbias))
         total, (dweight, dbias) = each(vocab, columns, at_once, sums)
         return total.astype(hidden.dtype), dweight, dbias
 
@@ -101,7 +101,7 @@ def backward(
             dz = dlogits(x, y, lse, given, start, width)
             return total + products.of_hidden(dz, products.columns(weight, start, width), FLOAT32)
 
-        total = each(vocab, columns, add, jnp.zeros(x.shape, jnp.float32))
+        total = each(vocab, columns, add, blank(x))
         return put(outputs, (total,), first)
 
     def for_weight(start: Any, width: int, others: Any) -> Any:
@@ -113,11 +113,11 @@ def backward(
             return of_weight, of_bias + dz.sum(0, dtype=jnp.float32)
 
         part = products.columns(weight, start, width)
-        totals = (jnp.zeros(part.shape, jnp.float32), jnp.zeros(width, jnp.float32))
+        totals = (blank(part), blank(part, (width,)))
         of_weight, of_bias = each(len(labels), tokens, add, totals)
         return _ended(products, others, of_weight, of_bias, start)
 
-    (dhidden,) = each(len(labels), tokens, for_hidden, (jnp.zeros_like(hidden),))
+    (dhidden,) = each(len(labels), tokens, for_hidden, (blank(hidden, dtype=hidden.dtype),))
     dweight, dbias = each(vocab, columns, for_weight, (dweight, dbias))
     return dhidden, dweight, dbias
 

@@ -7,8 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..compat import varying_axes
+
 # Columns of the vocabulary in a part of a product.
 BLOCK = 1024
+
+
+def blank(
+    like: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Returns zeros of `shape`, or of the shape of `like`, for a loop to fill.
+
+    Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
+    """
+    zeros = jnp.zeros(like.shape if shape is None else shape, dtype)
+    axes = tuple(sorted(varying_axes(jax.typeof(like))))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def each(total: int, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
+from ..custom_call import vary_alike
 from . import columns, tokens
 from .plan import Plan
 from .product import Products
@@ -39,11 +40,29 @@ class Schedule:
         return columns.backward(self.options, self.products, chunk, *arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def per_token(
     schedule: Schedule, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [N] in f32; the backward pass makes the logits again."""
+    outputs: tuple[jax.Array, jax.Array, jax.Array] = _per_token(
+        schedule, *_alike(hidden, weight, bias, labels)
+    )
+    return outputs
+
+
+def _alike(*arrays: jax.Array | None) -> list[jax.Array | None]:
+    """Within `shard_map`: has a weight that every device has vary too, so that its gradient does.
+
+    What transposes that is the sum over devices.
+    """
+    varying = iter(vary_alike([array for array in arrays if array is not None]))
+    return [None if array is None else next(varying) for array in arrays]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(
+    schedule: Schedule, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     loss, logps, lse, _ = schedule.forward(hidden, weight, bias, labels)
     return loss, logps, lse
 
@@ -58,7 +77,7 @@ def _per_token_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> 
     return *schedule.backward(*arrays, saved, cotangents), None
 
 
-per_token.defvjp(_per_token_forward, _per_token_backward)
+_per_token.defvjp(_per_token_forward, _per_token_backward)
 
 
 def reduced(
@@ -71,7 +90,8 @@ def reduced(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [N], by the rule that the plan allows."""
     if schedule.plan.products == 3:
-        return _fused(schedule, hidden, weight, bias, labels, factors)
+        value, lse = _fused(schedule, *_alike(hidden, weight, bias, labels, factors))
+        return value, lse
     loss, _, lse = per_token(schedule, hidden, weight, bias, labels)
     return weighted(loss, factors).sum(), lse
 

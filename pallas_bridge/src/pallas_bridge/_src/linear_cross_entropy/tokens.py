@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..cross_entropy import custom_call as kernels
 from ..cross_entropy.options import Options
-from .product import Products, each
+from .product import Products, blank, each
 
 Bias = jax.Array | None
 Gradients = tuple[jax.Array, jax.Array, Bias]
@@ -36,7 +36,7 @@ def forward(
         z = products.logits(x, weight, bias, hidden.dtype)
         return put(outputs, kernels.forward(options, z, y), first)
 
-    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 4
+    outputs = (blank(labels),) * 4
     loss, logps, lse, lse_low = each(len(labels), chunk, body, outputs)
     return loss, logps, lse, lse_low
 
@@ -65,7 +65,7 @@ def fused(
         *found, dlogits = kernels.fused(_in_place(options), every_token, z, y, g)
         return put(outputs, found, first), _add(products, sums, dlogits, x, weight, bias, first)
 
-    outputs = (jnp.zeros(labels.shape, jnp.float32),) * 3
+    outputs = (blank(labels),) * 3
     outputs, sums = each(len(labels), chunk, body, (outputs, _zeros(hidden, weight, bias, chunk)))
     return *outputs, _rounded(sums, hidden, weight, bias)
 
@@ -115,8 +115,8 @@ def _zeros(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
     """Where gradients go: of hidden as they are, sums in f32 of the others; None for one chunk."""
     if chunk >= len(hidden):
         return None
-    sums = [jnp.zeros(x.shape, jnp.float32) for x in (weight, bias) if x is not None]
-    return jnp.zeros_like(hidden), *sums
+    sums = [blank(x) for x in (weight, bias) if x is not None]
+    return blank(hidden, dtype=hidden.dtype), *sums
 
 
 def _add(
