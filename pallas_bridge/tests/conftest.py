@@ -3,7 +3,8 @@
 XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
 of the run, with the reason. XENTILE_TEST_SHARE, as in "2/8", keeps every eighth test from the third
-on, so that eight processes may share the work.
+on, so that eight processes may share the work. XENTILE_TEST_NUMBERS=0 leaves out what holds the
+numbers of kernels and asks nothing of JAX but to call them.
 """
 
 import os
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(platform, reason): applies on one platform")
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
+    config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
 
 
@@ -65,6 +67,8 @@ def why_not(item: pytest.Item) -> str | None:
             return f"for {platform} only: {reason}"
     if any(item.iter_markers("newest")) and jax.__version_info__ < NEWEST:
         return f"for the newest JAX only, as Pallas' interpreter is slow: {jax.__version__}"
+    if os.environ.get("XENTILE_TEST_NUMBERS") == "0" and any(item.iter_markers("numbers")):
+        return "holds numbers that no version of JAX changes, and those were left out"
     for mark in item.iter_markers("devices"):
         (count,) = mark.args
         if jax.device_count() < count:

@@ -21,6 +21,8 @@ from test_values import check, problem
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
+pytestmark = pytest.mark.numbers
+
 DTYPES = ["float32", "bfloat16", "float16"]
 BOTH = {"smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0}
 

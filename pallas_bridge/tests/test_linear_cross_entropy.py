@@ -60,6 +60,7 @@ def error(actual: Any, expected: Any) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("axis", "bias", "options"),
     [(0, False, {}), (1, True, BOTH)],
@@ -99,6 +100,7 @@ def test_a_mean_and_its_gradients(
     np.testing.assert_allclose(gradients[-1] @ step, slope, rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "options"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_tokens_with_cotangents_of_their_own(
@@ -117,6 +119,7 @@ def test_tokens_with_cotangents_of_their_own(
         assert error(actual, want) < 2e-5
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -155,6 +158,7 @@ def test_no_further_from_float64_than_the_dense_program(
         assert error(actual, want) <= 1.25 * error(other, want) + float(jnp.finfo(dtype).eps) / 4
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_special_tokens(rng: np.random.Generator, budget: str | None) -> None:
     hidden, weight, _, labels = problem(rng, jnp.float32)
