@@ -132,6 +132,7 @@ def assert_gradient(
     allowed = np.maximum(units * ulp(rounded, dtype), floor)
     worst = np.nanmax(error / allowed) if error.size else 0
     assert not (error > allowed).any(), f"gradient: {worst} times what is allowed"
-    if dtype != np.float32 and error.size >= 100_000:
+    # Of many rows: in one, a 16-bit logit that lies by a tie is hundreds of entries.
+    if dtype != np.float32 and error.size >= 100_000 and len(expected) >= 16:
         share = np.mean(error[~np.isnan(error)] == 0)
         assert share >= 0.999, f"gradient: only {share} of entries equal"
