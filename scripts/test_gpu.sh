@@ -19,6 +19,7 @@
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/tiers/common.sh
 
 all=(jax sanitizer gradcheck microbench sweep peers)
 artifacts="" log=/dev/null out="" sections=()
@@ -78,26 +79,6 @@ scrub() {
     sed -u -e "s#$scratch#TMP#g" -e "s#$out#OUT#g" -e "s#$artifacts#ARTIFACTS#g" -e "s#$PWD/##g" \
         -e "s#$PWD#.#g" -e "s#$packages#PACKAGES#g" -e "s#$HOME/#~/#g" \
         -e "s#${python%/bin/*}/#PYTHON/#g" -e 's#/tmp/[A-Za-z0-9._-]*#TMP#g'
-}
-
-checks_passed=0
-checks_failed=0
-# Runs one command as one check, named by $1.
-check() {
-    local name=$1 status=0
-    shift
-    printf -- '-- %s\n' "$name"
-    "$@" || status=$?
-    if ((status == 0)); then
-        checks_passed=$((checks_passed + 1))
-    else
-        printf 'FAILED (exit code %d): %s\n' "$status" "$name"
-        checks_failed=$((checks_failed + 1))
-    fi
-}
-finish_checks() {
-    printf 'check: %d passed, %d failed\n' "$checks_passed" "$checks_failed"
-    ((checks_failed == 0))
 }
 
 about() {

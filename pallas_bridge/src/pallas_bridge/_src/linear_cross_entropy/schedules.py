@@ -132,10 +132,9 @@ def _fused_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tupl
     dfactors = None if losses is None else dloss * losses
     if isinstance(dlse, SymbolicZero):
         # XLA leaves a product with 1 out.
-        scaled = [
-            None if one is None else (one.astype(jnp.float32) * dloss).astype(one.dtype)
-            for one in gradients
-        ]
+        scaled = jax.tree.map(
+            lambda one: (one.astype(jnp.float32) * dloss).astype(one.dtype), gradients
+        )
         return *scaled, None, dfactors
     arrays, factors, saved = again
     given = (dloss * factors, jnp.zeros_like(dlse), dlse)

@@ -140,11 +140,8 @@ def _add(
 
 def _rounded(sums: Any, hidden: jax.Array, weight: jax.Array, bias: Bias) -> Gradients:
     if sums is None:  # no tokens
-        return jnp.zeros_like(hidden), jnp.zeros_like(weight), _like(bias)
+        zeros: Gradients = jax.tree.map(jnp.zeros_like, (hidden, weight, bias))
+        return zeros
     dhidden, dweight, *dbias = sums
     dbias_or_none = None if bias is None else dbias[0].astype(bias.dtype)
     return dhidden, dweight.astype(weight.dtype), dbias_or_none
-
-
-def _like(bias: Bias) -> Bias:
-    return None if bias is None else jnp.zeros_like(bias)
