@@ -43,7 +43,6 @@ struct CrossEntropyArguments {
   uint32_t chunk_vectors;
   uint32_t chunks;
   uint32_t slots;
-  uint32_t lead;
 };
 
 inline constexpr float kLog2E = 1.44269504f;
@@ -57,6 +56,13 @@ inline constexpr float kLargeSum = 0x1p64f;
 
 inline constexpr int kIgnored = -1;
 inline constexpr int kOutOfRange = -2;
+
+// The column of a label, or what else it is.
+__device__ inline int target_of(const CrossEntropyArguments& a, int64_t label) {
+  if (label == a.ignore_index) return kIgnored;
+  const bool in_range = static_cast<uint64_t>(label) < static_cast<uint64_t>(a.vocab);
+  return in_range ? static_cast<int>(label) : kOutOfRange;
+}
 
 // What is known of a token before its row is read.
 struct Token {
@@ -72,24 +78,14 @@ struct Token {
   }
 };
 
+// What the passes that read whole rows know of a token: of cotangents only the loss's, if any.
 template <Pass kPass>
-__device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, float dloss,
-                                 float dlogps, float dlse, float lse, float lse_low) {
+__device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, float dloss) {
   Token token{};
-  token.target = label == a.ignore_index ? kIgnored
-                 : static_cast<uint64_t>(label) < static_cast<uint64_t>(a.vocab)
-                     ? static_cast<int>(label)
-                     : kOutOfRange;
+  token.target = target_of(a, label);
   token.dloss = dloss;
-  token.dlogps = dlogps;
-  token.dlse = dlse;
-  token.lse = lse;
-  token.lse_low = lse_low;
-  token.idle = token.target == kIgnored;
-  if constexpr (kPass != Pass::kForward) {
-    token.idle |= dloss == 0.0f && dlogps == 0.0f && dlse == 0.0f;
-  }
-  token.read = !token.idle || (kPass != Pass::kBackward && a.every_token != 0);
+  token.idle = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
+  token.read = !token.idle || a.every_token != 0;
   return token;
 }
 

@@ -49,6 +49,11 @@ struct alignas(16) Row {
     return lane < head + tail ? static_cast<int>((vectors - skip) * kPer + lane) : -1;
   }
 
+  // The label's element, counted from `first`; ~0 where it lies in no whole vector.
+  __device__ uint32_t place() const {
+    return token.target < head ? ~0u : token.target - head + skip * kPer;
+  }
+
   __device__ int64_t begin() const { return first + skip * kPer - head; }
 };
 

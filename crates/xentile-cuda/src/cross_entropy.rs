@@ -3,7 +3,8 @@
 //! On GPUs that have clusters, rows stream through shared memory and stay there between the two
 //! halves of the fused pass: device memory sees each byte of logits once in and once out
 //! (kernels/ring.cuh). On others, and for rows that no cluster holds, a CTA takes a row and the fused
-//! pass reads it twice (kernels/plain.cuh). [`plan`] chooses.
+//! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
+//! (kernels/flat.cuh). [`plan`] chooses.
 
 mod arguments;
 pub mod plan;
@@ -147,7 +148,8 @@ impl Kernel {
     }
 
     /// The same in another tile: `time_block` consecutive tokens for a cluster, and about
-    /// `block_size` columns for a step of one, as far as shared memory allows. Either may be absent.
+    /// `block_size` columns for a step of one, as far as shared memory allows; for a CTA in the
+    /// backward pass. Either may be absent.
     ///
     /// # Errors
     /// An extent of 0.
@@ -290,7 +292,6 @@ impl Kernel {
             chunk_vectors: 0,
             chunks: 0,
             slots: 0,
-            lead: 0,
         }
     }
 
@@ -303,10 +304,11 @@ impl Kernel {
         // SAFETY: passed on from this function's contract.
         let Ready { code, plan, most } = unsafe { self.ready(pass, stream) }?;
         let tokens = self.shape.tokens();
+        let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
+        let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
         let (extent, arguments) = match plan {
             Plan::Ring(ring) => {
-                let blocks = tokens.div_ceil(ring.time_block as usize);
-                let clusters = u32::try_from(blocks).unwrap_or(u32::MAX).min(most);
+                let clusters = at_most(blocks(ring.time_block));
                 let planned = Arguments {
                     time_block: ring.time_block,
                     chunk_vectors: ring.chunk_vectors,
@@ -316,10 +318,17 @@ impl Kernel {
                 };
                 (ring.extent(clusters), planned)
             }
-            Plan::Plain => {
-                let ctas = u32::try_from(tokens).unwrap_or(u32::MAX).min(most);
-                (plain_extent(ctas), arguments)
+            Plan::Flat(flat) => {
+                let tiles = blocks(flat.time_block).saturating_mul(flat.tiles.into());
+                let planned = Arguments {
+                    time_block: flat.time_block,
+                    chunk_vectors: flat.tile_vectors,
+                    chunks: flat.tiles,
+                    ..arguments
+                };
+                (extent_of(at_most(tiles), flat.warps * 32), planned)
             }
+            Plan::Plain => (extent_of(at_most(blocks(1)), arguments::PLAIN_THREADS), arguments),
         };
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(code, extent, stream, &arguments) }
@@ -358,25 +367,33 @@ impl Kernel {
         let (pass, dtype) = (key.pass.name(), key.dtype);
         let shape = Shape { pass: key.pass, dtype, vocab: key.vocab };
         let plan = plan::choose(device, shape, self.time_block, self.block_size);
-        if let Plan::Ring(ring) = plan {
-            let name = format!("cross_entropy_ring_{pass}_{dtype}_{}", key.variant.name());
+        let load = |schedule: &str, variant: Variant| {
+            let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
-            let code = unsafe { library::kernel(&name, device, stream) }?;
-            let one = ring.extent(1);
-            // SAFETY: passed on from this function's contract.
-            let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
-            // A part of a GPU may have room for no cluster.
-            if most > 0 {
-                return Ok(Ready { code, plan, most });
+            unsafe { library::kernel(&name, device, stream) }
+        };
+        match plan {
+            Plan::Ring(ring) => {
+                let code = load("ring", key.variant)?;
+                let one = ring.extent(1);
+                // SAFETY: passed on from this function's contract.
+                let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
+                // A part of a GPU may have room for no cluster.
+                if most > 0 {
+                    return Ok(Ready { code, plan, most });
+                }
             }
+            Plan::Flat(_) => {
+                let code = load("flat", key.variant)?;
+                return Ok(Ready { code, plan, most: MOST_CTAS });
+            }
+            Plan::Plain => {}
         }
         let variant = match key.variant {
             Variant::Basic => Variant::Smooth,
             other => other,
         };
-        let name = format!("cross_entropy_plain_{pass}_{dtype}_{}", variant.name());
-        // SAFETY: passed on from this function's contract.
-        let code = unsafe { library::kernel(&name, device, stream) }?;
+        let code = load("plain", variant)?;
         let most = device.limits().multiprocessors * plan::PLAIN_CTAS;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
@@ -405,12 +422,16 @@ struct Key {
 struct Ready {
     code: Code,
     plan: Plan,
-    /// Clusters or, of the plain schedule, CTAs that are launched at most.
+    /// Clusters or, of schedules without, CTAs that are launched at most.
     most: u32,
 }
 
-fn plain_extent(ctas: u32) -> Extent {
-    Extent { ctas, threads: arguments::PLAIN_THREADS, shared_bytes: 0, cluster: None }
+/// CTAs that a launch may have.
+const MOST_CTAS: u32 = i32::MAX as u32;
+
+/// A launch without clusters.
+fn extent_of(ctas: u32, threads: u32) -> Extent {
+    Extent { ctas, threads, shared_bytes: 0, cluster: None }
 }
 
 impl plan::Ring {

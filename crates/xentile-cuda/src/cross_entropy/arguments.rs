@@ -29,14 +29,14 @@ mirror! {
         chunk_vectors: u32,
         chunks: u32,
         slots: u32,
-        lead: u32,
     }
 }
 
-// See kernels/ring.cuh, row.cuh and plain.cuh.
+// See kernels/ring.cuh, row.cuh, flat.cuh and plain.cuh.
 numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
     LINE: u32 = kLine, 8;
+    FLAT_THREADS: u32 = kFlatThreads, 512;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
 }
