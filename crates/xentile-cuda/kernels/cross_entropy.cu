@@ -24,9 +24,9 @@ using namespace xentile;
     ring<E, Pass::k##Name, smooth, capped>(a);               \
   }
 
-// Two CTAs of the most threads to a multiprocessor leave a thread the 64 registers that it needs.
+// Eight CTAs to a multiprocessor leave a thread the 128 registers that its batch needs.
 #define FLAT(name, Name, dtype, E, variant, smooth, capped)     \
-  extern "C" __global__ void __launch_bounds__(kFlatThreads, 2) \
+  extern "C" __global__ void __launch_bounds__(kFlatThreads, 8) \
       cross_entropy_flat_##name##_##dtype##_##variant(          \
           const __grid_constant__ CrossEntropyArguments a) {    \
     flat<E, smooth, capped>(a);                                 \

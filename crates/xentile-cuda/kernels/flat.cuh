@@ -2,9 +2,9 @@
 // nothing else of its row, so that rows are cut into tiles which know nothing of each other.
 //
 // A CTA takes a tile of `chunk_vectors` vectors of `time_block` consecutive tokens. There is no
-// shared memory and nothing to wait for: what keeps memory busy is many small CTAs, each with
-// kBatch vectors a thread on their way, and a scheduler that hands out the next as one is done.
-// What a row shares with its neighbours (row.cuh), its first tile takes one by one.
+// shared memory and nothing to wait for. A thread asks for kBatch vectors at once and then writes
+// as many: the more of one kind comes before the other, the less often memory turns from reads to
+// writes. What a row shares with its neighbours (row.cuh), its first tile takes one by one.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -12,13 +12,13 @@
 
 namespace xentile {
 
-// Threads of a CTA, at most.
-inline constexpr uint32_t kFlatThreads = 512;
+inline constexpr uint32_t kFlatThreads = 64;
+// Vectors of a thread that are under way at once.
+inline constexpr uint32_t kFlatBatch = 16;
 
 template <class E, bool kSmooth, bool kCap>
 struct Flat {
   static constexpr uint32_t kPer = kPerVector<E>;
-  static constexpr uint32_t kBatch = 4;
 
   const CrossEntropyArguments& a;
   const Cap cap;
@@ -41,6 +41,15 @@ struct Flat {
     return token;
   }
 
+  __device__ static void load(uint4 (&batch)[kFlatBatch], const Row<E>& row, const uint4* from,
+                              uint32_t start, uint32_t end) {
+#pragma unroll
+    for (uint32_t i = 0; i < kFlatBatch; ++i) {
+      const uint32_t v = start + i * kFlatThreads;
+      if (v < end && v >= row.skip) batch[i] = from[v];
+    }
+  }
+
   // Vectors `begin` to `end` of a row, and its edges where those are of its first tile.
   __device__ void tile(const Row<E>& row, uint32_t begin, uint32_t end) const {
     const int ragged = begin == 0 ? row.ragged(threadIdx.x) : -1;
@@ -49,25 +58,22 @@ struct Flat {
     const uint32_t first = begin + threadIdx.x;
     end = min(end, row.vectors);
     if (row.token.idle) {
-      for (uint32_t v = first; v < end; v += blockDim.x) {
+      for (uint32_t v = first; v < end; v += kFlatThreads) {
         if (v >= row.skip) __stcs(to + v, make_uint4(0, 0, 0, 0));
       }
       if (ragged >= 0) gradients[ragged] = from_float<E>(0.0f);
       return;
     }
     const uint4* from = reinterpret_cast<const uint4*>(static_cast<const E*>(a.logits) + row.first);
+    // Before anything is computed that the loads could wait for.
+    uint4 batch[kFlatBatch];
+    load(batch, row, from, first, end);
     const RowGradient gradient = RowGradient::of<kSmooth>(a, row.token);
     const uint32_t label_at = row.place();
-    for (uint32_t start = first; start < end; start += kBatch * blockDim.x) {
-      uint4 batch[kBatch];
+    for (uint32_t start = first; start < end;) {
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const uint32_t v = start + i * blockDim.x;
-        if (v < end && v >= row.skip) batch[i] = from[v];
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const uint32_t v = start + i * blockDim.x;
+      for (uint32_t i = 0; i < kFlatBatch; ++i) {
+        const uint32_t v = start + i * kFlatThreads;
         if (v >= end || v < row.skip) continue;
         __stcs(to + v, gradient.template of_vector<E, kSmooth, kCap>(batch[i], cap));
         // By the thread that wrote the vector, so that this comes second.
@@ -76,6 +82,8 @@ struct Flat {
           gradients[row.token.target] = at_the_label(row.token, gradient, x);
         }
       }
+      start += kFlatBatch * kFlatThreads;
+      load(batch, row, from, start, end);
     }
     if (ragged >= 0) {
       const float x = to_float(static_cast<const E*>(a.logits)[row.begin() + ragged]);
@@ -91,21 +99,20 @@ struct Flat {
   }
 
   __device__ void run() const {
-    const int64_t blocks = (a.tokens - 1) / a.time_block + 1;
-    for (int64_t work = blockIdx.x; work < blocks * a.chunks; work += gridDim.x) {
-      // Of 64 bits only where it must be: that division takes as long as a quarter of a tile.
-      const int64_t block = work >> 32 == 0 ? static_cast<uint32_t>(work) / a.chunks
-                                            : work / a.chunks;
-      const uint32_t begin = static_cast<uint32_t>(work - block * a.chunks) * a.chunk_vectors;
-      const int64_t end = min((block + 1) * a.time_block, a.tokens);
-      for (int64_t index = block * a.time_block; index < end; ++index) {
+    const uint32_t begin = blockIdx.x * a.chunk_vectors;
+    const int64_t step = static_cast<int64_t>(gridDim.y) * a.time_block;
+    for (int64_t first = static_cast<int64_t>(blockIdx.y) * a.time_block; first < a.tokens;
+         first += step) {
+      const int64_t end = min(first + a.time_block, a.tokens);
+      for (int64_t index = first; index < end; ++index) {
         tile(Row<E>::of(a, index, token(index)), begin, begin + a.chunk_vectors);
       }
     }
   }
 };
 
-// The kernel, of any number of CTAs.
+// The kernel. CTAs are tiles by blocks of tokens, of which those that are too many for a grid are
+// taken in turns.
 template <class E, bool kSmooth, bool kCap>
 __device__ inline void flat(const CrossEntropyArguments& a) {
   Flat<E, kSmooth, kCap>(a).run();

@@ -319,14 +319,14 @@ impl Kernel {
                 (ring.extent(clusters), planned)
             }
             Plan::Flat(flat) => {
-                let tiles = blocks(flat.time_block).saturating_mul(flat.tiles.into());
                 let planned = Arguments {
                     time_block: flat.time_block,
                     chunk_vectors: flat.tile_vectors,
                     chunks: flat.tiles,
                     ..arguments
                 };
-                (extent_of(at_most(tiles), flat.warps * 32), planned)
+                let extent = extent_of(flat.tiles, arguments::FLAT_THREADS);
+                (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
             Plan::Plain => (extent_of(at_most(blocks(1)), arguments::PLAIN_THREADS), arguments),
         };
@@ -385,7 +385,7 @@ impl Kernel {
             }
             Plan::Flat(_) => {
                 let code = load("flat", key.variant)?;
-                return Ok(Ready { code, plan, most: MOST_CTAS });
+                return Ok(Ready { code, plan, most: GRID_ROWS });
             }
             Plan::Plain => {}
         }
@@ -422,16 +422,16 @@ struct Key {
 struct Ready {
     code: Code,
     plan: Plan,
-    /// Clusters or, of schedules without, CTAs that are launched at most.
+    /// Clusters that are launched at most; rows of CTAs of the flat schedule, CTAs of the plain one.
     most: u32,
 }
 
-/// CTAs that a launch may have.
-const MOST_CTAS: u32 = i32::MAX as u32;
+/// Rows of CTAs that a launch may have.
+const GRID_ROWS: u32 = 65_535;
 
 /// A launch without clusters.
 fn extent_of(ctas: u32, threads: u32) -> Extent {
-    Extent { ctas, threads, shared_bytes: 0, cluster: None }
+    Extent { ctas, rows: 1, threads, shared_bytes: 0, cluster: None }
 }
 
 impl plan::Ring {
@@ -439,6 +439,7 @@ impl plan::Ring {
     fn extent(&self, clusters: u32) -> Extent {
         Extent {
             ctas: clusters * self.ctas,
+            rows: 1,
             threads: self.warps * 32,
             shared_bytes: self.shared_bytes,
             cluster: Some(self.ctas),

@@ -69,7 +69,7 @@ impl Scale {
         let share = 16 * THREADS as usize * VECTORS;
         let most = device.limits().multiprocessors * CTAS;
         let ctas = u32::try_from(bytes.div_ceil(share)).unwrap_or(most).clamp(1, most.max(1));
-        let extent = Extent { ctas, threads: THREADS, shared_bytes: 0, cluster: None };
+        let extent = Extent { ctas, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
         let (rows, columns) = (self.rows as i64, self.columns as i64);
         let arguments = Arguments { x, factors, scaled, rows, columns };
         // SAFETY: passed on from this function's contract.

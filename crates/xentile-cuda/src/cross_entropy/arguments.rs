@@ -37,6 +37,7 @@ numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
     LINE: u32 = kLine, 8;
-    FLAT_THREADS: u32 = kFlatThreads, 512;
+    FLAT_THREADS: u32 = kFlatThreads, 64;
+    FLAT_BATCH: u32 = kFlatBatch, 16;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
 }

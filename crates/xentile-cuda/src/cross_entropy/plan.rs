@@ -12,7 +12,7 @@
 use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
-use super::arguments::{FLAT_THREADS, LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
+use super::arguments::{FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
 use crate::{Device, Limits};
 
 /// The name of this operation's table of tuned tiles.
@@ -32,10 +32,6 @@ const MAX_SLOTS: u32 = 32;
 /// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
 const USUAL_CHUNKS: u32 = 6;
 const MAX_CHUNKS: u32 = MAX_SLOTS - 2;
-/// Warps of a CTA of the flat schedule, and vectors that each of its threads takes of a tile, where
-/// nothing was measured.
-const FLAT_WARPS: u32 = 4;
-const FLAT_VECTORS: u32 = 8;
 /// What a warp keeps on its way at least where rows are short, in bytes.
 const DEPTH_BYTES: u32 = 10_240;
 
@@ -64,8 +60,6 @@ pub enum Plan {
 /// The layout of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flat {
-    /// Warps of a CTA.
-    pub warps: u32,
     /// Vectors of a tile, whole lines.
     pub tile_vectors: u32,
     /// Tiles of a row.
@@ -166,11 +160,9 @@ impl Planner {
     ) -> Plan {
         let tokens = |block: usize| u32::try_from(block).unwrap_or(u32::MAX);
         if self.pass == Pass::Backward {
-            let base = self.flat(tuned, block_size);
-            return Plan::Flat(Flat {
-                time_block: time_block.map_or(base.time_block, tokens),
-                ..base
-            });
+            let tuned_block = tuned.map(|row| row.time_block);
+            let block = time_block.or(tuned_block).map_or(1, tokens);
+            return Plan::Flat(self.flat(block, block_size.or(tuned.map(|row| row.block_size))));
         }
         let base = tuned.and_then(|row| self.tuned(row)).or_else(|| self.rule());
         let Some(base) = base.filter(|_| self.limits.clusters) else {
@@ -196,19 +188,14 @@ impl Planner {
         }
     }
 
-    /// Tiles of as many columns as were asked for or measured best; else even ones that keep every
-    /// thread of a few warps busy.
-    fn flat(&self, tuned: Option<&TunedTile>, block_size: Option<usize>) -> Flat {
-        let warps = tuned.and_then(|row| row.warps).unwrap_or(FLAT_WARPS);
-        let warps = warps.clamp(1, FLAT_THREADS / 32);
-        let time_block = tuned.and_then(|row| u32::try_from(row.time_block).ok()).unwrap_or(1);
-        let columns = block_size.or(tuned.map(|row| row.block_size));
+    /// Tiles of so many columns; else even ones that a thread takes in one batch.
+    fn flat(&self, time_block: u32, columns: Option<usize>) -> Flat {
         let tile_vectors = columns.map_or_else(
-            || self.chunk(1, self.vectors.div_ceil(warps * 32 * FLAT_VECTORS)),
+            || self.chunk(1, self.vectors.div_ceil(FLAT_THREADS * FLAT_BATCH)),
             |columns| self.chunk_of(1, columns),
         );
         let tiles = self.vectors.div_ceil(tile_vectors).max(1);
-        Flat { warps, tile_vectors, tiles, time_block }
+        Flat { tile_vectors, tiles, time_block }
     }
 
     /// The fewest CTAs that hold a row, and the fewest chunks in them.
@@ -420,17 +407,17 @@ mod tests {
 
     #[test]
     fn the_backward_pass_has_even_tiles() {
-        for (vocab, [warps, tile_vectors, tiles]) in [
-            (1, [4, 8, 1]),
-            (32_000, [4, 1000, 4]),
-            (50_257, [4, 904, 7]),
-            (151_643, [4, 1000, 19]),
-            (262_144, [16, 4096, 8]),
+        for (vocab, [tile_vectors, tiles]) in [
+            (1, [8, 1]),
+            (32_000, [1000, 4]),
+            (50_257, [904, 7]),
+            (151_643, [1000, 19]),
+            (262_144, [1024, 32]),
         ] {
             let shape = Shape { pass: Pass::Backward, dtype: DType::Bf16, vocab };
             for limits in [HOPPER, AMPERE] {
                 let found = plan(limits, shape, [None; 2]);
-                let flat = Flat { warps, tile_vectors, tiles, time_block: 1 };
+                let flat = Flat { tile_vectors, tiles, time_block: 1 };
                 assert_eq!(found, Plan::Flat(flat), "{shape:?}");
             }
         }
@@ -438,9 +425,9 @@ mod tests {
 
     /// What kernels/flat.cuh takes for granted.
     fn check_flat(shape: Shape, flat: Flat) {
-        let Flat { warps, tile_vectors, tiles, time_block } = flat;
+        let Flat { tile_vectors, tiles, time_block } = flat;
         let what = format!("{shape:?}: {flat:?}");
-        assert!((1..=16).contains(&warps) && time_block > 0, "{what}");
+        assert!(time_block > 0, "{what}");
         assert!(tile_vectors > 0 && tile_vectors.is_multiple_of(LINE), "{what}");
         let vectors = shape.vocab as u64 / u64::from(per_vector(shape.dtype)) + 7;
         let held = u64::from(tile_vectors) * u64::from(tiles);
