@@ -47,7 +47,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
       for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
       __syncthreads();
     }
-    if (thread == 0) write_token<kSmooth>(a, index, token, all);
+    if (thread == 0) end_row<kSmooth>(a, index, token, all);
     if constexpr (kApplies) {
       E* gradients = static_cast<E*>(a.dlogits) + row.begin();
       uint4* to = reinterpret_cast<uint4*>(static_cast<E*>(a.dlogits) + row.first);

@@ -353,7 +353,7 @@ struct Ring {
             all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
             ++sums_read;
           }
-          if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+          if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);
           if constexpr (kApplies) {
             gradient = RowGradient::of<kSmooth>(a, previous.token, all);
             if (mine) apply_ragged(previous, gradient, all);

@@ -85,6 +85,16 @@ pub enum Labels {
     I64(*const i64),
 }
 
+impl Labels {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        match self {
+            Self::I32(labels) => Self::I32(labels.wrapping_add(first)),
+            Self::I64(labels) => Self::I64(labels.wrapping_add(first)),
+        }
+    }
+}
+
 /// Where per-token outputs go on a GPU, each `[T]` in f32; null for one that is not wanted.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenOutputs {
@@ -102,6 +112,18 @@ pub struct TokenOutputs {
     pub zero_idle: bool,
 }
 
+impl TokenOutputs {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        let from = |output: *mut f32| {
+            if output.is_null() { output } else { output.wrapping_add(first) }
+        };
+        let Self { loss, logps, lse, lse_low, zero_idle } = self;
+        let (loss, logps, lse, lse_low) = (from(loss), from(logps), from(lse), from(lse_low));
+        Self { loss, logps, lse, lse_low, zero_idle }
+    }
+}
+
 /// What a forward pass leaves for the backward pass, each `[T]` in f32 on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedLse {
@@ -109,6 +131,13 @@ pub struct SavedLse {
     pub lse: *const f32,
     /// [`TokenOutputs::lse_low`].
     pub lse_low: *const f32,
+}
+
+impl SavedLse {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        Self { lse: self.lse.wrapping_add(first), lse_low: self.lse_low.wrapping_add(first) }
+    }
 }
 
 /// The cotangents of the per-token outputs, each `[T]` in f32 on a GPU.
@@ -122,6 +151,14 @@ pub struct Cotangents {
     pub lse: *const f32,
 }
 
+impl Cotangents {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        let from = |cotangent: *const f32| cotangent.wrapping_add(first);
+        Self { loss: from(self.loss), logps: from(self.logps), lse: from(self.lse) }
+    }
+}
+
 /// Cross-entropy over logits `[T, V]` on a GPU.
 ///
 /// A label out of range makes its token's loss, logps and gradient row NaN.
@@ -132,6 +169,20 @@ pub struct Kernel {
     dtype: DType,
     time_block: Option<usize>,
     block_size: Option<usize>,
+    part: Part,
+}
+
+/// Which columns of a vocabulary the logits are, and how they lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// Columns of all of it.
+    pub(crate) vocab: usize,
+    /// The first that is here.
+    pub(crate) first_column: usize,
+    /// Elements from one row to the next.
+    pub(crate) stride: usize,
+    /// Where sums of rows are kept between parts, 16 bytes a token; null where the part is all.
+    pub(crate) carried: *mut c_void,
 }
 
 impl Kernel {
@@ -144,7 +195,15 @@ impl Kernel {
         if shape.tokens() > 0 && i32::try_from(shape.vocab()).is_err() {
             return Err(Error::Vocabulary { vocab: shape.vocab() });
         }
-        Ok(Self { options, shape, dtype, time_block: None, block_size: None })
+        let vocab = shape.vocab();
+        let part = Part { vocab, first_column: 0, stride: vocab, carried: null_mut() };
+        Ok(Self { options, shape, dtype, time_block: None, block_size: None, part })
+    }
+
+    /// The same where the logits are a part of the vocabulary's columns, all of whose outputs come
+    /// with the last.
+    pub(crate) fn of_part(self, part: Part) -> Self {
+        Self { part, ..self }
     }
 
     /// The same in another tile: `time_block` consecutive tokens for a cluster, and about
@@ -258,7 +317,7 @@ impl Kernel {
 
     /// Bytes of the logits.
     fn bytes(&self) -> usize {
-        self.shape.elements() * self.dtype.size_bytes()
+        self.shape.tokens() * self.part.stride * self.dtype.size_bytes()
     }
 
     /// What every pass takes; the plan's fields are yet to be filled.
@@ -280,8 +339,12 @@ impl Kernel {
             logps: null_mut(),
             lse: null_mut(),
             lse_low: null_mut(),
+            carried: self.part.carried,
             tokens: self.shape.tokens() as i64,
-            vocab: self.shape.vocab() as i64,
+            vocab: self.part.vocab as i64,
+            columns: self.shape.vocab() as i64,
+            stride: self.part.stride as i64,
+            first_column: self.part.first_column as i64,
             ignore_index: self.options.ignore_index,
             label_smoothing: self.options.label_smoothing,
             z_loss: self.options.z_loss,

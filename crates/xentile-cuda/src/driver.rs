@@ -379,7 +379,7 @@ fn driver_version(library: &libloading::Library) -> Result<i32, libloading::Erro
 }
 
 /// An error with its cause, which has the loader's own words.
-fn reason(error: &libloading::Error) -> String {
+pub(crate) fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => cause.to_string(),
         None => error.to_string(),
