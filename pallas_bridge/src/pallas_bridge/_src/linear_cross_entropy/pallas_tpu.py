@@ -27,6 +27,12 @@ from .tokens import Bias, Gradients
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
+# Tokens and columns of tiles, of which the first that fits is taken. Large ones keep the matrix units
+# at work, and read operands from HBM less often.
+SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
+LARGEST_FORWARD = ((2048, 512), (1024, 512), *SMALL)
+LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
+PART = 256
 # What the compiler may hold beside what is counted.
 SPARE = 4 << 20
 
@@ -46,7 +52,6 @@ class Tiles:
     rows: int
     columns: int
     part: int
-    interpret: bool = False
 
     @property
     def blocks(self) -> int:
@@ -87,7 +92,10 @@ def cut(
     """Returns the largest tiles that fit in VMEM; None where none does."""
     tokens, width = hidden.shape
     vocab = weight.shape[vocab_axis]
-    for rows, columns in ((1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)):
+    backward = makes_hidden or makes_weight
+    for rows, columns in LARGEST_BACKWARD if backward else LARGEST_FORWARD:
+        # Blocks of tokens as even as they can be: the last one costs what the others do.
+        rows = -(-tokens // -(-tokens // rows))
         columns = min(columns, -(-vocab // LANES) * LANES)
         tiles = Tiles(
             tokens,
@@ -96,10 +104,9 @@ def cut(
             hidden.dtype,
             vocab_axis,
             bias,
-            min(rows, -(-tokens // LANES) * LANES),
+            -(-rows // LANES) * LANES,
             columns,
-            min(columns, 256) if columns % 256 == 0 else LANES,
-            bool(target.interpret),
+            PART if columns % PART == 0 else LANES,
         )
         wanted = tiles.vmem_bytes(makes_hidden=makes_hidden, makes_weight=makes_weight)
         if wanted <= target.vmem_bytes:
@@ -289,10 +296,9 @@ def _backward_kernel(
         if of_bias is not None:
             lanes = [d[:, at : at + LANES] for at in range(0, tiles.rows, LANES)]
             of_bias[pl.ds(start, tiles.part), :] += sum(lanes[1:], lanes[0])
-        part = d.astype(tiles.dtype)
-        gradient[pl.ds(start, tiles.part), :] = part
-        if makes_weight:
-            of_weight[pl.ds(start, tiles.part), :] += _dot(part, x[...], 1, 0)
+        gradient[pl.ds(start, tiles.part), :] = d.astype(tiles.dtype)
+    if makes_weight:
+        of_weight[...] += _dot(gradient[...], x[...], 1, 0)
     if makes_hidden:
         of_hidden[here] += _dot(gradient[...], rows_of_weight[...], 0, 0)
 
