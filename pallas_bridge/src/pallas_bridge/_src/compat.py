@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
@@ -14,6 +15,14 @@ def varying_axes(aval: Any) -> frozenset[str]:
     # From 0.12 on they are part of a larger type.
     axes = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     return frozenset(axes)
+
+
+def varying_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape for what a kernel gives, which varies over the mesh axes that `like` does."""
+    aval: Any = jax.typeof(like)
+    name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
+    more: Any = {name: getattr(aval, name)}
+    return jax.ShapeDtypeStruct(shape, dtype, **more)
 
 
 def abstract_tpu(kind: str | None) -> AbstractMesh:

@@ -292,18 +292,6 @@ def _plan(
             raise TypeError(
                 f"max_scratch_bytes is {max_scratch_bytes!r}; it must be an integer, in bytes"
             ) from None
-    *leading, width = hidden.shape
-    tokens = 1
-    for extent in leading:
-        tokens *= extent
-    problem = Problem(
-        tokens=tokens,
-        hidden=width,
-        vocab=weight.shape[vocab_axis],
-        hidden_bytes=hidden.dtype.itemsize,
-        weight_bytes=weight.dtype.itemsize,
-        bias=bias is not None,
-        # The gradient of a mean is below what float16 holds: as for logits.
-        reduced=reduced and hidden.dtype != jnp.float16,
-    )
+    has_bias = bias is not None
+    problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     return plans.choose(problem, max_scratch_bytes)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..compat import varying_like
 from ..cross_entropy.options import Options
 from ..cross_entropy.pallas_tpu import LANES, LEAST, NUMBERS, cotangents_of, outputs_of
 from ..pallas import Target
@@ -167,9 +168,7 @@ def _clear(ref: Any, axis: int, count: Any) -> None:
 
 def _clear_last(tiles: Tiles, x: Any, weight: Any, block: Any, step: Any) -> None:
     if tiles.tokens % tiles.rows:
-        pl.when(block == tiles.blocks - 1)(
-            lambda: _clear(x, 0, tiles.tokens - block * tiles.rows)
-        )
+        pl.when(block == tiles.blocks - 1)(lambda: _clear(x, 0, tiles.tokens - block * tiles.rows))
     if tiles.vocab % tiles.columns:
         pl.when(step == tiles.steps - 1)(
             lambda: _clear(weight, tiles.vocab_axis, tiles.vocab - step * tiles.columns)
@@ -435,7 +434,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
     grid = _Grid(tiles, by_columns=False)
-    found = jax.ShapeDtypeStruct((NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
+    found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
     operands = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
     (numbers,) = _call(
@@ -463,7 +462,10 @@ def backward(
     saved: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Gradients:
-    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N]."""
+    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N].
+
+    They are zeros where none of `kernels` makes them.
+    """
     lse, low = saved
     g, h, k = cotangents_of(options, weight.shape[kernels[0][0].vocab_axis], labels, *cotangents)
     smoothing = options.label_smoothing
@@ -483,16 +485,16 @@ def backward(
         results: dict[str, tuple[Any, Any]] = {}
         scratch: list[Any] = [pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)]
         if makes_hidden:
-            shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+            shape = varying_like(hidden, hidden.shape, hidden.dtype)
             results["hidden"] = (shape, grid.last_hidden())
             count = tiles.blocks if makes_weight else 1
             scratch.append(pltpu.VMEM((count, tiles.rows, tiles.hidden), jnp.float32))
         if makes_weight:
-            shape = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            shape = varying_like(hidden, weight.shape, weight.dtype)
             results["weight"] = (shape, grid.weight())
             scratch.append(pltpu.VMEM((tiles.columns, tiles.hidden), jnp.float32))
         if makes_weight and bias is not None:
-            shape = jax.ShapeDtypeStruct((1, tiles.steps * tiles.columns), jnp.float32)
+            shape = varying_like(hidden, (1, tiles.steps * tiles.columns), jnp.float32)
             results["bias"] = (shape, grid.columns())
             scratch.append(pltpu.VMEM((tiles.columns, LANES), jnp.float32))
         made |= zip(
@@ -516,5 +518,14 @@ def backward(
             ),
             strict=True,
         )
-    dbias = None if bias is None else made["bias"][0, : len(bias)].astype(bias.dtype)
-    return made["hidden"], made["weight"], dbias
+    dbias = None
+    if bias is not None:
+        dbias = jnp.zeros_like(bias)
+        if "bias" in made:
+            dbias = made["bias"][0, : len(bias)].astype(bias.dtype)
+    dhidden, dweight = made.get("hidden"), made.get("weight")
+    return (
+        jnp.zeros_like(hidden) if dhidden is None else dhidden,
+        jnp.zeros_like(weight) if dweight is None else dweight,
+        dbias,
+    )

@@ -1,7 +1,10 @@
 """How a linear cross-entropy is cut into pieces that fit the memory it may take."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
@@ -23,6 +26,23 @@ class Problem:
     bias: bool
     # Whether cotangents of tokens are known, but for one factor, before the backward pass.
     reduced: bool
+
+    @classmethod
+    def of(
+        cls, hidden: Any, weight: Any, vocab_axis: int, *, bias: bool, reduced: bool
+    ) -> "Problem":
+        """For hidden [.., D] and a weight whose axis `vocab_axis` is V."""
+        *leading, width = hidden.shape
+        return cls(
+            tokens=math.prod(leading),
+            hidden=width,
+            vocab=weight.shape[vocab_axis],
+            hidden_bytes=hidden.dtype.itemsize,
+            weight_bytes=weight.dtype.itemsize,
+            bias=bias,
+            # The gradient of a mean is below what float16 holds: as for logits.
+            reduced=reduced and hidden.dtype != jnp.float16,
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -74,6 +94,15 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
         f"hidden columns and a vocabulary of {problem.vocab} is {_least(problem)}"
     )
+
+
+def of_columns(problem: Problem, plan: Plan) -> Plan:
+    """Returns `plan`, or one in its budget that takes no kernels over logits."""
+    if plan.schedule != "tokens":
+        return plan
+    limit = plan.max_scratch_bytes
+    fitting = _vocabulary(problem, limit) or _both(problem, limit)
+    return fitting or Plan("both", *_least_side(problem), 5, _least(problem), limit)
 
 
 def _per_token(problem: Problem) -> int:
