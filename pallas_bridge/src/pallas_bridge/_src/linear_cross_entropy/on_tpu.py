@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval as pe
 from .. import pallas
 from ..cross_entropy.options import Options
 from ..pallas import Target
+from .plan import Plan, Problem, of_columns, of_kernels
 
 # A tiling and which gradients it makes: of hidden, of the weight and bias.
 Kernels = tuple[tuple[Any, bool, bool], ...]
@@ -74,6 +75,20 @@ def tiles(
     return forward, tuple(kernels)
 
 
+def plan(target: Target, usual: Plan, hidden: Any, weight: Any, bias: Any, vocab_axis: int) -> Plan:
+    """Returns what runs on `target` where elsewhere `usual` does."""
+    has_bias = bias is not None
+    problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=False)
+    flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
+    found = tiles(target, flat, weight, vocab_axis, bias=has_bias)
+    if found is None:
+        return of_columns(problem, usual)
+    _, kernels = found
+    cut, *_ = kernels[0]
+    products = 1 + sum(1 + of_hidden + of_weight for _, of_hidden, of_weight in kernels)
+    return of_kernels(problem, usual, cut.rows, cut.columns, products)
+
+
 def choose(
     work: Pass, usual: Callable[..., Any], without: Callable[..., Any], *operands: Any
 ) -> Any:
@@ -106,9 +121,11 @@ _kernels = Primitive("xentile_linear_cross_entropy")
 _kernels.multiple_results = True
 
 
-@_kernels.def_abstract_eval
 def _avals(*_: Any, without: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
     return [without.out_avals[index] for index in keep]
+
+
+_kernels.def_abstract_eval(_avals)
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

@@ -7,7 +7,6 @@ fit in VMEM: then it goes over the vocabulary outside and over tokens inside, an
 all tokens and to dweight of one block. Where they do not fit, there is a kernel for each gradient.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,8 @@ from .tokens import Bias, Gradients
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
-# Tokens and columns of tiles, of which the first that fits is taken. Large ones keep the matrix units
-# at work, and read operands from HBM less often.
+# Tokens and columns of tiles, of which the first that fits is taken. Large ones keep the matrix
+# units at work, and read operands from HBM less often.
 SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
 LARGEST_FORWARD = ((2048, 512), (1024, 512), *SMALL)
 LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
@@ -131,11 +130,11 @@ class _Tile:
         shape = (self.tiles.part, self.tiles.rows)
         return lax.broadcasted_iota(jnp.int32, shape, 0) + start
 
-    def is_label(self, start: int) -> jax.Array:
+    def is_label(self, start: int) -> Any:
         """Which logits of a part are their token's label."""
         return self._column(start) == self.labels
 
-    def is_valid(self, start: int) -> jax.Array | None:
+    def is_valid(self, start: int) -> Any:
         """Which logits of a part there are; None for all."""
         if not self.is_ragged:
             return None
@@ -182,7 +181,7 @@ def _by_sublane(values: jax.Array) -> jax.Array:
 
 def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
     x, weight, labels, *rest = refs
-    bias = rest.pop(0) if tiles.bias else None
+    bias: Any = rest.pop(0) if tiles.bias else None
     found, highest, total, picked, sums, *turned = rest
     block, step = pl.program_id(0), pl.program_id(1)
 
@@ -197,7 +196,8 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
         turned[0][...] = weight[...].T
         weight = turned[0]
     tile = _Tile(tiles, options, step, labels, bias, weight, x)
-    most, mass, at_label, plain = (state[...] for state in (highest, total, picked, sums))
+    states = (highest, total, picked, sums)
+    most, mass, at_label, plain = (state[...] for state in states)
     for start in range(0, tiles.columns, tiles.part):
         _, z = tile.logits(start)
         valid = tile.is_valid(start)
@@ -210,9 +210,7 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
         higher = jnp.maximum(most, z.max(0))
         mass = mass * jnp.exp(most - higher) + jnp.exp(z - higher[None]).sum(0)
         most = higher
-    for state, value in zip(
-        (highest, total, picked, sums), (most, mass, at_label, plain), strict=True
-    ):
+    for state, value in zip(states, (most, mass, at_label, plain), strict=True):
         state[...] = value
 
     @pl.when(step == tiles.steps - 1)
@@ -235,14 +233,14 @@ def _backward_kernel(
     *refs: Any, tiles: Tiles, options: Options, makes_hidden: bool, makes_weight: bool
 ) -> None:
     x, weight, labels, numbers, *rest = refs
-    bias = rest.pop(0) if tiles.bias else None
-    dhidden = rest.pop(0) if makes_hidden else None
-    dweight = rest.pop(0) if makes_weight else None
-    dbias = rest.pop(0) if makes_weight and tiles.bias else None
-    gradient = rest.pop(0)
-    of_hidden = rest.pop(0) if makes_hidden else None
-    of_weight = rest.pop(0) if makes_weight else None
-    of_bias = rest.pop(0) if makes_weight and tiles.bias else None
+    bias: Any = rest.pop(0) if tiles.bias else None
+    dhidden: Any = rest.pop(0) if makes_hidden else None
+    dweight: Any = rest.pop(0) if makes_weight else None
+    dbias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    gradient: Any = rest.pop(0)
+    of_hidden: Any = rest.pop(0) if makes_hidden else None
+    of_weight: Any = rest.pop(0) if makes_weight else None
+    of_bias: Any = rest.pop(0) if makes_weight and tiles.bias else None
     step, block = pl.program_id(0), pl.program_id(1)
     if not makes_weight:
         step, block = block, step
@@ -256,7 +254,10 @@ def _backward_kernel(
         def turn() -> None:
             turned[...] = weight[...].T
 
-        pl.when(block == 0)(turn) if makes_weight else turn()
+        if makes_weight:
+            pl.when(block == 0)(turn)
+        else:
+            turn()
         rows_of_weight = turned
     else:
         rows_of_weight = weight
@@ -509,7 +510,7 @@ def backward(
                     makes_hidden=makes_hidden,
                     makes_weight=makes_weight,
                 ),
-                "backward" + ("" if makes_hidden and makes_weight else f"_{[*results][0]}"),
+                "backward" + ("" if makes_hidden and makes_weight else f"_{next(iter(results))}"),
                 grid,
                 1 + makes_hidden + makes_weight,
                 operands,

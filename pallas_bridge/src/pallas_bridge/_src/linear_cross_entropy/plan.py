@@ -56,8 +56,9 @@ class Plan:
     """A schedule and its chunks; as text, a line for a reader."""
 
     # "tokens": all columns of a chunk of tokens at a time; "vocabulary": all tokens of a chunk of
-    # columns; "both": chunks of both, and every gradient in a sweep of its own.
-    schedule: Literal["tokens", "vocabulary", "both"]
+    # columns; "both": chunks of both, and every gradient in a sweep of its own; "kernels": tiles of
+    # both in kernels, which on TPUs hold them outside of HBM.
+    schedule: Literal["tokens", "vocabulary", "both", "kernels"]
     # Tokens and columns of a chunk.
     tokens: int
     columns: int
@@ -94,6 +95,13 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
         f"hidden columns and a vocabulary of {problem.vocab} is {_least(problem)}"
     )
+
+
+def of_kernels(problem: Problem, plan: Plan, rows: int, columns: int, products: int) -> Plan:
+    """Returns the plan of kernels with such tiles, in the place of `plan`."""
+    # Numbers of a token, in rows of as many as a register has, given and found.
+    scratch = 2 * _per_token(problem)
+    return Plan("kernels", rows, columns, products, scratch, plan.max_scratch_bytes)
 
 
 def of_columns(problem: Problem, plan: Plan) -> Plan:
