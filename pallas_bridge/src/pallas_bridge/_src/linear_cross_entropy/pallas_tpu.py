@@ -199,7 +199,7 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
     states = (highest, total, picked, sums)
     most, mass, at_label, plain = (state[...] for state in states)
     for start in range(0, tiles.columns, tiles.part):
-        _, z = tile.logits(start)
+        z = tile.logits(start)[1]
         valid = tile.is_valid(start)
         if options.label_smoothing:
             plain += _by_sublane(z if valid is None else jnp.where(valid, z, 0)).sum(0)
@@ -262,19 +262,15 @@ def _backward_kernel(
     else:
         rows_of_weight = weight
 
+    def blank(*sums: Any) -> None:
+        for one in sums:
+            if one is not None:
+                one[...] = jnp.zeros(one.shape, jnp.float32)
+
     if makes_hidden:
-
-        @pl.when(step == 0)
-        def _() -> None:
-            of_hidden[here] = jnp.zeros(of_hidden.shape[1:], jnp.float32)
-
+        pl.when(step == 0)(lambda: blank(of_hidden.at[here]))
     if makes_weight:
-
-        @pl.when(block == 0)
-        def _() -> None:
-            of_weight[...] = jnp.zeros(of_weight.shape, jnp.float32)
-            if of_bias is not None:
-                of_bias[...] = jnp.zeros(of_bias.shape, jnp.float32)
+        pl.when(block == 0)(lambda: blank(of_weight, of_bias))
 
     tile = _Tile(tiles, options, step, labels, bias, rows_of_weight, x)
     of_p, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
