@@ -1,6 +1,8 @@
 """What JAX spells differently from one supported version to another."""
 
+import contextlib
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -23,6 +25,17 @@ def varying_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Sha
     name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
     more: Any = {name: getattr(aval, name)}
     return jax.ShapeDtypeStruct(shape, dtype, **more)
+
+
+def tell_devices(primitive: Any) -> None:
+    """Has the rule that lowers `primitive` be told the devices of its program, where there are.
+
+    Without, it learns their platform and number alone. It is what JAX does for its own, and no
+    version has a public name for it: where it is gone, a program is for any TPU.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        dispatch: Any = importlib.import_module("jax._src.dispatch")
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def abstract_tpu(kind: str | None) -> AbstractMesh:

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from .. import pallas
+from ..compat import tell_devices
 from ..cross_entropy.options import Options
 from ..pallas import Target
 from .plan import Plan, Problem, of_columns, of_kernels
@@ -119,6 +120,8 @@ def choose(
 
 _kernels = Primitive("xentile_linear_cross_entropy")
 _kernels.multiple_results = True
+# How much VMEM there is decides whether logits are made twice or three times.
+tell_devices(_kernels)
 
 
 def _avals(*_: Any, without: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
