@@ -46,7 +46,7 @@ def ours(tokens: int, hidden: int, vocab: int, axis: int) -> tuple[Any, Moved]:
     """The step, and what its kernels move: a block that stays for several steps comes once."""
     x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((hidden, vocab) if axis else (vocab, hidden), jnp.bfloat16)
-    found = on_tpu.tiles(TARGETS[KIND], x, w, axis, bias=False)
+    found = on_tpu.tiles(TARGETS[KIND], x, w, axis, 0, bias=False)
     assert found is not None
     forward, ((backward, _, _),) = found
     of_x, of_w = 2 * tokens * hidden, 2 * vocab * hidden

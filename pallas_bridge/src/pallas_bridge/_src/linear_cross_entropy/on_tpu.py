@@ -35,6 +35,8 @@ class Pass:
     name: Literal["forward", "backward", "fused"]
     options: Options
     vocab_axis: int
+    # What may be held in HBM.
+    max_scratch_bytes: int
 
     @property
     def gradients_from(self) -> int:
@@ -53,6 +55,7 @@ def tiles(
     hidden: Any,
     weight: Any,
     vocab_axis: int,
+    max_scratch_bytes: int,
     *,
     bias: bool,
     wanted: Wanted = (True, True),
@@ -68,6 +71,10 @@ def tiles(
     cut = partial(pallas_tpu.cut, target, hidden, weight, vocab_axis, bias=bias)
     forward = cut()
     at_once = cut(makes_hidden=wanted[0], makes_weight=wanted[1])
+    if at_once is None and all(wanted):
+        at_once = cut(makes_hidden=True, makes_weight=True, spills=True)
+        if at_once is not None and at_once.spilled_bytes > max_scratch_bytes:
+            at_once = None
     kernels = [(at_once, *wanted)]
     if at_once is None:
         kernels = [(cut(makes_hidden=True), True, False), (cut(makes_weight=True), False, True)]
@@ -81,13 +88,13 @@ def plan(target: Target, usual: Plan, hidden: Any, weight: Any, bias: Any, vocab
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=False)
     flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
-    found = tiles(target, flat, weight, vocab_axis, bias=has_bias)
+    found = tiles(target, flat, weight, vocab_axis, usual.max_scratch_bytes, bias=has_bias)
     if found is None:
         return of_columns(problem, usual)
     _, kernels = found
     cut, *_ = kernels[0]
     products = 1 + sum(1 + of_hidden + of_weight for _, of_hidden, of_weight in kernels)
-    return of_kernels(problem, usual, cut.rows, cut.columns, products)
+    return of_kernels(problem, usual, cut.rows, cut.columns, products, cut.spilled_bytes)
 
 
 def choose(
@@ -160,8 +167,7 @@ def _lower(
         if work.name == "forward" or not any(wanted):
             wanted = True, True
         hidden, weight, bias, *_ = jax.tree.unflatten(tree, ctx.avals_in)
-        axis, has_bias = work.vocab_axis, bias is not None
-        if tiles(target, hidden, weight, axis, bias=has_bias, wanted=wanted) is not None:
+        if _tiles(work, target, wanted, hidden, weight, bias) is not None:
             ctx = ctx.replace(module_context=module, platforms=None)
             run = work.function(target, wanted)
 
@@ -227,12 +233,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
 ad.primitive_jvps[_kernels] = _jvp
 
 
+def _tiles(
+    work: Pass, target: Target, wanted: Wanted, hidden: Any, weight: Any, bias: Any
+) -> tuple[Any, Kernels] | None:
+    of = (target, hidden, weight, work.vocab_axis, work.max_scratch_bytes)
+    return tiles(*of, bias=bias is not None, wanted=wanted)
+
+
 def _forward(
     work: Pass, target: Target, wanted: Wanted, hidden: Any, weight: Any, bias: Any, labels: Any
 ) -> tuple[jax.Array, ...]:
     from . import pallas_tpu
 
-    found = tiles(target, hidden, weight, work.vocab_axis, bias=bias is not None, wanted=wanted)
+    found = _tiles(work, target, wanted, hidden, weight, bias)
     assert found is not None
     return pallas_tpu.forward(target, found[0], work.options, hidden, weight, bias, labels)
 
@@ -250,7 +263,7 @@ def _backward(
 ) -> Any:
     from . import pallas_tpu
 
-    found = tiles(target, hidden, weight, work.vocab_axis, bias=bias is not None, wanted=wanted)
+    found = _tiles(work, target, wanted, hidden, weight, bias)
     assert found is not None
     return pallas_tpu.backward(
         target, found[1], work.options, hidden, weight, bias, labels, saved, cotangents

@@ -4,7 +4,8 @@ Tiles lie with the vocabulary down and tokens across, so that what is known of a
 sums over the vocabulary are sums of registers. The forward kernel keeps lse (the online softmax of
 Milakov and Gimelshein, 2018). The backward kernel makes each tile again, once where sums of dhidden
 fit in VMEM: then it goes over the vocabulary outside and over tokens inside, and adds to dhidden of
-all tokens and to dweight of one block. Where they do not fit, there is a kernel for each gradient.
+all tokens and to dweight of one block. Where they do not fit, they come from HBM and go back there
+while other tokens have their turn, or, where HBM has no room either, each gradient has a kernel.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,9 @@ SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
 LARGEST_FORWARD = ((2048, 512), (1024, 512), *SMALL)
 LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
 PART = 256
+# Blocks of sums of dhidden in VMEM where these are in HBM: on their way in, added to, on their way
+# out. What a block's last turn wrote has left before it is asked for if there are as many blocks.
+SLOTS = 3
 # What the compiler may hold beside what is counted.
 SPARE = 4 << 20
 
@@ -52,6 +56,8 @@ class Tiles:
     rows: int
     columns: int
     part: int
+    # Whether sums of dhidden are in HBM, where one kernel makes both gradients.
+    spills: bool = False
 
     @property
     def blocks(self) -> int:
@@ -63,6 +69,18 @@ class Tiles:
         """Blocks of the vocabulary."""
         return pl.cdiv(self.vocab, self.columns)
 
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of sums of dhidden in HBM."""
+        width = -(-self.hidden // LANES) * LANES
+        return 4 * self.blocks * self.rows * width if self.spills else 0
+
+    def sums(self, *, makes_weight: bool) -> int:
+        """Blocks of sums of dhidden in VMEM."""
+        if not makes_weight:
+            return 1
+        return SLOTS if self.spills else self.blocks
+
     def vmem_bytes(self, *, makes_hidden: bool, makes_weight: bool) -> int:
         """Bytes of VMEM of the forward kernel, or of the one that makes such gradients."""
         width = -(-self.hidden // LANES) * LANES
@@ -71,7 +89,7 @@ class Tiles:
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
         if makes_hidden:
-            total += (self.blocks if makes_weight else 1) * 4 * across + 2 * size * across
+            total += self.sums(makes_weight=makes_weight) * 4 * across + 2 * size * across
         if makes_weight:
             total += 4 * down + 2 * size * down
         if self.bias:
@@ -88,6 +106,7 @@ def cut(
     bias: bool,
     makes_hidden: bool = False,
     makes_weight: bool = False,
+    spills: bool = False,
 ) -> Tiles | None:
     """Returns the largest tiles that fit in VMEM; None where none does."""
     tokens, width = hidden.shape
@@ -107,7 +126,10 @@ def cut(
             -(-rows // LANES) * LANES,
             columns,
             PART if columns % PART == 0 else LANES,
+            spills,
         )
+        if spills and tiles.blocks < SLOTS:
+            continue
         wanted = tiles.vmem_bytes(makes_hidden=makes_hidden, makes_weight=makes_weight)
         if wanted <= target.vmem_bytes:
             return tiles
@@ -237,27 +259,52 @@ def _backward_kernel(
     dhidden: Any = rest.pop(0) if makes_hidden else None
     dweight: Any = rest.pop(0) if makes_weight else None
     dbias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    spilled: Any = rest.pop(0) if tiles.spills else None
     gradient: Any = rest.pop(0)
     of_hidden: Any = rest.pop(0) if makes_hidden else None
     of_weight: Any = rest.pop(0) if makes_weight else None
     of_bias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    arrived: Any = rest.pop(0) if tiles.spills else None
+    left: Any = rest.pop(0) if tiles.spills else None
     step, block = pl.program_id(0), pl.program_id(1)
     if not makes_weight:
         step, block = block, step
     # All blocks of tokens have sums where the vocabulary is outside.
     here = block if makes_weight else 0
+    turn = step * tiles.blocks + block
+    if tiles.spills:
+        here = lax.rem(turn, SLOTS)
+
+    def comes(turn: Any) -> Any:
+        slot = lax.rem(turn, SLOTS)
+        source = spilled.at[lax.rem(turn, tiles.blocks)]
+        return pltpu.make_async_copy(source, of_hidden.at[slot], arrived.at[slot])
+
+    def goes(turn: Any) -> Any:
+        slot = lax.rem(turn, SLOTS)
+        target = spilled.at[lax.rem(turn, tiles.blocks)]
+        return pltpu.make_async_copy(of_hidden.at[slot], target, left.at[slot])
+
+    # Sums come from the second block of the vocabulary on, and go until the last but one.
+    last_to_go = (tiles.steps - 1) * tiles.blocks - 1
+    if tiles.spills:
+        before, after = turn - SLOTS + 1, turn + 1
+        pl.when((before >= 0) & (before <= last_to_go))(lambda: goes(before).wait())
+        pl.when((after >= tiles.blocks) & (after < tiles.steps * tiles.blocks))(
+            lambda: comes(after).start()
+        )
 
     _clear_last(tiles, x, weight, block, step)
     if rest:
         turned = rest[0]
 
-        def turn() -> None:
+        def transpose() -> None:
             turned[...] = weight[...].T
 
         if makes_weight:
-            pl.when(block == 0)(turn)
+            pl.when(block == 0)(transpose)
         else:
-            turn()
+            transpose()
         rows_of_weight = turned
     else:
         rows_of_weight = weight
@@ -295,12 +342,17 @@ def _backward_kernel(
         gradient[pl.ds(start, tiles.part), :] = d.astype(tiles.dtype)
     if makes_weight:
         of_weight[...] += _dot(gradient[...], x[...], 1, 0)
+    if tiles.spills:
+        pl.when(turn >= tiles.blocks)(lambda: comes(turn).wait())
     if makes_hidden:
         of_hidden[here] += _dot(gradient[...], rows_of_weight[...], 0, 0)
 
         @pl.when(step == tiles.steps - 1)
         def _() -> None:
             dhidden[...] = of_hidden[here].astype(dhidden.dtype)
+
+    if tiles.spills:
+        pl.when(turn <= last_to_go)(lambda: goes(turn).start())
 
     if makes_weight:
 
@@ -484,7 +536,7 @@ def backward(
         if makes_hidden:
             shape = varying_like(hidden, hidden.shape, hidden.dtype)
             results["hidden"] = (shape, grid.last_hidden())
-            count = tiles.blocks if makes_weight else 1
+            count = tiles.sums(makes_weight=makes_weight)
             scratch.append(pltpu.VMEM((count, tiles.rows, tiles.hidden), jnp.float32))
         if makes_weight:
             shape = varying_like(hidden, weight.shape, weight.dtype)
@@ -494,6 +546,10 @@ def backward(
             shape = varying_like(hidden, (1, tiles.steps * tiles.columns), jnp.float32)
             results["bias"] = (shape, grid.columns())
             scratch.append(pltpu.VMEM((tiles.columns, LANES), jnp.float32))
+        if tiles.spills:
+            shape = varying_like(hidden, (tiles.blocks, tiles.rows, tiles.hidden), jnp.float32)
+            results["spilled"] = (shape, pl.BlockSpec(memory_space=pl.ANY))
+            scratch += [pltpu.SemaphoreType.DMA((SLOTS,))] * 2
         made |= zip(
             results,
             _call(

@@ -97,10 +97,12 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     )
 
 
-def of_kernels(problem: Problem, plan: Plan, rows: int, columns: int, products: int) -> Plan:
-    """Returns the plan of kernels with such tiles, in the place of `plan`."""
+def of_kernels(
+    problem: Problem, plan: Plan, rows: int, columns: int, products: int, sums: int
+) -> Plan:
+    """Returns the plan of kernels with such tiles and bytes of sums, in the place of `plan`."""
     # Numbers of a token, in rows of as many as a register has, given and found.
-    scratch = 2 * _per_token(problem)
+    scratch = 2 * _per_token(problem) + sums
     return Plan("kernels", rows, columns, products, scratch, plan.max_scratch_bytes)
 
 

@@ -57,7 +57,8 @@ class Schedule:
         usual = without
         if plan.schedule == "tokens":
             usual = partial(getattr(tokens, name), options, products, plan.tokens)
-        return on_tpu.choose(on_tpu.Pass(name, options, axis), usual, without, *arrays)
+        work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
+        return on_tpu.choose(work, usual, without, *arrays)
 
 
 def per_token(
