@@ -37,17 +37,24 @@ pub struct Linear {
     pub vocab_is_last: bool,
     /// Of hidden and weight.
     pub dtype: DType,
-    /// Tokens of a chunk of logits.
-    pub chunk_tokens: usize,
-    /// Columns of a chunk of logits; V for the fused pass.
-    pub chunk_columns: usize,
-    /// Whether the backward pass sweeps for dhidden and for dweight one after the other, so that
-    /// sums of one chunk are all it keeps, for one product more.
-    pub apart: bool,
+    /// The chunks that logits are made in, of all columns for the fused pass.
+    pub chunk: Extents,
+    /// Where the backward pass sweeps for dhidden and for dweight one after the other, so that sums of
+    /// one chunk are all it keeps, for one product more: the chunks of the second sweep.
+    pub apart: Option<Extents>,
     /// The tile of the kernels over logits, where it is not the planned one.
     pub time_block: Option<usize>,
     /// As above.
     pub block_size: Option<usize>,
+}
+
+/// Tokens and columns of a chunk of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extents {
+    /// Tokens.
+    pub tokens: usize,
+    /// Columns.
+    pub columns: usize,
 }
 
 /// Operands on a GPU.
@@ -90,6 +97,15 @@ struct Layout {
     bytes: usize,
 }
 
+/// The bytes of those of a sweep.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    logits: usize,
+    carried: usize,
+    of_hidden: usize,
+    of_weight: usize,
+}
+
 impl Linear {
     /// The scratch that `pass` needs, in bytes.
     #[must_use]
@@ -104,26 +120,40 @@ impl Linear {
             bytes += wanted.next_multiple_of(ALIGNMENT);
             at
         };
+        let first = self.sizes(pass, self.chunk);
+        let workspace = take(WORKSPACE_BYTES);
+        let Some(apart) = self.apart.filter(|_| pass == Pass::Backward) else {
+            let (logits, carried) = (take(first.logits), take(first.carried));
+            let (of_hidden, of_weight) = (take(first.of_hidden), take(first.of_weight));
+            return Layout { workspace, logits, carried, of_hidden, of_weight, bytes };
+        };
+        // Of two sweeps each has the place to itself.
+        let second = self.sizes(pass, apart);
+        let logits = take(first.logits.max(second.logits));
+        let sums = take(first.of_hidden.max(second.of_weight));
+        Layout { workspace, logits, carried: logits, of_hidden: sums, of_weight: sums, bytes }
+    }
+
+    /// What chunks of so much take.
+    fn sizes(&self, pass: Pass, chunk: Extents) -> Sizes {
         let only = |condition: bool, wanted: usize| if condition { wanted } else { 0 };
         let sums = self.dtype != DType::F32;
-        let cut_tokens = self.chunk_tokens < self.tokens;
-        let cut_columns = self.chunk_columns < self.vocab;
-        let kept_tokens = if self.apart { self.chunk_tokens } else { self.tokens };
-        let backward = pass == Pass::Backward;
-        let workspace = take(WORKSPACE_BYTES);
-        let logits = take(self.chunk_tokens * self.stride() * self.dtype.size_bytes());
-        let carried = pass == Pass::Forward && cut_columns;
-        let carried = take(only(carried, CARRIED_BYTES * self.chunk_tokens));
-        let of_hidden = backward && cut_columns && sums;
-        let of_hidden = take(only(of_hidden, 4 * kept_tokens * self.width));
+        let cut_tokens = chunk.tokens < self.tokens;
+        let cut_columns = chunk.columns < self.vocab;
+        let kept_tokens = if self.apart.is_some() { chunk.tokens } else { self.tokens };
+        let of_hidden = pass == Pass::Backward && cut_columns && sums;
         let of_weight = pass != Pass::Forward && cut_tokens && sums;
-        let of_weight = take(only(of_weight, 4 * self.chunk_columns * self.width));
-        Layout { workspace, logits, carried, of_hidden, of_weight, bytes }
+        Sizes {
+            logits: chunk.tokens * self.stride(chunk) * self.dtype.size_bytes(),
+            carried: only(pass == Pass::Forward && cut_columns, CARRIED_BYTES * chunk.tokens),
+            of_hidden: only(of_hidden, 4 * kept_tokens * self.width),
+            of_weight: only(of_weight, 4 * chunk.columns * self.width),
+        }
     }
 
     /// Elements from one row of a chunk of logits to the next.
-    fn stride(&self) -> usize {
-        self.chunk_columns.next_multiple_of(LINE_BYTES / self.dtype.size_bytes())
+    fn stride(&self, chunk: Extents) -> usize {
+        chunk.columns.next_multiple_of(LINE_BYTES / self.dtype.size_bytes())
     }
 
     /// Has `stream` fill what `outputs` asks for.
@@ -145,8 +175,8 @@ impl Linear {
         scratch: Scratch,
     ) -> Result<()> {
         let run = Run::new(self, options, Pass::Forward, stream, operands, scratch)?;
-        for tokens in chunks(self.tokens, self.chunk_tokens) {
-            for columns in chunks(self.vocab, self.chunk_columns) {
+        for tokens in chunks(self.tokens, self.chunk.tokens) {
+            for columns in chunks(self.vocab, self.chunk.columns) {
                 let outputs = outputs.from(tokens.first);
                 // SAFETY: passed on from this function's contract.
                 unsafe {
@@ -177,9 +207,11 @@ impl Linear {
         gradients: Gradients,
         scratch: Scratch,
     ) -> Result<()> {
-        let run = Run::new(self, options, Pass::Backward, stream, operands, scratch)?;
-        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
-        let dlogits = |tokens: Chunk, columns: Chunk| -> Result<()> {
+        let first = Run::new(self, options, Pass::Backward, stream, operands, scratch)?;
+        let second = self.apart.map(|chunk| Run { chunk, ..first });
+        let of_hidden = first.of_hidden(gradients);
+        let of_weight = second.as_ref().unwrap_or(&first).of_weight(gradients);
+        let dlogits = |run: &Run<'_>, tokens: Chunk, columns: Chunk| -> Result<()> {
             let (saved, cotangents) = (saved.from(tokens.first), cotangents.from(tokens.first));
             let place = (run.chunk(), run.chunk().cast_mut());
             // SAFETY: passed on from this function's contract.
@@ -189,32 +221,33 @@ impl Linear {
                 kernel.backward(stream, place, run.labels(tokens), saved, cotangents)
             }
         };
-        if self.apart {
-            for tokens in chunks(self.tokens, self.chunk_tokens) {
-                for columns in chunks(self.vocab, self.chunk_columns) {
-                    dlogits(tokens, columns)?;
+        if second.is_some() {
+            for tokens in chunks(self.tokens, self.chunk.tokens) {
+                for columns in chunks(self.vocab, self.chunk.columns) {
+                    dlogits(&first, tokens, columns)?;
                     // SAFETY: passed on from this function's contract.
-                    unsafe { run.add_to_hidden(of_hidden, tokens, columns) }?;
+                    unsafe { first.add_to_hidden(of_hidden, tokens, columns) }?;
                 }
                 // SAFETY: as above.
                 unsafe { of_hidden.end(stream, tokens) }?;
             }
         }
-        for columns in chunks(self.vocab, self.chunk_columns) {
-            for tokens in chunks(self.tokens, self.chunk_tokens) {
-                dlogits(tokens, columns)?;
+        let last = second.as_ref().unwrap_or(&first);
+        for columns in chunks(self.vocab, last.chunk.columns) {
+            for tokens in chunks(self.tokens, last.chunk.tokens) {
+                dlogits(last, tokens, columns)?;
                 // SAFETY: passed on from this function's contract.
                 unsafe {
-                    if !self.apart {
-                        run.add_to_hidden(of_hidden, tokens, columns)?;
+                    if second.is_none() {
+                        last.add_to_hidden(of_hidden, tokens, columns)?;
                     }
-                    run.add_to_weight(of_weight, tokens, columns)?;
+                    last.add_to_weight(of_weight, tokens, columns)?;
                 }
             }
             // SAFETY: as above.
             unsafe { of_weight.end(stream, columns) }?;
         }
-        if self.apart {
+        if second.is_some() {
             return Ok(());
         }
         // SAFETY: as above.
@@ -243,7 +276,7 @@ impl Linear {
         let run = Run::new(self, options, Pass::Fused, stream, operands, scratch)?;
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
         let columns = Chunk { first: 0, count: self.vocab };
-        for tokens in chunks(self.tokens, self.chunk_tokens) {
+        for tokens in chunks(self.tokens, self.chunk.tokens) {
             let place = (run.chunk(), run.chunk().cast_mut());
             let dloss = dloss.wrapping_add(tokens.first);
             // SAFETY: passed on from this function's contract.
@@ -324,9 +357,11 @@ impl Total {
     }
 }
 
-/// A call: what all its chunks have in common.
+/// A sweep: what all its chunks have in common.
+#[derive(Clone, Copy)]
 struct Run<'a> {
     linear: &'a Linear,
+    chunk: Extents,
     options: CrossEntropy,
     blas: &'static Blas,
     stream: RawStream,
@@ -358,6 +393,7 @@ impl<'a> Run<'a> {
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
         Ok(Self {
             linear,
+            chunk: linear.chunk,
             options,
             blas: Blas::get()?,
             stream,
@@ -384,7 +420,7 @@ impl<'a> Run<'a> {
             self.at(self.layout.logits),
             self.linear.dtype,
             tokens.count,
-            self.linear.stride(),
+            self.linear.stride(self.chunk),
         );
         whole.columns(0, columns.count)
     }
@@ -395,11 +431,11 @@ impl<'a> Run<'a> {
 
     fn kernel(&self, tokens: Chunk, columns: Chunk) -> Result<Kernel> {
         let shape = LogitsShape::new(tokens.count, columns.count)?;
-        let carries = self.pass == Pass::Forward && self.linear.chunk_columns < self.linear.vocab;
+        let carries = self.pass == Pass::Forward && self.chunk.columns < self.linear.vocab;
         let part = Part {
             vocab: self.linear.vocab,
             first_column: columns.first,
-            stride: self.linear.stride(),
+            stride: self.linear.stride(self.chunk),
             carried: if carries { self.at(self.layout.carried) } else { null_mut() },
         };
         let Linear { dtype, time_block, block_size, .. } = *self.linear;
@@ -418,25 +454,25 @@ impl<'a> Run<'a> {
     fn of_hidden(&self, gradients: Gradients) -> Total {
         let linear = self.linear;
         let sums = self.pass == Pass::Backward
-            && linear.chunk_columns < linear.vocab
+            && self.chunk.columns < linear.vocab
             && linear.dtype != DType::F32;
-        let rows = if linear.apart { linear.chunk_tokens } else { linear.tokens };
+        let rows = if linear.apart.is_some() { self.chunk.tokens } else { linear.tokens };
         let at = self.at(self.layout.of_hidden);
         Total {
             gradient: Matrix { at: gradients.hidden, ..self.hidden },
             sums: sums.then(|| Matrix::new(at, DType::F32, rows, linear.width)),
-            of_one_chunk: linear.apart,
+            of_one_chunk: linear.apart.is_some(),
             by_columns: false,
         }
     }
 
     fn of_weight(&self, gradients: Gradients) -> Total {
         let linear = self.linear;
-        let sums = linear.chunk_tokens < linear.tokens && linear.dtype != DType::F32;
+        let sums = self.chunk.tokens < linear.tokens && linear.dtype != DType::F32;
         let [rows, columns] = if linear.vocab_is_last {
-            [linear.width, linear.chunk_columns]
+            [linear.width, self.chunk.columns]
         } else {
-            [linear.chunk_columns, linear.width]
+            [self.chunk.columns, linear.width]
         };
         let at = self.at(self.layout.of_weight);
         Total {
@@ -512,9 +548,8 @@ mod tests {
         vocab: 5000,
         vocab_is_last: false,
         dtype: DType::Bf16,
-        chunk_tokens: 1000,
-        chunk_columns: 5000,
-        apart: false,
+        chunk: Extents { tokens: 1000, columns: 5000 },
+        apart: None,
         time_block: None,
         block_size: None,
     };
@@ -534,17 +569,20 @@ mod tests {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
         assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole);
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole);
-        let part = Linear { chunk_columns: 1024, ..LINEAR };
+        let cut = |tokens, columns| Linear { chunk: Extents { tokens, columns }, ..LINEAR };
+        let part = cut(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
         let round = |bytes: usize| bytes.next_multiple_of(256);
         assert_eq!(part.scratch_bytes(Pass::Forward), logits + round(1000 * 16));
         assert_eq!(part.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64);
-        let both = Linear { chunk_tokens: 500, ..part };
+        let both = cut(500, 1024);
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 1024 * 64);
         assert_eq!(both.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64 + weight);
-        let apart = Linear { apart: true, ..both };
-        assert_eq!(apart.scratch_bytes(Pass::Backward), logits + 4 * 500 * 64 + weight);
-        let tokens = Linear { chunk_tokens: 500, ..LINEAR };
+        // Two sweeps never keep both sums.
+        let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
+        assert_eq!(apart.scratch_bytes(Pass::Backward), logits + 4 * 2048 * 64);
+        assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
+        let tokens = cut(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + 4 * 5000 * 64);
         let f32 = Linear { dtype: DType::F32, ..both };

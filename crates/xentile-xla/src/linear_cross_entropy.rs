@@ -4,7 +4,7 @@
 use std::ptr::null_mut;
 
 use xentile_cuda::cross_entropy::{Cotangents, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::linear_cross_entropy::{Gradients, Linear, Operands, Scratch};
+use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Linear, Operands, Scratch};
 use xla_ffi::{Context, DType, Decoder, Error, Parameter, Result, Traits};
 
 use crate::cross_entropy::cuda::to_labels;
@@ -45,23 +45,34 @@ target_list! {
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     vocab_axis: i64,
-    chunk_tokens: usize,
-    chunk_columns: usize,
-    apart: bool,
+    chunk: Extents,
+    /// Of the second sweep of a backward pass, where there are two.
+    apart: Option<Extents>,
 }
 
 impl<'a> Parameter<'a> for Cut {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let Extent(chunk_tokens) = decoder.parameter("chunk_tokens")?;
-        let Extent(chunk_columns) = decoder.parameter("chunk_columns")?;
+        let Extent(tokens) = decoder.parameter("chunk_tokens")?;
+        let Extent(columns) = decoder.parameter("chunk_columns")?;
+        let chunk = Extents { tokens, columns };
+        let apart: [Option<Extent>; 2] =
+            [decoder.parameter("apart_tokens")?, decoder.parameter("apart_columns")?];
+        let apart = match apart {
+            [Some(Extent(tokens)), Some(Extent(columns))] => Some(Extents { tokens, columns }),
+            [None, None] => None,
+            _ => {
+                return Err(invalid(
+                    "attributes apart_tokens and apart_columns must be given both or neither",
+                ));
+            }
+        };
         let vocab_axis = decoder.parameter("vocab_axis")?;
         if !matches!(vocab_axis, 0 | 1) {
             return Err(invalid(format_args!(
                 "attribute vocab_axis is {vocab_axis}; it must be 0 or 1"
             )));
         }
-        let apart = decoder.parameter("apart")?;
-        Ok(Self { vocab_axis, chunk_tokens, chunk_columns, apart })
+        Ok(Self { vocab_axis, chunk, apart })
     }
 }
 
@@ -238,24 +249,27 @@ impl Call {
                 labels.dims()
             )));
         }
-        if pass == Pass::Fused && cut.chunk_columns < vocab {
+        if pass == Pass::Fused && cut.chunk.columns < vocab {
             return Err(invalid(format_args!(
                 "attribute chunk_columns is {}; it must be {vocab}, all of the vocabulary, where \
                  gradients come with the loss",
-                cut.chunk_columns
+                cut.chunk.columns
             )));
         }
         xentile_cuda::available().map_err(failed)?;
         let [time_block, block_size] = options.extents();
+        let within = |chunk: Extents| Extents {
+            tokens: chunk.tokens.min(tokens),
+            columns: chunk.columns.min(vocab),
+        };
         let linear = Linear {
             tokens,
             width,
             vocab,
             vocab_is_last,
             dtype,
-            chunk_tokens: cut.chunk_tokens.min(tokens),
-            chunk_columns: cut.chunk_columns.min(vocab),
-            apart: cut.apart,
+            chunk: within(cut.chunk),
+            apart: cut.apart.map(within),
             time_block,
             block_size,
         };

@@ -21,7 +21,7 @@ from .options import OPERATION, Options
 from .reduction import countable, weighted
 
 
-def _attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
+def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
     """The attributes in the types that handlers take, those that are not given left out."""
     attributes = {
         "ignore_index": np.int64(options.ignore_index),
@@ -40,7 +40,7 @@ def _forward_call(options: Options, every_token: bool) -> Call:
         operation=OPERATION,
         target="xentile_cross_entropy_forward",
         results=(PerToken(),) * 4,
-        attributes=_attributes(options, every_token),
+        attributes=attributes(options, every_token),
         implementation=options.implementation,
     )
 
@@ -65,7 +65,7 @@ def backward(
         operation=OPERATION,
         target="xentile_cross_entropy_backward",
         results=(Like(0),),
-        attributes=_attributes(options, None),
+        attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
     )
@@ -81,7 +81,7 @@ def fused(
         operation=OPERATION,
         target="xentile_cross_entropy_fused",
         results=(PerToken(), PerToken(), PerToken(), Like(0)),
-        attributes=_attributes(options, every_token),
+        attributes=attributes(options, every_token),
         reuses=(0, 3) if options.donate_logits else None,
         lighter=Lighter(
             first_unused=3,

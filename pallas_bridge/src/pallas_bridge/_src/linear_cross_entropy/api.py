@@ -12,7 +12,7 @@ from .. import pallas
 from ..cross_entropy.options import Options, check_options, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import Implementation, choose
-from . import on_tpu, reference, schedules
+from . import on_cuda, on_tpu, reference, schedules
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
@@ -173,18 +173,20 @@ def explain(
       ValueError: shapes that disagree, a budget below the least, or an unknown platform.
     """
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
-    plan = _plan(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
-    target = _tpu(platform)
-    return plan if target is None else on_tpu.plan(target, plan, hidden, weight, bias, axis)
-
-
-def _tpu(platform: str | None) -> pallas.Target | None:
-    """Returns the TPU that a platform is; None for others."""
+    plan, cuda = _plans(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
     if platform is None:
         device = jax.devices()[0]
-        platform = device.device_kind if device.platform == "tpu" else "cpu"
+        known = {"gpu": "cuda", "tpu": device.device_kind}
+        platform = known.get(device.platform, "cpu")
+    if platform == "cuda" and cuda is not None:
+        return cuda
     if platform in ("cpu", "cuda"):
-        return None
+        return plan
+    return on_tpu.plan(_tpu(platform), plan, hidden, weight, bias, axis)
+
+
+def _tpu(platform: str) -> pallas.Target:
+    """Returns the TPU that a platform is."""
     targets = {"tpu": pallas.ANY, **pallas.TARGETS}
     if platform not in targets:
         names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
@@ -235,8 +237,8 @@ class _Call:
         products = Products(self.axis)
         if self.implementation == "reference":
             return _Functions(reference, (self.options, products))
-        plan = _plan(hidden, weight, bias, self.axis, reduced, max_scratch_bytes)
-        return _Functions(schedules, (schedules.Schedule(self.options, products, plan),))
+        chosen = _plans(hidden, weight, bias, self.axis, reduced, max_scratch_bytes)
+        return _Functions(schedules, (schedules.Schedule(self.options, products, *chosen),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,14 +301,15 @@ def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> 
     return vocab_axis
 
 
-def _plan(
+def _plans(
     hidden: Any,
     weight: Any,
     bias: Any,
     vocab_axis: int,
     reduced: bool,
     max_scratch_bytes: int | None,
-) -> Plan:
+) -> tuple[Plan, Plan | None]:
+    """Returns the plan, and what takes its place on NVIDIA's GPUs, where something does."""
     if max_scratch_bytes is not None:
         try:
             max_scratch_bytes = operator.index(max_scratch_bytes)
@@ -316,4 +319,5 @@ def _plan(
             ) from None
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
-    return plans.choose(problem, max_scratch_bytes)
+    plan = plans.choose(problem, max_scratch_bytes)
+    return plan, on_cuda.choose(problem, plan.max_scratch_bytes)

@@ -98,18 +98,24 @@ def plan(target: Target, usual: Plan, hidden: Any, weight: Any, bias: Any, vocab
 
 
 def choose(
-    work: Pass, usual: Callable[..., Any], without: Callable[..., Any], *operands: Any
+    work: Pass,
+    usual: Callable[..., Any],
+    without: Callable[..., Any],
+    on_cuda: Callable[..., Any] | None,
+    *operands: Any,
 ) -> Any:
     """Returns usual(*operands), or what kernels make of them where the program is for TPUs.
 
-    Where it is, but these do not suit it, without(*operands): it has no kernels at all.
+    Where it is, but these do not suit it, without(*operands): it has no kernels at all. Where it is
+    for NVIDIA's GPUs, on_cuda(*operands), if there is that.
     """
     if work.options.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
         return work.function(target, (True, True))(*operands)
+    others = {} if on_cuda is None else {"cuda": on_cuda}
     if work.options.implementation == "custom_call":
-        return usual(*operands)
+        return jax.lax.platform_dependent(*operands, **others, default=usual)
 
     def kernels(*operands: Any) -> Any:
         flat, tree = jax.tree.flatten(operands)
@@ -122,7 +128,7 @@ def choose(
         results = _kernels.bind(*flat, without=closed, work=work, tree=tree, keep=keep)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return jax.lax.platform_dependent(*operands, tpu=kernels, default=usual)
+    return jax.lax.platform_dependent(*operands, tpu=kernels, **others, default=usual)
 
 
 _kernels = Primitive("xentile_linear_cross_entropy")

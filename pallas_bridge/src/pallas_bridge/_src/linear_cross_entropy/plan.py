@@ -57,8 +57,9 @@ class Plan:
 
     # "tokens": all columns of a chunk of tokens at a time; "vocabulary": all tokens of a chunk of
     # columns; "both": chunks of both, and every gradient in a sweep of its own; "kernels": tiles of
-    # both in kernels, which on TPUs hold them outside of HBM.
-    schedule: Literal["tokens", "vocabulary", "both", "kernels"]
+    # both in kernels, which on TPUs hold them outside of HBM; "library": chunks of either, all in
+    # one call of the library's.
+    schedule: Literal["tokens", "vocabulary", "both", "kernels", "library"]
     # Tokens and columns of a chunk.
     tokens: int
     columns: int
@@ -67,11 +68,14 @@ class Plan:
     # What it holds beyond its operands and results, at most.
     scratch_bytes: int
     max_scratch_bytes: int
+    # Tokens and columns of the library's second sweep, where it makes dhidden and dweight apart.
+    apart: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
+        second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
         return (
-            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time, "
+            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time{second}, "
             f"{self.products} products, {self.scratch_bytes / MIB:.1f} MiB of scratch "
             f"(at most {self.max_scratch_bytes / MIB:.1f})"
         )

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from . import columns, on_tpu, tokens
+from . import columns, on_cuda, on_tpu, tokens
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
@@ -26,6 +26,13 @@ class Schedule:
     options: Options
     products: Products
     plan: Plan
+    # What takes its place on NVIDIA's GPUs, where something does.
+    cuda: Plan | None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether gradients come with the loss where the reduction is inside."""
+        return self.plan.products == 3 or (self.cuda is not None and self.cuda.products == 3)
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
@@ -58,7 +65,13 @@ class Schedule:
         if plan.schedule == "tokens":
             usual = partial(getattr(tokens, name), options, products, plan.tokens)
         work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
-        return on_tpu.choose(work, usual, without, *arrays)
+        return on_tpu.choose(work, usual, without, self._on_cuda(name, options), *arrays)
+
+    def _on_cuda(self, name: str, options: Options) -> Any:
+        """What runs on NVIDIA's GPUs, where that is not what runs everywhere."""
+        if self.cuda is None or not on_cuda.has_library():
+            return None
+        return partial(on_cuda.run, name, options, self.products.vocab_axis, self.cuda)
 
 
 def per_token(
@@ -110,7 +123,7 @@ def reduced(
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [N], by the rule that the plan allows."""
-    if schedule.plan.products == 3:
+    if schedule.is_fused:
         value, lse = _fused(schedule, *_alike(hidden, weight, bias, labels, factors))
         return value, lse
     loss, _, lse = per_token(schedule, hidden, weight, bias, labels)
