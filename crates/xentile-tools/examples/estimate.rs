@@ -20,7 +20,8 @@ fn main() -> Result<()> {
             let (name, bytes) = argument
                 .split_once('=')
                 .with_context(|| format!("{argument:?} is no NAME=BYTES"))?;
-            let bytes = bytes.parse().with_context(|| format!("{bytes:?} is no number of bytes"))?;
+            let bytes =
+                bytes.parse().with_context(|| format!("{bytes:?} is no number of bytes"))?;
             Ok((name.to_owned(), bytes))
         })
         .collect::<Result<Vec<_>>>()?;
