@@ -114,6 +114,27 @@ def test_logits_of_the_linear_form_are_in_vmem_alone(
     assert memory.output_size_in_bytes <= (tokens + vocab) * hidden * 2 + MIB
 
 
+def test_sums_of_dhidden_beyond_vmem_are_in_hbm_once() -> None:
+    tokens, hidden, vocab = 40000, 1000, 2560
+
+    def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (an array)
+        return linear_cross_entropy(x, w, labels, max_scratch_bytes=256 * MIB)
+
+    program = compiled(
+        "v6e:2x2",
+        jax.value_and_grad(loss, argnums=(0, 1)),
+        ((tokens, hidden), jnp.bfloat16),
+        ((vocab, hidden), jnp.bfloat16),
+        ((tokens,), jnp.int32),
+    )
+    text = program.as_text()
+    assert not re.findall("xentile_linear_cross_entropy_backward_(?:hidden|weight)", text)
+    # Operands of that width may come in another layout, of which XLA makes a copy.
+    copies = 3 * (tokens + vocab) * 1024 * 2
+    sums = 4 * 1024 * 40 * 1024
+    assert sums <= program.memory_analysis().temp_size_in_bytes <= sums + copies + 16 * MIB
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
