@@ -35,6 +35,15 @@ impl VocabAxis {
             Self::Last => 1,
         }
     }
+
+    /// The extents of a weight of `vocab` x `width`.
+    #[must_use]
+    pub fn weight(self, vocab: usize, width: usize) -> [usize; 2] {
+        match self {
+            Self::First => [vocab, width],
+            Self::Last => [width, vocab],
+        }
+    }
 }
 
 impl TryFrom<usize> for VocabAxis {
@@ -143,10 +152,7 @@ impl LinearShape {
     /// The extents of `weight`.
     #[must_use]
     pub fn weight(self) -> [usize; 2] {
-        match self.vocab_axis {
-            VocabAxis::First => [self.vocab(), self.width],
-            VocabAxis::Last => [self.width, self.vocab()],
-        }
+        self.vocab_axis.weight(self.vocab(), self.width)
     }
 }
 
