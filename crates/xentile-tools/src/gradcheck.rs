@@ -138,10 +138,10 @@ pub struct Tolerances {
     /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
     pub dlogits_equal: Option<f64>,
     /// Linear cross-entropy: what a sum of n products in f32 may be off by, in sqrt(n) units of
-    /// rounding of the sum of their magnitudes. Default 2.
+    /// rounding of the sum of their magnitudes. Default 1.
     pub sum_roundings: Option<f64>,
     /// Linear cross-entropy: error of a whole gradient relative to it, in units of rounding of the
-    /// dtype and norms of all entries. Default 2, for f32 64.
+    /// dtype and norms of all entries. Default 2, for f32 32.
     pub gradient_roundings: Option<f64>,
 }
 
@@ -185,8 +185,8 @@ impl Tolerances {
             dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
             dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
             dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
-            sum_roundings: self.sum_roundings.unwrap_or(2.0),
-            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 64.0 } else { 2.0 }),
+            sum_roundings: self.sum_roundings.unwrap_or(1.0),
+            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 2.0 }),
         };
         let all = [
             ("forward_rel", limits.forward_rel),

@@ -128,7 +128,7 @@ fn check<E: Element + Pod + pjrt_client::Element>(
             compare_loss(&mut report, limits, loss, expected, slack);
             let cotangents =
                 |token| TokenCotangents { loss: factors.of(token), ..Default::default() };
-            bounds.compare_gradients(&mut report, &tokens, cotangents, &gradients)?;
+            bounds.compare_gradients(&mut report, &tokens, cotangents, &read(&gradients)?);
             report.leave_out(&["fwd/"], "a program of value_and_grad");
         }
         None => {
@@ -144,12 +144,17 @@ fn check<E: Element + Pod + pjrt_client::Element>(
                 let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
                 TokenCotangents { loss, logps, lse }
             };
-            bounds.compare_gradients(&mut report, &tokens, cotangents, &gradients)?;
+            bounds.compare_gradients(&mut report, &tokens, cotangents, &read(&gradients)?);
         }
     }
     report.seconds("time/total_s", began.elapsed().as_secs_f64());
     report.finish(&Machine::current(), memory::peak_resident_bytes());
     Ok(report)
+}
+
+/// Gradients, on the host.
+fn read<E: pjrt_client::Element>(gradients: &[Buffer]) -> Result<Vec<Vec<E>>> {
+    gradients.iter().map(|gradient| Ok(gradient.to_vec()?)).collect()
 }
 
 fn compare_loss(report: &mut Report, limits: Limits, actual: f64, expected: f64, slack: f64) {
@@ -313,8 +318,8 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         report: &mut Report,
         tokens: &[Token],
         cotangents: impl Fn(usize) -> TokenCotangents + Sync,
-        found: &[Buffer],
-    ) -> Result<()> {
+        found: &[Vec<E>],
+    ) {
         let dlogits = |token: usize, row: &Row, out: &mut [f64]| {
             let (label, lse) = (self.label(token), tokens[token].exact.lse);
             gradient(&self.options, &row.logits, label, lse, cotangents(token), out);
@@ -356,10 +361,8 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
             ("dbias", bias, &bounds.bias, &of_bias),
         ];
         for ((name, expected, bounds, place), found) in figures.into_iter().zip(found) {
-            let found = found.to_vec::<E>()?;
-            compare_gradient(report, self.limits, name, (expected, bounds), &found, place);
+            compare_gradient(report, self.limits, name, (expected, bounds), found, place);
         }
-        Ok(())
     }
 }
 
@@ -400,4 +403,100 @@ fn compare_gradient<E: Element>(
 
 fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|x| x * x).sum::<f64>().sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+    use xentile::DType;
+    use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
+
+    use super::*;
+    use crate::config::Op;
+    use crate::gradcheck::Tolerances;
+
+    const LINEAR: Linear =
+        Linear { hidden: 24, bias: true, vocab_axis: 1, max_scratch_bytes: None };
+    const OPTIONS: CrossEntropy =
+        CrossEntropy { ignore_index: -100, label_smoothing: 0.1, z_loss: 0.01, softcap: Some(9.0) };
+
+    fn cotangents(token: usize) -> TokenCotangents {
+        let sign = if token % 2 == 0 { 1.0 } else { -1.0 };
+        TokenCotangents { loss: sign, logps: 0.5, lse: -0.25 }
+    }
+
+    /// Gradients that are the reference's, rounded, pass; with one entry of one of them wrong they
+    /// fail, and the entry is named.
+    fn one_wrong_entry<E: Element + pjrt_client::Element>() {
+        let rows: Vec<u64> = (0..9).collect();
+        let seeded = Synthetic { ignored: 0.2, ..Synthetic::default() };
+        let states = HiddenStates::<E>::synthetic(&seeded, &rows, 70, LINEAR, -100).unwrap();
+        let HiddenStates { shape, hidden, weight, bias, labels } = &states;
+        let labels = labels.as_slice().into();
+        let operands =
+            Operands::new(&OPTIONS, *shape, hidden, weight, bias.as_deref(), labels).unwrap();
+        let dtype = <E as Element>::DTYPE;
+        let limits = Tolerances::default();
+        let limits = limits.resolve(Op::LinearCrossEntropy, dtype, OPTIONS.softcap).unwrap();
+        let bounds = Bounds::new(OPTIONS, limits, operands);
+        let tokens = bounds.tokens(&mut Report::empty());
+        let Gradients { hidden, weight, bias } =
+            pull_back(&operands, Factors::Signed, |token, logits, out| {
+                let row = bounds.row(token, logits);
+                let lse = tokens[token].exact.lse;
+                gradient(&OPTIONS, &row.logits, bounds.label(token), lse, cotangents(token), out);
+            });
+        let rounded = |all: &[f64]| -> Vec<E> { all.iter().map(|&x| E::from_f64(x)).collect() };
+        let mut found = [rounded(&hidden), rounded(&weight), rounded(&bias)];
+        let judge = |found: &[Vec<E>; 3]| {
+            let mut report = Report::empty();
+            bounds.compare_gradients(&mut report, &tokens, cotangents, found);
+            report
+        };
+        assert!(judge(&found).passed(), "{dtype}");
+        for (which, name) in ["dhidden", "dweight", "dbias"].into_iter().enumerate() {
+            // The largest entry has the most digits to be wrong in.
+            let size = |&index: &usize| found[which][index].to_f64().abs();
+            let all = 0..found[which].len();
+            let index = all.max_by(|a, b| size(a).total_cmp(&size(b))).unwrap();
+            for factor in [0.0, 0.9, f64::NAN] {
+                let kept = found[which][index];
+                found[which][index] = E::from_f64(kept.to_f64() * factor);
+                let report = judge(&found);
+                found[which][index] = kept;
+                assert!(!report.passed(), "{dtype}: {name} times {factor}");
+                let place = &report.to_json()["worst"][format!("{name}/excess")];
+                let expected = match which {
+                    0 => serde_json::json!({"token": index / 24, "hidden": index % 24}),
+                    1 => serde_json::json!({"column": index % 70, "hidden": index / 70}),
+                    _ => serde_json::json!({"column": index}),
+                };
+                assert_eq!(*place, expected, "{dtype}: {name} times {factor}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_wrong_entry_of_a_gradient_is_found() {
+        one_wrong_entry::<f32>();
+        one_wrong_entry::<bf16>();
+        one_wrong_entry::<f16>();
+    }
+
+    /// A logit in the middle of two values of its dtype may become either, and one that is not may not.
+    #[test]
+    fn a_logit_moves_only_from_the_middle_of_two_values() {
+        let arrays = ([bf16::from_f32(1.0)], [1.0, 1.0].map(bf16::from_f32), [0_i64]);
+        let shape = LinearShape::new([1, 1], [2, 1], Some(VocabAxis::First)).unwrap();
+        let (hidden, weight, labels) = &arrays;
+        let labels = labels.as_slice().into();
+        let options = CrossEntropy::default();
+        let operands = Operands::new(&options, shape, hidden, weight, None, labels).unwrap();
+        let limits = Tolerances::default();
+        let limits = limits.resolve(Op::LinearCrossEntropy, DType::Bf16, None).unwrap();
+        let bounds = Bounds::new(options, limits, operands);
+        let ulp = 2f64.powi(-7);
+        let row = bounds.row(0, &[1.0 + 0.5 * ulp, 1.0 + 0.4 * ulp]);
+        assert_eq!((row.logits, row.shifts), (vec![1.0, 1.0], vec![ulp, 0.0]));
+    }
 }

@@ -10,9 +10,10 @@ use xentile_programs::exported::Linear;
 use super::Config;
 use super::compare::Outputs;
 use super::kernels::{Setup, upload};
-use crate::config::Backend;
+use crate::config::{Backend, TileConfig};
 use crate::exported::{self, Asked, Signature};
 use crate::input::Tokens;
+use crate::microbench::Implementation;
 use crate::tpu;
 use crate::xla::Session;
 
@@ -53,6 +54,8 @@ pub(super) struct Program {
     session: Session,
     exported: Exported,
     signature: Signature,
+    /// None where the program has no tiles.
+    tile: Option<TileConfig>,
     /// What it takes before weights or cotangents.
     inputs: Vec<Buffer>,
 }
@@ -97,7 +100,9 @@ impl Program {
             session.register_kernels()?;
         }
         let inputs = upload(&session)?;
-        Ok(Self { session, exported, signature, inputs })
+        let is_kernel = config.implementation == Implementation::Kernel;
+        let tile = is_kernel.then(|| exported::tile(&exported));
+        Ok(Self { session, exported, signature, tile, inputs })
     }
 
     fn run(&self, more: &[Buffer]) -> Result<Vec<Buffer>> {
@@ -137,7 +142,7 @@ impl Program {
 
     pub(super) fn setup(&self) -> Setup {
         Setup {
-            tile: Some(exported::tile(&self.exported)),
+            tile: self.tile,
             isa: None,
             threads: None,
             plugin: self.session.describe().ok(),
