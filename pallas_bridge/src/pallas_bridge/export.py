@@ -183,10 +183,15 @@ def _check_extent(name: str, extent: Any, where: str = "") -> None:
 
 def _linear(cell: Mapping[str, Any]) -> Linear:
     _check_extent("hidden", cell.get("hidden"))
+    vocab_axis = cell.get("vocab_axis") or 0
+    if vocab_axis not in (0, 1):
+        raise ConfigError(
+            f"vocab_axis is {vocab_axis!r}; it must be 0 for a weight [V, D] or 1 for [D, V]"
+        )
     return Linear(
         hidden=cell["hidden"],
         bias=bool(cell.get("bias")),
-        vocab_axis=cell.get("vocab_axis") or 0,
+        vocab_axis=vocab_axis,
         max_scratch_bytes=cell.get("max_scratch_bytes"),
     )
 

@@ -12,6 +12,9 @@ use super::synthetic::{Distribution, Synthetic};
 use crate::config::linear_shape;
 use crate::xla::Session;
 
+/// The distributions that products have.
+const CHOICES: &str = "hidden states are normal, uniform or peaked";
+
 /// What keeps the generators of weights and biases apart from those of hidden states.
 const SEED_OF_WEIGHT: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -66,9 +69,8 @@ impl<E: Element> HiddenStates<E> {
         let distribution = match synthetic.distribution {
             Distribution::Normal | Distribution::Peaked => Distribution::Normal,
             Distribution::Uniform => Distribution::Uniform,
-            Distribution::Offset | Distribution::Masked => {
-                bail!("distribution is one of logits; hidden states are normal, uniform or peaked")
-            }
+            Distribution::Offset => bail!("distribution is offset; {CHOICES}"),
+            Distribution::Masked => bail!("distribution is masked; {CHOICES}"),
         };
         let shape = linear_shape(LogitsShape::new(rows.len(), vocab)?, linear)?;
         let width = shape.width();

@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -24,7 +24,7 @@ def abstract_tpu(kind: str | None) -> AbstractMesh:
     # From 0.10 on a device has a platform too.
     more: Any = {"platform": "tpu"} if "platform" in fields else {}
     device = AbstractDevice(device_kind=kind, num_cores=1, **more)
-    return AbstractMesh((1,), ("core",), abstract_device=device)
+    return AbstractMesh((1,), ("core",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def with_rows_in_order(bytecode: bytes) -> bytes:
