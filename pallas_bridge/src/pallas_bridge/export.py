@@ -32,7 +32,7 @@ from pallas_bridge import (
     linear_cross_entropy_per_token,
 )
 from pallas_bridge._src import library, pallas
-from pallas_bridge._src.compat import abstract_tpu, with_rows_in_order
+from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
 from pallas_bridge._src.cross_entropy import pallas_tpu
 
 MANIFEST_VERSION = 1
@@ -348,6 +348,8 @@ def write(cell: Cell) -> bool:
     bytecode = exported.mlir_module_serialized
     if is_tpu:
         bytecode = with_rows_in_order(bytecode)
+    elif cell.platform == "cpu":
+        bytecode = for_oldest_plugin(bytecode)
     types = [
         [{"dtype": NAMES[str(aval.dtype)], "shape": list(aval.shape)} for aval in avals]
         for avals in (exported.in_avals, exported.out_avals)

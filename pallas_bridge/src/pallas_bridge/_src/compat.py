@@ -27,6 +27,25 @@ def abstract_tpu(kind: str | None) -> AbstractMesh:
     return AbstractMesh((1,), ("core",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
+# XLA's CPU plug-in on PyPI, the oldest that programs are exported for, knows no newer StableHLO.
+OLDEST_PLUGIN = "1.13.3"
+
+
+def for_oldest_plugin(bytecode: bytes) -> bytes:
+    """Returns an exported program in the StableHLO that `OLDEST_PLUGIN` names.
+
+    JAX writes what plug-ins of the last few weeks read. A program that needs more than the older
+    version has is returned as it is.
+    """
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        try:
+            result: bytes = stablehlo.serialize_portable_artifact(module, OLDEST_PLUGIN, True)
+        except ValueError:
+            return bytecode
+        return result
+
+
 def with_rows_in_order(bytecode: bytes) -> bytes:
     """Returns an exported program whose matrices come and go row by row.
 
