@@ -268,6 +268,17 @@ fn microbench_reports_the_plan_and_what_it_takes() {
 
 #[test]
 #[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn the_shipped_config_of_microbench_is_valid() {
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../configs/microbench/linear_cross_entropy_cpu.yaml"
+    );
+    let report = Fixture::new("{}").measure(&["--config", config]);
+    assert_eq!((&report["hidden"], &report["dtype"]), (&768.into(), &"f32".into()));
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
 fn a_program_is_for_what_it_was_exported_for() {
     let fixture = Fixture::new("{shape: {batch: 4, seq_len: 76, vocab: 1003}}");
     fixture.measure(&["--set", "hidden=64", "bias=true", "max_scratch_bytes=400000"]);

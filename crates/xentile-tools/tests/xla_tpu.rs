@@ -665,3 +665,25 @@ fn estimates_beside_what_was_measured() {
     let ratio = (first.0 - last.0) / (first.1 - last.1);
     assert!((0.85..1.15).contains(&ratio), "{ratio}");
 }
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU, and a python with JAX"]
+fn linear_cross_entropy_compiles_in_the_memory_that_it_may_take() {
+    let cache = tempfile::tempdir().unwrap();
+    let temporaries = |more: &[&str]| {
+        // More logits than the chip's own memory holds.
+        let cell = ["--op", "linear_cross_entropy", "--time", "2048", "--vocab", "40000"];
+        let cache = ["--cache", cache.path().to_str().unwrap()];
+        let sets = [&["--set", "hidden=256"], more].concat();
+        let report = measure(&[&AHEAD[..], &cell, &cache, &sets].concat());
+        assert!(number(&report, "/schedule/bundles") > 0);
+        assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
+        let plan = report["exported"]["plan"].as_str().map(str::to_owned);
+        (number(&report, "/compiled/temporary_bytes"), plan)
+    };
+    let (roomy, plan) = temporaries(&[]);
+    assert!(plan.unwrap().starts_with("tokens: 2048 tokens"));
+    assert!(roomy >= 2048 * 40000 * 2, "{roomy}");
+    let (tight, plan) = temporaries(&["max_scratch_bytes=8000000"]);
+    assert!(tight < 8_000_000 && plan.unwrap().starts_with("vocabulary: "), "{tight}");
+}

@@ -425,7 +425,7 @@ mod tests {
         CrossEntropy { ignore_index: -100, label_smoothing: 0.1, z_loss: 0.01, softcap: Some(9.0) };
 
     fn cotangents(token: usize) -> TokenCotangents {
-        let sign = if token % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = if token.is_multiple_of(2) { 1.0 } else { -1.0 };
         TokenCotangents { loss: sign, logps: 0.5, lse: -0.25 }
     }
 
