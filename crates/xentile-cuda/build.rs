@@ -19,13 +19,16 @@ mod mirror;
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
 mod driver;
+#[path = "src/round/arguments.rs"]
+mod round;
 #[path = "src/scale/arguments.rs"]
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 4] = [
+const LAYOUTS: [mirror::Layout; 5] = [
     cross_entropy::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
+    round::Arguments::LAYOUT,
     driver::LaunchConfig::LAYOUT,
     driver::LaunchAttribute::LAYOUT,
 ];

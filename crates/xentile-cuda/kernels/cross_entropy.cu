@@ -1,6 +1,7 @@
 // The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
 // and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all.
 #include "cross_entropy.cuh"
+#include "flat.cuh"
 #include "plain.cuh"
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "ring.cuh"
@@ -23,16 +24,27 @@ using namespace xentile;
     ring<E, Pass::k##Name, smooth, capped>(a);               \
   }
 
+// Eight CTAs to a multiprocessor leave a thread the 128 registers that its batch needs.
+#define FLAT(name, Name, dtype, E, variant, smooth, capped)     \
+  extern "C" __global__ void __launch_bounds__(kFlatThreads, 8) \
+      cross_entropy_flat_##name##_##dtype##_##variant(          \
+          const __grid_constant__ CrossEntropyArguments a) {    \
+    flat<E, smooth, capped>(a);                                 \
+  }
+
 #define FOR_EACH_DTYPE(KERNEL, name, Name, variant, smooth, capped) \
   KERNEL(name, Name, bf16, __nv_bfloat16, variant, smooth, capped)  \
   KERNEL(name, Name, f16, __half, variant, smooth, capped)          \
   KERNEL(name, Name, f32, float, variant, smooth, capped)
 
-#define FOR_EACH_PASS(KERNEL, variant, smooth, capped)                \
-  FOR_EACH_DTYPE(KERNEL, forward, Forward, variant, smooth, capped)   \
-  FOR_EACH_DTYPE(KERNEL, backward, Backward, variant, smooth, capped) \
+// What reads whole rows.
+#define FOR_EACH_PASS(KERNEL, variant, smooth, capped)              \
+  FOR_EACH_DTYPE(KERNEL, forward, Forward, variant, smooth, capped) \
   FOR_EACH_DTYPE(KERNEL, fused, Fused, variant, smooth, capped)
 
+FOR_EACH_DTYPE(FLAT, backward, Backward, basic, false, false)
+FOR_EACH_DTYPE(FLAT, backward, Backward, smooth, true, false)
+FOR_EACH_DTYPE(FLAT, backward, Backward, capped, true, true)
 FOR_EACH_PASS(PLAIN, smooth, true, false)
 FOR_EACH_PASS(PLAIN, capped, true, true)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -15,10 +15,13 @@ namespace xentile {
 
 enum class Pass { kForward, kBackward, kFused };
 
-// Mirrored by `Arguments` in src/cross_entropy.rs.
+struct RowSum;
+
+// Mirrored by `Arguments` in src/cross_entropy.rs. Logits are all columns of the vocabulary or
+// some: `columns` of them from `first_column` on.
 struct CrossEntropyArguments {
-  const void* logits;  // [tokens, vocab]
-  void* dlogits;       // [tokens, vocab]; may be `logits`
+  const void* logits;  // [tokens, columns], `stride` elements from row to row
+  void* dlogits;       // as the logits, whose memory it may be
   const void* labels;  // [tokens]
   // Everything else is f32 [tokens]; outputs may be null.
   const float* dloss;
@@ -30,8 +33,14 @@ struct CrossEntropyArguments {
   float* logps;
   float* lse;
   float* lse_low;
+  // What the rows added up to in the columns before these, and where their sum goes instead of the
+  // outputs while there are more to come; null for rows that are whole.
+  RowSum* carried;
   int64_t tokens;
   int64_t vocab;
+  int64_t columns;
+  int64_t stride;
+  int64_t first_column;
   int64_t ignore_index;
   double label_smoothing;
   double z_loss;
@@ -43,7 +52,6 @@ struct CrossEntropyArguments {
   uint32_t chunk_vectors;
   uint32_t chunks;
   uint32_t slots;
-  uint32_t lead;
 };
 
 inline constexpr float kLog2E = 1.44269504f;
@@ -57,10 +65,20 @@ inline constexpr float kLargeSum = 0x1p64f;
 
 inline constexpr int kIgnored = -1;
 inline constexpr int kOutOfRange = -2;
+inline constexpr int kElsewhere = -3;  // in columns that are not here
+
+// The column of a label, or what else it is.
+__device__ inline int target_of(const CrossEntropyArguments& a, int64_t label) {
+  if (label == a.ignore_index) return kIgnored;
+  if (static_cast<uint64_t>(label) >= static_cast<uint64_t>(a.vocab)) return kOutOfRange;
+  const int64_t column = label - a.first_column;
+  const bool here = static_cast<uint64_t>(column) < static_cast<uint64_t>(a.columns);
+  return here ? static_cast<int>(column) : kElsewhere;
+}
 
 // What is known of a token before its row is read.
 struct Token {
-  int target;  // a column, kIgnored or kOutOfRange
+  int target;  // a column of these, kIgnored, kOutOfRange or kElsewhere
   bool idle;   // takes no part in the gradient
   bool read;   // its row is needed
   float dloss, dlogps, dlse;
@@ -72,24 +90,14 @@ struct Token {
   }
 };
 
+// What the passes that read whole rows know of a token: of cotangents only the loss's, if any.
 template <Pass kPass>
-__device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, float dloss,
-                                 float dlogps, float dlse, float lse, float lse_low) {
+__device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, float dloss) {
   Token token{};
-  token.target = label == a.ignore_index ? kIgnored
-                 : static_cast<uint64_t>(label) < static_cast<uint64_t>(a.vocab)
-                     ? static_cast<int>(label)
-                     : kOutOfRange;
+  token.target = target_of(a, label);
   token.dloss = dloss;
-  token.dlogps = dlogps;
-  token.dlse = dlse;
-  token.lse = lse;
-  token.lse_low = lse_low;
-  token.idle = token.target == kIgnored;
-  if constexpr (kPass != Pass::kForward) {
-    token.idle |= dloss == 0.0f && dlogps == 0.0f && dlse == 0.0f;
-  }
-  token.read = !token.idle || (kPass != Pass::kBackward && a.every_token != 0);
+  token.idle = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
+  token.read = !token.idle || a.every_token != 0;
   return token;
 }
 
@@ -257,15 +265,15 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
   double loss = 0.0, logps = 0.0, lse = 0.0;
   if (token.read) {
     lse = sum.lse();
-    if (token.target >= 0) {
+    if (token.target == kOutOfRange) {
+      loss = logps = NAN;
+    } else if (token.target != kIgnored) {
       logps = static_cast<double>(sum.label) - lse;
       loss = (1.0 - a.label_smoothing) * -logps + a.z_loss * lse * lse;
       if (kSum && a.label_smoothing != 0.0) {
         loss += a.label_smoothing *
                 (lse - static_cast<double>(sum.values) / static_cast<double>(a.vocab));
       }
-    } else if (token.target == kOutOfRange) {
-      loss = logps = NAN;
     }
   }
   if (a.loss != nullptr) a.loss[row] = static_cast<float>(loss);
@@ -273,6 +281,20 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
   const float high = static_cast<float>(lse);
   if (a.lse != nullptr) a.lse[row] = high;
   if (a.lse_low != nullptr) a.lse_low[row] = static_cast<float>(lse - static_cast<double>(high));
+}
+
+// Writes a token's outputs; or, while more of its columns are to come, its sums so far.
+template <bool kSum>
+__device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, const Token& token,
+                               RowSum sum) {
+  if (a.carried != nullptr) {
+    if (a.first_column > 0) sum.merge(a.carried[row]);
+    if (a.first_column + a.columns < a.vocab) {
+      a.carried[row] = sum;
+      return;
+    }
+  }
+  write_token<kSum>(a, row, token, sum);
 }
 
 // The gradient of a row: factor * 2^(z*kLog2E + c) + offset away from the label.

@@ -49,6 +49,17 @@ __device__ inline void unpack(const uint4& vector, float (&x)[kPerVector<E>]) {
   }
 }
 
+// One element of a vector, without a detour through memory.
+template <class E>
+__device__ inline float element(const uint4& vector, uint32_t place) {
+  float x[kPerVector<E>];
+  unpack<E>(vector, x);
+  float found = x[0];
+#pragma unroll
+  for (uint32_t i = 1; i < kPerVector<E>; ++i) found = i == place ? x[i] : found;
+  return found;
+}
+
 template <class E>
 __device__ inline uint4 pack(const float (&x)[kPerVector<E>]) {
   uint32_t words[4];

@@ -12,8 +12,8 @@ inline constexpr uint32_t kPlainThreads = 512;
 
 template <class E, Pass kPass, bool kSmooth, bool kCap>
 __device__ inline void plain(const CrossEntropyArguments& a) {
-  constexpr bool kReduces = kPass != Pass::kBackward;
-  constexpr bool kApplies = kPass != Pass::kForward;
+  static_assert(kPass != Pass::kBackward, "flat.cuh has that one");
+  constexpr bool kApplies = kPass == Pass::kFused;
   constexpr uint32_t kPer = kPerVector<E>;
   constexpr uint32_t kWarps = kPlainThreads / 32;
   __shared__ RowSum parts[kWarps];
@@ -23,13 +23,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
   for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
     const int64_t label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
                                               : static_cast<const int32_t*>(a.labels)[index];
-    Token token;
-    if constexpr (kPass == Pass::kBackward) {
-      token = describe<kPass>(a, label, a.dloss[index], a.dlogps[index], a.dlse[index],
-                              a.saved_lse[index], a.saved_lse_low[index]);
-    } else {
-      token = describe<kPass>(a, label, kApplies ? a.dloss[index] : 0.0f, 0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    const Token token = describe<kPass>(a, label, kApplies ? a.dloss[index] : 0.0f);
     const Row<E> row = Row<E>::of(a, index, token);
     const E* elements = static_cast<const E*>(a.logits) + row.begin();
     const uint4* vectors =
@@ -38,24 +32,22 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
     const int ragged = row.ragged(thread);
 
     RowSum all = RowSum::none();
-    if constexpr (kReduces) {
-      if (token.read) {
-        LaneSum<E, kSmooth, kCap> sum;
-        sum.template add<kPlainThreads>(vectors, first, row.vectors, cap);
-        if (ragged >= 0) sum.add(to_float(elements[ragged]), cap);
-        const RowSum part =
-            RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
-        if (thread % 32 == 0) parts[thread / 32] = part;
-        if (thread == 0 && token.target >= 0) {
-          const float x = to_float(elements[token.target]);
-          all.label = kCap ? cap.apply(x) : x;
-        }
-        __syncthreads();
-        for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
-        __syncthreads();
+    if (token.read) {
+      LaneSum<E, kSmooth, kCap> sum;
+      sum.template add<kPlainThreads>(vectors, first, row.vectors, cap);
+      if (ragged >= 0) sum.add(to_float(elements[ragged]), cap);
+      const RowSum part =
+          RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+      if (thread % 32 == 0) parts[thread / 32] = part;
+      if (thread == 0 && token.target >= 0) {
+        const float x = to_float(elements[token.target]);
+        all.label = kCap ? cap.apply(x) : x;
       }
-      if (thread == 0) write_token<kSmooth>(a, index, token, all);
+      __syncthreads();
+      for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
+      __syncthreads();
     }
+    if (thread == 0) end_row<kSmooth>(a, index, token, all);
     if constexpr (kApplies) {
       E* gradients = static_cast<E*>(a.dlogits) + row.begin();
       uint4* to = reinterpret_cast<uint4*>(static_cast<E*>(a.dlogits) + row.first);
@@ -66,28 +58,16 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
         if (ragged >= 0) gradients[ragged] = from_float<E>(0.0f);
         continue;
       }
-      RowGradient gradient;
-      if constexpr (kReduces) {
-        gradient = RowGradient::of<kSmooth>(a, token, all);
-      } else {
-        gradient = RowGradient::of<kSmooth>(a, token);
-      }
+      const RowGradient gradient = RowGradient::of<kSmooth>(a, token, all);
       const auto at_the_label = [&](float x) {
-        const double lse = kReduces ? all.lse() : token.saved();
-        return from_float<E>(gradient.template at_the_label<kCap>(a, token, x, cap, lse));
+        return from_float<E>(gradient.template at_the_label<kCap>(a, token, x, cap, all.lse()));
       };
-      const bool whole = token.target >= row.head;
-      const uint32_t found = whole ? token.target - row.head + row.skip * kPer : 0;
+      const uint32_t label_at = row.place();
       for (uint32_t v = first; v < row.vectors; v += kPlainThreads) {
         const uint4 vector = vectors[v];
         to[v] = gradient.template of_vector<E, kSmooth, kCap>(vector, cap);
-        if (whole && v == found / kPer) {
-          float x[kPer];
-          unpack<E>(vector, x);
-          float at_label = 0.0f;
-#pragma unroll
-          for (uint32_t i = 0; i < kPer; ++i) at_label = i == found % kPer ? x[i] : at_label;
-          gradients[token.target] = at_the_label(at_label);
+        if (v == label_at / kPer) {
+          gradients[token.target] = at_the_label(element<E>(vector, label_at % kPer));
         }
       }
       if (ragged >= 0) {

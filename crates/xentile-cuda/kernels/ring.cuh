@@ -47,8 +47,8 @@ struct RingLayout {
 
 template <class E, Pass kPass, bool kSmooth, bool kCap>
 struct Ring {
-  static constexpr bool kReduces = kPass != Pass::kBackward;
-  static constexpr bool kApplies = kPass != Pass::kForward;
+  static_assert(kPass != Pass::kBackward, "flat.cuh has that one");
+  static constexpr bool kApplies = kPass == Pass::kFused;
   static constexpr uint32_t kPer = kPerVector<E>;
   static_assert(sizeof(Row<E>) == RingLayout::kRowBytes);
 
@@ -68,7 +68,7 @@ struct Ring {
   // What is fetched of a token a row ahead of its row.
   struct Early {
     int64_t label;
-    float dloss, dlogps, dlse, lse, lse_low;
+    float dloss;
   };
 
   // The next chunk to load.
@@ -122,9 +122,7 @@ struct Ring {
 
   // The place of the label's element in a chunk of `held` vectors; `held` * kPer or more elsewhere.
   __device__ uint32_t place(const Row<E>& row, uint32_t before) const {
-    const int column = row.token.target;
-    if (column < row.head) return ~0u;
-    return column - row.head + (row.skip - before) * kPer;
+    return row.place() - before * kPer;
   }
 
   __device__ void next(int64_t& index, uint32_t& in_block) const {
@@ -141,12 +139,6 @@ struct Ring {
     early.label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
                                       : static_cast<const int32_t*>(a.labels)[index];
     if constexpr (kApplies) early.dloss = a.dloss[index];
-    if constexpr (kPass == Pass::kBackward) {
-      early.dlogps = a.dlogps[index];
-      early.dlse = a.dlse[index];
-      early.lse = a.saved_lse[index];
-      early.lse_low = a.saved_lse_low[index];
-    }
     return early;
   }
 
@@ -155,8 +147,7 @@ struct Ring {
     Row<E>& row = rows[next_one.row % kRows];
     if (next_one.chunk == 0) {
       const Early& early = next_one.early;
-      const Token token = describe<kPass>(a, early.label, early.dloss, early.dlogps, early.dlse,
-                                          early.lse, early.lse_low);
+      const Token token = describe<kPass>(a, early.label, early.dloss);
       if (lane == 0) row = Row<E>::of(a, next_one.index, token);
       __syncwarp();
     }
@@ -302,8 +293,7 @@ struct Ring {
 
   __device__ __noinline__ float at_the_label(const Row<E>& row, const RowGradient& gradient,
                                              const RowSum& sum, float x) const {
-    return gradient.template at_the_label<kCap>(a, row.token, x, cap,
-                                                kReduces ? sum.lse() : row.token.saved());
+    return gradient.template at_the_label<kCap>(a, row.token, x, cap, sum.lse());
   }
 
   __device__ void run() {
@@ -332,50 +322,40 @@ struct Ring {
     bool have_previous = false;
     for (uint32_t number = 0;; ++number) {
       const bool have_current = index < a.tokens;
-      if (!have_current && !(kReduces && have_previous)) break;
+      if (!have_current && !have_previous) break;
       if (have_current) current = rows[number % kRows];
       sum = Sum();
       label = 0.0f;
       for (uint32_t chunk = 0; chunk < a.chunks; ++chunk) {
-        if constexpr (kReduces) {
-          if (have_current) {
-            ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
-            if (current.token.read) {
-              reduce(current, chunk, reduced_slot, sum, label);
-              if (chunk + 1 == a.chunks) {
-                if (worker == turn) reduce_ragged(current, sum, label);
-                send(sum, label, sums_sent++ % kTables);
-              }
-            }
-            if (++reduced_slot == a.slots) {
-              reduced_slot = 0;
-              reduced_phase ^= 1;
-            }
-            if constexpr (!kApplies) {
-              __syncwarp();
-              load(loading);
+        if (have_current) {
+          ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
+          if (current.token.read) {
+            reduce(current, chunk, reduced_slot, sum, label);
+            if (chunk + 1 == a.chunks) {
+              if (worker == turn) reduce_ragged(current, sum, label);
+              send(sum, label, sums_sent++ % kTables);
             }
           }
-          if (!have_previous) continue;
-        } else {
-          previous = current;
-          previous_turn = turn;
-          ptx::mbarrier_wait(full + applied_slot * 8, applied_phase);
+          if (++reduced_slot == a.slots) {
+            reduced_slot = 0;
+            reduced_phase ^= 1;
+          }
+          if constexpr (!kApplies) {
+            __syncwarp();
+            load(loading);
+          }
         }
+        if (!have_previous) continue;
         if (chunk == 0) {
           const bool mine = worker == previous_turn;
-          if constexpr (kReduces) {
-            all = RowSum::none();
-            if (previous.token.read) {
-              all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
-              ++sums_read;
-            }
-            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
-            if constexpr (kApplies) gradient = RowGradient::of<kSmooth>(a, previous.token, all);
-          } else {
-            gradient = RowGradient::of<kSmooth>(a, previous.token);
+          all = RowSum::none();
+          if (previous.token.read) {
+            all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
+            ++sums_read;
           }
+          if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);
           if constexpr (kApplies) {
+            gradient = RowGradient::of<kSmooth>(a, previous.token, all);
             if (mine) apply_ragged(previous, gradient, all);
           }
         }
@@ -389,7 +369,7 @@ struct Ring {
           load(loading);
         }
       }
-      if constexpr (kReduces) previous = current;
+      previous = current;
       have_previous = have_current;
       previous_turn = turn;
       if (++turn == workers) turn = 0;

@@ -27,18 +27,18 @@ struct alignas(16) Row {
   Token token;
 
   __device__ static Row of(const CrossEntropyArguments& a, int64_t index, const Token& token) {
-    const int64_t begin = index * a.vocab;
+    const int64_t begin = index * a.stride;
     const uint32_t misplaced = static_cast<uint32_t>(begin) % kPer;
-    const uint32_t vocab = static_cast<uint32_t>(a.vocab);
-    const uint32_t head = min((kPer - misplaced) % kPer, vocab);
-    const uint32_t whole = (vocab - head) / kPer;
+    const uint32_t columns = static_cast<uint32_t>(a.columns);
+    const uint32_t head = min((kPer - misplaced) % kPer, columns);
+    const uint32_t whole = (columns - head) / kPer;
     Row row;
     row.index = index;
     row.skip = whole == 0 ? 0 : static_cast<uint64_t>(begin + head) / kPer % kLine;
     row.first = begin + head - row.skip * kPer;
     row.vectors = row.skip + whole;
     row.head = head;
-    row.tail = (vocab - head) % kPer;
+    row.tail = (columns - head) % kPer;
     row.token = token;
     return row;
   }
@@ -47,6 +47,11 @@ struct alignas(16) Row {
   __device__ int ragged(uint32_t lane) const {
     if (lane < head) return static_cast<int>(lane);
     return lane < head + tail ? static_cast<int>((vectors - skip) * kPer + lane) : -1;
+  }
+
+  // The label's element, counted from `first`; ~0 where it lies in no whole vector.
+  __device__ uint32_t place() const {
+    return token.target < head ? ~0u : token.target - head + skip * kPer;
   }
 
   __device__ int64_t begin() const { return first + skip * kPer - head; }

@@ -3,7 +3,8 @@
 //! On GPUs that have clusters, rows stream through shared memory and stay there between the two
 //! halves of the fused pass: device memory sees each byte of logits once in and once out
 //! (kernels/ring.cuh). On others, and for rows that no cluster holds, a CTA takes a row and the fused
-//! pass reads it twice (kernels/plain.cuh). [`plan`] chooses.
+//! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
+//! (kernels/flat.cuh). [`plan`] chooses.
 
 mod arguments;
 pub mod plan;
@@ -84,6 +85,16 @@ pub enum Labels {
     I64(*const i64),
 }
 
+impl Labels {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        match self {
+            Self::I32(labels) => Self::I32(labels.wrapping_add(first)),
+            Self::I64(labels) => Self::I64(labels.wrapping_add(first)),
+        }
+    }
+}
+
 /// Where per-token outputs go on a GPU, each `[T]` in f32; null for one that is not wanted.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenOutputs {
@@ -101,6 +112,18 @@ pub struct TokenOutputs {
     pub zero_idle: bool,
 }
 
+impl TokenOutputs {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        let from = |output: *mut f32| {
+            if output.is_null() { output } else { output.wrapping_add(first) }
+        };
+        let Self { loss, logps, lse, lse_low, zero_idle } = self;
+        let (loss, logps, lse, lse_low) = (from(loss), from(logps), from(lse), from(lse_low));
+        Self { loss, logps, lse, lse_low, zero_idle }
+    }
+}
+
 /// What a forward pass leaves for the backward pass, each `[T]` in f32 on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedLse {
@@ -108,6 +131,13 @@ pub struct SavedLse {
     pub lse: *const f32,
     /// [`TokenOutputs::lse_low`].
     pub lse_low: *const f32,
+}
+
+impl SavedLse {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        Self { lse: self.lse.wrapping_add(first), lse_low: self.lse_low.wrapping_add(first) }
+    }
 }
 
 /// The cotangents of the per-token outputs, each `[T]` in f32 on a GPU.
@@ -121,6 +151,14 @@ pub struct Cotangents {
     pub lse: *const f32,
 }
 
+impl Cotangents {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        let from = |cotangent: *const f32| cotangent.wrapping_add(first);
+        Self { loss: from(self.loss), logps: from(self.logps), lse: from(self.lse) }
+    }
+}
+
 /// Cross-entropy over logits `[T, V]` on a GPU.
 ///
 /// A label out of range makes its token's loss, logps and gradient row NaN.
@@ -131,6 +169,20 @@ pub struct Kernel {
     dtype: DType,
     time_block: Option<usize>,
     block_size: Option<usize>,
+    part: Part,
+}
+
+/// Which columns of a vocabulary the logits are, and how they lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// Columns of all of it.
+    pub(crate) vocab: usize,
+    /// The first that is here.
+    pub(crate) first_column: usize,
+    /// Elements from one row to the next.
+    pub(crate) stride: usize,
+    /// Where sums of rows are kept between parts, 16 bytes a token; null where the part is all.
+    pub(crate) carried: *mut c_void,
 }
 
 impl Kernel {
@@ -143,11 +195,20 @@ impl Kernel {
         if shape.tokens() > 0 && i32::try_from(shape.vocab()).is_err() {
             return Err(Error::Vocabulary { vocab: shape.vocab() });
         }
-        Ok(Self { options, shape, dtype, time_block: None, block_size: None })
+        let vocab = shape.vocab();
+        let part = Part { vocab, first_column: 0, stride: vocab, carried: null_mut() };
+        Ok(Self { options, shape, dtype, time_block: None, block_size: None, part })
+    }
+
+    /// The same where the logits are a part of the vocabulary's columns, all of whose outputs come
+    /// with the last.
+    pub(crate) fn of_part(self, part: Part) -> Self {
+        Self { part, ..self }
     }
 
     /// The same in another tile: `time_block` consecutive tokens for a cluster, and about
-    /// `block_size` columns for a step of one, as far as shared memory allows. Either may be absent.
+    /// `block_size` columns for a step of one, as far as shared memory allows; for a CTA in the
+    /// backward pass. Either may be absent.
     ///
     /// # Errors
     /// An extent of 0.
@@ -256,7 +317,7 @@ impl Kernel {
 
     /// Bytes of the logits.
     fn bytes(&self) -> usize {
-        self.shape.elements() * self.dtype.size_bytes()
+        self.shape.tokens() * self.part.stride * self.dtype.size_bytes()
     }
 
     /// What every pass takes; the plan's fields are yet to be filled.
@@ -278,8 +339,12 @@ impl Kernel {
             logps: null_mut(),
             lse: null_mut(),
             lse_low: null_mut(),
+            carried: self.part.carried,
             tokens: self.shape.tokens() as i64,
-            vocab: self.shape.vocab() as i64,
+            vocab: self.part.vocab as i64,
+            columns: self.shape.vocab() as i64,
+            stride: self.part.stride as i64,
+            first_column: self.part.first_column as i64,
             ignore_index: self.options.ignore_index,
             label_smoothing: self.options.label_smoothing,
             z_loss: self.options.z_loss,
@@ -290,7 +355,6 @@ impl Kernel {
             chunk_vectors: 0,
             chunks: 0,
             slots: 0,
-            lead: 0,
         }
     }
 
@@ -303,10 +367,11 @@ impl Kernel {
         // SAFETY: passed on from this function's contract.
         let Ready { code, plan, most } = unsafe { self.ready(pass, stream) }?;
         let tokens = self.shape.tokens();
+        let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
+        let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
         let (extent, arguments) = match plan {
             Plan::Ring(ring) => {
-                let blocks = tokens.div_ceil(ring.time_block as usize);
-                let clusters = u32::try_from(blocks).unwrap_or(u32::MAX).min(most);
+                let clusters = at_most(blocks(ring.time_block));
                 let planned = Arguments {
                     time_block: ring.time_block,
                     chunk_vectors: ring.chunk_vectors,
@@ -316,10 +381,17 @@ impl Kernel {
                 };
                 (ring.extent(clusters), planned)
             }
-            Plan::Plain => {
-                let ctas = u32::try_from(tokens).unwrap_or(u32::MAX).min(most);
-                (plain_extent(ctas), arguments)
+            Plan::Flat(flat) => {
+                let planned = Arguments {
+                    time_block: flat.time_block,
+                    chunk_vectors: flat.tile_vectors,
+                    chunks: flat.tiles,
+                    ..arguments
+                };
+                let extent = extent_of(flat.tiles, arguments::FLAT_THREADS);
+                (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
+            Plan::Plain => (extent_of(at_most(blocks(1)), arguments::PLAIN_THREADS), arguments),
         };
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(code, extent, stream, &arguments) }
@@ -358,25 +430,33 @@ impl Kernel {
         let (pass, dtype) = (key.pass.name(), key.dtype);
         let shape = Shape { pass: key.pass, dtype, vocab: key.vocab };
         let plan = plan::choose(device, shape, self.time_block, self.block_size);
-        if let Plan::Ring(ring) = plan {
-            let name = format!("cross_entropy_ring_{pass}_{dtype}_{}", key.variant.name());
+        let load = |schedule: &str, variant: Variant| {
+            let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
-            let code = unsafe { library::kernel(&name, device, stream) }?;
-            let one = ring.extent(1);
-            // SAFETY: passed on from this function's contract.
-            let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
-            // A part of a GPU may have room for no cluster.
-            if most > 0 {
-                return Ok(Ready { code, plan, most });
+            unsafe { library::kernel(&name, device, stream) }
+        };
+        match plan {
+            Plan::Ring(ring) => {
+                let code = load("ring", key.variant)?;
+                let one = ring.extent(1);
+                // SAFETY: passed on from this function's contract.
+                let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
+                // A part of a GPU may have room for no cluster.
+                if most > 0 {
+                    return Ok(Ready { code, plan, most });
+                }
             }
+            Plan::Flat(_) => {
+                let code = load("flat", key.variant)?;
+                return Ok(Ready { code, plan, most: GRID_ROWS });
+            }
+            Plan::Plain => {}
         }
         let variant = match key.variant {
             Variant::Basic => Variant::Smooth,
             other => other,
         };
-        let name = format!("cross_entropy_plain_{pass}_{dtype}_{}", variant.name());
-        // SAFETY: passed on from this function's contract.
-        let code = unsafe { library::kernel(&name, device, stream) }?;
+        let code = load("plain", variant)?;
         let most = device.limits().multiprocessors * plan::PLAIN_CTAS;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
@@ -405,12 +485,16 @@ struct Key {
 struct Ready {
     code: Code,
     plan: Plan,
-    /// Clusters or, of the plain schedule, CTAs that are launched at most.
+    /// Clusters that are launched at most; rows of CTAs of the flat schedule, CTAs of the plain one.
     most: u32,
 }
 
-fn plain_extent(ctas: u32) -> Extent {
-    Extent { ctas, threads: arguments::PLAIN_THREADS, shared_bytes: 0, cluster: None }
+/// Rows of CTAs that a launch may have.
+const GRID_ROWS: u32 = 65_535;
+
+/// A launch without clusters.
+fn extent_of(ctas: u32, threads: u32) -> Extent {
+    Extent { ctas, rows: 1, threads, shared_bytes: 0, cluster: None }
 }
 
 impl plan::Ring {
@@ -418,6 +502,7 @@ impl plan::Ring {
     fn extent(&self, clusters: u32) -> Extent {
         Extent {
             ctas: clusters * self.ctas,
+            rows: 1,
             threads: self.warps * 32,
             shared_bytes: self.shared_bytes,
             cluster: Some(self.ctas),

@@ -125,7 +125,10 @@ pub(crate) enum KernelAttribute {
 /// The extents of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
+    /// CTAs in a row of the grid.
     pub(crate) ctas: u32,
+    /// Rows of the grid, 65535 at most.
+    pub(crate) rows: u32,
     pub(crate) threads: u32,
     /// Dynamic shared memory of a CTA.
     pub(crate) shared_bytes: u32,
@@ -141,7 +144,7 @@ impl Extent {
         let cluster = LaunchAttribute { id: abi::CLUSTER_DIMENSION, pad: [0; 4], value };
         body(&LaunchConfig {
             gridDimX: self.ctas,
-            gridDimY: 1,
+            gridDimY: self.rows,
             gridDimZ: 1,
             blockDimX: self.threads,
             blockDimY: 1,
@@ -376,7 +379,7 @@ fn driver_version(library: &libloading::Library) -> Result<i32, libloading::Erro
 }
 
 /// An error with its cause, which has the loader's own words.
-fn reason(error: &libloading::Error) -> String {
+pub(crate) fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => cause.to_string(),
         None => error.to_string(),

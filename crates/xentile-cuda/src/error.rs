@@ -62,6 +62,33 @@ pub enum Error {
         /// The driver's name of the error, and its words for it.
         reason: String,
     },
+    /// cuBLASLt is not there, or lacks something.
+    #[error(
+        "no cuBLASLt, whose products linear cross-entropy needs: {reason}; install CUDA's cuBLAS, or \
+         set {variable} to the library's path"
+    )]
+    NoBlas {
+        /// What the loader says.
+        reason: String,
+        /// The environment variable that names the library.
+        variable: &'static str,
+    },
+    /// A function of cuBLASLt failed.
+    #[error("{function} failed with status {status}")]
+    Blas {
+        /// The function.
+        function: &'static str,
+        /// cuBLAS's status.
+        status: i32,
+    },
+    /// Scratch that is less than what a call needs.
+    #[error("scratch of {bytes} bytes is too little; {needed} bytes are needed")]
+    Scratch {
+        /// Bytes that were given.
+        bytes: usize,
+        /// The least that will do.
+        needed: usize,
+    },
     /// A row longer than kernels count.
     #[error("the vocabulary is {vocab}; CUDA kernels take at most {}", i32::MAX)]
     Vocabulary {

@@ -16,11 +16,14 @@
 
 #[macro_use]
 mod mirror;
+mod blas;
 pub mod cross_entropy;
 mod device;
 mod driver;
 mod error;
 mod library;
+pub mod linear_cross_entropy;
+mod round;
 pub mod scale;
 
 pub use device::{Device, Limits};

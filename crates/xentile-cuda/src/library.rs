@@ -1,7 +1,8 @@
 //! The kernels that the build script compiled, in this library.
 
+use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::OnceLock;
+use std::sync::{OnceLock, PoisonError, RwLock};
 
 use crate::driver::{Driver, Kernel, KernelAttribute, Library, RawStream};
 use crate::{Device, Error, Result};
@@ -44,5 +45,24 @@ pub(crate) unsafe fn kernel(name: &str, device: &Device, stream: RawStream) -> R
         driver.kernel_attribute(kernel, device.number(), KernelAttribute::StaticSharedBytes)?;
     let most = KernelAttribute::MaxDynamicSharedBytes;
     driver.set_kernel_attribute(kernel, device.number(), most, all - fixed)?;
+    Ok(kernel)
+}
+
+/// [`kernel`], kept from its first call on.
+///
+/// # Safety
+/// As for [`kernel`].
+pub(crate) unsafe fn kept_kernel(name: &str, device: &Device, stream: RawStream) -> Result<Kernel> {
+    static KEPT: RwLock<Option<HashMap<(i32, String), Kernel>>> = RwLock::new(None);
+    let key = (device.number(), name.to_owned());
+    let kept = KEPT.read().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&kernel) = kept.as_ref().and_then(|kept| kept.get(&key)) {
+        return Ok(kernel);
+    }
+    drop(kept);
+    // SAFETY: passed on from this function's contract.
+    let kernel = unsafe { kernel(name, device, stream) }?;
+    let mut kept = KEPT.write().unwrap_or_else(PoisonError::into_inner);
+    kept.get_or_insert_default().insert(key, kernel);
     Ok(kernel)
 }

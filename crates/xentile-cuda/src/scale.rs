@@ -3,9 +3,7 @@
 
 mod arguments;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{PoisonError, RwLock};
 
 use arguments::Arguments;
 use xentile::DType;
@@ -69,7 +67,7 @@ impl Scale {
         let share = 16 * THREADS as usize * VECTORS;
         let most = device.limits().multiprocessors * CTAS;
         let ctas = u32::try_from(bytes.div_ceil(share)).unwrap_or(most).clamp(1, most.max(1));
-        let extent = Extent { ctas, threads: THREADS, shared_bytes: 0, cluster: None };
+        let extent = Extent { ctas, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
         let (rows, columns) = (self.rows as i64, self.columns as i64);
         let arguments = Arguments { x, factors, scaled, rows, columns };
         // SAFETY: passed on from this function's contract.
@@ -79,18 +77,10 @@ impl Scale {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, stream: RawStream) -> Result<(Kernel, &'static Device)> {
-        static READY: RwLock<Option<HashMap<(i32, DType), Kernel>>> = RwLock::new(None);
         let device = Device::current()?;
-        let key = (device.number(), self.dtype);
-        let ready = READY.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&kernel) = ready.as_ref().and_then(|ready| ready.get(&key)) {
-            return Ok((kernel, device));
-        }
-        drop(ready);
         // SAFETY: passed on from this function's contract.
-        let kernel = unsafe { library::kernel(&format!("scale_{}", self.dtype), device, stream) }?;
-        let mut ready = READY.write().unwrap_or_else(PoisonError::into_inner);
-        ready.get_or_insert_default().insert(key, kernel);
+        let kernel =
+            unsafe { library::kept_kernel(&format!("scale_{}", self.dtype), device, stream) }?;
         Ok((kernel, device))
     }
 }

@@ -181,6 +181,47 @@ pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option
     })
 }
 
+/// An estimate of a computation by its schedule, whatever it computes.
+#[derive(Clone, Debug, Serialize)]
+pub struct PartEstimate {
+    /// The compiler's name for it.
+    pub name: String,
+    /// Its schedule.
+    pub schedule_ms: f64,
+    /// Its copies between HBM and VMEM.
+    pub dma_ms: f64,
+    /// What the steps of its grid cost beyond that.
+    pub steps_ms: f64,
+    /// The longer of schedule and copies, and the steps.
+    pub ms: f64,
+}
+
+/// Estimates each computation; none for a chip that nothing is known of, or where the schedule does
+/// not tell how many bundles run.
+///
+/// `dma_bytes` has the bytes of those that the listing cannot tell of, by a part of their name: it
+/// takes blocks that stay for several steps to be fetched in each.
+#[must_use]
+pub fn parts(
+    topology: &str,
+    schedule: &Schedule,
+    dma_bytes: &[(String, u64)],
+) -> Option<Vec<PartEstimate>> {
+    let chip = Chip::of(topology)?;
+    let computations = schedule.computations.iter();
+    computations
+        .map(|part| {
+            let known = dma_bytes.iter().find(|(name, _)| part.name.contains(name));
+            let bytes = known.map(|&(_, bytes)| bytes).or(part.dma_bytes)?;
+            let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
+            let dma_ms = bytes as f64 / chip.hbm_bytes_per_second * 1e3;
+            let steps_ms = part.grid_steps? as f64 * STEP_S * 1e3;
+            let ms = schedule_ms.max(dma_ms) + steps_ms;
+            Some(PartEstimate { name: part.name.clone(), schedule_ms, dma_ms, steps_ms, ms })
+        })
+        .collect()
+}
+
 /// Which of our kernels a computation is; JAX may have named it after the transformations around it.
 fn kernel(part: &Computation) -> Option<(&'static str, f64)> {
     KERNELS.iter().find(|(name, _)| part.name.contains(name)).copied()
@@ -230,6 +271,25 @@ mod tests {
         let estimate = of(long, "v6e:2x2").unwrap();
         assert_eq!(estimate.kernels[0].binds, Binds::Schedule);
         assert!(estimate.kernels[0].kernel_ms > 0.5);
+    }
+
+    #[test]
+    fn any_part_is_estimated_by_its_schedule() {
+        let schedule = Schedule {
+            computations: vec![
+                part("peer_backward.1", 1_000_000, 0, 7),
+                part("copy", 1, 0, 1_640_000),
+            ],
+            ..Schedule::default()
+        };
+        let known = [("peer_backward".to_owned(), 1_640_000_000)];
+        let found = parts("v6e:2x2", &schedule, &known).unwrap();
+        let near = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-9);
+        near(found[0].dma_ms, 1.0);
+        near(found[0].schedule_ms, 1e9 / (9.2e14 / 524_288.0));
+        near(found[0].ms, 1.0007);
+        near(found[1].ms, 0.0017);
+        assert!(parts("v99:2x2", &schedule, &known).is_none());
     }
 
     #[test]

@@ -106,6 +106,14 @@ impl Dump {
     }
 }
 
+/// The schedule of everything that libtpu dumped to `folder`.
+///
+/// # Errors
+/// The folder cannot be read, or what is in it is not in the format known here.
+pub fn of_folder(folder: &Path) -> Result<Schedule> {
+    read(files(folder).with_context(|| format!("cannot read {}", folder.display()))?.into_iter())
+}
+
 fn files(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
 }

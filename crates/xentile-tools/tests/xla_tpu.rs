@@ -668,22 +668,15 @@ fn estimates_beside_what_was_measured() {
 
 #[test]
 #[ignore = "needs libtpu in XENTILE_PJRT_TPU, and a python with JAX"]
-fn linear_cross_entropy_compiles_in_the_memory_that_it_may_take() {
+fn linear_cross_entropy_compiles_without_its_logits() {
     let cache = tempfile::tempdir().unwrap();
-    let temporaries = |more: &[&str]| {
-        // More logits than the chip's own memory holds.
-        let cell = ["--op", "linear_cross_entropy", "--time", "2048", "--vocab", "40000"];
-        let cache = ["--cache", cache.path().to_str().unwrap()];
-        let sets = [&["--set", "hidden=256"], more].concat();
-        let report = measure(&[&AHEAD[..], &cell, &cache, &sets].concat());
-        assert!(number(&report, "/schedule/bundles") > 0);
-        assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
-        let plan = report["exported"]["plan"].as_str().map(str::to_owned);
-        (number(&report, "/compiled/temporary_bytes"), plan)
-    };
-    let (roomy, plan) = temporaries(&[]);
-    assert!(plan.unwrap().starts_with("tokens: 2048 tokens"));
-    assert!(roomy >= 2048 * 40000 * 2, "{roomy}");
-    let (tight, plan) = temporaries(&["max_scratch_bytes=8000000"]);
-    assert!(tight < 8_000_000 && plan.unwrap().starts_with("vocabulary: "), "{tight}");
+    // More logits than the chip's own memory holds.
+    let cell = ["--op", "linear_cross_entropy", "--time", "2048", "--vocab", "40000"];
+    let more = ["--cache", cache.path().to_str().unwrap(), "--set", "hidden=256"];
+    let report = measure(&[&AHEAD[..], &cell, &more].concat());
+    assert!(number(&report, "/compiled/temporary_bytes") < 1 << 20);
+    assert!(number(&report, "/schedule/bundles") > 0);
+    assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
+    let plan = report["exported"]["plan"].as_str().unwrap();
+    assert!(plan.starts_with("kernels: ") && plan.contains("4 products"), "{plan}");
 }

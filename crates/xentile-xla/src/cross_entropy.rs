@@ -48,9 +48,9 @@ impl Options {
     }
 }
 
-/// An extent of a tile.
+/// An extent, of a tile or a chunk.
 #[derive(Clone, Copy, Debug)]
-struct Extent(usize);
+pub(crate) struct Extent(pub(crate) usize);
 
 impl<'a> FromAttribute<'a> for Extent {
     fn from_attribute(attribute: Attribute<'a>) -> Result<Self> {

@@ -46,8 +46,9 @@ pub(crate) fn failed(error: xentile_cuda::Error) -> Error {
     use xentile_cuda::Error as E;
     let message = error.to_string();
     match error {
-        E::Driver { .. } => Error::internal(message),
+        E::Driver { .. } | E::Blas { .. } => Error::internal(message),
         E::NoKernels
+        | E::NoBlas { .. }
         | E::NoDriver { .. }
         | E::DriverTooOld { .. }
         | E::NoDevice

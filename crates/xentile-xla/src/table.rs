@@ -5,6 +5,8 @@ use std::sync::LazyLock;
 
 use xla_ffi::{Stage, abi};
 
+#[cfg(feature = "cuda")]
+use crate::linear_cross_entropy;
 use crate::{cross_entropy, scale};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
@@ -43,6 +45,8 @@ const LISTS: &[&[Target]] = &[
     cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     scale::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    linear_cross_entropy::TARGETS,
 ];
 
 /// Every target.

@@ -292,7 +292,8 @@ def _linear_cross_entropy(
     plan = None
     if not cell.is_dense:
         bias = arrays[2] if linear.bias else None
-        plan = str(explain(*arrays[:2], bias=bias, reduction=reduction, **cut))
+        platform = cell.kind or cell.platform
+        plan = str(explain(*arrays[:2], bias=bias, reduction=reduction, platform=platform, **cut))
     return Operation(arrays, reduced, per_token, plan)
 
 

@@ -17,8 +17,12 @@ mirror! {
         logps: *mut f32,
         lse: *mut f32,
         lse_low: *mut f32,
+        carried: *mut c_void,
         tokens: i64,
         vocab: i64,
+        columns: i64,
+        stride: i64,
+        first_column: i64,
         ignore_index: i64,
         label_smoothing: f64,
         z_loss: f64,
@@ -29,14 +33,15 @@ mirror! {
         chunk_vectors: u32,
         chunks: u32,
         slots: u32,
-        lead: u32,
     }
 }
 
-// See kernels/ring.cuh, row.cuh and plain.cuh.
+// See kernels/ring.cuh, row.cuh, flat.cuh and plain.cuh.
 numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
     LINE: u32 = kLine, 8;
+    FLAT_THREADS: u32 = kFlatThreads, 64;
+    FLAT_BATCH: u32 = kFlatBatch, 16;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
 }

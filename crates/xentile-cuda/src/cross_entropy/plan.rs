@@ -5,12 +5,14 @@
 //! `chunk_vectors` vectors (16 bytes each) that the warps hold in turns, each in a ring of `slots`
 //! chunks of its own. Chunks are whole lines of memory, and fewer than `MAX_ROWS` rows are in a ring
 //! at a time. The fused pass needs a row and a chunk in the ring, and is fastest with one
-//! chunk more; the passes that look at a chunk once need two.
+//! chunk more; the forward pass, which looks at a chunk once, needs two.
+//!
+//! The backward pass takes tiles of rows instead, one a CTA and as even as lines allow.
 
 use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
-use super::arguments::{LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
+use super::arguments::{FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
 use crate::{Device, Limits};
 
 /// The name of this operation's table of tuned tiles.
@@ -30,8 +32,6 @@ const MAX_SLOTS: u32 = 32;
 /// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
 const USUAL_CHUNKS: u32 = 6;
 const MAX_CHUNKS: u32 = MAX_SLOTS - 2;
-/// Vectors of the largest chunk that the backward pass takes a row in.
-const WHOLE_CHUNK: u32 = 1_000;
 /// What a warp keeps on its way at least where rows are short, in bytes.
 const DEPTH_BYTES: u32 = 10_240;
 
@@ -51,8 +51,21 @@ pub struct Shape {
 pub enum Plan {
     /// Rows stream through the shared memory of a cluster.
     Ring(Ring),
+    /// Tiles of rows, each a CTA's, that know nothing of each other.
+    Flat(Flat),
     /// A CTA takes a row, and reads it twice where it needs to.
     Plain,
+}
+
+/// The layout of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flat {
+    /// Vectors of a tile, whole lines.
+    pub tile_vectors: u32,
+    /// Tiles of a row.
+    pub tiles: u32,
+    /// Consecutive tokens of a CTA.
+    pub time_block: u32,
 }
 
 /// The layout of rows that stream through shared memory.
@@ -81,6 +94,7 @@ impl Plan {
     pub fn tile(&self, dtype: DType) -> Tile {
         let (time_block, vectors) = match self {
             Self::Ring(ring) => (ring.time_block, ring.step_vectors()),
+            Self::Flat(flat) => (flat.time_block, flat.tile_vectors),
             Self::Plain => (1, PLAIN_THREADS),
         };
         Tile::new(time_block as usize, (vectors * per_vector(dtype)) as usize)
@@ -144,12 +158,17 @@ impl Planner {
         time_block: Option<usize>,
         block_size: Option<usize>,
     ) -> Plan {
+        let tokens = |block: usize| u32::try_from(block).unwrap_or(u32::MAX);
+        if self.pass == Pass::Backward {
+            let tuned_block = tuned.map(|row| row.time_block);
+            let block = time_block.or(tuned_block).map_or(1, tokens);
+            return Plan::Flat(self.flat(block, block_size.or(tuned.map(|row| row.block_size))));
+        }
         let base = tuned.and_then(|row| self.tuned(row)).or_else(|| self.rule());
         let Some(base) = base.filter(|_| self.limits.clusters) else {
             return Plan::Plain;
         };
         let base = block_size.map_or(base, |columns| self.with_columns(base, columns));
-        let tokens = |block: usize| u32::try_from(block).unwrap_or(u32::MAX);
         Plan::Ring(Ring { time_block: time_block.map_or(base.time_block, tokens), ..base })
     }
 
@@ -165,11 +184,18 @@ impl Planner {
     fn rule(&self) -> Option<Ring> {
         match self.pass {
             Pass::Fused => self.rule_fused(),
-            Pass::Forward => self.rule_once(6_656),
-            // Rows that four warps hold in one chunk are best left whole.
-            Pass::Backward if self.vectors <= 4 * WHOLE_CHUNK => self.rule_once(WHOLE_CHUNK * 16),
-            Pass::Backward => self.rule_once(12_672),
+            _ => self.rule_once(6_656),
         }
+    }
+
+    /// Tiles of so many columns; else even ones that a thread takes in one batch.
+    fn flat(&self, time_block: u32, columns: Option<usize>) -> Flat {
+        let tile_vectors = columns.map_or_else(
+            || self.chunk(1, self.vectors.div_ceil(FLAT_THREADS * FLAT_BATCH)),
+            |columns| self.chunk_of(1, columns),
+        );
+        let tiles = self.vectors.div_ceil(tile_vectors).max(1);
+        Flat { tile_vectors, tiles, time_block }
     }
 
     /// The fewest CTAs that hold a row, and the fewest chunks in them.
@@ -186,7 +212,7 @@ impl Planner {
         })
     }
 
-    /// For a pass that looks at a chunk once: chunks of at most `bytes`, and few warps to a row, so
+    /// For the pass that looks at a chunk once: chunks of at most `bytes`, and few warps to a row, so
     /// that several rows are under way on a multiprocessor and each warp's part of one is worth the
     /// exchange that it ends with.
     fn rule_once(&self, bytes: u32) -> Option<Ring> {
@@ -365,22 +391,47 @@ mod tests {
     }
 
     #[test]
-    fn passes_that_look_at_a_chunk_once_have_few_warps_to_a_row() {
+    fn the_forward_pass_has_few_warps_to_a_row() {
         for (pass, vocab, [warps, ctas, chunks, slots]) in [
             (Pass::Forward, 32_000, [4, 1, 3, 2]),
             (Pass::Forward, 50_257, [4, 1, 4, 2]),
             (Pass::Forward, 151_643, [4, 2, 6, 2]),
             (Pass::Forward, 262_144, [4, 2, 10, 2]),
-            (Pass::Backward, 32_000, [4, 1, 1, 2]),
-            (Pass::Backward, 50_257, [4, 1, 2, 2]),
-            (Pass::Backward, 151_643, [4, 2, 3, 2]),
-            (Pass::Backward, 262_144, [4, 2, 6, 2]),
         ] {
             let shape = Shape { pass, dtype: DType::Bf16, vocab };
             let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else { panic!("{shape:?}") };
             let found = [ring.warps, ring.ctas, ring.chunks, ring.slots];
             assert_eq!(found, [warps, ctas, chunks, slots], "{shape:?}");
         }
+    }
+
+    #[test]
+    fn the_backward_pass_has_even_tiles() {
+        for (vocab, [tile_vectors, tiles]) in [
+            (1, [8, 1]),
+            (32_000, [1000, 4]),
+            (50_257, [904, 7]),
+            (151_643, [1000, 19]),
+            (262_144, [1024, 32]),
+        ] {
+            let shape = Shape { pass: Pass::Backward, dtype: DType::Bf16, vocab };
+            for limits in [HOPPER, AMPERE] {
+                let found = plan(limits, shape, [None; 2]);
+                let flat = Flat { tile_vectors, tiles, time_block: 1 };
+                assert_eq!(found, Plan::Flat(flat), "{shape:?}");
+            }
+        }
+    }
+
+    /// What kernels/flat.cuh takes for granted.
+    fn check_flat(shape: Shape, flat: Flat) {
+        let Flat { tile_vectors, tiles, time_block } = flat;
+        let what = format!("{shape:?}: {flat:?}");
+        assert!(time_block > 0, "{what}");
+        assert!(tile_vectors > 0 && tile_vectors.is_multiple_of(LINE), "{what}");
+        let vectors = shape.vocab as u64 / u64::from(per_vector(shape.dtype)) + 7;
+        let held = u64::from(tile_vectors) * u64::from(tiles);
+        assert!(held + 7 >= vectors && held <= u64::from(u32::MAX), "{what}");
     }
 
     #[test]
@@ -395,6 +446,7 @@ mod tests {
                             let plan = plan(limits, shape, [block_size, block_size]);
                             match plan {
                                 Plan::Ring(ring) => check(limits, shape, ring),
+                                Plan::Flat(flat) => check_flat(shape, flat),
                                 Plan::Plain => assert_eq!(pass, Pass::Fused, "{shape:?}"),
                             }
                             assert!(plan.tile(dtype).block_size() > 0);
@@ -410,7 +462,7 @@ mod tests {
         // Eight CTAs of an H200 hold rows of 1.2 MB and what is on its way.
         assert!(matches!(plan(HOPPER, fused(DType::Bf16, 600_000), [None; 2]), Plan::Ring(_)));
         assert_eq!(plan(HOPPER, fused(DType::Bf16, 1_000_003), [None; 2]), Plan::Plain);
-        for pass in PASSES {
+        for pass in [Pass::Forward, Pass::Fused] {
             let shape = Shape { pass, dtype: DType::F32, vocab: 50_257 };
             assert_eq!(plan(AMPERE, shape, [Some(4), Some(512)]), Plan::Plain);
         }

@@ -1,4 +1,4 @@
-"""`pallas_bridge.cross_entropy` in programs compiled for TPUs by libtpu, with none at hand.
+"""`pallas_bridge` in programs compiled for TPUs by libtpu, with none at hand.
 
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m pytest crates/xentile-tools/tests/tpu
 """
@@ -12,7 +12,12 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from pallas_bridge import cross_entropy, cross_entropy_per_token
+from pallas_bridge import (
+    cross_entropy,
+    cross_entropy_per_token,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
 
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 MIB = 1 << 20
@@ -77,3 +82,104 @@ def test_shapes_smaller_than_a_register_compile(shape: tuple[int, ...]) -> None:
     for dtype in (jnp.bfloat16, jnp.float32):
         text = compiled("v6e:2x2", gradient, (shape, dtype), (shape[:-1], jnp.int32)).as_text()
         assert "xentile_cross_entropy_fused" in text
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "vocab"), [(8192, 2048, 128256), (8192, 1536, 151936)], ids=str
+)
+def test_logits_of_the_linear_form_are_in_vmem_alone(
+    reduction: Any,  # noqa: ANN401 (a literal)
+    tokens: int,
+    hidden: int,
+    vocab: int,
+) -> None:
+    def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.sum(linear_cross_entropy(x, w, labels, reduction=reduction))
+
+    program = compiled(
+        "v6e:2x2",
+        jax.value_and_grad(loss, argnums=(0, 1)),
+        ((tokens, hidden), jnp.bfloat16),
+        ((vocab, hidden), jnp.bfloat16),
+        ((tokens,), jnp.int32),
+    )
+    text = program.as_text()
+    assert "xentile_linear_cross_entropy_backward" in text
+    # One kernel makes both gradients.
+    assert not re.findall("xentile_linear_cross_entropy_backward_(?:hidden|weight)", text)
+    memory = program.memory_analysis()
+    print(f"{tokens} x {hidden} x {vocab}: {memory.temp_size_in_bytes / MIB:.2f} MiB")
+    assert memory.temp_size_in_bytes <= 16 * MIB
+    assert memory.output_size_in_bytes <= (tokens + vocab) * hidden * 2 + MIB
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_option_of_the_linear_form_compiles(topology: str, dtype: Any, axis: int) -> None:  # noqa: ANN401 (a dtype)
+    tokens, hidden, vocab = 300, 200, 1031
+    options: Any = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "vocab_axis": axis}
+
+    def everything(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree of arrays)
+        def per_token(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+            loss, logps = linear_cross_entropy_per_token(x, w, labels, bias=bias, **options)
+            return jnp.sum(loss * logps)
+
+        def plain(x: jax.Array) -> jax.Array:
+            return linear_cross_entropy(x, w, labels, vocab_axis=axis)
+
+        return jax.grad(per_token, (0, 1, 2))(x, w, bias), jax.value_and_grad(plain)(x)
+
+    text = compiled(
+        topology,
+        everything,
+        ((tokens, hidden), dtype),
+        ((hidden, vocab) if axis else (vocab, hidden), dtype),
+        ((vocab,), jnp.float32),
+        ((tokens,), jnp.int32),
+    ).as_text()
+    for kernel in ("forward", "backward", "backward_hidden"):
+        assert f"xentile_linear_cross_entropy_{kernel}" in text
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 7), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_operands_of_the_linear_form_smaller_than_a_register_compile(
+    dtype: Any,  # noqa: ANN401 (a dtype)
+    shape: tuple[int, int, int],
+) -> None:
+    tokens, hidden, vocab = shape
+    gradient = jax.grad(lambda *of: linear_cross_entropy(*of, vocab_axis=0), (0, 1))
+    arrays = (((tokens, hidden), dtype), ((vocab, hidden), dtype), ((tokens,), jnp.int32))
+    text = compiled("v6e:2x2", gradient, *arrays).as_text()
+    assert "xentile_linear_cross_entropy_backward" in text
+
+
+def test_the_linear_form_on_a_mesh_compiles() -> None:
+    devices = topologies.get_topology_desc("v6e:2x2", platform="tpu").devices
+    mesh = jax.make_mesh(
+        (4,), ("tokens",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    cut, whole = jax.P("tokens"), jax.P()
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 (no public type)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    arrays = (
+        array((1024, 256), jnp.bfloat16, cut),
+        array((5120, 256), jnp.bfloat16, whole),
+        array((1024,), jnp.int32, cut),
+    )
+
+    def total(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, w, labels, reduction="sum")
+
+    def of_part(*of: jax.Array) -> jax.Array:
+        return jax.lax.psum(total(*of), "tokens")
+
+    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    for function, has_kernels in ((mapped, True), (total, False)):
+        program = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*arrays).compile()
+        # XLA cannot cut a kernel: where it cuts tokens itself, there are chunks of the vocabulary.
+        assert ("xentile_linear_cross_entropy_backward" in program.as_text()) == has_kernels

@@ -133,6 +133,15 @@ fn fused(
     })
 }
 
+/// Labels of either width.
+pub(crate) fn to_labels(labels: Any) -> Result<Labels> {
+    match labels.dtype() {
+        DType::S32 => Ok(Labels::I32(labels.as_ptr().cast())),
+        DType::S64 => Ok(Labels::I64(labels.as_ptr().cast())),
+        other => Err(wrong_labels(other)),
+    }
+}
+
 /// What every pass has.
 struct Call<'a> {
     kernel: Kernel,
@@ -150,11 +159,7 @@ impl<'a> Call<'a> {
         context: Context<'a>,
     ) -> Result<Self> {
         let dtype = to_dtype("logits", logits.dtype())?;
-        let labels = match labels.dtype() {
-            DType::S32 => Labels::I32(labels.as_ptr().cast()),
-            DType::S64 => Labels::I64(labels.as_ptr().cast()),
-            other => return Err(wrong_labels(other)),
-        };
+        let labels = to_labels(labels)?;
         let [time_block, block_size] = options.extents();
         let kernel = Kernel::new(options.contract, shape, dtype)
             .and_then(|kernel| kernel.with_tile(time_block, block_size))

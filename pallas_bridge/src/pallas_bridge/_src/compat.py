@@ -1,8 +1,11 @@
 """What JAX spells differently from one supported version to another."""
 
+import contextlib
 import dataclasses
+import importlib
 from typing import Any
 
+import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
@@ -14,6 +17,25 @@ def varying_axes(aval: Any) -> frozenset[str]:
     # From 0.12 on they are part of a larger type.
     axes = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     return frozenset(axes)
+
+
+def varying_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape for what a kernel gives, which varies over the mesh axes that `like` does."""
+    aval: Any = jax.typeof(like)
+    name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
+    more: Any = {name: getattr(aval, name)}
+    return jax.ShapeDtypeStruct(shape, dtype, **more)
+
+
+def tell_devices(primitive: Any) -> None:
+    """Has the rule that lowers `primitive` be told the devices of its program, where there are.
+
+    Without, it learns their platform and number alone. It is what JAX does for its own, and no
+    version has a public name for it: where it is gone, a program is for any TPU.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        dispatch: Any = importlib.import_module("jax._src.dispatch")
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def abstract_tpu(kind: str | None) -> AbstractMesh:

@@ -747,45 +747,49 @@ def _sweep(
     return dlogits, found
 
 
-def _out_of_range(options: Options, logits: jax.Array, labels: jax.Array) -> jax.Array:
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
+def _out_of_range(options: Options, vocab: int, labels: jax.Array) -> jax.Array:
+    in_range = (labels >= 0) & (labels < vocab)
     return ~in_range & ~is_ignored(options, labels)
 
 
-def _per_token(
-    options: Options, logits: jax.Array, labels: jax.Array, found: jax.Array, idle: jax.Array
+def outputs_of(
+    options: Options, vocab: int, labels: jax.Array, found: jax.Array, idle: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps, lse and lse_low of what a reduction found; 0 for `idle` tokens."""
+    """Returns loss, logps, lse and lse_low of what a reduction found; 0 for `idle` tokens.
+
+    `idle` None stands for ignored tokens.
+    """
     lse, low, at_label, total = found[:4]
     logps = (at_label - lse) - low
     e = options.label_smoothing
     loss = (1 - e) * -logps + options.z_loss * lse**2
     if e:
-        loss += e * ((lse - total / logits.shape[-1]) + low)
-    bad, ignored = _out_of_range(options, logits, labels), is_ignored(options, labels)
+        loss += e * ((lse - total / vocab) + low)
+    bad, ignored = _out_of_range(options, vocab, labels), is_ignored(options, labels)
 
     def masked(values: jax.Array) -> jax.Array:
         return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
 
     def asked(values: jax.Array) -> jax.Array:
-        return values if options.every_token else jnp.where(idle, 0, values)
+        unasked = ignored if idle is None else idle
+        return values if options.every_token else jnp.where(unasked, 0, values)
 
     return asked(masked(loss)), asked(masked(logps)), asked(lse), asked(low)
 
 
-def _cotangents(
-    options: Options, logits: jax.Array, labels: jax.Array, *given: jax.Array
+def cotangents_of(
+    options: Options, vocab: int, labels: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
-    """Returns cotangents as the kernel takes them: 0 for idle tokens, NaN for wrong labels."""
+    """Returns cotangents as kernels take them: 0 for idle tokens, NaN for wrong labels."""
     idle = is_ignored(options, labels)
     idle |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
-    bad = _out_of_range(options, logits, labels)
+    bad = _out_of_range(options, vocab, labels)
     return [jnp.where(idle, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
 
 
 def _forward(run: Any, options: Options, logits: jax.Array, labels: jax.Array) -> Any:
     _, found = run(logits, labels, reduces=True, writes=False)
-    return _per_token(options, logits, labels, found, is_ignored(options, labels))
+    return outputs_of(options, logits.shape[-1], labels, found)
 
 
 def _backward(
@@ -797,7 +801,7 @@ def _backward(
     low: jax.Array,
     *cotangents: jax.Array,
 ) -> Any:
-    given = _cotangents(options, logits, labels, *cotangents)
+    given = cotangents_of(options, logits.shape[-1], labels, *cotangents)
     dlogits, _ = run(logits, labels, *given, lse, low, reduces=False, writes=True)
     return (dlogits,)
 
@@ -805,7 +809,8 @@ def _backward(
 def _fused(
     run: Any, options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
 ) -> Any:
-    (given,) = _cotangents(options, logits, labels, dloss)
+    vocab = logits.shape[-1]
+    (given,) = cotangents_of(options, vocab, labels, dloss)
     dlogits, found = run(logits, labels, given, reduces=True, writes=True)
-    loss, _, lse, low = _per_token(options, logits, labels, found, given == 0)
+    loss, _, lse, low = outputs_of(options, vocab, labels, found, given == 0)
     return loss, lse, low, dlogits

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .. import pallas
 from ..cross_entropy.options import Options, check_options, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import Implementation, choose
+from . import on_tpu, reference, schedules
 from . import plan as plans
-from . import reference, schedules
 from .plan import Plan, Problem
 from .product import Products
 
@@ -49,7 +50,8 @@ def linear_cross_entropy(
 
     Where the reduction is inside, gradients are made in the forward pass: three products of N x D
     x V, which is the least. With reduction "none", for float16, and where memory is short, logits
-    are made again in the backward pass: four. `explain` says which, and what it takes.
+    are made again in the backward pass: four. On TPUs kernels make them again too, a tile at a
+    time, and hold next to nothing. `explain` says which, and what it takes.
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
@@ -156,18 +158,38 @@ def explain(
     reduction: Reduction = "mean",
     vocab_axis: int | None = None,
     max_scratch_bytes: int | None = None,
+    platform: str | None = None,
 ) -> Plan:
     """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`s.
 
+    `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
+    stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
+
     Returns:
-      The plan: schedule, chunk, products and scratch; `print` shows it in a line.
+      The plan: schedule, chunk or tile, products and scratch; `print` shows it in a line.
 
     Raises:
       TypeError: a dtype that is not taken.
-      ValueError: shapes that disagree, or a budget below the least.
+      ValueError: shapes that disagree, a budget below the least, or an unknown platform.
     """
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
-    return _plan(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
+    plan = _plan(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
+    target = _tpu(platform)
+    return plan if target is None else on_tpu.plan(target, plan, hidden, weight, bias, axis)
+
+
+def _tpu(platform: str | None) -> pallas.Target | None:
+    """Returns the TPU that a platform is; None for others."""
+    if platform is None:
+        device = jax.devices()[0]
+        platform = device.device_kind if device.platform == "tpu" else "cpu"
+    if platform in ("cpu", "cuda"):
+        return None
+    targets = {"tpu": pallas.ANY, **pallas.TARGETS}
+    if platform not in targets:
+        names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
+        raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
+    return targets[platform]
 
 
 class _Call:
@@ -292,18 +314,6 @@ def _plan(
             raise TypeError(
                 f"max_scratch_bytes is {max_scratch_bytes!r}; it must be an integer, in bytes"
             ) from None
-    *leading, width = hidden.shape
-    tokens = 1
-    for extent in leading:
-        tokens *= extent
-    problem = Problem(
-        tokens=tokens,
-        hidden=width,
-        vocab=weight.shape[vocab_axis],
-        hidden_bytes=hidden.dtype.itemsize,
-        weight_bytes=weight.dtype.itemsize,
-        bias=bias is not None,
-        # The gradient of a mean is below what float16 holds: as for logits.
-        reduced=reduced and hidden.dtype != jnp.float16,
-    )
+    has_bias = bias is not None
+    problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     return plans.choose(problem, max_scratch_bytes)

@@ -58,6 +58,24 @@ def forward(
     return loss, logps, lse, jnp.zeros_like(lse)
 
 
+def fused(
+    options: Options,
+    products: Products,
+    chunk: tuple[int, int],
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
+    """Returns loss, lse and zeros for lse_low, each [N] in f32, and gradients for `factors`."""
+    arrays = (hidden, weight, bias, labels)
+    loss, _, lse, low = forward(options, products, chunk, *arrays)
+    zero = jnp.zeros_like(lse)
+    given = (factors, zero, zero)
+    return loss, lse, low, backward(options, products, chunk, *arrays, (lse, low), given)
+
+
 def backward(
     options: Options,
     products: Products,

@@ -1,7 +1,10 @@
 """How a linear cross-entropy is cut into pieces that fit the memory it may take."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
@@ -24,6 +27,23 @@ class Problem:
     # Whether cotangents of tokens are known, but for one factor, before the backward pass.
     reduced: bool
 
+    @classmethod
+    def of(
+        cls, hidden: Any, weight: Any, vocab_axis: int, *, bias: bool, reduced: bool
+    ) -> "Problem":
+        """For hidden [.., D] and a weight whose axis `vocab_axis` is V."""
+        *leading, width = hidden.shape
+        return cls(
+            tokens=math.prod(leading),
+            hidden=width,
+            vocab=weight.shape[vocab_axis],
+            hidden_bytes=hidden.dtype.itemsize,
+            weight_bytes=weight.dtype.itemsize,
+            bias=bias,
+            # The gradient of a mean is below what float16 holds: as for logits.
+            reduced=reduced and hidden.dtype != jnp.float16,
+        )
+
     @property
     def row_bytes(self) -> int:
         """What a token's logits take; a bias is added to them in f32."""
@@ -36,8 +56,9 @@ class Plan:
     """A schedule and its chunks; as text, a line for a reader."""
 
     # "tokens": all columns of a chunk of tokens at a time; "vocabulary": all tokens of a chunk of
-    # columns; "both": chunks of both, and every gradient in a sweep of its own.
-    schedule: Literal["tokens", "vocabulary", "both"]
+    # columns; "both": chunks of both, and every gradient in a sweep of its own; "kernels": tiles of
+    # both in kernels, which on TPUs hold them outside of HBM.
+    schedule: Literal["tokens", "vocabulary", "both", "kernels"]
     # Tokens and columns of a chunk.
     tokens: int
     columns: int
@@ -74,6 +95,24 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
         f"hidden columns and a vocabulary of {problem.vocab} is {_least(problem)}"
     )
+
+
+def of_kernels(
+    problem: Problem, plan: Plan, rows: int, columns: int, products: int, sums: int
+) -> Plan:
+    """Returns the plan of kernels with such tiles and bytes of sums, in the place of `plan`."""
+    # Numbers of a token, in rows of as many as a register has, given and found.
+    scratch = 2 * _per_token(problem) + sums
+    return Plan("kernels", rows, columns, products, scratch, plan.max_scratch_bytes)
+
+
+def of_columns(problem: Problem, plan: Plan) -> Plan:
+    """Returns `plan`, or one in its budget that takes no kernels over logits."""
+    if plan.schedule != "tokens":
+        return plan
+    limit = plan.max_scratch_bytes
+    fitting = _vocabulary(problem, limit) or _both(problem, limit)
+    return fitting or Plan("both", *_least_side(problem), 5, _least(problem), limit)
 
 
 def _per_token(problem: Problem) -> int:

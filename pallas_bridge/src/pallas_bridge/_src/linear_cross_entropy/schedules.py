@@ -1,5 +1,6 @@
 """Both rules of differentiation, over whichever plan was chosen."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from . import columns, tokens
-from .plan import Plan
+from . import columns, on_tpu, tokens
+from . import plan as plans
+from .plan import Plan, Problem
 from .product import Products
 from .tokens import Bias, Gradients
 
@@ -27,17 +29,36 @@ class Schedule:
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
-        if self.plan.schedule == "tokens":
-            return tokens.forward(self.options, self.products, self.plan.tokens, *arrays)
-        chunk = (self.plan.tokens, self.plan.columns)
-        return columns.forward(self.options, self.products, chunk, *arrays)
+        outputs: tuple[jax.Array, ...] = self._run("forward", self.options, *arrays)
+        return outputs
 
     def backward(self, *arrays: Any) -> Gradients:
         """Gradients for hidden, weight, bias, labels, what was saved and cotangents."""
-        if self.plan.schedule == "tokens":
-            return tokens.backward(self.options, self.products, self.plan.tokens, *arrays)
-        chunk = (self.plan.tokens, self.plan.columns)
-        return columns.backward(self.options, self.products, chunk, *arrays)
+        gradients: Gradients = self._run("backward", self.options, *arrays)
+        return gradients
+
+    def fused(self, wants_losses: bool, *arrays: Any) -> Any:
+        """Loss, lse, lse_low and gradients for hidden, weight, bias, labels and factors.
+
+        `wants_losses` is whether losses of tokens whose factor is 0 are wanted too.
+        """
+        every_token = self.options.every_token or wants_losses
+        return self._run(
+            "fused", dataclasses.replace(self.options, every_token=every_token), *arrays
+        )
+
+    def _run(self, name: Any, options: Options, *arrays: Any) -> Any:
+        products, plan = self.products, self.plan
+        hidden, weight, bias, *_ = arrays
+        axis = products.vocab_axis
+        problem = Problem.of(hidden, weight, axis, bias=bias is not None, reduced=False)
+        other = plans.of_columns(problem, plan)
+        without = partial(getattr(columns, name), options, products, (other.tokens, other.columns))
+        usual = without
+        if plan.schedule == "tokens":
+            usual = partial(getattr(tokens, name), options, products, plan.tokens)
+        work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
+        return on_tpu.choose(work, usual, without, *arrays)
 
 
 def per_token(
@@ -116,9 +137,7 @@ def _fused_forward(
     factors = factors.value
     arrays = (hidden.value, weight.value, None if bias is None else bias.value, labels.value)
     options = schedule.options
-    loss, lse, lse_low, gradients = tokens.fused(
-        options, schedule.products, schedule.plan.tokens, wants_losses, *arrays, factors
-    )
+    loss, lse, lse_low, gradients = schedule.fused(wants_losses, *arrays, factors)
     # As for logits: a cotangent of lse, which is rare, takes the pass again.
     again = (arrays, factors, (lse, lse_low)) if options.every_token else None
     losses = countable(loss, factors) if wants_losses else None

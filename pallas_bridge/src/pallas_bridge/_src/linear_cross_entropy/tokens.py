@@ -45,24 +45,19 @@ def fused(
     options: Options,
     products: Products,
     chunk: int,
-    wants_losses: bool,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
-    """Returns loss, lse and lse_low, each [N] in f32, and gradients for cotangents of the loss.
-
-    `wants_losses` is whether losses of tokens whose factor is 0 are wanted too.
-    """
-    every_token = options.every_token or wants_losses
+    """Returns loss, lse and lse_low, each [N] in f32, and gradients for cotangents of the loss."""
 
     def body(first: Any, count: int, carry: Any) -> Any:
         outputs, sums = carry
         x, y, g = rows(first, count, hidden, labels, factors)
         z = products.logits(x, weight, bias, hidden.dtype)
-        *found, dlogits = kernels.fused(_in_place(options), every_token, z, y, g)
+        *found, dlogits = kernels.fused(_in_place(options), options.every_token, z, y, g)
         return put(outputs, found, first), _add(products, sums, dlogits, x, weight, bias, first)
 
     outputs = (blank(labels),) * 3

@@ -1,0 +1,192 @@
+"""Linear cross-entropy compiled for a TPU v6e that is not there, beside XLA's own and tokamax's.
+
+    cargo build --release -p xentile-tools --example estimate
+    python benches/tpu_linear_cross_entropy.py --json FILE
+
+Prints, and with --json appends to FILE, a line a program and shape: value and gradients of hidden
+and weight in bf16, temporaries beyond operands and results as compiled, and an estimate of a step
+(docs/tpu-cross-entropy.md) in which each kernel takes the longer of its schedule and its copies.
+Needs libtpu; tokamax is left out where it is not installed.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPOLOGY, KIND = "v6e:2x2", "TPU v6 lite"
+SHAPES = [(8192, 2048, 128256), (8192, 1536, 151936)]
+
+# libtpu reads these as it is loaded.
+DUMPS = tempfile.TemporaryDirectory()
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMPS.name} --xla_jf_dump_llo_text=true"
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+from pallas_bridge._src.compat import abstract_tpu  # noqa: E402
+from pallas_bridge._src.linear_cross_entropy import on_tpu  # noqa: E402
+from pallas_bridge._src.pallas import TARGETS  # noqa: E402
+
+from pallas_bridge import linear_cross_entropy  # noqa: E402
+
+Moved = dict[str, int]
+
+
+def ours(tokens: int, hidden: int, vocab: int, axis: int) -> tuple[Any, Moved]:
+    """The step, and what its kernels move: a block that stays for several steps comes once."""
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((hidden, vocab) if axis else (vocab, hidden), jnp.bfloat16)
+    found = on_tpu.tiles(TARGETS[KIND], x, w, axis, 0, bias=False)
+    assert found is not None
+    forward, ((backward, _, _),) = found
+    of_x, of_w = 2 * tokens * hidden, 2 * vocab * hidden
+    name = "xentile_linear_cross_entropy"
+    moved = {
+        f"{name}_forward": of_x + forward.blocks * of_w,
+        f"{name}_backward": backward.steps * of_x + of_w + of_x + of_w,
+    }
+    return jax.value_and_grad(linear_cross_entropy, (0, 1)), moved
+
+
+def dense(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree)
+    """XLA's own program."""
+
+    def loss(x: jax.Array, w: jax.Array) -> Any:  # noqa: ANN401 (an array)
+        return linear_cross_entropy(x, w, labels, implementation="reference")
+
+    return jax.value_and_grad(loss, (0, 1))(x, w)
+
+
+def tokamax(tokens: int, hidden: int, vocab: int) -> tuple[Any, Moved] | None:
+    """The step by tokamax's kernels for TPUs, in the blocks that it takes by default."""
+    try:
+        from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
+            pallas_mosaic_tpu,
+            pallas_mosaic_tpu_kernel,
+        )
+    except ImportError:
+        return None
+    config = pallas_mosaic_tpu.get_tpu_specific_default_config(tokens, hidden, vocab)
+    of_b, of_h, of_v = config.b_block_size, config.h_block_size, config.v_block_size
+    how: Any = {"b_block_size": of_b, "h_block_size": of_h, "v_block_size": of_v}
+    name = "linear_softmax_cross_entropy_loss_{}_pallas_mosaic_tpu".format
+
+    def step(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree)
+        forward = getattr(pallas_mosaic_tpu_kernel, name("fwd"))
+        backward = getattr(pallas_mosaic_tpu_kernel, name("bwd"))
+        loss, lse = forward(x, labels, w, reduction="mean", **how)
+        one = jnp.float32(1)
+        return loss, backward(one, lse, x, labels, w, reduction="mean", **how)
+
+    blocks, steps, parts = -(-tokens // of_b), -(-vocab // of_v), -(-hidden // of_h)
+    operands = 2 * blocks * steps * parts * (of_b * of_h + of_h * of_v)
+    # Sums in f32 leave and come back; the first of each does not come.
+    of_x = 4 * blocks * (2 * steps - 1) * parts * of_b * of_h
+    of_w = 4 * (2 * blocks - 1) * steps * parts * of_h * of_v
+    return step, {name("fwd"): operands, name("bwd"): 2 * operands + of_x + of_w}
+
+
+def measure(
+    name: str,
+    shape: tuple[int, int, int],
+    axis: int,
+    step: Any,  # noqa: ANN401 (a function)
+    moved: Moved | None,
+) -> dict[str, Any]:
+    """Compiles a step and reads its schedule."""
+    tokens, hidden, vocab = shape
+    device = topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices[0]
+    sharding = SingleDeviceSharding(device)
+    matrix = (hidden, vocab) if axis else (vocab, hidden)
+    arrays = [
+        jax.ShapeDtypeStruct(of, dtype, sharding=sharding)
+        for of, dtype in (
+            ((tokens, hidden), jnp.bfloat16),
+            (matrix, jnp.bfloat16),
+            ((tokens,), jnp.int32),
+        )
+    ]
+    for path in Path(DUMPS.name).iterdir():
+        path.unlink()
+    start = time.time()
+    compiled = jax.jit(step).lower(*arrays).compile()
+    seconds = time.time() - start
+    memory = compiled.memory_analysis()
+    line: dict[str, Any] = {
+        "name": name,
+        "tokens": tokens,
+        "hidden": hidden,
+        "vocab": vocab,
+        "dtype": "bfloat16",
+        "vocab_axis": axis,
+        "topology": TOPOLOGY,
+        "temp_mib": memory.temp_size_in_bytes / 2**20,
+        "output_mib": memory.output_size_in_bytes / 2**20,
+        "compile_s": round(seconds, 1),
+    }
+    if moved is not None:  # of XLA's own copies the listing tells too little
+        tool = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+        parts = subprocess.run(
+            [
+                tool / "release/examples/estimate",
+                TOPOLOGY,
+                DUMPS.name,
+                *(f"{part}={count}" for part, count in moved.items()),
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        line["parts"] = [part for part in json.loads(parts.stdout) if part["ms"] >= 1e-3]
+        line["step_ms"] = sum(part["ms"] for part in json.loads(parts.stdout))
+    versions = ("jax", "libtpu", "tokamax") if name == "tokamax" else ("jax", "libtpu")
+    line["versions"] = {one: importlib.metadata.version(one) for one in versions}
+    line["commit"] = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    line["unix_time"] = int(time.time())
+    return line
+
+
+def main() -> None:
+    """Measures every program on every shape."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    path = arguments.parse_args().json
+    for shape in SHAPES:
+        programs: list[tuple[str, int, Any, Moved | None]] = [
+            ("xla dense", 0, dense, None),
+            ("pallas_bridge", 0, *ours(*shape, 0)),
+            ("pallas_bridge", 1, *ours(*shape, 1)),
+        ]
+        # What asks for the chip finds none otherwise.
+        with jax.sharding.use_abstract_mesh(abstract_tpu(KIND)):
+            peer = tokamax(*shape)
+            if peer is None:
+                print("tokamax is not installed", file=sys.stderr)
+            lines = [measure("tokamax", shape, 1, *peer)] if peer else []
+        lines += [measure(name, shape, axis, *of) for name, axis, *of in programs]
+        for line in lines:
+            step = f"{line['step_ms']:7.2f} ms" if "step_ms" in line else " " * 10
+            print(
+                f"{line['name']:14} axis {line['vocab_axis']} {shape}: {step}, "
+                f"{line['temp_mib']:8.1f} MiB, compiled in {line['compile_s']} s",
+                flush=True,
+            )
+            if path:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

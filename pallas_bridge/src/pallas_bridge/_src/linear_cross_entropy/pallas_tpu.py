@@ -1,0 +1,584 @@
+"""Linear cross-entropy for TPUs, in Pallas: logits are there a tile at a time, in VMEM alone.
+
+Tiles lie with the vocabulary down and tokens across, so that what is known of a token is a row, and
+sums over the vocabulary are sums of registers. The forward kernel keeps lse (the online softmax of
+Milakov and Gimelshein, 2018). The backward kernel makes each tile again, once where sums of dhidden
+fit in VMEM: then it goes over the vocabulary outside and over tokens inside, and adds to dhidden of
+all tokens and to dweight of one block. Where they do not fit, they come from HBM and go back there
+while other tokens have their turn, or, where HBM has no room either, each gradient has a kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..compat import varying_like
+from ..cross_entropy.options import Options
+from ..cross_entropy.pallas_tpu import LANES, LEAST, NUMBERS, cotangents_of, outputs_of
+from ..pallas import Target
+from .tokens import Bias, Gradients
+
+SUBLANES = 8
+DTYPES = (jnp.bfloat16, jnp.float32)
+# Tokens and columns of tiles, of which the first that fits is taken. Large ones keep the matrix
+# units at work, and read operands from HBM less often.
+SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
+LARGEST_FORWARD = ((2048, 512), (1024, 512), *SMALL)
+LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
+PART = 256
+# Blocks of sums of dhidden in VMEM where these are in HBM: on their way in, added to, on their way
+# out. What a block's last turn wrote has left before it is asked for if there are as many blocks.
+SLOTS = 3
+# What the compiler may hold beside what is counted.
+SPARE = 4 << 20
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a problem is cut."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: Any
+    vocab_axis: int
+    bias: bool
+    # Tokens and columns of a tile, and columns whose arithmetic is one straight line: while the
+    # vector units are at one part, the matrix units are at the next.
+    rows: int
+    columns: int
+    part: int
+    # Whether sums of dhidden are in HBM, where one kernel makes both gradients.
+    spills: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of tokens."""
+        return pl.cdiv(self.tokens, self.rows)
+
+    @property
+    def steps(self) -> int:
+        """Blocks of the vocabulary."""
+        return pl.cdiv(self.vocab, self.columns)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of sums of dhidden in HBM."""
+        width = -(-self.hidden // LANES) * LANES
+        return 4 * self.blocks * self.rows * width if self.spills else 0
+
+    def sums(self, *, makes_weight: bool) -> int:
+        """Blocks of sums of dhidden in VMEM."""
+        if not makes_weight:
+            return 1
+        return SLOTS if self.spills else self.blocks
+
+    def vmem_bytes(self, *, makes_hidden: bool, makes_weight: bool) -> int:
+        """Bytes of VMEM of the forward kernel, or of the one that makes such gradients."""
+        width = -(-self.hidden // LANES) * LANES
+        size = int(np.dtype(self.dtype).itemsize)
+        across, down = self.rows * width, self.columns * width
+        total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
+        total += size * down * self.vocab_axis
+        if makes_hidden:
+            total += self.sums(makes_weight=makes_weight) * 4 * across + 2 * size * across
+        if makes_weight:
+            total += 4 * down + 2 * size * down
+        if self.bias:
+            total += 2 * 4 * self.columns * LANES
+        return total
+
+
+def cut(
+    target: Target,
+    hidden: Any,
+    weight: Any,
+    vocab_axis: int,
+    *,
+    bias: bool,
+    makes_hidden: bool = False,
+    makes_weight: bool = False,
+    spills: bool = False,
+) -> Tiles | None:
+    """Returns the largest tiles that fit in VMEM; None where none does."""
+    tokens, width = hidden.shape
+    vocab = weight.shape[vocab_axis]
+    backward = makes_hidden or makes_weight
+    for rows, columns in LARGEST_BACKWARD if backward else LARGEST_FORWARD:
+        # Blocks of tokens as even as they can be: the last one costs what the others do.
+        rows = -(-tokens // -(-tokens // rows))
+        columns = min(columns, -(-vocab // LANES) * LANES)
+        tiles = Tiles(
+            tokens,
+            width,
+            vocab,
+            hidden.dtype,
+            vocab_axis,
+            bias,
+            -(-rows // LANES) * LANES,
+            columns,
+            PART if columns % PART == 0 else LANES,
+            spills,
+        )
+        if spills and tiles.blocks < SLOTS:
+            continue
+        wanted = tiles.vmem_bytes(makes_hidden=makes_hidden, makes_weight=makes_weight)
+        if wanted <= target.vmem_bytes:
+            return tiles
+    return None
+
+
+class _Tile:
+    """What both kernels do with a tile: [columns, rows] of logits, a part at a time."""
+
+    def __init__(
+        self, tiles: Tiles, options: Options, step: Any, labels: Any, bias: Any, weight: Any, x: Any
+    ) -> None:
+        self.tiles, self.options, self.bias = tiles, options, bias
+        self.weight, self.x = weight, x
+        self.first = step * tiles.columns
+        self.labels = labels[...] - self.first
+        self.is_ragged = tiles.vocab % tiles.columns != 0
+
+    def _column(self, start: int) -> jax.Array:
+        shape = (self.tiles.part, self.tiles.rows)
+        return lax.broadcasted_iota(jnp.int32, shape, 0) + start
+
+    def is_label(self, start: int) -> Any:
+        """Which logits of a part are their token's label."""
+        return self._column(start) == self.labels
+
+    def is_valid(self, start: int) -> Any:
+        """Which logits of a part there are; None for all."""
+        if not self.is_ragged:
+            return None
+        return self._column(start) < self.tiles.vocab - self.first
+
+    def logits(self, start: int) -> tuple[jax.Array, jax.Array]:
+        """Logits of the part from `start` on, in f32, and what softcap leaves of these."""
+        part = self.weight[pl.ds(start, self.tiles.part), :]
+        z = _dot(part, self.x[...], 1, 1)
+        if self.bias is not None:
+            # A row for all tokens, turned into a column.
+            wide = jnp.broadcast_to(self.bias[0:1, pl.ds(start, self.tiles.part)], (LANES, len(z)))
+            z = z + wide.T[:, :1]
+        # Rounded as under every other schedule.
+        z = z.astype(self.tiles.dtype).astype(jnp.float32)
+        cap = self.options.softcap
+        return z, z if cap is None else cap * jnp.tanh(z * (1 / cap))
+
+
+def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
+    axes = (((of_a,), (of_b,)), ((), ()))
+    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+
+def _clear(ref: Any, axis: int, count: Any) -> None:
+    """Zeroes what a block has beyond the end of its array, where there is anything."""
+    index = lax.broadcasted_iota(jnp.int32, ref.shape, axis)
+    ref[...] = jnp.where(index < count, ref[...], jnp.zeros((), ref.dtype))
+
+
+def _clear_last(tiles: Tiles, x: Any, weight: Any, block: Any, step: Any) -> None:
+    if tiles.tokens % tiles.rows:
+        pl.when(block == tiles.blocks - 1)(lambda: _clear(x, 0, tiles.tokens - block * tiles.rows))
+    if tiles.vocab % tiles.columns:
+        pl.when(step == tiles.steps - 1)(
+            lambda: _clear(weight, tiles.vocab_axis, tiles.vocab - step * tiles.columns)
+        )
+
+
+def _by_sublane(values: jax.Array) -> jax.Array:
+    """[part, rows] as registers: sums over the first axis are sums of whole registers."""
+    return values.reshape(-1, SUBLANES, values.shape[-1])
+
+
+def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
+    x, weight, labels, *rest = refs
+    bias: Any = rest.pop(0) if tiles.bias else None
+    found, highest, total, picked, sums, *turned = rest
+    block, step = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        highest[...] = jnp.full(highest.shape, LEAST, jnp.float32)
+        for state in (total, picked, sums):
+            state[...] = jnp.zeros(state.shape, jnp.float32)
+
+    _clear_last(tiles, x, weight, block, step)
+    if turned:
+        turned[0][...] = weight[...].T
+        weight = turned[0]
+    tile = _Tile(tiles, options, step, labels, bias, weight, x)
+    states = (highest, total, picked, sums)
+    most, mass, at_label, plain = (state[...] for state in states)
+    for start in range(0, tiles.columns, tiles.part):
+        z = tile.logits(start)[1]
+        valid = tile.is_valid(start)
+        if options.label_smoothing:
+            plain += _by_sublane(z if valid is None else jnp.where(valid, z, 0)).sum(0)
+        if valid is not None:
+            z = jnp.where(valid, z, -jnp.inf)
+        at_label += _by_sublane(jnp.where(tile.is_label(start), z, 0)).sum(0)
+        z = _by_sublane(z)
+        higher = jnp.maximum(most, z.max(0))
+        mass = mass * jnp.exp(most - higher) + jnp.exp(z - higher[None]).sum(0)
+        most = higher
+    for state, value in zip(states, (most, mass, at_label, plain), strict=True):
+        state[...] = value
+
+    @pl.when(step == tiles.steps - 1)
+    def _() -> None:
+        peak = jnp.max(highest[...], axis=0, keepdims=True)
+        mass = jnp.sum(total[...] * jnp.exp(highest[...] - peak), axis=0, keepdims=True)
+        # A row of nothing but -inf has no sum, and one with +inf no number.
+        log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
+        lse = peak + log
+        # The error of a sum, whichever term is larger.
+        low = jnp.where(jnp.abs(peak) >= jnp.abs(log), (peak - lse) + log, (log - lse) + peak)
+        found[0:1, :] = lse
+        found[1:2, :] = low
+        found[2:3, :] = jnp.sum(picked[...], axis=0, keepdims=True)
+        found[3:4, :] = jnp.sum(sums[...], axis=0, keepdims=True)
+        found[4:, :] = jnp.zeros((NUMBERS - 4, tiles.rows), jnp.float32)
+
+
+def _backward_kernel(
+    *refs: Any, tiles: Tiles, options: Options, makes_hidden: bool, makes_weight: bool
+) -> None:
+    x, weight, labels, numbers, *rest = refs
+    bias: Any = rest.pop(0) if tiles.bias else None
+    dhidden: Any = rest.pop(0) if makes_hidden else None
+    dweight: Any = rest.pop(0) if makes_weight else None
+    dbias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    spilled: Any = rest.pop(0) if tiles.spills else None
+    gradient: Any = rest.pop(0)
+    of_hidden: Any = rest.pop(0) if makes_hidden else None
+    of_weight: Any = rest.pop(0) if makes_weight else None
+    of_bias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    arrived: Any = rest.pop(0) if tiles.spills else None
+    left: Any = rest.pop(0) if tiles.spills else None
+    step, block = pl.program_id(0), pl.program_id(1)
+    if not makes_weight:
+        step, block = block, step
+    # All blocks of tokens have sums where the vocabulary is outside.
+    here = block if makes_weight else 0
+    turn = step * tiles.blocks + block
+    if tiles.spills:
+        here = lax.rem(turn, SLOTS)
+
+    def comes(turn: Any) -> Any:
+        slot = lax.rem(turn, SLOTS)
+        source = spilled.at[lax.rem(turn, tiles.blocks)]
+        return pltpu.make_async_copy(source, of_hidden.at[slot], arrived.at[slot])
+
+    def goes(turn: Any) -> Any:
+        slot = lax.rem(turn, SLOTS)
+        target = spilled.at[lax.rem(turn, tiles.blocks)]
+        return pltpu.make_async_copy(of_hidden.at[slot], target, left.at[slot])
+
+    # Sums come from the second block of the vocabulary on, and go until the last but one.
+    last_to_go = (tiles.steps - 1) * tiles.blocks - 1
+    if tiles.spills:
+        before, after = turn - SLOTS + 1, turn + 1
+        pl.when((before >= 0) & (before <= last_to_go))(lambda: goes(before).wait())
+        pl.when((after >= tiles.blocks) & (after < tiles.steps * tiles.blocks))(
+            lambda: comes(after).start()
+        )
+
+    _clear_last(tiles, x, weight, block, step)
+    if rest:
+        turned = rest[0]
+
+        def transpose() -> None:
+            turned[...] = weight[...].T
+
+        if makes_weight:
+            pl.when(block == 0)(transpose)
+        else:
+            transpose()
+        rows_of_weight = turned
+    else:
+        rows_of_weight = weight
+
+    def blank(*sums: Any) -> None:
+        for one in sums:
+            if one is not None:
+                one[...] = jnp.zeros(one.shape, jnp.float32)
+
+    if makes_hidden:
+        pl.when(step == 0)(lambda: blank(of_hidden.at[here]))
+    if makes_weight:
+        pl.when(block == 0)(lambda: blank(of_weight, of_bias))
+
+    tile = _Tile(tiles, options, step, labels, bias, rows_of_weight, x)
+    of_p, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
+    for start in range(0, tiles.columns, tiles.part):
+        plain, z = tile.logits(start)
+        d = of_p * jnp.exp(z - lse)
+        d = jnp.where(tile.is_label(start), d + at_label, d)
+        if options.label_smoothing:
+            d -= even
+        # A masked entry has none, NaN where the whole row is.
+        d = jnp.where(plain == -jnp.inf, of_p * 0, d)
+        if options.softcap is not None:
+            t = z * (1 / options.softcap)
+            d *= (1 - t) * (1 + t)
+        d = jnp.where(active != 0, d, 0)
+        valid = tile.is_valid(start)
+        if valid is not None:
+            d = jnp.where(valid, d, 0)
+        if of_bias is not None:
+            lanes = [d[:, at : at + LANES] for at in range(0, tiles.rows, LANES)]
+            of_bias[pl.ds(start, tiles.part), :] += sum(lanes[1:], lanes[0])
+        gradient[pl.ds(start, tiles.part), :] = d.astype(tiles.dtype)
+    if makes_weight:
+        of_weight[...] += _dot(gradient[...], x[...], 1, 0)
+    if tiles.spills:
+        pl.when(turn >= tiles.blocks)(lambda: comes(turn).wait())
+    if makes_hidden:
+        of_hidden[here] += _dot(gradient[...], rows_of_weight[...], 0, 0)
+
+        @pl.when(step == tiles.steps - 1)
+        def _() -> None:
+            dhidden[...] = of_hidden[here].astype(dhidden.dtype)
+
+    if tiles.spills:
+        pl.when(turn <= last_to_go)(lambda: goes(turn).start())
+
+    if makes_weight:
+
+        @pl.when(block == tiles.blocks - 1)
+        def _() -> None:
+            whole = of_weight[...]
+            dweight[...] = (whole.T if tiles.vocab_axis else whole).astype(dweight.dtype)
+            if dbias is not None:
+                dbias[...] = jnp.sum(of_bias[...].T, axis=0, keepdims=True)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Which block of each operand a step works on."""
+
+    tiles: Tiles
+    # Whether the vocabulary is the outer axis.
+    by_columns: bool
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        blocks, steps = self.tiles.blocks, self.tiles.steps
+        return (steps, blocks) if self.by_columns else (blocks, steps)
+
+    def spec(self, shape: tuple[int, int], index: Callable[[Any, Any], Any]) -> Any:
+        """`index` is a function of the block of tokens and of the vocabulary."""
+        if self.by_columns:
+            return pl.BlockSpec(shape, lambda step, block: index(block, step))
+        return pl.BlockSpec(shape, index)
+
+    def hidden(self) -> Any:
+        return self.spec((self.tiles.rows, self.tiles.hidden), lambda block, step: (block, 0))
+
+    def weight(self) -> Any:
+        if self.tiles.vocab_axis:
+            return self.spec((self.tiles.hidden, self.tiles.columns), lambda block, step: (0, step))
+        return self.spec((self.tiles.columns, self.tiles.hidden), lambda block, step: (step, 0))
+
+    def tokens(self, count: int) -> Any:
+        return self.spec((count, self.tiles.rows), lambda block, step: (0, block))
+
+    def columns(self) -> Any:
+        return self.spec((1, self.tiles.columns), lambda block, step: (0, step))
+
+    def last_hidden(self) -> Any:
+        """Blocks of dhidden, which the last block of the vocabulary is the one to write."""
+        if not self.by_columns:
+            return self.hidden()
+        last = self.tiles.steps - 1
+
+        def index(block: Any, step: Any) -> Any:
+            return jnp.where(step == last, block, 0), 0
+
+        return self.spec((self.tiles.rows, self.tiles.hidden), index)
+
+
+def _call(
+    target: Target,
+    tiles: Tiles,
+    kernel: Any,
+    name: str,
+    grid: _Grid,
+    products: int,
+    operands: list[tuple[Any, Any]],
+    results: list[tuple[Any, Any]],
+    scratch: list[Any],
+) -> list[jax.Array]:
+    """Runs a kernel on operands and results with their specs."""
+    size = tiles.tokens * tiles.hidden * tiles.vocab
+    weight = tiles.hidden * tiles.vocab * int(np.dtype(tiles.dtype).itemsize)
+    if tiles.vocab_axis:
+        shape = (tiles.columns, tiles.hidden)
+        scratch = [*scratch, pltpu.VMEM(shape, tiles.dtype)]
+    return list(
+        pl.pallas_call(
+            kernel,
+            grid=grid.extents,
+            in_specs=[spec for _, spec in operands],
+            out_specs=[spec for _, spec in results],
+            out_shape=[shape for shape, _ in results],
+            scratch_shapes=scratch,
+            # Sums go on from step to step: in order, and on one core.
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=target.vmem_bytes
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * products * size,
+                transcendentals=tiles.tokens * tiles.vocab,
+                bytes_accessed=2 * weight,
+            ),
+            interpret=target.interpret,
+            name=f"xentile_linear_cross_entropy_{name}",
+        )(*(array for array, _ in operands))
+    )
+
+
+def _padded(tiles: Tiles, rows: jax.Array, fill: Any) -> jax.Array:
+    """[.., N] with whole blocks of tokens."""
+    missing = tiles.blocks * tiles.rows - tiles.tokens
+    return jnp.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
+
+
+def _shared(
+    tiles: Tiles, grid: _Grid, hidden: jax.Array, weight: jax.Array, labels: jax.Array
+) -> list[tuple[Any, Any]]:
+    in_range = (labels >= 0) & (labels < tiles.vocab)
+    column = jnp.where(in_range, labels, -1).astype(jnp.int32)[None]
+    places = _padded(tiles, column, -1)
+    return [(hidden, grid.hidden()), (weight, grid.weight()), (places, grid.tokens(1))]
+
+
+def _bias(tiles: Tiles, grid: _Grid, bias: Bias) -> list[tuple[Any, Any]]:
+    if bias is None:
+        return []
+    row = bias.astype(jnp.float32)[None]
+    missing = tiles.steps * tiles.columns - tiles.vocab
+    return [(jnp.pad(row, ((0, 0), (0, missing))), grid.columns())]
+
+
+def forward(
+    target: Target,
+    tiles: Tiles,
+    options: Options,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Returns loss, logps, lse and lse_low, each [N] in f32."""
+    grid = _Grid(tiles, by_columns=False)
+    found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
+    operands = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
+    state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
+    (numbers,) = _call(
+        target,
+        tiles,
+        partial(_forward_kernel, tiles=tiles, options=options),
+        "forward",
+        grid,
+        1,
+        operands,
+        [(found, grid.tokens(NUMBERS))],
+        [state] * 4,
+    )
+    return outputs_of(options, tiles.vocab, labels, numbers[:, : tiles.tokens])
+
+
+def backward(
+    target: Target,
+    kernels: tuple[tuple[Tiles, bool, bool], ...],
+    options: Options,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    saved: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array, jax.Array],
+) -> Gradients:
+    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N].
+
+    They are zeros where none of `kernels` makes them.
+    """
+    lse, low = saved
+    g, h, k = cotangents_of(options, weight.shape[kernels[0][0].vocab_axis], labels, *cotangents)
+    smoothing = options.label_smoothing
+    of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
+    even = g * (smoothing / kernels[0][0].vocab)
+    active = ((g != 0) | (h != 0) | (k != 0)).astype(jnp.float32)
+    rows = [of_p, lse, h - g * (1 - smoothing), even, active]
+    numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
+    made: dict[str, jax.Array] = {}
+    for tiles, makes_hidden, makes_weight in kernels:
+        grid = _Grid(tiles, by_columns=makes_weight)
+        operands = [
+            *_shared(tiles, grid, hidden, weight, labels),
+            (_padded(tiles, numbers, 0), grid.tokens(NUMBERS)),
+            *_bias(tiles, grid, bias),
+        ]
+        results: dict[str, tuple[Any, Any]] = {}
+        scratch: list[Any] = [pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)]
+        if makes_hidden:
+            shape = varying_like(hidden, hidden.shape, hidden.dtype)
+            results["hidden"] = (shape, grid.last_hidden())
+            count = tiles.sums(makes_weight=makes_weight)
+            scratch.append(pltpu.VMEM((count, tiles.rows, tiles.hidden), jnp.float32))
+        if makes_weight:
+            shape = varying_like(hidden, weight.shape, weight.dtype)
+            results["weight"] = (shape, grid.weight())
+            scratch.append(pltpu.VMEM((tiles.columns, tiles.hidden), jnp.float32))
+        if makes_weight and bias is not None:
+            shape = varying_like(hidden, (1, tiles.steps * tiles.columns), jnp.float32)
+            results["bias"] = (shape, grid.columns())
+            scratch.append(pltpu.VMEM((tiles.columns, LANES), jnp.float32))
+        if tiles.spills:
+            shape = varying_like(hidden, (tiles.blocks, tiles.rows, tiles.hidden), jnp.float32)
+            results["spilled"] = (shape, pl.BlockSpec(memory_space=pl.ANY))
+            scratch += [pltpu.SemaphoreType.DMA((SLOTS,))] * 2
+        made |= zip(
+            results,
+            _call(
+                target,
+                tiles,
+                partial(
+                    _backward_kernel,
+                    tiles=tiles,
+                    options=options,
+                    makes_hidden=makes_hidden,
+                    makes_weight=makes_weight,
+                ),
+                "backward" + ("" if makes_hidden and makes_weight else f"_{next(iter(results))}"),
+                grid,
+                1 + makes_hidden + makes_weight,
+                operands,
+                [*results.values()],
+                scratch,
+            ),
+            strict=True,
+        )
+    dbias = None
+    if bias is not None:
+        dbias = jnp.zeros_like(bias)
+        if "bias" in made:
+            dbias = made["bias"][0, : len(bias)].astype(bias.dtype)
+    dhidden, dweight = made.get("hidden"), made.get("weight")
+    return (
+        jnp.zeros_like(hidden) if dhidden is None else dhidden,
+        jnp.zeros_like(weight) if dweight is None else dweight,
+        dbias,
+    )
