@@ -17,6 +17,12 @@ fuzz_target!(|bytes: &[u8]| {
         return;
     }
     let shape = tensors.shape();
+    if let Some(width) = tensors.width() {
+        let (hidden, weight, labels) = tensors.hidden::<f32>().unwrap();
+        assert_eq!(labels.len(), shape.batch * shape.seq_len.saturating_sub(1));
+        assert_eq!(hidden.len(), labels.len() * width);
+        assert_eq!(weight.len(), shape.vocab * width);
+    }
     match dtype {
         DType::F32 => tensors.tokens::<f32>().map(|tokens| check(&tokens, shape)),
         DType::Bf16 => tensors.tokens::<bf16>().map(|tokens| check(&tokens, shape)),

@@ -18,6 +18,16 @@ CELL: dict[str, Any] = {
     "dtype": "bf16",
 }
 
+# What the targets of custom calls begin with.
+CALL = b"xentile_cross_entropy_"
+LINEAR: dict[str, Any] = {
+    **CELL,
+    "op": "linear_cross_entropy",
+    "backend": "xla:cpu",
+    "topology": None,
+    "hidden": 24,
+}
+
 
 def run(folder: Path, config: Any) -> int:
     path = folder / "config.json"
@@ -56,6 +66,47 @@ def test_an_open_tile_is_the_kernels_own(tmp_path: Path) -> None:
     assert manifest["program"] == "forward_and_backward" and manifest["options"] == options
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_hidden_states_have_a_plan_and_a_program_a_platform(
+    tmp_path: Path, platform: str, reduction: str
+) -> None:
+    kind = "v6e:2x2" if platform == "tpu" else None
+    options = {"reduction": reduction}
+    more = {"bias": True, "vocab_axis": 1, "options": options, "topology": kind}
+    assert run(tmp_path, {**LINEAR, "backend": f"xla:{platform}", **more}) == 0
+    manifest = json.loads((tmp_path / "out" / f"{platform}_default_default.json").read_text())
+    arrays = [{"dtype": "bf16", "shape": shape} for shape in ([32, 24], [24, 300], [300])]
+    labels, numbers = ({"dtype": dtype, "shape": [32]} for dtype in ("i32", "f32"))
+    if reduction == "none":
+        assert manifest["arguments"] == [*arrays, labels, *[numbers] * 3]
+        assert manifest["results"] == [*[numbers] * 3, *arrays]
+    else:
+        assert manifest["arguments"] == [*arrays, labels]
+        assert manifest["results"] == [{"dtype": "f32", "shape": []}, *arrays]
+    products = 4 if reduction == "none" else 3
+    expected = f"tokens: 32 tokens x 300 columns at a time, {products} products, "
+    assert manifest["plan"].startswith(expected) == (platform == "cpu"), manifest["plan"]
+    assert manifest["linear"] == {
+        "hidden": 24,
+        "bias": True,
+        "vocab_axis": 1,
+        "max_scratch_bytes": None,
+    }
+    assert manifest["platforms"] == [platform] and manifest["op"] == "linear_cross_entropy"
+    program = (tmp_path / "out" / manifest["file"]).read_bytes()
+    assert (CALL in program) == (platform == "cpu")
+    assert (b"tpu_custom_call" in program) == (platform == "tpu")
+
+
+def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
+    tile = {"time_block": 8, "block_size": 64}
+    assert run(tmp_path, {**LINEAR, "impl": "reference", "dtype": "f16", "tile": tile}) == 0
+    manifest = json.loads((tmp_path / "out" / "cpu_8_64.json").read_text())
+    assert manifest["plan"] is None and manifest["arguments"][0]["dtype"] == "f16"
+    assert CALL not in (tmp_path / "out" / manifest["file"]).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -71,7 +122,25 @@ def test_an_open_tile_is_the_kernels_own(tmp_path: Path) -> None:
             "128 MiB of VMEM of TPU v6 lite; with that time_block the largest block_size is",
         ),
         ({"options": {"zloss": 1}}, "unknown key options.zloss; the options are reduction"),
-        ({"op": "swiglu"}, "op is 'swiglu'; it must be 'cross_entropy'"),
+        (
+            {"op": "swiglu"},
+            "op is 'swiglu'; it must be one of cross_entropy, linear_cross_entropy",
+        ),
+        ({"backend": "xla:cpu"}, "backend is 'xla:cpu'; cross_entropy is exported for xla:tpu"),
+        (
+            {"op": "linear_cross_entropy"},
+            "hidden is None; it must be an integer of at least 1",
+        ),
+        (
+            {**LINEAR, "max_scratch_bytes": 10},
+            "max_scratch_bytes is 10; the least for 32 tokens, 24 hidden columns and a vocabulary "
+            "of 300 is ",
+        ),
+        ({**LINEAR, "vocab_axis": 2}, "vocab_axis is 2; it must be 0 for a weight [V, D]"),
+        (
+            {**LINEAR, "backend": "cpu:0"},
+            "backend is 'cpu:0'; linear_cross_entropy is exported for xla:tpu, xla:cpu, xla:cuda",
+        ),
     ],
     ids=str,
 )

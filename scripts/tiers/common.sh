@@ -40,6 +40,23 @@ use_sanitizers() {
     export RUSTC_BOOTSTRAP=1
 }
 
+# Whether gradcheck can have pallas_bridge export programs and run them on XLA's CPU, which it is then
+# set up for; a line says why not. Builds the library of custom calls, as programs have its calls.
+use_exported_programs() {
+    if [[ $(uname -sm) != "Linux x86_64" ]]; then
+        echo "left out: programs from JAX, as xla-cpu-pjrt has wheels for Linux on x86-64 only"
+        return 1
+    fi
+    scripts/setup.sh scripts/requirements-{jax,pjrt}.txt
+    cargo build --release --package xentile-xla
+    local packages
+    packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
+    export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
+    export XENTILE_PYTHON=python PYTHONPATH=$PWD/pallas_bridge/src
+    export XENTILE_CACHE=$target_dir/programs
+}
+
 host_triple() {
     rustc -vV | sed -n 's/^host: //p'
 }

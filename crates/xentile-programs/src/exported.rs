@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
@@ -39,6 +39,10 @@ struct Manifest {
     platforms: Vec<String>,
     jax_version: String,
     calling_convention_version: u32,
+    #[serde(default)]
+    linear: Option<Linear>,
+    #[serde(default)]
+    plan: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -48,14 +52,30 @@ struct Tensor {
     shape: Vec<usize>,
 }
 
-/// The tile that a program was made with.
+/// The tile that a program was made with; an extent is none where kernels choose it as they run.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Tile {
     /// Tokens of a tile.
-    pub time_block: usize,
+    #[serde(deserialize_with = "Option::deserialize")]
+    pub time_block: Option<usize>,
     /// Vocabulary columns of a tile.
-    pub block_size: usize,
+    #[serde(deserialize_with = "Option::deserialize")]
+    pub block_size: Option<usize>,
+}
+
+/// What a program of linear cross-entropy has beyond tokens, vocabulary and dtype.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Linear {
+    /// D, the columns of hidden states.
+    pub hidden: usize,
+    /// Whether there is a bias.
+    pub bias: bool,
+    /// Which axis of the weight is V: 0 or 1.
+    pub vocab_axis: usize,
+    /// What may be held beyond operands and results; the operation's own choice where absent.
+    pub max_scratch_bytes: Option<u64>,
 }
 
 /// A program that JAX exported for one platform, with what its manifest says.
@@ -82,6 +102,10 @@ pub struct Exported {
     pub calling_convention_version: u32,
     /// The SHA-256 of the bytecode, in lower-case hexadecimal digits.
     pub sha256: String,
+    /// Of linear cross-entropy; none for operations over logits.
+    pub linear: Option<Linear>,
+    /// How it is cut, in words, where that is planned.
+    pub plan: Option<String>,
     /// The portable StableHLO bytecode.
     pub bytecode: Vec<u8>,
 }
@@ -155,7 +179,7 @@ impl Exported {
         };
         let Tile { time_block, block_size } = manifest.tile;
         for (name, extent) in [("time_block", time_block), ("block_size", block_size)] {
-            if extent == 0 {
+            if extent == Some(0) {
                 return Err(ErrorKind::Tile(name));
             }
         }
@@ -185,6 +209,8 @@ impl Exported {
             jax_version: manifest.jax_version,
             calling_convention_version: convention,
             sha256: found,
+            linear: manifest.linear,
+            plan: manifest.plan,
             bytecode,
         })
     }
@@ -277,7 +303,8 @@ mod tests {
         assert_eq!(exported.bytecode, BYTECODE);
         assert_eq!(exported.arguments[0], TensorType::new(&[16, 256], ElementType::Bf16));
         assert_eq!(exported.results[0], TensorType::new(&[], ElementType::F32));
-        assert_eq!(exported.tile, Tile { time_block: 8, block_size: 128 });
+        assert_eq!(exported.tile, Tile { time_block: Some(8), block_size: Some(128) });
+        assert_eq!((exported.linear, exported.plan), (None, None));
         assert_eq!((exported.platform.as_str(), exported.sha256.len()), ("tpu", 64));
         assert_eq!(exported.options["reduction"], "mean");
     }
@@ -326,6 +353,23 @@ mod tests {
         assert!(error.contains("has the sha256 "), "{error}");
         let error = Exported::load(Path::new("/nowhere/x.json")).unwrap_err().to_string();
         assert!(error.starts_with("/nowhere/x.json: cannot read it: "), "{error}");
+    }
+
+    #[test]
+    fn a_program_of_hidden_states_has_a_plan_and_may_leave_the_tile_open() {
+        let mut manifest = manifest();
+        manifest["tile"] = json!({"time_block": null, "block_size": null});
+        manifest["plan"] = json!("tokens: 16 at a time");
+        manifest["linear"] =
+            json!({"hidden": 8, "bias": true, "vocab_axis": 1, "max_scratch_bytes": null});
+        let exported = load(&manifest.to_string(), Some(BYTECODE)).unwrap();
+        assert_eq!(exported.tile, Tile { time_block: None, block_size: None });
+        assert_eq!(exported.plan.as_deref(), Some("tokens: 16 at a time"));
+        let linear = Linear { hidden: 8, bias: true, vocab_axis: 1, max_scratch_bytes: None };
+        assert_eq!(exported.linear, Some(linear));
+        manifest["linear"]["width"] = json!(8);
+        let error = load(&manifest.to_string(), Some(BYTECODE)).unwrap_err();
+        assert!(error.contains("unknown field `width`"), "{error}");
     }
 
     #[test]

@@ -10,7 +10,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_yaml::{Mapping, Value};
 use xentile::cross_entropy::{CrossEntropy, Reduction};
-use xentile::{DType, Tile};
+use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
+use xentile::{DType, LogitsShape, Tile};
+use xentile_programs::exported::Linear;
 
 /// The largest config read; the shipped ones are under 1 KiB.
 const MAX_BYTES: u64 = 1 << 20;
@@ -131,6 +133,51 @@ pub enum Op {
     /// Cross-entropy over logits.
     #[default]
     CrossEntropy,
+    /// Cross-entropy of hidden states against an output matrix.
+    LinearCrossEntropy,
+}
+
+/// What [`Op::LinearCrossEntropy`] is asked for, from the keys of a config; none for an operation over
+/// logits.
+///
+/// # Errors
+/// A key that the operation does not have, or a value out of range.
+pub(crate) fn linear(
+    op: Op,
+    hidden: Option<usize>,
+    bias: bool,
+    vocab_axis: Option<usize>,
+    max_scratch_bytes: Option<u64>,
+) -> Result<Option<Linear>> {
+    if op == Op::CrossEntropy {
+        for (name, is_set) in [
+            ("hidden", hidden.is_some()),
+            ("bias", bias),
+            ("vocab_axis", vocab_axis.is_some()),
+            ("max_scratch_bytes", max_scratch_bytes.is_some()),
+        ] {
+            ensure!(!is_set, "{name} is set; op cross_entropy has none, linear_cross_entropy has");
+        }
+        return Ok(None);
+    }
+    let Some(hidden) = hidden else {
+        bail!("op linear_cross_entropy needs hidden: the number of columns of hidden states");
+    };
+    ensure!(hidden >= 1, "hidden is 0; it must be at least 1");
+    let vocab_axis = vocab_axis.unwrap_or(0);
+    VocabAxis::try_from(vocab_axis)?;
+    Ok(Some(Linear { hidden, bias, vocab_axis, max_scratch_bytes }))
+}
+
+/// The shape of hidden states and weight, whose logits have the shape `logits`.
+///
+/// # Errors
+/// More elements than memory can address.
+pub(crate) fn linear_shape(logits: LogitsShape, linear: Linear) -> Result<LinearShape> {
+    let axis = VocabAxis::try_from(linear.vocab_axis)?;
+    let hidden = [logits.tokens(), linear.hidden];
+    let weight = axis.weight(logits.vocab(), linear.hidden);
+    Ok(LinearShape::new(hidden, weight, Some(axis))?)
 }
 
 /// Where it is computed.

@@ -8,6 +8,7 @@
 
 mod compare;
 mod kernels;
+mod linear;
 mod program;
 mod report;
 
@@ -23,6 +24,7 @@ use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
 use xentile::{DType, Element, Labels, LogitsShape};
 use xentile_cpu::cross_entropy::Reduce;
 use xentile_programs::Exported;
+use xentile_programs::exported::Linear;
 
 use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
 use crate::input::file::Mapped;
@@ -50,7 +52,20 @@ pub struct Config {
     pub implementation: Implementation,
     /// `[batch, seq_len, vocab]`; may be absent where a file tells.
     pub shape: Option<Shape>,
-    /// The dtype of logits and dlogits.
+    /// D, columns of hidden states: of linear cross-entropy, as are the next three. May be absent
+    /// where a file tells.
+    #[serde(default)]
+    pub hidden: Option<usize>,
+    /// Whether there is a bias.
+    #[serde(default)]
+    pub bias: bool,
+    /// Which axis of the weight is V: 0, the default, or 1.
+    #[serde(default)]
+    pub vocab_axis: Option<usize>,
+    /// What may be held beyond operands and results; the operation's own choice where absent.
+    #[serde(default)]
+    pub max_scratch_bytes: Option<u64>,
+    /// The dtype of logits, or of hidden states and weight, and of their gradients.
     #[serde(deserialize_with = "config::dtype", serialize_with = "config::dtype_name")]
     pub dtype: DType,
     /// The tile; the tuned one where absent.
@@ -122,6 +137,12 @@ pub struct Tolerances {
     pub dlogits_cotangent: Option<f64>,
     /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
     pub dlogits_equal: Option<f64>,
+    /// Linear cross-entropy: what a sum of n products in f32 may be off by, in sqrt(n) units of
+    /// rounding of the sum of their magnitudes. Default 1.
+    pub sum_roundings: Option<f64>,
+    /// Linear cross-entropy: error of a whole gradient relative to it, in units of rounding of the
+    /// dtype and norms of all entries. Default 2, for f32 32.
+    pub gradient_roundings: Option<f64>,
 }
 
 /// [`Tolerances`] with every default filled in.
@@ -135,10 +156,25 @@ pub struct Limits {
     pub dlogits_cotangent: f64,
     /// See [`Tolerances::dlogits_equal`].
     pub dlogits_equal: f64,
+    /// See [`Tolerances::sum_roundings`].
+    pub sum_roundings: f64,
+    /// See [`Tolerances::gradient_roundings`].
+    pub gradient_roundings: f64,
 }
 
 impl Tolerances {
-    fn resolve(self, dtype: DType, softcap: Option<f64>) -> Result<Limits> {
+    fn resolve(self, op: Op, dtype: DType, softcap: Option<f64>) -> Result<Limits> {
+        for (name, of, is_set) in [
+            ("dlogits_equal", Op::CrossEntropy, self.dlogits_equal.is_some()),
+            ("sum_roundings", Op::LinearCrossEntropy, self.sum_roundings.is_some()),
+            ("gradient_roundings", Op::LinearCrossEntropy, self.gradient_roundings.is_some()),
+        ] {
+            let (of, name_of_op) = (microbench::name(&of), microbench::name(&op));
+            ensure!(
+                !is_set || of == name_of_op,
+                "tolerances.{name} is set; op {name_of_op} has none, {of} has"
+            );
+        }
         let is_f32 = dtype == DType::F32;
         // Only f32 is fine enough to show that exp is up to 3 units in the last place off, once in
         // the sum and once in the gradient, and that a capped logit is a few off, which exp turns
@@ -149,17 +185,52 @@ impl Tolerances {
             dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
             dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
             dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
+            sum_roundings: self.sum_roundings.unwrap_or(1.0),
+            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 2.0 }),
         };
         let all = [
             ("forward_rel", limits.forward_rel),
             ("dlogits_ulp", limits.dlogits_ulp),
             ("dlogits_cotangent", limits.dlogits_cotangent),
             ("dlogits_equal", limits.dlogits_equal),
+            ("sum_roundings", limits.sum_roundings),
+            ("gradient_roundings", limits.gradient_roundings),
         ];
         for (name, value) in all {
             ensure!(value >= 0.0, "tolerances.{name} is {value}; it must be at least 0");
         }
         Ok(limits)
+    }
+}
+
+impl Config {
+    /// What is asked of linear cross-entropy; none for an operation over logits.
+    fn linear(&self) -> Result<Option<Linear>> {
+        let Self { op, hidden, bias, vocab_axis, max_scratch_bytes, .. } = *self;
+        config::linear(op, hidden, bias, vocab_axis, max_scratch_bytes)
+    }
+
+    /// The shape of made-up input.
+    fn synthetic_shape(&self) -> Result<Shape> {
+        let Some(shape) = self.shape else {
+            bail!("synthetic input needs shape: {{batch: .., seq_len: .., vocab: ..}}");
+        };
+        check_shape(shape)?;
+        Ok(shape)
+    }
+
+    /// The shape `found` in a file, held against what the config says.
+    fn agree(&self, found: Shape) -> Result<Shape> {
+        if let Some(expected) = self.shape {
+            ensure!(
+                expected == found,
+                "it holds {} and the config asks for {}; drop `shape` or mend it",
+                describe(found),
+                describe(expected)
+            );
+        }
+        check_shape(found)?;
+        Ok(found)
     }
 }
 
@@ -213,17 +284,27 @@ pub fn run(config: &Config) -> Result<Report> {
 
 fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Report> {
     let options = config.options.cross_entropy()?;
-    let limits = config.tolerances.resolve(config.dtype, options.softcap)?;
+    let limits = config.tolerances.resolve(config.op, config.dtype, options.softcap)?;
     ensure!(config.cotangent.is_finite(), "cotangent is {}; it must be finite", config.cotangent);
     let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
     config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
     program::check_choices(config)?;
+    match config.op {
+        Op::CrossEntropy => of_logits::<E>(config, options, limits),
+        Op::LinearCrossEntropy => linear::run::<E>(config, options, limits),
+    }
+}
+
+fn of_logits<E: Element + Pod + pjrt_client::Element>(
+    config: &Config,
+    options: CrossEntropy,
+    limits: Limits,
+) -> Result<Report> {
+    // For what it refuses.
+    _ = config.linear()?;
     match &config.input {
         Input::Synthetic(synthetic) => {
-            let Some(shape) = config.shape else {
-                bail!("synthetic input needs shape: {{batch: .., seq_len: .., vocab: ..}}");
-            };
-            check_shape(shape)?;
+            let shape = config.synthetic_shape()?;
             synthetic.validate().context("input.synthetic")?;
             memory::require(needed_bytes(shape, config, true), REMEDY)?;
             let rows = predicting_rows(shape.batch, shape.seq_len);
@@ -237,17 +318,7 @@ fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Re
             let in_file = || format!("input file {}", path.display());
             let mapped = Mapped::open(path)?;
             let tensors = mapped.tensors().with_context(in_file)?;
-            let shape = tensors.shape();
-            if let Some(expected) = config.shape {
-                ensure!(
-                    expected == shape,
-                    "{}: it holds {} and the config asks for {}; drop `shape` or mend it",
-                    in_file(),
-                    describe(shape),
-                    describe(expected)
-                );
-            }
-            check_shape(shape).with_context(in_file)?;
+            let shape = config.agree(tensors.shape()).with_context(in_file)?;
             let own = tensors.needed_bytes(config.dtype);
             let outputs = needed_bytes(shape, config, false);
             let needed = own.zip(outputs).and_then(|(a, b)| a.checked_add(b));
@@ -302,7 +373,7 @@ fn check<E: Element + Pod + pjrt_client::Element>(
     let problem_shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
     let labels = Labels::from(tokens.labels.as_slice());
     options.check_labels(labels, problem_shape)?;
-    let subject = match Program::open(config, tokens)? {
+    let subject = match Program::of_logits(config, tokens)? {
         Some(program) => Subject::Program(Box::new(program)),
         None => Subject::Kernels(kernels::open(config, options, tokens)?),
     };
@@ -393,14 +464,17 @@ impl<E: Element + pjrt_client::Element> Run<'_, E> {
         if let Some(reduction) = self.config.options.reduction.reduction() {
             let reference = self.reference();
             self.reduced(reduction, &reference, &mut |reduce, dlogits| {
-                program.value_and_grad(reduce, dlogits)
+                let (loss, gradients) = program.value_and_grad(reduce.weights)?;
+                gradients[0].copy_to(dlogits)?;
+                Ok(loss)
             })?;
             self.report.leave_out(&["fwd/", "recompute/"], "a program of value_and_grad");
             return Ok(());
         }
         compare::poison(&mut self.dlogits);
         let (elapsed, result) = timed(|| {
-            program.forward_and_backward(&mut self.outputs, &self.cotangents, &mut self.dlogits)
+            let gradients = program.forward_and_backward(&mut self.outputs, &self.cotangents)?;
+            Ok::<_, anyhow::Error>(gradients[0].copy_to(&mut self.dlogits)?)
         });
         result?;
         let reference = self.reference();

@@ -1,6 +1,7 @@
 //! What a kernel is run on: made up from a seed, or mapped from a file.
 
 pub mod file;
+pub mod linear;
 pub mod synthetic;
 
 use std::borrow::Cow;

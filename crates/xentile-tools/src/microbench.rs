@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use xentile::{DType, LogitsShape};
 use xentile_cpu::Isa;
 use xentile_programs::Exported;
+use xentile_programs::exported::Linear;
 
 use crate::config::{Backend, Op, Options, ReductionConfig, TileConfig};
 use crate::estimate::Estimate;
@@ -73,7 +74,15 @@ pub struct Config {
     pub time: usize,
     /// V, vocabulary columns.
     pub vocab: usize,
-    /// The dtype of logits and of their gradient.
+    /// D, columns of hidden states: of linear cross-entropy, as are the next three.
+    pub hidden: Option<usize>,
+    /// Whether there is a bias.
+    pub bias: bool,
+    /// Which axis of the weight is V: 0, the default, or 1.
+    pub vocab_axis: Option<usize>,
+    /// What may be held beyond operands and results; the operation's own choice where absent.
+    pub max_scratch_bytes: Option<u64>,
+    /// The dtype of logits, or of hidden states and weight, and of their gradients.
     #[serde(
         deserialize_with = "crate::config::dtype",
         serialize_with = "crate::config::dtype_name"
@@ -120,6 +129,10 @@ impl Default for Config {
             implementation: Implementation::default(),
             time: 512,
             vocab: 151_643,
+            hidden: None,
+            bias: false,
+            vocab_axis: None,
+            max_scratch_bytes: None,
             dtype: DType::Bf16,
             tile: TileConfig::default(),
             iters: 20,
@@ -169,6 +182,13 @@ impl Config {
         let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
         self.backend.check_choices(plugin, self.cache.as_deref(), isa, self.threads)?;
         exported::check_choice(self.program.as_deref(), self.backend, self.implementation)?;
+        let linear = self.linear()?;
+        ensure!(
+            linear.is_none() || self.logits == Logits::Random,
+            "logits is {}; op {} makes random ones",
+            name(&self.logits),
+            name(&self.op)
+        );
         if let Some(topology) = &self.topology {
             ensure!(
                 self.backend == Backend::XlaTpu,
@@ -180,6 +200,16 @@ impl Config {
             return Ok(());
         }
         let elements = self.shape()?.elements() as u64;
+        if let Some(Linear { hidden, .. }) = linear {
+            // Both arrays and their gradients, here and on the device; logits where they are held.
+            let rows = (self.time as u64).checked_add(self.vocab as u64);
+            let arrays = rows.and_then(|rows| rows.checked_mul(hidden as u64));
+            let arrays = arrays.and_then(|n| n.checked_mul(4 * self.dtype.size_bytes() as u64));
+            let is_dense = self.implementation == Implementation::Reference;
+            let logits = if is_dense { elements.checked_mul(8) } else { Some(0) };
+            let needed = arrays.zip(logits).and_then(|(a, b)| a.checked_add(b));
+            return memory::require(needed, "lower time, vocab or hidden");
+        }
         let width = match self.implementation {
             Implementation::Kernel => 2 * self.dtype.size_bytes(),
             Implementation::Reference => 2 * self.dtype.size_bytes() + size_of::<f32>(),
@@ -199,20 +229,34 @@ impl Config {
     /// What a config with a program leaves out, as the program has it.
     ///
     /// # Errors
-    /// The program's first argument is no matrix of logits.
+    /// The program's first argument is no matrix of logits or hidden states.
     pub fn base(exported: &Exported) -> Result<serde_yaml::Value> {
-        let logits = exported.arguments.first().context("the program takes no arguments")?;
-        let [time, vocab] = logits.dims[..] else {
-            bail!("the program's first argument is {logits}; it must be logits [T, V]");
+        let first = exported.arguments.first().context("the program takes no arguments")?;
+        let second = exported.arguments.get(1);
+        let (what, vocab) = match exported.linear {
+            None => ("logits [T, V]", first.dims.get(1)),
+            Some(Linear { vocab_axis, .. }) => {
+                let weight =
+                    second.context("the program takes one argument; it must take weight")?;
+                ("hidden [T, D]", weight.dims.get(vocab_axis))
+            }
         };
-        Ok(serde_yaml::to_value(serde_json::json!({
+        let ([time, _], Some(vocab)) = (&first.dims[..], vocab) else {
+            bail!("the program's first argument is {first}; it must be {what}");
+        };
+        let mut base = serde_json::json!({
             "op": exported.op,
             "backend": format!("xla:{}", exported.platform),
             "time": time,
             "vocab": vocab,
-            "dtype": logits.element.to_string(),
+            "dtype": first.element.to_string(),
             "options": exported.options,
-        }))?)
+        });
+        if let (Some(linear), Some(base)) = (exported.linear, base.as_object_mut()) {
+            let linear = serde_json::to_value(linear)?;
+            base.extend(linear.as_object().cloned().unwrap_or_default());
+        }
+        Ok(serde_yaml::to_value(base)?)
     }
 
     /// Whether the backend completes a step before it takes another.
@@ -229,6 +273,15 @@ impl Config {
 
     fn shape(&self) -> Result<LogitsShape> {
         Ok(LogitsShape::new(self.time, self.vocab)?)
+    }
+
+    /// What is asked of linear cross-entropy; none for an operation over logits.
+    ///
+    /// # Errors
+    /// A key that the operation does not have, or a value out of range.
+    fn linear(&self) -> Result<Option<Linear>> {
+        let Self { op, hidden, bias, vocab_axis, max_scratch_bytes, .. } = *self;
+        crate::config::linear(op, hidden, bias, vocab_axis, max_scratch_bytes)
     }
 
     fn isa(&self) -> Result<Isa> {
@@ -266,7 +319,8 @@ trait Subject {
     fn loss(&self) -> Result<f64>;
 
     /// Copies as many bytes as logits have in each way that the backend knows, `count` times where
-    /// it takes work ahead, and gives the seconds that one copy took in each.
+    /// it takes work ahead, and gives the seconds that one copy took in each; nothing where there are
+    /// no logits.
     fn time_copies(&mut self, count: usize) -> Vec<f64>;
 
     /// How it runs.
@@ -300,20 +354,28 @@ pub struct ExportedBy {
     pub sha256: String,
     /// The version of JAX that exported it.
     pub jax_version: String,
+    /// How it is cut, in words, where that is planned.
+    pub plan: Option<String>,
 }
 
 impl From<&Exported> for ExportedBy {
     fn from(exported: &Exported) -> Self {
-        Self { sha256: exported.sha256.clone(), jax_version: exported.jax_version.clone() }
+        Self {
+            sha256: exported.sha256.clone(),
+            jax_version: exported.jax_version.clone(),
+            plan: exported.plan.clone(),
+        }
     }
 }
 
 fn prepare(config: &Config) -> Result<Box<dyn Subject>> {
     match (config.op, config.backend) {
         (Op::CrossEntropy, Backend::Cpu) => cpu::cross_entropy(config),
-        (Op::CrossEntropy, Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu) => {
-            xla::cross_entropy(config)
-        }
+        (Op::LinearCrossEntropy, Backend::Cpu) => bail!(
+            "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set \
+             backend to xla:cpu"
+        ),
+        (_, Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu) => xla::subject(config),
     }
 }
 
@@ -331,7 +393,9 @@ pub struct Report {
     pub time: usize,
     /// V.
     pub vocab: usize,
-    /// Of logits and their gradient.
+    /// D, where logits are made of hidden states.
+    pub hidden: Option<usize>,
+    /// Of logits, or of hidden states and weight, and of their gradients.
     pub dtype: &'static str,
     /// Tokens a tile; none where the program has no tiles, or where its kernel chose.
     pub time_block: Option<usize>,
@@ -374,7 +438,8 @@ pub struct Report {
     /// Standard deviation of a step.
     pub std_step_ms: Option<f64>,
     /// Reading as many bytes as logits have and writing them elsewhere: the median of copies made
-    /// before and after the timed steps, in the quickest way.
+    /// before and after the timed steps, in the quickest way. None, as are the next three, where
+    /// logits are made of hidden states.
     pub copy_ms: Option<f64>,
     /// `median_step_ms / copy_ms`.
     pub ratio_to_copy: Option<f64>,
@@ -382,6 +447,9 @@ pub struct Report {
     pub gb_per_s: Option<f64>,
     /// The same bytes over `copy_ms`.
     pub copy_gb_per_s: Option<f64>,
+    /// Operations of three products of T x D x V, the fewest there can be, over `median_step_ms`, in
+    /// 1e9 a second; none where there are no hidden states.
+    pub gflop_per_s: Option<f64>,
     /// The scalar loss: reduced, or where nothing reduces it the sum over tokens of cotangent x loss.
     pub loss: Option<f64>,
     /// When the inputs were made and nothing had run.
@@ -484,7 +552,8 @@ struct Run {
     first_run_s: f64,
     loss: f64,
     steps: Statistics,
-    copy_s: f64,
+    /// None where there is nothing to compare with.
+    copy_s: Option<f64>,
     mem_after_alloc: AfterAlloc,
     mem_after_run: AfterRun,
 }
@@ -496,15 +565,19 @@ struct Run {
 pub fn run(config: &Config) -> Result<Report> {
     config.validate()?;
     let machine = Machine::current();
-    let found = match (&config.topology, config.op) {
-        (None, _) => measure(config)?,
-        (Some(topology), Op::CrossEntropy) => xla::compile_for(topology, config)?,
+    let found = match &config.topology {
+        None => measure(config)?,
+        Some(topology) => xla::compile_for(topology, config)?,
     };
     let Found { setup, compile_s, from_cache, compiled, schedule, estimate, run } = found;
     let Setup { tile, threads, isa, plugin, exported } = setup;
     let run = run.as_ref();
     let milliseconds = |seconds: fn(&Run) -> f64| run.map(|run| seconds(run) * 1e3);
-    let bytes = (2 * config.shape()?.elements() * config.dtype.size_bytes()) as f64;
+    let elements = config.shape()?.elements();
+    let bytes = (2 * elements * config.dtype.size_bytes()) as f64;
+    // Logits that nobody holds are not moved.
+    let over_logits = run.filter(|_| config.hidden.is_none());
+    let flop = config.hidden.map(|hidden| 6.0 * elements as f64 * hidden as f64);
     let mem_after_alloc = run.map(|run| run.mem_after_alloc).unwrap_or_default();
     let mem_after_run = run.map(|run| run.mem_after_run).unwrap_or_default();
     Ok(Report {
@@ -513,6 +586,7 @@ pub fn run(config: &Config) -> Result<Report> {
         implementation: config.implementation,
         time: config.time,
         vocab: config.vocab,
+        hidden: config.hidden,
         dtype: config.dtype.name(),
         time_block: tile.and_then(|tile| tile.time_block),
         block_size: tile.and_then(|tile| tile.block_size),
@@ -533,10 +607,11 @@ pub fn run(config: &Config) -> Result<Report> {
         median_step_ms: milliseconds(|run| run.steps.median),
         min_step_ms: milliseconds(|run| run.steps.min),
         std_step_ms: milliseconds(|run| run.steps.deviation),
-        copy_ms: milliseconds(|run| run.copy_s),
-        ratio_to_copy: run.map(|run| run.steps.median / run.copy_s),
-        gb_per_s: run.map(|run| bytes / run.steps.median / 1e9),
-        copy_gb_per_s: run.map(|run| bytes / run.copy_s / 1e9),
+        copy_ms: run.and_then(|run| Some(run.copy_s? * 1e3)),
+        ratio_to_copy: run.and_then(|run| Some(run.steps.median / run.copy_s?)),
+        gb_per_s: over_logits.map(|run| bytes / run.steps.median / 1e9),
+        copy_gb_per_s: run.and_then(|run| Some(bytes / run.copy_s? / 1e9)),
+        gflop_per_s: run.and_then(|run| Some(flop? / run.steps.median / 1e9)),
         loss: run.map(|run| run.loss),
         mem_after_alloc,
         mem_after_run,
@@ -587,7 +662,7 @@ fn measure(config: &Config) -> Result<Found> {
     let compiled = subject.compiled_memory();
     let ways = 0..copies[0].len();
     let medians = ways.map(|way| Statistics::new(copies.iter().map(|copy| copy[way])).median);
-    let copy_s = medians.fold(f64::INFINITY, f64::min);
+    let copy_s = medians.reduce(f64::min);
     let steps = Statistics::new(steps);
     Ok(Found {
         setup: subject.setup(),
@@ -647,7 +722,13 @@ impl fmt::Display for Report {
         let mut line = |name: &str, value: String| writeln!(f, "{name:<15} {value}");
         line("operation", what)?;
         line("implementation", program.to_owned())?;
-        line("logits", format!("[{}, {}] {}", self.time, self.vocab, self.dtype))?;
+        match self.config.hidden {
+            None => line("logits", format!("[{}, {}] {}", self.time, self.vocab, self.dtype))?,
+            Some(hidden) => line(
+                "hidden states",
+                format!("[{}, {hidden}] {}, a vocabulary of {}", self.time, self.dtype, self.vocab),
+            )?,
+        }
         if self.implementation == Implementation::Kernel {
             let tile = TileConfig { time_block: self.time_block, block_size: self.block_size };
             line("tile", tile.to_string())?;
@@ -666,6 +747,9 @@ impl fmt::Display for Report {
                 "program",
                 format!("exported by jax {}, sha256 {}", exported.jax_version, exported.sha256),
             )?;
+            if let Some(plan) = &exported.plan {
+                line("plan", plan.clone())?;
+            }
         }
         match &self.topology {
             None => line("runs on", runs_on.join(", "))?,
@@ -787,22 +871,27 @@ impl Report {
                 }
             ),
         )?;
-        line(
-            "copy",
-            format!(
-                "{} ms; a step is {} copies",
-                figure(self.copy_ms, 3),
-                figure(self.ratio_to_copy, 2)
-            ),
-        )?;
-        line(
-            "throughput",
-            format!(
-                "{} GB/s; the copy {} GB/s",
-                figure(self.gb_per_s, 2),
-                figure(self.copy_gb_per_s, 2)
-            ),
-        )?;
+        if self.gflop_per_s.is_some() {
+            let figure = figure(self.gflop_per_s, 1);
+            line("throughput", format!("{figure} GFLOP/s of the three products that it takes"))?;
+        } else {
+            line(
+                "copy",
+                format!(
+                    "{} ms; a step is {} copies",
+                    figure(self.copy_ms, 3),
+                    figure(self.ratio_to_copy, 2)
+                ),
+            )?;
+            line(
+                "throughput",
+                format!(
+                    "{} GB/s; the copy {} GB/s",
+                    figure(self.gb_per_s, 2),
+                    figure(self.copy_gb_per_s, 2)
+                ),
+            )?;
+        }
         line(
             "memory",
             format!(

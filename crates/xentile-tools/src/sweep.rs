@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use xentile::TunedTile;
 
 use crate::cli;
-use crate::config::{self, TileConfig};
+use crate::config::{self, Op, TileConfig};
 use crate::draft::{Draft, write_whole};
 use crate::estimate::Binds;
 use crate::machine::Machine;
@@ -67,6 +67,11 @@ impl Config {
             self.cell.implementation == Implementation::Kernel,
             "cell.impl is {}, which has no tile; set it to kernel",
             name(&self.cell.implementation)
+        );
+        ensure!(
+            self.cell.op == Op::CrossEntropy,
+            "cell.op is {}; a sweep is of the tile of cross_entropy",
+            name(&self.cell.op)
         );
         self.cell.validate().context("cell")?;
         if self.update_tuned {

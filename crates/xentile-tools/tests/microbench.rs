@@ -235,6 +235,9 @@ fn shipped_configs_are_valid() {
     let mut count = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
+        if path.to_str().unwrap().contains("linear") {
+            continue; // its program comes from JAX: tests/linear.rs
+        }
         let here = ["--backend", "cpu", "--set", "topology=null"];
         let config = [&["--config", path.to_str().unwrap()][..], &here].concat();
         let output = microbench(&[&SMALL[..], &config].concat());

@@ -665,3 +665,18 @@ fn estimates_beside_what_was_measured() {
     let ratio = (first.0 - last.0) / (first.1 - last.1);
     assert!((0.85..1.15).contains(&ratio), "{ratio}");
 }
+
+#[test]
+#[ignore = "needs libtpu in XENTILE_PJRT_TPU, and a python with JAX"]
+fn linear_cross_entropy_compiles_without_its_logits() {
+    let cache = tempfile::tempdir().unwrap();
+    // More logits than the chip's own memory holds.
+    let cell = ["--op", "linear_cross_entropy", "--time", "2048", "--vocab", "40000"];
+    let more = ["--cache", cache.path().to_str().unwrap(), "--set", "hidden=256"];
+    let report = measure(&[&AHEAD[..], &cell, &more].concat());
+    assert!(number(&report, "/compiled/temporary_bytes") < 1 << 20);
+    assert!(number(&report, "/schedule/bundles") > 0);
+    assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
+    let plan = report["exported"]["plan"].as_str().unwrap();
+    assert!(plan.starts_with("kernels: ") && plan.contains("4 products"), "{plan}");
+}

@@ -79,6 +79,12 @@ impl CrossEntropy {
         }
     }
 
+    /// `z`, under the cap where there is one.
+    #[must_use]
+    pub fn cap(&self, z: f64) -> f64 {
+        self.softcap.map_or(z, |c| c * (z / c).tanh())
+    }
+
     /// What `label` means for a token of `vocab` columns.
     #[must_use]
     pub fn target(&self, label: i64, vocab: usize) -> Target {

@@ -31,6 +31,39 @@ pub enum Error {
         /// The length that those axes give.
         expected: usize,
     },
+    /// An axis without extent.
+    #[error("axis {axis} of {name} is 0; it must be at least 1")]
+    EmptyAxis {
+        /// The argument.
+        name: &'static str,
+        /// The axis.
+        axis: usize,
+    },
+    /// Two axes that must have one extent and have two.
+    #[error("axis {axis} of {name} is {actual}; it must be {expected}, as axis {of_axis} of {of}")]
+    Axes {
+        /// The argument whose axis is taken for wrong.
+        name: &'static str,
+        /// That axis.
+        axis: usize,
+        /// Its extent.
+        actual: usize,
+        /// The argument that it is held against.
+        of: &'static str,
+        /// The axis of that.
+        of_axis: usize,
+        /// The extent of that.
+        expected: usize,
+    },
+    /// A square matrix that says nothing of what its axes are.
+    #[error(
+        "weight is [{extent}, {extent}], and either axis may be the vocabulary's; set vocab_axis to 0 \
+         for [V, D] or to 1 for [D, V]"
+    )]
+    VocabAxis {
+        /// V, and D.
+        extent: usize,
+    },
     /// A tile extent of zero.
     #[error("tile {name} is 0; it must be at least 1")]
     Tile {

@@ -1,5 +1,6 @@
 //! What an operation of xentile *is*, for every backend: problem shapes, the [`Tile`], options and
-//! their validation, typed errors, and the float64 [reference](cross_entropy::reference).
+//! their validation, typed errors, and the float64 references of [logits](cross_entropy::reference)
+//! and of [hidden states](linear_cross_entropy::reference).
 //!
 //! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); all of
 //! them answer to the contract written in [`cross_entropy`].
@@ -8,6 +9,7 @@ pub mod cross_entropy;
 mod dtype;
 mod error;
 mod labels;
+pub mod linear_cross_entropy;
 mod shape;
 mod tile;
 mod tuned;

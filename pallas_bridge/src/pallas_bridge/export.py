@@ -1,19 +1,21 @@
-"""Exports the TPU kernels for tools that run no Python.
+"""Exports programs for tools that run no Python: the TPU kernels, and linear cross-entropy.
 
     python -m pallas_bridge.export --config FILE [--out FOLDER]
 
 FILE is a config of `microbench`, or of its sweep: YAML (with PyYAML) or JSON, which is YAML too.
 For each tile that it names, FOLDER gets a program and its manifest, in the format of docs/pjrt.md,
-by the name that `program` has in the config (`tpu_{time_block}_{block_size}.json` without one).
-What is there already and was made by the same code of the same config is left.
+by the name that `program` has in the config (`tpu_{time_block}_{block_size}.json` without one, or
+with the platform that `backend` names in the place of `tpu`). What is there already and was made by
+the same code of the same config is left.
 """
 
 import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,22 @@ import jax.numpy as jnp
 from jax import export as jax_export
 from jax.sharding import use_abstract_mesh
 
-from pallas_bridge import cross_entropy, cross_entropy_per_token
-from pallas_bridge._src import pallas
-from pallas_bridge._src.compat import abstract_tpu, with_rows_in_order
+from pallas_bridge import (
+    cross_entropy,
+    cross_entropy_per_token,
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
+from pallas_bridge._src import library, pallas
+from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
 from pallas_bridge._src.cross_entropy import pallas_tpu
 
 MANIFEST_VERSION = 1
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-NAMES = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32"}
+# The platforms of each operation's programs, the default first.
+PLATFORMS = {"cross_entropy": ("tpu",), "linear_cross_entropy": ("tpu", "cpu", "cuda")}
 # As libtpu names the first part of a topology.
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "softcap")
@@ -40,9 +50,23 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One program: a problem and its tile."""
+class Linear:
+    """What a config says of hidden states and what they are multiplied with."""
 
+    hidden: int
+    bias: bool
+    vocab_axis: int
+    max_scratch_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program: a problem, its platform and its tile."""
+
+    op: str
+    platform: str
+    # Of `implementation`, where the platform has more than one.
+    is_dense: bool
     tokens: int
     vocab: int
     dtype: str
@@ -50,9 +74,24 @@ class Cell:
     time_block: int | None
     block_size: int | None
     options: Mapping[str, Any]
+    # None for an operation over logits.
+    linear: Linear | None
     # Of device, or None for a program that fits every TPU.
     kind: str | None
     path: Path
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a program is of: arrays that have a gradient, and functions of these."""
+
+    arrays: Sequence[jax.ShapeDtypeStruct]
+    # Of arrays, labels and weights, which may be None.
+    reduced: Callable[[Sequence[Any], Any, Any], Any]
+    # Of arrays and labels.
+    per_token: Callable[[Sequence[Any], Any], Any]
+    # How it is cut, if that is planned.
+    plan: str | None = None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -95,45 +134,74 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
     def extents(many: str, one: str) -> list[int | None]:
         found = config.get(many) or [tile.get(one)]
         for extent in found:
-            if extent is None:
-                continue
-            if not isinstance(extent, int) or isinstance(extent, bool) or extent < 1:
-                raise ConfigError(
-                    f"{one} is {extent!r}; it must be an integer of at least 1, in tile.{one} or, "
-                    f"for a sweep, in {many}"
-                )
+            if extent is not None:
+                _check_extent(one, extent, f", in tile.{one} or, for a sweep, in {many}")
         return list(found)
 
-    if (op := cell.get("op", "cross_entropy")) != "cross_entropy":
-        raise ConfigError(f"op is {op!r}; it must be 'cross_entropy'")
+    op = cell.get("op", "cross_entropy")
+    if op not in PLATFORMS:
+        raise ConfigError(f"op is {op!r}; it must be one of {', '.join(PLATFORMS)}")
+    backend = cell.get("backend", f"xla:{PLATFORMS[op][0]}")
+    platform = str(backend).removeprefix("xla:")
+    if platform not in PLATFORMS[op]:
+        choices = ", ".join(f"xla:{platform}" for platform in PLATFORMS[op])
+        raise ConfigError(f"backend is {backend!r}; {op} is exported for {choices}")
     dtype = cell.get("dtype", "bf16")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; on TPU it must be one of {', '.join(DTYPES)}")
+    dtypes = [name for name in DTYPES if platform != "tpu" or name != "f16"]
+    if dtype not in dtypes:
+        where = "TPU" if platform == "tpu" else backend
+        raise ConfigError(f"dtype is {dtype!r}; on {where} it must be one of {', '.join(dtypes)}")
     topology = cell.get("topology")
     generation = None if topology is None else str(topology).partition(":")[0]
     if generation is not None and generation not in KINDS:
         raise ConfigError(f"topology is {topology}; there are kernels for {', '.join(KINDS)}")
-    pattern = Path(cell.get("program") or "tpu_{time_block}_{block_size}.json").name
+    default = f"{platform}_{{time_block}}_{{block_size}}.json"
+    pattern = Path(cell.get("program") or default).name
     for time_block in extents("time_blocks", "time_block"):
         for block_size in extents("block_sizes", "block_size"):
             name = pattern.replace("{time_block}", str(time_block or "default"))
             yield Cell(
+                op=op,
+                platform=platform,
+                is_dense=op == "linear_cross_entropy" and cell.get("impl") == "reference",
                 tokens=int(cell.get("time", 512)),
                 vocab=int(cell.get("vocab", 151_643)),
                 dtype=dtype,
                 time_block=time_block,
                 block_size=block_size,
                 options=cell.get("options") or {},
+                linear=_linear(cell) if op == "linear_cross_entropy" else None,
                 kind=None if generation is None else KINDS[generation],
                 path=folder / name.replace("{block_size}", str(block_size or "default")),
             )
 
 
-def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct]]:
-    """Returns the name of a cell's program, its function, and the types of its arguments.
+def _check_extent(name: str, extent: Any, where: str = "") -> None:
+    if not isinstance(extent, int) or isinstance(extent, bool) or extent < 1:
+        raise ConfigError(f"{name} is {extent!r}; it must be an integer of at least 1{where}")
+
+
+def _linear(cell: Mapping[str, Any]) -> Linear:
+    _check_extent("hidden", cell.get("hidden"))
+    vocab_axis = cell.get("vocab_axis") or 0
+    if vocab_axis not in (0, 1):
+        raise ConfigError(
+            f"vocab_axis is {vocab_axis!r}; it must be 0 for a weight [V, D] or 1 for [D, V]"
+        )
+    return Linear(
+        hidden=cell["hidden"],
+        bias=bool(cell.get("bias")),
+        vocab_axis=vocab_axis,
+        max_scratch_bytes=cell.get("max_scratch_bytes"),
+    )
+
+
+def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct], str | None]:
+    """Returns a cell's program: its name, function, types of arguments, and plan if it has one.
 
     Raises:
         ConfigError: an option that is not known.
+        ValueError: a budget below the least.
     """
     options = dict(cell.options)
     reduction, weights = options.pop("reduction", "mean"), options.pop("weights", "none")
@@ -142,41 +210,101 @@ def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct]]:
         raise ConfigError(f"unknown key options.{unknown[0]}; the options are {known}")
     if reduction not in ("none", "mean", "sum"):
         raise ConfigError(f"options.reduction is {reduction!r}; it must be none, mean or sum")
-    keywords: dict[str, Any] = {
-        **options,
-        "time_block": cell.time_block,
-        "block_size": cell.block_size,
-        "implementation": "pallas",
-    }
-    logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
+    keywords = {**options, "time_block": cell.time_block, "block_size": cell.block_size}
+    if cell.linear is None:
+        operation = _cross_entropy(cell, reduction, keywords)
+    else:
+        operation = _linear_cross_entropy(cell, cell.linear, reduction, keywords)
+    count = len(operation.arrays)
     labels = jax.ShapeDtypeStruct((cell.tokens,), jnp.int32)
     numbers = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
     if reduction == "none":
 
-        def forward_and_backward(logits: Any, labels: Any, *cotangents: Any) -> Any:
-            outputs, pull = jax.vjp(
-                lambda x: cross_entropy_per_token(x, labels, return_lse=True, **keywords), logits
-            )
+        def forward_and_backward(*arguments: Any) -> Any:
+            arrays, labels, cotangents = arguments[:count], arguments[count], arguments[count + 1 :]
+            outputs, pull = jax.vjp(lambda *x: operation.per_token(x, labels), *arrays)
             return *outputs, *pull(cotangents)
 
-        return "forward_and_backward", forward_and_backward, [logits, labels, *[numbers] * 3]
+        arguments = [*operation.arrays, labels, *[numbers] * 3]
+        return "forward_and_backward", forward_and_backward, arguments, operation.plan
 
-    def value_and_grad(logits: Any, labels: Any, *weights: Any) -> Any:
-        given = weights[0] if weights else None
-        return jax.value_and_grad(
-            lambda x: cross_entropy(x, labels, weights=given, reduction=reduction, **keywords)
-        )(logits)
+    def value_and_grad(*arguments: Any) -> Any:
+        arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
+        loss, gradients = jax.value_and_grad(
+            lambda *x: operation.reduced(x, labels, given[0] if given else None),
+            tuple(range(count)),
+        )(*arrays)
+        return loss, *gradients
 
     more = [numbers] if weights == "random" else []
-    return "value_and_grad", value_and_grad, [logits, labels, *more]
+    return "value_and_grad", value_and_grad, [*operation.arrays, labels, *more], operation.plan
 
 
-def tile(cell: Cell) -> dict[str, int]:
-    """Returns the tile that a cell's kernels take.
+def _cross_entropy(cell: Cell, reduction: Any, options: dict[str, Any]) -> Operation:
+    options["implementation"] = "pallas"
+
+    def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
+        (logits,) = arrays
+        return cross_entropy(logits, labels, weights=weights, reduction=reduction, **options)
+
+    def per_token(arrays: Sequence[Any], labels: Any) -> Any:
+        (logits,) = arrays
+        return cross_entropy_per_token(logits, labels, return_lse=True, **options)
+
+    logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
+    return Operation([logits], reduced, per_token)
+
+
+def _linear_cross_entropy(
+    cell: Cell, linear: Linear, reduction: Any, options: dict[str, Any]
+) -> Operation:
+    """Arrays are hidden, weight, and bias if any."""
+    dtype = DTYPES[cell.dtype]
+    weight = [cell.vocab, linear.hidden]
+    shapes = [(cell.tokens, linear.hidden), tuple(weight[:: 1 - 2 * linear.vocab_axis])]
+    if linear.bias:
+        shapes.append((cell.vocab,))
+    cut: dict[str, Any] = {
+        "vocab_axis": linear.vocab_axis,
+        "max_scratch_bytes": linear.max_scratch_bytes,
+    }
+    options |= {**cut, "implementation": "reference" if cell.is_dense else None}
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+    def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
+        hidden, weight, *bias = arrays
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias[0] if bias else None,
+            weights=weights,
+            reduction=reduction,
+            **options,
+        )
+
+    def per_token(arrays: Sequence[Any], labels: Any) -> Any:
+        hidden, weight, *bias = arrays
+        return linear_cross_entropy_per_token(
+            hidden, weight, labels, bias=bias[0] if bias else None, return_lse=True, **options
+        )
+
+    plan = None
+    if not cell.is_dense:
+        bias = arrays[2] if linear.bias else None
+        platform = cell.kind or cell.platform
+        plan = str(explain(*arrays[:2], bias=bias, reduction=reduction, platform=platform, **cut))
+    return Operation(arrays, reduced, per_token, plan)
+
+
+def tile(cell: Cell) -> dict[str, int | None]:
+    """Returns the tile that a cell's kernels take; None where they choose for where they run.
 
     Raises:
         ValueError: one that they do not take.
     """
+    if cell.linear is not None:
+        return {"time_block": cell.time_block, "block_size": cell.block_size}
     target = pallas.ANY if cell.kind is None else pallas.TARGETS[cell.kind]
     dtype = jnp.dtype(DTYPES[cell.dtype])
     wanted: Any = {"time_block": cell.time_block, "block_size": cell.block_size}
@@ -204,19 +332,32 @@ def write(cell: Cell) -> bool:
     program = cell.path.with_suffix(".mlirbc")
     if cell.path.exists() and program.exists() and stamp.exists() and stamp.read_text() == key:
         return False
-    name, function_, arguments = function(cell)
-    with use_abstract_mesh(abstract_tpu(cell.kind)):
-        exported = jax_export.export(jax.jit(function_, keep_unused=True), platforms=["tpu"])(
-            *arguments
-        )
-    bytecode = with_rows_in_order(exported.mlir_module_serialized)
+    name, function_, arguments, plan = function(cell)
+    is_tpu = cell.platform == "tpu"
+    # TPUs have no custom calls, and dense programs none anywhere.
+    targets = [] if is_tpu or cell.is_dense else library.require().targets
+    checks = [
+        jax_export.DisabledSafetyCheck.custom_call(target)
+        for target in sorted({row.target for row in targets})
+    ]
+    with use_abstract_mesh(abstract_tpu(cell.kind)) if is_tpu else nullcontext():
+        exported = jax_export.export(
+            jax.jit(function_, keep_unused=True),
+            platforms=[cell.platform],
+            disabled_checks=checks,
+        )(*arguments)
+    bytecode = exported.mlir_module_serialized
+    if is_tpu:
+        bytecode = with_rows_in_order(bytecode)
+    elif cell.platform == "cpu":
+        bytecode = for_oldest_plugin(bytecode)
     types = [
         [{"dtype": NAMES[str(aval.dtype)], "shape": list(aval.shape)} for aval in avals]
         for avals in (exported.in_avals, exported.out_avals)
     ]
     manifest = {
         "manifest_version": MANIFEST_VERSION,
-        "op": "cross_entropy",
+        "op": cell.op,
         "program": name,
         "file": program.name,
         "sha256": hashlib.sha256(bytecode).hexdigest(),
@@ -228,6 +369,8 @@ def write(cell: Cell) -> bool:
         "jax_version": jax.__version__,
         "calling_convention_version": exported.calling_convention_version,
     }
+    if cell.linear is not None:
+        manifest |= {"linear": asdict(cell.linear), "plan": plan}
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     program.write_bytes(bytecode)
     cell.path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -236,8 +379,9 @@ def write(cell: Cell) -> bool:
 
 
 def _key(cell: Cell) -> str:
-    """What a program is made of: the config, JAX, and the code of this package."""
-    digest = hashlib.sha256(repr((cell, jax.__version__)).encode())
+    """What a program is made of: the config, JAX and its precision, and this package's code."""
+    precision = jax.config.values["jax_default_matmul_precision"]
+    digest = hashlib.sha256(repr((cell, jax.__version__, precision)).encode())
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -256,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         for cell in cells(config, folder):
             new = write(cell)
             print(f"{cell.path}: {'written' if new else 'there already'}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, library.LibraryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -52,22 +52,26 @@ pub(super) struct Problem<'a, E: Clone> {
 
 /// The largest of a figure so far, and where. A NaN is larger than every number.
 #[derive(Clone, Copy, Debug, Default)]
-struct Worst {
-    value: f64,
-    place: Option<Place>,
+pub(super) struct Worst {
+    pub(super) value: f64,
+    pub(super) place: Option<Place>,
 }
 
 impl Worst {
     fn see(&mut self, value: f64, token: usize, column: Option<usize>) {
+        self.see_at(value, Place { token: Some(token), column, hidden: None });
+    }
+
+    pub(super) fn see_at(&mut self, value: f64, place: Place) {
         // Once NaN, no number replaces it.
         if value > self.value || value.is_nan() && !self.value.is_nan() {
-            *self = Self { value, place: Some(Place { token, column }) };
+            *self = Self { value, place: Some(place) };
         }
     }
 
     fn merge(mut self, other: Self) -> Self {
-        if let Some(Place { token, column }) = other.place {
-            self.see(other.value, token, column);
+        if let Some(place) = other.place {
+            self.see_at(other.value, place);
         }
         self
     }
@@ -75,7 +79,7 @@ impl Worst {
 
 /// The distance of two figures; 0 where both are NaN or the same infinity, infinite where only one
 /// of them is finite.
-fn distance(actual: f64, expected: f64) -> f64 {
+pub(super) fn distance(actual: f64, expected: f64) -> f64 {
     if actual == expected || actual.is_nan() && expected.is_nan() {
         0.0
     } else if actual.is_finite() && expected.is_finite() {
@@ -274,11 +278,11 @@ mod tests {
         worst.see(1.0, 4, Some(2));
         worst.see(0.5, 5, Some(3));
         let place = |worst: Worst| worst.place.map(|place| (place.token, place.column));
-        assert_eq!((worst.value, place(worst)), (1.0, Some((4, Some(2)))));
+        assert_eq!((worst.value, place(worst)), (1.0, Some((Some(4), Some(2)))));
         worst.see(f64::NAN, 6, None);
         worst.see(f64::INFINITY, 7, None);
         assert!(worst.value.is_nan());
-        assert_eq!(place(Worst::default().merge(worst)), Some((6, None)));
+        assert_eq!(place(Worst::default().merge(worst)), Some((Some(6), None)));
     }
 
     /// One entry two units in the last place off, or forgotten, among correct ones must be found,
@@ -294,6 +298,8 @@ mod tests {
             dlogits_ulp: 1.0,
             dlogits_cotangent: 2f64.powi(-23),
             dlogits_equal: 0.999,
+            sum_roundings: 0.0,
+            gradient_roundings: 0.0,
         };
         let problem = Problem { options: CrossEntropy::default(), tokens: &tokens, limits };
         let reference = problem.reference_forward();

@@ -6,6 +6,7 @@ use super::kernels::Setup;
 use serde_json::{Map, Value, json};
 
 use super::Config;
+use crate::config::TileConfig;
 use crate::machine::Machine;
 use crate::memory;
 use crate::microbench::{ExportedBy, Implementation};
@@ -13,10 +14,22 @@ use crate::microbench::{ExportedBy, Implementation};
 /// Where a figure is worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The token, counted over all sequences.
-    pub token: usize,
-    /// The vocabulary column, for figures of dlogits.
+    /// The token, counted over all sequences; none for figures of dweight and dbias.
+    pub token: Option<usize>,
+    /// The vocabulary column; none for figures of tokens and of dhidden.
     pub column: Option<usize>,
+    /// The column of hidden states, for figures of dhidden and dweight.
+    pub hidden: Option<usize>,
+}
+
+impl Place {
+    /// What there is of it, by name.
+    fn axes(self) -> impl Iterator<Item = (&'static str, usize)> {
+        let Self { token, column, hidden } = self;
+        [("token", token), ("column", column), ("hidden", hidden)]
+            .into_iter()
+            .filter_map(|(name, index)| Some((name, index?)))
+    }
 }
 
 /// A bound that a figure is judged by.
@@ -86,8 +99,11 @@ impl Report {
         let by = isa.map(str::to_owned).or_else(|| plugin.clone()).unwrap_or_default();
         let by = if by.is_empty() { by } else { format!(" ({by})") };
         let program = match (exported, config.implementation) {
-            (Some(ExportedBy { jax_version, .. }), _) => {
+            (Some(ExportedBy { jax_version, .. }), Implementation::Kernel) => {
                 format!(", program of JAX {jax_version},")
+            }
+            (Some(ExportedBy { jax_version, .. }), Implementation::Reference) => {
+                format!(", dense program of JAX {jax_version},")
             }
             (None, Implementation::Kernel) => String::new(),
             (None, Implementation::Reference) => ", dense program,".into(),
@@ -168,8 +184,9 @@ impl Report {
                 };
                 limits.insert(figure.name.clone(), bound);
             }
-            if let Some(Place { token, column }) = figure.place {
-                worst.insert(figure.name.clone(), json!({"token": token, "column": column}));
+            if let Some(place) = figure.place {
+                let axes = place.axes().map(|(name, index)| (name.to_owned(), json!(index)));
+                worst.insert(figure.name.clone(), axes.collect());
             }
         }
         map.extend(sections.map(|(name, section)| (name.to_owned(), Value::Object(section))));
@@ -181,14 +198,14 @@ impl Report {
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut text = format!("gradcheck: {}\n", self.title);
-        let tile = &self.setup["tile"];
-        _ = writeln!(
-            text,
-            "tile: time_block {}, block_size {}{}",
-            tile["time_block"],
-            tile["block_size"],
-            self.setup["threads"].as_u64().map_or(String::new(), |n| format!("; threads: {n}"))
-        );
+        let tile = serde_json::from_value::<Option<TileConfig>>(self.setup["tile"].clone());
+        let tile = tile.ok().flatten().map_or("none".to_owned(), |tile| tile.to_string());
+        let threads = self.setup["threads"].as_u64();
+        let threads = threads.map_or(String::new(), |threads| format!("; threads: {threads}"));
+        _ = writeln!(text, "tile: {tile}{threads}");
+        if let Some(plan) = self.setup["exported"]["plan"].as_str() {
+            _ = writeln!(text, "plan: {plan}");
+        }
         let width = self.figures.iter().map(|figure| figure.name.len()).max().unwrap_or(0);
         for figure in &self.figures {
             let Figure { name, value, .. } = figure;
@@ -208,12 +225,9 @@ impl Report {
             } else if figure.place.is_some() {
                 line.push_str(&" ".repeat(22));
             }
-            match figure.place {
-                Some(Place { token, column: Some(column) }) => {
-                    _ = write!(line, "  token {token}, column {column}");
-                }
-                Some(Place { token, column: None }) => _ = write!(line, "  token {token}"),
-                None => {}
+            if let Some(place) = figure.place {
+                let axes = place.axes().map(|(name, index)| format!("{name} {index}"));
+                _ = write!(line, "  {}", axes.collect::<Vec<_>>().join(", "));
             }
             text.push_str(line.trim_end());
             text.push('\n');

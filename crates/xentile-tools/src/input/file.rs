@@ -117,6 +117,37 @@ impl<'a> Tensors<'a> {
         Ok(Self { source, input_ids, shape: Shape { batch, seq_len, vocab } })
     }
 
+    /// D where the file has hidden states.
+    #[must_use]
+    pub fn width(&self) -> Option<usize> {
+        match &self.source {
+            Source::Logits(_) => None,
+            Source::Product { weight, .. } => weight.shape().get(1).copied(),
+        }
+    }
+
+    /// Hidden states `[T, D]` of rows that have a next token, the weight `[V, D]`, and labels, all
+    /// rounded to `E`.
+    ///
+    /// # Errors
+    /// The file holds logits.
+    pub fn hidden<E: Element>(&self) -> Result<(Vec<E>, Vec<E>, Vec<i64>)> {
+        let Source::Product { hidden, weight } = &self.source else {
+            bail!("it holds `logits`; linear_cross_entropy takes `hidden` and `weight`");
+        };
+        let rounded = |all: &[f32]| all.iter().map(|&x| E::from_f32(x)).collect();
+        let (all, width) = (widened(hidden)?, weight.shape()[1]);
+        let used = self.shape.seq_len.saturating_sub(1) * width;
+        let sequences = all.chunks((self.shape.seq_len * width).max(1));
+        let rows: Vec<f32> = sequences.flat_map(|sequence| &sequence[..used]).copied().collect();
+        Ok((rounded(&rows), rounded(&widened(weight)?), self.labels()))
+    }
+
+    fn labels(&self) -> Vec<i64> {
+        let sequences = self.input_ids.chunks(self.shape.seq_len.max(1));
+        sequences.flat_map(|ids| ids.get(1..).unwrap_or(&[])).copied().collect()
+    }
+
     /// `[B, S, V]`.
     #[must_use]
     pub fn shape(&self) -> Shape {
@@ -160,8 +191,6 @@ impl<'a> Tensors<'a> {
     pub fn tokens<E: Element + Pod>(&self) -> Result<Tokens<'a, E>> {
         let Shape { batch, seq_len, vocab } = self.shape;
         let used = seq_len.saturating_sub(1);
-        let labels =
-            self.input_ids.chunks(seq_len.max(1)).flat_map(|ids| ids.get(1..).unwrap_or(&[]));
         let logits = match &self.source {
             Source::Logits(logits) => {
                 let found = dtype_of("logits", logits)?;
@@ -198,7 +227,7 @@ impl<'a> Tensors<'a> {
                 Cow::Owned(logits)
             }
         };
-        Ok(Tokens { vocab, logits, labels: labels.copied().collect() })
+        Ok(Tokens { vocab, logits, labels: self.labels() })
     }
 }
 

@@ -111,19 +111,28 @@ impl Synthetic {
             }
             Distribution::Peaked => {
                 out.fill_with(|| E::from_f32(normal(rng)));
-                let label = self.column(row, out.len());
-                let first = if rng.random_range(0..4) == 0 {
-                    rng.random_range(0..out.len())
-                } else {
-                    label
-                };
-                let top = rng.random_range(8.0_f32..24.0);
+                let (first, top) = self.peak(row, out.len(), rng);
                 for rank in (0..8_u8).rev() {
                     let column = if rank == 0 { first } else { rng.random_range(0..out.len()) };
                     out[column] = E::from_f32(top - 1.5 * f32::from(rank));
                 }
             }
         }
+    }
+
+    /// The first candidate of a peaked `row`, and its logit.
+    fn peak(&self, row: u64, vocab: usize, rng: &mut ChaCha8Rng) -> (usize, f32) {
+        let label = self.column(row, vocab);
+        let first = if rng.random_range(0..4) == 0 { rng.random_range(0..vocab) } else { label };
+        (first, rng.random_range(8.0_f32..24.0))
+    }
+
+    /// What has to be added to the hidden state of `row` for it to be peaked: a column of the
+    /// vocabulary, and by how much its logit rises.
+    pub(crate) fn hidden_peak(&self, row: u64, vocab: usize) -> Option<(usize, f32)> {
+        let mut rng = self.rng(row, Purpose::Label);
+        _ = rng.random::<f64>(); // spent on the label
+        (self.distribution == Distribution::Peaked).then(|| self.peak(row, vocab, &mut rng))
     }
 
     /// The labels of `rows`.

@@ -18,14 +18,15 @@ use super::{
     CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup, Subject,
 };
 use crate::config::{Backend, TileConfig, Weights};
-use crate::exported::{self, Asked};
+use crate::exported::{self, Asked, Own, Signature};
+use crate::input::linear::HiddenStates;
 use crate::schedule::Dump;
 use crate::timing::timed;
 use crate::xla::{self, Compiled, Session};
 use crate::{estimate, tpu};
 
-/// Cross-entropy with the inputs that `config` describes.
-pub(super) fn cross_entropy(config: &Config) -> Result<Box<dyn Subject>> {
+/// The operation with the inputs that `config` describes.
+pub(super) fn subject(config: &Config) -> Result<Box<dyn Subject>> {
     Ok(match config.dtype {
         DType::F32 => Box::new(OnXla::new::<f32>(config)?),
         DType::Bf16 => Box::new(OnXla::new::<bf16>(config)?),
@@ -54,14 +55,15 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         exported: plan.exported.clone(),
     };
     let shape = config.shape()?;
-    let problem = estimate::Problem {
+    // There is a model of kernels over logits alone.
+    let problem = config.hidden.is_none().then(|| estimate::Problem {
         tokens: shape.tokens(),
         vocab: shape.vocab(),
         width: config.dtype.size_bytes(),
         tile: plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok()),
-    };
+    });
     let dump = Dump::of_environment();
-    let program = pjrt_client::Program::mlir(plan.code());
+    let program = pjrt_client::Program::mlir(&plan.code);
     let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
     let executable = executable.with_context(|| format!("it does not compile for {topology}"))?;
     let schedule = dump.map(|dump| dump.read()).transpose()?;
@@ -72,7 +74,8 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         compiled: Some(executable.memory_stats()?.into()),
         estimate: schedule
             .as_ref()
-            .and_then(|schedule| estimate::estimate(topology, schedule, problem)),
+            .zip(problem)
+            .and_then(|(schedule, problem)| estimate::estimate(topology, schedule, problem)),
         schedule,
         run: None,
     })
@@ -80,59 +83,72 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
 
 /// The program to compile.
 struct Plan {
-    /// What this build writes for the config. Another in its place has the same arguments and results
-    /// but the last argument, the gradient's memory.
-    program: Program,
-    /// Where dlogits are among the results.
-    gradient: usize,
+    signature: Signature,
+    /// What this build writes for the config, with the gradient's memory as another last argument; or
+    /// what JAX wrote.
+    code: Vec<u8>,
     /// The program from JAX.
-    code: Option<Vec<u8>>,
     exported: Option<ExportedBy>,
     /// None where the program has no tiles.
     tile: Option<TileConfig>,
+    /// Whether it calls our kernels.
+    calls_kernels: bool,
 }
 
 impl Plan {
     fn new<E: Element>(config: &Config) -> Result<Self> {
         let shape = config.shape()?;
+        let linear = config.linear()?;
         let asked = Asked {
             op: config.op,
             backend: config.backend,
             implementation: config.implementation,
             topology: config.topology.as_deref(),
             shape,
+            linear,
             dtype: config.dtype,
             tile: config.tile,
             options: &config.options,
             program: config.program.as_deref(),
             cache: config.cache.as_deref(),
         };
-        let own = asked.own(default_tile::<E>(shape.vocab()))?;
+        let (signature, own) = match linear {
+            Some(linear) => (asked.linear_signature(linear)?, None),
+            None => {
+                let Own { signature, program, tile } =
+                    asked.own(default_tile::<E>(shape.vocab()))?;
+                (signature, Some((program, tile)))
+            }
+        };
         let exported = match asked.needs_export() {
-            true => Some(asked.export(&own)?),
-            false => asked.named(&own)?,
+            true => Some(asked.export(&signature)?),
+            false => asked.named(&signature)?,
         };
-        let tile = match (&exported, config.implementation) {
-            (Some(exported), _) => Some(exported::tile(exported)),
-            (None, Implementation::Kernel) => Some(own.tile),
-            (None, Implementation::Reference) => None,
-        };
+        let is_kernel = config.implementation == Implementation::Kernel;
+        if let Some(exported) = exported {
+            return Ok(Self {
+                tile: is_kernel.then(|| exported::tile(&exported)),
+                exported: Some((&exported).into()),
+                code: exported.bytecode,
+                calls_kernels: asked.calls_kernels(),
+                signature,
+            });
+        }
+        let (program, tile) = own.context("a program of hidden states comes from JAX")?;
         let platform = config.backend.platform().context("the backend has a platform")?;
+        let program = xla::for_platform(platform, program.recycling(signature.gradients));
         Ok(Self {
-            program: xla::for_platform(platform, own.program.recycling(own.gradient)),
-            gradient: own.gradient,
-            exported: exported.as_ref().map(ExportedBy::from),
-            code: exported.map(|exported| exported.bytecode),
-            tile,
+            code: program.text.into_bytes(),
+            exported: None,
+            tile: is_kernel.then_some(tile),
+            calls_kernels: is_kernel,
+            signature,
         })
     }
 
-    fn code(&self) -> &[u8] {
-        self.code.as_deref().unwrap_or(self.program.text.as_bytes())
-    }
-
+    /// The type of the first gradient.
     fn gradient_type(&self) -> &TensorType {
-        &self.program.results[self.gradient]
+        &self.signature.results[self.signature.gradients]
     }
 }
 
@@ -140,12 +156,13 @@ struct OnXla {
     session: Session,
     setup: Setup,
     plan: Plan,
-    /// Logits first.
+    /// Logits first, or hidden states.
     inputs: Vec<Buffer>,
     /// Of each token's loss, where nothing reduces it.
     cotangents: Option<Vec<f32>>,
     compiled: Option<Compiled>,
-    copy: LoadedExecutable,
+    /// None where there are no logits.
+    copy: Option<LoadedExecutable>,
     /// The last gradient, for the next to take its place.
     recycled: Option<Buffer>,
     /// The last loss, a scalar or one a token.
@@ -164,24 +181,22 @@ impl OnXla {
         }
         let plan = Plan::new::<E>(config)?;
         let session = Session::open(platform, config.plugin.as_deref(), config.cache.as_deref())?;
-        let is_kernel = config.implementation == Implementation::Kernel && plan.code.is_none();
-        if is_kernel {
+        if plan.calls_kernels {
             session.register_kernels()?;
         }
 
         let rows: Vec<u64> = (0..shape.tokens() as u64).collect();
         let input = &config.input;
-        let mut logits = vec![E::from_f32(0.0); shape.elements()];
-        if config.logits == Logits::Random {
-            input.fill_logits(&rows, shape.vocab(), &mut logits);
-        }
-        let labels = input.labels(&rows, shape.vocab(), config.options.ignore_index);
+        let mut inputs = match config.linear()? {
+            None => of_logits::<E>(config, &session, plan.gradient_type(), &rows)?,
+            Some(linear) => {
+                let ignore_index = config.options.ignore_index;
+                HiddenStates::<E>::synthetic(input, &rows, shape.vocab(), linear, ignore_index)
+                    .context("input")?
+                    .upload(&session)?
+            }
+        };
         let tokens = [shape.tokens()];
-        let mut inputs = vec![
-            session.upload_matrix(&logits, plan.gradient_type())?,
-            session.upload_labels(&labels)?,
-        ];
-        drop(logits);
         let mut cotangents = None;
         if config.options.reduction.reduction().is_none() {
             let [loss, ..] = input.cotangents(&rows);
@@ -196,12 +211,15 @@ impl OnXla {
         let setup = Setup {
             tile: plan.tile,
             threads: None,
-            isa: (is_kernel && config.backend == Backend::XlaCpu)
+            isa: (plan.calls_kernels && config.backend == Backend::XlaCpu)
                 .then(|| xentile_cpu::Isa::detect().name()),
             plugin: Some(session.describe()?),
             exported: plan.exported.clone(),
         };
-        let copy = session.compile(&copy_of(shape, config))?.executable;
+        let copy = match config.hidden {
+            None => Some(session.compile(&copy_of(shape, config))?.executable),
+            Some(_) => None,
+        };
         let compiled = None;
         let recycled = None;
         let (loss, last) = (None, None);
@@ -223,9 +241,25 @@ impl OnXla {
     }
 }
 
+/// Logits, whose type is `ty`, and labels on the device.
+fn of_logits<E: Element + pjrt_client::Element>(
+    config: &Config,
+    session: &Session,
+    ty: &TensorType,
+    rows: &[u64],
+) -> Result<Vec<Buffer>> {
+    let shape = config.shape()?;
+    let mut logits = vec![E::from_f32(0.0); shape.elements()];
+    if config.logits == Logits::Random {
+        config.input.fill_logits(rows, shape.vocab(), &mut logits);
+    }
+    let labels = config.input.labels(rows, shape.vocab(), config.options.ignore_index);
+    Ok(vec![session.upload_matrix(&logits, ty)?, session.upload_labels(&labels)?])
+}
+
 impl Subject for OnXla {
     fn compile(&mut self) -> Result<()> {
-        self.compiled = Some(self.session.compile_code(self.plan.code())?);
+        self.compiled = Some(self.session.compile_code(&self.plan.code)?);
         Ok(())
     }
 
@@ -235,7 +269,7 @@ impl Subject for OnXla {
 
     fn start(&mut self) -> Result<()> {
         // A program from JAX makes its own, once there is room.
-        let recycled = match self.plan.code {
+        let recycled = match self.plan.exported {
             None => Some(self.take_recycled()?),
             Some(_) => {
                 self.recycled = None;
@@ -246,7 +280,7 @@ impl Subject for OnXla {
         let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
         let Execution { mut outputs, done } =
             compiled.executable.execute_async(&arguments, &ExecuteOptions::default())?;
-        self.recycled = Some(outputs.swap_remove(self.plan.gradient));
+        self.recycled = Some(outputs.swap_remove(self.plan.signature.gradients));
         self.loss = Some(outputs.swap_remove(0));
         self.last = Some(done);
         Ok(())
@@ -267,12 +301,16 @@ impl Subject for OnXla {
 
     /// Into memory that is there already.
     fn time_copies(&mut self, count: usize) -> Vec<f64> {
+        if self.copy.is_none() {
+            return Vec::new();
+        }
         let (seconds, outcome) = timed(|| -> Result<()> {
             for _ in 0..count {
                 let recycled = self.take_recycled()?;
                 let arguments = [&self.inputs[0], &recycled];
+                let copy = self.copy.as_ref().context("there are logits")?;
                 let Execution { mut outputs, done } =
-                    self.copy.execute_async(&arguments, &ExecuteOptions::default())?;
+                    copy.execute_async(&arguments, &ExecuteOptions::default())?;
                 self.recycled = Some(outputs.swap_remove(0));
                 self.last = Some(done);
             }

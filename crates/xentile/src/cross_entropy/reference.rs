@@ -36,7 +36,7 @@ impl TokenCotangents {
 /// The forward pass of one token with `logits` `[V]`.
 #[must_use]
 pub fn forward(options: &CrossEntropy, logits: &[f64], label: i64) -> TokenForward {
-    let z = |v: usize| cap(options, logits[v]);
+    let z = |v: usize| options.cap(logits[v]);
     let columns = 0..logits.len();
     let max = columns.clone().map(z).fold(f64::NEG_INFINITY, f64::max);
     let lse = max + columns.clone().map(|v| (z(v) - max).exp()).sum::<f64>().ln();
@@ -81,7 +81,7 @@ pub fn gradient(
     let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
     let (e, w) = (options.label_smoothing, options.z_loss);
     for (v, (dz, &logit)) in dlogits.iter_mut().zip(logits).enumerate() {
-        let z = cap(options, logit);
+        let z = options.cap(logit);
         if z == f64::NEG_INFINITY {
             *dz = 0.0;
             continue;
@@ -95,10 +95,6 @@ pub fn gradient(
             *dz *= (logit / c).cosh().powi(-2);
         }
     }
-}
-
-fn cap(options: &CrossEntropy, z: f64) -> f64 {
-    options.softcap.map_or(z, |c| c * (z / c).tanh())
 }
 
 #[cfg(test)]

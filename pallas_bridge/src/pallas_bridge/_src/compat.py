@@ -9,7 +9,7 @@ import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -46,7 +46,26 @@ def abstract_tpu(kind: str | None) -> AbstractMesh:
     # From 0.10 on a device has a platform too.
     more: Any = {"platform": "tpu"} if "platform" in fields else {}
     device = AbstractDevice(device_kind=kind, num_cores=1, **more)
-    return AbstractMesh((1,), ("core",), abstract_device=device)
+    return AbstractMesh((1,), ("core",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+# XLA's CPU plug-in on PyPI, the oldest that programs are exported for, knows no newer StableHLO.
+OLDEST_PLUGIN = "1.13.3"
+
+
+def for_oldest_plugin(bytecode: bytes) -> bytes:
+    """Returns an exported program in the StableHLO that `OLDEST_PLUGIN` names.
+
+    JAX writes what plug-ins of the last few weeks read. A program that needs more than the older
+    version has is returned as it is.
+    """
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        try:
+            result: bytes = stablehlo.serialize_portable_artifact(module, OLDEST_PLUGIN, True)
+        except ValueError:
+            return bytecode
+        return result
 
 
 def with_rows_in_order(bytecode: bytes) -> bytes:

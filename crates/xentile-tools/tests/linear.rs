@@ -1,0 +1,301 @@
+//! gradcheck and microbench of linear cross-entropy, as a user runs them. Some need XLA's CPU plug-in,
+//! the library of custom calls and a `python` with JAX of the version in scripts/requirements-jax.txt:
+//!
+//! ```text
+//! XENTILE_PJRT_CPU=FILE XENTILE_XLA_LIBRARY=FILE \
+//!     cargo test -p xentile-tools --test linear -- --include-ignored
+//! ```
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const GRADCHECK: &str = env!("CARGO_BIN_EXE_gradcheck");
+const MICROBENCH: &str = env!("CARGO_BIN_EXE_microbench");
+
+const SMALL: &str = "\
+op: linear_cross_entropy
+backend: xla:cpu
+shape: {batch: 2, seq_len: 9, vocab: 300}
+hidden: 16
+dtype: bf16
+";
+
+/// What microbench is asked for.
+const CELL: [&str; 12] = [
+    "--op",
+    "linear_cross_entropy",
+    "--backend",
+    "xla:cpu",
+    "--time",
+    "300",
+    "--vocab",
+    "1003",
+    "--iters",
+    "2",
+    "--warmup",
+    "0",
+];
+
+/// A folder with a config in it, and programs that are exported there.
+struct Fixture(TempDir);
+
+impl Fixture {
+    fn new(config: &str) -> Self {
+        let folder = TempDir::new().unwrap();
+        std::fs::write(folder.path().join("config.yaml"), config).unwrap();
+        Self(folder)
+    }
+
+    fn run(&self, binary: &str, arguments: &[&str]) -> Output {
+        Command::new(binary)
+            .current_dir(&self.0)
+            .args(arguments)
+            .env("XENTILE_CACHE", self.0.path())
+            .env("XENTILE_PYTHON", "python")
+            .env("PYTHONPATH", concat!(env!("CARGO_MANIFEST_DIR"), "/../../pallas_bridge/src"))
+            .output()
+            .expect("the binary starts")
+    }
+
+    fn gradcheck(&self, arguments: &[&str]) -> Output {
+        self.run(GRADCHECK, &[&["--config", "config.yaml"], arguments].concat())
+    }
+
+    /// The report of a run that must pass.
+    fn passes(&self, arguments: &[&str]) -> Value {
+        let output = self.gradcheck(&[arguments, &["--json", "report.json"]].concat());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{text}{}", stderr(&output));
+        let json = std::fs::read_to_string(self.0.path().join("report.json")).unwrap();
+        serde_json::from_str(&json).unwrap()
+    }
+
+    /// The last line on standard error of a gradcheck that must refuse its input.
+    fn refuses(&self, arguments: &[&str]) -> String {
+        refused(&self.gradcheck(arguments))
+    }
+
+    fn measure(&self, arguments: &[&str]) -> Value {
+        let output = self.run(MICROBENCH, &[&CELL, arguments, &["--json", "-"]].concat());
+        assert!(output.status.success(), "{arguments:?}: {}", stderr(&output));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn refused(output: &Output) -> String {
+    let stderr = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    // Plug-ins have words of their own.
+    let last = stderr.lines().last().unwrap_or_default();
+    last.strip_prefix("error: ").expect("an error line").to_owned()
+}
+
+#[test]
+fn bad_configs_are_one_line() {
+    let fixture = Fixture::new(SMALL);
+    let refuses = |set: &str| fixture.refuses(&["--set", set]);
+    assert_eq!(
+        refuses("max_scratch_byte=1"),
+        "config config.yaml: unknown key `max_scratch_byte`; did you mean `max_scratch_bytes`?"
+    );
+    assert_eq!(
+        refuses("op=linear_crossentropy"),
+        "config config.yaml: unknown value `linear_crossentropy` for `op`; did you mean \
+         `linear_cross_entropy`?"
+    );
+    assert_eq!(
+        refuses("backend=cpu"),
+        "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set backend \
+         to xla:cpu"
+    );
+    assert!(refuses("hidden=null").starts_with("op linear_cross_entropy needs hidden"));
+    assert_eq!(refuses("hidden=0"), "hidden is 0; it must be at least 1");
+    assert_eq!(refuses("vocab_axis=2"), "vocab_axis is 2; it must be 0 for [V, D] or 1 for [D, V]");
+    assert!(refuses("hidden=4000000000000").contains("lower shape.batch, shape.seq_len"));
+    assert_eq!(
+        refuses("tolerances.dlogits_equal=1"),
+        "tolerances.dlogits_equal is set; op linear_cross_entropy has none, cross_entropy has"
+    );
+    assert_eq!(
+        refuses("input.synthetic.distribution=masked"),
+        "input.synthetic: distribution is masked; hidden states are normal, uniform or peaked"
+    );
+    for set in ["hidden=16", "bias=true", "vocab_axis=0", "max_scratch_bytes=1"] {
+        let name = set.split('=').next().unwrap();
+        let logits = Fixture::new(
+            "{op: cross_entropy, backend: cpu, shape: {batch: 1, seq_len: 3, vocab: 9}, dtype: f32}",
+        );
+        assert_eq!(
+            logits.refuses(&["--set", set]),
+            format!("{name} is set; op cross_entropy has none, linear_cross_entropy has")
+        );
+    }
+}
+
+#[test]
+fn microbench_says_what_it_needs() {
+    let fixture = Fixture::new("{}");
+    let refuses = |more: &[&str]| refused(&fixture.run(MICROBENCH, &[&CELL, more].concat()));
+    assert!(refuses(&[]).starts_with("op linear_cross_entropy needs hidden"));
+    let hidden = ["--set", "hidden=16"];
+    assert_eq!(
+        refuses(&[&hidden[..], &["--logits", "zeros"]].concat()),
+        "logits is zeros; op linear_cross_entropy makes random ones"
+    );
+    let cpu = ["--op", "linear_cross_entropy", "--set", "hidden=16"];
+    assert!(refused(&fixture.run(MICROBENCH, &cpu)).starts_with("backend is cpu; "));
+    let sweep = "{time_blocks: [1], block_sizes: [1], out: x, cell: {op: linear_cross_entropy, \
+                 hidden: 8, backend: \"xla:cpu\"}}";
+    std::fs::write(fixture.0.path().join("sweep.yaml"), sweep).unwrap();
+    let error = refused(&fixture.run(MICROBENCH, &["sweep", "--config", "sweep.yaml"]));
+    assert!(error.contains("cell.op is linear_cross_entropy; a sweep is of"), "{error}");
+}
+
+/// Writes f32 tensors of ones, and as many ids as hidden states or logits have.
+fn write(path: &Path, tensors: &[(&str, &[usize])], ids: [usize; 2]) {
+    let bytes = |count: usize, one: &[u8]| one.repeat(count);
+    let mut all: Vec<_> = tensors
+        .iter()
+        .map(|&(name, shape)| {
+            let ones = bytes(shape.iter().product(), &1f32.to_le_bytes());
+            (name, Dtype::F32, shape.to_vec(), ones)
+        })
+        .collect();
+    let ones = bytes(ids.iter().product(), &1i32.to_le_bytes());
+    all.push(("input_ids", Dtype::I32, ids.to_vec(), ones));
+    let views: HashMap<_, _> = all
+        .iter()
+        .map(|(name, dtype, shape, bytes)| {
+            (*name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+        })
+        .collect();
+    safetensors::serialize_to_file(&views, None, path).unwrap();
+}
+
+const FILE: &str = "\
+op: linear_cross_entropy
+backend: xla:cpu
+dtype: f32
+input: {file: in.safetensors}
+";
+
+#[test]
+fn bad_files_are_one_line() {
+    let fixture = Fixture::new(FILE);
+    let path = fixture.0.path().join("in.safetensors");
+    write(&path, &[("logits", &[1, 4, 9])], [1, 4]);
+    let error = fixture.refuses(&["--set", "hidden=3"]);
+    assert!(error.contains("it holds `logits`; linear_cross_entropy takes"), "{error}");
+    write(&path, &[("hidden", &[1, 4, 5]), ("weight", &[9, 5])], [1, 4]);
+    let error = fixture.refuses(&["--set", "hidden=3"]);
+    assert!(
+        error.ends_with(
+            "it has hidden states of 5 columns and the config asks for 3; drop `hidden` or mend it"
+        ),
+        "{error}"
+    );
+    let error = fixture.refuses(&["--set", "shape={batch: 1, seq_len: 4, vocab: 8}"]);
+    assert!(error.contains("it holds [1, 4, 9] and the config asks for [1, 4, 8]"), "{error}");
+    write(&path, &[("hidden", &[1, 4, 5]), ("weight", &[9, 6])], [1, 4]);
+    let error = fixture.refuses(&[]);
+    assert!(error.contains("`hidden` has D = 5 and `weight` has D = 6"), "{error}");
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn every_dtype_reduction_and_plan_passes() {
+    let fixture = Fixture::new(SMALL);
+    for (dtype, more) in [
+        ("f32", &["options.reduction=none", "bias=true", "hidden=300", "vocab_axis=1"][..]),
+        ("f32", &["max_scratch_bytes=300000", "options.z_loss=1e-3", "shape.seq_len=150"]),
+        ("bf16", &["options.weights=random", "input.synthetic.distribution=peaked"]),
+        ("f16", &["options.reduction=sum", "bias=true", "input.synthetic.ignored=0.3"]),
+    ] {
+        let dtype = format!("dtype={dtype}");
+        for implementation in ["kernel", "reference"] {
+            let sets = [&["--impl", implementation, "--set", &dtype], more].concat();
+            let report = fixture.passes(&sets);
+            let plan = &report["exported"]["plan"];
+            assert_eq!(plan.is_string(), implementation == "kernel", "{plan}");
+            let figures = report["figures"].as_object().unwrap();
+            assert_eq!(figures.contains_key("dbias/excess"), more.contains(&"bias=true"));
+            assert_eq!(figures.contains_key("fwd/lse_excess"), more[0].ends_with("none"));
+        }
+    }
+    let error = fixture.refuses(&["--set", "max_scratch_bytes=10"]);
+    assert!(error.starts_with("max_scratch_bytes is 10; the least for 16 tokens"), "{error}");
+    let output = fixture.gradcheck(&["--set", "tolerances.gradient_roundings=1e-3"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("FAILED: outside tolerance in dhidden/relative, dweight/relative"));
+    assert!(text.contains("plan: tokens: 16 tokens x 300 columns at a time, 3 products"), "{text}");
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn microbench_reports_the_plan_and_what_it_takes() {
+    let fixture = Fixture::new("{}");
+    let hidden = ["--set", "hidden=64"];
+    let dense = fixture.measure(&[&hidden[..], &["--impl", "reference"]].concat());
+    let roomy = fixture.measure(&hidden);
+    let tight = fixture.measure(&["--set", "hidden=64", "max_scratch_bytes=400000"]);
+    let temporaries = |report: &Value| report["compiled"]["temporary_bytes"].as_u64().unwrap();
+    assert!(temporaries(&tight) < temporaries(&roomy));
+    assert!(temporaries(&roomy) < temporaries(&dense));
+    assert!(dense["exported"]["plan"].is_null());
+    for (report, products) in [(&roomy, "3 products"), (&tight, "5 products")] {
+        let plan = report["exported"]["plan"].as_str().unwrap();
+        assert!(plan.contains(products), "{plan}");
+        assert_eq!(report["hidden"], 64);
+        assert!(report["gflop_per_s"].as_f64().unwrap() > 0.0);
+        // There are no logits to copy.
+        for name in ["copy_ms", "ratio_to_copy", "gb_per_s", "copy_gb_per_s"] {
+            assert!(report.get(name).is_some_and(Value::is_null), "{name}");
+        }
+        let (a, b) = (report["loss"].as_f64().unwrap(), dense["loss"].as_f64().unwrap());
+        assert!((a - b).abs() < 1e-4 * b, "{a} is not the dense program's {b}");
+    }
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn the_shipped_config_of_microbench_is_valid() {
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../configs/microbench/linear_cross_entropy_cpu.yaml"
+    );
+    let report = Fixture::new("{}").measure(&["--config", config]);
+    assert_eq!((&report["hidden"], &report["dtype"]), (&768.into(), &"f32".into()));
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn a_program_is_for_what_it_was_exported_for() {
+    let fixture = Fixture::new("{shape: {batch: 4, seq_len: 76, vocab: 1003}}");
+    fixture.measure(&["--set", "hidden=64", "bias=true", "max_scratch_bytes=400000"]);
+    let files = std::fs::read_dir(fixture.0.path()).unwrap();
+    let mut names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    let program = names.find(|name| name.starts_with("linear_") && name.ends_with(".json"));
+    let program = program.expect("a manifest");
+    // All that the config leaves out is the program's.
+    let report = fixture.passes(&["--program", &program]);
+    assert_eq!(report["config"]["max_scratch_bytes"], 400_000);
+    assert_eq!(report["shape"], "[300, 64] x [1003, 64]");
+    let refuses = |set| fixture.refuses(&["--program", &program, "--set", set]);
+    let error = refuses("max_scratch_bytes=500000");
+    assert!(error.contains("\"max_scratch_bytes\":400000"), "{error}");
+    assert!(error.contains("the config's is of {\"hidden\":64"), "{error}");
+    let error = refuses("hidden=32");
+    assert!(error.contains("its arguments are tensor<300x64xbf16>"), "{error}");
+    let error = refuses("options.z_loss=1");
+    assert!(error.contains("its options are"), "{error}");
+}
