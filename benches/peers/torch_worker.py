@@ -7,6 +7,14 @@ from typing import Any
 from shared import P
 
 
+def synchronize(platform: str) -> None:
+    """Waits for the device."""
+    import torch
+
+    if platform == "cuda":
+        torch.cuda.synchronize()
+
+
 def first_run(call: Callable[[], Any], platform: str) -> tuple[Any, dict[str, Any]]:
     """The outputs of a call after those that compile and tune, and the most memory then held."""
     import torch
