@@ -92,19 +92,25 @@ def errors_of(problem: LinearProblem, loss: float) -> dict[str, Any]:
 
     That of an array is of its largest number and of its norm.
     """
-    right, gradients = _right(_for_all(problem))
-    errors: dict[str, Any] = {"loss": abs(loss - right) / abs(right)}
-    for name in GRADIENTS:
-        errors[name] = _compare(np.load(problem.file(name)), gradients[name])
-    return errors
+    return _errors(problem, loss, {name: np.load(problem.file(name)) for name in GRADIENTS})
 
 
-def errors_of_rounding(problem: LinearProblem) -> dict[str, Any]:
-    """The same for what is right, rounded to the operands' dtype: the least that can be had."""
+def rounded(problem: LinearProblem) -> dict[str, Any]:
+    """What a peer would have found whose only errors are those of its results' dtypes."""
     right, gradients = _right(_for_all(problem))
-    rounded = {name: right.astype(dtype_of(problem)) for name, right in gradients.items()}
-    compared = {name: _compare(rounded[name], gradients[name]) for name in GRADIENTS}
-    return {"loss": abs(float(np.float32(right)) - right) / right, **compared}
+    loss = float(np.float32(right))
+    dtype = dtype_of(problem)
+    results = {name: gradients[name].astype(dtype) for name in GRADIENTS}
+    dtypes = [dtype.name for _ in GRADIENTS]
+    return {"loss": loss, "dtypes": dtypes, "errors": _errors(problem, loss, results)}
+
+
+def _errors(
+    problem: LinearProblem, loss: float, gradients: dict[str, npt.NDArray[Any]]
+) -> dict[str, Any]:
+    right_loss, right = _right(_for_all(problem))
+    compared = {name: _compare(gradients[name], right[name]) for name in GRADIENTS}
+    return {"loss": abs(loss - right_loss) / abs(right_loss), **compared}
 
 
 def _for_all(problem: LinearProblem) -> LinearProblem:
