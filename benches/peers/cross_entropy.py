@@ -146,7 +146,7 @@ def main() -> int:
             problem = replace(problems[0], peer=peer)
             first[peer] = Worker(PEERS[peer], "first_call", problem).result()
     driver.measure(
-        problems,
+        results.lacking(problems),
         lambda problem: PEERS[problem.peer],
         report,
         deadline=deadline,

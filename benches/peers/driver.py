@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shared import MARK, Problem
+from shared import MARK, P, Problem
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = (
@@ -40,8 +41,6 @@ PATIENCE = 150
 AHEAD = 3
 
 Result = dict[str, Any]
-# Takes a problem's yardstick in milliseconds, where there is one, and what was found.
-Report = Callable[[Any, float | None, Result], None]
 
 
 class Worker:
@@ -117,20 +116,21 @@ def start_yardstick(scripts: tuple[str, str], problem: Problem) -> Worker:
 
 
 def measure(
-    problems: list[Any],
-    script_of: Callable[[Any], str],
-    report: Report,
+    problems: list[P],
+    script_of: Callable[[P], str],
+    report: Callable[[P, float | None, Result], None],
     *,
     deadline: float,
     yardstick: tuple[str, str] | None = None,
     mode: str = "measure",
-    before: Callable[[Any], object] = lambda _: None,
+    before: Callable[[P], object] = lambda _: None,
 ) -> None:
     """Measures all problems, one after the other, while the next ones' processes import.
 
+    `report` takes a problem, its yardstick in milliseconds where there is one, and what was found.
     `before` is called with each problem before anything is asked of its process.
     """
-    rod = start_yardstick(yardstick, problems[0]) if yardstick else None
+    rod = start_yardstick(yardstick, problems[0]) if yardstick and problems else None
     waiting: list[Worker] = []
     for index, problem in enumerate(problems):
         if time.monotonic() > deadline:
@@ -150,7 +150,10 @@ def measure(
 
 
 class Results:
-    """What is written to the files that were asked for, again after each result."""
+    """What is written to the files that were asked for, again after each result.
+
+    With --resume, results of the JSON file that are no errors are kept.
+    """
 
     def __init__(
         self, options: argparse.Namespace, to_markdown: Callable[[list[Result]], str]
@@ -169,6 +172,20 @@ class Results:
         # What else the JSON and the last lines of the table tell, by name.
         self.others: dict[str, Any] = {}
         self.rows: list[Result] = []
+        # What was known of the runs whose results are kept.
+        self.earlier: list[Result] = []
+        if options.resume and options.json and options.json.exists():
+            kept = json.loads(options.json.read_text())
+            self.rows = [row for row in kept["results"] if "error" not in row["found"]]
+            self.earlier = [*kept.get("earlier", []), kept["about"]]
+
+    def lacking(self, problems: list[P]) -> list[P]:
+        """Those problems of which there is no result."""
+
+        def has(row: Result, problem: Problem) -> bool:
+            return all(row[name] == of for name, of in asdict(problem).items() if name in row)
+
+        return [one for one in problems if not any(has(row, one) for row in self.rows)]
 
     def text(self) -> str:
         """The table, and what else there is."""
@@ -184,6 +201,8 @@ class Results:
             self.options.markdown.write_text(self.text() + "\n")
         if self.options.json:
             others = {title.replace(" ", "_"): found for title, found in self.others.items()}
+            if self.earlier:
+                others["earlier"] = self.earlier
             everything = {"about": self.about, **others, "results": self.rows}
             self.options.json.write_text(json.dumps(everything, indent=1) + "\n")
 
@@ -240,7 +259,7 @@ def draw(
         print(f"no plot: {error}", file=sys.stderr)
         return
     shapes = list(dict.fromkeys(shape for shape, _ in bars))
-    figure, axes = pyplot.subplots(figsize=(2 + 1.8 * len(shapes), 4.5))
+    figure, axes = pyplot.subplots(figsize=(4 + 0.225 * len(peers) * len(shapes), 4.5))
     width = 0.85 / len(peers)
     colours = pyplot.get_cmap("tab20").colors
     for index, peer in enumerate(peers):
@@ -248,12 +267,14 @@ def draw(
         places = [place + index * width for place in range(len(shapes))]
         colour = colours[index % len(colours)]
         axes.bar(places, heights, width, label=peer, color=colour)
+    if bars and max(bars.values()) > 8:
+        axes.set_yscale("log")  # one that is far off would leave the others no height
     axes.axhline(1, color="black", linewidth=0.8)
     names = [" x ".join(shape.split("x")) for shape in shapes]
     axes.set_xticks([n + 0.4 for n in range(len(shapes))], names)
     axes.set_ylabel(unit)
     axes.set_title(title)
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -268,6 +289,7 @@ def parser(about: str, shapes: str, form: str, peers: list[str]) -> argparse.Arg
     options.add_argument("--measure-seconds", type=float, default=0.4, help="of each measure")
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--json", type=Path, help="write everything to this file")
+    options.add_argument("--resume", action="store_true", help="keep the results in that file")
     options.add_argument("--markdown", type=Path, help="write the table to this file too")
     options.add_argument("--plot", type=Path, help="draw value_and_grad to this SVG or PNG file")
     return options

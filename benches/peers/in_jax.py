@@ -29,7 +29,8 @@ def losses_of(peer: str) -> tuple[Loss, Loss]:
         from optax.losses import softmax_cross_entropy_with_integer_labels as optax_losses
 
         def of_optax(x: jax.Array, y: jax.Array) -> jax.Array:
-            return optax_losses(x.astype(jnp.float32), y)
+            losses: jax.Array = optax_losses(x.astype(jnp.float32), y)
+            return losses
 
         return lambda x, y: of_optax(x, y).mean(), of_optax
     return lambda x, y: dense(x, y).mean(), dense

@@ -13,6 +13,8 @@ beyond hidden, weight and their gradients.
 A shape may end in a budget, as in 8192x2048x128256@2004: the MiB of scratch of `xentile as QuACK`,
 which are those that QuACK takes there. `xentile N MiB` is a peer for every N.
 
+A run that was cut short goes on where it ended with --resume and the same --json.
+
 With --check nothing is timed: errors are told, of the loss and of both gradients, against f64. What
 is right, rounded, has the least that can be had.
 """
@@ -239,8 +241,9 @@ def main() -> int:
                     remove_files(old)
                 write_operands(problem)
                 there[:] = [problem]
-                if options.check:
-                    add(replace(problem, peer="f64, rounded"), None, rounded(problem))
+                right = replace(problem, peer="f64, rounded", budget_mib=None)
+                if options.check and results.lacking([right]):
+                    add(right, None, rounded(right))
 
         def report(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
             if options.check and "error" not in found:
@@ -249,10 +252,11 @@ def main() -> int:
 
         def add(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
             results.add(row_of(problem, products_ms, found))
+            # The row of the table, below its two lines of head.
             print(results.text().splitlines()[1 + len(results.rows)], file=sys.stderr, flush=True)
 
         driver.measure(
-            problems,
+            results.lacking(problems),
             lambda problem: str(script_of(problem.peer)),
             report,
             deadline=deadline,
