@@ -107,7 +107,7 @@ def measure(problem: LinearProblem) -> dict[str, Any]:
     bare = problem.peer == PRODUCTS
     call = (products if bare else value_and_grads)(problem)
     outputs, row = first_run(call, problem.platform)
-    found = row if bare else {**row, "loss": float(outputs[0])}
+    found = row if bare else {**row, "loss": outputs[0].item()}
     del outputs
     return found | time_of(problem, call, problem.seconds)
 
@@ -119,7 +119,7 @@ def check(problem: LinearProblem) -> dict[str, Any]:
     value, *gradients = value_and_grads(problem)()
     for name, gradient in zip(("dhidden", "dweight"), gradients, strict=True):
         np.save(problem.file(name), gradient.float().cpu().numpy())
-    return {"loss": float(value), "dtypes": [str(g.dtype).split(".")[-1] for g in gradients]}
+    return {"loss": value.item(), "dtypes": [str(g.dtype).split(".")[-1] for g in gradients]}
 
 
 def yardstick(problem: LinearProblem) -> dict[str, Any]:
