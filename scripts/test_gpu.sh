@@ -7,12 +7,13 @@
 # microbench. Where XENTILE_XLA_LIBRARY names a library, that one is taken. Sections, all unless some
 # are named:
 #
-#     jax         the tests of pallas_bridge, on the GPU, by JOBS processes (8)
-#     sanitizer   compute-sanitizer's four tools over every kernel on small shapes
-#     gradcheck   every config that needs no file, through Rust and PJRT
-#     microbench  kernel and dense program at 2048 x 151643
-#     sweep       time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
-#     peers       other implementations beside ours; PEERS_ARGUMENTS are passed on
+#     jax           the tests of pallas_bridge, on the GPU, by JOBS processes (8)
+#     sanitizer     compute-sanitizer's four tools over every kernel on small shapes
+#     gradcheck     every config that needs no file, through Rust and PJRT
+#     microbench    kernel and dense program at 2048 x 151643
+#     sweep         time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
+#     peers         other cross-entropies over logits beside ours; PEERS_ARGUMENTS are passed on
+#     linear-peers  the same for linear cross-entropy; LINEAR_PEERS_ARGUMENTS are passed on
 #
 # A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
@@ -21,7 +22,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/tiers/common.sh
 
-all=(jax sanitizer gradcheck microbench sweep peers)
+all=(jax sanitizer gradcheck microbench sweep peers linear-peers)
 artifacts="" log=/dev/null out="" sections=()
 refuse() {
     printf 'test_gpu: error: %s\n' "$1" >&2
@@ -91,7 +92,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "ml_dtypes", "torch",
-         "triton", "optax", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "pytest")
+         "triton", "optax", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl",
+         "cut-cross-entropy", "tokamax", "pytest")
 print(f"python  {platform.python_version()}")
 for name in names:
     try:
@@ -192,12 +194,21 @@ section_sweep() {
     finish_checks
 }
 
-section_peers() {
-    local arguments=()
-    read -ra arguments <<<"${PEERS_ARGUMENTS:-}"
-    check peers timeout -k 5 "$((limit + 30))" "$python" benches/peers/cross_entropy.py \
-        --json "$out/peers.json" --plot "$out/peers.svg" --seconds "$limit" "${arguments[@]}"
+# The section's name is that of the files it writes.
+compare() {
+    local section=$1 script=$2 arguments=()
+    read -ra arguments <<<"$3"
+    check "$section" timeout -k 5 "$((limit + 30))" "$python" "benches/peers/$script.py" \
+        --json "$out/$section.json" --plot "$out/$section.svg" --seconds "$limit" "${arguments[@]}"
     finish_checks
+}
+
+section_peers() {
+    compare peers cross_entropy "${PEERS_ARGUMENTS:-}"
+}
+
+section_linear-peers() {
+    compare linear-peers linear_cross_entropy "${LINEAR_PEERS_ARGUMENTS:-}"
 }
 
 run() {
@@ -222,11 +233,11 @@ run() {
         ((left_out == 0)) || note+=", $left_out do not apply (named above)"
         total_passed=$((total_passed + passed))
         total_failed=$((total_failed + failed))
-        summary+=("$(printf '| %-10s | %6d | %6d | %5d s |%s' \
+        summary+=("$(printf '| %-12s | %6d | %6d | %5d s |%s' \
             "$section" "$passed" "$failed" $((SECONDS - started)) "${note:+ ${note#, }}")")
         checks_passed=0 checks_failed=0
     done
-    printf '\n== summary\n| section    | passed | failed | time    |\n| ---        | ---    | ---    | ---     |\n'
+    printf '\n== summary\n| section      | passed | failed | time    |\n| ---          | ---    | ---    | ---     |\n'
     printf '%s\n' "${summary[@]}"
     printf '%d passed, %d failed\n' "$total_passed" "$total_failed"
     ((total_failed == 0))

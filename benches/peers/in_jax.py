@@ -11,16 +11,10 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from shared import Problem, answer, await_turn, first_line, median_ms  # noqa: E402
+from jax_worker import dense, first_run, timer  # noqa: E402
+from shared import Problem, first_line, median_ms, serve  # noqa: E402
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-def dense(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The losses [T], as most training code writes them."""
-    z = x.astype(jnp.float32)
-    at_label = jnp.take_along_axis(z, y[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(z, axis=-1) - at_label
 
 
 def losses_of(peer: str) -> tuple[Loss, Loss]:
@@ -35,7 +29,8 @@ def losses_of(peer: str) -> tuple[Loss, Loss]:
         from optax.losses import softmax_cross_entropy_with_integer_labels as optax_losses
 
         def of_optax(x: jax.Array, y: jax.Array) -> jax.Array:
-            return optax_losses(x.astype(jnp.float32), y)
+            losses: jax.Array = optax_losses(x.astype(jnp.float32), y)
+            return losses
 
         return lambda x, y: of_optax(x, y).mean(), of_optax
     return lambda x, y: dense(x, y).mean(), dense
@@ -71,7 +66,7 @@ def programs_of(peer: str) -> dict[str, tuple[Any, bool]]:
         return jax.value_and_grad(mean)(x, y)
 
     dead = peer == "xentile, logits dead"
-    donate = {"donate_argnums": 0} if dead else {}
+    donate: Any = {"donate_argnums": 0} if dead else {}
     programs: dict[str, tuple[Any, bool]] = {
         "value_and_grad": (jax.jit(value_and_grad, **donate), dead),
         "pair": (jax.jit(pair, **donate), dead),
@@ -81,46 +76,15 @@ def programs_of(peer: str) -> dict[str, tuple[Any, bool]]:
     return programs
 
 
-def peak_bytes() -> int | None:
-    """The most device memory this process has held; None where the backend does not tell."""
-    stats = jax.devices()[0].memory_stats()
-    return None if stats is None else stats.get("peak_bytes_in_use")
-
-
-def timer(step: Callable[[], Any]) -> Callable[[int], float]:
-    """Milliseconds a call, of calls enqueued together.
-
-    JAX has no events to read the device's clock with. Of twice as many calls the time of as many is
-    taken away, and with it what the wait takes: 0.3 to 0.7 ms here, however much it waits for.
-    """
-
-    def seconds(calls: int) -> float:
-        started = time.perf_counter()
-        for _ in range(calls):
-            outputs = step()
-        jax.block_until_ready(outputs)
-        return time.perf_counter() - started
-
-    return lambda calls: (seconds(2 * calls) - seconds(calls)) * 1e3 / calls
-
-
 def measure(problem: Problem) -> dict[str, Any]:
     """All measures of one peer on one problem."""
     x, y, g = inputs(problem)
     found: dict[str, Any] = {}
     for name, (program, consumes) in programs_of(problem.peer).items():
         try:
-            compiled = program.lower(x, y, g).compile()
-            memory = compiled.memory_analysis()
-            before = peak_bytes()
-            outputs = jax.block_until_ready(compiled(x, y, g))
-            after = peak_bytes()
+            compiled, outputs, row = first_run(program, (x, y, g), consumes)
             if consumes:
                 x = outputs[1]
-            row: dict[str, Any] = {"temp_bytes": memory.temp_size_in_bytes if memory else None}
-            # The peak is of the process's life: it tells of this measure where it has risen.
-            if before is not None and after is not None and (after > before or consumes):
-                row["peak_bytes"] = after
             del outputs
 
             def step() -> Any:
@@ -137,12 +101,12 @@ def measure(problem: Problem) -> dict[str, Any]:
     return found
 
 
-def copy_ms(problem: Problem) -> float:
+def copy(problem: Problem) -> dict[str, Any]:
     """Milliseconds to copy the logits on the device."""
     x, *_ = inputs(problem)
-    copy = jax.jit(jnp.copy)
-
-    return median_ms(timer(lambda: copy(x)), min(problem.seconds, 0.3))["median_ms"]
+    copied = jax.jit(jnp.copy)
+    found = median_ms(timer(lambda: copied(x)), min(problem.seconds, 0.3))
+    return {"yardstick_ms": found["median_ms"]}
 
 
 def first_call(problem: Problem) -> dict[str, Any]:
@@ -159,18 +123,13 @@ def main() -> None:
     mode, text = sys.argv[1:]
     problem = Problem.from_json(text)
     jax.config.update("jax_platforms", problem.platform)
-    if mode == "measure" and problem.peer.startswith("xentile"):
-        import pallas_bridge  # noqa: F401 # while waiting
-    if not await_turn():
-        return
-    if mode == "copy":
-        while line := sys.stdin.readline():
-            answer({"copy_ms": copy_ms(Problem.from_json(line))})
-        return
-    try:
-        answer(first_call(problem) if mode == "first_call" else measure(problem))
-    except Exception as error:
-        answer({"error": first_line(error)})
+
+    def prepare() -> None:
+        if mode == "measure" and problem.peer.startswith("xentile"):
+            import pallas_bridge  # noqa: F401
+
+    modes = {"measure": measure, "yardstick": copy, "first_call": first_call}
+    serve(problem, mode, modes, prepare)
 
 
 if __name__ == "__main__":

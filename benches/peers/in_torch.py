@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shared import Problem, answer, await_turn, first_line, median_ms
+from shared import Problem, first_line, median_ms, serve
+from torch_worker import first_run, released, timer
 
 Function = Callable[[Any, Any, Any], Any]
 
@@ -57,29 +58,13 @@ def functions_of(peer: str) -> dict[str, Function]:
     }
 
 
-def timer(call: Callable[[], Any]) -> Callable[[int], float]:
-    """Milliseconds a call by the device's clock, of calls enqueued together."""
-    import torch
-
-    def round_ms(calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / calls
-
-    return round_ms
-
-
 def measure(problem: Problem) -> dict[str, Any]:
     """All measures of one peer on one problem."""
     import torch
 
     functions = functions_of(problem.peer)
     torch.manual_seed(0)
-    device = torch.device("cuda")
+    device = torch.device(problem.platform)
     dtype = getattr(torch, problem.dtype)
     x = torch.empty(problem.tokens, problem.vocab, device=device, dtype=dtype)
     y = torch.randint(0, problem.vocab, (problem.tokens,), device=device)
@@ -93,54 +78,34 @@ def measure(problem: Problem) -> dict[str, Any]:
             def call() -> Any:
                 return function(x, y, g)  # noqa: B023
 
-            call()  # compiles
-            call()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            outputs = call()
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
+            outputs, row = first_run(call, problem.platform)
             del outputs
-            timed = median_ms(timer(call), problem.seconds)
-            found[name] = {"peak_bytes": peak, **timed}
+            found[name] = row | median_ms(timer(call, problem.platform), problem.seconds)
         except Exception as error:
             found[name] = {"error": first_line(error)}
     return found
 
 
-def copy_ms(problem: Problem) -> float:
+def copy(problem: Problem) -> dict[str, Any]:
     """Milliseconds to copy the logits on the device."""
     import torch
 
     dtype = getattr(torch, problem.dtype)
-    x = torch.empty(problem.tokens, problem.vocab, device="cuda", dtype=dtype).normal_(0, 2)
+    shape = (problem.tokens, problem.vocab)
+    x = torch.empty(shape, device=problem.platform, dtype=dtype).normal_(0, 2)
     to = torch.empty_like(x)
-    return median_ms(timer(lambda: to.copy_(x)), min(problem.seconds, 0.3))["median_ms"]
+    round_ms = timer(lambda: to.copy_(x), problem.platform)
+    found = median_ms(round_ms, min(problem.seconds, 0.3))
+    return {"yardstick_ms": found["median_ms"]}
 
 
 def main() -> None:
     """Serves the driver: one problem, or copies for as long as it asks."""
     mode, text = sys.argv[1:]
     problem = Problem.from_json(text)
-    try:
-        if problem.platform != "cuda":
-            raise RuntimeError(f"measured on cuda only, not {problem.platform}")
-        functions_of("torch eager" if mode == "copy" else problem.peer)
-    except Exception as error:
-        if await_turn():
-            answer({"error": first_line(error)})
-        return
-    if not await_turn():
-        return
-    if mode == "copy":
-        while line := sys.stdin.readline():
-            answer({"copy_ms": copy_ms(Problem.from_json(line))})
-            sys.modules["torch"].cuda.empty_cache()  # for the peer
-        return
-    try:
-        answer(measure(problem))
-    except Exception as error:
-        answer({"error": first_line(error)})
+    peer = "torch eager" if mode == "yardstick" else problem.peer
+    modes = {"measure": measure, "yardstick": released(copy)}
+    serve(problem, mode, modes, lambda: functions_of(peer))
 
 
 if __name__ == "__main__":

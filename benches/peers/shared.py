@@ -1,4 +1,4 @@
-"""What the driver and its workers have in common: problems, what is measured, and the talk between.
+"""What drivers and workers have in common: problems, how long to measure, and the talk between.
 
 A worker is one process for one peer on one problem. It imports its framework, says `ready`, waits
 for a line, measures, and prints what it found as one line of JSON after MARK.
@@ -8,21 +8,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 MARK = "peer-result: "
-# value_and_grad of the mean; forward and backward for given per-token cotangents; the mean alone.
-MEASURES = ("value_and_grad", "pair", "forward")
-# Passes over bytes of the logits that each takes at least.
-PASSES = {"value_and_grad": 2, "pair": 3, "forward": 1}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Calls that are enqueued before each wait.
 CALLS = 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Random normal logits [tokens, vocab] of scale 2 and labels, for one peer."""
 
@@ -34,6 +31,11 @@ class Problem:
     seconds: float
 
     @property
+    def shape(self) -> str:
+        """As it is asked for and shown."""
+        return f"{self.tokens}x{self.vocab}"
+
+    @property
     def bytes(self) -> int:
         """Bytes of the logits."""
         return self.tokens * self.vocab * BYTES[self.dtype]
@@ -42,10 +44,39 @@ class Problem:
         """What `from_json` reads."""
         return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str) -> "Problem":
+    @classmethod
+    def from_json(cls, text: str) -> Self:
         """Reads what `to_json` wrote."""
-        return Problem(**json.loads(text))
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProblem(Problem):
+    """Random hidden [tokens, hidden] and weight [vocab, hidden] whose product is such logits."""
+
+    hidden: int
+    # Where the driver has written them.
+    folder: str
+    # Scratch that ours may take; None for its default.
+    budget_mib: int | None
+
+    @property
+    def shape(self) -> str:
+        """As it is asked for and shown."""
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of hidden and weight, and so those of their gradients."""
+        return (self.tokens + self.vocab) * self.hidden * BYTES[self.dtype]
+
+    def file(self, name: str) -> Path:
+        """Where an array lies: hidden, weight, labels, and gradients that are to be checked."""
+        return Path(self.folder) / f"{self.shape}.{name}.npy"
+
+
+# Some kind of them.
+P = TypeVar("P", bound=Problem)
 
 
 def await_turn() -> bool:
@@ -66,14 +97,55 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"[:160]
 
 
-def median_ms(round_ms: Callable[[int], float], seconds: float) -> dict[str, float]:
-    """The median over rounds of a call's milliseconds.
+def serve(
+    problem: P,
+    mode: str,
+    modes: Mapping[str, Callable[[P], dict[str, Any]]],
+    prepare: Callable[[], object],
+) -> None:
+    """Serves the driver in a mode; as a yardstick for as many problems as it asks for.
+
+    What `prepare` fails with is the answer: it imports, while other processes measure.
+    """
+    work = modes[mode]
+    try:
+        prepare()
+    except Exception as error:
+        failure = {"error": first_line(error)}
+        work = lambda _: failure  # noqa: E731
+    if not await_turn():
+        return
+
+    def tried(problem: P) -> dict[str, Any]:
+        try:
+            return work(problem)
+        except Exception as error:
+            return {"error": first_line(error)}
+
+    if mode != "yardstick":
+        answer(tried(problem))
+        return
+    while line := sys.stdin.readline():
+        answer(tried(type(problem).from_json(line)))
+
+
+def calls_for(step: Callable[[], object], seconds: float) -> int:
+    """How many calls fill a fifth of the time; `step` makes one and waits for it."""
+    started = time.perf_counter()
+    step()
+    return max(1, min(CALLS, int(seconds / 5 / (time.perf_counter() - started))))
+
+
+def median_ms(
+    round_ms: Callable[[int], float], seconds: float, calls: int = CALLS, rounds: int = 5
+) -> dict[str, float]:
+    """The median over rounds, at least so many, of a call's milliseconds.
 
     `round_ms(calls)` makes so many calls with one wait and returns milliseconds a call.
     """
     started = time.perf_counter()
-    round_ms(2)  # the first calls
-    ms = []
-    while len(ms) < 5 or (time.perf_counter() - started < seconds and len(ms) < 50):
-        ms.append(round_ms(CALLS))
+    round_ms(min(2, calls))  # the first calls
+    ms: list[float] = []
+    while len(ms) < rounds or (time.perf_counter() - started < seconds and len(ms) < 50):
+        ms.append(round_ms(calls))
     return {"median_ms": statistics.median(ms), "min_ms": min(ms), "rounds": len(ms)}

@@ -1,0 +1,279 @@
+"""Times our linear cross-entropy beside that of other projects on one device, in one run.
+
+    python benches/peers/linear_cross_entropy.py --json FILE --plot FILE.svg
+    python benches/peers/linear_cross_entropy.py --check
+
+Run it with a Python that has pallas_bridge; peers that it lacks are rows that say so. Every peer on
+every problem is a process of its own, all of which read the same operands. What is measured is the
+mean and its gradients with respect to hidden [N, D] and weight [V, D]. Right before each peer
+PyTorch's three products of that size are timed, alone and into memory that is there: ratios are to
+those. Times are the device's, medians, without first calls. Memory is what the process held at most
+beyond hidden, weight and their gradients.
+
+A shape may end in a budget, as in 8192x2048x128256@2004: the MiB of scratch of `xentile as QuACK`,
+which are those that QuACK takes there. `xentile N MiB` is a peer for every N.
+
+A run that was cut short goes on where it ended with --resume and the same --json.
+
+With --check nothing is timed: errors are told, of the loss and of both gradients, against f64. What
+is right, rounded, has the least that can be had.
+"""
+
+import re
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import driver
+from driver import Result
+from linear_reference import GRADIENTS, errors_of, remove_files, rounded, write_operands
+from shared import LinearProblem
+
+IN_JAX, IN_TORCH = "linear_in_jax.py", "linear_in_torch.py"
+# Those that time the products.
+YARDSTICK = (IN_TORCH, IN_JAX)
+AS_QUACK = "xentile as QuACK"
+# The worker of each peer but for `xentile N MiB`.
+PEERS = {
+    "products, torch": IN_TORCH,
+    "products, XLA": IN_JAX,
+    "xentile": IN_JAX,
+    AS_QUACK: IN_JAX,
+    "JAX dense": IN_JAX,
+    "JAX scan": IN_JAX,
+    "torch.compile": IN_TORCH,
+    "Liger": IN_TORCH,
+    "Liger, f32 sums": IN_TORCH,
+    "QuACK": IN_TORCH,
+    "CCE": IN_TORCH,
+    "CCE, no filter": IN_TORCH,
+    "tokamax": IN_JAX,
+    "tokamax, chunked": IN_JAX,
+}
+BUDGETS = (1024, 256, 32)
+SHAPES = ",".join(
+    (
+        "8192x2048x128256@2004",
+        "8192x1536x151936@2078",
+        "8192x2304x256000@4250",
+        "4096x4096x128256@1002",
+        "32768x1024x151936@1549",
+    )
+)
+# A shape small enough for f64, and budgets that lead ours to each of its schedules there.
+CHECK_SHAPE = "2048x512x8192@26"
+CHECK_BUDGETS = (8, 2)
+# No dtype explains a relative error of the norm this large.
+WRONG = 1e-2
+
+
+def usual_peers(budgets: tuple[int, ...]) -> list[str]:
+    """All peers, ours with these budgets too."""
+    ours = [f"xentile {budget} MiB" for budget in budgets]
+    at = list(PEERS).index(AS_QUACK) + 1
+    return [*list(PEERS)[:at], *ours, *list(PEERS)[at:]]
+
+
+def budget_of(peer: str) -> int | None:
+    """N of `xentile N MiB`."""
+    named = re.fullmatch(r"xentile (\d+) MiB", peer)
+    return None if named is None else int(named[1])
+
+
+def script_of(peer: str) -> str | None:
+    """The worker of a peer; None where there is no such peer."""
+    return PEERS.get(peer) if budget_of(peer) is None else IN_JAX
+
+
+def problems_of(options: Any, folder: str) -> list[LinearProblem]:
+    """Every peer on every shape."""
+    problems = []
+    for text in options.shapes.split(","):
+        shape, _, as_quack = text.partition("@")
+        tokens, hidden, vocab = map(int, shape.split("x"))
+        for peer in options.peers.split(";"):
+            if peer == AS_QUACK and not as_quack:
+                continue
+            problems.append(
+                LinearProblem(
+                    peer=peer,
+                    tokens=tokens,
+                    hidden=hidden,
+                    vocab=vocab,
+                    dtype=options.dtype,
+                    platform=options.platform,
+                    seconds=options.measure_seconds,
+                    folder=folder,
+                    budget_mib=int(as_quack) if peer == AS_QUACK else budget_of(peer),
+                )
+            )
+    return problems
+
+
+def row_of(problem: LinearProblem, products_ms: float | None, found: Result) -> Result:
+    """What is written of one peer on one problem."""
+    told = {
+        name: what for name, what in asdict(problem).items() if name not in ("folder", "seconds")
+    }
+    beyond = 2 * problem.operand_bytes
+    return {**told, "bytes_of_all": beyond, "products_ms": products_ms, "found": found}
+
+
+def shape_of(row: Result) -> str:
+    """The shape and dtype of a row."""
+    return f"{row['tokens']} x {row['hidden']} x {row['vocab']} {row['dtype']}"
+
+
+def label_of(row: Result) -> str:
+    """The peer, with its budget where the name does not tell it."""
+    return f"{row['peer']} ({row['budget_mib']} MiB)" if row["peer"] == AS_QUACK else row["peer"]
+
+
+def cells_of(row: Result) -> list[str]:
+    """The cells of what was measured."""
+    found, products_ms = row["found"], row["products_ms"]
+    if "error" in found:
+        return driver.error_cells(found, 6)
+    return [
+        f"{found['median_ms']:.3f}",
+        f"{found['min_ms']:.3f}",
+        f"{found['median_ms'] / products_ms:.3f}" if products_ms else "",
+        driver.mebibytes(found.get("peak_bytes"), row["bytes_of_all"]),
+        driver.mebibytes(found.get("temp_bytes"), 0),
+        f"{found['loss']:.5f}" if "loss" in found else "",
+    ]
+
+
+def to_markdown(rows: list[Result]) -> str:
+    """The table of what was measured, and how ours was cut."""
+    columns = ["N x D x V", "peer", "ms", "least ms", "in products"]
+    columns += ["extra MiB", "compiled temp MiB", "loss"]
+    lines = driver.table(columns, [[shape_of(row), label_of(row), *cells_of(row)] for row in rows])
+    lines += [
+        "",
+        "Extra: the process's peak beyond hidden, weight and their gradients, labels included; of",
+        "the products it is the logits and what stands for their gradient. A loss apart from the",
+        "others is rounded or wrong.",
+        "",
+        *plans_of(rows),
+    ]
+    return "\n".join(lines)
+
+
+def plans_of(rows: list[Result]) -> list[str]:
+    """How ours was cut, a line each."""
+    plans = [row for row in rows if "plan" in row["found"]]
+    return [f"- {shape_of(row)}, {label_of(row)}: {row['found']['plan']}" for row in plans]
+
+
+def errors_to_markdown(rows: list[Result]) -> str:
+    """The table of errors, and how ours was cut."""
+    columns = ["N x D x V", "peer", "loss", "its error"]
+    columns += [f"{name} {what}" for name in GRADIENTS for what in ("dtype", "max", "norm")]
+    lines = []
+    for row in rows:
+        found = row["found"]
+        cells = [shape_of(row), label_of(row)]
+        if "error" in found:
+            lines.append([*cells, *driver.error_cells(found, 8)])
+            continue
+        cells += [f"{found['loss']:.6f}", f"{found['errors']['loss']:.1e}"]
+        for name, dtype in zip(GRADIENTS, found["dtypes"], strict=True):
+            error = found["errors"][name]
+            cells += [dtype, f"{error['max']:.1e}", f"{error['norm']:.1e}"]
+        lines.append(cells)
+    notes = [
+        "Errors are against f64 from the same operands: max to the largest number of the array,",
+        "norm to its norm.",
+    ]
+    return "\n".join([*driver.table(columns, lines), "", *notes, "", *plans_of(rows)])
+
+
+def in_products(rows: list[Result]) -> dict[tuple[str, str], float]:
+    """Times by shape and peer."""
+    return {
+        (f"{row['tokens']}x{row['hidden']}x{row['vocab']}", row["peer"]): (
+            row["found"]["median_ms"] / row["products_ms"]
+        )
+        for row in rows
+        if row["products_ms"] and "median_ms" in row["found"]
+    }
+
+
+def is_wrong(found: Result) -> bool:
+    """Whether one of ours failed, or is further from what is right than rounding explains."""
+    errors = found.get("errors", {})
+    return "error" in found or any(not errors[n]["norm"] < WRONG for n in GRADIENTS if n in errors)
+
+
+def parse() -> Any:
+    """The options."""
+    parser = driver.parser(__doc__ or "", SHAPES, "NxDxV or NxDxV@MiB", usual_peers(BUDGETS))
+    parser.add_argument("--check", action="store_true", help="tell errors instead of times")
+    options = parser.parse_args()
+    if options.check:
+        if options.shapes == SHAPES:
+            options.shapes = CHECK_SHAPE
+        if options.peers == parser.get_default("peers"):
+            options.peers = ";".join(usual_peers(CHECK_BUDGETS))
+        options.peers = ";".join(p for p in options.peers.split(";") if "products" not in p)
+    return options
+
+
+def main() -> int:
+    """Measures or checks, prints, writes; the exit code is 1 where ours failed."""
+    options = parse()
+    deadline = time.monotonic() + options.seconds
+    if unknown := [peer for peer in options.peers.split(";") if script_of(peer) is None]:
+        known = "; ".join([*PEERS, "xentile N MiB"])
+        return driver.refuse(f"no peer {unknown[0]}: choose from {known}")
+    results = driver.Results(options, errors_to_markdown if options.check else to_markdown)
+    with tempfile.TemporaryDirectory() as folder:
+        problems = problems_of(options, folder)
+        there: list[LinearProblem] = []
+
+        def before(problem: LinearProblem) -> None:
+            if not there or there[-1].shape != problem.shape:
+                # Those of one shape are gigabytes.
+                for old in there:
+                    remove_files(old)
+                write_operands(problem)
+                there[:] = [problem]
+                right = replace(problem, peer="f64, rounded", budget_mib=None)
+                if options.check and results.lacking([right]):
+                    add(right, None, rounded(right))
+
+        def report(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
+            if options.check and "error" not in found:
+                found["errors"] = errors_of(problem, found["loss"])
+            add(problem, products_ms, found)
+
+        def add(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
+            results.add(row_of(problem, products_ms, found))
+            # The row of the table, below its two lines of head.
+            print(results.text().splitlines()[1 + len(results.rows)], file=sys.stderr, flush=True)
+
+        driver.measure(
+            results.lacking(problems),
+            lambda problem: str(script_of(problem.peer)),
+            report,
+            deadline=deadline,
+            yardstick=None if options.check else YARDSTICK,
+            mode="check" if options.check else "measure",
+            before=before,
+        )
+    print(results.text())
+    if options.plot and not options.check:
+        peers = list(dict.fromkeys(problem.peer for problem in problems))
+        title = f"value_and_grad, {options.dtype}, {results.about['gpu']}"
+        driver.draw(
+            options.plot, title, "three products of PyTorch", in_products(results.rows), peers
+        )
+    ours = (row["found"] for row in results.rows if row["peer"].startswith("xentile"))
+    return int(any(is_wrong(found) for found in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Peers in PyTorch, and the products: a worker of linear_cross_entropy.py."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from shared import LinearProblem, calls_for, median_ms, serve
+from torch_worker import first_run, released, synchronize, timer
+
+PRODUCTS = "products, torch"
+# The loss of hidden, weight and labels.
+Loss = Callable[[Any, Any, Any], Any]
+
+
+def loss_of(peer: str) -> Loss:
+    """The mean of a peer, by the function that its documentation tells users to call."""
+    import torch
+    import torch.nn.functional as F
+
+    def dense(x: Any, w: Any, y: Any) -> Any:
+        return F.cross_entropy(x @ w.T, y)
+
+    if peer == "torch.compile":
+        compiled: Loss = torch.compile(dense, dynamic=False)
+        return compiled
+    if peer.startswith("Liger"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        # Its sums over chunks are of the weight's dtype unless told.
+        sums = torch.float32 if peer == "Liger, f32 sums" else None
+        fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=sums)
+        return lambda x, w, y: fused(w, x, y)
+    if peer == "QuACK":
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        return lambda x, w, y: chunked_linear_cross_entropy(x, w, y)
+    if peer.startswith("CCE"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        # It leaves out gradients that are small, unless told.
+        told = {"filter_eps": None} if peer == "CCE, no filter" else {}
+        return lambda x, w, y: linear_cross_entropy(x, w, y, **told)
+    return dense
+
+
+def operands(problem: LinearProblem) -> tuple[Any, Any, Any]:
+    """Hidden and weight, of which gradients are wanted, and labels, as the driver wrote them."""
+    import numpy as np
+    import torch
+
+    def read(name: str) -> Any:
+        return torch.from_numpy(np.load(problem.file(name))).to(problem.platform)
+
+    dtype = getattr(torch, problem.dtype)
+    x, w = (read(name).view(dtype).requires_grad_() for name in ("hidden", "weight"))
+    return x, w, read("labels").long()
+
+
+def value_and_grads(problem: LinearProblem) -> Callable[[], tuple[Any, Any, Any]]:
+    """Computes the loss and the gradients of hidden and weight."""
+    import torch
+
+    loss = loss_of(problem.peer)
+    x, w, y = operands(problem)
+
+    def call() -> tuple[Any, Any, Any]:
+        value = loss(x, w, y)
+        return value, *torch.autograd.grad(value, (x, w))
+
+    return call
+
+
+def products(problem: LinearProblem) -> Callable[[], tuple[Any, Any, Any]]:
+    """Computes the three products that every way needs, into memory that is there."""
+    import torch
+
+    def normal(rows: int, columns: int) -> Any:
+        empty = torch.empty(rows, columns, dtype=dtype, device=problem.platform)
+        return empty.normal_()
+
+    dtype = getattr(torch, problem.dtype)
+    x, w = normal(problem.tokens, problem.hidden), normal(problem.vocab, problem.hidden)
+    g, z = (normal(problem.tokens, problem.vocab) for _ in range(2))
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+
+    def call() -> tuple[Any, Any, Any]:
+        torch.mm(x, w.T, out=z)
+        torch.mm(g, w, out=dx)
+        torch.mm(g.T, x, out=dw)
+        return z, dx, dw
+
+    return call
+
+
+def time_of(problem: LinearProblem, call: Callable[[], Any], seconds: float) -> dict[str, float]:
+    """The median of a call that has run."""
+
+    def one() -> None:
+        call()
+        synchronize(problem.platform)
+
+    return median_ms(timer(call, problem.platform), seconds, calls_for(one, seconds), rounds=3)
+
+
+def measure(problem: LinearProblem) -> dict[str, Any]:
+    """Time, memory and loss of one peer on one problem."""
+    bare = problem.peer == PRODUCTS
+    call = (products if bare else value_and_grads)(problem)
+    outputs, row = first_run(call, problem.platform)
+    found = row if bare else {**row, "loss": outputs[0].item()}
+    del outputs
+    return found | time_of(problem, call, problem.seconds)
+
+
+def check(problem: LinearProblem) -> dict[str, Any]:
+    """The loss; the gradients are written for the driver."""
+    import numpy as np
+
+    value, *gradients = value_and_grads(problem)()
+    for name, gradient in zip(("dhidden", "dweight"), gradients, strict=True):
+        np.save(problem.file(name), gradient.float().cpu().numpy())
+    return {"loss": value.item(), "dtypes": [str(g.dtype).split(".")[-1] for g in gradients]}
+
+
+def yardstick(problem: LinearProblem) -> dict[str, Any]:
+    """Milliseconds of the products."""
+    call = products(problem)
+    call()
+    found = time_of(problem, call, min(problem.seconds, 0.3))
+    return {"yardstick_ms": found["median_ms"]}
+
+
+def main() -> None:
+    """Serves the driver: one problem, or products for as long as it asks."""
+    mode, text = sys.argv[1:]
+    problem = LinearProblem.from_json(text)
+    peer = PRODUCTS if mode == "yardstick" else problem.peer
+    modes = {"measure": measure, "check": check, "yardstick": released(yardstick)}
+    serve(problem, mode, modes, lambda: loss_of(peer))
+
+
+if __name__ == "__main__":
+    main()

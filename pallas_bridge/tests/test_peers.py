@@ -1,0 +1,79 @@
+"""The programs that time ours beside other projects, on small shapes, with peers that are here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(__file__).resolve().parents[2] / "benches" / "peers"
+
+pytestmark = [
+    pytest.mark.numbers,
+    pytest.mark.only("cpu", "scripts/test_gpu.sh has them as sections of their own"),
+]
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """What a driver writes, by peer; the peers' results alone."""
+    written = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, PEERS / script, "--platform", "cpu", "--json", written, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return {row["peer"]: row["found"] for row in json.loads(written.read_text())["results"]}
+
+
+def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        "cross_entropy.py",
+        *("--shapes", "32x100", "--peers", "xentile;JAX dense"),
+        *("--measure-seconds", "0.01", "--no-first-call"),
+    )
+    assert found.keys() == {"xentile", "JAX dense"}
+    for measures in found.values():
+        assert all("median_ms" in measure for measure in measures.values()), measures
+
+
+def test_peers_of_linear_are_timed_and_agree(tmp_path: Path) -> None:
+    ours = ["xentile", "xentile as QuACK", "xentile 1 MiB"]
+    found = run(
+        tmp_path,
+        "linear_cross_entropy.py",
+        *("--shapes", "64x32x512@2", "--measure-seconds", "0.01"),
+        *("--peers", ";".join(["products, XLA", *ours, "JAX dense"])),
+    )
+    assert all("median_ms" in row for row in found.values()), found
+    losses = [found[peer]["loss"] for peer in [*ours, "JAX dense"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
+    assert all("tokens" in found[peer]["plan"] for peer in ours)
+
+
+def test_errors_of_linear_are_told(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        "linear_cross_entropy.py",
+        *("--check", "--shapes", "300x16x2000", "--dtype", "float32"),
+        *("--peers", "xentile;xentile 1 MiB;JAX scan"),
+    )
+    assert found.keys() == {"f64, rounded", "xentile", "xentile 1 MiB", "JAX scan"}
+    for peer, row in found.items():
+        for gradient in ("dhidden", "dweight"):
+            assert row["errors"][gradient]["norm"] < 1e-4, peer
+    assert "vocabulary" in found["xentile 1 MiB"]["plan"]
+
+
+def test_peers_that_are_not_there_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, PEERS / "linear_cross_entropy.py", "--peers", "xentile;another"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no peer another: choose from products, torch; ")
