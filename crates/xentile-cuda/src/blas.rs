@@ -17,9 +17,6 @@ use xentile::DType;
 use crate::driver::{DeviceNumber, RawStream, reason};
 use crate::{Device, Error, Result};
 
-/// Bytes that a product may use besides its operands.
-pub(crate) const WORKSPACE_BYTES: usize = 4 << 20;
-
 /// Addresses are told from one another up to this multiple.
 const MOST_ALIGNMENT: u32 = 256;
 
@@ -90,10 +87,18 @@ impl Operand {
     }
 }
 
+/// Memory that a product may use besides its operands.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Workspace {
+    pub(crate) at: *mut c_void,
+    pub(crate) bytes: usize,
+}
+
 /// What decides how a product runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     device: DeviceNumber,
+    workspace_bytes: usize,
     accumulate: bool,
     out: Place,
     a: (Place, bool),
@@ -179,16 +184,15 @@ impl Blas {
     /// Extents that disagree (an error of this crate's own), or a failure of cuBLASLt.
     ///
     /// # Safety
-    /// `stream` is a stream of the calling thread's current context; matrices and `workspace`, of
-    /// [`WORKSPACE_BYTES`], are on its device, and nothing else touches them until it has run what
-    /// was launched here.
+    /// `stream` is a stream of the calling thread's current context; matrices and `workspace` are on its
+    /// device, and nothing else touches them until it has run what was launched here.
     pub(crate) unsafe fn product(
         &self,
         stream: RawStream,
         out: Matrix,
         (a, b): (Operand, Operand),
         accumulate: bool,
-        workspace: *mut c_void,
+        workspace: Workspace,
     ) -> Result<()> {
         let ((rows, inner), (other, columns)) = (a.extents(), b.extents());
         assert_eq!(
@@ -202,6 +206,7 @@ impl Blas {
         let device = Device::current()?.number();
         let key = Key {
             device,
+            workspace_bytes: workspace.bytes,
             accumulate,
             out: out.into(),
             a: (a.matrix.into(), a.transposed),
@@ -227,8 +232,8 @@ impl Blas {
                 out.at,
                 planned.out.0,
                 &raw const planned.algorithm,
-                workspace,
-                WORKSPACE_BYTES,
+                workspace.at,
+                workspace.bytes,
                 stream,
             )
         };
@@ -335,7 +340,7 @@ impl Blas {
             let code = unsafe { (self.preference_set)(preference, attribute, value, size) };
             check("cublasLtMatmulPreferenceSetAttribute", code)
         };
-        let bytes = WORKSPACE_BYTES as u64;
+        let bytes = key.workspace_bytes as u64;
         set(abi::MAX_WORKSPACE_BYTES, from_ref(&bytes).cast(), 8)?;
         // Sums of parts are added up in a fixed order, in the workspace.
         let scheme = abi::REDUCTION_IN_WORKSPACE;

@@ -11,7 +11,7 @@ use std::ptr::null_mut;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use crate::blas::{Blas, Matrix, WORKSPACE_BYTES};
+use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::RawStream;
 use crate::round::round;
@@ -42,6 +42,8 @@ pub struct Linear {
     /// Where the backward pass sweeps for dhidden and for dweight one after the other, so that sums of
     /// one chunk are all it keeps, for one product more: the chunks of the second sweep.
     pub apart: Option<Extents>,
+    /// Bytes that products have to work in, for sums that are cut among more multiprocessors.
+    pub workspace_bytes: usize,
     /// The tile of the kernels over logits, where it is not the planned one.
     pub time_block: Option<usize>,
     /// As above.
@@ -97,58 +99,53 @@ struct Layout {
     bytes: usize,
 }
 
-/// The bytes of those of a sweep.
+/// A sweep over all chunks of logits, and the gradients that it makes.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
-    logits: usize,
-    carried: usize,
-    of_hidden: usize,
-    of_weight: usize,
+struct Sweep {
+    chunk: Extents,
+    of_hidden: bool,
+    of_weight: bool,
 }
 
 impl Linear {
     /// The scratch that `pass` needs, in bytes.
     #[must_use]
     pub fn scratch_bytes(&self, pass: Pass) -> usize {
-        self.layout(pass).bytes
+        // Of two sweeps each has all of it.
+        self.sweeps(pass).map(|sweep| self.layout(pass, sweep).bytes).max().unwrap_or(0)
     }
 
-    fn layout(&self, pass: Pass) -> Layout {
+    /// The sweeps over all chunks that `pass` makes, in their order.
+    fn sweeps(&self, pass: Pass) -> impl Iterator<Item = Sweep> {
+        let (chunk, backward) = (self.chunk, pass == Pass::Backward);
+        let apart = self.apart.filter(|_| backward);
+        let first = Sweep { chunk, of_hidden: pass != Pass::Forward, of_weight: apart.is_none() };
+        let second = apart.map(|chunk| Sweep { chunk, of_hidden: false, of_weight: true });
+        [Some(first), second].into_iter().flatten()
+    }
+
+    fn layout(&self, pass: Pass, sweep: Sweep) -> Layout {
         let mut bytes = 0;
         let mut take = |wanted: usize| {
             let at = bytes;
             bytes += wanted.next_multiple_of(ALIGNMENT);
             at
         };
-        let first = self.sizes(pass, self.chunk);
-        let workspace = take(WORKSPACE_BYTES);
-        let Some(apart) = self.apart.filter(|_| pass == Pass::Backward) else {
-            let (logits, carried) = (take(first.logits), take(first.carried));
-            let (of_hidden, of_weight) = (take(first.of_hidden), take(first.of_weight));
-            return Layout { workspace, logits, carried, of_hidden, of_weight, bytes };
-        };
-        // Of two sweeps each has the place to itself.
-        let second = self.sizes(pass, apart);
-        let logits = take(first.logits.max(second.logits));
-        let sums = take(first.of_hidden.max(second.of_weight));
-        Layout { workspace, logits, carried: logits, of_hidden: sums, of_weight: sums, bytes }
-    }
-
-    /// What chunks of so much take.
-    fn sizes(&self, pass: Pass, chunk: Extents) -> Sizes {
         let only = |condition: bool, wanted: usize| if condition { wanted } else { 0 };
-        let sums = self.dtype != DType::F32;
-        let cut_tokens = chunk.tokens < self.tokens;
-        let cut_columns = chunk.columns < self.vocab;
-        let kept_tokens = if self.apart.is_some() { chunk.tokens } else { self.tokens };
-        let of_hidden = pass == Pass::Backward && cut_columns && sums;
-        let of_weight = pass != Pass::Forward && cut_tokens && sums;
-        Sizes {
-            logits: chunk.tokens * self.stride(chunk) * self.dtype.size_bytes(),
-            carried: only(pass == Pass::Forward && cut_columns, CARRIED_BYTES * chunk.tokens),
-            of_hidden: only(of_hidden, 4 * kept_tokens * self.width),
-            of_weight: only(of_weight, 4 * chunk.columns * self.width),
-        }
+        let Extents { tokens, columns } = sweep.chunk;
+        let cut_columns = columns < self.vocab;
+        // Of f32 gradients are their own sums, as those that one product gives are.
+        let sums = self.dtype != DType::F32 && pass != Pass::Forward;
+        let kept_tokens = if sweep.of_weight { self.tokens } else { tokens };
+        let workspace = take(self.workspace_bytes);
+        let logits = take(tokens * self.stride(sweep.chunk) * self.dtype.size_bytes());
+        let carried = pass == Pass::Forward && cut_columns;
+        let carried = take(only(carried, CARRIED_BYTES * tokens));
+        let of_hidden = sums && sweep.of_hidden && cut_columns;
+        let of_hidden = take(only(of_hidden, 4 * kept_tokens * self.width));
+        let of_weight = sums && sweep.of_weight && tokens < self.tokens;
+        let of_weight = take(only(of_weight, 4 * columns * self.width));
+        Layout { workspace, logits, carried, of_hidden, of_weight, bytes }
     }
 
     /// Elements from one row of a chunk of logits to the next.
@@ -174,7 +171,9 @@ impl Linear {
         outputs: TokenOutputs,
         scratch: Scratch,
     ) -> Result<()> {
-        let run = Run::new(self, options, Pass::Forward, stream, operands, scratch)?;
+        let pass = Pass::Forward;
+        let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false };
+        let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
         for tokens in chunks(self.tokens, self.chunk.tokens) {
             for columns in chunks(self.vocab, self.chunk.columns) {
                 let outputs = outputs.from(tokens.first);
@@ -207,51 +206,49 @@ impl Linear {
         gradients: Gradients,
         scratch: Scratch,
     ) -> Result<()> {
-        let first = Run::new(self, options, Pass::Backward, stream, operands, scratch)?;
-        let second = self.apart.map(|chunk| Run { chunk, ..first });
-        let of_hidden = first.of_hidden(gradients);
-        let of_weight = second.as_ref().unwrap_or(&first).of_weight(gradients);
-        let dlogits = |run: &Run<'_>, tokens: Chunk, columns: Chunk| -> Result<()> {
-            let (saved, cotangents) = (saved.from(tokens.first), cotangents.from(tokens.first));
-            let place = (run.chunk(), run.chunk().cast_mut());
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                run.logits(tokens, columns)?;
-                let kernel = run.kernel(tokens, columns)?;
-                kernel.backward(stream, place, run.labels(tokens), saved, cotangents)
-            }
-        };
-        if second.is_some() {
-            for tokens in chunks(self.tokens, self.chunk.tokens) {
-                for columns in chunks(self.vocab, self.chunk.columns) {
-                    dlogits(&first, tokens, columns)?;
-                    // SAFETY: passed on from this function's contract.
-                    unsafe { first.add_to_hidden(of_hidden, tokens, columns) }?;
-                }
-                // SAFETY: as above.
-                unsafe { of_hidden.end(stream, tokens) }?;
-            }
-        }
-        let last = second.as_ref().unwrap_or(&first);
-        for columns in chunks(self.vocab, last.chunk.columns) {
-            for tokens in chunks(self.tokens, last.chunk.tokens) {
-                dlogits(last, tokens, columns)?;
+        for sweep in self.sweeps(Pass::Backward) {
+            let run = Run::new(self, options, Pass::Backward, sweep, stream, operands, scratch)?;
+            let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+            let chunk = |tokens: Chunk, columns: Chunk| -> Result<()> {
+                let (saved, cotangents) = (saved.from(tokens.first), cotangents.from(tokens.first));
+                let place = (run.chunk(), run.chunk().cast_mut());
                 // SAFETY: passed on from this function's contract.
                 unsafe {
-                    if second.is_none() {
-                        last.add_to_hidden(of_hidden, tokens, columns)?;
+                    run.logits(tokens, columns)?;
+                    let kernel = run.kernel(tokens, columns)?;
+                    kernel.backward(stream, place, run.labels(tokens), saved, cotangents)?;
+                    if sweep.of_hidden {
+                        run.add_to_hidden(of_hidden, tokens, columns)?;
                     }
-                    last.add_to_weight(of_weight, tokens, columns)?;
+                    if sweep.of_weight {
+                        run.add_to_weight(of_weight, tokens, columns)?;
+                    }
                 }
+                Ok(())
+            };
+            if !sweep.of_weight {
+                for tokens in chunks(self.tokens, sweep.chunk.tokens) {
+                    for columns in chunks(self.vocab, sweep.chunk.columns) {
+                        chunk(tokens, columns)?;
+                    }
+                    // SAFETY: as above.
+                    unsafe { of_hidden.end(stream, tokens) }?;
+                }
+                continue;
             }
-            // SAFETY: as above.
-            unsafe { of_weight.end(stream, columns) }?;
+            for columns in chunks(self.vocab, sweep.chunk.columns) {
+                for tokens in chunks(self.tokens, sweep.chunk.tokens) {
+                    chunk(tokens, columns)?;
+                }
+                // SAFETY: as above.
+                unsafe { of_weight.end(stream, columns) }?;
+            }
+            if sweep.of_hidden {
+                // SAFETY: as above.
+                unsafe { of_hidden.end(stream, Chunk { first: 0, count: self.tokens }) }?;
+            }
         }
-        if second.is_some() {
-            return Ok(());
-        }
-        // SAFETY: as above.
-        unsafe { of_hidden.end(stream, Chunk { first: 0, count: self.tokens }) }
+        Ok(())
     }
 
     /// Has `stream` fill what `outputs` asks for, and write the gradients for cotangents `dloss` `[N]`
@@ -273,7 +270,9 @@ impl Linear {
         gradients: Gradients,
         scratch: Scratch,
     ) -> Result<()> {
-        let run = Run::new(self, options, Pass::Fused, stream, operands, scratch)?;
+        let pass = Pass::Fused;
+        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true };
+        let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
         let columns = Chunk { first: 0, count: self.vocab };
         for tokens in chunks(self.tokens, self.chunk.tokens) {
@@ -358,10 +357,9 @@ impl Total {
 }
 
 /// A sweep: what all its chunks have in common.
-#[derive(Clone, Copy)]
 struct Run<'a> {
     linear: &'a Linear,
-    chunk: Extents,
+    sweep: Sweep,
     options: CrossEntropy,
     blas: &'static Blas,
     stream: RawStream,
@@ -378,11 +376,12 @@ impl<'a> Run<'a> {
         linear: &'a Linear,
         options: CrossEntropy,
         pass: Pass,
+        sweep: Sweep,
         stream: RawStream,
         operands: Operands,
         scratch: Scratch,
     ) -> Result<Self> {
-        let layout = linear.layout(pass);
+        let layout = linear.layout(pass, sweep);
         if scratch.bytes < layout.bytes {
             return Err(Error::Scratch { bytes: scratch.bytes, needed: layout.bytes });
         }
@@ -393,7 +392,7 @@ impl<'a> Run<'a> {
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
         Ok(Self {
             linear,
-            chunk: linear.chunk,
+            sweep,
             options,
             blas: Blas::get()?,
             stream,
@@ -420,7 +419,7 @@ impl<'a> Run<'a> {
             self.at(self.layout.logits),
             self.linear.dtype,
             tokens.count,
-            self.linear.stride(self.chunk),
+            self.linear.stride(self.sweep.chunk),
         );
         whole.columns(0, columns.count)
     }
@@ -431,11 +430,11 @@ impl<'a> Run<'a> {
 
     fn kernel(&self, tokens: Chunk, columns: Chunk) -> Result<Kernel> {
         let shape = LogitsShape::new(tokens.count, columns.count)?;
-        let carries = self.pass == Pass::Forward && self.chunk.columns < self.linear.vocab;
+        let carries = self.pass == Pass::Forward && self.sweep.chunk.columns < self.linear.vocab;
         let part = Part {
             vocab: self.linear.vocab,
             first_column: columns.first,
-            stride: self.linear.stride(self.chunk),
+            stride: self.linear.stride(self.sweep.chunk),
             carried: if carries { self.at(self.layout.carried) } else { null_mut() },
         };
         let Linear { dtype, time_block, block_size, .. } = *self.linear;
@@ -452,34 +451,31 @@ impl<'a> Run<'a> {
     }
 
     fn of_hidden(&self, gradients: Gradients) -> Total {
-        let linear = self.linear;
-        let sums = self.pass == Pass::Backward
-            && self.chunk.columns < linear.vocab
-            && linear.dtype != DType::F32;
-        let rows = if linear.apart.is_some() { self.chunk.tokens } else { linear.tokens };
+        let (linear, chunk) = (self.linear, self.sweep.chunk);
+        let sums = linear.dtype != DType::F32 && chunk.columns < linear.vocab;
+        let of_one_chunk = !self.sweep.of_weight;
+        let rows = if of_one_chunk { chunk.tokens } else { linear.tokens };
         let at = self.at(self.layout.of_hidden);
         Total {
             gradient: Matrix { at: gradients.hidden, ..self.hidden },
             sums: sums.then(|| Matrix::new(at, DType::F32, rows, linear.width)),
-            of_one_chunk: linear.apart.is_some(),
+            of_one_chunk,
             by_columns: false,
         }
     }
 
     fn of_weight(&self, gradients: Gradients) -> Total {
-        let linear = self.linear;
-        let sums = self.chunk.tokens < linear.tokens && linear.dtype != DType::F32;
-        let [rows, columns] = if linear.vocab_is_last {
-            [linear.width, self.chunk.columns]
-        } else {
-            [self.chunk.columns, linear.width]
-        };
+        let (linear, chunk) = (self.linear, self.sweep.chunk);
+        let sums = linear.dtype != DType::F32 && chunk.tokens < linear.tokens;
+        let by_columns = linear.vocab_is_last;
+        let [rows, columns] =
+            if by_columns { [linear.width, chunk.columns] } else { [chunk.columns, linear.width] };
         let at = self.at(self.layout.of_weight);
         Total {
             gradient: Matrix { at: gradients.weight, ..self.weight },
             sums: sums.then(|| Matrix::new(at, DType::F32, rows, columns)),
             of_one_chunk: true,
-            by_columns: linear.vocab_is_last,
+            by_columns,
         }
     }
 
@@ -529,10 +525,11 @@ impl<'a> Run<'a> {
     unsafe fn product(
         &self,
         out: Matrix,
-        factors: (crate::blas::Operand, crate::blas::Operand),
+        factors: (Operand, Operand),
         accumulate: bool,
     ) -> Result<()> {
-        let workspace = self.at(self.layout.workspace);
+        let workspace =
+            Workspace { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes };
         // SAFETY: passed on from this function's contract.
         unsafe { self.blas.product(self.stream, out, factors, accumulate, workspace) }
     }
@@ -542,6 +539,7 @@ impl<'a> Run<'a> {
 mod tests {
     use super::*;
 
+    const WORKSPACE_BYTES: usize = 4 << 20;
     const LINEAR: Linear = Linear {
         tokens: 1000,
         width: 64,
@@ -550,6 +548,7 @@ mod tests {
         dtype: DType::Bf16,
         chunk: Extents { tokens: 1000, columns: 5000 },
         apart: None,
+        workspace_bytes: WORKSPACE_BYTES,
         time_block: None,
         block_size: None,
     };
@@ -578,9 +577,10 @@ mod tests {
         let both = cut(500, 1024);
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 1024 * 64);
         assert_eq!(both.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64 + weight);
-        // Two sweeps never keep both sums.
+        // Two sweeps never keep both sums, and each has all of the scratch.
         let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
-        assert_eq!(apart.scratch_bytes(Pass::Backward), logits + 4 * 2048 * 64);
+        let second = WORKSPACE_BYTES + 250 * 2048 * 2 + 4 * 2048 * 64;
+        assert_eq!(apart.scratch_bytes(Pass::Backward), second.max(logits + 4 * 500 * 64));
         assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
         let tokens = cut(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;

@@ -48,6 +48,7 @@ struct Cut {
     chunk: Extents,
     /// Of the second sweep of a backward pass, where there are two.
     apart: Option<Extents>,
+    workspace_bytes: usize,
 }
 
 impl<'a> Parameter<'a> for Cut {
@@ -72,7 +73,8 @@ impl<'a> Parameter<'a> for Cut {
                 "attribute vocab_axis is {vocab_axis}; it must be 0 or 1"
             )));
         }
-        Ok(Self { vocab_axis, chunk, apart })
+        let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
+        Ok(Self { vocab_axis, chunk, apart, workspace_bytes })
     }
 }
 
@@ -270,6 +272,7 @@ impl Call {
             dtype,
             chunk: within(cut.chunk),
             apart: cut.apart.map(within),
+            workspace_bytes: cut.workspace_bytes,
             time_block,
             block_size,
         };

@@ -20,13 +20,14 @@ from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
 from .plan import MIB, STEP, Plan, Problem
 
-# What products have to work in, which is beyond the budget, as numbers of a token are.
-WORKSPACE = 4 * MIB
+# What products have to work in: so much beyond the budget, as numbers of a token are, and up to so
+# much of what a plan leaves of it.
+WORKSPACE, MOST_WORKSPACE = 4 * MIB, 32 * MIB
 SLACK = WORKSPACE + MIB
 # A second's products and bytes, tiles that run at a time and their extents, and seconds from a
 # product's end to the next: of an H200, and only to weigh one plan against another.
 FLOPS, FLOPS_F32, BYTES = 8e14, 5e13, 4e12
-TILES, TILE, LAUNCH = 132, (128, 256), 3e-6
+TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 LEAST = 128
 
 Extents = tuple[int, int]
@@ -49,9 +50,9 @@ class Cut:
             of_weight = self._sums(problem, self.chunk[1], self.chunk[0] < problem.tokens)
             of_hidden = 0 if self.products == 3 else of_hidden
             return numbers + _logits(problem, self.chunk) + of_hidden + of_weight
-        logits = max(_logits(problem, self.chunk), _logits(problem, self.apart))
-        sums = max(self.chunk[0], self.apart[1])
-        return numbers + logits + self._sums(problem, sums, True)
+        first = _logits(problem, self.chunk) + self._sums(problem, self.chunk[0], True)
+        second = _logits(problem, self.apart) + self._sums(problem, self.apart[1], True)
+        return numbers + max(first, second)
 
     @staticmethod
     def _sums(problem: Problem, rows: int, are_needed: bool) -> int:
@@ -77,6 +78,8 @@ def _logits(problem: Problem, chunk: Extents) -> int:
 
 def _sweep(problem: Problem, chunk: Extents, passes: int, gradients: tuple[bool, bool]) -> float:
     """Seconds of logits, so many passes over them, and the gradients of hidden and weight."""
+    # Parts of sums need a place; beside small chunks there is little.
+    splits = _logits(problem, chunk) > 2 * MOST_WORKSPACE
     n, d, v = problem.tokens, problem.hidden, problem.vocab
     tokens, columns = chunk
     of_hidden, of_weight = gradients
@@ -84,7 +87,10 @@ def _sweep(problem: Problem, chunk: Extents, passes: int, gradients: tuple[bool,
     flops = FLOPS if problem.hidden_bytes < 4 else FLOPS_F32
 
     def product(m: int, n: int, k: int) -> float:
-        waves = math.ceil(math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES)
+        waves = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES
+        # Where tiles are few, long sums are cut among what they leave idle, at some loss.
+        few = min(1.0, waves / SPLIT) if splits else 1.0
+        waves = math.ceil(waves) if waves > 1 else few
         return waves * TILES * TILE[0] * TILE[1] * 2 * k / flops + LAUNCH
 
     each = product(tokens, columns, d)
@@ -105,7 +111,9 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     if not fitting:
         return None
     cut = min(fitting, key=lambda cut: cut.seconds(problem))
-    return Plan("library", *cut.chunk, cut.products, cut.scratch(problem), limit, cut.apart)
+    scratch = cut.scratch(problem)
+    scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE) // 256 * 256
+    return Plan("library", *cut.chunk, cut.products, scratch, limit, cut.apart)
 
 
 def _cuts(problem: Problem) -> Iterator[Cut]:
@@ -190,6 +198,10 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
         "chunk_tokens": np.int64(plan.tokens),
         "chunk_columns": np.int64(plan.columns),
     }
+    problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
+    chosen = Cut((plan.tokens, plan.columns), plan.products, plan.apart)
+    workspace = WORKSPACE + plan.scratch_bytes - chosen.scratch(problem)
+    cut["workspace_bytes"] = np.int64(workspace)
     if plan.apart is not None:
         tokens, columns = plan.apart
         cut |= {"apart_tokens": np.int64(tokens), "apart_columns": np.int64(columns)}
