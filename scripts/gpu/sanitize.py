@@ -6,6 +6,9 @@
 Each custom call is a program of its own, and everything it reads was copied from the host: with a
 filter on kernels, initcheck takes what other kernels wrote for memory that nobody wrote. Values are
 looked at too: finite where they should be and NaN where a label is out of range.
+
+The calls of linear cross-entropy read what products have written, which initcheck would not know of
+(--no-linear).
 """
 
 import argparse
@@ -137,11 +140,94 @@ def run(case: Case, rng: np.random.Generator) -> None:
         assert np.isfinite(gradient[:-1]).all()
 
 
+@dataclass(frozen=True)
+class Linear:
+    """A call of linear cross-entropy, cut along both axes where it can be."""
+
+    target: str
+    dtype: str
+    vocab_axis: int
+    # Whether dhidden and dweight come from a sweep each.
+    apart: bool = False
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} apart={self.apart}"
+
+
+def linear_cases() -> Iterator[Linear]:
+    """Every pass and dtype, with the weight either way."""
+    for dtype in DTYPES:
+        for axis in (0, 1):
+            for target in ("forward", "backward", "fused"):
+                yield Linear(f"linear_cross_entropy_{target}", dtype, axis)
+            yield Linear("linear_cross_entropy_backward", dtype, axis, apart=True)
+
+
+def run_linear(case: Linear, rng: np.random.Generator) -> None:
+    """Runs one case and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    tokens, width, vocab = 37, 24, 1031
+    dtype = DTYPES[case.dtype]
+    hidden = rng.normal(size=(tokens, width)).astype(dtype)
+    weight = rng.normal(0, 0.3, (vocab, width)).astype(dtype)
+    y = rng.integers(0, vocab, tokens).astype(np.int32)
+    y[3] = -100
+    x, w = hidden.astype(np.float64), weight.astype(np.float64)
+    z = x @ w.T
+    lse = np.log(np.exp(z).sum(-1))
+    g = rng.uniform(0.5, 1, tokens).astype(np.float32)
+    dz = np.exp(z - lse[:, None])
+    dz[np.arange(tokens), np.maximum(y, 0)] -= 1
+    dz *= np.where(y < 0, 0, g)[:, None]
+    loss = np.where(y < 0, 0, lse - z[np.arange(tokens), np.maximum(y, 0)])
+    gradients = [dz @ w, (dz.T @ x).T if case.vocab_axis else dz.T @ x]
+    laid = np.ascontiguousarray(weight.T) if case.vocab_axis else weight
+    operands: list[Any] = [hidden, laid, y]
+    per_token = jax.ShapeDtypeStruct((tokens,), np.float32)
+    like = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (hidden, laid)]
+    name = case.target.rpartition("_")[2]
+    attributes: dict[str, Any] = {
+        "ignore_index": np.int64(-100),
+        "label_smoothing": np.float64(0),
+        "z_loss": np.float64(0),
+        "vocab_axis": np.int64(case.vocab_axis),
+        "chunk_tokens": np.int64(16),
+        "chunk_columns": np.int64(vocab if name == "fused" else 384),
+        "workspace_bytes": np.int64(2**20),
+    }
+    if case.apart:
+        attributes |= {"apart_tokens": np.int64(32), "apart_columns": np.int64(256)}
+    if name != "backward":
+        attributes["every_token"] = np.bool_(True)
+    if name == "forward":
+        results, wanted = [per_token] * 4, [loss]
+    elif name == "fused":
+        operands.append(g)
+        results, wanted = [*[per_token] * 3, *like], [loss, None, None, *gradients]
+    else:
+        zeros = np.zeros(tokens, np.float32)
+        operands += [lse.astype(np.float32), zeros, g, zeros, zeros]
+        results, wanted = like, gradients
+    scratch = jax.ShapeDtypeStruct((2**23,), np.uint8)
+    call = jax.ffi.ffi_call(f"xentile_{case.target}", [*results, scratch], vmap_method=None)
+    outputs = jax.jit(lambda *arrays: call(*arrays, **attributes)[:-1])(*operands)
+    for output, expected in zip(jax.block_until_ready(outputs), wanted, strict=False):
+        if expected is not None:
+            found = np.asarray(output).astype(np.float64)
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert error < {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}[case.dtype], error
+
+
 def main() -> int:
     """Runs all cases; the exit code is 1 where one gave what cannot be right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", default="cuda", help="cuda, or cpu to try the script itself")
     parser.add_argument("--quick", action="store_true", help="one shape instead of all")
+    parser.add_argument("--no-linear", action="store_true", help="no linear cross-entropy")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     arguments = parser.parse_args()
@@ -154,13 +240,15 @@ def main() -> int:
     print(f"seed: --seed {arguments.seed} repeats")
     rng = np.random.default_rng(arguments.seed)
     passed = 0
-    ran = [case for case in cases(arguments.quick) if arguments.only in str(case)]
+    linear = [] if arguments.no_linear else linear_cases()
+    known = [*cases(arguments.quick), *linear]
+    ran = [case for case in known if arguments.only in str(case)]
     if not ran:
         print(f"sanitize: error: no case has {arguments.only!r} in its name")
         return 2
     for case in ran:
         try:
-            run(case, rng)
+            run_linear(case, rng) if isinstance(case, Linear) else run(case, rng)
             passed += 1
         except AssertionError as error:
             print(f"wrong: {case}: {error}")
