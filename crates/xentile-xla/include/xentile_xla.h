@@ -80,7 +80,7 @@ struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFra
 struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
 
-/* Those for NVIDIA GPUs, two a target, which libraries built with CUDA have. A library that has them
+/* Those for NVIDIA GPUs, two for most targets, which libraries built with CUDA have. A library that has them
  * loads on any machine; where a driver or a GPU is missing, it is the call that says so. */
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
@@ -97,6 +97,13 @@ struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
 struct XLA_FFI_Error* xentile_scale_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);
+/* These call cuBLASLt, and have nothing to initialize. */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -331,7 +331,8 @@ fn every_handler_answers_the_metadata_call() {
         // SAFETY: the call owns it.
         let (version, traits) = unsafe { ((*metadata).api_version, (*metadata).traits) };
         let graphs = xla_ffi::Traits::COMMAND_BUFFER_COMPATIBLE.bits();
-        assert_eq!(traits, if target.platform() == "CUDA" { graphs } else { 0 });
+        let records = target.platform() == "CUDA" && !target.target().contains("linear");
+        assert_eq!(traits, if records { graphs } else { 0 });
         let (mut major, mut minor) = (-1, -1);
         // SAFETY: two numbers to write.
         unsafe { xentile_xla::xentile_ffi_version(&raw mut major, &raw mut minor) };
@@ -640,5 +641,77 @@ fn without_a_gpu_handlers_for_one_say_what_is_missing() {
             assert!(message.contains(&missing.to_string()), "{message}");
         }
         right(target).call(handler(target)).expect("a CPU computes as before");
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod linear {
+    use super::*;
+
+    /// A forward call of two tokens, three columns of hidden and five of the vocabulary.
+    fn forward(weight: [i64; 2], vocab_axis: i64) -> Call {
+        let arguments = vec![
+            Array::new(DType::Bf16, &[2, 3]),
+            Array::new(DType::Bf16, &weight),
+            Array::of(&[2], &[0_i32, 1]),
+        ];
+        let mut results: Vec<_> = (0..4).map(|_| Array::new(DType::F32, &[2])).collect();
+        results.push(Array::new(DType::U8, &[1 << 16]));
+        call(arguments, results)
+            .scalar("ignore_index", -100_i64)
+            .scalar("label_smoothing", 0.0_f64)
+            .scalar("z_loss", 0.0_f64)
+            .scalar("vocab_axis", vocab_axis)
+            .scalar("chunk_tokens", 2_i64)
+            .scalar("chunk_columns", 5_i64)
+            .scalar("workspace_bytes", 256_i64)
+            .scalar("every_token", xla_ffi::Pred::from(true))
+    }
+
+    fn target() -> abi::Handler {
+        handler("xentile_linear_cross_entropy_forward")
+    }
+
+    #[test]
+    fn what_disagrees_is_refused_by_name() {
+        let refused = |mut call: Call, reason: &str| {
+            call.link();
+            let message = call.refused(target());
+            assert!(message.contains(reason), "{message:?} does not say {reason:?}");
+        };
+        refused(
+            forward([5, 4], 0),
+            "`weight` has shape [5, 4]; it must have the 3 columns of `hidden` on axis 1",
+        );
+        refused(
+            forward([5, 3], 1),
+            "`weight` has shape [5, 3]; it must have the 3 columns of `hidden` on axis 0",
+        );
+        refused(forward([5, 3], 2), "attribute vocab_axis is 2; it must be 0 or 1");
+        refused(
+            forward([5, 3], 0).scalar("apart_tokens", 1_i64),
+            "attributes apart_tokens and apart_columns must be given both or neither",
+        );
+        let mut unlike = forward([5, 3], 0);
+        unlike.arguments[1] = Array::new(DType::F16, &[5, 3]);
+        refused(unlike, "`weight` has dtype f16; it must be bf16");
+        let mut labels = forward([5, 3], 0);
+        labels.arguments[2] = Array::of(&[3], &[0_i32, 1, 2]);
+        refused(labels, "`labels` has shape [3]; it must be [2], one for each row of `hidden`");
+        let mut chunk = forward([5, 3], 0);
+        set(&mut chunk, "chunk_columns", 0_i64);
+        refused(chunk, "attribute `chunk_columns` is 0; it must be at least 1");
+    }
+
+    #[test]
+    fn without_a_gpu_it_says_what_is_missing() {
+        let Err(missing) = xentile_cuda::available() else {
+            println!("there is a GPU here");
+            return;
+        };
+        let mut call = forward([5, 3], 0);
+        let (code, message) = call.call(target()).unwrap_err();
+        assert_eq!(code, xla_ffi::ErrorCode::FailedPrecondition, "{message}");
+        assert!(message.contains(&missing.to_string()), "{message}");
     }
 }

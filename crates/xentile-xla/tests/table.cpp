@@ -37,6 +37,8 @@ constexpr uint32_t kExecute = 3;
 #define CUDA(name)                                                                           \
   {"xentile_" #name, "CUDA", kInitialize, "xentile_" #name "_cuda_initialize",               \
    xentile_##name##_cuda_initialize},                                                        \
+  EXECUTE(name)
+#define EXECUTE(name) \
   {"xentile_" #name, "CUDA", kExecute, "xentile_" #name "_cuda", xentile_##name##_cuda}
 
 const Expected kExpected[] = {
@@ -50,6 +52,9 @@ const Expected kExpected[] = {
     CUDA(cross_entropy_backward),
     CUDA(cross_entropy_fused),
     CUDA(scale),
+    EXECUTE(linear_cross_entropy_forward),
+    EXECUTE(linear_cross_entropy_backward),
+    EXECUTE(linear_cross_entropy_fused),
 #endif
 };
 
