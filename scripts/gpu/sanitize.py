@@ -187,6 +187,7 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     gradients = [dz @ w, (dz.T @ x).T if case.vocab_axis else dz.T @ x]
     laid = np.ascontiguousarray(weight.T) if case.vocab_axis else weight
     operands: list[Any] = [hidden, laid, y]
+    wanted: list[Any]
     per_token = jax.ShapeDtypeStruct((tokens,), np.float32)
     like = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (hidden, laid)]
     name = case.target.rpartition("_")[2]
@@ -241,7 +242,7 @@ def main() -> int:
     rng = np.random.default_rng(arguments.seed)
     passed = 0
     linear = [] if arguments.no_linear else linear_cases()
-    known = [*cases(arguments.quick), *linear]
+    known: list[Case | Linear] = [*cases(arguments.quick), *linear]
     ran = [case for case in known if arguments.only in str(case)]
     if not ran:
         print(f"sanitize: error: no case has {arguments.only!r} in its name")
