@@ -1,5 +1,6 @@
 """Linear cross-entropy: every schedule against float64, and what the plan promises."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
+from pallas_bridge._src.linear_cross_entropy import on_cuda
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
@@ -72,7 +74,7 @@ def test_a_mean_and_its_gradients(
 ) -> None:
     hidden, weight, of_bias, labels = problem(rng, jnp.float32, bias=bias, axis=axis)
     limit = None if budget is None else BUDGETS[budget]
-    plan = explain(hidden, weight, bias=of_bias, max_scratch_bytes=limit)
+    plan = explain(hidden, weight, bias=of_bias, max_scratch_bytes=limit, platform="cpu")
     assert plan.schedule == (budget or "tokens")
     weights = jnp.asarray(rng.uniform(0.5, 2, TOKENS), jnp.float32)
 
@@ -128,7 +130,8 @@ def test_no_further_from_float64_than_the_dense_program(
 ) -> None:
     hidden, weight, _, labels = problem(rng, dtype)
     limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
-    assert explain(hidden, weight, max_scratch_bytes=limit).schedule == (budget or "tokens")
+    plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cpu")
+    assert plan.schedule == (budget or "tokens")
     cotangent = jnp.asarray(rng.uniform(1, 2, TOKENS) / TOKENS, jnp.float32)
 
     def gradients(**how: Any) -> Any:
@@ -209,7 +212,7 @@ def test_shard_map_sums_the_gradient_of_the_weight(
     # As many a device as elsewhere in all.
     hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True, tokens=2 * TOKENS)
     limit = None if budget is None else BUDGETS[budget]
-    mine = explain(hidden[:TOKENS], weight, bias=bias, max_scratch_bytes=limit)
+    mine = explain(hidden[:TOKENS], weight, bias=bias, max_scratch_bytes=limit, platform="cpu")
     assert mine.schedule == (budget or "tokens")
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
     each = jnp.asarray(rng.normal(size=2 * TOKENS), jnp.float32)
@@ -243,8 +246,10 @@ def test_temporaries_stay_within_the_budget(budget: str | None) -> None:
     y = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     limits = {"tokens": 64 * 2**20, "vocabulary": 16 * 2**20, "both": 2 * 2**20}
     limit = None if budget is None else limits[budget]
+    usual = explain(x, w, max_scratch_bytes=limit, platform="cpu")
+    assert usual.schedule == (budget or "tokens")
+    assert usual.scratch_bytes <= usual.max_scratch_bytes
     plan = explain(x, w, max_scratch_bytes=limit)
-    assert plan.schedule == (budget or "tokens") and plan.scratch_bytes <= plan.max_scratch_bytes
     f = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, max_scratch_bytes=limit), (0, 1)))
     memory = f.lower(x, w, y).compile().memory_analysis()
     assert memory is not None
@@ -252,23 +257,88 @@ def test_temporaries_stay_within_the_budget(budget: str | None) -> None:
 
 
 def test_plans_take_what_they_are_given() -> None:
+    plan_of = partial(explain, platform="cpu")
     x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
     mib = 2**20
-    found = {limit: explain(x, w, max_scratch_bytes=limit * mib) for limit in (2004, 1024, 256, 32)}
+    found = {limit: plan_of(x, w, max_scratch_bytes=limit * mib) for limit in (2004, 1024, 256, 32)}
     names = [(plan.schedule, plan.products) for plan in found.values()]
     assert names == [("tokens", 3), ("vocabulary", 4), ("vocabulary", 4), ("both", 5)]
     assert found[2004].tokens == 2048
     for limit, plan in found.items():
         assert plan.scratch_bytes <= limit * mib
-    usual = explain(x, w)
+    usual = plan_of(x, w)
     assert usual.products == 3 and usual.tokens == 8192
     w = jax.ShapeDtypeStruct((151936, 1536), jnp.bfloat16)
-    usual = explain(jax.ShapeDtypeStruct((8192, 1536), jnp.bfloat16), w)
+    usual = plan_of(jax.ShapeDtypeStruct((8192, 1536), jnp.bfloat16), w)
     assert usual.products == 3 and usual.tokens == 4096
     w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
-    assert explain(x, w, reduction="none").products == 4
+    assert plan_of(x, w, reduction="none").products == 4
     assert "tokens: 4096 tokens x 151936 columns at a time, 3 products" in str(usual)
+
+
+def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
+    schedules = set()
+    for _ in range(60):
+        tokens, width, vocab = (int(2 ** rng.uniform(0, most)) for most in (15, 11, 18))
+        reduced, dtype = bool(rng.integers(2)), rng.choice([jnp.bfloat16, jnp.float16, jnp.float32])
+        budget = int(2 ** rng.uniform(22, 33))
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        w = jax.ShapeDtypeStruct((vocab, width), dtype)
+        try:
+            plan = explain(
+                x,
+                w,
+                vocab_axis=0,
+                reduction="mean" if reduced else "none",
+                max_scratch_bytes=budget,
+                platform="cuda",
+            )
+        except ValueError as error:
+            assert "the least" in str(error)
+            continue
+        schedules.add((plan.schedule, plan.products))
+        if plan.schedule != "library":
+            continue
+        assert plan.scratch_bytes <= budget + 5 * 2**20, plan
+        chunks = [(plan.tokens, plan.columns), *([plan.apart] if plan.apart else [])]
+        assert (plan.apart is not None) == (plan.products == 5)
+        for of_tokens, columns in chunks:
+            assert 1 <= of_tokens <= tokens and 1 <= columns <= vocab, plan
+            held = of_tokens * columns * np.dtype(dtype).itemsize
+            assert held < plan.scratch_bytes, plan
+        if plan.products == 3:
+            assert reduced and dtype != jnp.float16 and plan.columns == vocab
+    assert {("library", 3), ("library", 4)} <= schedules
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, ["fused"]),
+        ({"max_scratch_bytes": 2**20}, ["forward", "backward"]),
+        ({"reduction": "none"}, ["forward", "backward"]),
+        ({"vocab_axis": 1, "return_lse": True}, ["fused"]),
+    ],
+)
+def test_programs_for_gpus_are_calls_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: list[str]
+) -> None:
+    monkeypatch.setattr(on_cuda, "has_library", lambda: True)
+    x = jax.ShapeDtypeStruct((2048, 256), jnp.bfloat16)
+    axis = options.get("vocab_axis", 0)
+    w = jax.ShapeDtypeStruct((256, 20011) if axis else (20011, 256), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((2048,), jnp.int32)
+
+    def f(x: Any, w: Any, y: Any) -> Any:
+        found = linear_cross_entropy(x, w, y, **options)
+        return (found[0] if options.get("return_lse") else found).sum()
+
+    traced = jax.jit(jax.value_and_grad(f, (0, 1))).trace(x, w, y)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@xentile_(\w+)\(", text)
+    assert found == [f"linear_cross_entropy_{name}" for name in passes]
+    assert "stablehlo.while" not in text and "stablehlo.dot" not in text
 
 
 def test_what_is_refused(rng: np.random.Generator) -> None:
@@ -315,4 +385,5 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError) as refusal:
         f(hidden, weight, labels, max_scratch_bytes=1000)
     least = int(str(refusal.value).rpartition(" ")[2])
-    assert explain(hidden, weight, max_scratch_bytes=least).schedule == "both"
+    plan = explain(hidden, weight, max_scratch_bytes=least, platform="cpu")
+    assert plan.schedule == "both"
