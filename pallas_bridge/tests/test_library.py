@@ -69,12 +69,16 @@ def test_info_says_what_runs_where() -> None:
     info = pallas_bridge.info()
     loaded = info.library
     assert loaded is not None and loaded.path.is_file()
-    assert {target.target for target in loaded.targets} == {
-        "xentile_cross_entropy_forward",
-        "xentile_cross_entropy_backward",
-        "xentile_cross_entropy_fused",
-        "xentile_scale",
-    }
+    passes = ("forward", "backward", "fused")
+    everywhere = {f"xentile_cross_entropy_{name}" for name in passes} | {"xentile_scale"}
+    of_host, of_cuda = (
+        {target.target for target in loaded.targets if target.platform == platform}
+        for platform in ("Host", "CUDA")
+    )
+    assert of_host == everywhere
+    if of_cuda:
+        linear = {f"xentile_linear_cross_entropy_{name}" for name in passes}
+        assert of_cuda == everywhere | linear
     rows = {row.platform: row for row in info.platforms}
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason
     has_cuda = any(target.platform == "CUDA" for target in loaded.targets)
