@@ -137,6 +137,21 @@ pub enum Op {
     LinearCrossEntropy,
 }
 
+impl Op {
+    /// Refuses a backend that has no programs of the operation.
+    ///
+    /// # Errors
+    /// It has none.
+    pub(crate) fn check_backend(self, backend: Backend) -> Result<()> {
+        ensure!(
+            self == Self::CrossEntropy || backend != Backend::Cpu,
+            "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set backend \
+             to xla:cpu"
+        );
+        Ok(())
+    }
+}
+
 /// What [`Op::LinearCrossEntropy`] is asked for, from the keys of a config; none for an operation over
 /// logits.
 ///

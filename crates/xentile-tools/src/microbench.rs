@@ -183,6 +183,7 @@ impl Config {
         self.backend.check_choices(plugin, self.cache.as_deref(), isa, self.threads)?;
         exported::check_choice(self.program.as_deref(), self.backend, self.implementation)?;
         let linear = self.linear()?;
+        self.op.check_backend(self.backend)?;
         ensure!(
             linear.is_none() || self.logits == Logits::Random,
             "logits is {}; op {} makes random ones",
@@ -369,13 +370,9 @@ impl From<&Exported> for ExportedBy {
 }
 
 fn prepare(config: &Config) -> Result<Box<dyn Subject>> {
-    match (config.op, config.backend) {
-        (Op::CrossEntropy, Backend::Cpu) => cpu::cross_entropy(config),
-        (Op::LinearCrossEntropy, Backend::Cpu) => bail!(
-            "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set \
-             backend to xla:cpu"
-        ),
-        (_, Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu) => xla::subject(config),
+    match config.backend {
+        Backend::Cpu => cpu::cross_entropy(config),
+        Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu => xla::subject(config),
     }
 }
 

@@ -20,6 +20,8 @@ pub struct Figure {
     pub subtitles: Vec<String>,
     /// The horizontal axis.
     pub x_label: String,
+    /// A value of that axis as its mark says it.
+    pub x_text: fn(usize) -> String,
     /// What the series are told apart by.
     pub legend: String,
     /// Top to bottom; at least one.
@@ -150,7 +152,7 @@ impl Figure {
             .y_label_style(text())
             .axis_desc_style((FONT, 20).into_font().color(&INK))
             .x_labels(ticks)
-            .x_label_formatter(&|x| x.to_string())
+            .x_label_formatter(&|&x| (self.x_text)(x as usize))
             // Sums of the axis's step end in digits that mean nothing.
             .y_label_formatter(&|y| ((y * 1e9).round() / 1e9).to_string())
             .draw()?;
@@ -285,6 +287,7 @@ mod tests {
                 title: "t".to_owned(),
                 subtitles: vec![],
                 x_label: "x".to_owned(),
+                x_text: |x| x.to_string(),
                 legend: "l".to_owned(),
                 panels: vec![panel],
             };

@@ -1,4 +1,6 @@
-//! Measures a grid of tiles, one process a cell, and keeps what was found.
+//! Measures a grid of tiles, or of budgets, one process a cell, and keeps what was found.
+
+mod tables;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use pjrt_client::Platform;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use xentile::TunedTile;
 
 use crate::cli;
@@ -24,14 +26,19 @@ use crate::memory;
 use crate::microbench::{self, Implementation, name};
 use crate::plot::{Figure, Panel, Series};
 
-/// A grid of tiles to measure.
+/// A grid to measure: of tiles of `cross_entropy`, or of budgets of `linear_cross_entropy`.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Tokens a tile.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub time_blocks: Vec<usize>,
     /// Vocabulary columns a tile.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub block_sizes: Vec<usize>,
+    /// What may be held beyond operands and results; none is the operation's own choice.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub max_scratch_bytes: Vec<Option<usize>>,
     /// Where results go; `benches/results/<processor>/<name of the config>` where absent.
     #[serde(default)]
     pub out: Option<PathBuf>,
@@ -50,31 +57,112 @@ fn default_tuned_dir() -> PathBuf {
     "configs/tuned".into()
 }
 
+/// What a sweep varies, beside others perhaps.
+struct Axis {
+    /// Whose sweep it is of.
+    op: Op,
+    /// The key of its values in the sweep's config.
+    list: &'static str,
+    /// The name of one value.
+    name: &'static str,
+    /// The key of one value in a cell's config.
+    key: &'static str,
+    /// None is the operation's own choice.
+    values: Vec<Option<usize>>,
+}
+
+/// A cell's value on every axis.
+type Place = Vec<Option<usize>>;
+
+/// A value as configs have it.
+fn shown(value: Option<usize>) -> String {
+    value.map_or_else(|| "null".to_owned(), |value| value.to_string())
+}
+
+/// The names and values of a place.
+fn told(axes: &[Axis], place: &Place) -> String {
+    let values = axes.iter().zip(place);
+    values
+        .map(|(axis, &value)| format!("{} {}", axis.name, shown(value)))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
 impl Config {
+    /// Every axis that there is, of all operations.
+    fn lists(&self) -> [Axis; 3] {
+        let extents = |list: &[usize]| list.iter().copied().map(Some).collect();
+        [
+            Axis {
+                op: Op::CrossEntropy,
+                list: "time_blocks",
+                name: "time_block",
+                key: "tile.time_block",
+                values: extents(&self.time_blocks),
+            },
+            Axis {
+                op: Op::CrossEntropy,
+                list: "block_sizes",
+                name: "block_size",
+                key: "tile.block_size",
+                values: extents(&self.block_sizes),
+            },
+            Axis {
+                op: Op::LinearCrossEntropy,
+                list: "max_scratch_bytes",
+                name: "max_scratch_bytes",
+                key: "max_scratch_bytes",
+                values: self.max_scratch_bytes.clone(),
+            },
+        ]
+    }
+
+    /// What the sweep varies: what goes across the plot first.
+    fn axes(&self) -> Vec<Axis> {
+        self.lists().into_iter().filter(|axis| axis.op == self.cell.op).collect()
+    }
+
     fn validate(&self) -> Result<()> {
-        for (name, list) in [("time_blocks", &self.time_blocks), ("block_sizes", &self.block_sizes)]
-        {
-            ensure!(!list.is_empty(), "{name} is empty; list at least one value");
-            for (index, value) in list.iter().enumerate() {
-                ensure!(!list[..index].contains(value), "{name} lists {value} twice; remove one");
+        let axes = self.axes();
+        for Axis { op, list, values, .. } in self.lists() {
+            ensure!(
+                op == self.cell.op || values.is_empty(),
+                "{list} is set; a sweep of {} varies {}",
+                name(&self.cell.op),
+                axes.iter().map(|axis| axis.list).collect::<Vec<_>>().join(" and ")
+            );
+        }
+        for Axis { list, values, .. } in &axes {
+            ensure!(!values.is_empty(), "{list} is empty; list at least one value");
+            for (index, &value) in values.iter().enumerate() {
+                ensure!(
+                    !values[..index].contains(&value),
+                    "{list} lists {} twice; remove one",
+                    shown(value)
+                );
             }
         }
-        ensure!(
-            self.cell.tile == TileConfig::default(),
-            "cell.tile is what the sweep varies; remove it"
-        );
+        let (varied, is_set) = match self.cell.op {
+            Op::CrossEntropy => ("tile", self.cell.tile != TileConfig::default()),
+            Op::LinearCrossEntropy => ("max_scratch_bytes", self.cell.max_scratch_bytes.is_some()),
+        };
+        ensure!(!is_set, "cell.{varied} is what the sweep varies; remove it");
         ensure!(
             self.cell.implementation == Implementation::Kernel,
-            "cell.impl is {}, which has no tile; set it to kernel",
+            "cell.impl is {}, which has no {varied}; set it to kernel",
             name(&self.cell.implementation)
         );
         ensure!(
-            self.cell.op == Op::CrossEntropy,
-            "cell.op is {}; a sweep is of the tile of cross_entropy",
-            name(&self.cell.op)
+            self.cell.op == Op::CrossEntropy || self.cell.program.is_none(),
+            "cell.program is set, which is of one budget; remove it, and each cell exports its own"
         );
         self.cell.validate().context("cell")?;
         if self.update_tuned {
+            ensure!(
+                self.cell.op == Op::CrossEntropy,
+                "update_tuned is true; {} has no tile to tune: set update_tuned to false",
+                name(&self.cell.op)
+            );
             ensure!(
                 self.cell.topology.is_none(),
                 "update_tuned is true, and cell.topology is set: without step times no tile is the \
@@ -112,10 +200,17 @@ struct Measured {
     ratio_to_copy: Option<f64>,
     gb_per_s: Option<f64>,
     copy_gb_per_s: Option<f64>,
+    gflop_per_s: Option<f64>,
+    exported: Option<Exported>,
     mem_after_run: RunMemory,
     compiled: Option<ProgramMemory>,
     schedule: Option<Bundles>,
     estimate: Option<Estimated>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Exported {
+    plan: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -202,13 +297,15 @@ enum Memory {
     DeviceInUse,
     /// What the compiler says that the program holds.
     Program,
+    /// The part of that which is neither argument nor result.
+    Temporaries,
     /// The most that the process held.
     Process,
 }
 
 impl Memory {
-    /// From what says most of the program to what says least.
-    const ALL: [Self; 4] = [Self::DevicePeak, Self::DeviceInUse, Self::Program, Self::Process];
+    /// All that is held, from what says most of the program to what says least.
+    const WHOLE: [Self; 4] = [Self::DevicePeak, Self::DeviceInUse, Self::Program, Self::Process];
 
     /// As the plot has it.
     fn label(self) -> &'static str {
@@ -216,6 +313,7 @@ impl Memory {
             Self::DevicePeak => "device memory, peak in use",
             Self::DeviceInUse => "device memory, in use after the run",
             Self::Program => "arguments, results, temporaries",
+            Self::Temporaries => "temporaries",
             Self::Process => "process's memory, peak",
         }
     }
@@ -225,6 +323,7 @@ impl Memory {
             Self::DevicePeak => cell.mem_after_run.peak_bytes_in_use,
             Self::DeviceInUse => cell.mem_after_run.bytes_in_use,
             Self::Program => cell.compiled.and_then(ProgramMemory::bytes),
+            Self::Temporaries => cell.compiled?.temporary_bytes,
             Self::Process => cell.mem_after_run.peak_resident_bytes,
         }
     }
@@ -232,8 +331,7 @@ impl Memory {
 
 /// One cell: what its process said, or why it said nothing.
 struct Row {
-    time_block: usize,
-    block_size: usize,
+    place: Place,
     outcome: Result<(Measured, Value), String>,
 }
 
@@ -259,18 +357,13 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
         .unwrap_or_else(|| Path::new("benches/results").join(slug(&machine.processor)).join(&stem));
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
 
-    let rows = measure(&config, &out)?;
-    let sweep = Sweep { config: &config, machine: &machine, rows: &rows };
+    let axes = config.axes();
+    let rows = measure(&config, &axes, &out)?;
+    let sweep = Sweep { config: &config, axes: &axes, machine: &machine, rows: &rows };
     sweep.write(&out)?;
     println!("wrote {}/sweep.{{csv,json,md,svg,png}}", out.display());
     if let Some((row, best)) = sweep.best() {
-        println!(
-            "best: time_block {} block_size {}: {} ms, {} copies",
-            row.time_block,
-            row.block_size,
-            figure(best.median_step_ms, 3),
-            figure(best.ratio_to_copy, 2)
-        );
+        println!("{}", sweep.best_told(row, best));
         if config.update_tuned {
             let file = config.tuned_file();
             sweep.update_tuned(&file, row)?;
@@ -296,7 +389,7 @@ fn figure(number: Option<f64>, digits: usize) -> String {
     number.map_or("not told".to_owned(), |number| format!("{number:.digits$}"))
 }
 
-fn measure(config: &Config, out: &Path) -> Result<Vec<Row>> {
+fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<Row>> {
     // Never finished: it is there for the cells alone.
     let cell = Draft::new(&out.join("cell.yaml")).context("cannot write the cell's config")?;
     let text = serde_yaml::to_string(&config.cell).context("cannot write the cell's config")?;
@@ -304,34 +397,35 @@ fn measure(config: &Config, out: &Path) -> Result<Vec<Row>> {
         .with_context(|| format!("cannot write {}", cell.path().display()))?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
 
-    let grid: Vec<_> = config
-        .time_blocks
-        .iter()
-        .flat_map(|&time_block| config.block_sizes.iter().map(move |&size| (time_block, size)))
-        .collect();
+    let grid = axes.iter().fold(vec![Place::new()], |places, axis| {
+        let beside = |place: &Place| {
+            let all = axis.values.iter().map(|&value| [&place[..], &[value]].concat());
+            all.collect::<Vec<_>>()
+        };
+        places.iter().flat_map(beside).collect()
+    });
     let progress = Progress::new(grid.len());
     let mut rows = Vec::with_capacity(grid.len());
-    for (time_block, block_size) in grid {
-        progress.begin(time_block, block_size);
-        let outcome = run_cell(&program, cell.path(), time_block, block_size);
+    for place in grid {
+        let named = told(axes, &place);
+        progress.begin(&named);
+        let set = |(axis, &value): (&Axis, _)| format!("{}={}", axis.key, shown(value));
+        let sets: Vec<_> = axes.iter().zip(&place).map(set).collect();
+        let outcome = run_cell(&program, cell.path(), &sets);
         let outcome = outcome.map_err(|error| format!("{error:#}"));
-        rows.push(Row { time_block, block_size, outcome });
-        progress.end(&rows);
+        rows.push(Row { place, outcome });
+        progress.end(&named, &rows);
     }
     progress.finish();
     Ok(rows)
 }
 
-fn run_cell(
-    program: &Path,
-    cell: &Path,
-    time_block: usize,
-    block_size: usize,
-) -> Result<(Measured, Value)> {
+fn run_cell(program: &Path, cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
     let output = Command::new(program)
         .arg("--config")
         .arg(cell)
-        .args(["--time-block", &time_block.to_string(), "--block-size", &block_size.to_string()])
+        .arg("--set")
+        .args(sets)
         .args(["--json", "-"])
         .stdin(Stdio::null())
         .output()
@@ -381,13 +475,13 @@ impl Progress {
         Self { bar, cells, start: Instant::now() }
     }
 
-    fn begin(&self, time_block: usize, block_size: usize) {
+    fn begin(&self, place: &str) {
         if let Some(bar) = &self.bar {
-            bar.set_message(format!("time_block {time_block} block_size {block_size}"));
+            bar.set_message(place.to_owned());
         }
     }
 
-    fn end(&self, rows: &[Row]) {
+    fn end(&self, place: &str, rows: &[Row]) {
         let Some(row) = rows.last() else { return };
         let told = match &row.outcome {
             Ok((measured, _)) => match measured.median_step_ms {
@@ -402,7 +496,7 @@ impl Progress {
             Err(reason) => format!("failed: {reason}"),
         };
         let (done, cells) = (rows.len(), self.cells);
-        let cell = format!("time_block {} block_size {}: {told}", row.time_block, row.block_size);
+        let cell = format!("{place}: {told}");
         if let Some(bar) = &self.bar {
             if row.outcome.is_err() {
                 bar.println(cell);
@@ -425,12 +519,13 @@ impl Progress {
 /// A sweep that has been run.
 struct Sweep<'a> {
     config: &'a Config,
+    axes: &'a [Axis],
     machine: &'a Machine,
     rows: &'a [Row],
 }
 
 impl Sweep<'_> {
-    /// The smallest tile among those within a hundredth of the quickest: nearer than that, noise
+    /// The smallest tile or budget among those within a hundredth of the quickest: nearer than that, noise
     /// decides.
     fn best(&self) -> Option<(&Row, &Measured)> {
         let cells = || {
@@ -440,8 +535,19 @@ impl Sweep<'_> {
         let quickest = cells().map(|(.., ms)| ms).min_by(f64::total_cmp)?;
         cells()
             .filter(|(.., ms)| *ms <= 1.01 * quickest)
-            .min_by_key(|(row, ..)| row.time_block as u128 * row.block_size as u128)
+            // What is set says more than what is not.
+            .min_by_key(|(row, ..)| {
+                row.place.iter().map(|value| value.unwrap_or(usize::MAX) as u128).product::<u128>()
+            })
             .map(|(row, measured, _)| (row, measured))
+    }
+
+    /// A line for people.
+    fn best_told(&self, row: &Row, best: &Measured) -> String {
+        let copies =
+            best.ratio_to_copy.map_or(String::new(), |ratio| format!(", {ratio:.2} copies"));
+        let place = told(self.axes, &row.place);
+        format!("best: {place}: {} ms{copies}", figure(best.median_step_ms, 3))
     }
 
     /// The cells' common ceiling: the median of their copies.
@@ -452,19 +558,24 @@ impl Sweep<'_> {
         copies.get(copies.len() / 2).copied()
     }
 
+    /// Whether the programs were compiled and none ran.
+    fn is_compiled(&self) -> bool {
+        self.config.cell.topology.is_some()
+    }
+
     /// Operation, shape and dtype.
     fn subject(&self) -> String {
         let cell = &self.config.cell;
         let topology = cell.topology.as_ref();
         let topology = topology.map_or(String::new(), |name| format!(", compiled for {name}"));
-        format!(
-            "{} on {}{topology}, logits [{}, {}] {}",
-            name(&cell.op),
-            name(&cell.backend),
-            cell.time,
-            cell.vocab,
-            cell.dtype
-        )
+        let operands = match cell.hidden {
+            None => format!("logits [{}, {}]", cell.time, cell.vocab),
+            Some(hidden) => {
+                format!("hidden states [{}, {hidden}], a vocabulary of {},", cell.time, cell.vocab)
+            }
+        };
+        let (op, backend) = (name(&cell.op), name(&cell.backend));
+        format!("{op} on {backend}{topology}, {operands} {}", cell.dtype)
     }
 
     /// Writes every file under another name first, so that none is ever half there, and a sweep
@@ -494,192 +605,59 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// The table of a sweep that only compiles. Milliseconds and microseconds are estimates.
-    fn compiled_csv(&self) -> String {
-        let mut text = String::from(
-            "time_block,block_size,status,compile_s,code_bytes,argument_bytes,output_bytes,\
-             temporary_bytes,peak_bytes,vmem_bytes,bundles,spills,fills,estimated_tile_dma_us,\
-             estimated_tile_schedule_us,estimated_dma_ms,estimated_schedule_ms,binds,\
-             estimated_step_ms,error\n",
-        );
-        for Row { time_block, block_size, outcome } in self.rows {
-            let rest = match outcome {
-                Ok((m, _)) => {
-                    let part = |part: fn(&ProgramMemory) -> Option<u64>| {
-                        m.compiled.as_ref().and_then(part)
-                    };
-                    let slots = |unit| Some(*m.schedule.as_ref()?.slots_used.get(unit)?);
-                    let counts = [
-                        part(|program| program.code_bytes),
-                        part(|program| program.argument_bytes),
-                        part(|program| program.output_bytes),
-                        part(|program| program.temporary_bytes),
-                        part(|program| program.peak_bytes),
-                        m.vmem_bytes(),
-                        m.schedule.as_ref().map(|schedule| schedule.bundles),
-                        slots("vstore_spill"),
-                        slots("vload_fill"),
-                    ];
-                    let estimated = |of: fn(&Estimated) -> f64| {
-                        let estimate = m.estimate.as_ref().map(of);
-                        estimate.map_or(String::new(), |number| number.to_string())
-                    };
-                    let cells = [
-                        m.compile_s.map_or(String::new(), |seconds| seconds.to_string()),
-                        counts
-                            .map(|count| count.map_or(String::new(), |count| count.to_string()))
-                            .join(","),
-                        estimated(|estimate| estimate.sum(|kernel| kernel.tile_dma_us)),
-                        estimated(|estimate| estimate.sum(|kernel| kernel.tile_schedule_us)),
-                        estimated(|estimate| estimate.sum(|kernel| kernel.dma_ms)),
-                        estimated(|estimate| estimate.sum(|kernel| kernel.schedule_ms)),
-                        m.estimate.as_ref().map_or(String::new(), Estimated::binds),
-                        estimated(|estimate| estimate.step_ms),
-                    ];
-                    format!("ok,{},", cells.join(","))
-                }
-                Err(reason) => {
-                    format!("failed{}\"{}\"", ",".repeat(17), reason.replace('"', "\"\""))
-                }
-            };
-            _ = writeln!(text, "{time_block},{block_size},{rest}");
-        }
-        text
-    }
-
-    /// The same for people.
-    fn compiled_markdown(&self, text: &mut String) {
-        *text += "Times are estimates from the compiler's schedule and what is published of the \
-                  chip; nothing ran.\n\n";
-        *text += "| time_block | block_size | compile s | code | temporaries | peak | VMEM | bundles \
-                  | spills | tile: DMA us | tile: schedule us | DMA ms | schedule ms | binds | \
-                  estimated step ms | x floor |\n";
-        text.push('|');
-        *text += &" ---: |".repeat(16);
-        text.push('\n');
-        let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
-        for Row { time_block, block_size, outcome } in self.rows {
-            _ = match outcome {
-                Ok((m, _)) => {
-                    let compiled = m.compiled.as_ref();
-                    let schedule = m.schedule.as_ref();
-                    let count = |count: Option<u64>| {
-                        count.map_or("not told".to_owned(), |count| count.to_string())
-                    };
-                    let estimated = |digits: usize, of: fn(&Estimated) -> f64| {
-                        figure(m.estimate.as_ref().map(of), digits)
-                    };
-                    let cells = [
-                        figure(m.compile_s, 1),
-                        bytes(compiled.and_then(|compiled| compiled.code_bytes)),
-                        bytes(compiled.and_then(|compiled| compiled.temporary_bytes)),
-                        bytes(compiled.and_then(|compiled| compiled.peak_bytes)),
-                        bytes(m.vmem_bytes()),
-                        count(schedule.map(|schedule| schedule.bundles)),
-                        count(schedule.and_then(|s| s.slots_used.get("vstore_spill").copied())),
-                        estimated(2, |estimate| estimate.sum(|kernel| kernel.tile_dma_us)),
-                        estimated(2, |estimate| estimate.sum(|kernel| kernel.tile_schedule_us)),
-                        estimated(3, |estimate| estimate.sum(|kernel| kernel.dma_ms)),
-                        estimated(3, |estimate| estimate.sum(|kernel| kernel.schedule_ms)),
-                        m.estimate.as_ref().map_or("not told".to_owned(), Estimated::binds),
-                        estimated(3, |estimate| estimate.step_ms),
-                        estimated(2, |estimate| estimate.ratio_to_floor),
-                    ];
-                    writeln!(text, "| {time_block} | {block_size} | {} |", cells.join(" | "))
-                }
-                Err(reason) => writeln!(
-                    text,
-                    "| {time_block} | {block_size} | failed | {}{} |",
-                    "| ".repeat(12),
-                    reason.replace('|', "\\|")
-                ),
-            };
-        }
-    }
-
     fn csv(&self) -> String {
-        if self.config.cell.topology.is_some() {
-            return self.compiled_csv();
-        }
-        let mut text = String::from(
-            "time_block,block_size,status,median_step_ms,avg_step_ms,min_step_ms,std_step_ms,\
-             copy_ms,ratio_to_copy,gb_per_s,copy_gb_per_s,first_call_s,peak_resident_bytes,device_peak_bytes_in_use,\
-             device_bytes_in_use,compiled_argument_bytes,compiled_output_bytes,\
-             compiled_temporary_bytes,compiled_alias_bytes,error\n",
-        );
-        for Row { time_block, block_size, outcome } in self.rows {
-            let rest = match outcome {
-                Ok((m, _)) => {
-                    let numbers = [
-                        m.median_step_ms,
-                        m.avg_step_ms,
-                        m.min_step_ms,
-                        m.std_step_ms,
-                        m.copy_ms,
-                        m.ratio_to_copy,
-                        m.gb_per_s,
-                        m.copy_gb_per_s,
-                        m.first_call_s,
-                    ];
-                    let numbers = numbers
-                        .map(|number| number.map_or(String::new(), |number| number.to_string()));
-                    let numbers = numbers.join(",");
-                    let compiled = |part: fn(&ProgramMemory) -> Option<u64>| {
-                        m.compiled.as_ref().and_then(part)
-                    };
-                    let memory = [
-                        m.mem_after_run.peak_resident_bytes,
-                        m.mem_after_run.peak_bytes_in_use,
-                        m.mem_after_run.bytes_in_use,
-                        compiled(|program| program.argument_bytes),
-                        compiled(|program| program.output_bytes),
-                        compiled(|program| program.temporary_bytes),
-                        compiled(|program| program.alias_bytes),
-                    ];
-                    let told = |bytes: Option<u64>| bytes.map_or(String::new(), |b| b.to_string());
-                    format!("ok,{numbers},{},", memory.map(told).join(","))
-                }
-                Err(reason) => {
-                    format!("failed{}\"{}\"", ",".repeat(17), reason.replace('"', "\"\""))
-                }
+        let columns = tables::csv(self.config.cell.op, self.is_compiled());
+        let heads = columns.iter().map(|column| column.0);
+        let axes = self.axes.iter().map(|axis| axis.name);
+        let heads: Vec<_> = axes.chain(["status"]).chain(heads).chain(["error"]).collect();
+        let mut csv = heads.join(",") + "\n";
+        for row in self.rows {
+            let (status, error) = match &row.outcome {
+                Ok(_) => ("ok", String::new()),
+                Err(reason) => ("failed", tables::quoted(reason)),
             };
-            _ = writeln!(text, "{time_block},{block_size},{rest}");
+            let says = |(_, of): &tables::Column| row.measured().map_or(String::new(), of);
+            let mut cells: Vec<_> = row.place.iter().copied().map(shown).collect();
+            cells.push(status.to_owned());
+            cells.extend(columns.iter().map(says));
+            cells.push(error);
+            csv += &(cells.join(",") + "\n");
         }
-        text
+        csv
     }
 
     fn json(&self) -> Result<String> {
         let rows: Vec<_> = self
             .rows
             .iter()
-            .map(|Row { time_block, block_size, outcome }| {
-                let (report, error) = match outcome {
+            .map(|row| {
+                let (report, error) = match &row.outcome {
                     Ok((_, report)) => (Some(report), None),
                     Err(reason) => (None, Some(reason)),
                 };
-                json!({
-                    "time_block": time_block,
-                    "block_size": block_size,
-                    "error": error,
-                    "report": report,
-                })
+                self.at(row, json!({"error": error, "report": report}))
             })
             .collect();
-        let best = self.best().map(|(row, best)| {
-            json!({
-                "time_block": row.time_block,
-                "block_size": row.block_size,
-                "median_step_ms": best.median_step_ms,
-            })
-        });
+        let best = self
+            .best()
+            .map(|(row, best)| self.at(row, json!({"median_step_ms": best.median_step_ms})));
         let all =
             json!({"machine": self.machine, "config": self.config, "best": best, "rows": rows});
         Ok(serde_json::to_string_pretty(&all)? + "\n")
     }
 
+    /// `said` of a row, behind its place.
+    fn at(&self, row: &Row, said: Value) -> Value {
+        let place = self.axes.iter().zip(&row.place);
+        let mut all: Map<_, _> =
+            place.map(|(axis, value)| (axis.name.to_owned(), json!(value))).collect();
+        all.extend(said.as_object().cloned().unwrap_or_default());
+        all.into()
+    }
+
     fn markdown(&self) -> String {
         let machine = self.machine;
-        let mut text = format!(
+        let mut table = format!(
             "# {}\n\n{}, {} cores, {}; xentile {} at {}, {}.\n\n",
             self.subject(),
             machine.processor,
@@ -689,61 +667,48 @@ impl Sweep<'_> {
             machine.commit,
             machine.rustc
         );
-        if self.config.cell.topology.is_some() {
-            self.compiled_markdown(&mut text);
-            return text;
+        if self.is_compiled() {
+            table += tables::nothing_ran(self.config.cell.op);
         }
-        text += "| time_block | block_size | median ms | min ms | std ms | x copy | GB/s | process peak \
-             | device peak | program |\n";
-        text += "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
-        let best = self.best().map(|(row, _)| (row.time_block, row.block_size));
+        let columns = tables::markdown(self.config.cell.op, self.is_compiled());
+        let heads = columns.iter().map(|column| column.0);
+        let heads: Vec<_> = self.axes.iter().map(|axis| axis.name).chain(heads).collect();
+        _ = writeln!(table, "| {} |", heads.join(" | "));
+        // The last column has the errors, too.
+        _ = writeln!(table, "|{} --- |", " ---: |".repeat(heads.len() - 1));
+        let best = self.best().map(|(row, _)| &row.place);
         for row in self.rows {
-            let Row { time_block, block_size, outcome } = row;
-            _ = match outcome {
-                Ok((m, _)) => {
-                    let bold = if best == Some((*time_block, *block_size)) { "**" } else { "" };
-                    let memory = [Memory::Process, Memory::DevicePeak, Memory::Program];
-                    let memory = memory
-                        .map(|figure| figure.of(m).map_or("not told".to_owned(), memory::human));
-                    writeln!(
-                        text,
-                        "| {time_block} | {block_size} | {bold}{}{bold} | {} | {} | {} | {} | {} |",
-                        figure(m.median_step_ms, 3),
-                        figure(m.min_step_ms, 3),
-                        figure(m.std_step_ms, 3),
-                        figure(m.ratio_to_copy, 3),
-                        figure(m.gb_per_s, 2),
-                        memory.join(" | ")
-                    )
+            let mut cells: Vec<_> = match &row.outcome {
+                Ok((measured, _)) => columns.iter().map(|(_, of)| of(measured)).collect(),
+                Err(reason) => {
+                    let mut cells = vec![String::new(); columns.len()];
+                    cells[columns.len() - 1] = reason.replace('|', "\\|");
+                    cells[0] = "failed".to_owned();
+                    cells
                 }
-                Err(reason) => writeln!(
-                    text,
-                    "| {time_block} | {block_size} | failed | | | | | | | {} |",
-                    reason.replace('|', "\\|")
-                ),
             };
+            if best == Some(&row.place) {
+                cells[0] = format!("**{}**", cells[0]);
+            }
+            let cells = row.place.iter().copied().map(shown).chain(cells);
+            // An empty cell is a space wide.
+            let cells = cells.map(|cell| if cell.is_empty() { cell } else { format!(" {cell}") });
+            _ = writeln!(table, "|{} |", cells.collect::<Vec<_>>().join(" |"));
         }
-        text
+        table
     }
 
     fn figure(&self) -> Figure {
+        let compiled = self.is_compiled();
+        let is_budget = self.config.cell.op == Op::LinearCrossEntropy;
         // Where nothing ran, there is an estimate at most.
-        let compiled = self.config.cell.topology.is_some();
         let height = |m: &Measured| match compiled {
             false => m.median_step_ms,
             true => Some(m.estimate.as_ref()?.step_ms),
         };
-        let best = self.best().and_then(|(row, best)| {
-            let found = format!(
-                "best: time_block {}, block_size {}: {} ms, {} copies",
-                row.time_block,
-                row.block_size,
-                figure(best.median_step_ms, 2),
-                figure(best.ratio_to_copy, 2)
-            );
-            Some((found, (row.time_block, best.median_step_ms?)))
-        });
+        let best = self.best();
         let device = format!("{}, {} cores", self.machine.processor, self.machine.cores);
+        let found = best.map(|(row, best)| self.best_told(row, best));
         let time = Panel {
             y_label: match compiled {
                 true => "step time, estimated and not measured (ms)".to_owned(),
@@ -751,6 +716,7 @@ impl Sweep<'_> {
             },
             series: self.lines(height),
             level: match compiled {
+                _ if is_budget => self.without_budget(height, "ms"),
                 true => self
                     .rows
                     .iter()
@@ -758,50 +724,86 @@ impl Sweep<'_> {
                     .map(|ms| (ms, format!("two passes over HBM: {ms:.2} ms"))),
                 false => self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
             },
-            mark: best.as_ref().map(|(_, point)| *point),
+            mark: best.and_then(|(row, best)| Some((row.place[0]?, best.median_step_ms?))),
+        };
+        let memory = self.memory_panel(&Memory::WHOLE);
+        let panels = match (is_budget, compiled) {
+            (false, _) => vec![time, memory],
+            (true, false) => vec![time, self.memory_panel(&[Memory::Temporaries]), memory],
+            // There is no model of a step to estimate it by.
+            (true, true) => vec![self.memory_panel(&[Memory::Temporaries]), memory],
         };
         Figure {
             title: self.subject(),
-            subtitles: [Some(device), best.map(|(found, _)| found)].into_iter().flatten().collect(),
-            x_label: "time_block (tokens a tile)".to_owned(),
-            legend: "block_size".to_owned(),
-            panels: vec![time, self.memory_panel()],
+            subtitles: [Some(device), found].into_iter().flatten().collect(),
+            x_label: match is_budget {
+                false => "time_block (tokens a tile)".to_owned(),
+                true => "max_scratch_bytes".to_owned(),
+            },
+            x_text: match is_budget {
+                false => |x| x.to_string(),
+                true => |x| memory::human(x as u64),
+            },
+            legend: self.axes.get(1).map_or("budget", |axis| axis.name).to_owned(),
+            panels,
         }
     }
 
-    /// A figure of every cell over time_block, a line a block_size.
+    /// A figure of every cell over the first axis, a line a value of the second where there is one.
     fn lines(&self, figure: impl Fn(&Measured) -> Option<f64>) -> Vec<Series> {
-        let line = |&block_size: &usize| {
-            let rows = self.rows.iter().filter(|row| row.block_size == block_size);
+        let line = |place: Option<Option<usize>>| {
+            let rows = self.rows.iter().filter(|row| row.place.get(1).copied() == place);
             let mut points: Vec<_> = rows
-                .map(|row| (row.time_block, row.measured().and_then(&figure)))
+                .filter_map(|row| Some((row.place[0]?, row.measured().and_then(&figure))))
                 // A logarithmic axis has no 0.
-                .filter(|&(time_block, _)| time_block > 0)
+                .filter(|&(across, _)| across > 0)
                 .collect();
             points.sort_by_key(|point| point.0);
-            Series { name: block_size.to_string(), points }
+            Series { name: place.map_or("as set".to_owned(), shown), points }
         };
-        self.config.block_sizes.iter().map(line).collect()
+        match self.axes.get(1) {
+            None => vec![line(None)],
+            Some(axis) => axis.values.iter().map(|&value| line(Some(value))).collect(),
+        }
     }
 
-    /// The first figure that any cell tells, beside what logits and gradient alone take.
-    fn memory_panel(&self) -> Panel {
+    /// A figure of the cell whose budget is the operation's own choice, to hold the others against.
+    fn without_budget(
+        &self,
+        figure: impl Fn(&Measured) -> Option<f64>,
+        unit: &str,
+    ) -> Option<(f64, String)> {
+        let row = self.rows.iter().find(|row| row.place == [None])?;
+        let value = figure(row.measured()?)?;
+        Some((value, format!("without a budget: {value:.1} {unit}")))
+    }
+
+    /// The first of `figures` that any cell tells, beside what logits and gradient alone take or the
+    /// cell without a budget.
+    fn memory_panel(&self, figures: &[Memory]) -> Panel {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let told = |figure: &Memory| {
             self.rows.iter().any(|row| row.measured().is_some_and(|m| figure.of(m).is_some()))
         };
-        let Some(figure) = Memory::ALL.into_iter().find(told) else {
+        let Some(figure) = figures.iter().copied().find(told) else {
             let y_label = "memory: not told".to_owned();
             return Panel { y_label, series: self.lines(|_| None), level: None, mark: None };
         };
         let has_gaps = self.rows.iter().filter_map(Row::measured).any(|m| figure.of(m).is_none());
         let gaps = if has_gaps { "; gaps: not told" } else { "" };
         let cell = &self.config.cell;
-        let least = mib(2 * (cell.time * cell.vocab * cell.dtype.size_bytes()) as u64);
+        let height = |m: &Measured| figure.of(m).map(mib);
+        let level = match cell.op {
+            Op::CrossEntropy => {
+                let least = mib(2 * (cell.time * cell.vocab * cell.dtype.size_bytes()) as u64);
+                Some((least, format!("logits and gradient: {least:.1} MiB")))
+            }
+            Op::LinearCrossEntropy => self.without_budget(height, "MiB"),
+        };
         Panel {
             y_label: format!("{} (MiB{gaps})", figure.label()),
-            series: self.lines(|m| figure.of(m).map(mib)),
-            level: Some((least, format!("logits and gradient: {least:.1} MiB"))),
+            series: self.lines(height),
+            level,
             mark: None,
         }
     }
@@ -809,11 +811,14 @@ impl Sweep<'_> {
     /// Puts the tile of `best` into `file` in the place of the one for the same dtype and vocabulary.
     fn update_tuned(&self, file: &Path, best: &Row) -> Result<()> {
         let cell = &self.config.cell;
+        let [Some(time_block), Some(block_size)] = best.place[..] else {
+            bail!("the best cell names no tile");
+        };
         let tile = TunedTile {
             dtype: cell.dtype.name().to_owned(),
             vocab: cell.vocab,
-            time_block: best.time_block,
-            block_size: best.block_size,
+            time_block,
+            block_size,
             device: self.machine.processor.clone(),
             pass: None,
             warps: None,
@@ -889,10 +894,11 @@ mod tests {
                 })),
             });
             let measured = Measured::deserialize(&report).unwrap();
-            Row { time_block: index + 1, block_size: 8, outcome: Ok((measured, report)) }
+            Row { place: vec![Some(index + 1), Some(8)], outcome: Ok((measured, report)) }
         };
-        let rows = [row(0), row(1)];
-        Sweep { config: &config, machine: &Machine::current(), rows: &rows }.memory_panel()
+        let (axes, machine, rows) = (config.axes(), Machine::current(), [row(0), row(1)]);
+        Sweep { config: &config, axes: &axes, machine: &machine, rows: &rows }
+            .memory_panel(&Memory::WHOLE)
     }
 
     #[test]

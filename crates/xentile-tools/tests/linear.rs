@@ -153,11 +153,56 @@ fn microbench_says_what_it_needs() {
     );
     let cpu = ["--op", "linear_cross_entropy", "--set", "hidden=16"];
     assert!(refused(&fixture.run(MICROBENCH, &cpu)).starts_with("backend is cpu; "));
-    let sweep = "{time_blocks: [1], block_sizes: [1], out: x, cell: {op: linear_cross_entropy, \
-                 hidden: 8, backend: \"xla:cpu\"}}";
-    std::fs::write(fixture.0.path().join("sweep.yaml"), sweep).unwrap();
-    let error = refused(&fixture.run(MICROBENCH, &["sweep", "--config", "sweep.yaml"]));
-    assert!(error.contains("cell.op is linear_cross_entropy; a sweep is of"), "{error}");
+}
+
+/// Budgets of the sweep's cells: of three products, of five, of none, and the operation's own.
+const SWEEP: &str = "\
+max_scratch_bytes: [2000000, 400000, 10, null]
+out: out
+cell:
+  op: linear_cross_entropy
+  backend: xla:cpu
+  time: 300
+  vocab: 1003
+  hidden: 64
+  iters: 2
+  warmup: 0
+";
+
+#[test]
+fn a_sweep_of_budgets_says_what_it_cannot_vary() {
+    let fixture = Fixture::new(SWEEP);
+    for (set, expected) in [
+        (
+            "time_blocks=[1]",
+            "time_blocks is set; a sweep of linear_cross_entropy varies max_scratch_bytes",
+        ),
+        (
+            "block_sizes=[1]",
+            "block_sizes is set; a sweep of linear_cross_entropy varies max_scratch_bytes",
+        ),
+        ("max_scratch_bytes=[]", "max_scratch_bytes is empty; list at least one value"),
+        ("max_scratch_bytes=[null, 1, null]", "max_scratch_bytes lists null twice; remove one"),
+        ("cell.max_scratch_bytes=1", "cell.max_scratch_bytes is what the sweep varies; remove it"),
+        (
+            "cell.impl=reference",
+            "cell.impl is reference, which has no max_scratch_bytes; set it to kernel",
+        ),
+        (
+            "cell.program=x.json",
+            "cell.program is set, which is of one budget; remove it, and each cell exports its own",
+        ),
+        (
+            "update_tuned=true",
+            "update_tuned is true; linear_cross_entropy has no tile to tune: set update_tuned to false",
+        ),
+        ("cell.backend=cpu", "cell: backend is cpu; linear_cross_entropy has programs for"),
+    ] {
+        let sweep = ["sweep", "--config", "config.yaml", "--set", set];
+        let error = refused(&fixture.run(MICROBENCH, &sweep));
+        assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
+    }
+    assert!(!fixture.0.path().join("out").exists());
 }
 
 /// Writes f32 tensors of ones, and as many ids as hidden states or logits have.
@@ -264,6 +309,66 @@ fn microbench_reports_the_plan_and_what_it_takes() {
         let (a, b) = (report["loss"].as_f64().unwrap(), dense["loss"].as_f64().unwrap());
         assert!((a - b).abs() < 1e-4 * b, "{a} is not the dense program's {b}");
     }
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
+    let fixture = Fixture::new(SWEEP);
+    let output = fixture.run(MICROBENCH, &["sweep", "--config", "config.yaml"]);
+    let told = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.contains("[4/4] max_scratch_bytes null: "), "{told}");
+    assert!(told.ends_with("1 of 4 cells failed\n"), "{told}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(stdout.contains("best: max_scratch_bytes ") && !stdout.contains("copies"), "{stdout}");
+
+    let read = |name: &str| std::fs::read_to_string(fixture.0.path().join(name)).unwrap();
+    let found: Value = serde_json::from_str(&read("out/sweep.json")).unwrap();
+    let rows = found["rows"].as_array().unwrap();
+    let budgets: Vec<_> = rows.iter().map(|row| row["max_scratch_bytes"].as_u64()).collect();
+    assert_eq!(budgets, [Some(2_000_000), Some(400_000), Some(10), None]);
+    let least = "max_scratch_bytes is 10; the least for 300 tokens";
+    assert!(rows[2]["error"].as_str().unwrap().starts_with(least), "{}", rows[2]);
+    let plan = |row: &Value| row["report"]["exported"]["plan"].as_str().unwrap().to_owned();
+    for (row, products) in [(0, "3 products"), (1, "5 products"), (3, "3 products")] {
+        assert!(plan(&rows[row]).contains(products), "{}", rows[row]);
+    }
+    let temporaries = |row: &Value| row["report"]["compiled"]["temporary_bytes"].as_u64().unwrap();
+    assert!(temporaries(&rows[1]) < temporaries(&rows[3]));
+
+    let csv = read("out/sweep.csv");
+    let lines: Vec<_> = csv.lines().collect();
+    assert!(lines[0].starts_with("max_scratch_bytes,status,median_step_ms,"), "{csv}");
+    assert!(lines[0].ends_with(",plan,error") && !lines[0].contains("copy"), "{csv}");
+    assert!(lines[2].ends_with(&format!(",\"{}\",", plan(&rows[1]))), "{csv}");
+    let empty = ",".repeat(lines[0].split(',').count() - 2);
+    assert!(lines[3].starts_with(&format!("10,failed{empty}\"{least}")), "{csv}");
+    assert!(lines[4].starts_with("null,ok,"), "{csv}");
+    let markdown = read("out/sweep.md");
+    assert!(markdown.contains("hidden states [300, 64], a vocabulary of 1003, bf16"), "{markdown}");
+    assert!(markdown.contains(&format!("| {} |\n", plan(&rows[0]))), "{markdown}");
+    assert!(
+        markdown.contains("| 10 | failed | | | | | | | | max_scratch_bytes is 10"),
+        "{markdown}"
+    );
+    let svg = read("out/sweep.svg");
+    for text in ["1.9 MiB", "temporaries (MiB)", "arguments, results, temporaries (MiB)"] {
+        assert!(svg.contains(text), "the plot does not say {text}");
+    }
+    assert_eq!(svg.matches("without a budget: ").count(), 3, "one a panel");
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn the_shipped_sweep_is_valid() {
+    let config =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../configs/sweep/linear_cross_entropy_cpu.yaml");
+    // Its budgets are for its shape; that takes seconds, steps of it more.
+    let small = ["--set", "cell.iters=1", "cell.warmup=0"];
+    let sweep = ["sweep", "--config", config];
+    let output = Fixture::new("{}").run(MICROBENCH, &[&sweep[..], &small].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
 }
 
 #[test]

@@ -175,9 +175,13 @@ fn tuning_is_a_choice_and_results_have_a_place_of_their_own() {
 #[test]
 fn bad_input_is_named_and_writes_nothing() {
     let folder = Folder::new("[1]");
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["time_blocks=[]"], "time_blocks is empty; list at least one value"),
         (&["block_sizes=[8, 9, 8]"], "block_sizes lists 8 twice; remove one"),
+        (
+            &["max_scratch_bytes=[null]"],
+            "max_scratch_bytes is set; a sweep of cross_entropy varies time_blocks and block_sizes",
+        ),
         (&["time_blokcs=[1]"], "unknown key `time_blokcs`; did you mean `time_blocks`?"),
         (&["cell.tile.time_block=1"], "cell.tile is what the sweep varies; remove it"),
         (&["cell.impl=reference"], "cell.impl is reference, which has no tile; set it to kernel"),
@@ -207,6 +211,10 @@ fn shipped_configs_are_valid() {
     let mut count = 0;
     for entry in std::fs::read_dir(configs).unwrap() {
         let path = entry.unwrap().path();
+        // linear.rs has those whose programs come from JAX.
+        if path.file_name().unwrap().to_string_lossy().starts_with("linear_") {
+            continue;
+        }
         let folder = Folder::new("[1]");
         std::fs::copy(&path, folder.path("grid.yaml")).unwrap();
         let sets =

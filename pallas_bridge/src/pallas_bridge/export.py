@@ -141,6 +141,11 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
     op = cell.get("op", "cross_entropy")
     if op not in PLATFORMS:
         raise ConfigError(f"op is {op!r}; it must be one of {', '.join(PLATFORMS)}")
+    if cell is not config and "max_scratch_bytes" in config:
+        raise ConfigError(
+            f"max_scratch_bytes is {config['max_scratch_bytes']!r}, a sweep of budgets, whose "
+            "programs microbench sweep exports itself; name a config of microbench of one budget"
+        )
     backend = cell.get("backend", f"xla:{PLATFORMS[op][0]}")
     platform = str(backend).removeprefix("xla:")
     if platform not in PLATFORMS[op]:

@@ -1,4 +1,4 @@
-//! Times one implementation of an operation, or sweeps the kernel's tile.
+//! Times one implementation of an operation, or sweeps its tile or its budget.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measures every time_block x block_size of a grid and tabulates, plots and keeps the best.
+    /// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
+    /// tabulates, plots and keeps the best.
     Sweep {
         /// YAML config of the sweep.
         #[arg(long, value_name = "FILE")]

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use bytemuck::Pod;
 use pjrt_client::Buffer;
 use xentile::Element;
@@ -38,11 +38,7 @@ pub(super) fn run<E: Element + Pod + pjrt_client::Element>(
     options: CrossEntropy,
     limits: Limits,
 ) -> Result<Report> {
-    ensure!(
-        config.backend != Backend::Cpu,
-        "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set backend to \
-         xla:cpu"
-    );
+    config.op.check_backend(config.backend)?;
     match &config.input {
         Input::Synthetic(synthetic) => {
             let shape = config.synthetic_shape()?;
