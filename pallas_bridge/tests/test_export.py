@@ -58,6 +58,14 @@ def test_a_sweep_is_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.count("written") == 2
 
 
+def test_a_sweep_of_budgets_is_the_sweeps_to_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, {"max_scratch_bytes": [None, 10**6], "cell": LINEAR}) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: max_scratch_bytes is [None, 1000000], a sweep of budgets"), error
+
+
 def test_an_open_tile_is_the_kernels_own(tmp_path: Path) -> None:
     options = {"reduction": "none", "softcap": 30.0}
     assert run(tmp_path, {**CELL, "time": 100, "options": options}) == 0

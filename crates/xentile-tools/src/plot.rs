@@ -22,7 +22,7 @@ pub struct Figure {
     pub x_label: String,
     /// A value of that axis as its mark says it.
     pub x_text: fn(usize) -> String,
-    /// What the series are told apart by.
+    /// What the series are told apart by; without a legend where it is empty.
     pub legend: String,
     /// Top to bottom; at least one.
     pub panels: Vec<Panel>,
@@ -185,6 +185,9 @@ impl Figure {
         panel: &Panel,
         area: &DrawingArea<B, Shift>,
     ) -> Result<(), DrawingAreaErrorKind<B::ErrorType>> {
+        if self.legend.is_empty() {
+            return Ok(());
+        }
         let text = |size: u32| {
             let style = (FONT, size).into_font().color(&INK);
             style.pos(Pos::new(HPos::Left, VPos::Center))

@@ -525,8 +525,8 @@ struct Sweep<'a> {
 }
 
 impl Sweep<'_> {
-    /// The smallest tile or budget among those within a hundredth of the quickest: nearer than that, noise
-    /// decides.
+    /// The smallest tile or budget among those within a hundredth of the quickest: nearer than that,
+    /// noise decides.
     fn best(&self) -> Option<(&Row, &Measured)> {
         let cells = || {
             let cells = self.rows.iter().filter_map(|row| Some((row, row.measured()?)));
@@ -744,7 +744,7 @@ impl Sweep<'_> {
                 false => |x| x.to_string(),
                 true => |x| memory::human(x as u64),
             },
-            legend: self.axes.get(1).map_or("budget", |axis| axis.name).to_owned(),
+            legend: self.axes.get(1).map_or("", |axis| axis.name).to_owned(),
             panels,
         }
     }
@@ -759,7 +759,12 @@ impl Sweep<'_> {
                 .filter(|&(across, _)| across > 0)
                 .collect();
             points.sort_by_key(|point| point.0);
-            Series { name: place.map_or("as set".to_owned(), shown), points }
+            if place.is_none() {
+                // Budgets below the least may lie so far below that the axis showed little else.
+                let least = points.iter().position(|point| point.1.is_some());
+                points.drain(..least.unwrap_or(0));
+            }
+            Series { name: place.map_or(String::new(), shown), points }
         };
         match self.axes.get(1) {
             None => vec![line(None)],

@@ -356,6 +356,7 @@ fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
     for text in ["1.9 MiB", "temporaries (MiB)", "arguments, results, temporaries (MiB)"] {
         assert!(svg.contains(text), "the plot does not say {text}");
     }
+    assert!(!svg.contains("0.0 MiB"), "a budget that nothing fits in has no place in the plot");
     assert_eq!(svg.matches("without a budget: ").count(), 3, "one a panel");
 }
 
