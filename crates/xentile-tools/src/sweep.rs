@@ -570,9 +570,7 @@ impl Sweep<'_> {
         let topology = topology.map_or(String::new(), |name| format!(", compiled for {name}"));
         let operands = match cell.hidden {
             None => format!("logits [{}, {}]", cell.time, cell.vocab),
-            Some(hidden) => {
-                format!("hidden states [{}, {hidden}], a vocabulary of {},", cell.time, cell.vocab)
-            }
+            Some(hidden) => format!("{} x {hidden} x {}", cell.time, cell.vocab),
         };
         let (op, backend) = (name(&cell.op), name(&cell.backend));
         format!("{op} on {backend}{topology}, {operands} {}", cell.dtype)

@@ -346,7 +346,7 @@ fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
     assert!(lines[3].starts_with(&format!("10,failed{empty}\"{least}")), "{csv}");
     assert!(lines[4].starts_with("null,ok,"), "{csv}");
     let markdown = read("out/sweep.md");
-    assert!(markdown.contains("hidden states [300, 64], a vocabulary of 1003, bf16"), "{markdown}");
+    assert!(markdown.contains("on xla:cpu, 300 x 64 x 1003 bf16"), "{markdown}");
     assert!(markdown.contains(&format!("| {} |\n", plan(&rows[0]))), "{markdown}");
     assert!(
         markdown.contains("| 10 | failed | | | | | | | | max_scratch_bytes is 10"),

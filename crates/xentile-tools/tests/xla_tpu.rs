@@ -679,4 +679,23 @@ fn linear_cross_entropy_compiles_without_its_logits() {
     assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
     let plan = report["exported"]["plan"].as_str().unwrap();
     assert!(plan.starts_with("kernels: ") && plan.contains("4 products"), "{plan}");
+
+    let grid = path(cache.path(), "grid.yaml");
+    let config = format!(
+        "max_scratch_bytes: [8000000]\nout: {0}/out\n\
+         cell: {{op: linear_cross_entropy, backend: xla:tpu, topology: 'v6e:2x2', time: 256, \
+         vocab: 2000, hidden: 128, cache: {0}}}\n",
+        cache.path().display()
+    );
+    std::fs::write(&grid, config).unwrap();
+    let output = microbench(&["sweep", "--config", &grid]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let read = |name: &str| std::fs::read_to_string(cache.path().join("out").join(name)).unwrap();
+    let csv = read("sweep.csv");
+    assert!(csv.starts_with("max_scratch_bytes,status,compile_s,code_bytes,"), "{csv}");
+    assert!(
+        csv.contains(",fills,plan,error\n8000000,ok,") && csv.contains(",\"kernels: "),
+        "{csv}"
+    );
+    assert!(!read("sweep.svg").contains("step time"), "nothing estimates it");
 }
