@@ -63,7 +63,9 @@ def test_a_sweep_of_budgets_is_the_sweeps_to_export(
 ) -> None:
     assert run(tmp_path, {"max_scratch_bytes": [None, 10**6], "cell": LINEAR}) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: max_scratch_bytes is [None, 1000000], a sweep of budgets"), error
+    assert error.startswith("error: max_scratch_bytes is [None, 1000000], a sweep of budgets"), (
+        error
+    )
 
 
 def test_an_open_tile_is_the_kernels_own(tmp_path: Path) -> None:

@@ -751,17 +751,14 @@ impl Sweep<'_> {
     fn lines(&self, figure: impl Fn(&Measured) -> Option<f64>) -> Vec<Series> {
         let line = |place: Option<Option<usize>>| {
             let rows = self.rows.iter().filter(|row| row.place.get(1).copied() == place);
+            // Budgets below the least lie far below, where the axis would show little else.
+            let rows = rows.filter(|row| place.is_some() || row.measured().is_some());
             let mut points: Vec<_> = rows
                 .filter_map(|row| Some((row.place[0]?, row.measured().and_then(&figure))))
                 // A logarithmic axis has no 0.
                 .filter(|&(across, _)| across > 0)
                 .collect();
             points.sort_by_key(|point| point.0);
-            if place.is_none() {
-                // Budgets below the least may lie so far below that the axis showed little else.
-                let least = points.iter().position(|point| point.1.is_some());
-                points.drain(..least.unwrap_or(0));
-            }
             Series { name: place.map_or(String::new(), shown), points }
         };
         match self.axes.get(1) {
@@ -778,7 +775,7 @@ impl Sweep<'_> {
     ) -> Option<(f64, String)> {
         let row = self.rows.iter().find(|row| row.place == [None])?;
         let value = figure(row.measured()?)?;
-        Some((value, format!("without a budget: {value:.1} {unit}")))
+        Some((value, format!("without a budget: {value:.2} {unit}")))
     }
 
     /// The first of `figures` that any cell tells, beside what logits and gradient alone take or the
