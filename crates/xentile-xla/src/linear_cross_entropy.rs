@@ -94,14 +94,15 @@ fn forward(
     context: Context,
 ) -> Result {
     let call = Call::new(Pass::Forward, hidden, weight, labels, &scratch, &options, cut)?;
-    for (name, dims) in [
-        ("loss", loss.dims()),
-        ("logps", logps.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-    ] {
-        call.check(name, dims, &labels)?;
-    }
+    check_tokens(
+        &labels,
+        &[
+            ("loss", loss.dims()),
+            ("logps", logps.dims()),
+            ("lse", lse.dims()),
+            ("lse_low", lse_low.dims()),
+        ],
+    )?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
         logps: logps.as_ptr().cast(),
@@ -133,15 +134,16 @@ fn backward(
     context: Context,
 ) -> Result {
     let call = Call::new(Pass::Backward, hidden, weight, labels, &scratch, &options, cut)?;
-    for (name, dims) in [
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-        ("dloss", dloss.dims()),
-        ("dlogps", dlogps.dims()),
-        ("dlse", dlse.dims()),
-    ] {
-        call.check(name, dims, &labels)?;
-    }
+    check_tokens(
+        &labels,
+        &[
+            ("lse", lse.dims()),
+            ("lse_low", lse_low.dims()),
+            ("dloss", dloss.dims()),
+            ("dlogps", dlogps.dims()),
+            ("dlse", dlse.dims()),
+        ],
+    )?;
     let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
     let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
     let cotangents = Cotangents {
@@ -175,14 +177,15 @@ fn fused(
     context: Context,
 ) -> Result {
     let call = Call::new(Pass::Fused, hidden, weight, labels, &scratch, &options, cut)?;
-    for (name, dims) in [
-        ("dloss", dloss.dims()),
-        ("loss", loss.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-    ] {
-        call.check(name, dims, &labels)?;
-    }
+    check_tokens(
+        &labels,
+        &[
+            ("dloss", dloss.dims()),
+            ("loss", loss.dims()),
+            ("lse", lse.dims()),
+            ("lse_low", lse_low.dims()),
+        ],
+    )?;
     let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
@@ -284,17 +287,16 @@ impl Call {
         let bytes = scratch.elements() * scratch.dtype().size();
         Ok(Self { linear, operands, scratch: Scratch { at: scratch.as_ptr(), bytes } })
     }
+}
 
-    /// Checks that an array has a number for each token.
-    #[expect(clippy::unused_self, reason = "a call is there once its operands were checked")]
-    fn check(&self, name: &str, dims: &[usize], labels: &Any) -> Result {
-        if dims == labels.dims() {
-            return Ok(());
-        }
-        Err(invalid(format_args!(
+/// Checks that each array, with its name, has a number for each token.
+fn check_tokens(labels: &Any, arrays: &[(&str, &[usize])]) -> Result {
+    match arrays.iter().find(|(_, dims)| *dims != labels.dims()) {
+        None => Ok(()),
+        Some((name, dims)) => Err(invalid(format_args!(
             "`{name}` has shape {dims:?}; it must be {:?}, that of `labels`",
             labels.dims()
-        )))
+        ))),
     }
 }
 
