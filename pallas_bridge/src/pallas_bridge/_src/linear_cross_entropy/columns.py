@@ -6,12 +6,14 @@ et al., 2024). Where sums of dhidden do not fit either, tokens are cut too, and 
 are swept for one after the other.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..cross_entropy.options import Options, is_ignored
+from . import two_passes
 from .product import Products, blank, each
 from .tokens import Bias, Gradients, put, rows
 
@@ -69,11 +71,8 @@ def fused(
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
     """Returns loss, lse and zeros for lse_low, each [N] in f32, and gradients for `factors`."""
-    arrays = (hidden, weight, bias, labels)
-    loss, _, lse, low = forward(options, products, chunk, *arrays)
-    zero = jnp.zeros_like(lse)
-    given = (factors, zero, zero)
-    return loss, lse, low, backward(options, products, chunk, *arrays, (lse, low), given)
+    passes = (partial(one, options, products, chunk) for one in (forward, backward))
+    return two_passes.fused(*passes, hidden, weight, bias, labels, factors)
 
 
 def backward(

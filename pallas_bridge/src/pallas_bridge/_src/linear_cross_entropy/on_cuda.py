@@ -18,6 +18,7 @@ from .. import library
 from ..compat import varying_like
 from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
+from . import two_passes
 from .plan import MIB, STEP, Plan, Problem
 
 # What products have to work in: so much beyond the budget, as numbers of a token are, and up to so
@@ -174,13 +175,7 @@ def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any
     call = partial(_call, options, vocab_axis, plan)
     if name != "fused" or plan.products == 3:
         return call(name, *operands)
-    # Gradients come with the loss all the same, from logits that are made twice.
-    hidden, weight, bias, labels, factors = operands
-    arrays = (hidden, weight, bias, labels)
-    loss, _, lse, low = call("forward", *arrays)
-    zero = jnp.zeros_like(lse)
-    gradients = call("backward", *arrays, (lse, low), (factors, zero, zero))
-    return loss, lse, low, gradients
+    return two_passes.fused(partial(call, "forward"), partial(call, "backward"), *operands)
 
 
 def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: Any) -> Any:

@@ -21,6 +21,7 @@ from .. import pallas
 from ..compat import tell_devices
 from ..cross_entropy.options import Options
 from ..pallas import Target
+from . import two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
 
 # A tiling and which gradients it makes: of hidden, of the weight and bias.
@@ -276,22 +277,10 @@ def _backward(
     )
 
 
-def _fused(
-    work: Pass,
-    target: Target,
-    wanted: Wanted,
-    hidden: Any,
-    weight: Any,
-    bias: Any,
-    labels: Any,
-    factors: Any,
-) -> Any:
+def _fused(work: Pass, target: Target, wanted: Wanted, *operands: Any) -> Any:
     """Loss, lse, lse_low and gradients for cotangents of the loss.
 
     Logits are made twice all the same: to make them once, HBM would have to hold some.
     """
-    arrays = (hidden, weight, bias, labels)
-    loss, _, lse, low = _forward(work, target, wanted, *arrays)
-    zero = jnp.zeros_like(lse)
-    gradients = _backward(work, target, wanted, *arrays, (lse, low), (factors, zero, zero))
-    return loss, lse, low, gradients
+    passes = (partial(one, work, target, wanted) for one in (_forward, _backward))
+    return two_passes.fused(*passes, *operands)
