@@ -13,11 +13,11 @@
 
 namespace xentile::ptx {
 
-// Arrives at the barrier that CTA `rank` of the cluster has in the same place.
+// Arrives at the barrier that CTA `rank` of the cluster has in the same place. What this thread
+// wrote is not to be seen there: a release for the whole cluster waits for all of its memory.
 __device__ inline void mbarrier_arrive_in(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_cta(barrier, rank))
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cta(barrier, rank))
+               : "memory");
 }
 
 __device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
