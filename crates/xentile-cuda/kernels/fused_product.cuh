@@ -342,27 +342,43 @@ struct FusedProduct {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float most[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) most[i] = x[2 * r + i % 2 + i / 2 * 4];
-#pragma unroll
-        for (int i = 2 * r + 8; i < 128; i += 8) {
-          most[0] = fmaxf(most[0], x[i]), most[1] = fmaxf(most[1], x[i + 1]);
-          most[2] = fmaxf(most[2], x[i + 4]), most[3] = fmaxf(most[3], x[i + 5]);
+        if (c[r] == kUnset) c[r] = shift_of(x, r);
+        const float sum = sum_of(x, r, c[r], exponentials[r]);
+        if (sum <= kLargeSum) {
+          exponentials[r] = sum;
+          continue;
         }
-        const float max = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-        const float common = fminf(c[r], fminf(max * -kLog2E, kUnset));
-        float partial[4] = {exponentials[r] * ptx::ex2(common - c[r]), 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int i = 2 * r; i < 128; i += 8) {
-          partial[0] += ptx::ex2(fmaf(x[i], kLog2E, common));
-          partial[1] += ptx::ex2(fmaf(x[i + 1], kLog2E, common));
-          partial[2] += ptx::ex2(fmaf(x[i + 4], kLog2E, common));
-          partial[3] += ptx::ex2(fmaf(x[i + 5], kLog2E, common));
-        }
-        exponentials[r] = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-        c[r] = common;
+        // Not what is far below the maximum of a row decides what its exponentials are multiples
+        // of.
+        const float fitting = fminf(c[r], shift_of(x, r));
+        exponentials[r] = sum_of(x, r, fitting, exponentials[r] * ptx::ex2(fitting - c[r]));
+        c[r] = fitting;
       }
+    }
+
+    // The constant that makes the greatest of row `r` 1.
+    __device__ static float shift_of(const float (&x)[128], int r) {
+      float most[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most[i] = x[2 * r + i % 2 + i / 2 * 4];
+#pragma unroll
+      for (int i = 2 * r + 8; i < 128; i += 8) {
+        most[0] = fmaxf(most[0], x[i]), most[1] = fmaxf(most[1], x[i + 1]);
+        most[2] = fmaxf(most[2], x[i + 4]), most[3] = fmaxf(most[3], x[i + 5]);
+      }
+      return fminf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * -kLog2E, kUnset);
+    }
+
+    __device__ static float sum_of(const float (&x)[128], int r, float c, float before) {
+      float partial[4] = {before, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int i = 2 * r; i < 128; i += 8) {
+        partial[0] += ptx::ex2(fmaf(x[i], kLog2E, c));
+        partial[1] += ptx::ex2(fmaf(x[i + 1], kLog2E, c));
+        partial[2] += ptx::ex2(fmaf(x[i + 4], kLog2E, c));
+        partial[3] += ptx::ex2(fmaf(x[i + 5], kLog2E, c));
+      }
+      return (partial[0] + partial[1]) + (partial[2] + partial[3]);
     }
 
     // Writes the sums of a part, which four lanes have together.
@@ -398,13 +414,16 @@ struct FusedProduct {
                         uint32_t& stored) const {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
-    uint32_t kept[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Of a token that takes no part exactly 0, whatever its logits.
       const RowGradient& of = rows.gradient[r];
-      kept[r] = of.factor == 0.0f && of.offset == 0.0f ? 0u : ~0u;
+      if (of.factor == 0.0f && of.offset == 0.0f) {
+#pragma unroll
+        for (int i = 2 * r; i < 128; i += 4) x[i] = x[i + 1] = 0.0f;
+      }
     }
+    __syncwarp();
     const uint32_t own = stores + warp * (kStoresOfWarp * kStoreBytes);
     // The row of a matrix that this lane points at, and which of two matrices side by side.
     const uint32_t at = lane % 16 * kRowBytes, side = lane / 16, swizzle = lane % 8;
@@ -423,8 +442,8 @@ struct FusedProduct {
         for (uint32_t i = 0; i < 4; ++i) {
           const RowGradient& of = rows.gradient[i % 2];
           const uint32_t at_x = part * 32 + pair * 8 + i * 2;
-          words[i] = kept[i % 2] & packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
-                                             of.template at<kSmooth, kCap>(x[at_x + 1], cap));
+          words[i] = packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
+                               of.template at<kSmooth, kCap>(x[at_x + 1], cap));
         }
         ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
       }
