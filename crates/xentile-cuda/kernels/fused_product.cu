@@ -1,26 +1,30 @@
 // The kernels of products with cross-entropy in their epilogue, by the names that
-// src/fused_product.rs makes: pass, dtype and variant, as those of cross-entropy have them. They
-// are for Hopper alone.
+// src/fused_product.rs makes: pass, dtype and variant, as those of cross-entropy have them, and the
+// weight's layout, `vd` or `dv`. They are for Hopper alone.
 #include "fused_product.cuh"
 
 using namespace xentile;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#define FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped)    \
-  extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1) \
-      fused_product_##name##_##dtype##_##variant(                       \
-          const __grid_constant__ FusedProductArguments a) {            \
-    fused_product<E, Pass::k##Name, smooth, capped>(a);                 \
+#define FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, layout, last) \
+  extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1)            \
+      fused_product_##name##_##dtype##_##variant##_##layout(                       \
+          const __grid_constant__ FusedProductArguments a) {                       \
+    fused_product<E, Pass::k##Name, smooth, capped, last>(a);                      \
   }
 
-#define FOR_EACH_16_BIT_DTYPE(name, Name, variant, smooth, capped)        \
-  FUSED_PRODUCT(name, Name, bf16, __nv_bfloat16, variant, smooth, capped) \
-  FUSED_PRODUCT(name, Name, f16, __half, variant, smooth, capped)
+#define FOR_BOTH_LAYOUTS(name, Name, dtype, E, variant, smooth, capped)   \
+  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, vd, false) \
+  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, dv, true)
 
-#define FUSED_PRODUCTS(variant, smooth, capped)                    \
-  FOR_EACH_16_BIT_DTYPE(forward, Forward, variant, smooth, capped) \
-  FOR_EACH_16_BIT_DTYPE(backward, Backward, variant, smooth, capped)
+#define FOR_BOTH_DTYPES(name, Name, variant, smooth, capped)                 \
+  FOR_BOTH_LAYOUTS(name, Name, bf16, __nv_bfloat16, variant, smooth, capped) \
+  FOR_BOTH_LAYOUTS(name, Name, f16, __half, variant, smooth, capped)
+
+#define FUSED_PRODUCTS(variant, smooth, capped)              \
+  FOR_BOTH_DTYPES(forward, Forward, variant, smooth, capped) \
+  FOR_BOTH_DTYPES(backward, Backward, variant, smooth, capped)
 
 FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)

@@ -42,8 +42,9 @@ struct alignas(8) PartSum {
 
 // Mirrored by `Arguments` in src/fused_product/arguments.rs.
 struct FusedProductArguments {
-  CUtensorMap hidden;   // [tokens, width], in boxes of kRowsOfBox rows
-  CUtensorMap weight;   // [vocab, width], in the same boxes
+  CUtensorMap hidden;  // [tokens, width], in boxes of kRowsOfA rows
+  CUtensorMap
+      weight;  // [vocab, width], in boxes of kRowsOfB rows; or its transpose, of kBlock rows
   CUtensorMap dlogits;  // [tokens, columns], in boxes of kRowsOfStore rows
   // Logits and the plan in it are not used.
   CrossEntropyArguments row;
@@ -65,7 +66,8 @@ inline constexpr uint32_t kTileColumns = 256;
 inline constexpr uint32_t kClusterCtas = 2;
 inline constexpr uint32_t kTileTokens = 128;
 inline constexpr uint32_t kClusterTokens = kClusterCtas * kTileTokens;
-inline constexpr uint32_t kRowsOfBox = 128;
+inline constexpr uint32_t kRowsOfA = kTileTokens;
+inline constexpr uint32_t kRowsOfB = kTileColumns / kClusterCtas;
 inline constexpr uint32_t kRowsOfStore = 16;
 inline constexpr uint32_t kWarpgroup = 128;
 inline constexpr uint32_t kFusedProductThreads = 3 * kWarpgroup;
@@ -74,6 +76,8 @@ inline constexpr uint32_t kTokenThreads = 128;
 inline constexpr uint32_t kRowBytes = kBlock * 2;
 inline constexpr uint32_t kABytes = kTileTokens * kRowBytes;
 inline constexpr uint32_t kBBytes = kTileColumns * kRowBytes;
+// Of B, where it is transposed: kBlock columns.
+inline constexpr uint32_t kColumnsBytes = kBlock * kRowBytes;
 inline constexpr uint32_t kStageBytes = kABytes + kBBytes;
 inline constexpr uint32_t kStoreBytes = kRowsOfStore * kRowBytes;
 inline constexpr uint32_t kStoresOfWarp = 2;
@@ -135,7 +139,8 @@ struct Stage {
   }
 };
 
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+// With kVocabIsLast the weight is [width, vocab].
+template <class E, Pass kPass, bool kSmooth, bool kCap, bool kVocabIsLast>
 struct FusedProduct {
   static constexpr bool kBackward = kPass == Pass::kBackward;
 
@@ -180,30 +185,38 @@ struct FusedProduct {
   __device__ void fetch() const {
     ptx::prefetch_tensor_map(a.hidden);
     ptx::prefetch_tensor_map(a.weight);
-    constexpr uint16_t kBoth = 3;
+    constexpr uint16_t kAll = (1 << kClusterCtas) - 1;
     Stage stage;
     for (Schedule at(a); at.more(); at.next()) {
       const int32_t token = at.token_block * kClusterTokens + rank * kTileTokens;
       for (; at.tile < at.end; ++at.tile) {
-        const int32_t column =
-            static_cast<int32_t>(a.row.first_column) + at.tile * kTileColumns + rank * kRowsOfBox;
+        const int32_t column = static_cast<int32_t>(a.row.first_column) +
+                               static_cast<int32_t>(at.tile * kTileColumns + rank * kRowsOfB);
         for (uint32_t block = 0; block < a.blocks; ++block) {
           const uint32_t to = stages + stage.index * kStageBytes;
           const uint32_t barrier = full + stage.index * 8;
-          // Free in both CTAs.
+          // Free in all CTAs.
           ptx::mbarrier_wait(empty + stage.index * 8, stage.parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
           const int32_t k = block * kBlock;
           ptx::tensor_load(to, a.hidden, k, token, barrier);
-          ptx::tensor_load_to(to + kABytes + rank * (kBBytes / 2), a.weight, k, column, barrier,
-                              kBoth);
+          const uint32_t own = to + kABytes + rank * (kBBytes / kClusterCtas);
+          if constexpr (kVocabIsLast) {
+#pragma unroll
+            for (uint32_t i = 0; i < kRowsOfB / kBlock; ++i) {
+              ptx::tensor_load_to(own + i * kColumnsBytes, a.weight, column + i * kBlock, k,
+                                  barrier, kAll);
+            }
+          } else {
+            ptx::tensor_load_to(own, a.weight, k, column, barrier, kAll);
+          }
           stage.next();
         }
       }
     }
   }
 
-  // Lets a stage go, in both CTAs.
+  // Lets a stage go, in all CTAs.
   __device__ void release(uint32_t stage) const {
     const uint32_t lane = threadIdx.x % 32;
     if (lane < kClusterCtas) ptx::mbarrier_arrive_in(empty + stage * 8, lane);
@@ -230,12 +243,14 @@ struct FusedProduct {
           ptx::mbarrier_wait(full + stage.index * 8, stage.parity);
           const uint32_t from = stages + stage.index * kStageBytes;
           const uint64_t left = ptx::matrix_of(from + half * (kABytes / 2));
-          const uint64_t right = ptx::matrix_of(from + kABytes);
+          const uint64_t right = kVocabIsLast ? ptx::transposed_of(from + kABytes, kColumnsBytes)
+                                              : ptx::matrix_of(from + kABytes);
           ptx::wgmma_fence();
 #pragma unroll
           for (uint32_t k = 0; k < kBlock / 16; ++k) {
-            // 16 columns are 32 bytes, which addresses count by 16.
-            ptx::wgmma<E>(x, left + 2 * k, right + 2 * k, block + k > 0);
+            // 16 columns are 32 bytes, or 16 rows, which addresses count by 16.
+            constexpr uint32_t kStep = kVocabIsLast ? kRowBytes : 2;
+            ptx::wgmma<E, kVocabIsLast>(x, left + 2 * k, right + kStep * k, block + k > 0);
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
@@ -458,10 +473,10 @@ struct FusedProduct {
 };
 
 // The kernel. There are whole clusters, at most as many as run at a time.
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+template <class E, Pass kPass, bool kSmooth, bool kCap, bool kVocabIsLast>
 __device__ inline void fused_product(const FusedProductArguments& a) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  FusedProduct<E, kPass, kSmooth, kCap>(a, memory).run();
+  FusedProduct<E, kPass, kSmooth, kCap, kVocabIsLast>(a, memory).run();
 }
 
 // After the forward pass: a thread merges the sums of a token.

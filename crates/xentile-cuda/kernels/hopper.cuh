@@ -102,8 +102,16 @@ __device__ inline uint64_t matrix_of(uint32_t address) {
   return kSwizzled | kEightRows | uint64_t{1} << 16 | (address & 0x3ffff) / 16;
 }
 
-// d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both.
-template <class E>
+// Describes the transpose of such a matrix, where 64 columns take 64 rows of 128 bytes, and come
+// `columns_bytes` after the 64 before.
+__device__ inline uint64_t transposed_of(uint32_t address, uint32_t columns_bytes) {
+  constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzled | kEightRows | uint64_t{columns_bytes / 16} << 16 | (address & 0x3ffff) / 16;
+}
+
+// d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both;
+// of b the transpose is described with kTransposed.
+template <class E, bool kTransposed>
 __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t adds) {
   // clang-format off
 #define XENTILE_WGMMA(dtype)                                                      \
@@ -121,7 +129,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
       "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
       "%120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, %128, %129, adds, 1, 1, 0, 0;\n}\n"                                     \
+      "}, %128, %129, adds, 1, 1, 0, %131;\n}\n"                                  \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), \
         "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
@@ -154,7 +162,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
         "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
-      : "l"(a), "l"(b), "r"(adds))
+      : "l"(a), "l"(b), "r"(adds), "n"(kTransposed ? 1 : 0))
   // clang-format on
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     XENTILE_WGMMA("bf16");
