@@ -7,8 +7,8 @@ Each custom call is a program of its own, and everything it reads was copied fro
 filter on kernels, initcheck takes what other kernels wrote for memory that nobody wrote. Values are
 looked at too: finite where they should be and NaN where a label is out of range.
 
-The calls of linear cross-entropy read what products have written, which initcheck would not know of
-(--no-linear).
+The calls of linear cross-entropy read what products have written, which initcheck would not know
+of, and under racecheck those products fail (--no-linear).
 """
 
 import argparse
@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 # An allocation of the driver's for every array, so that its ends are known.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -147,12 +147,13 @@ class Linear:
     target: str
     dtype: str
     vocab_axis: int
-    # Whether dhidden and dweight come from a sweep each.
-    apart: bool = False
+    # "apart": dhidden and dweight come from a sweep each; "columns": the fused pass goes over
+    # columns twice; "kept": it has logits of some of them still.
+    way: Literal["chunks", "apart", "columns", "kept"] = "chunks"
 
     def __str__(self) -> str:
         """What a failure is found again by."""
-        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} apart={self.apart}"
+        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} {self.way}"
 
 
 def linear_cases() -> Iterator[Linear]:
@@ -161,7 +162,9 @@ def linear_cases() -> Iterator[Linear]:
         for axis in (0, 1):
             for target in ("forward", "backward", "fused"):
                 yield Linear(f"linear_cross_entropy_{target}", dtype, axis)
-            yield Linear("linear_cross_entropy_backward", dtype, axis, apart=True)
+            yield Linear("linear_cross_entropy_backward", dtype, axis, "apart")
+            yield Linear("linear_cross_entropy_fused", dtype, axis, "columns")
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "kept")
 
 
 def run_linear(case: Linear, rng: np.random.Generator) -> None:
@@ -196,12 +199,16 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
         "label_smoothing": np.float64(0),
         "z_loss": np.float64(0),
         "vocab_axis": np.int64(case.vocab_axis),
-        "chunk_tokens": np.int64(16),
-        "chunk_columns": np.int64(vocab if name == "fused" else 384),
         "workspace_bytes": np.int64(2**20),
     }
-    if case.apart:
-        attributes |= {"apart_tokens": np.int64(32), "apart_columns": np.int64(256)}
+    cut = {"chunk_tokens": 16, "chunk_columns": vocab if name == "fused" else 384}
+    if case.way == "apart":
+        cut |= {"apart_tokens": 32, "apart_columns": 256}
+    elif case.way != "chunks":
+        cut = {"chunk_tokens": tokens, "chunk_columns": 256}
+    if case.way == "kept":
+        cut |= {"kept_columns": 500, "kept_slot": 128}
+    attributes |= {key: np.int64(value) for key, value in cut.items()}
     if name != "backward":
         attributes["every_token"] = np.bool_(True)
     if name == "forward":

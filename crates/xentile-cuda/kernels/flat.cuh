@@ -31,9 +31,9 @@ struct Flat {
                                               : static_cast<const int32_t*>(a.labels)[index];
     Token token{};
     token.target = target_of(a, label);
-    token.dloss = a.dloss[index];
-    token.dlogps = a.dlogps[index];
-    token.dlse = a.dlse[index];
+    token.dloss = a.dloss == nullptr ? 0.0f : a.dloss[index];
+    token.dlogps = a.dlogps == nullptr ? 0.0f : a.dlogps[index];
+    token.dlse = a.dlse == nullptr ? 0.0f : a.dlse[index];
     token.lse = a.saved_lse[index];
     token.lse_low = a.saved_lse_low[index];
     token.idle = token.target == kIgnored ||

@@ -82,7 +82,11 @@ fn calls() {
     say("few", fused(&kernel(3, plain), 1));
     say("tile", fused(&kernel(30, plain).with_tile(Some(8), Some(8192)).unwrap(), 1));
     say("capped", fused(&kernel(2048, CrossEntropy { softcap: Some(30.0), ..plain }), 1));
-    say("other", fused(&kernel(2048, CrossEntropy { label_smoothing: 0.1, ..plain }), 100));
+    let smooth = kernel(2048, CrossEntropy { label_smoothing: 0.1, ..plain });
+    say("smooth", fused(&smooth, 1));
+    // SAFETY: no other thread reads the environment.
+    unsafe { std::env::set_var("FAKE_CURRENT", "1") };
+    say("other", fused(&smooth, 100));
     let scale = Scale { dtype: DType::F32, rows: 2, columns: 8192 };
     // SAFETY: as above.
     say("scale", unsafe { scale.run(at(1), at(0x40), without_provenance(0x20), at(0x40)) });
@@ -107,9 +111,11 @@ fn what_is_launched() {
         "tile: done".into(),
         ring("capped stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 3"),
         "capped: done".into(),
-        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        ring("smooth stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        "smooth: done".into(),
+        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 5"),
         "other: done".into(),
-        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 5".into(),
+        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 6".into(),
         "scale: done".into(),
     ];
     assert_eq!(lines, expected, "{text}");
