@@ -19,21 +19,26 @@ mod mirror;
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
 mod driver;
+#[path = "src/fused_product/arguments.rs"]
+mod fused_product;
 #[path = "src/round/arguments.rs"]
 mod round;
 #[path = "src/scale/arguments.rs"]
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 5] = [
+const LAYOUTS: [mirror::Layout; 7] = [
     cross_entropy::Arguments::LAYOUT,
+    fused_product::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
     round::Arguments::LAYOUT,
     driver::LaunchConfig::LAYOUT,
     driver::LaunchAttribute::LAYOUT,
+    driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 2] = [cross_entropy::NUMBERS, driver::NUMBERS];
+const NUMBERS: [&[(&str, i64)]; 3] =
+    [cross_entropy::NUMBERS, driver::NUMBERS, fused_product::NUMBERS];
 
 /// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
 const ARCHITECTURES: &str = "80,90a,100a,120";
@@ -58,9 +63,16 @@ fn build() -> Result<(), String> {
     for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    for path in
-        ["build.rs", "kernels", "src/mirror.rs", "src/cross_entropy", "src/driver", "src/scale"]
-    {
+    for path in [
+        "build.rs",
+        "kernels",
+        "src/mirror.rs",
+        "src/cross_entropy",
+        "src/driver",
+        "src/fused_product",
+        "src/round",
+        "src/scale",
+    ] {
         println!("cargo::rerun-if-changed={path}");
     }
     if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {

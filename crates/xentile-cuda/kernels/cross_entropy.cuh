@@ -77,6 +77,11 @@ __device__ inline int target_of(const CrossEntropyArguments& a, int64_t label) {
   return here ? static_cast<int>(column) : kElsewhere;
 }
 
+__device__ inline int64_t label_at(const CrossEntropyArguments& a, int64_t index) {
+  return a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
+                             : static_cast<const int32_t*>(a.labels)[index];
+}
+
 // What is known of a token before its row is read.
 struct Token {
   int target;  // a column of these, kIgnored, kOutOfRange or kElsewhere
@@ -99,6 +104,20 @@ __device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, 
   token.dloss = dloss;
   token.idle = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
   token.read = !token.idle || a.every_token != 0;
+  return token;
+}
+
+// What the backward pass from saved lse knows of a token.
+__device__ inline Token describe_saved(const CrossEntropyArguments& a, int64_t index) {
+  Token token{};
+  token.target = target_of(a, label_at(a, index));
+  token.dloss = a.dloss == nullptr ? 0.0f : a.dloss[index];
+  token.dlogps = a.dlogps == nullptr ? 0.0f : a.dlogps[index];
+  token.dlse = a.dlse == nullptr ? 0.0f : a.dlse[index];
+  token.lse = a.saved_lse[index];
+  token.lse_low = a.saved_lse_low[index];
+  token.idle = token.target == kIgnored ||
+               (token.dloss == 0.0f && token.dlogps == 0.0f && token.dlse == 0.0f);
   return token;
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace xentile {
 
@@ -30,6 +31,27 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Two elements of a 16-bit dtype, rounded, the first in the lower half; and back.
+template <class E>
+__device__ inline uint32_t packed(float x, float y) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+template <class E>
+__device__ inline float2 unpacked(uint32_t word) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+}
+
 // The elements of a vector, lowest address first.
 template <class E>
 __device__ inline void unpack(const uint4& vector, float (&x)[kPerVector<E>]) {
@@ -38,11 +60,8 @@ __device__ inline void unpack(const uint4& vector, float (&x)[kPerVector<E>]) {
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(E) == 4) {
       x[i] = __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-      x[2 * i] = __uint_as_float(words[i] << 16);
-      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     } else {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      const float2 pair = unpacked<E>(words[i]);
       x[2 * i] = pair.x;
       x[2 * i + 1] = pair.y;
     }
@@ -67,12 +86,8 @@ __device__ inline uint4 pack(const float (&x)[kPerVector<E>]) {
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(E) == 4) {
       words[i] = __float_as_uint(x[i]);
-    } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
     } else {
-      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      words[i] = packed<E>(x[2 * i], x[2 * i + 1]);
     }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);

@@ -26,21 +26,6 @@ struct Flat {
   __device__ explicit Flat(const CrossEntropyArguments& arguments)
       : a(arguments), cap(kCap ? arguments.softcap : 1.0) {}
 
-  __device__ Token token(int64_t index) const {
-    const int64_t label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
-                                              : static_cast<const int32_t*>(a.labels)[index];
-    Token token{};
-    token.target = target_of(a, label);
-    token.dloss = a.dloss == nullptr ? 0.0f : a.dloss[index];
-    token.dlogps = a.dlogps == nullptr ? 0.0f : a.dlogps[index];
-    token.dlse = a.dlse == nullptr ? 0.0f : a.dlse[index];
-    token.lse = a.saved_lse[index];
-    token.lse_low = a.saved_lse_low[index];
-    token.idle = token.target == kIgnored ||
-                 (token.dloss == 0.0f && token.dlogps == 0.0f && token.dlse == 0.0f);
-    return token;
-  }
-
   __device__ static void load(uint4 (&batch)[kFlatBatch], const Row<E>& row, const uint4* from,
                               uint32_t start, uint32_t end) {
 #pragma unroll
@@ -105,7 +90,7 @@ struct Flat {
          first += step) {
       const int64_t end = min(first + a.time_block, a.tokens);
       for (int64_t index = first; index < end; ++index) {
-        tile(Row<E>::of(a, index, token(index)), begin, begin + a.chunk_vectors);
+        tile(Row<E>::of(a, index, describe_saved(a, index)), begin, begin + a.chunk_vectors);
       }
     }
   }

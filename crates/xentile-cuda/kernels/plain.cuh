@@ -21,9 +21,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
   const Cap cap(kCap ? a.softcap : 1.0);
 
   for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
-    const int64_t label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
-                                              : static_cast<const int32_t*>(a.labels)[index];
-    const Token token = describe<kPass>(a, label, kApplies ? a.dloss[index] : 0.0f);
+    const Token token = describe<kPass>(a, label_at(a, index), kApplies ? a.dloss[index] : 0.0f);
     const Row<E> row = Row<E>::of(a, index, token);
     const E* elements = static_cast<const E*>(a.logits) + row.begin();
     const uint4* vectors =

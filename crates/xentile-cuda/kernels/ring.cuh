@@ -136,8 +136,7 @@ struct Ring {
   __device__ Early fetch(int64_t index) const {
     Early early{};
     if (index >= a.tokens) return early;
-    early.label = a.labels_are_64_bit ? static_cast<const int64_t*>(a.labels)[index]
-                                      : static_cast<const int32_t*>(a.labels)[index];
+    early.label = label_at(a, index);
     if constexpr (kApplies) early.dloss = a.dloss[index];
     return early;
   }

@@ -14,7 +14,7 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::{PoisonError, RwLock};
 
-use arguments::Arguments;
+pub(crate) use arguments::Arguments;
 use plan::{Plan, Shape};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape, Tile};
@@ -47,7 +47,7 @@ impl Pass {
 
 /// Which of the options kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Variant {
+pub(crate) enum Variant {
     /// Neither smoothing nor softcap.
     Basic,
     /// No softcap.
@@ -57,7 +57,7 @@ enum Variant {
 }
 
 impl Variant {
-    fn of(options: &CrossEntropy) -> Self {
+    pub(crate) fn of(options: &CrossEntropy) -> Self {
         if options.softcap.is_some() {
             Self::Capped
         } else if options.label_smoothing != 0.0 {
@@ -67,7 +67,7 @@ impl Variant {
         }
     }
 
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Basic => "basic",
             Self::Smooth => "smooth",
@@ -280,15 +280,8 @@ impl Kernel {
         cotangents: Cotangents,
     ) -> Result<()> {
         check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
-        let arguments = Arguments {
-            dlogits,
-            dloss: cotangents.loss,
-            dlogps: cotangents.logps,
-            dlse: cotangents.lse,
-            saved_lse: saved.lse,
-            saved_lse_low: saved.lse_low,
-            ..self.arguments(logits, labels)
-        };
+        let arguments = self.arguments(logits, labels);
+        let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Pass::Backward, stream, arguments) }
     }
@@ -323,7 +316,7 @@ impl Kernel {
     }
 
     /// What every pass takes; the plan's fields are yet to be filled.
-    fn arguments(&self, logits: *const c_void, labels: Labels) -> Arguments {
+    pub(crate) fn arguments(&self, logits: *const c_void, labels: Labels) -> Arguments {
         let (labels, labels_are_64_bit) = match labels {
             Labels::I32(labels) => (labels.cast(), 0),
             Labels::I64(labels) => (labels.cast(), 1),
@@ -465,9 +458,20 @@ impl Kernel {
 }
 
 impl Arguments {
-    fn with_outputs(self, outputs: TokenOutputs) -> Self {
+    pub(crate) fn with_outputs(self, outputs: TokenOutputs) -> Self {
         let TokenOutputs { loss, logps, lse, lse_low, zero_idle } = outputs;
         Self { loss, logps, lse, lse_low, every_token: (!zero_idle).into(), ..self }
+    }
+
+    pub(crate) fn with_cotangents(
+        self,
+        dlogits: *mut c_void,
+        saved: SavedLse,
+        cotangents: Cotangents,
+    ) -> Self {
+        let SavedLse { lse: saved_lse, lse_low: saved_lse_low } = saved;
+        let Cotangents { loss: dloss, logps: dlogps, lse: dlse } = cotangents;
+        Self { dlogits, dloss, dlogps, dlse, saved_lse, saved_lse_low, ..self }
     }
 }
 

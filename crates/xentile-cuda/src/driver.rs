@@ -9,6 +9,9 @@ use std::sync::OnceLock;
 
 use crate::{Error, Result};
 use abi::{LaunchAttribute, LaunchConfig, NO_DEVICE, SUCCESS};
+use xentile::DType;
+
+pub(crate) use abi::TensorMap;
 
 /// The oldest version of CUDA that runs the embedded code: a driver runs what is compiled for its
 /// own major version or an older one. Nor are all functions below in drivers before 12.8.
@@ -70,6 +73,10 @@ functions! {
     load_function = cuFuncLoad(Function);
     max_active_clusters = cuOccupancyMaxActiveClusters(*mut c_int, Kernel, *const LaunchConfig);
     copy = cuMemcpyDtoDAsync_v2(DeviceAddress, DeviceAddress, usize, RawStream);
+    encode_tensor_map = cuTensorMapEncodeTiled(
+        *mut TensorMap, c_uint, c_uint, *mut c_void, *const u64, *const u64, *const c_uint,
+        *const c_uint, c_uint, c_uint, c_uint, c_uint
+    );
     launch = cuLaunchKernelEx(*const LaunchConfig, Kernel, *mut *mut c_void, *mut *mut c_void);
 }
 
@@ -370,6 +377,47 @@ impl Driver {
         self.check("cuMemcpyDtoDAsync", code)
     }
 
+    /// How the copy engine takes boxes of `boxed` columns and rows, 128 bytes wide, from `at`: a matrix
+    /// of `rows` and `columns`, with `stride` elements from row to row. In shared memory vectors of a
+    /// box are swizzled.
+    pub(crate) fn tensor_map(
+        &self,
+        dtype: DType,
+        at: *const c_void,
+        (rows, columns): (usize, usize),
+        stride: usize,
+        boxed: (c_uint, c_uint),
+    ) -> Result<TensorMap> {
+        let dtype_code = match dtype {
+            DType::F32 => abi::TENSOR_OF_F32,
+            DType::F16 => abi::TENSOR_OF_F16,
+            DType::Bf16 => abi::TENSOR_OF_BF16,
+        };
+        let extents = [columns as u64, rows as u64];
+        let strides = [(stride * dtype.size_bytes()) as u64];
+        let (boxed, steps) = ([boxed.0, boxed.1], [1, 1]);
+        let mut map = TensorMap::none();
+        // SAFETY: two extents, one stride, and the rest as cuda.h has it. The address is only kept.
+        let code = unsafe {
+            (self.encode_tensor_map)(
+                &raw mut map,
+                dtype_code,
+                2,
+                at.cast_mut(),
+                extents.as_ptr(),
+                strides.as_ptr(),
+                boxed.as_ptr(),
+                steps.as_ptr(),
+                abi::NOT_INTERLEAVED,
+                abi::SWIZZLE_128_BYTES,
+                abi::PROMOTION_256_BYTES,
+                abi::FILL_WITH_ZEROS,
+            )
+        };
+        self.check("cuTensorMapEncodeTiled", code)?;
+        Ok(map)
+    }
+
     /// Has `stream` run the kernel, whose one parameter is a struct.
     ///
     /// # Safety
@@ -388,6 +436,13 @@ impl Driver {
             unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
         });
         self.check("cuLaunchKernelEx", code)
+    }
+}
+
+impl TensorMap {
+    /// That of nothing.
+    pub(crate) fn none() -> Self {
+        Self { opaque: [0; 16] }
     }
 }
 

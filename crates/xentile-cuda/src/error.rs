@@ -1,6 +1,7 @@
 //! Why a kernel does not run.
 
 use thiserror::Error;
+use xentile::DType;
 
 /// The result of a fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -115,6 +116,51 @@ pub enum Error {
     #[error("the vocabulary is {vocab}; CUDA kernels take at most {}", i32::MAX)]
     Vocabulary {
         /// Columns of the logits.
+        vocab: usize,
+    },
+    /// A GPU that products with cross-entropy in their epilogue are not for.
+    #[error(
+        "{name} has compute capability {}.{}; products with cross-entropy in their epilogue are for \
+         9.0 alone",
+        .capability.0,
+        .capability.1
+    )]
+    NotHopper {
+        /// What the driver calls it.
+        name: String,
+        /// Its compute capability.
+        capability: (i32, i32),
+    },
+    /// Operands that products with cross-entropy in their epilogue do not take.
+    #[error(
+        "hidden states are {dtype} and {width} wide; products with cross-entropy in their epilogue \
+         take 16-bit dtypes and multiples of 8"
+    )]
+    FusedProduct {
+        /// Of the operands.
+        dtype: DType,
+        /// D.
+        width: usize,
+    },
+    /// A GPU of which this process has too small a part.
+    #[error("{name} has no room for a cluster of two CTAs")]
+    NoCluster {
+        /// What the driver calls it.
+        name: String,
+    },
+    /// Columns that a matrix of dlogits cannot have.
+    #[error(
+        "dlogits are {columns} of {vocab} columns from {first_column} on, with rows {stride} elements \
+         apart; columns must be the vocabulary's, and rows a multiple of 8 apart that has room for them"
+    )]
+    Columns {
+        /// The first column.
+        first_column: usize,
+        /// How many there are.
+        columns: usize,
+        /// Elements from row to row.
+        stride: usize,
+        /// Columns of the vocabulary.
         vocab: usize,
     },
     /// An array that does not begin where vectors do.

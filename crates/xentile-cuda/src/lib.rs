@@ -1,7 +1,7 @@
 //! CUDA kernels for large-vocabulary training losses.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`cross_entropy`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! ([`cross_entropy`], [`fused_product`], [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and is told there what is missing.
@@ -10,7 +10,7 @@
 //! What comes before the first launch of a kind (opening the driver, loading code, asking the device)
 //! is done once and kept; `load` does it ahead of time, for callers that record a CUDA graph.
 //!
-//! The driver's functions, twenty of them, are declared here rather than taken from `cudarc`:
+//! The driver's functions, twenty-one of them, are declared here rather than taken from `cudarc`:
 //! its table, opened at run time, panics where a library or a function is missing, which is the case
 //! that a library for all machines has to answer with an error.
 
@@ -21,6 +21,7 @@ pub mod cross_entropy;
 mod device;
 mod driver;
 mod error;
+pub mod fused_product;
 mod library;
 pub mod linear_cross_entropy;
 mod round;

@@ -104,13 +104,8 @@ impl Linear {
         let pass = Pass::Forward;
         let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false };
         let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
-        for tokens in chunks(self.tokens, self.chunk.tokens) {
-            for columns in chunks(self.vocab, self.chunk.columns) {
-                // SAFETY: passed on from this function's contract.
-                unsafe { run.forward(&run.block(tokens, columns), outputs) }?;
-            }
-        }
-        Ok(())
+        // SAFETY: passed on from this function's contract.
+        unsafe { run.lse(self.all_columns(), outputs) }
     }
 
     /// Has `stream` write the gradients for `cotangents`.
@@ -138,8 +133,7 @@ impl Linear {
                 let block = run.block(tokens, columns);
                 // SAFETY: passed on from this function's contract.
                 unsafe {
-                    run.logits(&block)?;
-                    run.backward(&block, saved, cotangents)?;
+                    run.dlogits(&block, saved, cotangents)?;
                     if sweep.of_hidden {
                         run.add_to_hidden(of_hidden, &block, columns.first == 0)?;
                     }
@@ -226,7 +220,7 @@ impl Linear {
         gradients: Gradients,
     ) -> Result<()> {
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
-        let columns = Chunk { first: 0, count: self.vocab };
+        let columns = self.all_columns();
         for tokens in chunks(self.tokens, self.chunk.tokens) {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
@@ -260,15 +254,16 @@ impl Linear {
         let block = |&columns: &Chunk| run.block(tokens, columns);
         let kept: Vec<_> =
             kept.iter().map(|&columns| run.kept_block(columns, slot, gradients)).collect();
-        let (again, last) = (again.iter().map(block), block(&last));
+        let (all_again, last) = (Chunk::over(&again), block(&last));
         let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
         let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
         // SAFETY: passed on from this function's contract. Kept logits lie where nothing is written
         // before they were read for the last time: see `kept_at`.
         unsafe {
-            for block in kept.iter().copied().chain(again.clone()) {
-                run.forward(&block, outputs)?;
+            for block in &kept {
+                run.forward(block, outputs)?;
             }
+            run.lse(all_again, outputs)?;
             run.fused(&last, dloss, outputs)?;
             let add = |block: &Block, first| -> Result<()> {
                 run.add_to_hidden(of_hidden, block, first)?;
@@ -279,9 +274,8 @@ impl Linear {
                 add(block, index == 0)?;
             }
             add(&last, kept.is_empty())?;
-            for block in again {
-                run.logits(&block)?;
-                run.backward(&block, saved, cotangents)?;
+            for block in again.iter().map(block) {
+                run.dlogits(&block, saved, cotangents)?;
                 add(&block, false)?;
             }
             of_hidden.end(stream, tokens, run.spare())
@@ -290,6 +284,10 @@ impl Linear {
 
     fn all_tokens(&self) -> Chunk {
         Chunk { first: 0, count: self.tokens }
+    }
+
+    fn all_columns(&self) -> Chunk {
+        Chunk { first: 0, count: self.vocab }
     }
 }
 

@@ -70,6 +70,16 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* conf
 int cuMemcpyDtoDAsync_v2(size_t to, size_t from, size_t bytes, void* stream) {
   return printf("copy %zu bytes from %zx to %zx stream %zu\n", bytes, from, to, (size_t)stream), 0;
 }
+int cuTensorMapEncodeTiled(void* map, unsigned dtype, unsigned rank, void* at, const size_t* extents,
+                           const size_t* strides, const unsigned* box, const unsigned* steps,
+                           unsigned interleave, unsigned swizzle, unsigned promotion, unsigned fill) {
+  memset(map, 0, 128);
+  memcpy(map, &at, sizeof at);
+  printf("tensor %p dtype %u extents %zu %zu stride %zu box %u %u\n", at, dtype, extents[0],
+         extents[1], strides[0], box[0], box[1]);
+  return (size_t)map % 64 || rank != 2 || steps[0] != 1 || steps[1] != 1 || interleave ||
+         swizzle != 3 || promotion != 3 || fill;
+}
 int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {
   if (config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra) return 1;
   if (told("FAKE_FAILURE", 0)) return told("FAKE_FAILURE", 0);

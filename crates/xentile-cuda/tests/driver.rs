@@ -12,7 +12,9 @@ use std::sync::LazyLock;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
-use xentile_cuda::cross_entropy::{Kernel, Labels, Pass, TokenOutputs};
+use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
+use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct, Operands};
+use xentile_cuda::linear_cross_entropy::Scratch;
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
@@ -64,6 +66,29 @@ fn fused(kernel: &Kernel, stream: usize) -> Result<()> {
     unsafe { kernel.fused(at(stream), matrices, labels, without_provenance(0x20), outputs) }
 }
 
+/// A product with cross-entropy in its epilogue.
+fn product(pass: Pass, tokens: usize, width: usize) -> Result<()> {
+    let options = CrossEntropy::default();
+    let product = FusedProduct { tokens, width, vocab: V, dtype: DType::Bf16, options };
+    let labels = Labels::I32(without_provenance(0x30));
+    let operands = Operands { hidden: at(0x10_000), weight: at(0x20_000), labels };
+    let scratch = Scratch { at: at(0x30_000), bytes: product.scratch_bytes(pass) };
+    let (none, some) = (null_mut(), without_provenance(0x40));
+    // SAFETY: the driver that plays here touches no memory.
+    unsafe {
+        if pass == Pass::Forward {
+            let outputs =
+                TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
+            let columns = Columns { first: 0, count: V, carried: none.cast() };
+            return product.forward(at(1), operands, columns, outputs, scratch);
+        }
+        let saved = SavedLse { lse: some, lse_low: some };
+        let cotangents = Cotangents { loss: some, logps: some, lse: some };
+        let dlogits = DLogits { at: at(0x40_000), stride: 1024, first_column: 7, columns: 1001 };
+        product.backward(at(1), operands, saved, cotangents, dlogits, scratch)
+    }
+}
+
 /// Not a test: what [`printed`] runs.
 #[test]
 #[ignore = "the tests run it, with a driver each"]
@@ -87,16 +112,27 @@ fn calls() {
     // SAFETY: no other thread reads the environment.
     unsafe { std::env::set_var("FAKE_CURRENT", "1") };
     say("other", fused(&smooth, 100));
+    // SAFETY: as above.
+    unsafe { std::env::remove_var("FAKE_CURRENT") };
     let scale = Scale { dtype: DType::F32, rows: 2, columns: 8192 };
     // SAFETY: as above.
     say("scale", unsafe { scale.run(at(1), at(0x40), without_provenance(0x20), at(0x40)) });
+    say("product", product(Pass::Forward, 8192, 2048));
+    say("gradient", product(Pass::Backward, 300, 72));
+    say("narrow", product(Pass::Forward, 300, 12));
+    say("empty", product(Pass::Backward, 0, 72));
 }
+
+/// What the driver says of calls.
+const LINES: [&str; 2] = ["launch", "tensor"];
 
 #[test]
 fn what_is_launched() {
     let text = printed(&[]);
-    let lines: Vec<_> =
-        text.lines().filter(|line| line.starts_with("launch") || line.ends_with("done")).collect();
+    let lines: Vec<_> = text
+        .lines()
+        .filter(|line| LINES.iter().any(|start| line.starts_with(start)) || line.ends_with("done"))
+        .collect();
     let ring = |rest: &str| format!("launch cross_entropy_ring_fused_bf16_{rest}");
     let expected = [
         "empty: done".into(),
@@ -118,7 +154,33 @@ fn what_is_launched() {
         "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 6".into(),
         "scale: done".into(),
     ];
+    let (lines, of_products) = lines.split_at(expected.len());
     assert_eq!(lines, expected, "{text}");
+    let launch = |rest: &str| format!("launch fused_product_{rest}");
+    let expected = [
+        "tensor 0x10000 dtype 9 extents 2048 8192 stride 4096 box 64 128".into(),
+        "tensor 0x20000 dtype 9 extents 2048 151643 stride 4096 box 64 128".into(),
+        launch(
+            "forward_bf16_basic stream 1 grid 132 block 384 shared 230472 cluster 2 first 0x10000 \
+             loads 8",
+        ),
+        launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
+        "product: done".into(),
+        "tensor 0x40000 dtype 9 extents 1001 300 stride 2048 box 64 16".into(),
+        "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
+        "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
+        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
+        launch(
+            "backward_bf16_basic stream 1 grid 16 block 384 shared 230472 cluster 2 first 0x10000 \
+             loads 11",
+        ),
+        launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
+        "gradient: done".into(),
+        "empty: done".into(),
+    ];
+    assert_eq!(of_products, expected, "{text}");
+    let narrow = "narrow: hidden states are bf16 and 12 wide; products with cross-entropy";
+    assert!(text.contains(narrow), "{text}");
     assert_eq!(text.matches("library 1").count(), 1, "{text}");
 }
 
@@ -130,6 +192,15 @@ fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
         let text = printed(&[told]);
         assert!(text.contains(plain), "{text}");
         assert!(!text.contains("launch cross_entropy_ring"), "{text}");
+        assert!(!text.contains("launch fused_product"), "{text}");
+        let reason = match told {
+            ("FAKE_CAPABILITY", "89") => {
+                "product: fake 0 has compute capability 8.9; products with"
+            }
+            ("FAKE_CLUSTERS", _) => "product: fake 0 has no room for a cluster of two CTAs",
+            _ => "product: fake 0 has compute capability 8.0; products with",
+        };
+        assert!(text.contains(reason), "{text}");
     }
 }
 

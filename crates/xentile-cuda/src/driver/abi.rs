@@ -29,6 +29,14 @@ mirror! {
     }
 }
 
+mirror! {
+    /// How boxes of a tensor are copied.
+    #[repr(align(64))]
+    pub(crate) struct TensorMap = CUtensorMap {
+        opaque: [u64; 16],
+    }
+}
+
 numbers! {
     SUCCESS: i32 = CUDA_SUCCESS, 0;
     NO_DEVICE: i32 = CUDA_ERROR_NO_DEVICE, 100;
@@ -40,4 +48,11 @@ numbers! {
     CLUSTER_LAUNCH: c_uint = CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH, 120;
     STATIC_SHARED_BYTES: c_uint = CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, 1;
     MAX_DYNAMIC_SHARED_BYTES: c_uint = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8;
+    TENSOR_OF_F16: c_uint = CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 6;
+    TENSOR_OF_F32: c_uint = CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 7;
+    TENSOR_OF_BF16: c_uint = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 9;
+    NOT_INTERLEAVED: c_uint = CU_TENSOR_MAP_INTERLEAVE_NONE, 0;
+    SWIZZLE_128_BYTES: c_uint = CU_TENSOR_MAP_SWIZZLE_128B, 3;
+    PROMOTION_256_BYTES: c_uint = CU_TENSOR_MAP_L2_PROMOTION_L2_256B, 3;
+    FILL_WITH_ZEROS: c_uint = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, 0;
 }

@@ -41,6 +41,14 @@ pub(super) struct Chunk {
     pub(super) count: usize,
 }
 
+impl Chunk {
+    /// All of some that follow one another.
+    pub(super) fn over(chunks: &[Self]) -> Self {
+        let first = chunks.first().map_or(0, |chunk| chunk.first);
+        Self { first, count: chunks.iter().map(|chunk| chunk.count).sum() }
+    }
+}
+
 /// The chunks that cut `total`, the last of which may be smaller.
 pub(super) fn chunks(total: usize, chunk: usize) -> impl Iterator<Item = Chunk> + Clone {
     (0..total)

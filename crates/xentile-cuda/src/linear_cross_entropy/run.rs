@@ -6,13 +6,14 @@ use std::ptr::null_mut;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::cut::{Chunk, Layout, Sweep};
+use super::cut::{Chunk, Extents, Layout, Sweep, chunks};
 use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::RawStream;
-use crate::{Error, Result, check_alignment};
+use crate::fused_product::{self, Columns, DLogits, FusedProduct};
+use crate::{Device, Error, Result, check_alignment};
 
 /// A sweep over chunks of logits.
 pub(super) struct Run<'a> {
@@ -26,6 +27,8 @@ pub(super) struct Run<'a> {
     labels: Labels,
     scratch: *mut c_void,
     layout: Layout,
+    /// Whether there are products that have the cross-entropy in them.
+    has_fused_product: bool,
 }
 
 /// Logits of some tokens and columns, and then, in their place, dlogits.
@@ -57,6 +60,8 @@ impl<'a> Run<'a> {
         check_alignment("scratch", scratch.at)?;
         let Linear { tokens, width, vocab, dtype, .. } = *linear;
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
+        let has_fused_product =
+            fused_product::supports(Device::current()?, dtype, width, linear.vocab_is_last);
         Ok(Self {
             linear,
             sweep,
@@ -68,6 +73,7 @@ impl<'a> Run<'a> {
             labels: operands.labels,
             scratch: scratch.at,
             layout,
+            has_fused_product,
         })
     }
 
@@ -119,6 +125,79 @@ impl<'a> Run<'a> {
             gradient: Matrix { at: gradients.weight, ..self.weight },
             sums: sums.then_some(Sums { at, rows, of_one_chunk: true, shares }),
             by_columns: linear.vocab_is_last,
+        }
+    }
+
+    /// The workspace of products, which others take between them.
+    fn workspace(&self) -> Scratch {
+        Scratch { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes }
+    }
+
+    /// The product that makes logits of some tokens and has the cross-entropy in it, and its operands.
+    fn fused_product(&self, tokens: Chunk) -> (FusedProduct, fused_product::Operands) {
+        let Linear { width, vocab, dtype, .. } = *self.linear;
+        let product =
+            FusedProduct { tokens: tokens.count, width, vocab, dtype, options: self.options };
+        let operands = fused_product::Operands {
+            hidden: self.hidden.rows(tokens.first, tokens.count).at,
+            weight: self.weight.at,
+            labels: self.labels.from(tokens.first),
+        };
+        (product, operands)
+    }
+
+    /// Has `outputs` filled, or what rows add up to so far kept, from logits that nobody else needs.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; nothing that is still wanted is in the scratch's place for logits.
+    pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
+        let Extents { tokens, columns: most } = self.sweep.chunk;
+        let all = Chunk { first: 0, count: self.linear.tokens };
+        let (product, operands) = self.fused_product(all);
+        let fits = self.spare().bytes >= product.least_scratch_bytes(Pass::Forward);
+        if self.has_fused_product && fits {
+            let carried = self.carried(columns.count);
+            let columns = Columns { first: columns.first, count: columns.count, carried };
+            // SAFETY: passed on from this function's contract.
+            return unsafe {
+                product.forward(self.stream, operands, columns, outputs, self.spare())
+            };
+        }
+        for tokens in chunks(all.count, tokens) {
+            for chunk in chunks(columns.count, most) {
+                let chunk = Chunk { first: columns.first + chunk.first, count: chunk.count };
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.forward(&self.block(tokens, chunk), outputs) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes dlogits of logits that are not there.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn dlogits(
+        &self,
+        block: &Block,
+        saved: SavedLse,
+        cotangents: Cotangents,
+    ) -> Result<()> {
+        let Block { tokens, columns, at, stride } = *block;
+        let (product, operands) = self.fused_product(tokens);
+        let (workspace, first) = (self.workspace(), tokens.first);
+        let fits = workspace.bytes >= product.least_scratch_bytes(Pass::Backward);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            if self.has_fused_product && fits {
+                let to =
+                    DLogits { at, stride, first_column: columns.first, columns: columns.count };
+                let (saved, cotangents) = (saved.from(first), cotangents.from(first));
+                product.backward(self.stream, operands, saved, cotangents, to, workspace)
+            } else {
+                self.logits(block)?;
+                self.backward(block, saved, cotangents)
+            }
         }
     }
 
@@ -185,16 +264,20 @@ impl<'a> Run<'a> {
 
     fn kernel(&self, block: &Block, carries: bool) -> Result<Kernel> {
         let shape = LogitsShape::new(block.tokens.count, block.columns.count)?;
-        let carries = carries && block.columns.count < self.linear.vocab;
         let part = Part {
             vocab: self.linear.vocab,
             first_column: block.columns.first,
             stride: block.stride,
-            carried: if carries { self.at(self.layout.carried) } else { null_mut() },
+            carried: if carries { self.carried(block.columns.count) } else { null_mut() },
         };
         let Linear { dtype, time_block, block_size, .. } = *self.linear;
         let kernel = Kernel::new(self.options, shape, dtype)?.with_tile(time_block, block_size)?;
         Ok(kernel.of_part(part))
+    }
+
+    /// Where sums of rows are kept between so many columns and the next.
+    fn carried(&self, columns: usize) -> *mut c_void {
+        if columns < self.linear.vocab { self.at(self.layout.carried) } else { null_mut() }
     }
 
     fn weight_of(&self, columns: Chunk) -> Matrix {
@@ -209,7 +292,7 @@ impl<'a> Run<'a> {
     ///
     /// # Safety
     /// As for [`Linear::forward`].
-    pub(super) unsafe fn logits(&self, block: &Block) -> Result<()> {
+    unsafe fn logits(&self, block: &Block) -> Result<()> {
         let hidden = self.hidden.rows(block.tokens.first, block.tokens.count).plain();
         let weight = self.weight_of(block.columns);
         let weight = if self.linear.vocab_is_last { weight.plain() } else { weight.transposed() };
@@ -267,8 +350,8 @@ impl<'a> Run<'a> {
         factors: (Operand, Operand),
         accumulate: bool,
     ) -> Result<()> {
-        let workspace =
-            Workspace { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes };
+        let Scratch { at, bytes } = self.workspace();
+        let workspace = Workspace { at, bytes };
         // SAFETY: passed on from this function's contract.
         unsafe { self.blas.product(self.stream, out, factors, accumulate, workspace) }
     }

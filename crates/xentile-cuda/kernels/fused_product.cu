@@ -1,0 +1,41 @@
+// The kernels of products with cross-entropy in their epilogue, by the names that
+// src/fused_product.rs makes: pass, dtype and variant, as those of cross-entropy have them. They
+// are for Hopper alone.
+#include "fused_product.cuh"
+
+using namespace xentile;
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+#define FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped)    \
+  extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1) \
+      fused_product_##name##_##dtype##_##variant(                       \
+          const __grid_constant__ FusedProductArguments a) {            \
+    fused_product<E, Pass::k##Name, smooth, capped>(a);                 \
+  }
+
+#define FOR_EACH_16_BIT_DTYPE(name, Name, variant, smooth, capped)        \
+  FUSED_PRODUCT(name, Name, bf16, __nv_bfloat16, variant, smooth, capped) \
+  FUSED_PRODUCT(name, Name, f16, __half, variant, smooth, capped)
+
+#define FUSED_PRODUCTS(variant, smooth, capped)                    \
+  FOR_EACH_16_BIT_DTYPE(forward, Forward, variant, smooth, capped) \
+  FOR_EACH_16_BIT_DTYPE(backward, Backward, variant, smooth, capped)
+
+FUSED_PRODUCTS(basic, false, false)
+FUSED_PRODUCTS(smooth, true, false)
+FUSED_PRODUCTS(capped, true, true)
+
+// A thread takes a token.
+#define OF_TOKENS(name, function)                             \
+  extern "C" __global__ void __launch_bounds__(kTokenThreads) \
+      name(const __grid_constant__ FusedProductArguments a) { \
+    function(a);                                              \
+  }
+
+OF_TOKENS(fused_product_merge, merge_parts)
+OF_TOKENS(fused_product_prepare, prepare_gradients)
+OF_TOKENS(fused_product_labels_bf16, write_at_labels<__nv_bfloat16>)
+OF_TOKENS(fused_product_labels_f16, write_at_labels<__half>)
+
+#endif

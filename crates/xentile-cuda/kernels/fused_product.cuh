@@ -1,0 +1,501 @@
+// The product that makes logits, with cross-entropy in its epilogue: logits are in registers alone.
+//
+// C = A B^T of 16-bit A [tokens, width] and B [vocab, width], summed in f32. A cluster of two CTAs
+// takes 256 tokens by 256 columns at a time, half of the tokens each: both need the same rows of B,
+// of which each fetches half for both. A warp fetches, into a ring of stages of 64 columns of A and
+// B (copies of tensors, 128-byte swizzle); two warpgroups multiply, 64 tokens each, and keep their
+// sums in registers, where the epilogue finds them. That the two do not come to their epilogues at
+// the same time keeps the tensor cores busy: the second begins `lead` blocks after the first, the
+// ring has what lies between, and one warpgroup alone keeps the tensor cores as busy as two.
+//
+// Ring, warps with roles and their registers are as in CUTLASS' warp-specialised kernels for Hopper
+// (Thakkar et al., 2023). A cluster keeps to its tokens for some consecutive tiles of columns, a
+// part of the vocabulary; a thread keeps sums over all of these. `group` blocks of tokens go
+// through the vocabulary side by side, so that the L2 has the columns that the others need next.
+//
+// There are two epilogues. The forward pass writes a sum for each token and part, and a kernel
+// merges a token's, in order. The backward pass writes dlogits, from what a kernel before it makes
+// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cross_entropy.cuh"
+#include "element.cuh"
+#include "hopper.cuh"
+#include "ptx.cuh"
+
+namespace xentile {
+
+// What a token's dlogits are made of.
+struct alignas(16) GradientOfToken {
+  float c, factor, offset;
+  int32_t target;
+};
+
+// What a part of a row adds up to.
+struct alignas(8) PartSum {
+  float c, exponentials;
+};
+
+// Mirrored by `Arguments` in src/fused_product/arguments.rs.
+struct FusedProductArguments {
+  CUtensorMap hidden;   // [tokens, width], in boxes of kRowsOfBox rows
+  CUtensorMap weight;   // [vocab, width], in the same boxes
+  CUtensorMap dlogits;  // [tokens, columns], in boxes of kRowsOfStore rows
+  // Logits and the plan in it are not used.
+  CrossEntropyArguments row;
+  PartSum* sums;               // [parts, tokens]
+  float* values;               // [parts, tokens], with smoothing
+  float* label_logits;         // [tokens]
+  GradientOfToken* gradients;  // [tokens]
+  uint32_t blocks;             // of kBlock columns of A and B
+  uint32_t tiles;              // of kTileColumns columns
+  uint32_t parts;              // of the tiles
+  uint32_t token_blocks;       // of kClusterTokens tokens
+  uint32_t group;              // blocks of tokens that go side by side
+  uint32_t lead;               // below kStages
+};
+
+inline constexpr uint32_t kBlock = 64;
+inline constexpr uint32_t kStages = 4;
+inline constexpr uint32_t kTileColumns = 256;
+inline constexpr uint32_t kClusterCtas = 2;
+inline constexpr uint32_t kTileTokens = 128;
+inline constexpr uint32_t kClusterTokens = kClusterCtas * kTileTokens;
+inline constexpr uint32_t kRowsOfBox = 128;
+inline constexpr uint32_t kRowsOfStore = 16;
+inline constexpr uint32_t kWarpgroup = 128;
+inline constexpr uint32_t kFusedProductThreads = 3 * kWarpgroup;
+inline constexpr uint32_t kTokenThreads = 128;
+
+inline constexpr uint32_t kRowBytes = kBlock * 2;
+inline constexpr uint32_t kABytes = kTileTokens * kRowBytes;
+inline constexpr uint32_t kBBytes = kTileColumns * kRowBytes;
+inline constexpr uint32_t kStageBytes = kABytes + kBBytes;
+inline constexpr uint32_t kStoreBytes = kRowsOfStore * kRowBytes;
+inline constexpr uint32_t kStoresOfWarp = 2;
+inline constexpr uint32_t kMultiplyingWarps = 8;
+inline constexpr uint32_t kStoresBytes = kMultiplyingWarps * kStoresOfWarp * kStoreBytes;
+inline constexpr uint32_t kBarrierBytes = (2 * kStages + 1) * 8;
+// Of which up to kAlignment go before the first stage.
+inline constexpr uint32_t kAlignment = 1024;
+inline constexpr uint32_t kFusedProductBytes =
+    kAlignment + kStages * kStageBytes + kStoresBytes + kBarrierBytes;
+
+// Whether a logit is rounded to the dtype of its factors, as it is where it goes through memory.
+#ifndef XENTILE_ROUNDS_LOGITS
+#define XENTILE_ROUNDS_LOGITS true
+#endif
+inline constexpr bool kRoundsLogits = XENTILE_ROUNDS_LOGITS;
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Which tiles a cluster takes, one item after the other: a block of tokens and a part of the tiles.
+struct Schedule {
+  const FusedProductArguments& a;
+  uint32_t item, step, items;
+  uint32_t token_block, part, tile, end;
+
+  __device__ explicit Schedule(const FusedProductArguments& arguments)
+      : a(arguments),
+        item(blockIdx.x / kClusterCtas),
+        step(gridDim.x / kClusterCtas),
+        items(arguments.token_blocks * arguments.parts) {
+    decode();
+  }
+
+  __device__ bool more() const { return item < items; }
+
+  __device__ void next() {
+    item += step;
+    decode();
+  }
+
+  __device__ void decode() {
+    const uint32_t of_group = a.group * a.parts;
+    const uint32_t before = item / of_group * a.group;
+    const uint32_t side_by_side = min(a.group, a.token_blocks - min(before, a.token_blocks - 1));
+    const uint32_t rest = item % of_group;
+    token_block = before + rest % side_by_side;
+    part = rest / side_by_side;
+    tile = static_cast<uint32_t>(static_cast<uint64_t>(a.tiles) * part / a.parts);
+    end = static_cast<uint32_t>(static_cast<uint64_t>(a.tiles) * (part + 1) / a.parts);
+  }
+};
+
+// A place in the ring, and the parity of its turn.
+struct Stage {
+  uint32_t index = 0, parity = 0;
+
+  __device__ void next() {
+    if (++index == kStages) index = 0, parity ^= 1;
+  }
+};
+
+template <class E, Pass kPass, bool kSmooth, bool kCap>
+struct FusedProduct {
+  static constexpr bool kBackward = kPass == Pass::kBackward;
+
+  const FusedProductArguments& a;
+  uint32_t stages, stores, full, empty, leads;
+  const uint32_t rank = ptx::cluster_rank();
+  const Cap cap;
+
+  __device__ FusedProduct(const FusedProductArguments& arguments, uint8_t* shared)
+      : a(arguments), cap(kCap ? arguments.row.softcap : 1.0) {
+    stages = (ptx::shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+    stores = stages + kStages * kStageBytes;
+    full = stores + kStoresBytes;
+    empty = full + kStages * 8;
+    leads = empty + kStages * 8;
+  }
+
+  __device__ void run() {
+    if (threadIdx.x == 0) {
+      for (uint32_t stage = 0; stage < kStages; ++stage) {
+        ptx::mbarrier_init(full + stage * 8, 1);
+        ptx::mbarrier_init(empty + stage * 8, kClusterCtas * kMultiplyingWarps);
+      }
+      ptx::mbarrier_init(leads, kMultiplyingWarps / 2);
+      ptx::fence_mbarrier_init();
+    }
+    ptx::cluster_sync();
+    // The first warpgroup fetches. 168 registers a thread are there at the start.
+    const uint32_t warpgroup = threadIdx.x / kWarpgroup;
+    if (warpgroup == 0) {
+      ptx::fewer_registers<40>();
+      if (threadIdx.x == 0) fetch();
+      __syncwarp();
+    } else {
+      ptx::more_registers<232>();
+      multiply(warpgroup - 1);
+    }
+    // A CTA must not be gone while the other still sends to it.
+    ptx::cluster_sync();
+  }
+
+  __device__ void fetch() const {
+    ptx::prefetch_tensor_map(a.hidden);
+    ptx::prefetch_tensor_map(a.weight);
+    constexpr uint16_t kBoth = 3;
+    Stage stage;
+    for (Schedule at(a); at.more(); at.next()) {
+      const int32_t token = at.token_block * kClusterTokens + rank * kTileTokens;
+      for (; at.tile < at.end; ++at.tile) {
+        const int32_t column =
+            static_cast<int32_t>(a.row.first_column) + at.tile * kTileColumns + rank * kRowsOfBox;
+        for (uint32_t block = 0; block < a.blocks; ++block) {
+          const uint32_t to = stages + stage.index * kStageBytes;
+          const uint32_t barrier = full + stage.index * 8;
+          // Free in both CTAs.
+          ptx::mbarrier_wait(empty + stage.index * 8, stage.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+          const int32_t k = block * kBlock;
+          ptx::tensor_load(to, a.hidden, k, token, barrier);
+          ptx::tensor_load_to(to + kABytes + rank * (kBBytes / 2), a.weight, k, column, barrier,
+                              kBoth);
+          stage.next();
+        }
+      }
+    }
+  }
+
+  // Lets a stage go, in both CTAs.
+  __device__ void release(uint32_t stage) const {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < kClusterCtas) ptx::mbarrier_arrive_in(empty + stage * 8, lane);
+  }
+
+  __device__ void multiply(uint32_t half) const {
+    const uint32_t warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+    // A thread has two rows of a warp's 16, and of every 8 columns two.
+    const uint32_t first = half * 64 + warp * 16 + lane / 4;
+    const bool leads_now = a.lead > 0 && a.blocks >= 2 * kStages;
+    Stage stage;
+    uint32_t turn = 0;
+    uint32_t stored = 0;
+    float x[128];
+    for (Schedule at(a); at.more(); at.next()) {
+      const int64_t token =
+          static_cast<int64_t>(at.token_block) * kClusterTokens + rank * kTileTokens + first;
+      Rows rows(a, token);
+      for (; at.tile < at.end; ++at.tile) {
+        if (leads_now && half == 1) ptx::mbarrier_wait(leads, turn);
+        turn ^= 1;
+        uint32_t previous = 0;
+        for (uint32_t block = 0; block < a.blocks; ++block) {
+          ptx::mbarrier_wait(full + stage.index * 8, stage.parity);
+          const uint32_t from = stages + stage.index * kStageBytes;
+          const uint64_t left = ptx::matrix_of(from + half * (kABytes / 2));
+          const uint64_t right = ptx::matrix_of(from + kABytes);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (uint32_t k = 0; k < kBlock / 16; ++k) {
+            // 16 columns are 32 bytes, which addresses count by 16.
+            ptx::wgmma<E>(x, left + 2 * k, right + 2 * k, block + k > 0);
+          }
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          if (block > 0) release(previous);
+          if (leads_now && half == 0 && block == a.lead && lane == 0) ptx::mbarrier_arrive(leads);
+          previous = stage.index;
+          stage.next();
+        }
+        ptx::wgmma_wait<0>();
+        ptx::settle(x);
+        release(previous);
+        round(x);
+        rows.find_labels(a, x, at.tile);
+        if constexpr (kBackward) {
+          const int32_t row = static_cast<int32_t>(token - lane / 4);
+          write(x, rows, row, at.tile * kTileColumns, stored);
+        } else {
+          rows.add(a, x, at.tile, cap);
+        }
+      }
+      if constexpr (!kBackward) rows.write(a, at.part);
+    }
+    if constexpr (kBackward) {
+      if (lane == 0) ptx::bulk_wait_read<0>();
+    }
+  }
+
+  __device__ static void round(float (&x)[128]) {
+    if constexpr (kRoundsLogits) {
+#pragma unroll
+      for (int i = 0; i < 128; i += 2) {
+        const float2 pair = unpacked<E>(packed<E>(x[i], x[i + 1]));
+        x[i] = pair.x, x[i + 1] = pair.y;
+      }
+    }
+  }
+
+  // What a thread knows of its two rows.
+  struct Rows {
+    int64_t token;
+    int32_t target[2];
+    // The forward pass: sums over the columns that this thread has.
+    float c[2], exponentials[2], values[2];
+    // The backward pass.
+    RowGradient gradient[2];
+
+    __device__ Rows(const FusedProductArguments& a, int64_t first) : token(first) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t index = first + 8 * r;
+        const bool here = index < a.row.tokens;
+        if constexpr (kBackward) {
+          const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
+          gradient[r] = {of.c, of.factor, of.offset, 0.0f};
+          target[r] = of.target;
+        } else {
+          target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
+          c[r] = kUnset, exponentials[r] = values[r] = 0.0f;
+        }
+      }
+    }
+
+    // Keeps a label's logit, which one thread has.
+    __device__ void find_labels(const FusedProductArguments& a, const float (&x)[128],
+                                uint32_t tile) const {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t column = static_cast<uint32_t>(target[r]) - tile * kTileColumns;
+        if (target[r] < 0 || column >= kTileColumns || column / 2 % 4 != threadIdx.x % 4) continue;
+        float found = 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < 32; ++i) {
+          if (column / 8 == i) found = column % 2 == 0 ? x[4 * i + 2 * r] : x[4 * i + 2 * r + 1];
+        }
+        a.label_logits[token + 8 * r] = found;
+      }
+      __syncwarp();
+    }
+
+    // Adds a tile.
+    __device__ void add(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
+                        const Cap& cap) {
+      if constexpr (kCap) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) x[i] = cap.apply(x[i]);
+      }
+      const uint32_t own = tile * kTileColumns + threadIdx.x % 4 * 2;
+      const uint32_t columns = static_cast<uint32_t>(a.row.columns);
+      const bool ends = (tile + 1) * kTileColumns > columns;
+      const auto beyond = [&](uint32_t i) { return own + i / 4 * 8 + i % 2 >= columns; };
+      if constexpr (kSmooth) {
+        if (ends) {
+#pragma unroll
+          for (uint32_t i = 0; i < 128; ++i) x[i] = beyond(i) ? 0.0f : x[i];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float total[2] = {values[r], 0.0f};
+#pragma unroll
+          for (int i = 2 * r; i < 128; i += 4) total[0] += x[i], total[1] += x[i + 1];
+          values[r] = total[0] + total[1];
+        }
+      }
+      if (ends) {
+#pragma unroll
+        for (uint32_t i = 0; i < 128; ++i) x[i] = beyond(i) ? -INFINITY : x[i];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float most[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most[i] = x[2 * r + i % 2 + i / 2 * 4];
+#pragma unroll
+        for (int i = 2 * r + 8; i < 128; i += 8) {
+          most[0] = fmaxf(most[0], x[i]), most[1] = fmaxf(most[1], x[i + 1]);
+          most[2] = fmaxf(most[2], x[i + 4]), most[3] = fmaxf(most[3], x[i + 5]);
+        }
+        const float max = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+        const float common = fminf(c[r], fminf(max * -kLog2E, kUnset));
+        float partial[4] = {exponentials[r] * ptx::ex2(common - c[r]), 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 2 * r; i < 128; i += 8) {
+          partial[0] += ptx::ex2(fmaf(x[i], kLog2E, common));
+          partial[1] += ptx::ex2(fmaf(x[i + 1], kLog2E, common));
+          partial[2] += ptx::ex2(fmaf(x[i + 4], kLog2E, common));
+          partial[3] += ptx::ex2(fmaf(x[i + 5], kLog2E, common));
+        }
+        exponentials[r] = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+        c[r] = common;
+      }
+    }
+
+    // Writes the sums of a part, which four lanes have together.
+    __device__ void write(const FusedProductArguments& a, uint32_t part) const {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float common = c[r];
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2) {
+          common = fminf(common, __shfl_xor_sync(~0u, common, offset));
+        }
+        float sum = exponentials[r] * ptx::ex2(common - c[r]);
+        float total = values[r];
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2) {
+          sum += __shfl_xor_sync(~0u, sum, offset);
+          if constexpr (kSmooth) total += __shfl_xor_sync(~0u, total, offset);
+        }
+        const int64_t index = token + 8 * r;
+        if (threadIdx.x % 4 == 0 && index < a.row.tokens) {
+          const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
+          a.sums[place] = {common, sum};
+          if constexpr (kSmooth) {
+            if (a.values != nullptr) a.values[place] = total;
+          }
+        }
+      }
+    }
+  };
+
+  // Writes the gradient of a warp's 16 rows from `row` on, 64 columns at a time.
+  __device__ void write(float (&x)[128], const Rows& rows, int32_t row, uint32_t first,
+                        uint32_t& stored) const {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
+    uint32_t kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Of a token that takes no part exactly 0, whatever its logits.
+      const RowGradient& of = rows.gradient[r];
+      kept[r] = of.factor == 0.0f && of.offset == 0.0f ? 0u : ~0u;
+    }
+    const uint32_t own = stores + warp * (kStoresOfWarp * kStoreBytes);
+    // The row of a matrix that this lane points at, and which of two matrices side by side.
+    const uint32_t at = lane % 16 * kRowBytes, side = lane / 16, swizzle = lane % 8;
+#pragma unroll
+    for (uint32_t part = 0; part < kTileColumns / kBlock; ++part) {
+      const uint32_t column = first + part * kBlock;
+      if (column >= static_cast<uint32_t>(a.row.columns)) break;
+      const uint32_t to = own + stored * kStoreBytes;
+      stored ^= 1;
+      if (lane == 0) ptx::bulk_wait_read<kStoresOfWarp - 1>();
+      __syncwarp();
+#pragma unroll
+      for (uint32_t pair = 0; pair < 4; ++pair) {
+        uint32_t words[4];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          const RowGradient& of = rows.gradient[i % 2];
+          const uint32_t at_x = part * 32 + pair * 8 + i * 2;
+          words[i] = kept[i % 2] & packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
+                                             of.template at<kSmooth, kCap>(x[at_x + 1], cap));
+        }
+        ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
+      }
+      ptx::fence_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::tensor_store(a.dlogits, static_cast<int32_t>(column), row, to, ptx::evict_first());
+        ptx::bulk_commit();
+      }
+    }
+  }
+};
+
+// The kernel. There are whole clusters, at most as many as run at a time.
+template <class E, Pass kPass, bool kSmooth, bool kCap>
+__device__ inline void fused_product(const FusedProductArguments& a) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  FusedProduct<E, kPass, kSmooth, kCap>(a, memory).run();
+}
+
+// After the forward pass: a thread merges the sums of a token.
+__device__ inline void merge_parts(const FusedProductArguments& a) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (index >= a.row.tokens) return;
+  const Token token = describe<Pass::kForward>(a.row, label_at(a.row, index), 0.0f);
+  RowSum all = RowSum::none();
+  for (uint32_t part = 0; part < a.parts; ++part) {
+    const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
+    const PartSum sum = a.sums[place];
+    all.merge({sum.c, sum.exponentials, a.values != nullptr ? a.values[place] : 0.0f, 0.0f});
+  }
+  if (token.target >= 0) {
+    const float x = a.label_logits[index];
+    all.label = a.row.softcap > 0.0 ? Cap(a.row.softcap).apply(x) : x;
+  }
+  add_carried(a.row, index, all);
+  end_row<true>(a.row, index, token, all);
+}
+
+// Before the backward pass: what a token's dlogits are made of.
+__device__ inline void prepare_gradients(const FusedProductArguments& a) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (index >= a.row.tokens) return;
+  const Token token = describe_saved(a.row, index);
+  GradientOfToken of{0.0f, 0.0f, 0.0f, kIgnored};
+  if (!token.idle) {
+    const RowGradient row = RowGradient::of<true>(a.row, token);
+    of = {row.c, row.factor, row.offset, token.target};
+  }
+  a.gradients[index] = of;
+}
+
+// After the backward pass: dlogits at the labels.
+template <class E>
+__device__ inline void write_at_labels(const FusedProductArguments& a) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (index >= a.row.tokens) return;
+  const Token token = describe_saved(a.row, index);
+  if (token.idle || token.target < 0) return;
+  const RowGradient row = RowGradient::of<true>(a.row, token);
+  const float x = a.label_logits[index];
+  const bool capped = a.row.softcap > 0.0;
+  const Cap cap(capped ? a.row.softcap : 1.0);
+  const float dz = capped ? row.at_the_label<true>(a.row, token, x, cap, token.saved())
+                          : row.at_the_label<false>(a.row, token, x, cap, token.saved());
+  static_cast<E*>(a.row.dlogits)[index * a.row.stride + token.target] = from_float<E>(dz);
+}
+
+#endif
+
+}  // namespace xentile

@@ -1,0 +1,506 @@
+//! The product that makes logits, with cross-entropy in its epilogue: the forward pass of linear
+//! cross-entropy in one sweep that writes no logits, and dlogits from saved lse, in the place of a
+//! product and a pass over what it wrote (kernels/fused_product.cuh).
+//!
+//! It is for Hopper, 16-bit dtypes, weights `[V, D]` and a D that is a multiple of 8; [`supports`]
+//! tells. A logit is rounded once to the dtype, as it is where it goes through memory.
+
+mod arguments;
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+use std::sync::{PoisonError, RwLock};
+
+use arguments::Arguments;
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape};
+
+use crate::cross_entropy::{
+    Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs, Variant,
+};
+use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
+use crate::linear_cross_entropy::Scratch;
+use crate::{Device, Error, Result, check_alignment, library};
+
+/// Where parts of the scratch begin.
+const ALIGNMENT: usize = 256;
+/// Bytes of a token's sums of a part, and of what its dlogits are made of.
+const SUM_BYTES: usize = 8;
+const GRADIENT_BYTES: usize = 16;
+/// Parts that a row is cut into at most: as many as let 66 clusters take equal shares of any whole
+/// number of blocks of tokens.
+const MOST_PARTS: usize = 66;
+/// What more parts have to gain.
+const WORTH: f64 = 0.998;
+/// Bytes of hidden states that stay in the L2 while columns go by.
+const GROUP_BYTES: usize = 16 << 20;
+/// Blocks that the second warpgroup is behind the first.
+const LEAD: u32 = 3;
+/// Vectors of the copy engine, in elements.
+const VECTOR: usize = 8;
+
+/// Whether the device and the problem are such that [`FusedProduct`] runs.
+#[must_use]
+pub fn supports(device: &Device, dtype: DType, width: usize, vocab_is_last: bool) -> bool {
+    check(device, dtype, width).is_ok() && !vocab_is_last
+}
+
+fn check(device: &Device, dtype: DType, width: usize) -> Result<()> {
+    if device.capability() != (9, 0) || !device.limits().clusters {
+        let (name, capability) = (device.name().to_owned(), device.capability());
+        return Err(Error::NotHopper { name, capability });
+    }
+    if dtype == DType::F32 || width == 0 || !width.is_multiple_of(VECTOR) {
+        return Err(Error::FusedProduct { dtype, width });
+    }
+    Ok(())
+}
+
+/// The product of hidden states `[N, D]` and a weight `[V, D]`, and what is made of it.
+#[derive(Clone, Copy, Debug)]
+pub struct FusedProduct {
+    /// N.
+    pub tokens: usize,
+    /// D.
+    pub width: usize,
+    /// V.
+    pub vocab: usize,
+    /// Of hidden and weight.
+    pub dtype: DType,
+    /// The options of cross-entropy.
+    pub options: CrossEntropy,
+}
+
+/// Operands on a GPU, each at a multiple of 16.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands {
+    /// `[N, D]`.
+    pub hidden: *const c_void,
+    /// `[V, D]`.
+    pub weight: *const c_void,
+    /// `[N]`.
+    pub labels: Labels,
+}
+
+/// Columns of the vocabulary that the forward pass goes over.
+#[derive(Clone, Copy, Debug)]
+pub struct Columns {
+    /// The first of them.
+    pub first: usize,
+    /// How many there are.
+    pub count: usize,
+    /// Where rows' sums are kept between some columns and the next, 16 bytes a token on a GPU; null
+    /// where these are all.
+    pub carried: *mut c_void,
+}
+
+/// Where the gradient of some columns of logits goes.
+#[derive(Clone, Copy, Debug)]
+pub struct DLogits {
+    /// `[N, columns]` on a GPU, at a multiple of 16.
+    pub at: *mut c_void,
+    /// Elements from row to row, a multiple of 8. What is between the last column and the next
+    /// multiple of 8 may be written.
+    pub stride: usize,
+    /// The first of the vocabulary's columns that are here.
+    pub first_column: usize,
+    /// How many are here.
+    pub columns: usize,
+}
+
+/// Where the parts of the scratch begin that a pass has.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    label_logits: Option<usize>,
+    gradients: Option<usize>,
+    sums: Option<usize>,
+    values: Option<usize>,
+    bytes: usize,
+}
+
+impl FusedProduct {
+    /// The scratch that `pass` cannot do without, in bytes.
+    #[must_use]
+    pub fn least_scratch_bytes(&self, pass: Pass) -> usize {
+        self.layout(pass, 1).bytes
+    }
+
+    /// The scratch that `pass` has a use for, in bytes. With less, clusters may get unequal shares.
+    #[must_use]
+    pub fn scratch_bytes(&self, pass: Pass) -> usize {
+        self.layout(pass, MOST_PARTS.min(self.tiles(self.vocab))).bytes
+    }
+
+    fn layout(&self, pass: Pass, parts: usize) -> Layout {
+        let mut bytes = 0;
+        let mut take = |of_token: usize| {
+            let at = bytes;
+            bytes += (of_token * self.tokens).next_multiple_of(ALIGNMENT);
+            (of_token > 0).then_some(at)
+        };
+        let forward = pass == Pass::Forward;
+        let smooth = forward && self.options.label_smoothing != 0.0;
+        let label_logits = take(4);
+        let gradients = take(if forward { 0 } else { GRADIENT_BYTES });
+        let sums = take(if forward { parts * SUM_BYTES } else { 0 });
+        let values = take(if smooth { parts * 4 } else { 0 });
+        Layout { label_logits, gradients, sums, values, bytes }
+    }
+
+    fn tiles(&self, columns: usize) -> usize {
+        columns.div_ceil(arguments::TILE_COLUMNS as usize)
+    }
+
+    fn token_blocks(&self) -> usize {
+        self.tokens.div_ceil(arguments::CLUSTER_TOKENS as usize)
+    }
+
+    /// Blocks of tokens that go through the vocabulary side by side.
+    fn group(&self) -> usize {
+        let block = self.width * self.dtype.size_bytes() * arguments::CLUSTER_TOKENS as usize;
+        (GROUP_BYTES / block).clamp(1, self.token_blocks().max(1))
+    }
+
+    /// Parts that rows of so many columns are cut into in the forward pass, where `clusters` run at a
+    /// time.
+    fn parts(&self, columns: usize, clusters: u32, most: usize) -> usize {
+        let (blocks, tiles) = (self.token_blocks(), self.tiles(columns));
+        let mut best = (f64::INFINITY, 1);
+        for parts in 1..=most.min(tiles).max(1) {
+            let turns = (blocks * parts).div_ceil(clusters as usize);
+            let time = turns as f64 * tiles as f64 / parts as f64;
+            if time < best.0 * WORTH {
+                best = (time, parts);
+            }
+        }
+        best.1
+    }
+
+    /// Parts that there is scratch for, [`MOST_PARTS`] at most.
+    fn parts_in(&self, bytes: usize) -> Result<usize> {
+        let fits = |parts: usize| self.layout(Pass::Forward, parts).bytes <= bytes;
+        let needed = self.least_scratch_bytes(Pass::Forward);
+        (1..=MOST_PARTS).rev().find(|&parts| fits(parts)).ok_or(Error::Scratch { bytes, needed })
+    }
+
+    /// Loads what `pass` runs, so that the call has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, or a problem that [`supports`] does not have.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.ready(pass, stream) }.map(drop)
+    }
+
+    /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
+    /// vocabulary's columns or some.
+    ///
+    /// # Errors
+    /// An option outside its range, a problem that [`supports`] does not have, columns that it does
+    /// not have, scratch that is too little, no driver or GPU that will do, operands that begin at no multiple of 16, or a failure of
+    /// the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context; pointers lead to arrays of the
+    /// shapes that are said on its device, which nothing else touches until it has run what was
+    /// launched here.
+    pub unsafe fn forward(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        columns: Columns,
+        outputs: TokenOutputs,
+        scratch: Scratch,
+    ) -> Result<()> {
+        let pass = Pass::Forward;
+        let most = self.parts_in(scratch.bytes)?;
+        let Columns { first, count, carried } = columns;
+        self.check_columns(first, count, count)?;
+        if self.tokens == 0 || count == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.ready(pass, stream) }?;
+        let parts = self.parts(count, ready.clusters, most);
+        let none =
+            DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
+        let arguments = self.arguments(pass, operands, none, parts, scratch)?;
+        let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
+        let arguments = Arguments { row, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            ready.launch_product(stream, &arguments)?;
+            ready.launch_on_tokens(ready.after, stream, &arguments)
+        }
+    }
+
+    /// Has `stream` write the gradient for `cotangents` of the columns that `dlogits` has.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward), and columns or a stride that `dlogits` cannot have.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn backward(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        saved: SavedLse,
+        cotangents: Cotangents,
+        dlogits: DLogits,
+        scratch: Scratch,
+    ) -> Result<()> {
+        let pass = Pass::Backward;
+        let needed = self.least_scratch_bytes(pass);
+        if scratch.bytes < needed {
+            return Err(Error::Scratch { bytes: scratch.bytes, needed });
+        }
+        check_alignment("dlogits", dlogits.at)?;
+        let DLogits { first_column, columns, stride, .. } = dlogits;
+        self.check_columns(first_column, columns, stride)?;
+        if !stride.is_multiple_of(VECTOR) {
+            let vocab = self.vocab;
+            return Err(Error::Columns { first_column, columns, stride, vocab });
+        }
+        if self.tokens == 0 || columns == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.ready(pass, stream) }?;
+        let parts = self.tiles(columns);
+        let arguments = self.arguments(pass, operands, dlogits, parts, scratch)?;
+        let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
+        let arguments = Arguments { row, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            if let Some(before) = ready.before {
+                ready.launch_on_tokens(before, stream, &arguments)?;
+            }
+            ready.launch_product(stream, &arguments)?;
+            ready.launch_on_tokens(ready.after, stream, &arguments)
+        }
+    }
+
+    fn check_columns(&self, first_column: usize, columns: usize, stride: usize) -> Result<()> {
+        let (vocab, end) = (self.vocab, first_column.saturating_add(columns));
+        if end > vocab || stride < columns {
+            return Err(Error::Columns { first_column, columns, stride, vocab });
+        }
+        Ok(())
+    }
+
+    /// What both passes take, but for outputs and cotangents.
+    fn arguments(
+        &self,
+        pass: Pass,
+        operands: Operands,
+        logits: DLogits,
+        parts: usize,
+        scratch: Scratch,
+    ) -> Result<Arguments> {
+        check_alignment("hidden", operands.hidden)?;
+        check_alignment("weight", operands.weight)?;
+        check_alignment("scratch", scratch.at)?;
+        let Self { tokens, width, vocab, dtype, options } = *self;
+        let DLogits { at, stride, first_column, columns } = logits;
+        let shape = LogitsShape::new(tokens, columns)?;
+        let part = Part { vocab, first_column, stride, carried: null_mut() };
+        let row = Kernel::new(options, shape, dtype)?.of_part(part);
+        let row = row.arguments(null(), operands.labels);
+        let driver = Driver::get()?;
+        let block = arguments::BLOCK;
+        let matrix = |at: *const c_void, rows: usize| {
+            let boxed = (block, arguments::ROWS_OF_BOX);
+            driver.tensor_map(dtype, at, (rows, width), width, boxed)
+        };
+        let dlogits = if pass == Pass::Backward {
+            let boxed = (block, arguments::ROWS_OF_STORE);
+            driver.tensor_map(dtype, at, (tokens, columns), stride, boxed)?
+        } else {
+            TensorMap::none()
+        };
+        let layout = self.layout(pass, parts);
+        let place = |offset: Option<usize>| {
+            offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
+        };
+        Ok(Arguments {
+            hidden: matrix(operands.hidden, tokens)?,
+            weight: matrix(operands.weight, vocab)?,
+            dlogits,
+            row,
+            sums: place(layout.sums),
+            values: place(layout.values).cast(),
+            label_logits: place(layout.label_logits).cast(),
+            gradients: place(layout.gradients),
+            blocks: count(width.div_ceil(block as usize)),
+            tiles: count(self.tiles(columns)),
+            parts: count(parts),
+            token_blocks: count(self.token_blocks()),
+            group: count(self.group()),
+            lead: LEAD,
+        })
+    }
+
+    /// What a launch needs, from the first call of its kind or kept from there.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
+        static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
+        let device = Device::current()?;
+        check(device, self.dtype, self.width)?;
+        let (variant, dtype) = (Variant::of(&self.options), self.dtype);
+        let key = Key { device: device.number(), pass, dtype, variant };
+        let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
+            return Ok(ready);
+        }
+        drop(kept);
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { Ready::load(&key, device, stream) }?;
+        let mut kept = READY.write().unwrap_or_else(PoisonError::into_inner);
+        kept.get_or_insert_default().insert(key, ready);
+        Ok(ready)
+    }
+}
+
+/// What decides which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    device: DeviceNumber,
+    pass: Pass,
+    dtype: DType,
+    variant: Variant,
+}
+
+/// Kernels that are loaded, and how many clusters run at a time.
+#[derive(Clone, Copy, Debug)]
+struct Ready {
+    product: Code,
+    before: Option<Code>,
+    after: Code,
+    clusters: u32,
+}
+
+impl Ready {
+    /// # Safety
+    /// `stream` is a stream of `device`.
+    unsafe fn load(key: &Key, device: &Device, stream: RawStream) -> Result<Self> {
+        let Key { pass, dtype, variant, .. } = *key;
+        // SAFETY: passed on from this function's contract.
+        let load = |name: &str| unsafe { library::kernel(name, device, stream) };
+        let product = load(&format!("fused_product_{}_{dtype}_{}", pass.name(), variant.name()))?;
+        let (before, after) = if pass == Pass::Forward {
+            (None, load("fused_product_merge")?)
+        } else {
+            let before = load("fused_product_prepare")?;
+            (Some(before), load(&format!("fused_product_labels_{dtype}"))?)
+        };
+        // SAFETY: passed on from this function's contract.
+        let clusters = unsafe { Driver::get()?.max_active_clusters(product, extent(1), stream) }?;
+        if clusters == 0 {
+            return Err(Error::NoCluster { name: device.name().to_owned() });
+        }
+        Ok(Self { product, before, after, clusters })
+    }
+
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_product(&self, stream: RawStream, arguments: &Arguments) -> Result<()> {
+        let items = u64::from(arguments.token_blocks) * u64::from(arguments.parts);
+        let clusters = self.clusters.min(u32::try_from(items).unwrap_or(u32::MAX));
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(self.product, extent(clusters), stream, arguments) }
+    }
+
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_on_tokens(
+        &self,
+        code: Code,
+        stream: RawStream,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        let threads = arguments::TOKEN_THREADS;
+        let ctas = (arguments.row.tokens as usize).div_ceil(threads as usize);
+        let extent = Extent { ctas: count(ctas), rows: 1, threads, shared_bytes: 0, cluster: None };
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
+    }
+}
+
+/// The launch of so many clusters.
+fn extent(clusters: u32) -> Extent {
+    Extent {
+        ctas: clusters * arguments::CLUSTER_CTAS,
+        rows: 1,
+        threads: arguments::THREADS,
+        shared_bytes: arguments::SHARED_BYTES,
+        cluster: Some(arguments::CLUSTER_CTAS),
+    }
+}
+
+/// A number of things of which there are fewer than addresses.
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PRODUCT: FusedProduct = FusedProduct {
+        tokens: 8192,
+        width: 2048,
+        vocab: 128_256,
+        dtype: DType::Bf16,
+        options: CrossEntropy {
+            ignore_index: -100,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            softcap: None,
+        },
+    };
+
+    #[test]
+    fn clusters_get_equal_shares_where_scratch_allows_it() {
+        // 32 blocks of tokens in 33 parts are 16 turns of 66 clusters.
+        assert_eq!(PRODUCT.parts(128_256, 66, MOST_PARTS), 33);
+        assert_eq!(PRODUCT.parts(128_256, 64, MOST_PARTS), 2);
+        assert_eq!(PRODUCT.parts(128_256, 66, 1), 1);
+        let few = FusedProduct { tokens: 1, ..PRODUCT };
+        assert_eq!(few.parts(1000, 66, MOST_PARTS), 4);
+        let none = FusedProduct { tokens: 0, ..PRODUCT };
+        assert_eq!(none.parts(1000, 66, MOST_PARTS), 1);
+    }
+
+    #[test]
+    fn scratch_is_some_numbers_a_token() {
+        let tokens = PRODUCT.tokens;
+        assert_eq!(PRODUCT.least_scratch_bytes(Pass::Forward), (4 + 8) * tokens);
+        assert_eq!(PRODUCT.scratch_bytes(Pass::Forward), (4 + 66 * 8) * tokens);
+        assert_eq!(PRODUCT.scratch_bytes(Pass::Backward), (4 + 16) * tokens);
+        let options = CrossEntropy { label_smoothing: 0.1, ..PRODUCT.options };
+        let smooth = FusedProduct { options, ..PRODUCT };
+        assert_eq!(smooth.scratch_bytes(Pass::Forward), (4 + 66 * 12) * tokens);
+        for parts in [1, 2, 33, 66] {
+            let bytes = smooth.layout(Pass::Forward, parts).bytes;
+            assert_eq!(smooth.parts_in(bytes), Ok(parts));
+        }
+        let message = PRODUCT.parts_in(12 * tokens - 1).unwrap_err().to_string();
+        assert_eq!(message, "scratch of 98303 bytes is too little; 98304 bytes are needed");
+    }
+
+    #[test]
+    fn hidden_states_of_a_group_stay_in_the_l2() {
+        let group = |tokens, width| FusedProduct { tokens, width, ..PRODUCT }.group();
+        assert_eq!(group(8192, 2048), 16);
+        assert_eq!(group(8192, 1 << 20), 1);
+        assert_eq!(group(300, 64), 2);
+        assert_eq!(group(0, 64), 1);
+    }
+}

@@ -1,0 +1,38 @@
+//! What products with cross-entropy in their epilogue take, and what planning knows of them.
+
+use std::ffi::c_void;
+
+pub(crate) use crate::cross_entropy::Arguments as Row;
+use crate::driver::TensorMap;
+
+mirror! {
+    /// See kernels/fused_product.cuh.
+    pub(crate) struct Arguments = FusedProductArguments {
+        hidden: TensorMap,
+        weight: TensorMap,
+        dlogits: TensorMap,
+        row: Row,
+        sums: *mut c_void,
+        values: *mut f32,
+        label_logits: *mut f32,
+        gradients: *mut c_void,
+        blocks: u32,
+        tiles: u32,
+        parts: u32,
+        token_blocks: u32,
+        group: u32,
+        lead: u32,
+    }
+}
+
+numbers! {
+    BLOCK: u32 = kBlock, 64;
+    TILE_COLUMNS: u32 = kTileColumns, 256;
+    CLUSTER_CTAS: u32 = kClusterCtas, 2;
+    CLUSTER_TOKENS: u32 = kClusterTokens, 256;
+    ROWS_OF_BOX: u32 = kRowsOfBox, 128;
+    ROWS_OF_STORE: u32 = kRowsOfStore, 16;
+    THREADS: u32 = kFusedProductThreads, 384;
+    SHARED_BYTES: u32 = kFusedProductBytes, 230_472;
+    TOKEN_THREADS: u32 = kTokenThreads, 128;
+}
