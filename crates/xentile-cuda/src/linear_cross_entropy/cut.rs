@@ -122,18 +122,19 @@ impl Linear {
         let cut_columns = columns < self.vocab;
         // Of f32 gradients are their own sums, as those that one product gives are.
         let sums = self.dtype != DType::F32 && pass != Pass::Forward;
-        let kept_tokens = if sweep.of_weight { self.tokens } else { tokens };
+        let of_hidden = sums && sweep.of_hidden && cut_columns;
         let of_weight = sums && sweep.of_weight && tokens < self.tokens;
         let [rows, row] = self.weight_sums(columns);
         let workspace = take(self.workspace_bytes);
-        // A few rows of the gradient pass through this place too.
-        let rounded = only(of_weight, (8 * 2 * row).saturating_sub(self.workspace_bytes));
+        // A few rows of a gradient pass through this place too.
+        let passing = only(of_weight, row).max(only(of_hidden, self.width));
+        let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
         let logits = take(logits.max(rounded));
         let carried = pass != Pass::Backward && cut_columns;
         let carried = take(only(carried, CARRIED_BYTES * tokens));
-        let of_hidden = sums && sweep.of_hidden && cut_columns;
-        let of_hidden = take(only(of_hidden, 4 * kept_tokens * self.width));
+        let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
+        let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
         let of_weight = take(only(of_weight, 4 * rows * row));
         Layout { workspace, logits, carried, of_hidden, of_weight, bytes }
     }
@@ -141,6 +142,18 @@ impl Linear {
     /// Elements from one row to the next of logits of so many columns.
     pub(super) fn stride(&self, columns: usize) -> usize {
         columns.next_multiple_of(LINE_BYTES / self.dtype.size_bytes())
+    }
+
+    /// Rows of the hidden states' sums that are in the scratch, and elements of each.
+    pub(super) fn hidden_sums(&self, sweep: Sweep) -> [usize; 2] {
+        let rows = if sweep.of_weight { self.tokens } else { sweep.chunk.tokens };
+        [rows - if self.shares_hidden(sweep) { own_rows(rows) } else { 0 }, self.width]
+    }
+
+    /// Whether half of the sums of the hidden states' gradient are where it goes: where tokens are
+    /// cut, for else every product with them would be two of half the size.
+    pub(super) fn shares_hidden(&self, sweep: Sweep) -> bool {
+        sweep.of_weight && sweep.chunk.tokens < self.tokens
     }
 
     /// Rows of the weight's sums over a chunk of so many columns that are in the scratch, and
@@ -241,9 +254,10 @@ mod tests {
         let fused = logits + round(1000 * 16) + 4 * 1000 * 64;
         assert_eq!(part.scratch_bytes(Pass::Fused), fused);
         let both = cut(500, 1024);
-        // The other half of the weight's sums is where its gradient goes.
+        // The other half of sums is where their gradient goes.
+        let hidden = 4 * (1000 - 448) * 64;
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 512 * 64);
-        assert_eq!(both.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64 + weight);
+        assert_eq!(both.scratch_bytes(Pass::Backward), logits + hidden + weight);
         // Two sweeps never keep both sums, and each has all of the scratch.
         let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
         let second = WORKSPACE_BYTES + 250 * 2048 * 2 + 4 * 1024 * 64;
@@ -255,7 +269,7 @@ mod tests {
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
-        assert_eq!(last.scratch_bytes(Pass::Backward), logits + 4 * (1000 * 64 + 64 * 1024));
+        assert_eq!(last.scratch_bytes(Pass::Backward), logits + hidden + 4 * 64 * 1024);
         let f32 = Linear { dtype: DType::F32, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
     }

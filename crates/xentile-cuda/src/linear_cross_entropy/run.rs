@@ -106,11 +106,12 @@ impl<'a> Run<'a> {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.dtype != DType::F32 && chunk.columns < linear.vocab;
         let of_one_chunk = !self.sweep.of_weight;
-        let rows = if of_one_chunk { chunk.tokens } else { linear.tokens };
+        let [rows, _] = linear.hidden_sums(self.sweep);
+        let shares = linear.shares_hidden(self.sweep);
         let at = self.at(self.layout.of_hidden);
         Total {
             gradient: Matrix { at: gradients.hidden, ..self.hidden },
-            sums: sums.then_some(Sums { at, rows, of_one_chunk, shares: false }),
+            sums: sums.then_some(Sums { at, rows, of_one_chunk, shares }),
             by_columns: false,
         }
     }

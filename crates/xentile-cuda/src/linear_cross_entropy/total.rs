@@ -57,32 +57,29 @@ impl Total {
     pub(super) fn parts(&self, chunk: Chunk) -> impl Iterator<Item = Part> {
         let target = self.target(chunk);
         let all = Chunk { first: 0, count: target.rows };
-        let f32 = |at, rows| Matrix::new(at, DType::F32, rows, target.columns);
         let [own, rest] = match self.sums {
             None => [Some((all, target)), None],
-            Some(sums) if !sums.of_one_chunk => {
-                let first = if self.by_columns { 0 } else { chunk.first };
-                let whole = Matrix::new(sums.at, DType::F32, sums.rows, self.gradient.columns);
-                let place = whole.rows(first, all.count);
-                [
-                    None,
-                    Some((
-                        all,
-                        if self.by_columns {
-                            place.columns(chunk.first, chunk.count)
-                        } else {
-                            place
-                        },
-                    )),
-                ]
-            }
             Some(sums) => {
+                // Of all of the matrix, or of this part of it: rows in its own memory, then others.
+                let (whole, begin) =
+                    if sums.of_one_chunk { (target, 0) } else { (self.gradient, chunk.first) };
                 // What the scratch has no room for is never more than half.
-                let own = own_rows(all.count).max(all.count.saturating_sub(sums.rows));
+                let own = own_rows(whole.rows).max(whole.rows.saturating_sub(sums.rows));
                 let own = if sums.shares { own } else { 0 };
-                let (own, rest) =
-                    (Chunk { first: 0, count: own }, Chunk { first: own, count: all.count - own });
-                [Some((own, f32(target.at, own.count))), Some((rest, f32(sums.at, rest.count)))]
+                let end = begin + all.count;
+                let f32 = |at, rows| Matrix::new(at, DType::F32, rows, whole.columns);
+                let part = |matrix: Matrix, first: usize, end: usize, before: usize| {
+                    let count = end.saturating_sub(first);
+                    (
+                        Chunk { first: first.saturating_sub(begin), count },
+                        matrix.rows(first - before, count),
+                    )
+                };
+                let first = begin.max(own);
+                [
+                    (begin < own).then(|| part(f32(whole.at, own), begin, end.min(own), 0)),
+                    (first < end).then(|| part(f32(sums.at, sums.rows), first, end, own)),
+                ]
             }
         };
         [own, rest].into_iter().flatten().filter(|(rows, _)| rows.count > 0)
@@ -181,6 +178,17 @@ mod tests {
         let gradient = Matrix::new(at(0x10_0000), DType::Bf16, 1000, 16);
         let sums = Sums { at: at(0x1000), rows: 552, of_one_chunk: true, shares: true };
         let total = Total { gradient, sums: Some(sums), by_columns: false };
+        let whole = Total { sums: Some(Sums { of_one_chunk: false, ..sums }), ..total };
+        let places = |first, count| -> Vec<_> {
+            let parts = whole.parts(Chunk { first, count });
+            parts.map(|(rows, matrix)| (rows.first, rows.count, matrix.at.addr())).collect()
+        };
+        // 448 rows of 64 bytes are where the gradient goes.
+        assert_eq!(places(0, 1000), [(0, 448, 0x10_0000), (448, 552, 0x1000)]);
+        assert_eq!(places(400, 100), [(0, 48, 0x10_0000 + 400 * 64), (48, 52, 0x1000)]);
+        assert_eq!(places(448, 10), [(0, 10, 0x1000)]);
+        assert_eq!(places(990, 10), [(0, 10, 0x1000 + 542 * 64)]);
+        assert_eq!(places(10, 20), [(0, 20, 0x10_0000 + 640)]);
         for (first, count) in [(0, 1000), (0, 600), (700, 300), (990, 10)] {
             let parts: Vec<_> = total.parts(Chunk { first, count }).collect();
             let rows: Vec<_> = parts.iter().map(|(rows, _)| rows.count).collect();

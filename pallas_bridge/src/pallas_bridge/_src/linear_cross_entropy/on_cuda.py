@@ -73,10 +73,10 @@ class Cut:
             tokens, columns = self.chunk
             by_tokens = self.fused and columns == problem.vocab
             cut = columns < problem.vocab and not by_tokens
-            of_hidden = _hidden_sums(problem, problem.tokens) if cut else 0
+            of_hidden = _hidden_sums(problem, tokens) if cut else 0
             of_weight = _weight_sums(problem, columns) if tokens < problem.tokens else 0
             return numbers + _logits(problem, self.chunk) + of_hidden + of_weight
-        first = _logits(problem, self.chunk) + _hidden_sums(problem, self.chunk[0])
+        first = _logits(problem, self.chunk) + _chunk_sums(problem, self.chunk[0])
         second = _logits(problem, self.apart) + _weight_sums(problem, self.apart[1])
         return numbers + max(first, second)
 
@@ -135,20 +135,31 @@ def _stride(problem: Problem, columns: int) -> int:
     return math.ceil(columns / line) * line
 
 
-def _hidden_sums(problem: Problem, rows: int) -> int:
-    """Bytes of sums of so many tokens' dhidden."""
+def _scratch_rows(rows: int) -> int:
+    """Rows of sums that are not where their gradient goes."""
+    return rows - rows // 128 * 64
+
+
+def _hidden_sums(problem: Problem, tokens: int) -> int:
+    """Bytes in the scratch of sums of all tokens' dhidden, where chunks have so many."""
+    n = problem.tokens
+    return _chunk_sums(problem, _scratch_rows(n) if tokens < n else n)
+
+
+def _chunk_sums(problem: Problem, rows: int) -> int:
+    """Bytes of sums of so many rows of dhidden."""
     return 4 * problem.hidden * rows if problem.hidden_bytes < 4 else 0
 
 
 def _weight_sums(problem: Problem, columns: int) -> int:
-    """Bytes in the scratch of sums of so many columns' dweight, which itself has room for half."""
+    """Bytes in the scratch of sums of so many columns' dweight."""
     if problem.hidden_bytes == 4:
         return 0
     rows, row = columns, problem.hidden
     if problem.vocab_is_last:
         rows, row = row, rows
     shares = not problem.vocab_is_last or columns == problem.vocab
-    return 4 * row * (rows - (rows // 128 * 64 if shares else 0))
+    return 4 * row * (_scratch_rows(rows) if shares else rows)
 
 
 def _product(problem: Problem, splits: bool, m: int, n: int, k: int) -> float:
@@ -248,7 +259,7 @@ def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
         side = 0 if gradients[0] else 1
 
         def fits(chunk: Extents) -> bool:
-            sums = (_hidden_sums, _weight_sums)[side](problem, chunk[side])
+            sums = (_chunk_sums, _weight_sums)[side](problem, chunk[side])
             return _logits(problem, chunk) + sums + 32 * problem.tokens + 4096 <= limit + MIB
 
         fitting = [chunk for chunk in both if fits(chunk)]
