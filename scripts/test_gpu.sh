@@ -137,15 +137,16 @@ section_sanitizer() {
         extra=()
         # Room between allocations, so that a stray read does not land in a neighbour.
         [[ $tool != memcheck ]] || extra=(--padding 64)
-        # It would not know what products, which are not looked at, have written.
+        # initcheck would not know what cuBLASLt's products, which are not looked at, have written;
+        # under racecheck they fail, looked at or not.
         arguments=()
-        [[ $tool != initcheck ]] || arguments=(--no-linear)
+        case $tool in initcheck | racecheck) arguments=(--no-products) ;; esac
         # More than a launch of many small CTAs has; past what it tracks the tool fails itself.
         [[ $tool != synccheck ]] || extra=(--num-cuda-barriers 65536)
         XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
             XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
             timeout -k 5 "$limit" "$sanitizer" --tool "$tool" "${extra[@]}" --target-processes all \
-            --kernel-name kns=cross_entropy --kernel-name kns=scale --kernel-name kns=round_ \
+            --kernel-name kns=cross_entropy --kernel-name kns=scale --kernel-name kns=round_ --kernel-name kns=fused_product \
             --report-api-errors no \
             --print-limit 20 --error-exitcode 9 \
             "$python" scripts/gpu/sanitize.py "${arguments[@]}" >"$scratch/$tool" 2>&1 &

@@ -307,15 +307,44 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
             assert 1 <= of_tokens <= tokens and 1 <= columns <= vocab, plan
             held = of_tokens * columns * np.dtype(dtype).itemsize
             assert held < plan.scratch_bytes, plan
+        if plan.products < 4:
+            assert reduced and dtype != jnp.float16
+            assert tokens == plan.tokens or vocab == plan.columns
+        kept, slot = plan.kept or (0, 0)
+        # In the memory of dweight, the rows of a slot before all slots.
+        assert slot * width + kept * tokens <= vocab * width
+        assert plan.columns + kept <= vocab
         if plan.products == 3:
-            assert reduced and dtype != jnp.float16 and plan.columns == vocab
+            assert plan.columns + kept == vocab
     assert {("library", 3), ("library", 4)} <= schedules
+
+
+def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
+    def plan_of(tokens: int, width: int, vocab: int, mib: int, axis: int = 0) -> Any:
+        x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+        w = jax.ShapeDtypeStruct((width, vocab) if axis else (vocab, width), jnp.bfloat16)
+        limit = mib * 2**20
+        return explain(x, w, vocab_axis=axis, max_scratch_bytes=limit, platform="cuda")
+
+    # Half of the sums of dweight are where it goes.
+    by_tokens = plan_of(8192, 2048, 128256, 1024)
+    assert (by_tokens.products, by_tokens.tokens, by_tokens.kept) == (3, 2048, None)
+    # As many logits as dweight has room for, and the last chunk's.
+    by_columns = plan_of(8192, 2048, 128256, 256)
+    assert by_columns.kept[0] > 128256 / 5 and by_columns.products < 3.75
+    assert "columns kept in dweight's place, 3.7 products" in str(by_columns)
+    # Here that is all of them.
+    assert plan_of(4096, 4096, 128256, 256).products == 3
+    # Gradients of columns of [D, V] have gaps: the last chunk is all there is.
+    other = plan_of(8192, 2048, 128256, 256, axis=1)
+    assert other.kept is None and other.products == 4 - other.columns / 128256
 
 
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
         ({}, ["fused"]),
+        ({"max_scratch_bytes": 2**23}, ["fused"]),
         ({"max_scratch_bytes": 2**20}, ["forward", "backward"]),
         ({"reduction": "none"}, ["forward", "backward"]),
         ({"vocab_axis": 1, "return_lse": True}, ["fused"]),

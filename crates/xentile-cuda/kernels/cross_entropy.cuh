@@ -23,7 +23,8 @@ struct CrossEntropyArguments {
   const void* logits;  // [tokens, columns], `stride` elements from row to row
   void* dlogits;       // as the logits, whose memory it may be
   const void* labels;  // [tokens]
-  // Everything else is f32 [tokens]; outputs may be null.
+  // Everything else is f32 [tokens]; outputs may be null, and in the backward pass cotangents that
+  // are 0.
   const float* dloss;
   const float* dlogps;
   const float* dlse;
@@ -110,9 +111,9 @@ __device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, 
 __device__ inline Token describe_saved(const CrossEntropyArguments& a, int64_t index) {
   Token token{};
   token.target = target_of(a, label_at(a, index));
-  token.dloss = a.dloss[index];
-  token.dlogps = a.dlogps[index];
-  token.dlse = a.dlse[index];
+  token.dloss = a.dloss == nullptr ? 0.0f : a.dloss[index];
+  token.dlogps = a.dlogps == nullptr ? 0.0f : a.dlogps[index];
+  token.dlse = a.dlse == nullptr ? 0.0f : a.dlse[index];
   token.lse = a.saved_lse[index];
   token.lse_low = a.saved_lse_low[index];
   token.idle = token.target == kIgnored ||
@@ -302,18 +303,20 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
   if (a.lse_low != nullptr) a.lse_low[row] = static_cast<float>(lse - static_cast<double>(high));
 }
 
+// Adds what a row added up to in the columns before these.
+__device__ inline void add_carried(const CrossEntropyArguments& a, int64_t row, RowSum& sum) {
+  if (a.carried != nullptr && a.first_column > 0) sum.merge(a.carried[row]);
+}
+
 // Writes a token's outputs; or, while more of its columns are to come, its sums so far.
 template <bool kSum>
 __device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, const Token& token,
-                               RowSum sum) {
-  if (a.carried != nullptr) {
-    if (a.first_column > 0) sum.merge(a.carried[row]);
-    if (a.first_column + a.columns < a.vocab) {
-      a.carried[row] = sum;
-      return;
-    }
+                               const RowSum& sum) {
+  if (a.carried != nullptr && a.first_column + a.columns < a.vocab) {
+    a.carried[row] = sum;
+  } else {
+    write_token<kSum>(a, row, token, sum);
   }
-  write_token<kSum>(a, row, token, sum);
 }
 
 // The gradient of a row: factor * 2^(z*kLog2E + c) + offset away from the label.

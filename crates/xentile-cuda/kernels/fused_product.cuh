@@ -337,8 +337,15 @@ struct FusedProduct {
 #pragma unroll
         for (int i = 0; i < 128; ++i) x[i] = cap.apply(x[i]);
       }
+      const uint32_t own = tile * kTileColumns + threadIdx.x % 4 * 2;
+      const uint32_t columns = static_cast<uint32_t>(a.row.columns);
+      const bool ends = (tile + 1) * kTileColumns > columns;
+      const auto beyond = [&](uint32_t i) { return own + i / 4 * 8 + i % 2 >= columns; };
       if constexpr (kSmooth) {
-        // Columns beyond the last are 0 here.
+        if (ends) {
+#pragma unroll
+          for (uint32_t i = 0; i < 128; ++i) x[i] = beyond(i) ? 0.0f : x[i];
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float total[2] = {values[r], 0.0f};
@@ -347,13 +354,9 @@ struct FusedProduct {
           values[r] = total[0] + total[1];
         }
       }
-      const uint32_t own = tile * kTileColumns + threadIdx.x % 4 * 2;
-      const uint32_t columns = static_cast<uint32_t>(a.row.columns);
-      if ((tile + 1) * kTileColumns > columns) {
+      if (ends) {
 #pragma unroll
-        for (uint32_t i = 0; i < 128; ++i) {
-          if (own + i / 4 * 8 + i % 2 >= columns) x[i] = -INFINITY;
-        }
+        for (uint32_t i = 0; i < 128; ++i) x[i] = beyond(i) ? -INFINITY : x[i];
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -494,6 +497,7 @@ __device__ inline void merge_parts(const FusedProductArguments& a) {
     const float x = a.label_logits[index];
     all.label = a.row.softcap > 0.0 ? Cap(a.row.softcap).apply(x) : x;
   }
+  add_carried(a.row, index, all);
   end_row<true>(a.row, index, token, all);
 }
 

@@ -45,6 +45,8 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
       for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
       __syncthreads();
     }
+    // Gradients come with the last of a row's columns, where nobody writes what was carried.
+    if (kApplies || thread == 0) add_carried(a, index, all);
     if (thread == 0) end_row<kSmooth>(a, index, token, all);
     if constexpr (kApplies) {
       E* gradients = static_cast<E*>(a.dlogits) + row.begin();

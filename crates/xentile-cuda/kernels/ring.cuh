@@ -352,6 +352,8 @@ struct Ring {
             all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
             ++sums_read;
           }
+          // Gradients come with the last of a row's columns, where nobody writes what was carried.
+          if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
           if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);
           if constexpr (kApplies) {
             gradient = RowGradient::of<kSmooth>(a, previous.token, all);

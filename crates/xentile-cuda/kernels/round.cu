@@ -15,7 +15,9 @@ struct RoundArguments {
 template <class E>
 __device__ inline void round_all(const RoundArguments& a) {
   constexpr int64_t per = kPerVector<E>;
-  const bool whole = a.columns % per == 0 && a.stride % per == 0;
+  const bool placed =
+      (reinterpret_cast<uintptr_t>(a.from) | reinterpret_cast<uintptr_t>(a.to)) % 16 == 0;
+  const bool whole = placed && a.columns % per == 0 && a.stride % per == 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * per;
   for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
     const float* from = a.from + row * a.columns;

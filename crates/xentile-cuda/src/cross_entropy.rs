@@ -140,7 +140,7 @@ impl SavedLse {
     }
 }
 
-/// The cotangents of the per-token outputs, each `[T]` in f32 on a GPU.
+/// The cotangents of the per-token outputs, each `[T]` in f32 on a GPU; null for one that is 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Cotangents {
     /// Of `per_token_loss`.
@@ -154,7 +154,9 @@ pub struct Cotangents {
 impl Cotangents {
     /// Those from a token on.
     pub(crate) fn from(self, first: usize) -> Self {
-        let from = |cotangent: *const f32| cotangent.wrapping_add(first);
+        let from = |cotangent: *const f32| {
+            if cotangent.is_null() { cotangent } else { cotangent.wrapping_add(first) }
+        };
         Self { loss: from(self.loss), logps: from(self.logps), lse: from(self.lse) }
     }
 }

@@ -72,6 +72,7 @@ functions! {
     set_kernel_attribute = cuKernelSetAttribute(c_uint, c_int, Kernel, DeviceNumber);
     load_function = cuFuncLoad(Function);
     max_active_clusters = cuOccupancyMaxActiveClusters(*mut c_int, Kernel, *const LaunchConfig);
+    copy = cuMemcpyDtoDAsync_v2(DeviceAddress, DeviceAddress, usize, RawStream);
     encode_tensor_map = cuTensorMapEncodeTiled(
         *mut TensorMap, c_uint, c_uint, *mut c_void, *const u64, *const u64, *const c_uint,
         *const c_uint, c_uint, c_uint, c_uint, c_uint
@@ -106,6 +107,9 @@ handles! {
     /// `CUcontext`.
     Context;
 }
+
+/// `CUdeviceptr`.
+type DeviceAddress = u64;
 
 /// `CUstream`, which the caller owns.
 pub(crate) type RawStream = *mut c_void;
@@ -353,6 +357,24 @@ impl Driver {
         });
         self.check("cuOccupancyMaxActiveClusters", code)?;
         Ok(u32::try_from(clusters).unwrap_or(0))
+    }
+
+    /// Has `stream` copy `bytes` from one array to another.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the calling thread's current context, and both arrays are on its device,
+    /// apart, and touched by nothing else until the copy is made.
+    pub(crate) unsafe fn copy(
+        &self,
+        stream: RawStream,
+        to: *mut c_void,
+        from: *const c_void,
+        bytes: usize,
+    ) -> Result<()> {
+        let address = |pointer: *const c_void| pointer.expose_provenance() as DeviceAddress;
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { (self.copy)(address(to), address(from), bytes, stream) };
+        self.check("cuMemcpyDtoDAsync", code)
     }
 
     /// How the copy engine takes boxes of `boxed` columns and rows, 128 bytes wide, from `at`: a matrix

@@ -90,6 +90,28 @@ pub enum Error {
         /// The least that will do.
         needed: usize,
     },
+    /// Gradients with the loss, in chunks that have neither whole rows nor whole columns.
+    #[error(
+        "chunks of {tokens} tokens x {columns} columns; where gradients come with the loss, they must \
+         have all tokens or all columns"
+    )]
+    FusedChunk {
+        /// Tokens of a chunk.
+        tokens: usize,
+        /// Columns of a chunk.
+        columns: usize,
+    },
+    /// More logits to keep than there is room for.
+    #[error(
+        "{columns} columns of logits in slots of {slot} cannot be kept in the weight's gradient; keep \
+         fewer, of a weight [V, D] and with all tokens in a chunk"
+    )]
+    Kept {
+        /// Columns that were to be kept.
+        columns: usize,
+        /// Columns of a slot.
+        slot: usize,
+    },
     /// A row longer than kernels count.
     #[error("the vocabulary is {vocab}; CUDA kernels take at most {}", i32::MAX)]
     Vocabulary {

@@ -83,6 +83,18 @@ pub struct Operands {
     pub labels: Labels,
 }
 
+/// Columns of the vocabulary that the forward pass goes over.
+#[derive(Clone, Copy, Debug)]
+pub struct Columns {
+    /// The first of them.
+    pub first: usize,
+    /// How many there are.
+    pub count: usize,
+    /// Where rows' sums are kept between some columns and the next, 16 bytes a token on a GPU; null
+    /// where these are all.
+    pub carried: *mut c_void,
+}
+
 /// Where the gradient of some columns of logits goes.
 #[derive(Clone, Copy, Debug)]
 pub struct DLogits {
@@ -150,9 +162,10 @@ impl FusedProduct {
         (GROUP_BYTES / block).clamp(1, self.token_blocks().max(1))
     }
 
-    /// Parts that rows are cut into in the forward pass, where `clusters` run at a time.
-    fn parts(&self, clusters: u32, most: usize) -> usize {
-        let (blocks, tiles) = (self.token_blocks(), self.tiles(self.vocab));
+    /// Parts that rows of so many columns are cut into in the forward pass, where `clusters` run at a
+    /// time.
+    fn parts(&self, columns: usize, clusters: u32, most: usize) -> usize {
+        let (blocks, tiles) = (self.token_blocks(), self.tiles(columns));
         let mut best = (f64::INFINITY, 1);
         for parts in 1..=most.min(tiles).max(1) {
             let turns = (blocks * parts).div_ceil(clusters as usize);
@@ -183,11 +196,12 @@ impl FusedProduct {
         unsafe { self.ready(pass, stream) }.map(drop)
     }
 
-    /// Has `stream` fill what `outputs` asks for.
+    /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
+    /// vocabulary's columns or some.
     ///
     /// # Errors
-    /// An option outside its range, a problem that [`supports`] does not have, scratch that is too
-    /// little, no driver or GPU that will do, operands that begin at no multiple of 16, or a failure of
+    /// An option outside its range, a problem that [`supports`] does not have, columns that it does
+    /// not have, scratch that is too little, no driver or GPU that will do, operands that begin at no multiple of 16, or a failure of
     /// the driver.
     ///
     /// # Safety
@@ -198,19 +212,25 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         operands: Operands,
+        columns: Columns,
         outputs: TokenOutputs,
         scratch: Scratch,
     ) -> Result<()> {
         let pass = Pass::Forward;
         let most = self.parts_in(scratch.bytes)?;
-        if self.tokens == 0 {
+        let Columns { first, count, carried } = columns;
+        self.check_columns(first, count, count)?;
+        if self.tokens == 0 || count == 0 {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(pass, stream) }?;
-        let parts = self.parts(ready.clusters, most);
-        let arguments = self.arguments(pass, operands, self.all_columns(), parts, scratch)?;
-        let arguments = Arguments { row: arguments.row.with_outputs(outputs), ..arguments };
+        let parts = self.parts(count, ready.clusters, most);
+        let none =
+            DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
+        let arguments = self.arguments(pass, operands, none, parts, scratch)?;
+        let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
+        let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
         unsafe {
             ready.launch_product(stream, &arguments)?;
@@ -241,8 +261,8 @@ impl FusedProduct {
         }
         check_alignment("dlogits", dlogits.at)?;
         let DLogits { first_column, columns, stride, .. } = dlogits;
-        let inside = first_column.checked_add(columns).is_some_and(|end| end <= self.vocab);
-        if !inside || stride < columns || !stride.is_multiple_of(VECTOR) {
+        self.check_columns(first_column, columns, stride)?;
+        if !stride.is_multiple_of(VECTOR) {
             let vocab = self.vocab;
             return Err(Error::Columns { first_column, columns, stride, vocab });
         }
@@ -265,9 +285,12 @@ impl FusedProduct {
         }
     }
 
-    /// Those of the forward pass, which writes none.
-    fn all_columns(&self) -> DLogits {
-        DLogits { at: null_mut(), stride: self.vocab, first_column: 0, columns: self.vocab }
+    fn check_columns(&self, first_column: usize, columns: usize, stride: usize) -> Result<()> {
+        let (vocab, end) = (self.vocab, first_column.saturating_add(columns));
+        if end > vocab || stride < columns {
+            return Err(Error::Columns { first_column, columns, stride, vocab });
+        }
+        Ok(())
     }
 
     /// What both passes take, but for outputs and cotangents.
@@ -446,13 +469,13 @@ mod tests {
     #[test]
     fn clusters_get_equal_shares_where_scratch_allows_it() {
         // 32 blocks of tokens in 33 parts are 16 turns of 66 clusters.
-        assert_eq!(PRODUCT.parts(66, MOST_PARTS), 33);
-        assert_eq!(PRODUCT.parts(64, MOST_PARTS), 2);
-        assert_eq!(PRODUCT.parts(66, 1), 1);
-        let few = FusedProduct { tokens: 1, vocab: 1000, ..PRODUCT };
-        assert_eq!(few.parts(66, MOST_PARTS), 4);
+        assert_eq!(PRODUCT.parts(128_256, 66, MOST_PARTS), 33);
+        assert_eq!(PRODUCT.parts(128_256, 64, MOST_PARTS), 2);
+        assert_eq!(PRODUCT.parts(128_256, 66, 1), 1);
+        let few = FusedProduct { tokens: 1, ..PRODUCT };
+        assert_eq!(few.parts(1000, 66, MOST_PARTS), 4);
         let none = FusedProduct { tokens: 0, ..PRODUCT };
-        assert_eq!(none.parts(66, MOST_PARTS), 1);
+        assert_eq!(none.parts(1000, 66, MOST_PARTS), 1);
     }
 
     #[test]

@@ -40,7 +40,7 @@ int cuDeviceGetAttribute(int* value, unsigned attribute, int device) {
 int cuCtxPushCurrent_v2(void* context) { return ++pushed, context == NULL; }
 int cuCtxPopCurrent_v2(void** context) { return *context = NULL, --pushed, 0; }
 int cuStreamGetCtx(void* stream, void** context) { return *context = stream, 0; }
-int cuCtxGetDevice(int* device) { return *device = 0, 0; }
+int cuCtxGetDevice(int* device) { return *device = told("FAKE_CURRENT", 0), 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e,
                       unsigned f) {
   printf("library %d\n", !a && !b && !c && !d && !e && !f && (size_t)code % 8 == 0);
@@ -66,6 +66,9 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* conf
   (void)kernel;
   if (config->count != 1 || config->attributes->id != 4) return 1;
   return *clusters = told("FAKE_CLUSTERS", 132 / (int)config->attributes->value[0]), 0;
+}
+int cuMemcpyDtoDAsync_v2(size_t to, size_t from, size_t bytes, void* stream) {
+  return printf("copy %zu bytes from %zx to %zx stream %zu\n", bytes, from, to, (size_t)stream), 0;
 }
 int cuTensorMapEncodeTiled(void* map, unsigned dtype, unsigned rank, void* at, const size_t* extents,
                            const size_t* strides, const unsigned* box, const unsigned* steps,

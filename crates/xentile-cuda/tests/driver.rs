@@ -13,7 +13,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::fused_product::{DLogits, FusedProduct, Operands};
+use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct, Operands};
 use xentile_cuda::linear_cross_entropy::Scratch;
 use xentile_cuda::scale::Scale;
 
@@ -79,7 +79,8 @@ fn product(pass: Pass, tokens: usize, width: usize) -> Result<()> {
         if pass == Pass::Forward {
             let outputs =
                 TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
-            return product.forward(at(1), operands, outputs, scratch);
+            let columns = Columns { first: 0, count: V, carried: none.cast() };
+            return product.forward(at(1), operands, columns, outputs, scratch);
         }
         let saved = SavedLse { lse: some, lse_low: some };
         let cotangents = Cotangents { loss: some, logps: some, lse: some };
@@ -106,7 +107,13 @@ fn calls() {
     say("few", fused(&kernel(3, plain), 1));
     say("tile", fused(&kernel(30, plain).with_tile(Some(8), Some(8192)).unwrap(), 1));
     say("capped", fused(&kernel(2048, CrossEntropy { softcap: Some(30.0), ..plain }), 1));
-    say("other", fused(&kernel(2048, CrossEntropy { label_smoothing: 0.1, ..plain }), 100));
+    let smooth = kernel(2048, CrossEntropy { label_smoothing: 0.1, ..plain });
+    say("smooth", fused(&smooth, 1));
+    // SAFETY: no other thread reads the environment.
+    unsafe { std::env::set_var("FAKE_CURRENT", "1") };
+    say("other", fused(&smooth, 100));
+    // SAFETY: as above.
+    unsafe { std::env::remove_var("FAKE_CURRENT") };
     let scale = Scale { dtype: DType::F32, rows: 2, columns: 8192 };
     // SAFETY: as above.
     say("scale", unsafe { scale.run(at(1), at(0x40), without_provenance(0x20), at(0x40)) });
@@ -140,9 +147,11 @@ fn what_is_launched() {
         "tile: done".into(),
         ring("capped stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 3"),
         "capped: done".into(),
-        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        ring("smooth stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        "smooth: done".into(),
+        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 5"),
         "other: done".into(),
-        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 5".into(),
+        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 6".into(),
         "scale: done".into(),
     ];
     let (lines, of_products) = lines.split_at(expected.len());
@@ -153,19 +162,19 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 2048 151643 stride 4096 box 64 128".into(),
         launch(
             "forward_bf16_basic stream 1 grid 132 block 384 shared 230472 cluster 2 first 0x10000 \
-             loads 7",
+             loads 8",
         ),
-        launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 7"),
+        launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
         "product: done".into(),
         "tensor 0x40000 dtype 9 extents 1001 300 stride 2048 box 64 16".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
-        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 10"),
+        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         launch(
             "backward_bf16_basic stream 1 grid 16 block 384 shared 230472 cluster 2 first 0x10000 \
-             loads 10",
+             loads 11",
         ),
-        launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 10"),
+        launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         "gradient: done".into(),
         "empty: done".into(),
     ];

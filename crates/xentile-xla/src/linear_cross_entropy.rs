@@ -3,8 +3,8 @@
 
 use std::ptr::null_mut;
 
-use xentile_cuda::cross_entropy::{Cotangents, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Linear, Operands, Scratch};
+use xentile_cuda::cross_entropy::{Cotangents, SavedLse, TokenOutputs};
+use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
 use xla_ffi::{Context, DType, Decoder, Error, Parameter, Result, Traits};
 
 use crate::cross_entropy::cuda::to_labels;
@@ -48,6 +48,8 @@ struct Cut {
     chunk: Extents,
     /// Of the second sweep of a backward pass, where there are two.
     apart: Option<Extents>,
+    /// Logits that a fused pass need not make again.
+    kept: Option<Kept>,
     workspace_bytes: usize,
 }
 
@@ -56,17 +58,10 @@ impl<'a> Parameter<'a> for Cut {
         let Extent(tokens) = decoder.parameter("chunk_tokens")?;
         let Extent(columns) = decoder.parameter("chunk_columns")?;
         let chunk = Extents { tokens, columns };
-        let apart: [Option<Extent>; 2] =
-            [decoder.parameter("apart_tokens")?, decoder.parameter("apart_columns")?];
-        let apart = match apart {
-            [Some(Extent(tokens)), Some(Extent(columns))] => Some(Extents { tokens, columns }),
-            [None, None] => None,
-            _ => {
-                return Err(invalid(
-                    "attributes apart_tokens and apart_columns must be given both or neither",
-                ));
-            }
-        };
+        let apart = both(decoder, ["apart_tokens", "apart_columns"])?
+            .map(|[tokens, columns]| Extents { tokens, columns });
+        let kept = both(decoder, ["kept_columns", "kept_slot"])?
+            .map(|[columns, slot]| Kept { columns, slot });
         let vocab_axis = decoder.parameter("vocab_axis")?;
         if !matches!(vocab_axis, 0 | 1) {
             return Err(invalid(format_args!(
@@ -74,7 +69,17 @@ impl<'a> Parameter<'a> for Cut {
             )));
         }
         let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
-        Ok(Self { vocab_axis, chunk, apart, workspace_bytes })
+        Ok(Self { vocab_axis, chunk, apart, kept, workspace_bytes })
+    }
+}
+
+/// Two attributes that stand and fall together.
+fn both(decoder: &mut Decoder, [a, b]: [&'static str; 2]) -> Result<Option<[usize; 2]>> {
+    let found: [Option<Extent>; 2] = [decoder.parameter(a)?, decoder.parameter(b)?];
+    match found {
+        [Some(Extent(a)), Some(Extent(b))] => Ok(Some([a, b])),
+        [None, None] => Ok(None),
+        _ => Err(invalid(format_args!("attributes {a} and {b} must be given both or neither"))),
     }
 }
 
@@ -93,7 +98,7 @@ fn forward(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(Pass::Forward, hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
     check_tokens(
         &labels,
         &[
@@ -133,7 +138,7 @@ fn backward(
     cut: Cut,
     context: Context,
 ) -> Result {
-    let call = Call::new(Pass::Backward, hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
     check_tokens(
         &labels,
         &[
@@ -176,7 +181,7 @@ fn fused(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(Pass::Fused, hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
     check_tokens(
         &labels,
         &[
@@ -211,7 +216,6 @@ struct Call {
 
 impl Call {
     fn new(
-        pass: Pass,
         hidden: Any,
         weight: Any,
         labels: Any,
@@ -254,13 +258,6 @@ impl Call {
                 labels.dims()
             )));
         }
-        if pass == Pass::Fused && cut.chunk.columns < vocab {
-            return Err(invalid(format_args!(
-                "attribute chunk_columns is {}; it must be {vocab}, all of the vocabulary, where \
-                 gradients come with the loss",
-                cut.chunk.columns
-            )));
-        }
         xentile_cuda::available().map_err(failed)?;
         let [time_block, block_size] = options.extents();
         let within = |chunk: Extents| Extents {
@@ -275,6 +272,7 @@ impl Call {
             dtype,
             chunk: within(cut.chunk),
             apart: cut.apart.map(within),
+            kept: cut.kept,
             workspace_bytes: cut.workspace_bytes,
             time_block,
             block_size,

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::cross_entropy::Arguments as Row;
+pub(crate) use crate::cross_entropy::Arguments as Row;
 use crate::driver::TensorMap;
 
 mirror! {

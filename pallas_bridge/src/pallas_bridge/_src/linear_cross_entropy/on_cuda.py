@@ -1,7 +1,8 @@
 """Where a program is for NVIDIA's GPUs: one call of the library's for all chunks.
 
 Its products are cuBLASLt's, which add to what is there, read a slice of the weight where it lies
-and write one of its gradient in its place; under a loop of XLA's each of those is a copy.
+and write one of its gradient in its place (under a loop of XLA's each of those is a copy), and on
+Hopper, of a [V, D] weight in 16 bits, its own, which have the cross-entropy in them.
 """
 
 import math
@@ -27,9 +28,13 @@ WORKSPACE, MOST_WORKSPACE = 4 * MIB, 32 * MIB
 SLACK = WORKSPACE + MIB
 # A second's products and bytes, tiles that run at a time and their extents, and seconds from a
 # product's end to the next: of an H200, and only to weigh one plan against another.
-FLOPS, FLOPS_F32, BYTES = 8e14, 5e13, 4e12
+FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
+# Bytes of a sum in f32 that is read and written, of which a product hides a part.
+SUM = 5
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 LEAST = 128
+# Slots that logits may be kept in.
+SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # The calls, by the name of the pass that follows.
 TARGET = "xentile_linear_cross_entropy"
@@ -42,66 +47,147 @@ class Cut:
     """A way to cut a problem: chunks of tokens and columns."""
 
     chunk: Extents
-    products: int
+    # Whether gradients come with the loss, in one call: then a chunk has all tokens or all columns.
+    fused: bool
     # Where dhidden and dweight are swept for one after the other: the chunks of the second sweep.
     apart: Extents | None = None
+    # Where chunks are of columns: those whose logits stay in the memory of dweight, and of a slot.
+    kept: Extents | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Cut":
+        """That of a plan that was made here."""
+        return cls((plan.tokens, plan.columns), plan.products < 4, plan.apart, plan.kept)
+
+    def products(self, problem: Problem) -> float:
+        """Products of the size of the logits' own."""
+        if self.apart is not None:
+            return 5
+        made_once = self.chunk[1] + (self.kept or (0, 0))[0] if self.fused else 0
+        return 4 - made_once / problem.vocab
 
     def scratch(self, problem: Problem) -> int:
-        """What it holds, as crates/xentile-cuda/src/linear_cross_entropy.rs divides it."""
+        """What it holds, as crates/xentile-cuda/src/linear_cross_entropy/cut.rs lays it out."""
         numbers = WORKSPACE + 32 * problem.tokens + 4096
         if self.apart is None:
-            of_hidden = self._sums(problem, problem.tokens, self.chunk[1] < problem.vocab)
-            of_weight = self._sums(problem, self.chunk[1], self.chunk[0] < problem.tokens)
-            of_hidden = 0 if self.products == 3 else of_hidden
+            tokens, columns = self.chunk
+            by_tokens = self.fused and columns == problem.vocab
+            cut = columns < problem.vocab and not by_tokens
+            of_hidden = _hidden_sums(problem, tokens) if cut else 0
+            of_weight = _weight_sums(problem, columns) if tokens < problem.tokens else 0
             return numbers + _logits(problem, self.chunk) + of_hidden + of_weight
-        first = _logits(problem, self.chunk) + self._sums(problem, self.chunk[0], True)
-        second = _logits(problem, self.apart) + self._sums(problem, self.apart[1], True)
+        first = _logits(problem, self.chunk) + _chunk_sums(problem, self.chunk[0])
+        second = _logits(problem, self.apart) + _weight_sums(problem, self.apart[1])
         return numbers + max(first, second)
-
-    @staticmethod
-    def _sums(problem: Problem, rows: int, are_needed: bool) -> int:
-        return 4 * problem.hidden * rows if are_needed and problem.hidden_bytes < 4 else 0
 
     def seconds(self, problem: Problem) -> float:
         """What it may take."""
-        if self.products == 3:
+        if self.fused and self.chunk[1] == problem.vocab:
             return _sweep(problem, self.chunk, 2, (True, True))
-        forward = _sweep(problem, self.chunk, 1, (False, False))
+        if self.fused:
+            return self._columns(problem)
+        forward, backward = _passes(problem)
+        total = _sweep(problem, self.chunk, forward, (False, False))
         if self.apart is None:
-            return forward + _sweep(problem, self.chunk, 2, (True, True))
-        hidden = _sweep(problem, self.chunk, 2, (True, False))
-        return forward + hidden + _sweep(problem, self.apart, 2, (False, True))
+            return total + _sweep(problem, self.chunk, backward, (True, True))
+        total += _sweep(problem, self.chunk, backward, (True, False))
+        return total + _sweep(problem, self.apart, backward, (False, True))
+
+    def _columns(self, problem: Problem) -> float:
+        """Seconds of a call that goes over chunks of columns twice, but for what is there still."""
+        n, d, v = problem.tokens, problem.hidden, problem.vocab
+        last = self.chunk[1]
+        in_place, slot = self.kept or (0, 1)
+        kept, again = _pieces(in_place, slot), _pieces(v - last - in_place, last)
+        splits = _logits(problem, self.chunk) > 2 * MOST_WORKSPACE
+        product = partial(_product, problem, splits)
+        total = 0.0
+        made_again = (again, 2, sum(_passes(problem)))
+        for columns, logits, passes in ((kept, 1, 3), made_again, ([last], 1, 2)):
+            for count in columns:
+                total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
+                total += (passes * problem.hidden_bytes * n * count + SUM * n * d) / BYTES
+        return total
+
+
+def _passes(problem: Problem) -> tuple[int, int]:
+    """Passes over logits, forward and backward, that are not in the product that makes them."""
+    in_product = problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and not problem.vocab_is_last
+    return (0, 0) if in_product else (1, 2)
+
+
+def _pieces(total: int, chunk: int) -> list[int]:
+    """Even chunks of `total`."""
+    if total <= 0:
+        return []
+    count = math.ceil(total / chunk)
+    return [math.ceil(total / count)] * count
 
 
 def _logits(problem: Problem, chunk: Extents) -> int:
     """Bytes of a chunk of logits, whose rows are whole lines."""
     tokens, columns = chunk
+    return tokens * _stride(problem, columns) * problem.hidden_bytes
+
+
+def _stride(problem: Problem, columns: int) -> int:
     line = 128 // problem.hidden_bytes
-    return tokens * math.ceil(columns / line) * line * problem.hidden_bytes
+    return math.ceil(columns / line) * line
+
+
+def _scratch_rows(rows: int) -> int:
+    """Rows of sums that are not where their gradient goes."""
+    return rows - rows // 128 * 64
+
+
+def _hidden_sums(problem: Problem, tokens: int) -> int:
+    """Bytes in the scratch of sums of all tokens' dhidden, where chunks have so many."""
+    n = problem.tokens
+    return _chunk_sums(problem, _scratch_rows(n) if tokens < n else n)
+
+
+def _chunk_sums(problem: Problem, rows: int) -> int:
+    """Bytes of sums of so many rows of dhidden."""
+    return 4 * problem.hidden * rows if problem.hidden_bytes < 4 else 0
+
+
+def _weight_sums(problem: Problem, columns: int) -> int:
+    """Bytes in the scratch of sums of so many columns' dweight."""
+    if problem.hidden_bytes == 4:
+        return 0
+    rows, row = columns, problem.hidden
+    if problem.vocab_is_last:
+        rows, row = row, rows
+    shares = not problem.vocab_is_last or columns == problem.vocab
+    return 4 * row * (_scratch_rows(rows) if shares else rows)
+
+
+def _product(problem: Problem, splits: bool, m: int, n: int, k: int) -> float:
+    """Seconds of a product; `splits` is whether there is room for parts of sums."""
+    flops = FLOPS if problem.hidden_bytes < 4 else FLOPS_F32
+    waves = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES
+    # Where tiles are few, long sums are cut among what they leave idle, at some loss.
+    few = min(1.0, waves / SPLIT) if splits else 1.0
+    waves = math.ceil(waves) if waves > 1 else few
+    return waves * TILES * TILE[0] * TILE[1] * 2 * k / flops + LAUNCH
 
 
 def _sweep(problem: Problem, chunk: Extents, passes: int, gradients: tuple[bool, bool]) -> float:
     """Seconds of logits, so many passes over them, and the gradients of hidden and weight."""
     # Parts of sums need a place; beside small chunks there is little.
-    splits = _logits(problem, chunk) > 2 * MOST_WORKSPACE
+    product = partial(_product, problem, _logits(problem, chunk) > 2 * MOST_WORKSPACE)
     n, d, v = problem.tokens, problem.hidden, problem.vocab
     tokens, columns = chunk
     of_hidden, of_weight = gradients
     rows, parts = math.ceil(n / tokens), math.ceil(v / columns)
-    flops = FLOPS if problem.hidden_bytes < 4 else FLOPS_F32
-
-    def product(m: int, n: int, k: int) -> float:
-        waves = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES
-        # Where tiles are few, long sums are cut among what they leave idle, at some loss.
-        few = min(1.0, waves / SPLIT) if splits else 1.0
-        waves = math.ceil(waves) if waves > 1 else few
-        return waves * TILES * TILE[0] * TILE[1] * 2 * k / flops + LAUNCH
-
     each = product(tokens, columns, d)
-    each += of_hidden * product(tokens, d, columns) + of_weight * product(columns, d, tokens)
+    each += of_hidden * product(tokens, d, columns)
+    # Sums in two places are two products.
+    halves = 2 if rows > 1 and _weight_sums(problem, columns) < 4 * columns * d else 1
+    each += of_weight * halves * product(math.ceil(columns / halves), d, tokens)
     moved = passes * problem.hidden_bytes * n * v
-    moved += 8 * n * d * parts * (of_hidden and parts > 1)
-    moved += 8 * v * d * rows * (of_weight and rows > 1)
+    moved += SUM * n * d * parts * (of_hidden and parts > 1)
+    moved += SUM * v * d * rows * (of_weight and rows > 1)
     return rows * parts * each + moved / BYTES
 
 
@@ -110,22 +196,59 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
     if problem.bias or 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
-    fitting = [cut for cut in _cuts(problem) if cut.scratch(problem) <= limit + SLACK]
+    fitting = [cut for cut in _cuts(problem, limit) if cut.scratch(problem) <= limit + SLACK]
     fitting += _two_sweeps(problem, limit)
     if not fitting:
         return None
     cut = min(fitting, key=lambda cut: cut.seconds(problem))
     scratch = cut.scratch(problem)
     scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE) // 256 * 256
-    return Plan("library", *cut.chunk, cut.products, scratch, limit, cut.apart)
+    products = cut.products(problem)
+    return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
 
 
-def _cuts(problem: Problem) -> Iterator[Cut]:
+def _cuts(problem: Problem, limit: int) -> Iterator[Cut]:
     for tokens in _extents(problem.tokens):
         if problem.reduced:
-            yield Cut((tokens, problem.vocab), 3)
-        for columns in _extents(problem.vocab):
-            yield Cut((tokens, columns), 4)
+            yield Cut((tokens, problem.vocab), fused=True)
+        if not problem.reduced or tokens < problem.tokens:
+            for columns in _extents(problem.vocab):
+                yield Cut((tokens, columns), fused=False)
+    if problem.reduced:
+        yield from _fused_by_columns(problem, limit)
+
+
+def _fused_by_columns(problem: Problem, limit: int) -> Iterator[Cut]:
+    """Those that make no logits again that there is room for."""
+    tokens = problem.tokens
+    without = Cut((tokens, 1), fused=True).scratch(problem)
+    most = (limit + SLACK - without) // (tokens * problem.hidden_bytes) // STEP * STEP
+    columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
+    columns |= {*_extents(problem.vocab)}
+    for count in sorted(count for count in columns if 0 < count < problem.vocab):
+        yield Cut((tokens, count), fused=True)
+        for slots in () if problem.vocab_is_last else SLOTS:
+            kept = _kept(problem, count, slots)
+            if kept is not None:
+                yield Cut((tokens, count), fused=True, kept=kept)
+
+
+def _kept(problem: Problem, last: int, slots: int) -> Extents | None:
+    """The most columns that so many slots in dweight's memory keep, besides the last chunk's."""
+    n, d, v = problem.tokens, problem.hidden, problem.vocab
+    even = math.ceil(math.ceil((v - last) / slots) / STEP) * STEP
+    slot = min(even, v * d // (d + slots * max(n, d)) // STEP * STEP)
+    if slot <= 0:
+        return None
+    columns = min(slots * slot, v - last)
+
+    def lines(elements: int) -> int:
+        return math.ceil(elements / 256) * 256
+
+    # As `has_room` in crates/xentile-cuda/src/linear_cross_entropy/cut.rs.
+    rows, logits = lines(slot * d), n * _stride(problem, slot)
+    end = rows + (columns - 1) // slot * lines(max(rows, logits)) + logits
+    return (columns, slot) if end <= v * d and columns > 0 else None
 
 
 def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
@@ -136,7 +259,7 @@ def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
         side = 0 if gradients[0] else 1
 
         def fits(chunk: Extents) -> bool:
-            sums = 4 * problem.hidden * chunk[side]
+            sums = (_chunk_sums, _weight_sums)[side](problem, chunk[side])
             return _logits(problem, chunk) + sums + 32 * problem.tokens + 4096 <= limit + MIB
 
         fitting = [chunk for chunk in both if fits(chunk)]
@@ -145,7 +268,7 @@ def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
     hidden, weight = best((True, False)), best((False, True))
     if hidden is None or weight is None:
         return
-    cut = Cut(hidden, 5, weight)
+    cut = Cut(hidden, fused=False, apart=weight)
     if cut.scratch(problem) <= limit + SLACK:
         yield cut
 
@@ -173,7 +296,7 @@ def has_library() -> bool:
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
     """Makes the pass `name` of `schedules.Schedule` of hidden, weight, no bias, labels and more."""
     call = partial(_call, options, vocab_axis, plan)
-    if name != "fused" or plan.products == 3:
+    if name != "fused" or plan.products < 4:
         return call(name, *operands)
     return two_passes.fused(partial(call, "forward"), partial(call, "backward"), *operands)
 
@@ -197,9 +320,11 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
         "chunk_columns": np.int64(plan.columns),
     }
     problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
-    chosen = Cut((plan.tokens, plan.columns), plan.products, plan.apart)
-    workspace = WORKSPACE + plan.scratch_bytes - chosen.scratch(problem)
+    workspace = WORKSPACE + plan.scratch_bytes - Cut.of(plan).scratch(problem)
     cut["workspace_bytes"] = np.int64(workspace)
+    if plan.kept is not None:
+        columns, slot = plan.kept
+        cut |= {"kept_columns": np.int64(columns), "kept_slot": np.int64(slot)}
     if plan.apart is not None:
         tokens, columns = plan.apart
         cut |= {"apart_tokens": np.int64(tokens), "apart_columns": np.int64(columns)}

@@ -26,6 +26,8 @@ class Problem:
     bias: bool
     # Whether cotangents of tokens are known, but for one factor, before the backward pass.
     reduced: bool
+    # Whether the weight is [D, V] rather than [V, D].
+    vocab_is_last: bool = False
 
     @classmethod
     def of(
@@ -42,6 +44,7 @@ class Problem:
             bias=bias,
             # The gradient of a mean is below what float16 holds: as for logits.
             reduced=reduced and hidden.dtype != jnp.float16,
+            vocab_is_last=vocab_axis == 1,
         )
 
     @property
@@ -64,20 +67,24 @@ class Plan:
     tokens: int
     columns: int
     # Products of the size of the logits' own, forward and backward: 3 is the least.
-    products: int
+    products: float
     # What it holds beyond its operands and results, at most.
     scratch_bytes: int
     max_scratch_bytes: int
     # Tokens and columns of the library's second sweep, where it makes dhidden and dweight apart.
     apart: tuple[int, int] | None = None
+    # Columns whose logits the library keeps in the memory of dweight, and those of a slot there.
+    kept: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
         second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
+        kept = "" if self.kept is None else f", {self.kept[0]} columns kept in dweight's place"
+        scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
-            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time{second}, "
-            f"{self.products} products, {self.scratch_bytes / MIB:.1f} MiB of scratch "
-            f"(at most {self.max_scratch_bytes / MIB:.1f})"
+            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
+            f"{second}{kept}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
+            f"(at most {most:.1f})"
         )
 
 

@@ -32,7 +32,7 @@ class Schedule:
     @property
     def is_fused(self) -> bool:
         """Whether gradients come with the loss where the reduction is inside."""
-        return self.plan.products == 3 or (self.cuda is not None and self.cuda.products == 3)
+        return self.plan.products < 4 or (self.cuda is not None and self.cuda.products < 4)
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""

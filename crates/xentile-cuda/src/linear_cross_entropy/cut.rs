@@ -1,0 +1,318 @@
+//! How a problem is cut, and where the parts of the scratch lie.
+
+use xentile::DType;
+
+use super::Linear;
+use crate::cross_entropy::Pass;
+
+/// Where parts of the scratch begin: lines of memory, and what products like best.
+pub(super) const ALIGNMENT: usize = 256;
+/// Bytes that rows of logits are a multiple of.
+const LINE_BYTES: usize = 128;
+/// Bytes of a row's sums between chunks.
+const CARRIED_BYTES: usize = 16;
+/// Columns that chunks are a multiple of, where nothing else says how many they have.
+const STEP: usize = 128;
+/// Rows that those in a gradient's own memory are a multiple of.
+const OWN_STEP: usize = 64;
+
+/// Tokens and columns of a chunk of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extents {
+    /// Tokens.
+    pub tokens: usize,
+    /// Columns.
+    pub columns: usize,
+}
+
+/// Logits that lie in the memory of the weight's gradient until their gradient is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// Columns, the first of the vocabulary.
+    pub columns: usize,
+    /// Columns of a product.
+    pub slot: usize,
+}
+
+/// Some tokens, or some columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chunk {
+    pub(super) first: usize,
+    pub(super) count: usize,
+}
+
+impl Chunk {
+    /// All of some that follow one another.
+    pub(super) fn over(chunks: &[Self]) -> Self {
+        let first = chunks.first().map_or(0, |chunk| chunk.first);
+        Self { first, count: chunks.iter().map(|chunk| chunk.count).sum() }
+    }
+}
+
+/// The chunks that cut `total`, the last of which may be smaller.
+pub(super) fn chunks(total: usize, chunk: usize) -> impl Iterator<Item = Chunk> + Clone {
+    (0..total)
+        .step_by(chunk.max(1))
+        .map(move |first| Chunk { first, count: chunk.max(1).min(total - first) })
+}
+
+/// A sweep over all chunks of logits, and the gradients that it makes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sweep {
+    pub(super) chunk: Extents,
+    pub(super) of_hidden: bool,
+    pub(super) of_weight: bool,
+}
+
+/// The parts of the scratch, in their order; those that a pass does not have are empty.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    pub(super) workspace: usize,
+    pub(super) logits: usize,
+    pub(super) carried: usize,
+    pub(super) of_hidden: usize,
+    pub(super) of_weight: usize,
+    pub(super) bytes: usize,
+}
+
+/// The chunks of a pass that makes both gradients of all tokens, a chunk of columns at a time: those
+/// whose logits stay where they were made until they are wanted again, and the others.
+#[derive(Clone, Debug)]
+pub(super) struct Columns {
+    /// In the memory of the weight's gradient.
+    pub(super) kept: Vec<Chunk>,
+    /// Made twice, in the scratch.
+    pub(super) again: Vec<Chunk>,
+    /// In the scratch, after all others.
+    pub(super) last: Chunk,
+}
+
+/// How many of `rows` of sums in f32 there are in the memory of the gradient in 16 bits that they
+/// are for: half.
+pub(super) fn own_rows(rows: usize) -> usize {
+    rows / (2 * OWN_STEP) * OWN_STEP
+}
+
+impl Linear {
+    /// The scratch that `pass` needs, in bytes.
+    #[must_use]
+    pub fn scratch_bytes(&self, pass: Pass) -> usize {
+        // Of two sweeps each has all of it.
+        self.sweeps(pass).map(|sweep| self.layout(pass, sweep).bytes).max().unwrap_or(0)
+    }
+
+    /// The sweeps over all chunks that `pass` makes, in their order.
+    pub(super) fn sweeps(&self, pass: Pass) -> impl Iterator<Item = Sweep> {
+        let (chunk, backward) = (self.chunk, pass == Pass::Backward);
+        let apart = self.apart.filter(|_| backward);
+        let first = Sweep { chunk, of_hidden: pass != Pass::Forward, of_weight: apart.is_none() };
+        let second = apart.map(|chunk| Sweep { chunk, of_hidden: false, of_weight: true });
+        [Some(first), second].into_iter().flatten()
+    }
+
+    pub(super) fn layout(&self, pass: Pass, sweep: Sweep) -> Layout {
+        let mut bytes = 0;
+        let mut take = |wanted: usize| {
+            let at = bytes;
+            bytes += wanted.next_multiple_of(ALIGNMENT);
+            at
+        };
+        let only = |condition: bool, wanted: usize| if condition { wanted } else { 0 };
+        let Extents { tokens, columns } = sweep.chunk;
+        let cut_columns = columns < self.vocab;
+        // Of f32 gradients are their own sums, as those that one product gives are.
+        let sums = self.dtype != DType::F32 && pass != Pass::Forward;
+        let of_hidden = sums && sweep.of_hidden && cut_columns;
+        let of_weight = sums && sweep.of_weight && tokens < self.tokens;
+        let [rows, row] = self.weight_sums(columns);
+        let workspace = take(self.workspace_bytes);
+        // A few rows of a gradient pass through this place too.
+        let passing = only(of_weight, row).max(only(of_hidden, self.width));
+        let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
+        let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
+        let logits = take(logits.max(rounded));
+        let carried = pass != Pass::Backward && cut_columns;
+        let carried = take(only(carried, CARRIED_BYTES * tokens));
+        let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
+        let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
+        let of_weight = take(only(of_weight, 4 * rows * row));
+        Layout { workspace, logits, carried, of_hidden, of_weight, bytes }
+    }
+
+    /// Elements from one row to the next of logits of so many columns.
+    pub(super) fn stride(&self, columns: usize) -> usize {
+        columns.next_multiple_of(LINE_BYTES / self.dtype.size_bytes())
+    }
+
+    /// Rows of the hidden states' sums that are in the scratch, and elements of each.
+    pub(super) fn hidden_sums(&self, sweep: Sweep) -> [usize; 2] {
+        let rows = if sweep.of_weight { self.tokens } else { sweep.chunk.tokens };
+        [rows - if self.shares_hidden(sweep) { own_rows(rows) } else { 0 }, self.width]
+    }
+
+    /// Whether half of the sums of the hidden states' gradient are where it goes: where tokens are
+    /// cut, for else every product with them would be two of half the size.
+    pub(super) fn shares_hidden(&self, sweep: Sweep) -> bool {
+        sweep.of_weight && sweep.chunk.tokens < self.tokens
+    }
+
+    /// Rows of the weight's sums over a chunk of so many columns that are in the scratch, and
+    /// elements of each.
+    pub(super) fn weight_sums(&self, columns: usize) -> [usize; 2] {
+        let [rows, row] =
+            if self.vocab_is_last { [self.width, columns] } else { [columns, self.width] };
+        [rows - if self.is_without_gaps(columns) { own_rows(rows) } else { 0 }, row]
+    }
+
+    /// Whether so many columns' part of the weight's gradient has no gaps.
+    pub(super) fn is_without_gaps(&self, columns: usize) -> bool {
+        !self.vocab_is_last || columns == self.vocab
+    }
+
+    /// The chunks of columns of a pass that keeps what logits it can.
+    pub(super) fn columns(&self) -> Columns {
+        let Kept { columns: kept, slot } = self.kept.unwrap_or(Kept { columns: 0, slot: 1 });
+        let last = self.chunk.columns.min(self.vocab);
+        let again = self.vocab.saturating_sub(kept + last);
+        let chunk = again.div_ceil(again.div_ceil(last.max(1)).max(1)).next_multiple_of(STEP);
+        Columns {
+            kept: chunks(kept, slot).collect(),
+            again: chunks(again, chunk.min(last))
+                .map(|Chunk { first, count }| Chunk { first: kept + first, count })
+                .collect(),
+            last: Chunk { first: self.vocab - last, count: last },
+        }
+    }
+
+    /// The element of the weight's gradient, `[V, D]`, where logits of the columns from `first` on are
+    /// kept in slots of so many.
+    ///
+    /// From slot to slot it is as far as their logits or their rows of the gradient take, whichever
+    /// is more, and a slot's rows from the first one: when a slot's rows are written, they lie over
+    /// nothing but slots that were read before.
+    pub(super) fn kept_at(&self, first: usize, slot: usize) -> usize {
+        let rows = (slot * self.width).next_multiple_of(ALIGNMENT);
+        let step = rows.max(self.tokens * self.stride(slot)).next_multiple_of(ALIGNMENT);
+        rows + first / slot * step
+    }
+
+    /// Whether the weight's gradient has room for what is to be kept in it.
+    pub(super) fn has_room(&self, Kept { columns, slot }: Kept) -> bool {
+        let Some(last) = columns.checked_sub(1) else { return true };
+        let end = self.kept_at(last, slot.max(1)) + self.tokens * self.stride(slot);
+        slot > 0
+            && !self.vocab_is_last
+            && self.chunk.tokens >= self.tokens
+            && columns + self.chunk.columns <= self.vocab
+            && end <= self.vocab * self.width
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORKSPACE_BYTES: usize = 4 << 20;
+    const LINEAR: Linear = Linear {
+        tokens: 1000,
+        width: 64,
+        vocab: 5000,
+        vocab_is_last: false,
+        dtype: DType::Bf16,
+        chunk: Extents { tokens: 1000, columns: 5000 },
+        apart: None,
+        kept: None,
+        workspace_bytes: WORKSPACE_BYTES,
+        time_block: None,
+        block_size: None,
+    };
+
+    fn cut(tokens: usize, columns: usize) -> Linear {
+        Linear { chunk: Extents { tokens, columns }, ..LINEAR }
+    }
+
+    #[test]
+    fn chunks_cut_all_and_the_last_may_be_smaller() {
+        let cut =
+            |total, chunk| chunks(total, chunk).map(|c| (c.first, c.count)).collect::<Vec<_>>();
+        assert_eq!(cut(10, 4), [(0, 4), (4, 4), (8, 2)]);
+        assert_eq!(cut(8, 4), [(0, 4), (4, 4)]);
+        assert_eq!(cut(3, 8), [(0, 3)]);
+        assert_eq!(cut(0, 8), []);
+    }
+
+    #[test]
+    fn scratch_is_logits_and_the_sums_that_a_cut_needs() {
+        let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole);
+        let part = cut(1000, 1024);
+        let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
+        let round = |bytes: usize| bytes.next_multiple_of(256);
+        assert_eq!(part.scratch_bytes(Pass::Forward), logits + round(1000 * 16));
+        assert_eq!(part.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64);
+        let fused = logits + round(1000 * 16) + 4 * 1000 * 64;
+        assert_eq!(part.scratch_bytes(Pass::Fused), fused);
+        let both = cut(500, 1024);
+        // The other half of sums is where their gradient goes.
+        let hidden = 4 * (1000 - 448) * 64;
+        let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 512 * 64);
+        assert_eq!(both.scratch_bytes(Pass::Backward), logits + hidden + weight);
+        // Two sweeps never keep both sums, and each has all of the scratch.
+        let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
+        let second = WORKSPACE_BYTES + 250 * 2048 * 2 + 4 * 1024 * 64;
+        assert_eq!(apart.scratch_bytes(Pass::Backward), second.max(logits + 4 * 500 * 64));
+        assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
+        let tokens = cut(500, 5000);
+        let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + 4 * (5000 - 2496) * 64);
+        // A part of columns of [D, V] has gaps, and no memory of its own.
+        let last = Linear { vocab_is_last: true, ..both };
+        let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
+        assert_eq!(last.scratch_bytes(Pass::Backward), logits + hidden + 4 * 64 * 1024);
+        let f32 = Linear { dtype: DType::F32, ..both };
+        assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
+    }
+
+    #[test]
+    fn every_column_is_made_once_and_what_is_not_kept_twice() {
+        for kept in [None, Some(Kept { columns: 300, slot: 128 })] {
+            for last in [700, 1024, 4700, 5000] {
+                if kept.is_some() && last == 5000 {
+                    continue;
+                }
+                let linear = Linear { kept, ..cut(1000, last) };
+                let Columns { kept, again, last } = linear.columns();
+                let all = kept.iter().chain(&again).chain([&last]);
+                let end = all.fold(0, |end, chunk| {
+                    assert_eq!(chunk.first, end);
+                    assert!(chunk.count > 0 && chunk.count <= last.count.max(128));
+                    end + chunk.count
+                });
+                assert_eq!(end, 5000);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_a_slot_lie_over_slots_that_were_read() {
+        for (tokens, width) in [(1000, 64), (64, 1000), (300, 300), (1, 8), (8, 1)] {
+            let linear = Linear { tokens, width, ..cut(tokens, 128) };
+            let slot = 128;
+            let mut kept = (0..40).rev().map(|slots| Kept { columns: slots * slot, slot });
+            let most = kept.find(|&kept| linear.has_room(kept)).unwrap();
+            for Chunk { first, count } in chunks(most.columns, slot) {
+                let logits = linear.kept_at(first, slot);
+                assert!((first + count) * width <= logits, "{tokens} x {width}, {first}");
+                assert!(logits + tokens * linear.stride(slot) <= 5000 * width);
+                assert!(logits.is_multiple_of(ALIGNMENT));
+            }
+        }
+        let kept = Kept { columns: 256, slot: 128 };
+        assert!(Linear { tokens: 64, width: 64, ..cut(64, 128) }.has_room(kept));
+        assert!(!Linear { tokens: 64, vocab_is_last: true, ..cut(64, 128) }.has_room(kept));
+        assert!(!Linear { tokens: 64, ..cut(32, 128) }.has_room(kept));
+        assert!(!cut(1000, 4900).has_room(kept));
+        assert!(!cut(1000, 128).has_room(Kept { columns: 256, slot: 0 }));
+    }
+}

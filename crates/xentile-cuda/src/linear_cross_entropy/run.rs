@@ -1,0 +1,359 @@
+//! What all chunks of a sweep have in common, and what is done with one.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape};
+
+use super::cut::{Chunk, Extents, Layout, Sweep, chunks};
+use super::total::{Sums, Total};
+use super::{Gradients, Linear, Operands, Scratch};
+use crate::blas::{Blas, Matrix, Operand, Workspace};
+use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
+use crate::driver::RawStream;
+use crate::fused_product::{self, Columns, DLogits, FusedProduct};
+use crate::{Device, Error, Result, check_alignment};
+
+/// A sweep over chunks of logits.
+pub(super) struct Run<'a> {
+    linear: &'a Linear,
+    sweep: Sweep,
+    options: CrossEntropy,
+    blas: &'static Blas,
+    stream: RawStream,
+    hidden: Matrix,
+    weight: Matrix,
+    labels: Labels,
+    scratch: *mut c_void,
+    layout: Layout,
+    /// Whether there are products that have the cross-entropy in them.
+    has_fused_product: bool,
+}
+
+/// Logits of some tokens and columns, and then, in their place, dlogits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Block {
+    tokens: Chunk,
+    columns: Chunk,
+    at: *mut c_void,
+    /// Elements from one row to the next.
+    stride: usize,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        linear: &'a Linear,
+        options: CrossEntropy,
+        pass: Pass,
+        sweep: Sweep,
+        stream: RawStream,
+        operands: Operands,
+        scratch: Scratch,
+    ) -> Result<Self> {
+        let layout = linear.layout(pass, sweep);
+        if scratch.bytes < layout.bytes {
+            return Err(Error::Scratch { bytes: scratch.bytes, needed: layout.bytes });
+        }
+        check_alignment("hidden", operands.hidden)?;
+        check_alignment("weight", operands.weight)?;
+        check_alignment("scratch", scratch.at)?;
+        let Linear { tokens, width, vocab, dtype, .. } = *linear;
+        let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
+        let has_fused_product =
+            fused_product::supports(Device::current()?, dtype, width, linear.vocab_is_last);
+        Ok(Self {
+            linear,
+            sweep,
+            options,
+            blas: Blas::get()?,
+            stream,
+            hidden: Matrix::new(operands.hidden.cast_mut(), dtype, tokens, width),
+            weight: Matrix::new(operands.weight.cast_mut(), dtype, rows, columns),
+            labels: operands.labels,
+            scratch: scratch.at,
+            layout,
+            has_fused_product,
+        })
+    }
+
+    fn at(&self, offset: usize) -> *mut c_void {
+        self.scratch.wrapping_byte_add(offset)
+    }
+
+    /// The scratch's place for logits.
+    pub(super) fn block(&self, tokens: Chunk, columns: Chunk) -> Block {
+        let stride = self.linear.stride(columns.count.max(self.sweep.chunk.columns));
+        Block { tokens, columns, at: self.at(self.layout.logits), stride }
+    }
+
+    /// The place of logits of all tokens in the memory of the weight's gradient, in slots of so many
+    /// columns.
+    pub(super) fn kept_block(&self, columns: Chunk, slot: usize, gradients: Gradients) -> Block {
+        let element = self.linear.kept_at(columns.first, slot);
+        let at = gradients.weight.wrapping_byte_add(element * self.linear.dtype.size_bytes());
+        let tokens = Chunk { first: 0, count: self.linear.tokens };
+        Block { tokens, columns, at, stride: self.linear.stride(slot) }
+    }
+
+    /// What is free when no logits are wanted any more, for [`Total::end`].
+    pub(super) fn spare(&self) -> Scratch {
+        let at = self.layout.workspace;
+        Scratch { at: self.at(at), bytes: self.layout.carried - at }
+    }
+
+    pub(super) fn of_hidden(&self, gradients: Gradients) -> Total {
+        let (linear, chunk) = (self.linear, self.sweep.chunk);
+        let sums = linear.dtype != DType::F32 && chunk.columns < linear.vocab;
+        let of_one_chunk = !self.sweep.of_weight;
+        let [rows, _] = linear.hidden_sums(self.sweep);
+        let shares = linear.shares_hidden(self.sweep);
+        let at = self.at(self.layout.of_hidden);
+        Total {
+            gradient: Matrix { at: gradients.hidden, ..self.hidden },
+            sums: sums.then_some(Sums { at, rows, of_one_chunk, shares }),
+            by_columns: false,
+        }
+    }
+
+    pub(super) fn of_weight(&self, gradients: Gradients) -> Total {
+        let (linear, chunk) = (self.linear, self.sweep.chunk);
+        let sums = linear.dtype != DType::F32 && chunk.tokens < linear.tokens;
+        let [rows, _] = linear.weight_sums(chunk.columns);
+        let at = self.at(self.layout.of_weight);
+        let shares = linear.is_without_gaps(chunk.columns);
+        Total {
+            gradient: Matrix { at: gradients.weight, ..self.weight },
+            sums: sums.then_some(Sums { at, rows, of_one_chunk: true, shares }),
+            by_columns: linear.vocab_is_last,
+        }
+    }
+
+    /// The workspace of products, which others take between them.
+    fn workspace(&self) -> Scratch {
+        Scratch { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes }
+    }
+
+    /// The product that makes logits of some tokens and has the cross-entropy in it, and its operands.
+    fn fused_product(&self, tokens: Chunk) -> (FusedProduct, fused_product::Operands) {
+        let Linear { width, vocab, dtype, .. } = *self.linear;
+        let product =
+            FusedProduct { tokens: tokens.count, width, vocab, dtype, options: self.options };
+        let operands = fused_product::Operands {
+            hidden: self.hidden.rows(tokens.first, tokens.count).at,
+            weight: self.weight.at,
+            labels: self.labels.from(tokens.first),
+        };
+        (product, operands)
+    }
+
+    /// Has `outputs` filled, or what rows add up to so far kept, from logits that nobody else needs.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; nothing that is still wanted is in the scratch's place for logits.
+    pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
+        let Extents { tokens, columns: most } = self.sweep.chunk;
+        let all = Chunk { first: 0, count: self.linear.tokens };
+        let (product, operands) = self.fused_product(all);
+        let fits = self.spare().bytes >= product.least_scratch_bytes(Pass::Forward);
+        if self.has_fused_product && fits {
+            let carried = self.carried(columns.count);
+            let columns = Columns { first: columns.first, count: columns.count, carried };
+            // SAFETY: passed on from this function's contract.
+            return unsafe {
+                product.forward(self.stream, operands, columns, outputs, self.spare())
+            };
+        }
+        for tokens in chunks(all.count, tokens) {
+            for chunk in chunks(columns.count, most) {
+                let chunk = Chunk { first: columns.first + chunk.first, count: chunk.count };
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.forward(&self.block(tokens, chunk), outputs) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes dlogits of logits that are not there.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn dlogits(
+        &self,
+        block: &Block,
+        saved: SavedLse,
+        cotangents: Cotangents,
+    ) -> Result<()> {
+        let Block { tokens, columns, at, stride } = *block;
+        let (product, operands) = self.fused_product(tokens);
+        let (workspace, first) = (self.workspace(), tokens.first);
+        let fits = workspace.bytes >= product.least_scratch_bytes(Pass::Backward);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            if self.has_fused_product && fits {
+                let to =
+                    DLogits { at, stride, first_column: columns.first, columns: columns.count };
+                let (saved, cotangents) = (saved.from(first), cotangents.from(first));
+                product.backward(self.stream, operands, saved, cotangents, to, workspace)
+            } else {
+                self.logits(block)?;
+                self.backward(block, saved, cotangents)
+            }
+        }
+    }
+
+    /// Makes logits, and has `outputs` filled or what rows add up to so far kept.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn forward(&self, block: &Block, outputs: TokenOutputs) -> Result<()> {
+        let outputs = outputs.from(block.tokens.first);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.logits(block)?;
+            self.kernel(block, true)?.forward(self.stream, block.at, self.labels(block), outputs)
+        }
+    }
+
+    /// Makes logits, the last of their rows, and in their place their gradient; fills `outputs`.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn fused(
+        &self,
+        block: &Block,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+    ) -> Result<()> {
+        let (outputs, first) = (outputs.from(block.tokens.first), block.tokens.first);
+        let (place, dloss) = ((block.at.cast_const(), block.at), dloss.wrapping_add(first));
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.logits(block)?;
+            let kernel = self.kernel(block, true)?;
+            kernel.fused(self.stream, place, self.labels(block), dloss, outputs)
+        }
+    }
+
+    /// Makes dlogits in the place of logits that are there.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn backward(
+        &self,
+        block: &Block,
+        saved: SavedLse,
+        cotangents: Cotangents,
+    ) -> Result<()> {
+        let first = block.tokens.first;
+        let (saved, cotangents) = (saved.from(first), cotangents.from(first));
+        let (place, labels) = ((block.at.cast_const(), block.at), self.labels(block));
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.kernel(block, false)?.backward(self.stream, place, labels, saved, cotangents)
+        }
+    }
+
+    fn matrix(&self, block: &Block) -> Matrix {
+        let Block { tokens, columns, at, stride } = *block;
+        Matrix::new(at, self.linear.dtype, tokens.count, stride).columns(0, columns.count)
+    }
+
+    fn labels(&self, block: &Block) -> Labels {
+        self.labels.from(block.tokens.first)
+    }
+
+    fn kernel(&self, block: &Block, carries: bool) -> Result<Kernel> {
+        let shape = LogitsShape::new(block.tokens.count, block.columns.count)?;
+        let part = Part {
+            vocab: self.linear.vocab,
+            first_column: block.columns.first,
+            stride: block.stride,
+            carried: if carries { self.carried(block.columns.count) } else { null_mut() },
+        };
+        let Linear { dtype, time_block, block_size, .. } = *self.linear;
+        let kernel = Kernel::new(self.options, shape, dtype)?.with_tile(time_block, block_size)?;
+        Ok(kernel.of_part(part))
+    }
+
+    /// Where sums of rows are kept between so many columns and the next.
+    fn carried(&self, columns: usize) -> *mut c_void {
+        if columns < self.linear.vocab { self.at(self.layout.carried) } else { null_mut() }
+    }
+
+    fn weight_of(&self, columns: Chunk) -> Matrix {
+        if self.linear.vocab_is_last {
+            self.weight.columns(columns.first, columns.count)
+        } else {
+            self.weight.rows(columns.first, columns.count)
+        }
+    }
+
+    /// Makes logits.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn logits(&self, block: &Block) -> Result<()> {
+        let hidden = self.hidden.rows(block.tokens.first, block.tokens.count).plain();
+        let weight = self.weight_of(block.columns);
+        let weight = if self.linear.vocab_is_last { weight.plain() } else { weight.transposed() };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.product(self.matrix(block), (hidden, weight), false) }
+    }
+
+    /// Adds what dlogits give hidden, or writes it where they are the first.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn add_to_hidden(
+        &self,
+        total: Total,
+        block: &Block,
+        first: bool,
+    ) -> Result<()> {
+        let weight = self.weight_of(block.columns);
+        let weight = if self.linear.vocab_is_last { weight.transposed() } else { weight.plain() };
+        for (rows, place) in total.parts(block.tokens) {
+            let dlogits = self.matrix(block).rows(rows.first, rows.count).plain();
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.product(place, (dlogits, weight), !first) }?;
+        }
+        Ok(())
+    }
+
+    /// Adds what dlogits give the weight, or writes it where they are the first.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn add_to_weight(
+        &self,
+        total: Total,
+        block: &Block,
+        first: bool,
+    ) -> Result<()> {
+        let dlogits = self.matrix(block);
+        let hidden = self.hidden.rows(block.tokens.first, block.tokens.count);
+        let [left, right] =
+            if self.linear.vocab_is_last { [hidden, dlogits] } else { [dlogits, hidden] };
+        for (rows, place) in total.parts(block.columns) {
+            let left = left.columns(rows.first, rows.count).transposed();
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.product(place, (left, right.plain()), !first) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`Blas::product`].
+    unsafe fn product(
+        &self,
+        out: Matrix,
+        factors: (Operand, Operand),
+        accumulate: bool,
+    ) -> Result<()> {
+        let Scratch { at, bytes } = self.workspace();
+        let workspace = Workspace { at, bytes };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.blas.product(self.stream, out, factors, accumulate, workspace) }
+    }
+}
