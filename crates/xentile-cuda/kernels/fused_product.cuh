@@ -4,9 +4,8 @@
 // takes 256 tokens by 256 columns at a time, half of the tokens each: both need the same rows of B,
 // of which each fetches half for both. A warp fetches, into a ring of stages of 64 columns of A and
 // B (copies of tensors, 128-byte swizzle); two warpgroups multiply, 64 tokens each, and keep their
-// sums in registers, where the epilogue finds them. That the two do not come to their epilogues at
-// the same time keeps the tensor cores busy: the second begins `lead` blocks after the first, the
-// ring has what lies between, and one warpgroup alone keeps the tensor cores as busy as two.
+// sums in registers, where the epilogue finds them. While it runs, the ring fills for the next
+// tile.
 //
 // Ring, warps with roles and their registers are as in CUTLASS' warp-specialised kernels for Hopper
 // (Thakkar et al., 2023). A cluster keeps to its tokens for some consecutive tiles of columns, a
@@ -57,7 +56,6 @@ struct FusedProductArguments {
   uint32_t parts;              // of the tiles
   uint32_t token_blocks;       // of kClusterTokens tokens
   uint32_t group;              // blocks of tokens that go side by side
-  uint32_t lead;               // below kStages
 };
 
 inline constexpr uint32_t kBlock = 64;
@@ -83,7 +81,7 @@ inline constexpr uint32_t kStoreBytes = kRowsOfStore * kRowBytes;
 inline constexpr uint32_t kStoresOfWarp = 2;
 inline constexpr uint32_t kMultiplyingWarps = 8;
 inline constexpr uint32_t kStoresBytes = kMultiplyingWarps * kStoresOfWarp * kStoreBytes;
-inline constexpr uint32_t kBarrierBytes = (2 * kStages + 1) * 8;
+inline constexpr uint32_t kBarrierBytes = 2 * kStages * 8;
 // Of which up to kAlignment go before the first stage.
 inline constexpr uint32_t kAlignment = 1024;
 inline constexpr uint32_t kFusedProductBytes =
@@ -145,7 +143,7 @@ struct FusedProduct {
   static constexpr bool kBackward = kPass == Pass::kBackward;
 
   const FusedProductArguments& a;
-  uint32_t stages, stores, full, empty, leads;
+  uint32_t stages, stores, full, empty;
   const uint32_t rank = ptx::cluster_rank();
   const Cap cap;
 
@@ -155,7 +153,6 @@ struct FusedProduct {
     stores = stages + kStages * kStageBytes;
     full = stores + kStoresBytes;
     empty = full + kStages * 8;
-    leads = empty + kStages * 8;
   }
 
   __device__ void run() {
@@ -164,7 +161,6 @@ struct FusedProduct {
         ptx::mbarrier_init(full + stage * 8, 1);
         ptx::mbarrier_init(empty + stage * 8, kClusterCtas * kMultiplyingWarps);
       }
-      ptx::mbarrier_init(leads, kMultiplyingWarps / 2);
       ptx::fence_mbarrier_init();
     }
     ptx::cluster_sync();
@@ -178,7 +174,7 @@ struct FusedProduct {
       ptx::more_registers<232>();
       multiply(warpgroup - 1);
     }
-    // A CTA must not be gone while the other still sends to it.
+    // A CTA must not be gone while another still sends to it.
     ptx::cluster_sync();
   }
 
@@ -226,9 +222,7 @@ struct FusedProduct {
     const uint32_t warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
     // A thread has two rows of a warp's 16, and of every 8 columns two.
     const uint32_t first = half * 64 + warp * 16 + lane / 4;
-    const bool leads_now = a.lead > 0 && a.blocks >= 2 * kStages;
     Stage stage;
-    uint32_t turn = 0;
     uint32_t stored = 0;
     float x[128];
     for (Schedule at(a); at.more(); at.next()) {
@@ -236,8 +230,6 @@ struct FusedProduct {
           static_cast<int64_t>(at.token_block) * kClusterTokens + rank * kTileTokens + first;
       Rows rows(a, token);
       for (; at.tile < at.end; ++at.tile) {
-        if (leads_now && half == 1) ptx::mbarrier_wait(leads, turn);
-        turn ^= 1;
         uint32_t previous = 0;
         for (uint32_t block = 0; block < a.blocks; ++block) {
           ptx::mbarrier_wait(full + stage.index * 8, stage.parity);
@@ -255,7 +247,6 @@ struct FusedProduct {
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
           if (block > 0) release(previous);
-          if (leads_now && half == 0 && block == a.lead && lane == 0) ptx::mbarrier_arrive(leads);
           previous = stage.index;
           stage.next();
         }

@@ -133,14 +133,16 @@ pub enum Error {
     },
     /// Operands that products with cross-entropy in their epilogue do not take.
     #[error(
-        "hidden states are {dtype} and {width} wide; products with cross-entropy in their epilogue \
-         take 16-bit dtypes and multiples of 8"
+        "hidden states are {dtype} and {width} wide, and rows of the weight have {row} elements; \
+         products with cross-entropy in their epilogue take 16-bit dtypes and multiples of 8"
     )]
     FusedProduct {
         /// Of the operands.
         dtype: DType,
         /// D.
         width: usize,
+        /// D, or V where that is last.
+        row: usize,
     },
     /// A GPU of which this process has too small a part.
     #[error("{name} has no room for a cluster of two CTAs")]

@@ -2,8 +2,8 @@
 //! cross-entropy in one sweep that writes no logits, and dlogits from saved lse, in the place of a
 //! product and a pass over what it wrote (kernels/fused_product.cuh).
 //!
-//! It is for Hopper, 16-bit dtypes, weights `[V, D]` and a D that is a multiple of 8; [`supports`]
-//! tells. A logit is rounded once to the dtype, as it is where it goes through memory.
+//! It is for Hopper, 16-bit dtypes, and rows of hidden states and weight that are multiples of 8
+//! elements; [`supports`] tells. A logit is rounded once to the dtype, as it is where it goes through memory.
 
 mod arguments;
 
@@ -35,29 +35,29 @@ const MOST_PARTS: usize = 66;
 const WORTH: f64 = 0.998;
 /// Bytes of hidden states that stay in the L2 while columns go by.
 const GROUP_BYTES: usize = 16 << 20;
-/// Blocks that the second warpgroup is behind the first.
-const LEAD: u32 = 3;
 /// Vectors of the copy engine, in elements.
 const VECTOR: usize = 8;
 
-/// Whether the device and the problem are such that [`FusedProduct`] runs.
+/// Whether the device and the problem are such that [`FusedProduct`] runs: hidden states of `width`, and
+/// a weight with so many elements in a row, D or V.
 #[must_use]
-pub fn supports(device: &Device, dtype: DType, width: usize, vocab_is_last: bool) -> bool {
-    check(device, dtype, width).is_ok() && !vocab_is_last
+pub fn supports(device: &Device, dtype: DType, width: usize, row: usize) -> bool {
+    check(device, dtype, width, row).is_ok()
 }
 
-fn check(device: &Device, dtype: DType, width: usize) -> Result<()> {
+fn check(device: &Device, dtype: DType, width: usize, row: usize) -> Result<()> {
     if device.capability() != (9, 0) || !device.limits().clusters {
         let (name, capability) = (device.name().to_owned(), device.capability());
         return Err(Error::NotHopper { name, capability });
     }
-    if dtype == DType::F32 || width == 0 || !width.is_multiple_of(VECTOR) {
-        return Err(Error::FusedProduct { dtype, width });
+    let whole = width.is_multiple_of(VECTOR) && row.is_multiple_of(VECTOR);
+    if dtype == DType::F32 || width == 0 || !whole {
+        return Err(Error::FusedProduct { dtype, width, row });
     }
     Ok(())
 }
 
-/// The product of hidden states `[N, D]` and a weight `[V, D]`, and what is made of it.
+/// The product of hidden states `[N, D]` and a weight `[V, D]` or `[D, V]`, and what is made of it.
 #[derive(Clone, Copy, Debug)]
 pub struct FusedProduct {
     /// N.
@@ -66,6 +66,8 @@ pub struct FusedProduct {
     pub width: usize,
     /// V.
     pub vocab: usize,
+    /// Whether the weight is `[D, V]` rather than `[V, D]`.
+    pub vocab_is_last: bool,
     /// Of hidden and weight.
     pub dtype: DType,
     /// The options of cross-entropy.
@@ -77,7 +79,7 @@ pub struct FusedProduct {
 pub struct Operands {
     /// `[N, D]`.
     pub hidden: *const c_void,
-    /// `[V, D]`.
+    /// `[V, D]` or `[D, V]`.
     pub weight: *const c_void,
     /// `[N]`.
     pub labels: Labels,
@@ -162,8 +164,12 @@ impl FusedProduct {
         (GROUP_BYTES / block).clamp(1, self.token_blocks().max(1))
     }
 
-    /// Parts that rows of so many columns are cut into in the forward pass, where `clusters` run at a
-    /// time.
+    /// Extents of the weight.
+    fn weight(&self) -> (usize, usize) {
+        if self.vocab_is_last { (self.width, self.vocab) } else { (self.vocab, self.width) }
+    }
+
+    /// Parts that rows of so many columns are cut into, where `clusters` run at a time.
     fn parts(&self, columns: usize, clusters: u32, most: usize) -> usize {
         let (blocks, tiles) = (self.token_blocks(), self.tiles(columns));
         let mut best = (f64::INFINITY, 1);
@@ -271,7 +277,7 @@ impl FusedProduct {
         }
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(pass, stream) }?;
-        let parts = self.tiles(columns);
+        let parts = self.parts(columns, ready.clusters, MOST_PARTS);
         let arguments = self.arguments(pass, operands, dlogits, parts, scratch)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
         let arguments = Arguments { row, ..arguments };
@@ -305,7 +311,7 @@ impl FusedProduct {
         check_alignment("hidden", operands.hidden)?;
         check_alignment("weight", operands.weight)?;
         check_alignment("scratch", scratch.at)?;
-        let Self { tokens, width, vocab, dtype, options } = *self;
+        let Self { tokens, width, vocab, dtype, options, .. } = *self;
         let DLogits { at, stride, first_column, columns } = logits;
         let shape = LogitsShape::new(tokens, columns)?;
         let part = Part { vocab, first_column, stride, carried: null_mut() };
@@ -313,9 +319,10 @@ impl FusedProduct {
         let row = row.arguments(null(), operands.labels);
         let driver = Driver::get()?;
         let block = arguments::BLOCK;
-        let matrix = |at: *const c_void, rows: usize| {
-            let boxed = (block, arguments::ROWS_OF_BOX);
-            driver.tensor_map(dtype, at, (rows, width), width, boxed)
+        let of_hidden = (block, arguments::ROWS_OF_A);
+        let of_weight = (block, if self.vocab_is_last { block } else { arguments::ROWS_OF_B });
+        let matrix = |at: *const c_void, extents: (usize, usize), boxed: (u32, u32)| {
+            driver.tensor_map(dtype, at, extents, extents.1, boxed)
         };
         let dlogits = if pass == Pass::Backward {
             let boxed = (block, arguments::ROWS_OF_STORE);
@@ -328,8 +335,8 @@ impl FusedProduct {
             offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
         };
         Ok(Arguments {
-            hidden: matrix(operands.hidden, tokens)?,
-            weight: matrix(operands.weight, vocab)?,
+            hidden: matrix(operands.hidden, (tokens, width), of_hidden)?,
+            weight: matrix(operands.weight, self.weight(), of_weight)?,
             dlogits,
             row,
             sums: place(layout.sums),
@@ -341,7 +348,6 @@ impl FusedProduct {
             parts: count(parts),
             token_blocks: count(self.token_blocks()),
             group: count(self.group()),
-            lead: LEAD,
         })
     }
 
@@ -352,9 +358,10 @@ impl FusedProduct {
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
         static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
         let device = Device::current()?;
-        check(device, self.dtype, self.width)?;
-        let (variant, dtype) = (Variant::of(&self.options), self.dtype);
-        let key = Key { device: device.number(), pass, dtype, variant };
+        let Self { width, dtype, vocab_is_last, .. } = *self;
+        check(device, dtype, width, self.weight().1)?;
+        let variant = Variant::of(&self.options);
+        let key = Key { device: device.number(), pass, dtype, variant, vocab_is_last };
         let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
             return Ok(ready);
@@ -375,6 +382,7 @@ struct Key {
     pass: Pass,
     dtype: DType,
     variant: Variant,
+    vocab_is_last: bool,
 }
 
 /// Kernels that are loaded, and how many clusters run at a time.
@@ -390,10 +398,12 @@ impl Ready {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn load(key: &Key, device: &Device, stream: RawStream) -> Result<Self> {
-        let Key { pass, dtype, variant, .. } = *key;
+        let Key { pass, dtype, variant, vocab_is_last, .. } = *key;
+        let layout = if vocab_is_last { "dv" } else { "vd" };
         // SAFETY: passed on from this function's contract.
         let load = |name: &str| unsafe { library::kernel(name, device, stream) };
-        let product = load(&format!("fused_product_{}_{dtype}_{}", pass.name(), variant.name()))?;
+        let (pass_name, variant) = (pass.name(), variant.name());
+        let product = load(&format!("fused_product_{pass_name}_{dtype}_{variant}_{layout}"))?;
         let (before, after) = if pass == Pass::Forward {
             (None, load("fused_product_merge")?)
         } else {
@@ -457,6 +467,7 @@ mod tests {
         tokens: 8192,
         width: 2048,
         vocab: 128_256,
+        vocab_is_last: false,
         dtype: DType::Bf16,
         options: CrossEntropy {
             ignore_index: -100,

@@ -67,9 +67,9 @@ fn fused(kernel: &Kernel, stream: usize) -> Result<()> {
 }
 
 /// A product with cross-entropy in its epilogue.
-fn product(pass: Pass, tokens: usize, width: usize) -> Result<()> {
-    let options = CrossEntropy::default();
-    let product = FusedProduct { tokens, width, vocab: V, dtype: DType::Bf16, options };
+fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) -> Result<()> {
+    let (dtype, options) = (DType::Bf16, CrossEntropy::default());
+    let product = FusedProduct { tokens, width, vocab, vocab_is_last, dtype, options };
     let labels = Labels::I32(without_provenance(0x30));
     let operands = Operands { hidden: at(0x10_000), weight: at(0x20_000), labels };
     let scratch = Scratch { at: at(0x30_000), bytes: product.scratch_bytes(pass) };
@@ -79,7 +79,7 @@ fn product(pass: Pass, tokens: usize, width: usize) -> Result<()> {
         if pass == Pass::Forward {
             let outputs =
                 TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
-            let columns = Columns { first: 0, count: V, carried: none.cast() };
+            let columns = Columns { first: 0, count: vocab, carried: none.cast() };
             return product.forward(at(1), operands, columns, outputs, scratch);
         }
         let saved = SavedLse { lse: some, lse_low: some };
@@ -117,10 +117,12 @@ fn calls() {
     let scale = Scale { dtype: DType::F32, rows: 2, columns: 8192 };
     // SAFETY: as above.
     say("scale", unsafe { scale.run(at(1), at(0x40), without_provenance(0x20), at(0x40)) });
-    say("product", product(Pass::Forward, 8192, 2048));
-    say("gradient", product(Pass::Backward, 300, 72));
-    say("narrow", product(Pass::Forward, 300, 12));
-    say("empty", product(Pass::Backward, 0, 72));
+    say("product", product(Pass::Forward, [8192, 2048, V], false));
+    say("gradient", product(Pass::Backward, [300, 72, V], false));
+    say("last", product(Pass::Forward, [300, 72, 1000], true));
+    say("odd", product(Pass::Forward, [300, 72, V], true));
+    say("narrow", product(Pass::Forward, [300, 12, V], false));
+    say("empty", product(Pass::Backward, [0, 72, V], false));
 }
 
 /// What the driver says of calls.
@@ -161,7 +163,7 @@ fn what_is_launched() {
         "tensor 0x10000 dtype 9 extents 2048 8192 stride 4096 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 2048 151643 stride 4096 box 64 128".into(),
         launch(
-            "forward_bf16_basic stream 1 grid 132 block 384 shared 230472 cluster 2 first 0x10000 \
+            "forward_bf16_basic_vd stream 1 grid 132 block 384 shared 230464 cluster 2 first 0x10000 \
              loads 8",
         ),
         launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
@@ -171,16 +173,28 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
         launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         launch(
-            "backward_bf16_basic stream 1 grid 16 block 384 shared 230472 cluster 2 first 0x10000 \
+            "backward_bf16_basic_vd stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
              loads 11",
         ),
         launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         "gradient: done".into(),
+        "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
+        "tensor 0x20000 dtype 9 extents 1000 72 stride 2000 box 64 64".into(),
+        launch(
+            "forward_bf16_basic_dv stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
+             loads 13",
+        ),
+        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 13"),
+        "last: done".into(),
         "empty: done".into(),
     ];
     assert_eq!(of_products, expected, "{text}");
-    let narrow = "narrow: hidden states are bf16 and 12 wide; products with cross-entropy";
-    assert!(text.contains(narrow), "{text}");
+    for refused in [
+        "narrow: hidden states are bf16 and 12 wide, and rows of the weight have 12 elements; products",
+        "odd: hidden states are bf16 and 72 wide, and rows of the weight have 151643 elements; products",
+    ] {
+        assert!(text.contains(refused), "{text}");
+    }
     assert_eq!(text.matches("library 1").count(), 1, "{text}");
 }
 

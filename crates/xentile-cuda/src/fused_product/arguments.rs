@@ -21,7 +21,6 @@ mirror! {
         parts: u32,
         token_blocks: u32,
         group: u32,
-        lead: u32,
     }
 }
 
@@ -30,9 +29,10 @@ numbers! {
     TILE_COLUMNS: u32 = kTileColumns, 256;
     CLUSTER_CTAS: u32 = kClusterCtas, 2;
     CLUSTER_TOKENS: u32 = kClusterTokens, 256;
-    ROWS_OF_BOX: u32 = kRowsOfBox, 128;
+    ROWS_OF_A: u32 = kRowsOfA, 128;
+    ROWS_OF_B: u32 = kRowsOfB, 128;
     ROWS_OF_STORE: u32 = kRowsOfStore, 16;
     THREADS: u32 = kFusedProductThreads, 384;
-    SHARED_BYTES: u32 = kFusedProductBytes, 230_472;
+    SHARED_BYTES: u32 = kFusedProductBytes, 230_464;
     TOKEN_THREADS: u32 = kTokenThreads, 128;
 }

@@ -60,8 +60,7 @@ impl<'a> Run<'a> {
         check_alignment("scratch", scratch.at)?;
         let Linear { tokens, width, vocab, dtype, .. } = *linear;
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
-        let has_fused_product =
-            fused_product::supports(Device::current()?, dtype, width, linear.vocab_is_last);
+        let has_fused_product = fused_product::supports(Device::current()?, dtype, width, columns);
         Ok(Self {
             linear,
             sweep,
@@ -136,9 +135,10 @@ impl<'a> Run<'a> {
 
     /// The product that makes logits of some tokens and has the cross-entropy in it, and its operands.
     fn fused_product(&self, tokens: Chunk) -> (FusedProduct, fused_product::Operands) {
-        let Linear { width, vocab, dtype, .. } = *self.linear;
+        let Linear { width, vocab, vocab_is_last, dtype, .. } = *self.linear;
+        let (tokens_here, options) = (tokens.count, self.options);
         let product =
-            FusedProduct { tokens: tokens.count, width, vocab, dtype, options: self.options };
+            FusedProduct { tokens: tokens_here, width, vocab, vocab_is_last, dtype, options };
         let operands = fused_product::Operands {
             hidden: self.hidden.rows(tokens.first, tokens.count).at,
             weight: self.weight.at,
