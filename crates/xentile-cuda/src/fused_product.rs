@@ -3,7 +3,8 @@
 //! product and a pass over what it wrote (kernels/fused_product.cuh).
 //!
 //! It is for Hopper, 16-bit dtypes, and rows of hidden states and weight that are multiples of 8
-//! elements; [`supports`] tells. A logit is rounded once to the dtype, as it is where it goes through memory.
+//! elements; [`supports`] tells. A logit is rounded once to the dtype, as it is where it goes through
+//! memory.
 
 mod arguments;
 
@@ -38,8 +39,8 @@ const GROUP_BYTES: usize = 16 << 20;
 /// Vectors of the copy engine, in elements.
 const VECTOR: usize = 8;
 
-/// Whether the device and the problem are such that [`FusedProduct`] runs: hidden states of `width`, and
-/// a weight with so many elements in a row, D or V.
+/// Whether the device and the problem are such that [`FusedProduct`] runs: hidden states of `width`,
+/// and a weight with so many elements in a row, D or V.
 #[must_use]
 pub fn supports(device: &Device, dtype: DType, width: usize, row: usize) -> bool {
     check(device, dtype, width, row).is_ok()
@@ -207,8 +208,8 @@ impl FusedProduct {
     ///
     /// # Errors
     /// An option outside its range, a problem that [`supports`] does not have, columns that it does
-    /// not have, scratch that is too little, no driver or GPU that will do, operands that begin at no multiple of 16, or a failure of
-    /// the driver.
+    /// not have, scratch that is too little, no driver or GPU that will do, operands that begin at no
+    /// multiple of 16, or a failure of the driver.
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context; pointers lead to arrays of the
