@@ -121,6 +121,35 @@ def test_tokens_with_cotangents_of_their_own(
         assert error(actual, want) < 2e-5
 
 
+def hold_against_the_dense_program(
+    rng: np.random.Generator, arrays: tuple[Any, Any, Any], limit: int | None, **options: Any
+) -> None:
+    """Holds gradients of hidden and weight [V, D] against float64, as near as the dense ones."""
+    hidden, weight, labels = arrays
+    tokens, reduction = labels.shape[0], options["reduction"]
+    cotangent = jnp.asarray(rng.uniform(1, 2, tokens) / tokens, jnp.float32)
+
+    def gradients(**how: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            loss = linear_cross_entropy(x, w, labels, **options, **how)
+            return loss if reduction == "mean" else (loss * cotangent).sum()
+
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight)
+
+    exact = Exact(hidden, weight, None, labels, **options)
+    given = exact.oracle.factors("mean") if reduction == "mean" else np.asarray(cotangent)
+    expected = exact.gradients(0, np.where(exact.oracle.__dict__["ignored"], 0, given))[:2]
+    value, found = gradients(max_scratch_bytes=limit)
+    dense_value, dense = gradients(implementation="reference")
+    # XLA may leave the dense program's logits unrounded.
+    np.testing.assert_allclose(value, dense_value, rtol=1e-4)
+    for actual, other, want in zip(found, dense, expected, strict=True):
+        assert actual.dtype == hidden.dtype
+        # The dense program's own rounding, and a unit in the last place.
+        eps = float(jnp.finfo(hidden.dtype).eps)
+        assert error(actual, want) <= 1.25 * error(other, want) + eps / 4
+
+
 @pytest.mark.numbers
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
@@ -132,39 +161,36 @@ def test_no_further_from_float64_than_the_dense_program(
     limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
     plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cpu")
     assert plan.schedule == (budget or "tokens")
-    cotangent = jnp.asarray(rng.uniform(1, 2, TOKENS) / TOKENS, jnp.float32)
-
-    def gradients(**how: Any) -> Any:
-        def f(x: Any, w: Any) -> Any:
-            loss = linear_cross_entropy(
-                x,
-                w,
-                labels,
-                ignore_index=7,
-                reduction=reduction,
-                **how,  # type: ignore[call-overload]
-            )
-            return loss if reduction == "mean" else (loss * cotangent).sum()
-
-        return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight)
-
-    exact = Exact(hidden, weight, None, labels, ignore_index=7)
-    given = exact.oracle.factors("mean") if reduction == "mean" else np.asarray(cotangent)
-    expected = exact.gradients(0, np.where(exact.oracle.__dict__["ignored"], 0, given))[:2]
-    value, found = gradients(max_scratch_bytes=limit)
-    dense_value, dense = gradients(implementation="reference")
-    # XLA may leave the dense program's logits unrounded.
-    np.testing.assert_allclose(value, dense_value, rtol=1e-4)
-    for actual, other, want in zip(found, dense, expected, strict=True):
-        assert actual.dtype == hidden.dtype
-        # The dense program's own rounding, and a unit in the last place.
-        assert error(actual, want) <= 1.25 * error(other, want) + float(jnp.finfo(dtype).eps) / 4
+    options = {"reduction": reduction, "ignore_index": 7}
+    hold_against_the_dense_program(rng, (hidden, weight, labels), limit, **options)
 
 
 @pytest.mark.numbers
+@pytest.mark.parametrize(
+    ("reduction", "twelfths", "kept"),
+    [("mean", 2, True), ("mean", 7, True), ("none", 5, False)],
+)
+def test_logits_that_are_kept_and_products_of_many_blocks(
+    rng: np.random.Generator, reduction: str, twelfths: int, kept: bool
+) -> None:
+    tokens, width, vocab = 600, 648, 5003
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(vocab, width)) / 10, jnp.bfloat16)
+    labels = rng.integers(0, vocab, tokens)
+    labels[rng.random(tokens) < 0.1] = 7
+    limit = tokens * vocab * 2 * twelfths // 12
+    how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
+    assert (explain(hidden, weight, **how).kept is not None) == kept
+    options = {"reduction": reduction, **BOTH}
+    arrays = (hidden, weight, jnp.asarray(labels, jnp.int32))
+    hold_against_the_dense_program(rng, arrays, limit, **options)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
-def test_special_tokens(rng: np.random.Generator, budget: str | None) -> None:
-    hidden, weight, _, labels = problem(rng, jnp.float32)
+def test_special_tokens(rng: np.random.Generator, budget: str | None, dtype: str) -> None:
+    hidden, weight, _, labels = problem(rng, dtype)
     limit = None if budget is None else BUDGETS[budget]
     y = np.array(labels)
     y[0], y[1], y[2] = -1, VOCAB, 2**31 - 1

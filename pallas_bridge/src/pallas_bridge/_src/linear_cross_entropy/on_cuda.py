@@ -2,7 +2,7 @@
 
 Its products are cuBLASLt's, which add to what is there, read a slice of the weight where it lies
 and write one of its gradient in its place (under a loop of XLA's each of those is a copy), and on
-Hopper, of a [V, D] weight in 16 bits, its own, which have the cross-entropy in them.
+Hopper, of a weight in 16 bits, its own, which have the cross-entropy in them.
 """
 
 import math
@@ -112,7 +112,8 @@ class Cut:
 
 def _passes(problem: Problem) -> tuple[int, int]:
     """Passes over logits, forward and backward, that are not in the product that makes them."""
-    in_product = problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and not problem.vocab_is_last
+    row = problem.vocab if problem.vocab_is_last else problem.hidden
+    in_product = problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and row % 8 == 0
     return (0, 0) if in_product else (1, 2)
 
 
