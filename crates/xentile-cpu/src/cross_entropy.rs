@@ -12,6 +12,7 @@
 
 mod gradient;
 mod matrix;
+mod slab;
 mod statistics;
 
 use xentile::cross_entropy::{CrossEntropy, Reduction, Target, TokenFactors};
@@ -22,7 +23,8 @@ use crate::parallel::Shared;
 use crate::{InOut, Isa, Parallel};
 use gradient::{Gradient, RowGradient};
 use matrix::Matrix;
-use statistics::{Label, RowStatistics, Statistics};
+pub(crate) use statistics::RowStatistics;
+use statistics::{Label, Statistics};
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "cross_entropy.cpu";
@@ -65,6 +67,23 @@ pub struct SavedLse<'a> {
     pub lse_low: Option<&'a [f32]>,
 }
 
+impl SavedLse<'_> {
+    /// `lse` of `token`, with what rounding lost.
+    pub(crate) fn exact(&self, token: usize) -> f64 {
+        f64::from(self.lse[token]) + at(self.lse_low, token)
+    }
+
+    pub(crate) fn check(&self, shape: LogitsShape) -> Result<()> {
+        shape.check_tokens("lse", self.lse.len())?;
+        self.lse_low.map_or(Ok(()), |low| shape.check_tokens("lse_low", low.len()))
+    }
+}
+
+/// A number of `token`, 0 where there are none.
+fn at(values: Option<&[f32]>, token: usize) -> f64 {
+    values.map_or(0.0, |values| f64::from(values[token]))
+}
+
 /// The cotangents of the per-token outputs, each `[T]` in f32; zeros where absent.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cotangents<'a> {
@@ -74,6 +93,24 @@ pub struct Cotangents<'a> {
     pub logps: Option<&'a [f32]>,
     /// Of `lse`.
     pub lse: Option<&'a [f32]>,
+}
+
+impl Cotangents<'_> {
+    /// Those of `token`: of loss, logps and lse.
+    pub(crate) fn of(&self, token: usize) -> [f64; 3] {
+        [self.loss, self.logps, self.lse].map(|cotangent| at(cotangent, token))
+    }
+
+    pub(crate) fn check(&self, shape: LogitsShape) -> Result<()> {
+        let named = [
+            ("loss cotangents", self.loss),
+            ("logps cotangents", self.logps),
+            ("lse cotangents", self.lse),
+        ];
+        named.into_iter().try_for_each(|(name, cotangent)| {
+            cotangent.map_or(Ok(()), |cotangent| shape.check_tokens(name, cotangent.len()))
+        })
+    }
 }
 
 /// The reduction of a fused forward and backward pass.
@@ -166,27 +203,13 @@ impl<'a> Kernel<'a> {
         cotangents: Cotangents<'_>,
     ) -> Result<()> {
         let matrix = Matrix::new(logits, self.shape)?;
-        self.shape.check_tokens("lse", saved.lse.len())?;
-        let optional = [
-            ("lse_low", saved.lse_low),
-            ("loss cotangents", cotangents.loss),
-            ("logps cotangents", cotangents.logps),
-            ("lse cotangents", cotangents.lse),
-        ];
-        for (name, argument) in optional {
-            argument.map_or(Ok(()), |argument| self.shape.check_tokens(name, argument.len()))?;
-        }
-        let at = |values: Option<&[f32]>, token: usize| {
-            values.map_or(0.0, |values| f64::from(values[token]))
-        };
+        saved.check(self.shape)?;
+        cotangents.check(self.shape)?;
         let tile = self.tile::<E>();
         self.for_each_tile(tile, &|first, count| {
             let rows: Vec<_> = (first..first + count)
                 .map(|token| {
-                    let lse = f64::from(saved.lse[token]) + at(saved.lse_low, token);
-                    let cotangents = [cotangents.loss, cotangents.logps, cotangents.lse]
-                        .map(|cotangent| at(cotangent, token));
-                    self.row_gradient(&matrix, token, lse, cotangents)
+                    self.row_gradient(&matrix, token, saved.exact(token), cotangents.of(token))
                 })
                 .collect();
             self.gradient(&matrix, tile, first, &rows, None);
@@ -312,6 +335,7 @@ impl<'a> Kernel<'a> {
         self.launch.isa.run(Statistics {
             matrix,
             first,
+            first_column: 0,
             rows: &mut rows,
             block_size: tile.block_size(),
             softcap: self.options.softcap,
@@ -339,21 +363,28 @@ impl<'a> Kernel<'a> {
         });
     }
 
-    fn is_ignored(&self, token: usize) -> bool {
+    pub(crate) fn is_ignored(&self, token: usize) -> bool {
         self.labels.get(token) == self.options.ignore_index
     }
 
     /// The labelled column of `token`; none where the token is ignored or its label out of range.
     fn label<E: Element>(&self, matrix: &Matrix<'_, E>, token: usize) -> Option<Label> {
+        let column = self.column(token)?;
+        // SAFETY: a column of a row that this task alone has.
+        let logit = unsafe { *matrix.logits(token).add(column) };
+        Some(self.label_of(column, logit))
+    }
+
+    fn column(&self, token: usize) -> Option<usize> {
         match self.options.target(self.labels.get(token), self.shape.vocab()) {
             Target::Ignored | Target::OutOfRange => None,
-            Target::Column(column) => {
-                // SAFETY: a column of a row that this task alone has.
-                let logit = unsafe { *matrix.logits(token).add(column) }.to_f64();
-                let logit = self.options.softcap.map_or(logit, |c| c * (logit / c).tanh());
-                Some(Label { column, logit })
-            }
+            Target::Column(column) => Some(column),
         }
+    }
+
+    /// The label `column`, which has this logit.
+    fn label_of<E: Element>(&self, column: usize, logit: E) -> Label {
+        Label { column, logit: self.options.cap(logit.to_f64()) }
     }
 
     /// What stands for loss, logps and gradient of a `token` without a labelled column.
@@ -362,7 +393,7 @@ impl<'a> Kernel<'a> {
     }
 
     /// The contract's forward values of `token`, in float64; zeros where nobody wants them.
-    fn token_values(&self, token: usize, row: &RowStatistics) -> TokenValues {
+    pub(crate) fn token_values(&self, token: usize, row: &RowStatistics) -> TokenValues {
         if !row.wanted() {
             return TokenValues::default();
         }
@@ -391,9 +422,14 @@ impl<'a> Kernel<'a> {
         if [g, h, k] == [0.0; 3] {
             return RowGradient::Fill(0.0);
         }
-        let Some(label) = self.label(matrix, token) else {
-            return RowGradient::Fill(self.without_label(token));
-        };
+        match self.label(matrix, token) {
+            None => RowGradient::Fill(self.without_label(token)),
+            Some(label) => self.formula(lse, [g, h, k], label),
+        }
+    }
+
+    /// [`Self::row_gradient`] of a token that has a `label`.
+    fn formula(&self, lse: f64, [g, h, k]: [f64; 3], label: Label) -> RowGradient {
         if !lse.is_finite() {
             return RowGradient::Fill(f32::NAN);
         }
@@ -439,7 +475,7 @@ fn to_f32(x: f64) -> f32 {
 }
 
 /// `x` as an f32 and the f32 nearest to what that lost.
-fn split(x: f64) -> (f32, f32) {
+pub(crate) fn split(x: f64) -> (f32, f32) {
     let high = x as f32;
     let low = (x - f64::from(high)) as f32;
     // An infinite or NaN lse has no remainder.
@@ -448,14 +484,14 @@ fn split(x: f64) -> (f32, f32) {
 
 /// The forward values of one token.
 #[derive(Clone, Copy, Default)]
-struct TokenValues {
+pub(crate) struct TokenValues {
     loss: f64,
     logps: f64,
-    lse: f64,
+    pub(crate) lse: f64,
 }
 
 /// [`TokenOutputs`] checked and shared among tasks.
-struct Outputs<'a> {
+pub(crate) struct Outputs<'a> {
     loss: Option<Shared<'a, f32>>,
     logps: Option<Shared<'a, f32>>,
     lse: Option<Shared<'a, f32>>,
@@ -466,7 +502,7 @@ struct Outputs<'a> {
 }
 
 impl<'a> Outputs<'a> {
-    fn new(shape: LogitsShape, outputs: TokenOutputs<'a>) -> Result<Self> {
+    pub(crate) fn new(shape: LogitsShape, outputs: TokenOutputs<'a>) -> Result<Self> {
         let share = |name, output: Option<&'a mut [f32]>| match output {
             None => Ok(None),
             Some(output) => {
@@ -486,7 +522,7 @@ impl<'a> Outputs<'a> {
 
     /// Whether some output of `token` is to be other than 0. `exact_loss` asks for nothing, since
     /// only the losses of tokens that take part are summed.
-    fn want(&self, kernel: &Kernel<'_>, token: usize, takes_part: bool) -> bool {
+    pub(crate) fn want(&self, kernel: &Kernel<'_>, token: usize, takes_part: bool) -> bool {
         if self.zero_idle && !takes_part {
             return false;
         }
@@ -497,7 +533,7 @@ impl<'a> Outputs<'a> {
 
     /// # Safety
     /// No other task writes `token`.
-    unsafe fn write(&self, token: usize, values: TokenValues) {
+    pub(crate) unsafe fn write(&self, token: usize, values: TokenValues) {
         if let Some(exact) = &self.exact_loss {
             // SAFETY: the caller alone has this token.
             unsafe { exact.slice(token, 1)[0] = values.loss };

@@ -1,6 +1,6 @@
 //! CPU kernels for large-vocabulary training losses.
 //!
-//! Each operation is one file ([`cross_entropy`], [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and
+//! Each operation is one file ([`cross_entropy`], [`linear_cross_entropy`], [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and
 //! compiled for every instruction set in [`Isa`], chosen at run time. Rows of logits are spread
 //! over the threads of a [`Parallel`]; which thread takes a row never changes a bit of it.
 //!
@@ -10,6 +10,7 @@ pub mod copy;
 pub mod cross_entropy;
 mod in_out;
 mod isa;
+pub mod linear_cross_entropy;
 pub mod math;
 mod parallel;
 pub mod scale;

@@ -64,6 +64,16 @@ impl<'a, T> Shared<'a, T> {
         // SAFETY: in bounds of the borrowed slice, and unaliased by this function's contract.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), length) }
     }
+
+    /// The `length` elements from `start`, to read.
+    ///
+    /// # Safety
+    /// While the returned slice lives, no piece of [`Self::slice`] that overlaps it may be in use.
+    pub(crate) unsafe fn read(&self, start: usize, length: usize) -> &[T] {
+        assert!(start <= self.length && length <= self.length - start);
+        // SAFETY: in bounds of the borrowed slice, and not written by this function's contract.
+        unsafe { std::slice::from_raw_parts(self.start.add(start), length) }
+    }
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ const PANEL: usize = 4096;
 
 /// What the pass says of one row.
 #[derive(Clone, Debug)]
-pub(super) struct RowStatistics {
+pub(crate) struct RowStatistics {
     wanted: bool,
     /// The shift, once some logit is above -inf.
     shift: Option<f32>,
@@ -37,7 +37,7 @@ pub(super) struct RowStatistics {
 /// The labelled column of a row. Its exponential is added in float64, so that a row that is nearly
 /// certain of its label keeps an exact `1 - p`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Label {
+pub(crate) struct Label {
     pub(super) column: usize,
     /// Its (capped) logit.
     pub(super) logit: f64,
@@ -53,8 +53,13 @@ impl Label {
 
 impl RowStatistics {
     /// A row before the pass; an unwanted one is left alone by it.
-    pub(super) fn new(wanted: bool, label: Option<Label>) -> Self {
+    pub(crate) fn new(wanted: bool, label: Option<Label>) -> Self {
         Self { wanted, shift: None, sum: 0.0, total: 0.0, columns: 0, label }
+    }
+
+    /// Says which column is the label's, before the pass over it.
+    pub(super) fn set_label(&mut self, label: Label) {
+        self.label = Some(label);
     }
 
     /// Whether the pass looks at the row.
@@ -93,6 +98,8 @@ pub(super) struct Statistics<'a, E> {
     pub(super) matrix: &'a Matrix<'a, E>,
     /// The tile's first token.
     pub(super) first: usize,
+    /// The vocabulary's column that is the first of the matrix.
+    pub(super) first_column: usize,
     /// The tile's rows, updated.
     pub(super) rows: &'a mut [RowStatistics],
     pub(super) block_size: usize,
@@ -135,7 +142,9 @@ impl<E: Element> Statistics<'_, E> {
                     logits,
                     columns,
                     cap,
-                    label: row.label.and_then(|label| label.within(column, columns)),
+                    label: row
+                        .label
+                        .and_then(|label| label.within(self.first_column + column, columns)),
                     ahead: Ahead::new(self.matrix, token, self.ahead).from(column),
                 };
                 // SAFETY: as above; nobody writes logits in this pass.

@@ -1,0 +1,213 @@
+//! How a problem is cut into slabs of columns, and what lies where in the scratch.
+
+use std::ops::Range;
+
+use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
+use xentile::{DType, Error, Result};
+
+/// Where logits of a slab wait for their gradient, counted in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// In the memory of dweight, which is written later.
+    InWeight(usize),
+    /// In the scratch.
+    InScratch(usize),
+}
+
+/// Some columns of all tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Slab {
+    pub(super) columns: Range<usize>,
+    pub(super) kept: Option<Kept>,
+}
+
+/// Slabs of at most `columns` columns, none of them kept.
+pub(super) fn slabs(shape: LinearShape, columns: usize) -> Vec<Slab> {
+    pieces(0..shape.vocab(), columns).collect()
+}
+
+/// Slabs whose logits are kept where there is room: in the memory of dweight `[V, D]`, and in `room`
+/// elements of the scratch.
+///
+/// In the memory of dweight a slab is kept where its own gradient goes. Where there are more tokens
+/// than hidden columns that is not enough for it, and it takes the place of the next columns' too,
+/// which are made again or kept in the scratch. Gradients are made in the order of columns, so that
+/// nothing is written over before it is read.
+pub(super) fn keeping(shape: LinearShape, columns: usize, room: usize) -> Vec<Slab> {
+    let ([tokens, width], vocab) = (shape.hidden(), shape.vocab());
+    let mut found = Vec::new();
+    let mut start = 0;
+    while start < vocab {
+        let left = vocab - start;
+        let in_place = match shape.vocab_axis() {
+            VocabAxis::First => columns.min(left).min(left * width / tokens.max(1)),
+            VocabAxis::Last => 0,
+        };
+        if in_place == 0 {
+            found.extend(pieces(start..vocab, columns));
+            break;
+        }
+        let taken = (in_place * tokens).div_ceil(width).max(in_place);
+        let kept = Some(Kept::InWeight(start * width));
+        found.push(Slab { columns: start..start + in_place, kept });
+        found.extend(pieces(start + in_place..start + taken, columns));
+        start += taken;
+    }
+    let mut next = 0;
+    for slab in &mut found {
+        let elements = slab.columns.len() * tokens;
+        if slab.kept.is_none() && next + elements <= room {
+            slab.kept = Some(Kept::InScratch(next));
+            next += elements;
+        }
+    }
+    found
+}
+
+fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Slab> {
+    let end = columns.end;
+    columns
+        .step_by(most)
+        .map(move |start| Slab { columns: start..end.min(start + most), kept: None })
+}
+
+/// Lengths in f32 of what lies in the scratch, one after the other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    /// Hidden states in f32; nothing where they are.
+    pub(super) hidden: usize,
+    /// Rows of the weight in f32, and later sums of their gradient; nothing where they lie in f32
+    /// as products take them.
+    pub(super) weight: usize,
+    /// Logits.
+    pub(super) logits: usize,
+    /// Sums of the gradient of hidden states; nothing where these are f32.
+    pub(super) dhidden: usize,
+}
+
+impl Layout {
+    pub(super) fn new(
+        shape: LinearShape,
+        dtype: DType,
+        columns: usize,
+        makes_gradients: bool,
+    ) -> Self {
+        let ([tokens, width], columns) = (shape.hidden(), columns.min(shape.vocab()));
+        let is_short = dtype != DType::F32;
+        let hidden = if is_short { tokens * width } else { 0 };
+        Self {
+            hidden,
+            weight: if stages_weight(shape, dtype) { columns * width } else { 0 },
+            logits: tokens * columns,
+            dhidden: if makes_gradients { hidden } else { 0 },
+        }
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        let Self { hidden, weight, logits, dhidden } = self;
+        // Scratch that begins within an f32 loses the rest of that.
+        (hidden + weight + logits + dhidden + 1) * size_of::<f32>()
+    }
+
+    /// The pieces of `scratch`, and what is left of it.
+    pub(super) fn split(self, scratch: &mut [u8]) -> Result<([&mut [f32]; 4], &mut [u8])> {
+        let (actual, expected) = (scratch.len(), self.bytes());
+        let short = Error::Length { name: "scratch", actual, axes: "[bytes]", expected };
+        if actual < expected {
+            return Err(short);
+        }
+        let offset = scratch.as_ptr().align_offset(align_of::<f32>());
+        let (mut rest, kept) = scratch[offset..].split_at_mut(expected - size_of::<f32>());
+        let pieces = [self.hidden, self.weight, self.logits, self.dhidden].map(|length| {
+            let (piece, others) = std::mem::take(&mut rest).split_at_mut(length * size_of::<f32>());
+            rest = others;
+            numbers::<f32>(piece)
+        });
+        Ok((pieces, kept))
+    }
+}
+
+/// Whether rows of the weight are copied before their product, and those of its gradient after.
+pub(super) fn stages_weight(shape: LinearShape, dtype: DType) -> bool {
+    dtype != DType::F32 || shape.vocab_axis() == VocabAxis::Last
+}
+
+/// The numbers that fit into memory, of a type that any bits are a value of.
+pub(super) fn numbers<T: xentile::Element>(bytes: &mut [u8]) -> &mut [T] {
+    // SAFETY: f32, bf16 and f16 take any bits.
+    unsafe { bytes.align_to_mut::<T>() }.1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(tokens: usize, width: usize, weight: [usize; 2]) -> LinearShape {
+        LinearShape::new([tokens, width], weight, None).unwrap()
+    }
+
+    /// Walks gradients in order and sees that no logits are written over before they are read.
+    fn check(shape: LinearShape, columns: usize, room: usize) {
+        let slabs = keeping(shape, columns, room);
+        let (tokens, width) = (shape.tokens(), shape.width());
+        let mut next = 0;
+        let mut in_scratch = 0;
+        let mut in_weight = 0;
+        for slab in &slabs {
+            assert_eq!(slab.columns.start, next);
+            assert!(!slab.columns.is_empty() && slab.columns.len() <= columns);
+            let elements = slab.columns.len() * tokens;
+            match slab.kept {
+                Some(Kept::InWeight(first)) => {
+                    assert!(first >= next * width && first >= in_weight);
+                    in_weight = first + elements;
+                    assert!(in_weight <= shape.vocab() * width);
+                }
+                Some(Kept::InScratch(first)) => {
+                    assert_eq!(first, in_scratch);
+                    in_scratch += elements;
+                    assert!(in_scratch <= room);
+                }
+                None => assert!(in_scratch + elements > room),
+            }
+            next = slab.columns.end;
+        }
+        assert_eq!(next, shape.vocab());
+        let plain = super::slabs(shape, columns);
+        assert_eq!(plain.last().unwrap().columns.end, next);
+    }
+
+    #[test]
+    fn logits_are_read_before_gradients_take_their_place() {
+        for (tokens, width) in [(1, 1), (7, 9), (9, 7), (100, 3), (3, 100), (0, 5), (64, 64)] {
+            for vocab in [2, 5, 31, 1000] {
+                for columns in [1, 4, 32, 5000] {
+                    for room in [0, 100, 100_000] {
+                        if vocab != width {
+                            check(shape(tokens, width, [vocab, width]), columns, room);
+                            check(shape(tokens, width, [width, vocab]), columns, room);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_in_place_goes_to_the_scratch() {
+        let kept = |tokens, room| {
+            let slabs = keeping(shape(tokens, 6, [24, 6]), 6, room);
+            let lengths = |wanted: fn(&Slab) -> bool| {
+                slabs.iter().filter(|slab| wanted(slab)).map(|slab| slab.columns.len()).sum()
+            };
+            let in_weight: usize = lengths(|slab| matches!(slab.kept, Some(Kept::InWeight(_))));
+            let in_scratch: usize = lengths(|slab| matches!(slab.kept, Some(Kept::InScratch(_))));
+            (in_weight, in_scratch)
+        };
+        assert_eq!(kept(6, 0), (24, 0));
+        assert_eq!(kept(8, 0), (18, 0));
+        assert_eq!(kept(8, 16), (18, 2));
+        assert_eq!(kept(8, 48), (18, 6));
+        assert_eq!(kept(24, 0), (6, 0));
+    }
+}
