@@ -31,9 +31,10 @@ use convert::{as_f32, as_f32_mut, narrow, round, widen};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs, stages_weight};
 use product::{Factor, multiply};
 
-/// Tokens, or rows of the weight, of a task, where no `time_block` says how many: products have
-/// few operands to read again, and the logits of so many stay in the second-level cache.
-const TASK_ROWS: usize = 64;
+/// The fewest and the most tokens, or rows of the weight, of a task, where no `time_block` says how
+/// many: each task packs the other factor of its product anew, which takes as long as so many of its
+/// own rows, and threads want tasks.
+const TASK_ROWS: [usize; 2] = [32, 256];
 
 /// What logits are made of.
 #[derive(Clone, Copy, Debug)]
@@ -220,7 +221,9 @@ impl<'a> Linear<'a> {
 
     /// Calls `task` with pieces of `rows`, each as its first row and their number.
     fn share(&self, rows: usize, task: &(dyn Fn(usize, usize) + Sync)) {
-        let step = self.launch.tile.map_or(TASK_ROWS, Tile::time_block);
+        let [fewest, most] = TASK_ROWS;
+        let even = rows.div_ceil(2 * self.launch.pool.threads()).clamp(fewest, most);
+        let step = self.launch.tile.map_or(even, Tile::time_block);
         self.launch.pool.run(rows.div_ceil(step), &|index| {
             let first = index * step;
             task(first, step.min(rows - first));

@@ -10,6 +10,9 @@ pub trait Parallel: Sync {
     /// returns when all calls have returned. Kernels fetch ahead what the next number reads, so a
     /// thread should get numbers that follow one another.
     fn run(&self, tasks: usize, body: &(dyn Fn(usize) + Sync));
+
+    /// How many tasks may run at a time, at least 1.
+    fn threads(&self) -> usize;
 }
 
 /// A pool of threads of this process.
@@ -35,6 +38,10 @@ impl Threads {
 impl Parallel for Threads {
     fn run(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) {
         self.0.install(|| (0..tasks).into_par_iter().for_each(body));
+    }
+
+    fn threads(&self) -> usize {
+        self.count()
     }
 }
 

@@ -10,6 +10,10 @@ impl Parallel for Pool<'_> {
     fn run(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) {
         self.0.run(tasks, body);
     }
+
+    fn threads(&self) -> usize {
+        self.0.threads()
+    }
 }
 
 /// An argument and the result that may lie in its place, as kernels take them.
@@ -32,7 +36,7 @@ const HUGE_PAGE: usize = 2 << 20;
 /// XLA takes each large result afresh from the system, which hands it out page by page as it is first
 /// written. In pages of 4 KiB that takes longer than the kernel.
 #[cfg(target_os = "linux")]
-fn ask_for_huge_pages<T>(result: &mut [T]) {
+pub(crate) fn ask_for_huge_pages<T>(result: &mut [T]) {
     let bytes = std::ptr::from_mut(result).cast::<u8>();
     let skipped = bytes.align_offset(HUGE_PAGE);
     let whole = size_of_val(result).saturating_sub(skipped) / HUGE_PAGE * HUGE_PAGE;
@@ -44,4 +48,4 @@ fn ask_for_huge_pages<T>(result: &mut [T]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn ask_for_huge_pages<T>(_: &mut [T]) {}
+pub(crate) fn ask_for_huge_pages<T>(_: &mut [T]) {}

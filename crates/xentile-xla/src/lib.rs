@@ -13,7 +13,6 @@ mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dtype;
-#[cfg(feature = "cuda")]
 mod linear_cross_entropy;
 mod scale;
 mod table;

@@ -1,319 +1,62 @@
-//! Linear cross-entropy on NVIDIA GPUs. (On CPUs XLA's own products stand between the calls for
-//! cross-entropy over logits.)
+//! Linear cross-entropy: the shapes of its targets, on any platform.
 
-use std::ptr::null_mut;
+pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
-use xentile_cuda::cross_entropy::{Cotangents, SavedLse, TokenOutputs};
-use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
-use xla_ffi::{Context, DType, Decoder, Error, Parameter, Result, Traits};
+use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
+use xla_ffi::{Decoder, Error, Result};
 
-use crate::cross_entropy::cuda::to_labels;
-use crate::cross_entropy::{Extent, Options};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
-use crate::dtype;
-use crate::table::{CUDA, target_list};
-
-/// What cuBLASLt loads for a product it loads when it is first called, which a recording does not
-/// allow.
-const TRAITS: Traits = Traits::NONE;
-
-target_list! {
-    CUDA;
-
-    /// loss, logps, lse and lse_low of each token.
-    "xentile_linear_cross_entropy_forward", Execute:
-    fn xentile_linear_cross_entropy_forward_cuda = forward(
-        hidden, weight, labels, loss, logps, lse, lse_low, scratch, options, cut, every_token, context,
-    ), traits = TRAITS;
-
-    /// dhidden and dweight, from the lse that forward gave and the cotangents of what it gave.
-    "xentile_linear_cross_entropy_backward", Execute:
-    fn xentile_linear_cross_entropy_backward_cuda = backward(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, dhidden, dweight, scratch,
-        options, cut, context,
-    ), traits = TRAITS;
-
-    /// loss, lse, lse_low, dhidden and dweight, from the cotangents of the loss.
-    "xentile_linear_cross_entropy_fused", Execute:
-    fn xentile_linear_cross_entropy_fused_cuda = fused(
-        hidden, weight, labels, dloss, loss, lse, lse_low, dhidden, dweight, scratch,
-        options, cut, every_token, context,
-    ), traits = TRAITS;
-}
-
-/// How the problem is cut.
-#[derive(Clone, Copy, Debug)]
-struct Cut {
-    vocab_axis: i64,
-    chunk: Extents,
-    /// Of the second sweep of a backward pass, where there are two.
-    apart: Option<Extents>,
-    /// Logits that a fused pass need not make again.
-    kept: Option<Kept>,
-    workspace_bytes: usize,
-}
-
-impl<'a> Parameter<'a> for Cut {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let Extent(tokens) = decoder.parameter("chunk_tokens")?;
-        let Extent(columns) = decoder.parameter("chunk_columns")?;
-        let chunk = Extents { tokens, columns };
-        let apart = both(decoder, ["apart_tokens", "apart_columns"])?
-            .map(|[tokens, columns]| Extents { tokens, columns });
-        let kept = both(decoder, ["kept_columns", "kept_slot"])?
-            .map(|[columns, slot]| Kept { columns, slot });
-        let vocab_axis = decoder.parameter("vocab_axis")?;
-        if !matches!(vocab_axis, 0 | 1) {
-            return Err(invalid(format_args!(
-                "attribute vocab_axis is {vocab_axis}; it must be 0 or 1"
-            )));
-        }
-        let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
-        Ok(Self { vocab_axis, chunk, apart, kept, workspace_bytes })
+/// The attribute `vocab_axis`.
+fn vocab_axis(decoder: &mut Decoder) -> Result<VocabAxis> {
+    match decoder.parameter("vocab_axis")? {
+        0_i64 => Ok(VocabAxis::First),
+        1 => Ok(VocabAxis::Last),
+        other => Err(invalid(format_args!("attribute vocab_axis is {other}; it must be 0 or 1"))),
     }
 }
 
-/// Two attributes that stand and fall together.
-fn both(decoder: &mut Decoder, [a, b]: [&'static str; 2]) -> Result<Option<[usize; 2]>> {
-    let found: [Option<Extent>; 2] = [decoder.parameter(a)?, decoder.parameter(b)?];
-    match found {
-        [Some(Extent(a)), Some(Extent(b))] => Ok(Some([a, b])),
-        [None, None] => Ok(None),
-        _ => Err(invalid(format_args!("attributes {a} and {b} must be given both or neither"))),
+/// The shape of `hidden` `[N, D]`, `weight` and `labels` `[N]` of these extents.
+fn shape(
+    hidden: &[usize],
+    weight: &[usize],
+    labels: &[usize],
+    vocab_axis: VocabAxis,
+) -> Result<LinearShape> {
+    let &[tokens, width] = hidden else {
+        return Err(invalid(format_args!("`hidden` has shape {hidden:?}; it must be [N, D]")));
+    };
+    let axis = 1 - vocab_axis.index();
+    let weight = match *weight {
+        [rows, columns] if [rows, columns][axis] == width => [rows, columns],
+        _ => {
+            return Err(invalid(format_args!(
+                "`weight` has shape {weight:?}; it must have the {width} columns of `hidden` on axis \
+                 {axis}"
+            )));
+        }
+    };
+    if hidden.contains(&0) || weight.contains(&0) {
+        return Err(invalid(format_args!(
+            "`hidden` has shape {hidden:?} and `weight` {weight:?}; no extent may be 0"
+        )));
     }
-}
-
-#[expect(clippy::too_many_arguments, reason = "they are the call's")]
-fn forward(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    loss: FloatsMut,
-    logps: FloatsMut,
-    lse: FloatsMut,
-    lse_low: FloatsMut,
-    scratch: AnyMut,
-    options: Options,
-    cut: Cut,
-    every_token: bool,
-    context: Context,
-) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
-    check_tokens(
-        &labels,
-        &[
-            ("loss", loss.dims()),
-            ("logps", logps.dims()),
-            ("lse", lse.dims()),
-            ("lse_low", lse_low.dims()),
-        ],
-    )?;
-    let outputs = TokenOutputs {
-        loss: loss.as_ptr().cast(),
-        logps: logps.as_ptr().cast(),
-        lse: lse.as_ptr().cast(),
-        lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
-    };
-    let stream = context.stream()?.as_ptr();
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
-    unsafe { call.linear.forward(options.contract, stream, call.operands, outputs, call.scratch) }
-        .map_err(failed)
-}
-
-#[expect(clippy::too_many_arguments, reason = "they are the call's")]
-fn backward(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    lse: Floats,
-    lse_low: Floats,
-    dloss: Floats,
-    dlogps: Floats,
-    dlse: Floats,
-    dhidden: AnyMut,
-    dweight: AnyMut,
-    scratch: AnyMut,
-    options: Options,
-    cut: Cut,
-    context: Context,
-) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
-    check_tokens(
-        &labels,
-        &[
-            ("lse", lse.dims()),
-            ("lse_low", lse_low.dims()),
-            ("dloss", dloss.dims()),
-            ("dlogps", dlogps.dims()),
-            ("dlse", dlse.dims()),
-        ],
-    )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
-    let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
-    let cotangents = Cotangents {
-        loss: dloss.as_ptr().cast(),
-        logps: dlogps.as_ptr().cast(),
-        lse: dlse.as_ptr().cast(),
-    };
-    let stream = context.stream()?.as_ptr();
-    let Call { linear, operands, scratch } = call;
-    let contract = options.contract;
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
-    unsafe { linear.backward(contract, stream, operands, saved, cotangents, gradients, scratch) }
-        .map_err(failed)
-}
-
-#[expect(clippy::too_many_arguments, reason = "they are the call's")]
-fn fused(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    dloss: Floats,
-    loss: FloatsMut,
-    lse: FloatsMut,
-    lse_low: FloatsMut,
-    dhidden: AnyMut,
-    dweight: AnyMut,
-    scratch: AnyMut,
-    options: Options,
-    cut: Cut,
-    every_token: bool,
-    context: Context,
-) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
-    check_tokens(
-        &labels,
-        &[
-            ("dloss", dloss.dims()),
-            ("loss", loss.dims()),
-            ("lse", lse.dims()),
-            ("lse_low", lse_low.dims()),
-        ],
-    )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
-    let outputs = TokenOutputs {
-        loss: loss.as_ptr().cast(),
-        logps: null_mut(),
-        lse: lse.as_ptr().cast(),
-        lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
-    };
-    let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
-    let Call { linear, operands, scratch } = call;
-    let contract = options.contract;
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
-    unsafe { linear.fused(contract, stream, operands, dloss, outputs, gradients, scratch) }
-        .map_err(failed)
-}
-
-/// What every pass has.
-struct Call {
-    linear: Linear,
-    operands: Operands,
-    scratch: Scratch,
-}
-
-impl Call {
-    fn new(
-        hidden: Any,
-        weight: Any,
-        labels: Any,
-        scratch: &AnyMut,
-        options: &Options,
-        cut: Cut,
-    ) -> Result<Self> {
-        let dtype = to_dtype("hidden", hidden.dtype())?;
-        if weight.dtype() != hidden.dtype() {
-            return Err(dtype::wrong("weight", weight.dtype(), &hidden.dtype().to_string()));
-        }
-        let &[tokens, width] = hidden.dims() else {
-            return Err(invalid(format_args!(
-                "`hidden` has shape {:?}; it must be [N, D]",
-                hidden.dims()
-            )));
-        };
-        let vocab_is_last = cut.vocab_axis == 1;
-        let vocab = match *weight.dims() {
-            [vocab, columns] if !vocab_is_last && columns == width => vocab,
-            [rows, vocab] if vocab_is_last && rows == width => vocab,
-            _ => {
-                return Err(invalid(format_args!(
-                    "`weight` has shape {:?}; it must have the {width} columns of `hidden` on axis {}",
-                    weight.dims(),
-                    1 - cut.vocab_axis
-                )));
-            }
-        };
-        if tokens == 0 || width == 0 || vocab == 0 {
-            return Err(invalid(format_args!(
-                "`hidden` has shape {:?} and `weight` {:?}; no extent may be 0",
-                hidden.dims(),
-                weight.dims()
-            )));
-        }
-        if labels.dims() != [tokens] {
-            return Err(invalid(format_args!(
-                "`labels` has shape {:?}; it must be [{tokens}], one for each row of `hidden`",
-                labels.dims()
-            )));
-        }
-        xentile_cuda::available().map_err(failed)?;
-        let [time_block, block_size] = options.extents();
-        let within = |chunk: Extents| Extents {
-            tokens: chunk.tokens.min(tokens),
-            columns: chunk.columns.min(vocab),
-        };
-        let linear = Linear {
-            tokens,
-            width,
-            vocab,
-            vocab_is_last,
-            dtype,
-            chunk: within(cut.chunk),
-            apart: cut.apart.map(within),
-            kept: cut.kept,
-            workspace_bytes: cut.workspace_bytes,
-            time_block,
-            block_size,
-        };
-        let operands = Operands {
-            hidden: hidden.as_ptr().cast_const(),
-            weight: weight.as_ptr().cast_const(),
-            labels: to_labels(labels)?,
-        };
-        let bytes = scratch.elements() * scratch.dtype().size();
-        Ok(Self { linear, operands, scratch: Scratch { at: scratch.as_ptr(), bytes } })
+    if labels != [tokens] {
+        return Err(invalid(format_args!(
+            "`labels` has shape {labels:?}; it must be [{tokens}], one for each row of `hidden`"
+        )));
     }
+    LinearShape::new([tokens, width], weight, Some(vocab_axis)).map_err(invalid)
 }
 
-/// Checks that each array, with its name, has a number for each token.
-fn check_tokens(labels: &Any, arrays: &[(&str, &[usize])]) -> Result {
-    match arrays.iter().find(|(_, dims)| *dims != labels.dims()) {
+/// Checks that each array, with its name, has a number for each label.
+fn check_tokens(labels: &[usize], arrays: &[(&str, &[usize])]) -> Result {
+    match arrays.iter().find(|(_, dims)| *dims != labels) {
         None => Ok(()),
         Some((name, dims)) => Err(invalid(format_args!(
-            "`{name}` has shape {dims:?}; it must be {:?}, that of `labels`",
-            labels.dims()
+            "`{name}` has shape {dims:?}; it must be {labels:?}, that of `labels`"
         ))),
     }
-}
-
-/// Where gradients go, each of the shape and dtype of its operand.
-fn gradients(hidden: (&AnyMut, Any), weight: (&AnyMut, Any)) -> Result<Gradients> {
-    for (name, (gradient, operand)) in [("dhidden", hidden), ("dweight", weight)] {
-        if gradient.dims() != operand.dims() {
-            return Err(invalid(format_args!(
-                "`{name}` has shape {:?}; it must be {:?}",
-                gradient.dims(),
-                operand.dims()
-            )));
-        }
-        let expected: DType = operand.dtype();
-        if gradient.dtype() != expected {
-            return Err(dtype::wrong(name, gradient.dtype(), &expected.to_string()));
-        }
-    }
-    Ok(Gradients { hidden: hidden.0.as_ptr(), weight: weight.0.as_ptr() })
 }
 
 fn invalid(message: impl std::fmt::Display) -> Error {

@@ -5,9 +5,7 @@ use std::sync::LazyLock;
 
 use xla_ffi::{Stage, abi};
 
-#[cfg(feature = "cuda")]
-use crate::linear_cross_entropy;
-use crate::{cross_entropy, scale};
+use crate::{cross_entropy, linear_cross_entropy, scale};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
 pub const TABLE_VERSION: u32 = 1;
@@ -41,12 +39,13 @@ unsafe impl Sync for Target {}
 const LISTS: &[&[Target]] = &[
     cross_entropy::cpu::TARGETS,
     scale::cpu::TARGETS,
+    linear_cross_entropy::cpu::TARGETS,
     #[cfg(feature = "cuda")]
     cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     scale::cuda::TARGETS,
     #[cfg(feature = "cuda")]
-    linear_cross_entropy::TARGETS,
+    linear_cross_entropy::cuda::TARGETS,
 ];
 
 /// Every target.

@@ -46,6 +46,9 @@ const Expected kExpected[] = {
     HOST(cross_entropy_backward),
     HOST(cross_entropy_fused),
     HOST(scale),
+    HOST(linear_cross_entropy_forward),
+    HOST(linear_cross_entropy_backward),
+    HOST(linear_cross_entropy_fused),
 // Of a library that was built with them.
 #ifdef XENTILE_CUDA
     CUDA(cross_entropy_forward),

@@ -131,7 +131,7 @@ fn kernel<'a, E: Element>(
     Kernel::with_unchecked_labels(options.contract, shape, labels, launch).map_err(invalid)
 }
 
-fn to_labels(labels: AnyBuffer<'_>) -> Result<Labels<'_>> {
+pub(crate) fn to_labels(labels: AnyBuffer<'_>) -> Result<Labels<'_>> {
     match labels.dtype() {
         DType::S32 => Ok(Labels::I32(labels.typed::<i32, ANY_RANK>()?.as_slice())),
         DType::S64 => Ok(Labels::I64(labels.typed::<i64, ANY_RANK>()?.as_slice())),

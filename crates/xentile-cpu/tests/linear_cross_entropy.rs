@@ -1,0 +1,399 @@
+//! Linear cross-entropy against the f64 reference, on fresh random input, with outputs and scratch
+//! poisoned first.
+
+use half::{bf16, f16};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use xentile::cross_entropy::CrossEntropy;
+use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
+use xentile::linear_cross_entropy::reference::{Factors, gradients, map_rows, outputs, pull_back};
+use xentile::linear_cross_entropy::{LinearShape, Operands as Checked, VocabAxis};
+use xentile::{DType, Element, Labels, Tile};
+use xentile_cpu::cross_entropy::{Cotangents, Launch, SavedLse, TokenOutputs};
+use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands, scratch_bytes};
+use xentile_cpu::{Isa, Threads};
+
+mod common;
+
+const POISON: u8 = 0xa5;
+
+struct Case<E> {
+    shape: LinearShape,
+    options: CrossEntropy,
+    hidden: Vec<E>,
+    weight: Vec<E>,
+    bias: Option<Vec<E>>,
+    labels: Vec<i64>,
+    cotangents: [Vec<f32>; 3],
+    isa: Isa,
+    columns: usize,
+    rows: Option<usize>,
+    /// Beyond the least, in bytes.
+    room: usize,
+}
+
+/// What a pass gives.
+#[derive(Clone, Debug, Default)]
+struct Found {
+    tokenwise: [Vec<f32>; 4],
+    hidden: Vec<f32>,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+}
+
+impl Found {
+    fn bits(&self) -> Vec<Vec<u32>> {
+        let [loss, logps, lse, low] = &self.tokenwise;
+        [loss, logps, lse, low, &self.hidden, &self.weight, &self.bias]
+            .map(|numbers| numbers.iter().map(|x| x.to_bits()).collect())
+            .to_vec()
+    }
+}
+
+fn widened<E: Element>(elements: &[E]) -> Vec<f32> {
+    elements.iter().map(|x| x.to_f32()).collect()
+}
+
+impl<E: Element> Case<E> {
+    fn new(rng: &mut ChaCha8Rng, [tokens, width, vocab]: [usize; 3], axis: VocabAxis) -> Self {
+        let shape =
+            LinearShape::new([tokens, width], axis.weight(vocab, width), Some(axis)).unwrap();
+        let mut numbers = |count: usize, scale: f64| -> Vec<E> {
+            (0..count).map(|_| E::from_f64(rng.random_range(-scale..scale))).collect()
+        };
+        let (hidden, bias) = (numbers(tokens * width, 2.0), numbers(vocab, 1.0));
+        let weight = numbers(vocab * width, 4.0 / (width as f64).sqrt());
+        let mut tokenwise = || (0..tokens).map(|_| rng.random_range(-1.0..1.0)).collect();
+        let cotangents = [tokenwise(), tokenwise(), tokenwise()];
+        let labels = (0..tokens).map(|_| rng.random_range(0..vocab as i64)).collect();
+        Self {
+            shape,
+            options: CrossEntropy::default(),
+            hidden,
+            weight,
+            bias: Some(bias),
+            labels,
+            cotangents,
+            isa: Isa::detect(),
+            columns: 1024,
+            rows: None,
+            room: 0,
+        }
+    }
+
+    /// Outputs and gradients of the two passes, and those of the fused one.
+    fn run(&self, threads: usize) -> [Found; 2] {
+        let pool = Threads::new(threads).unwrap();
+        let tile = self.rows.map(|rows| Tile::new(rows, 1).unwrap());
+        let launch = Launch { isa: self.isa, tile, pool: &pool };
+        let labels = Labels::from(self.labels.as_slice());
+        let linear = Linear::new(self.options, self.shape, labels, launch, self.columns).unwrap();
+        let bias = self.bias.as_deref().map(widened);
+        let operands =
+            Operands { hidden: &self.hidden[..], weight: &self.weight, bias: bias.as_deref() };
+        let scratch = |makes_gradients| {
+            let bytes = scratch_bytes(self.shape, E::DTYPE, self.columns, makes_gradients);
+            // An odd one, since nobody says that scratch is aligned.
+            vec![POISON; bytes + if makes_gradients { self.room } else { 0 } + 1]
+        };
+        let (tokens, poison) = (self.shape.tokens(), E::from_f32(7.25e3));
+        let mut both = [(); 2].map(|()| Found::default());
+        for (fused, found) in both.iter_mut().enumerate() {
+            let mut tokenwise = [(); 4].map(|()| vec![7.25e3_f32; tokens]);
+            let mut dhidden = vec![poison; self.hidden.len()];
+            let mut dweight = vec![poison; self.weight.len()];
+            let mut dbias = bias.clone().unwrap_or_default();
+            let [loss, logps, lse, lse_low] = tokenwise.each_mut().map(|x| Some(&mut x[..]));
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+            let gradients = Gradients {
+                hidden: &mut dhidden,
+                weight: &mut dweight,
+                bias: bias.as_ref().map(|_| &mut dbias[..]),
+            };
+            let mut for_gradients = scratch(true);
+            let [g, h, k] = &self.cotangents;
+            if fused == 1 {
+                let scratch = &mut for_gradients[1..];
+                linear.fused(operands, g, outputs, gradients, scratch).unwrap();
+            } else {
+                linear.forward(operands, outputs, &mut scratch(false)[1..]).unwrap();
+                let saved = SavedLse { lse: &tokenwise[2], lse_low: Some(&tokenwise[3]) };
+                let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+                let scratch = &mut for_gradients[1..];
+                linear.backward(operands, saved, cotangents, gradients, scratch).unwrap();
+            }
+            let [hidden, weight] = [&dhidden, &dweight].map(|x| widened(x));
+            *found = Found { tokenwise, hidden, weight, bias: dbias };
+        }
+        both
+    }
+
+    /// Holds both passes against float64.
+    fn check(&self, what: &str) {
+        let labels = Labels::from(self.labels.as_slice());
+        let checked = Checked::new(
+            &self.options,
+            self.shape,
+            &self.hidden,
+            &self.weight,
+            self.bias.as_deref(),
+            labels,
+        )
+        .unwrap();
+        let expected = outputs(&self.options, &checked);
+        let both = self.run(2);
+        for (fused, found) in both.iter().enumerate() {
+            let what = format!("{what} {} {} {:?} fused {fused}", E::DTYPE, self.isa, self.shape);
+            self.check_outputs(&what, &checked, &expected, found);
+            let cotangents = |token: usize| {
+                let [g, h, k] = self.cotangents.each_ref().map(|x| f64::from(x[token]));
+                let others = if fused == 1 { [0.0; 2] } else { [h, k] };
+                TokenCotangents { loss: g, logps: others[0], lse: others[1] }
+            };
+            let exact = gradients(&self.options, &checked, &expected, cotangents);
+            let size = pull_back(&checked, Factors::Magnitudes, |token, logits, bound| {
+                let [p, flat] = self.magnitudes(token, expected[token].lse, cotangents(token));
+                for (bound, z) in bound.iter_mut().zip(logits) {
+                    let z = self.options.cap(*z);
+                    *bound = p * (z - expected[token].lse).exp() + flat;
+                }
+                if let Ok(label) = usize::try_from(self.labels[token])
+                    && label < bound.len()
+                {
+                    bound[label] += p;
+                }
+            });
+            // A logit that rounds to the other neighbour moves p by a unit of its dtype.
+            let slack = match E::DTYPE {
+                DType::F32 => 2e-4,
+                _ => 16.0 * E::DTYPE.ulp(1.0),
+            };
+            for (name, actual, exact, size) in [
+                ("dhidden", &found.hidden, &exact.hidden, &size.hidden),
+                ("dweight", &found.weight, &exact.weight, &size.weight),
+                ("dbias", &found.bias, &exact.bias, &size.bias),
+            ] {
+                if name == "dbias" && self.bias.is_none() {
+                    continue;
+                }
+                for (i, (&actual, (&exact, &size))) in
+                    actual.iter().zip(exact.iter().zip(size)).enumerate()
+                {
+                    let bound = slack * size + 2.0 * E::DTYPE.ulp(exact) + 1e-30;
+                    let error = (f64::from(actual) - exact).abs();
+                    assert!(
+                        error <= bound,
+                        "{what}: {name} {i} is {actual}, exactly {exact}: off by {error:e}, more \
+                         than {bound:e}"
+                    );
+                }
+            }
+        }
+        // Neither threads nor where logits are kept change a bit.
+        let again = self.run(3);
+        assert!(both.each_ref().map(Found::bits) == again.map(|found| found.bits()), "{what}");
+    }
+
+    /// What a gradient is made of, times the probability and by itself.
+    fn magnitudes(&self, token: usize, lse: f64, of: TokenCotangents) -> [f64; 2] {
+        if self.labels[token] == self.options.ignore_index {
+            return [0.0; 2];
+        }
+        let g = of.loss.abs();
+        let p = g * (1.0 + 2.0 * self.options.z_loss * lse.abs()) + of.logps.abs() + of.lse.abs();
+        [p, g * self.options.label_smoothing / self.shape.vocab() as f64]
+    }
+
+    fn check_outputs(
+        &self,
+        what: &str,
+        checked: &Checked<'_, E>,
+        expected: &[TokenForward],
+        found: &Found,
+    ) {
+        // What a row of logits is about, and so what its rounding is worth.
+        let sizes =
+            map_rows(checked, |_, logits| logits.iter().fold(1.0, |a: f64, z| a.max(z.abs())));
+        for (token, expected) in expected.iter().enumerate() {
+            let exact = [expected.loss, expected.logps, expected.lse];
+            let names = ["loss", "logps", "lse"];
+            for ((name, exact), actual) in names.into_iter().zip(exact).zip(&found.tokenwise) {
+                let unit = E::DTYPE.ulp(sizes[token]).max(f64::from(f32::EPSILON) * sizes[token]);
+                let bound = match E::DTYPE {
+                    DType::F32 => 64.0 * unit * (1.0 + exact.abs()),
+                    _ => unit * (1.0 + 2.0 * self.options.z_loss * expected.lse.abs()),
+                };
+                let error = (f64::from(actual[token]) - exact).abs();
+                assert!(
+                    error <= bound,
+                    "{what}: {name} {token} is {}, exactly {exact}: more than {bound:e} off",
+                    actual[token]
+                );
+            }
+        }
+    }
+}
+
+/// Runs `body` for every dtype.
+macro_rules! for_each_dtype {
+    ($body:ident, $what:literal) => {
+        let mut rng = common::fresh_rng($what);
+        $body::<f32>(&mut rng);
+        $body::<bf16>(&mut rng);
+        $body::<f16>(&mut rng);
+    };
+}
+
+fn some_options() -> CrossEntropy {
+    CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, softcap: Some(4.0), ignore_index: 0 }
+}
+
+#[test]
+fn values_and_gradients_of_awkward_shapes() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        for shape in [[1, 1, 1], [1, 5, 3], [3, 1, 40], [37, 19, 61], [130, 33, 257], [9, 64, 100]]
+        {
+            for axis in [VocabAxis::First, VocabAxis::Last] {
+                let mut case = Case::<E>::new(rng, shape, axis);
+                case.check("plain");
+                for (columns, room, rows) in
+                    [(32, 0, None), (50, 999, Some(7)), (16, 1 << 16, None)]
+                {
+                    (case.columns, case.room, case.rows) = (columns, room, rows);
+                    case.check("in slabs");
+                }
+                case.options = some_options();
+                case.check("with options");
+                case.options.softcap = None;
+                case.bias = None;
+                case.check("without bias");
+            }
+        }
+    }
+    for_each_dtype!(body, "awkward shapes");
+}
+
+#[test]
+fn every_instruction_set() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        for isa in Isa::available() {
+            let mut case = Case::<E>::new(rng, [70, 40, 333], VocabAxis::First);
+            (case.isa, case.columns) = (isa, 100);
+            case.check("instruction set");
+        }
+    }
+    for_each_dtype!(body, "instruction sets");
+}
+
+#[test]
+fn where_logits_are_kept_changes_no_bit() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        let mut case = Case::<E>::new(rng, [90, 30, 500], VocabAxis::First);
+        case.columns = 64;
+        let mut fused = |room| {
+            case.room = room;
+            let [_, found] = case.run(2);
+            found.tokenwise
+        };
+        let least = fused(0);
+        for room in [10_000, 50_000, 1 << 20] {
+            assert_eq!(fused(room), least);
+        }
+    }
+    for_each_dtype!(body, "kept logits");
+}
+
+#[test]
+fn tokens_that_take_no_part() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        let mut case = Case::<E>::new(rng, [20, 8, 77], VocabAxis::First);
+        case.columns = 30;
+        for token in 0..20 {
+            if token % 2 == 0 {
+                case.labels[token] = -100;
+            } else if token % 3 == 0 {
+                case.cotangents.iter_mut().for_each(|cotangent| cotangent[token] = 0.0);
+            }
+        }
+        case.check("ignored");
+        let both = case.run(2);
+        for found in &both {
+            for token in (0..20).filter(|token| token % 2 == 0 || token % 3 == 0) {
+                assert!(found.hidden[token * 8..][..8].iter().all(|&x| x == 0.0));
+            }
+        }
+        case.labels.fill(-100);
+        let everything_is_0 = |found: &Found| {
+            [&found.hidden, &found.weight, &found.bias]
+                .into_iter()
+                .all(|gradient| gradient.iter().all(|&x| x == 0.0))
+        };
+        assert!(case.run(2).iter().all(everything_is_0));
+    }
+    for_each_dtype!(body, "idle tokens");
+}
+
+#[test]
+fn a_label_out_of_range_spoils_its_own_token() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        let mut case = Case::<E>::new(rng, [6, 8, 40], VocabAxis::First);
+        case.columns = 16;
+        let good = case.run(2);
+        (case.labels[1], case.labels[4]) = (40, -7);
+        for (found, good) in case.run(2).iter().zip(&good) {
+            for token in 0..6 {
+                let spoilt = token == 1 || token == 4;
+                let [loss, logps, lse, _] = &found.tokenwise;
+                assert_eq!(loss[token].is_nan() && logps[token].is_nan(), spoilt);
+                assert_eq!(lse[token], good.tokenwise[2][token]);
+                let row = token * 8..token * 8 + 8;
+                assert_eq!(found.hidden[row.clone()].iter().all(|x| x.is_nan()), spoilt);
+                assert_eq!(found.hidden[row.clone()] == good.hidden[row], !spoilt);
+            }
+            assert!(found.weight.iter().all(|x| x.is_nan()));
+        }
+    }
+    for_each_dtype!(body, "labels out of range");
+}
+
+#[test]
+fn no_tokens_have_no_gradient() {
+    let mut rng = common::fresh_rng("no tokens");
+    for axis in [VocabAxis::First, VocabAxis::Last] {
+        let case = Case::<bf16>::new(&mut rng, [0, 3, 50], axis);
+        for found in case.run(2) {
+            assert!(found.weight.iter().chain(&found.bias).all(|&x| x == 0.0));
+        }
+    }
+}
+
+#[test]
+fn what_disagrees_is_named() {
+    let pool = Threads::new(1).unwrap();
+    let launch = Launch { isa: Isa::detect(), tile: None, pool: &pool };
+    let shape = LinearShape::new([2, 3], [5, 3], None).unwrap();
+    let labels = [0_i32, 1];
+    let linear = |columns, labels| {
+        Linear::new(CrossEntropy::default(), shape, Labels::from(labels), launch, columns)
+    };
+    assert_eq!(
+        linear(0, &labels[..]).err().unwrap().to_string(),
+        "tile columns is 0; it must be at least 1"
+    );
+    assert_eq!(
+        linear(5, &labels[..1]).err().unwrap().to_string(),
+        "labels holds 1 elements; [T] needs 2"
+    );
+    let linear = linear(5, &labels).unwrap();
+    let refuse = |[hidden, weight, bias, short]: [usize; 4]| {
+        let [hidden, weight, bias] = [hidden, weight, bias].map(|length| vec![0.0_f32; length]);
+        let operands = Operands { hidden: &hidden[..], weight: &weight, bias: Some(&bias) };
+        let bytes = scratch_bytes(shape, DType::F32, 5, false);
+        let mut scratch = vec![0; bytes - short];
+        linear.forward(operands, TokenOutputs::default(), &mut scratch).unwrap_err().to_string()
+    };
+    assert_eq!(refuse([5, 15, 5, 0]), "hidden holds 5 elements; [T, D] needs 6");
+    assert_eq!(refuse([6, 14, 5, 0]), "weight holds 14 elements; [V, D] needs 15");
+    assert_eq!(refuse([6, 15, 4, 0]), "bias holds 4 elements; [V] needs 5");
+    assert!(refuse([6, 15, 5, 1]).starts_with("scratch holds "));
+}

@@ -1,0 +1,233 @@
+//! Linear cross-entropy on the CPU.
+
+use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
+use xentile::{Element, Tile};
+use xentile_cpu::Isa;
+use xentile_cpu::cross_entropy::{Cotangents, Launch, SavedLse, TokenOutputs};
+use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands};
+use xla_ffi::{
+    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Decoder, Parameter, Result, ThreadPool,
+};
+
+use super::{check_tokens, invalid, shape, vocab_axis};
+use crate::cpu::{Pool, ask_for_huge_pages};
+use crate::cross_entropy::cpu::to_labels;
+use crate::cross_entropy::{Extent, Options};
+use crate::dtype::with_element;
+use crate::table::{HOST, target_list};
+
+target_list! {
+    HOST;
+
+    /// loss, logps, lse and lse_low of each token.
+    "xentile_linear_cross_entropy_forward", Execute:
+    fn xentile_linear_cross_entropy_forward_host = forward(
+        hidden, weight, labels, loss, logps, lse, lse_low, scratch, options, cut, every_token, pool,
+    );
+
+    /// dhidden and dweight, from the lse that forward gave and the cotangents of what it gave.
+    "xentile_linear_cross_entropy_backward", Execute:
+    fn xentile_linear_cross_entropy_backward_host = backward(
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, dhidden, dweight, scratch,
+        options, cut, pool,
+    );
+
+    /// loss, lse, lse_low, dhidden and dweight, from the cotangents of the loss.
+    "xentile_linear_cross_entropy_fused", Execute:
+    fn xentile_linear_cross_entropy_fused_host = fused(
+        hidden, weight, labels, dloss, loss, lse, lse_low, dhidden, dweight, scratch,
+        options, cut, every_token, pool,
+    );
+}
+
+/// How the problem is cut.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    vocab_axis: VocabAxis,
+    columns: usize,
+}
+
+impl<'a> Parameter<'a> for Cut {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let Extent(columns) = decoder.parameter("chunk_columns")?;
+        Ok(Self { vocab_axis: vocab_axis(decoder)?, columns })
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn forward(
+    hidden: AnyBuffer,
+    weight: AnyBuffer,
+    labels: AnyBuffer,
+    loss: BufferMut<f32>,
+    logps: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    scratch: BufferMut<u8>,
+    options: Options,
+    cut: Cut,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let named = [
+        ("loss", loss.dims()),
+        ("logps", logps.dims()),
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+    ];
+    check_tokens(labels.dims(), &named)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: Some(logps.into_slice()),
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let scratch = scratch.into_slice();
+    with_element!(hidden.dtype(), "hidden", E => {
+        call.linear()?.forward(call.operands::<E>()?, outputs, scratch).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn backward(
+    hidden: AnyBuffer,
+    weight: AnyBuffer,
+    labels: AnyBuffer,
+    lse: Buffer<f32>,
+    lse_low: Buffer<f32>,
+    dloss: Buffer<f32>,
+    dlogps: Buffer<f32>,
+    dlse: Buffer<f32>,
+    dhidden: AnyBufferMut,
+    dweight: AnyBufferMut,
+    scratch: BufferMut<u8>,
+    options: Options,
+    cut: Cut,
+    pool: ThreadPool,
+) -> Result {
+    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let named = [
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+        ("dloss", dloss.dims()),
+        ("dlogps", dlogps.dims()),
+        ("dlse", dlse.dims()),
+    ];
+    check_tokens(labels.dims(), &named)?;
+    let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
+    let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
+    let scratch = scratch.into_slice();
+    with_element!(hidden.dtype(), "hidden", E => {
+        let (operands, gradients) = (call.operands::<E>()?, call.gradients::<E>(dhidden, dweight)?);
+        let linear = call.linear()?;
+        linear.backward(operands, saved, cotangents, gradients, scratch).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn fused(
+    hidden: AnyBuffer,
+    weight: AnyBuffer,
+    labels: AnyBuffer,
+    dloss: Buffer<f32>,
+    loss: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    dhidden: AnyBufferMut,
+    dweight: AnyBufferMut,
+    scratch: BufferMut<u8>,
+    options: Options,
+    cut: Cut,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let named = [
+        ("dloss", dloss.dims()),
+        ("loss", loss.dims()),
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+    ];
+    check_tokens(labels.dims(), &named)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: None,
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let scratch = scratch.into_slice();
+    with_element!(hidden.dtype(), "hidden", E => {
+        let (operands, gradients) = (call.operands::<E>()?, call.gradients::<E>(dhidden, dweight)?);
+        call.linear()?.fused(operands, &dloss, outputs, gradients, scratch).map_err(invalid)
+    })
+}
+
+/// What every pass has.
+struct Call<'a> {
+    hidden: AnyBuffer<'a>,
+    weight: AnyBuffer<'a>,
+    labels: AnyBuffer<'a>,
+    shape: LinearShape,
+    options: Options,
+    columns: usize,
+    pool: Pool<'a>,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        hidden: AnyBuffer<'a>,
+        weight: AnyBuffer<'a>,
+        labels: AnyBuffer<'a>,
+        options: Options,
+        cut: Cut,
+        pool: ThreadPool<'a>,
+    ) -> Result<Self> {
+        let shape = shape(hidden.dims(), weight.dims(), labels.dims(), cut.vocab_axis)?;
+        let pool = Pool(pool);
+        Ok(Self { hidden, weight, labels, shape, options, columns: cut.columns, pool })
+    }
+
+    fn linear(&self) -> Result<Linear<'_>> {
+        let [time_block, _] = self.options.extents();
+        // Columns are those of a chunk.
+        let tile = time_block.map(|rows| Tile::new(rows, self.columns));
+        let tile = tile.transpose().map_err(invalid)?;
+        let launch = Launch { isa: Isa::detect(), tile, pool: &self.pool };
+        let labels = to_labels(self.labels)?;
+        Linear::new(self.options.contract, self.shape, labels, launch, self.columns)
+            .map_err(invalid)
+    }
+
+    fn operands<E: Element + xla_ffi::Element>(&self) -> Result<Operands<'a, E>> {
+        Ok(Operands {
+            hidden: self.hidden.typed::<E, ANY_RANK>()?.as_slice(),
+            weight: self.weight.typed::<E, ANY_RANK>()?.as_slice(),
+            bias: None,
+        })
+    }
+
+    /// Where gradients go, each of the shape of its operand.
+    fn gradients<E: Element + xla_ffi::Element>(
+        &self,
+        hidden: AnyBufferMut<'a>,
+        weight: AnyBufferMut<'a>,
+    ) -> Result<Gradients<'a, E>> {
+        for (name, gradient, expected) in [
+            ("dhidden", hidden.dims(), self.hidden.dims()),
+            ("dweight", weight.dims(), self.weight.dims()),
+        ] {
+            if gradient != expected {
+                return Err(invalid(format_args!(
+                    "`{name}` has shape {gradient:?}; it must be {expected:?}"
+                )));
+            }
+        }
+        let weight = weight.typed::<E, ANY_RANK>()?.into_slice();
+        ask_for_huge_pages(weight);
+        let hidden = hidden.typed::<E, ANY_RANK>()?.into_slice();
+        Ok(Gradients { hidden, weight, bias: None })
+    }
+}
