@@ -12,7 +12,7 @@ from .. import pallas
 from ..cross_entropy.options import Options, check_options, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import Implementation, choose
-from . import on_cuda, on_tpu, reference, schedules
+from . import on_cpu, on_cuda, on_tpu, reference, schedules
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
@@ -173,13 +173,15 @@ def explain(
       ValueError: shapes that disagree, a budget below the least, or an unknown platform.
     """
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
-    plan, cuda = _plans(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
+    plan, cuda, cpu = _plans(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
     if platform is None:
         device = jax.devices()[0]
         known = {"gpu": "cuda", "tpu": device.device_kind}
         platform = known.get(device.platform, "cpu")
     if platform == "cuda" and cuda is not None:
         return cuda
+    if platform == "cpu" and cpu is not None and on_cpu.has_library():
+        return cpu
     if platform in ("cpu", "cuda"):
         return plan
     return on_tpu.plan(_tpu(platform), plan, hidden, weight, bias, axis)
@@ -308,8 +310,8 @@ def _plans(
     vocab_axis: int,
     reduced: bool,
     max_scratch_bytes: int | None,
-) -> tuple[Plan, Plan | None]:
-    """Returns the plan, and what takes its place on NVIDIA's GPUs, where something does."""
+) -> tuple[Plan, Plan | None, Plan | None]:
+    """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything."""
     if max_scratch_bytes is not None:
         try:
             max_scratch_bytes = operator.index(max_scratch_bytes)
@@ -320,4 +322,5 @@ def _plans(
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     plan = plans.choose(problem, max_scratch_bytes)
-    return plan, on_cuda.choose(problem, plan.max_scratch_bytes)
+    limit = plan.max_scratch_bytes
+    return plan, on_cuda.choose(problem, limit), on_cpu.choose(problem, limit)

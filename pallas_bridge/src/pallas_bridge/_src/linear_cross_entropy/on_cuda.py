@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from .. import library
-from ..compat import varying_like
-from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
-from . import two_passes
+from . import one_call, two_passes
 from .plan import MIB, STEP, Plan, Problem
 
 # What products have to work in: so much beyond the budget, as numbers of a token are, and up to so
@@ -35,9 +28,6 @@ TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 LEAST = 128
 # Slots that logits may be kept in.
 SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-# The calls, by the name of the pass that follows.
-TARGET = "xentile_linear_cross_entropy"
 
 Extents = tuple[int, int]
 
@@ -288,10 +278,7 @@ def _extents(total: int) -> tuple[int, ...]:
 
 def has_library() -> bool:
     """Whether the library is there and has the calls; where not, lowering the others says why."""
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    return any(target.target == f"{TARGET}_fused" for target in outcome[1].targets)
+    return one_call.has_library("CUDA")
 
 
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
@@ -303,35 +290,16 @@ def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any
 
 
 def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: Any) -> Any:
-    hidden, weight, _, labels, *others = operands
-    flat = [hidden, weight, labels, *jax.tree.leaves(others)]
-    per_token = varying_like(hidden, labels.shape, jnp.dtype(jnp.float32))
-    gradients = [varying_like(hidden, x.shape, x.dtype) for x in (hidden, weight)]
-    results = {
-        "forward": [per_token] * 4,
-        "backward": gradients,
-        "fused": [per_token] * 3 + gradients,
-    }[name]
-    scratch = varying_like(hidden, (plan.scratch_bytes,), jnp.dtype(jnp.uint8))
-    call = jax.ffi.ffi_call(f"{TARGET}_{name}", [*results, scratch], vmap_method="sequential")
-    every_token = None if name == "backward" else options.every_token
-    cut = {
-        "vocab_axis": np.int64(vocab_axis),
-        "chunk_tokens": np.int64(plan.tokens),
-        "chunk_columns": np.int64(plan.columns),
-    }
+    hidden, weight, *_ = operands
     problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
-    workspace = WORKSPACE + plan.scratch_bytes - Cut.of(plan).scratch(problem)
-    cut["workspace_bytes"] = np.int64(workspace)
+    cut = {
+        "vocab_axis": vocab_axis,
+        "chunk_tokens": plan.tokens,
+        "chunk_columns": plan.columns,
+        "workspace_bytes": WORKSPACE + plan.scratch_bytes - Cut.of(plan).scratch(problem),
+    }
     if plan.kept is not None:
-        columns, slot = plan.kept
-        cut |= {"kept_columns": np.int64(columns), "kept_slot": np.int64(slot)}
+        cut["kept_columns"], cut["kept_slot"] = plan.kept
     if plan.apart is not None:
-        tokens, columns = plan.apart
-        cut |= {"apart_tokens": np.int64(tokens), "apart_columns": np.int64(columns)}
-    *found, _ = call(*flat, **dict(attributes(options, every_token)), **cut)
-    if name == "forward":
-        return tuple(found)
-    *numbers, of_hidden, of_weight = found
-    made = (of_hidden, of_weight, None)
-    return made if name == "backward" else (*numbers, made)
+        cut["apart_tokens"], cut["apart_columns"] = plan.apart
+    return one_call.make(name, options, cut, plan.scratch_bytes, *operands)

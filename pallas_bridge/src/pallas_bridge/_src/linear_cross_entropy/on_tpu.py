@@ -6,7 +6,7 @@ array that XLA would have to cut over a mesh: there, the plan of every other pla
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -102,19 +102,18 @@ def choose(
     work: Pass,
     usual: Callable[..., Any],
     without: Callable[..., Any],
-    on_cuda: Callable[..., Any] | None,
+    others: Mapping[str, Callable[..., Any]],
     *operands: Any,
 ) -> Any:
     """Returns usual(*operands), or what kernels make of them where the program is for TPUs.
 
-    Where it is, but these do not suit it, without(*operands): it has no kernels at all. Where it is
-    for NVIDIA's GPUs, on_cuda(*operands), if there is that.
+    Where it is, but these do not suit it, without(*operands): it has no kernels at all. On the
+    platforms of `others`, what these make of them.
     """
     if work.options.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
         return work.function(target, (True, True))(*operands)
-    others = {} if on_cuda is None else {"cuda": on_cuda}
     if work.options.implementation == "custom_call":
         return jax.lax.platform_dependent(*operands, **others, default=usual)
 

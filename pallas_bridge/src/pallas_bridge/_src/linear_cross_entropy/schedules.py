@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from . import columns, on_cuda, on_tpu, tokens
+from . import columns, on_cpu, on_cuda, on_tpu, tokens
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
@@ -26,13 +26,15 @@ class Schedule:
     options: Options
     products: Products
     plan: Plan
-    # What takes its place on NVIDIA's GPUs, where something does.
+    # What takes its place on NVIDIA's GPUs and on CPUs, where something does.
     cuda: Plan | None
+    cpu: Plan | None
 
     @property
     def is_fused(self) -> bool:
         """Whether gradients come with the loss where the reduction is inside."""
-        return self.plan.products < 4 or (self.cuda is not None and self.cuda.products < 4)
+        plans = (self.plan, self.cuda, self.cpu)
+        return any(plan is not None and plan.products < 4 for plan in plans)
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
@@ -65,13 +67,17 @@ class Schedule:
         if plan.schedule == "tokens":
             usual = partial(getattr(tokens, name), options, products, plan.tokens)
         work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
-        return on_tpu.choose(work, usual, without, self._on_cuda(name, options), *arrays)
+        return on_tpu.choose(work, usual, without, self._calls(name, options), *arrays)
 
-    def _on_cuda(self, name: str, options: Options) -> Any:
-        """What runs on NVIDIA's GPUs, where that is not what runs everywhere."""
-        if self.cuda is None or not on_cuda.has_library():
-            return None
-        return partial(on_cuda.run, name, options, self.products.vocab_axis, self.cuda)
+    def _calls(self, name: str, options: Options) -> dict[str, Any]:
+        """What runs on a platform, by its name, where that is not what runs everywhere."""
+        fixed = (name, options, self.products.vocab_axis)
+        calls = {}
+        if self.cuda is not None and on_cuda.has_library():
+            calls["cuda"] = partial(on_cuda.run, *fixed, self.cuda)
+        if self.cpu is not None and on_cpu.has_library():
+            calls["cpu"] = partial(on_cpu.run, *fixed, self.cpu)
+        return calls
 
 
 def per_token(

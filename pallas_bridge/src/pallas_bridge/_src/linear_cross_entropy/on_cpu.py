@@ -1,0 +1,93 @@
+"""Where a program is for CPUs: one call of the library's for all chunks of columns.
+
+XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
+The library widens a slab of the weight at a time, and keeps logits in the memory of dweight until
+their gradient is made.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from ..cross_entropy.options import Options
+from . import one_call
+from .plan import Plan, Problem
+
+# Columns of a slab: the most that gain anything, and the fewest that products are worth making of.
+COLUMNS = (1024, 768, 512, 384, 256, 128)
+# What the library allocates for a token.
+PER_TOKEN = 128
+
+
+@lru_cache
+def choose(problem: Problem, limit: int) -> Plan | None:
+    """Returns the plan that may be fastest of those that fit; None where XLA's chunks stay."""
+    # Products of f32 operands are as fast in XLA, which takes a bias too.
+    if problem.bias or problem.hidden_bytes == 4:
+        return None
+    if 0 in (problem.tokens, problem.hidden, problem.vocab):
+        return None
+    for columns in COLUMNS:
+        chunk = min(columns, problem.vocab)
+        least = _scratch(problem, chunk, makes_gradients=True) + PER_TOKEN * problem.tokens
+        if least <= limit:
+            return _plan(problem, chunk, least, limit)
+    return None
+
+
+def _plan(problem: Problem, columns: int, least: int, limit: int) -> Plan:
+    plan = Plan("library", problem.tokens, columns, 4, least, limit)
+    if not problem.reduced:
+        return plan
+    column_bytes = problem.tokens * problem.hidden_bytes
+    room, again = (limit - least) // column_bytes, 0
+    kept = 0
+    for count in _not_in_place(problem, columns):
+        if kept + count <= room:
+            kept += count
+        else:
+            again += count
+    return replace(
+        plan, products=3 + again / problem.vocab, scratch_bytes=least + kept * column_bytes
+    )
+
+
+def _not_in_place(problem: Problem, most: int) -> Iterator[int]:
+    """The columns of each slab that finds no room in the memory of dweight.
+
+    As `keeping` in crates/xentile-cpu/src/linear_cross_entropy/cut.rs.
+    """
+    n, d, left = problem.tokens, problem.hidden, problem.vocab
+    while left > 0:
+        in_place = 0 if problem.vocab_is_last else min(most, left, left * d // n)
+        taken = max(math.ceil(in_place * n / d), in_place) if in_place else left
+        for start in range(in_place, taken, most):
+            yield min(most, taken - start)
+        left -= taken
+
+
+def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
+    """Bytes of a call's scratch, as `Layout` in that file lays it out, but for kept logits."""
+    n, d = problem.tokens, problem.hidden
+    is_short = problem.hidden_bytes < 4
+    of_hidden = is_short * (1 + makes_gradients) * n * d
+    of_weight = columns * d if is_short or problem.vocab_is_last else 0
+    return 4 * (of_hidden + of_weight + n * columns + 1)
+
+
+def has_library() -> bool:
+    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
+    return one_call.has_library("Host")
+
+
+def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
+    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, no bias, labels and more."""
+    hidden, weight, *_ = operands
+    problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
+    scratch = _scratch(problem, plan.columns, makes_gradients=name != "forward")
+    if name == "fused":
+        scratch = plan.scratch_bytes - PER_TOKEN * problem.tokens
+    cut = {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}
+    return one_call.make(name, options, cut, scratch, *operands)
