@@ -75,10 +75,9 @@ def test_info_says_what_runs_where() -> None:
         {target.target for target in loaded.targets if target.platform == platform}
         for platform in ("Host", "CUDA")
     )
+    everywhere |= {f"xentile_linear_cross_entropy_{name}" for name in passes}
     assert of_host == everywhere
-    if of_cuda:
-        linear = {f"xentile_linear_cross_entropy_{name}" for name in passes}
-        assert of_cuda == everywhere | linear
+    assert of_cuda in (everywhere, set())
     rows = {row.platform: row for row in info.platforms}
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason
     has_cuda = any(target.platform == "CUDA" for target in loaded.targets)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
-from pallas_bridge._src.linear_cross_entropy import on_cuda
+from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
@@ -154,15 +154,50 @@ def hold_against_the_dense_program(
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("has_library", [False, True])
 def test_no_further_from_float64_than_the_dense_program(
-    rng: np.random.Generator, dtype: str, budget: str | None, reduction: str
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    has_library: bool,
+    dtype: str,
+    budget: str | None,
+    reduction: str,
 ) -> None:
+    monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
     hidden, weight, _, labels = problem(rng, dtype)
     limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
     plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cpu")
-    assert plan.schedule == (budget or "tokens")
+    one_call = has_library and budget != "both"
+    assert plan.schedule == ("library" if one_call else budget or "tokens")
     options = {"reduction": reduction, "ignore_index": 7}
     hold_against_the_dense_program(rng, (hidden, weight, labels), limit, **options)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("mib", [1, 2, 20])
+def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) -> None:
+    hidden, weight, _, labels = problem(rng, jnp.bfloat16, tokens=300)
+    how = {"vocab_axis": axis, "max_scratch_bytes": mib * 2**20}
+    weight = weight.T if axis else weight
+    plan = explain(hidden, weight, platform="cpu", **how)
+    # In the memory of dweight 24 columns of a row, and in the scratch those of 300 as can be.
+    assert plan.schedule == "library"
+    assert (plan.products == 3) == (mib == 20), plan
+
+    def f(x: Any, w: Any, **how: Any) -> Any:
+        return linear_cross_entropy(x, w, labels, reduction="sum", vocab_axis=axis, **BOTH, **how)
+
+    def of(**how: Any) -> Any:
+        return jax.jit(jax.value_and_grad(partial(f, **how), (0, 1)))(hidden, weight)
+
+    found = of(max_scratch_bytes=mib * 2**20)
+    usual = of()
+    for actual, expected in zip(jax.tree.leaves(found), jax.tree.leaves(usual), strict=True):
+        assert error(actual, np.asarray(expected, np.float64)) < 2e-2
+    dense = of(implementation="reference")
+    for actual, expected in zip(jax.tree.leaves(found), jax.tree.leaves(dense), strict=True):
+        assert error(actual, np.asarray(expected, np.float64)) < 3e-2
 
 
 @pytest.mark.numbers
@@ -264,6 +299,28 @@ def test_shard_map_sums_the_gradient_of_the_weight(
         assert error(actual, np.asarray(want)) < 2e-5
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("mib", [6, 12, 40, 100])
+def test_calls_of_a_cpu_stay_within_the_budget(mib: int, reduction: str) -> None:
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((20011, 512), jnp.bfloat16)
+    how: dict[str, Any] = {"reduction": reduction, "max_scratch_bytes": mib * 2**20}
+    plan = explain(x, w, platform="cpu", **how)
+    assert plan.schedule == "library" and plan.scratch_bytes <= mib * 2**20
+
+    def f(x: Any, w: Any) -> Any:
+        return linear_cross_entropy(x, w, jnp.zeros(1024, jnp.int32), **how).sum()
+
+    compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(x, w).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes <= plan.scratch_bytes + 2**16, plan
+    passes = ["fused"] if reduction == "mean" else ["forward", "backward"]
+    found = re.findall(
+        r"custom_call_target=\"xentile_linear_cross_entropy_(\w+)\"", compiled.as_text()
+    )
+    assert found == passes
+
+
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_temporaries_stay_within_the_budget(budget: str | None) -> None:
     tokens, width, vocab = 4096, 64, 20011
@@ -282,7 +339,33 @@ def test_temporaries_stay_within_the_budget(budget: str | None) -> None:
     assert memory.temp_size_in_bytes <= plan.max_scratch_bytes + 16 * 2**20, plan
 
 
-def test_plans_take_what_they_are_given() -> None:
+def test_plans_for_cpus_fit(rng: np.random.Generator) -> None:
+    schedules = set()
+    for _ in range(60):
+        tokens, width, vocab = (int(2 ** rng.uniform(0, most)) for most in (15, 11, 18))
+        reduced, dtype = bool(rng.integers(2)), rng.choice([jnp.bfloat16, jnp.float16])
+        budget = int(2 ** rng.uniform(22, 33))
+        axis = int(rng.integers(2))
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        w = jax.ShapeDtypeStruct((width, vocab) if axis else (vocab, width), dtype)
+        how = {"reduction": "mean" if reduced else "none", "max_scratch_bytes": budget}
+        try:
+            plan = explain(x, w, vocab_axis=axis, platform="cpu", **how)
+        except ValueError as refusal:
+            assert "the least" in str(refusal)
+            continue
+        assert plan.scratch_bytes <= budget, plan
+        schedules.add(plan.schedule)
+        if plan.schedule == "library":
+            assert 3 <= plan.products <= 4 and plan.columns <= vocab
+            assert plan.products == 4 or (reduced and dtype == jnp.bfloat16)
+            if plan.products < 4 and tokens <= width and axis == 0:
+                assert plan.products == 3
+    assert "library" in schedules
+
+
+def test_plans_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cpu, "has_library", lambda: False)
     plan_of = partial(explain, platform="cpu")
     x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
