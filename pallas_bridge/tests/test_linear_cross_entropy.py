@@ -299,6 +299,36 @@ def test_shard_map_sums_the_gradient_of_the_weight(
         assert error(actual, np.asarray(want)) < 2e-5
 
 
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_calls_of_a_cpu_are_for_one_device(rng: np.random.Generator, reduction: str) -> None:
+    hidden, weight, _, labels = problem(rng, jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut, whole = P("tokens"), P()
+
+    def f(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, ignore_index=7, reduction=reduction).sum()
+
+    def of_part(*arrays: Any) -> Any:
+        return jax.lax.psum(f(*arrays), "tokens")
+
+    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    placed = [
+        jax.device_put(x, jax.NamedSharding(mesh, spec))
+        for x, spec in ((hidden, cut), (weight, whole), (labels, cut))
+    ]
+    expected = jax.value_and_grad(f, (0, 1))(hidden, weight, labels)
+    for function, calls in ((f, False), (mapped, True)):
+        compiled = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*placed).compile()
+        text = compiled.as_text()
+        # XLA cuts no call over a mesh: it would gather its operands.
+        assert ("xentile_linear_cross_entropy" in text) == calls and "all-gather" not in text
+        for actual, want in zip(
+            jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected), strict=True
+        ):
+            assert error(actual, np.asarray(want, np.float64)) < 2e-2
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("mib", [6, 12, 40, 100])
 def test_calls_of_a_cpu_stay_within_the_budget(mib: int, reduction: str) -> None:

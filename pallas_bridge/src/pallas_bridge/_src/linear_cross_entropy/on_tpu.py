@@ -12,16 +12,14 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
 
 from .. import pallas
 from ..compat import tell_devices
 from ..cross_entropy.options import Options
 from ..pallas import Target
-from . import two_passes
+from . import one_call, standing, two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
 
 # A tiling and which gradients it makes: of hidden, of the weight and bias.
@@ -102,62 +100,29 @@ def choose(
     work: Pass,
     usual: Callable[..., Any],
     without: Callable[..., Any],
-    others: Mapping[str, Callable[..., Any]],
+    calls: Mapping[str, Callable[..., Any]],
     *operands: Any,
 ) -> Any:
     """Returns usual(*operands), or what kernels make of them where the program is for TPUs.
 
     Where it is, but these do not suit it, without(*operands): it has no kernels at all. On the
-    platforms of `others`, what these make of them.
+    platforms of `calls`, what these make of them, unless XLA cuts the program over a mesh.
     """
     if work.options.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
         return work.function(target, (True, True))(*operands)
+    others = {name: partial(one_call.choose, call, usual) for name, call in calls.items()}
     if work.options.implementation == "custom_call":
         return jax.lax.platform_dependent(*operands, **others, default=usual)
 
-    def kernels(*operands: Any) -> Any:
-        flat, tree = jax.tree.flatten(operands)
-
-        def of_flat(*flat: Any) -> Any:
-            return without(*jax.tree.unflatten(tree, flat))
-
-        closed, shapes = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
-        keep = tuple(range(len(closed.out_avals)))
-        results = _kernels.bind(*flat, without=closed, work=work, tree=tree, keep=keep)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
+    kernels = partial(standing.bind, _kernels, without, work=work)
     return jax.lax.platform_dependent(*operands, tpu=kernels, **others, default=usual)
 
 
-_kernels = Primitive("xentile_linear_cross_entropy")
-_kernels.multiple_results = True
+_kernels = standing.primitive("xentile_linear_cross_entropy")
 # How much VMEM there is decides whether logits are made twice or three times.
 tell_devices(_kernels)
-
-
-def _avals(*_: Any, without: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
-    return [without.out_avals[index] for index in keep]
-
-
-_kernels.def_abstract_eval(_avals)
-
-
-def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing uses: gradients above all."""
-    equation = rest[-1]  # from 0.12 on JAX says more before it
-    if not any(used):
-        return [False] * len(equation.invars), None
-    keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
-    lean = equation.replace(
-        outvars=[var for var, one in zip(equation.outvars, used, strict=True) if one],
-        params={**equation.params, "keep": tuple(keep)},
-    )
-    return [True] * len(equation.invars), lean
-
-
-pe.dce_rules[_kernels] = _dead_code
 
 
 def _lower(
@@ -180,10 +145,7 @@ def _lower(
             def function(*flat: Any) -> Any:
                 return jax.tree.leaves(run(*jax.tree.unflatten(tree, flat)))
 
-    lower = mlir.lower_fun(
-        lambda *flat: [function(*flat)[index] for index in keep], multiple_results=True
-    )
-    results: Sequence[Any] = lower(ctx, *operands)
+    results: Sequence[Any] = standing.lower(ctx, function, keep, *operands)
     return results
 
 
@@ -191,52 +153,13 @@ mlir.register_lowering(_kernels, _lower)
 
 
 def _target(module: Any) -> Target | None:
-    """What a module is for; None where it is nothing that kernels are known to run on.
-
-    XLA cannot cut a kernel over a mesh. Within `shard_map` each device has one of its own.
-    """
-    context = module.axis_context
-    manual = getattr(context, "manual_axes", None)
-    if manual is None:
-        is_whole = getattr(context, "num_devices", None) in (None, 1)
-    else:
-        is_whole = {*manual} == {*context.mesh.axis_names}
-    if not is_whole:
+    """What a module is for; None where it is nothing that kernels are known to run on."""
+    if not standing.is_whole(module):
         return None
     try:
         return pallas.target(module)
     except NotImplementedError:
         return None
-
-
-def _batch(operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
-    """One after another: each has a gradient of the weight of its own."""
-    mapped = [
-        jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None
-    ]
-
-    def one(parts: Any) -> Any:
-        left = iter(parts)
-        return _kernels.bind(
-            *(x if axis is None else next(left) for x, axis in zip(operands, axes, strict=True)),
-            **how,
-        )
-
-    results = jax.lax.map(one, mapped)
-    return results, [0] * len(results)
-
-
-batching.primitive_batchers[_kernels] = _batch
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
-    # Second derivatives are those of what it stands for.
-    function, keep = jaxpr_as_fun(how["without"]), how["keep"]
-    tangents = [ad.instantiate_zeros(one) for one in tangents]
-    return jax.jvp(lambda *flat: [function(*flat)[index] for index in keep], [*primals], tangents)
-
-
-ad.primitive_jvps[_kernels] = _jvp
 
 
 def _tiles(

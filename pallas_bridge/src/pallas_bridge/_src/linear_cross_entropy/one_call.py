@@ -1,16 +1,18 @@
 """A pass as one call of the library's, for all chunks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
 
 from .. import library
-from ..compat import varying_like
 from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
+from . import standing
 
 # The calls, by the name of the pass that follows.
 TARGET = "xentile_linear_cross_entropy"
@@ -34,15 +36,15 @@ def make(
     """
     hidden, weight, _, labels, *others = operands
     flat = [hidden, weight, labels, *jax.tree.leaves(others)]
-    per_token = varying_like(hidden, labels.shape, jnp.dtype(jnp.float32))
-    gradients = [varying_like(hidden, x.shape, x.dtype) for x in (hidden, weight)]
+    per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+    gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight)]
     results = {
         "forward": [per_token] * 4,
         "backward": gradients,
         "fused": [per_token] * 3 + gradients,
     }[name]
-    scratch = varying_like(hidden, (scratch_bytes,), jnp.dtype(jnp.uint8))
-    call = jax.ffi.ffi_call(f"{TARGET}_{name}", [*results, scratch], vmap_method="sequential")
+    scratch = jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)
+    call = jax.ffi.ffi_call(f"{TARGET}_{name}", [*results, scratch])
     every_token = None if name == "backward" else options.every_token
     numbers = {key: np.int64(value) for key, value in cut.items()}
     *found, _ = call(*flat, **dict(attributes(options, every_token)), **numbers)
@@ -51,3 +53,27 @@ def make(
     *numbers_of_tokens, of_hidden, of_weight = found
     made = (of_hidden, of_weight, None)
     return made if name == "backward" else (*numbers_of_tokens, made)
+
+
+def choose(call: Callable[..., Any], usual: Callable[..., Any], *operands: Any) -> Any:
+    """Returns call(*operands), or usual(*operands) where XLA cuts the program over a mesh."""
+    return standing.bind(_call, usual, *operands, call=call)
+
+
+_call = standing.primitive("linear_cross_entropy_call")
+
+
+def _lower(
+    ctx: Any, *operands: Any, without: Any, call: Any, tree: Any, keep: tuple[int, ...]
+) -> Sequence[Any]:
+    function: Any = jaxpr_as_fun(without)
+    if standing.is_whole(ctx.module_context):
+
+        def function(*flat: Any) -> Any:
+            return jax.tree.leaves(call(*jax.tree.unflatten(tree, flat)))
+
+    results: Sequence[Any] = standing.lower(ctx, function, keep, *operands)
+    return results
+
+
+mlir.register_lowering(_call, _lower)

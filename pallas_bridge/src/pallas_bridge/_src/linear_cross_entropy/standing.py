@@ -1,0 +1,105 @@
+"""Primitives that stand in for a traced function, until lowering knows what the program is for.
+
+Such a primitive has the parameters `without`, the closed jaxpr that it stands for, and `keep`, the
+indices of the results that are left; what else it has is its own.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.interpreters import xla as xla_interpreter
+
+
+def primitive(name: str) -> Primitive:
+    """Returns a primitive with every rule but that for lowering."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(partial(xla_interpreter.apply_primitive, made))
+    made.def_abstract_eval(_avals)
+    pe.dce_rules[made] = _dead_code
+    batching.primitive_batchers[made] = partial(_batch, made)
+    ad.primitive_jvps[made] = _jvp
+    return made
+
+
+def bind(made: Primitive, without: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+    """Returns what `made` gives in the place of without(*operands).
+
+    Its parameter `tree` says how operands lie flat.
+    """
+    flat, tree = jax.tree.flatten(operands)
+
+    def of_flat(*flat: Any) -> Any:
+        return without(*jax.tree.unflatten(tree, flat))
+
+    closed, shapes = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
+    keep = tuple(range(len(closed.out_avals)))
+    results = made.bind(*flat, without=closed, tree=tree, keep=keep, **how)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def is_whole(module: Any) -> bool:
+    """Whether a module is for one device, or within `shard_map` for each of a mesh by itself.
+
+    Elsewhere XLA cuts arrays over the mesh, but not over a kernel or a call of the library's.
+    """
+    context = module.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", None) in (None, 1)
+    return {*manual} == {*context.mesh.axis_names}
+
+
+def _avals(*_: Any, without: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
+    return [without.out_avals[index] for index in keep]
+
+
+def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing uses: gradients above all."""
+    equation = rest[-1]  # from 0.12 on JAX says more before it
+    if not any(used):
+        return [False] * len(equation.invars), None
+    keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
+    lean = equation.replace(
+        outvars=[var for var, one in zip(equation.outvars, used, strict=True) if one],
+        params={**equation.params, "keep": tuple(keep)},
+    )
+    return [True] * len(equation.invars), lean
+
+
+def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
+    """One after another: each has a gradient of the weight of its own."""
+    mapped = [
+        jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None
+    ]
+
+    def one(parts: Any) -> Any:
+        left = iter(parts)
+        return made.bind(
+            *(x if axis is None else next(left) for x, axis in zip(operands, axes, strict=True)),
+            **how,
+        )
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    # Second derivatives are those of what it stands for.
+    function, keep = jaxpr_as_fun(how["without"]), how["keep"]
+    tangents = [ad.instantiate_zeros(one) for one in tangents]
+    return jax.jvp(lambda *flat: [function(*flat)[index] for index in keep], [*primals], tangents)
+
+
+def lower(ctx: Any, function: Callable[..., Any], keep: Sequence[int], *operands: Any) -> Any:
+    """Puts function(*operands), a flat list, in the place of a primitive."""
+    rule = mlir.lower_fun(
+        lambda *flat: [function(*flat)[index] for index in keep], multiple_results=True
+    )
+    return rule(ctx, *operands)
