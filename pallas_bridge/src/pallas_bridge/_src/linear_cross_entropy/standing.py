@@ -94,12 +94,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
     # Second derivatives are those of what it stands for.
     function, keep = jaxpr_as_fun(how["without"]), how["keep"]
     tangents = [ad.instantiate_zeros(one) for one in tangents]
-    return jax.jvp(lambda *flat: [function(*flat)[index] for index in keep], [*primals], tangents)
+    return jax.jvp(_only(keep, function), [*primals], tangents)
 
 
 def lower(ctx: Any, function: Callable[..., Any], keep: Sequence[int], *operands: Any) -> Any:
     """Puts function(*operands), a flat list, in the place of a primitive."""
-    rule = mlir.lower_fun(
-        lambda *flat: [function(*flat)[index] for index in keep], multiple_results=True
-    )
-    return rule(ctx, *operands)
+    return mlir.lower_fun(_only(keep, function), multiple_results=True)(ctx, *operands)
+
+
+def _only(keep: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what gives the results `keep` of a function."""
+
+    def some(*flat: Any) -> list[Any]:
+        results = function(*flat)
+        return [results[index] for index in keep]
+
+    return some
