@@ -293,7 +293,7 @@ fn where_logits_are_kept_changes_no_bit() {
         let mut fused = |room| {
             case.room = room;
             let [_, found] = case.run(2);
-            found.tokenwise
+            found.bits()
         };
         let least = fused(0);
         for room in [10_000, 50_000, 1 << 20] {
