@@ -286,6 +286,6 @@ def test_explain_tells_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kernels: 1024 tokens x 1024 columns at a time, 4 products" in str(plan)
     half = [jax.ShapeDtypeStruct(one.shape, jnp.float16) for one in (x, w)]
     assert explain(*half, platform="tpu").schedule == "vocabulary"
-    assert explain(x, w, platform="cpu").schedule == "tokens"
+    assert explain(x, w, platform="cpu").schedule == "library"
     with pytest.raises(ValueError, match=r"platform is 'abacus'; it must be one of 'cpu', "):
         explain(x, w, platform="abacus")
