@@ -133,7 +133,8 @@ pub struct Tolerances {
     pub forward_rel: Option<f64>,
     /// dlogits: units in the last place from the rounded reference. Default 1, for f32 16.
     pub dlogits_ulp: Option<f64>,
-    /// dlogits: or this share of the token's cotangent, where that is more. Default 2^-23.
+    /// dlogits: or this share of the token's cotangent, where that is more: p - 1 has no more digits
+    /// than the sum of exponentials. Default 2^-23, for f32 2^-22.
     pub dlogits_cotangent: Option<f64>,
     /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
     pub dlogits_equal: Option<f64>,
@@ -183,7 +184,11 @@ impl Tolerances {
         let limits = Limits {
             forward_rel: self.forward_rel.unwrap_or(2e-6),
             dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
-            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
+            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(if is_f32 {
+                -22
+            } else {
+                -23
+            })),
             dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
             sum_roundings: self.sum_roundings.unwrap_or(1.0),
             gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 2.0 }),
