@@ -8,15 +8,14 @@
 
 mod arguments;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use std::sync::{PoisonError, RwLock};
 
 use arguments::Arguments;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
+use crate::cache::Cache;
 use crate::cross_entropy::{
     Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs, Variant,
 };
@@ -357,22 +356,14 @@ impl FusedProduct {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
-        static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
+        static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let Self { width, dtype, vocab_is_last, .. } = *self;
         check(device, dtype, width, self.weight().1)?;
         let variant = Variant::of(&self.options);
         let key = Key { device: device.number(), pass, dtype, variant, vocab_is_last };
-        let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
-            return Ok(ready);
-        }
-        drop(kept);
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { Ready::load(&key, device, stream) }?;
-        let mut kept = READY.write().unwrap_or_else(PoisonError::into_inner);
-        kept.get_or_insert_default().insert(key, ready);
-        Ok(ready)
+        READY.get(key, |key| unsafe { Ready::load(key, device, stream) })
     }
 }
 
