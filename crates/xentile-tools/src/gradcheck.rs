@@ -133,8 +133,7 @@ pub struct Tolerances {
     pub forward_rel: Option<f64>,
     /// dlogits: units in the last place from the rounded reference. Default 1, for f32 16.
     pub dlogits_ulp: Option<f64>,
-    /// dlogits: or this share of the token's cotangent, where that is more: p - 1 has no more digits
-    /// than the sum of exponentials. Default 2^-23, for f32 2^-22.
+    /// dlogits: or this share of the token's cotangent, where that is more. Default 2^-23.
     pub dlogits_cotangent: Option<f64>,
     /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
     pub dlogits_equal: Option<f64>,
