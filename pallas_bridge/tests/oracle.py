@@ -116,8 +116,8 @@ def assert_gradient(
 
     A unit in the last place (in f32 16, and one more for each 1024 that a token's `size` [T] has,
     since an exponent of that size is rounded too), or 2^-23 of the token's cotangent [T] or number
-    (in f32 2^-22, unlike gradcheck: a label's p - 1 has no more digits than the sum of exponentials,
-    and here are thousands of small problems), and in the 16-bit dtypes 99.9 % of entries equal.
+    (in f32 2^-22, unlike gradcheck: p - 1 of a label has no more digits than the sum that p comes
+    of, and here are thousands of small problems), and in the 16-bit dtypes 99.9 % of entries equal.
     """
     actual = np.asarray(actual)
     dtype = actual.dtype

@@ -183,11 +183,7 @@ impl Tolerances {
         let limits = Limits {
             forward_rel: self.forward_rel.unwrap_or(2e-6),
             dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
-            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(if is_f32 {
-                -22
-            } else {
-                -23
-            })),
+            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
             dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
             sum_roundings: self.sum_roundings.unwrap_or(1.0),
             gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 2.0 }),
