@@ -181,10 +181,11 @@ def _lower(
             def function(*flat: Any) -> Any:
                 return jax.tree.leaves(run(*jax.tree.unflatten(tree, flat)))
 
-    lower = mlir.lower_fun(
-        lambda *flat: [function(*flat)[index] for index in keep], multiple_results=True
-    )
-    results: Sequence[Any] = lower(ctx, *operands)
+    def kept(*flat: Any) -> list[Any]:
+        found = function(*flat)
+        return [found[index] for index in keep]
+
+    results: Sequence[Any] = mlir.lower_fun(kept, multiple_results=True)(ctx, *operands)
     return results
 
 
