@@ -20,7 +20,7 @@ use crate::cross_entropy::{
     Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs, Variant,
 };
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
-use crate::linear_cross_entropy::Scratch;
+use crate::linear_cross_entropy::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
 
 /// Where parts of the scratch begin.
@@ -72,17 +72,6 @@ pub struct FusedProduct {
     pub dtype: DType,
     /// The options of cross-entropy.
     pub options: CrossEntropy,
-}
-
-/// Operands on a GPU, each at a multiple of 16.
-#[derive(Clone, Copy, Debug)]
-pub struct Operands {
-    /// `[N, D]`.
-    pub hidden: *const c_void,
-    /// `[V, D]` or `[D, V]`.
-    pub weight: *const c_void,
-    /// `[N]`.
-    pub labels: Labels,
 }
 
 /// Columns of the vocabulary that the forward pass goes over.

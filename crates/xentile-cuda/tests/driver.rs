@@ -14,8 +14,8 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct, Operands};
-use xentile_cuda::linear_cross_entropy::Scratch;
+use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
+use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
