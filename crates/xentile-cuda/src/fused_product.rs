@@ -16,9 +16,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use crate::cache::Cache;
-use crate::cross_entropy::{
-    Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs, Variant,
-};
+use crate::cross_entropy::{Cotangents, Kernel, Part, Pass, SavedLse, TokenOutputs, Variant};
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
 use crate::linear_cross_entropy::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
