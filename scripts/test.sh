@@ -24,6 +24,12 @@ done
 
 scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
 export PATH=$PWD/.venv/bin:$PATH
+# One compiler for all tiers, so that kernels are compiled once.
+if [[ -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
+    scripts/setup.sh scripts/requirements-cuda.txt
+    XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
+    export XENTILE_NVCC
+fi
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 

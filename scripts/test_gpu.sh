@@ -126,38 +126,45 @@ section_jax() {
 }
 
 section_sanitizer() {
-    local sanitizer tool extra arguments pids=() tools=(memcheck racecheck initcheck synccheck) index
+    local sanitizer name options arguments index pids=() names=() kernels=()
+    local -a of_tool of_script
     sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/compute-sanitizer \
         command -v compute-sanitizer) || {
         printf 'compute-sanitizer not found: put it on PATH, or set CUDA_HOME\n'
         return 1
     }
     "$sanitizer" --version | tail -n 1
-    for tool in "${tools[@]}"; do
-        extra=()
-        # Room between allocations, so that a stray read does not land in a neighbour.
-        [[ $tool != memcheck ]] || extra=(--padding 64)
-        # initcheck would not know what cuBLASLt's products, which are not looked at, have written;
-        # under racecheck they fail, looked at or not.
-        arguments=()
-        case $tool in initcheck | racecheck) arguments=(--no-products) ;; esac
-        # More than a launch of many small CTAs has; past what it tracks the tool fails itself.
-        [[ $tool != synccheck ]] || extra=(--num-cuda-barriers 65536)
+    for name in cross_entropy scale round_ fused_product; do
+        kernels+=(--kernel-name "kns=$name")
+    done
+    # - memcheck: room between allocations, so that a stray read does not land in a neighbour.
+    # - racecheck: cuBLASLt's products fail under it, looked at or not.
+    # - initcheck: it would not know what those, which are not looked at, have written.
+    # - synccheck: more barriers than a launch of many small CTAs has, since past what it tracks the
+    #   tool fails itself; fewer beside products, which leave it no memory for as many.
+    while IFS='|' read -r name options arguments; do
+        read -ra of_tool <<<"$options"
+        read -ra of_script <<<"$arguments"
         XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
             XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
-            timeout -k 5 "$limit" "$sanitizer" --tool "$tool" "${extra[@]}" --target-processes all \
-            --kernel-name kns=cross_entropy --kernel-name kns=scale --kernel-name kns=round_ --kernel-name kns=fused_product \
-            --report-api-errors no \
-            --print-limit 20 --error-exitcode 9 \
-            "$python" scripts/gpu/sanitize.py "${arguments[@]}" >"$scratch/$tool" 2>&1 &
+            timeout -k 5 "$limit" "$sanitizer" "${of_tool[@]}" --target-processes all \
+            "${kernels[@]}" --report-api-errors no --print-limit 20 --error-exitcode 9 \
+            "$python" scripts/gpu/sanitize.py "${of_script[@]}" >"$scratch/$name" 2>&1 &
         pids+=($!)
-    done
-    for index in "${!tools[@]}"; do
-        tool=${tools[index]}
+        names+=("$name")
+    done <<'END'
+memcheck|--tool memcheck --padding 64|
+racecheck|--tool racecheck|--no-products
+initcheck|--tool initcheck|--no-products
+synccheck|--tool synccheck --num-cuda-barriers 65536|--no-products
+synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only linear
+END
+    for index in "${!names[@]}"; do
+        name=${names[index]}
         # The exit code of the tool, and no error in its own summary.
-        check "$tool" wait "${pids[index]}"
-        tail -n 60 "$scratch/$tool"
-        check "$tool says so" grep -qE 'SUMMARY: 0 (errors|hazards)' "$scratch/$tool"
+        check "$name" wait "${pids[index]}"
+        tail -n 60 "$scratch/$name"
+        check "$name says so" grep -qE 'SUMMARY: 0 (errors|hazards)' "$scratch/$name"
     done
     finish_checks
 }

@@ -10,6 +10,13 @@ mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci
 check rustfmt cargo fmt --all --check
 check "rustfmt, fuzz" cargo fmt --check --manifest-path fuzz/Cargo.toml
 check clippy cargo clippy --workspace --all-targets -- -D warnings
+if [[ -n ${XENTILE_NVCC:-} ]]; then
+    # In the profile that the library for Python is built in, which has the kernels compiled.
+    check "clippy, CUDA" cargo clippy --release --package xentile-cuda --package xentile-xla \
+        --features xentile-xla/cuda --all-targets -- -D warnings
+else
+    echo "left out: clippy, CUDA, as CUDA's compiler has wheels for Linux only"
+fi
 check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
     cargo clippy --manifest-path fuzz/Cargo.toml -- -D warnings
 check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps

@@ -5,15 +5,15 @@
 
 mod abi;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::PathBuf;
 use std::ptr::{from_ref, null_mut};
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::sync::OnceLock;
 
 use abi::{Code, HeuristicResult, SUCCESS};
 use xentile::DType;
 
+use crate::cache::Cache;
 use crate::driver::{DeviceNumber, RawStream, reason};
 use crate::{Device, Error, Result};
 
@@ -213,7 +213,7 @@ impl Blas {
             b: (b.matrix.into(), b.transposed),
         };
         let handle = self.handle(device)?;
-        let planned = self.planned(handle, &key)?;
+        let planned = self.planned(handle, key)?;
         let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         // SAFETY: passed on from this function's contract; the scalars are on the host, as is the
         // default, and read before the call returns.
@@ -242,35 +242,18 @@ impl Blas {
 
     /// The handle of a device, which is current.
     fn handle(&self, device: DeviceNumber) -> Result<Handle> {
-        static HANDLES: RwLock<Option<HashMap<DeviceNumber, Handle>>> = RwLock::new(None);
-        let kept = HANDLES.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&handle) = kept.as_ref().and_then(|kept| kept.get(&device)) {
-            return Ok(handle);
-        }
-        drop(kept);
-        let mut kept = HANDLES.write().unwrap_or_else(PoisonError::into_inner);
-        let kept = kept.get_or_insert_default();
-        if let Some(&handle) = kept.get(&device) {
-            return Ok(handle);
-        }
-        let mut handle = null_mut();
-        // SAFETY: a place for the handle.
-        check("cublasLtCreate", unsafe { (self.create)(&raw mut handle) })?;
-        kept.insert(device, Handle(handle));
-        Ok(Handle(handle))
+        static HANDLES: Cache<DeviceNumber, Handle> = Cache::new();
+        HANDLES.get(device, |_| {
+            let mut handle = null_mut();
+            // SAFETY: a place for the handle.
+            check("cublasLtCreate", unsafe { (self.create)(&raw mut handle) })?;
+            Ok(Handle(handle))
+        })
     }
 
-    fn planned(&self, handle: Handle, key: &Key) -> Result<Planned> {
-        static PLANNED: RwLock<Option<HashMap<Key, Planned>>> = RwLock::new(None);
-        let kept = PLANNED.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&planned) = kept.as_ref().and_then(|kept| kept.get(key)) {
-            return Ok(planned);
-        }
-        drop(kept);
-        let planned = self.plan(handle, key)?;
-        let mut kept = PLANNED.write().unwrap_or_else(PoisonError::into_inner);
-        kept.get_or_insert_default().insert(*key, planned);
-        Ok(planned)
+    fn planned(&self, handle: Handle, key: Key) -> Result<Planned> {
+        static PLANNED: Cache<Key, Planned> = Cache::new();
+        PLANNED.get(key, |key| self.plan(handle, key))
     }
 
     fn plan(&self, handle: Handle, key: &Key) -> Result<Planned> {

@@ -9,16 +9,15 @@
 mod arguments;
 pub mod plan;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use std::sync::{PoisonError, RwLock};
 
 pub(crate) use arguments::Arguments;
 use plan::{Plan, Shape};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape, Tile};
 
+use crate::cache::Cache;
 use crate::driver::{Driver, Extent, Kernel as Code, RawStream};
 use crate::{Device, Error, Result, check_alignment, check_places, library};
 
@@ -397,7 +396,7 @@ impl Kernel {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
-        static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
+        static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let key = Key {
             device: device.number(),
@@ -407,16 +406,8 @@ impl Kernel {
             vocab: self.shape.vocab(),
             tile: [self.time_block, self.block_size],
         };
-        let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
-            return Ok(ready);
-        }
-        drop(kept);
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.make_ready(&key, device, stream) }?;
-        let mut kept = READY.write().unwrap_or_else(PoisonError::into_inner);
-        kept.get_or_insert_default().insert(key, ready);
-        Ok(ready)
+        READY.get(key, |key| unsafe { self.make_ready(key, device, stream) })
     }
 
     /// # Safety

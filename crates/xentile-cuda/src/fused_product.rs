@@ -8,20 +8,17 @@
 
 mod arguments;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use std::sync::{PoisonError, RwLock};
 
 use arguments::Arguments;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use crate::cross_entropy::{
-    Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs, Variant,
-};
+use crate::cache::Cache;
+use crate::cross_entropy::{Cotangents, Kernel, Part, Pass, SavedLse, TokenOutputs, Variant};
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
-use crate::linear_cross_entropy::Scratch;
+use crate::linear_cross_entropy::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
 
 /// Where parts of the scratch begin.
@@ -73,17 +70,6 @@ pub struct FusedProduct {
     pub dtype: DType,
     /// The options of cross-entropy.
     pub options: CrossEntropy,
-}
-
-/// Operands on a GPU, each at a multiple of 16.
-#[derive(Clone, Copy, Debug)]
-pub struct Operands {
-    /// `[N, D]`.
-    pub hidden: *const c_void,
-    /// `[V, D]` or `[D, V]`.
-    pub weight: *const c_void,
-    /// `[N]`.
-    pub labels: Labels,
 }
 
 /// Columns of the vocabulary that the forward pass goes over.
@@ -357,22 +343,14 @@ impl FusedProduct {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
-        static READY: RwLock<Option<HashMap<Key, Ready>>> = RwLock::new(None);
+        static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let Self { width, dtype, vocab_is_last, .. } = *self;
         check(device, dtype, width, self.weight().1)?;
         let variant = Variant::of(&self.options);
         let key = Key { device: device.number(), pass, dtype, variant, vocab_is_last };
-        let kept = READY.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&ready) = kept.as_ref().and_then(|kept| kept.get(&key)) {
-            return Ok(ready);
-        }
-        drop(kept);
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { Ready::load(&key, device, stream) }?;
-        let mut kept = READY.write().unwrap_or_else(PoisonError::into_inner);
-        kept.get_or_insert_default().insert(key, ready);
-        Ok(ready)
+        READY.get(key, |key| unsafe { Ready::load(key, device, stream) })
     }
 }
 

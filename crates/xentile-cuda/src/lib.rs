@@ -17,6 +17,7 @@
 #[macro_use]
 mod mirror;
 mod blas;
+mod cache;
 pub mod cross_entropy;
 mod device;
 mod driver;

@@ -1,10 +1,10 @@
 //! The kernels that the build script compiled, in this library.
 
-use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::sync::OnceLock;
 
-use crate::driver::{Driver, Kernel, KernelAttribute, Library, RawStream};
+use crate::cache::Cache;
+use crate::driver::{DeviceNumber, Driver, Kernel, KernelAttribute, Library, RawStream};
 use crate::{Device, Error, Result};
 
 /// The embedded code, for all architectures.
@@ -53,16 +53,8 @@ pub(crate) unsafe fn kernel(name: &str, device: &Device, stream: RawStream) -> R
 /// # Safety
 /// As for [`kernel`].
 pub(crate) unsafe fn kept_kernel(name: &str, device: &Device, stream: RawStream) -> Result<Kernel> {
-    static KEPT: RwLock<Option<HashMap<(i32, String), Kernel>>> = RwLock::new(None);
+    static KEPT: Cache<(DeviceNumber, String), Kernel> = Cache::new();
     let key = (device.number(), name.to_owned());
-    let kept = KEPT.read().unwrap_or_else(PoisonError::into_inner);
-    if let Some(&kernel) = kept.as_ref().and_then(|kept| kept.get(&key)) {
-        return Ok(kernel);
-    }
-    drop(kept);
     // SAFETY: passed on from this function's contract.
-    let kernel = unsafe { kernel(name, device, stream) }?;
-    let mut kept = KEPT.write().unwrap_or_else(PoisonError::into_inner);
-    kept.get_or_insert_default().insert(key, kernel);
-    Ok(kernel)
+    KEPT.get(key, |_| unsafe { kernel(name, device, stream) })
 }

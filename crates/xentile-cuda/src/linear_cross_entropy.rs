@@ -53,7 +53,7 @@ pub struct Linear {
     pub block_size: Option<usize>,
 }
 
-/// Operands on a GPU.
+/// Operands on a GPU, each at a multiple of 16.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands {
     /// `[N, D]`.

@@ -3,8 +3,9 @@
 
 #![cfg(all(feature = "kernels", target_os = "linux"))]
 
+mod fake;
+
 use std::ffi::c_void;
-use std::path::Path;
 use std::process::Command;
 use std::ptr::{null_mut, without_provenance, without_provenance_mut};
 use std::sync::LazyLock;
@@ -13,23 +14,12 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct, Operands};
-use xentile_cuda::linear_cross_entropy::Scratch;
+use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
+use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
-static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().unwrap();
-    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
-    let output = Command::new(compiler)
-        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
-        .arg(folder.path().join("libcuda.so.1"))
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver.c"))
-        .output()
-        .expect("a C compiler");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    folder
-});
+static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| fake::driver(&["driver.c"]));
 
 /// What the driver and [`calls`] print, with such a driver.
 fn printed(told: &[(&str, &str)]) -> String {

@@ -197,7 +197,8 @@ impl Linear {
     }
 
     /// Whether the weight's gradient has room for what is to be kept in it.
-    pub(super) fn has_room(&self, Kept { columns, slot }: Kept) -> bool {
+    #[must_use]
+    pub fn has_room(&self, Kept { columns, slot }: Kept) -> bool {
         let Some(last) = columns.checked_sub(1) else { return true };
         let end = self.kept_at(last, slot.max(1)) + self.tokens * self.stride(slot);
         slot > 0

@@ -134,12 +134,12 @@ impl<'a> Run<'a> {
     }
 
     /// The product that makes logits of some tokens and has the cross-entropy in it, and its operands.
-    fn fused_product(&self, tokens: Chunk) -> (FusedProduct, fused_product::Operands) {
+    fn fused_product(&self, tokens: Chunk) -> (FusedProduct, Operands) {
         let Linear { width, vocab, vocab_is_last, dtype, .. } = *self.linear;
         let (tokens_here, options) = (tokens.count, self.options);
         let product =
             FusedProduct { tokens: tokens_here, width, vocab, vocab_is_last, dtype, options };
-        let operands = fused_product::Operands {
+        let operands = Operands {
             hidden: self.hidden.rows(tokens.first, tokens.count).at,
             weight: self.weight.at,
             labels: self.labels.from(tokens.first),

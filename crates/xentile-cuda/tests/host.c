@@ -1,0 +1,246 @@
+/* The kernels, and the functions of cuBLASLt that are called, computed on the host one element after
+ * the other: with driver.c a GPU that tests/linear.rs runs schedules on. What a schedule writes where
+ * something is still to be read, or reads before it was written, shows in the numbers. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { F32 = 0, F16 = 2, BF16 = 14 };
+
+static double load(const void* at, int dtype, int64_t i) {
+  if (dtype == F32) return ((const float*)at)[i];
+  const uint32_t bits = (uint32_t)((const uint16_t*)at)[i] << 16;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+static void store(void* at, int dtype, int64_t i, double value) {
+  float x = (float)value;
+  if (dtype == F32) {
+    ((float*)at)[i] = x;
+    return;
+  }
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  ((uint16_t*)at)[i] = (uint16_t)(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* As in kernels/cross_entropy.cuh. */
+typedef struct {
+  float c, exponentials, values, label;
+} RowSum;
+
+typedef struct {
+  const void* logits;
+  void* dlogits;
+  const void* labels;
+  const float *dloss, *dlogps, *dlse, *saved_lse, *saved_lse_low;
+  float *loss, *logps, *lse, *lse_low;
+  RowSum* carried;
+  int64_t tokens, vocab, columns, stride, first_column, ignore_index;
+  double label_smoothing, z_loss, softcap;
+  uint32_t labels_are_64_bit, every_token, plan[4];
+} Rows;
+
+/* As in kernels/fused_product.cuh; a map is what driver.c makes of one. */
+typedef struct {
+  _Alignas(64) struct {
+    void* at;
+    size_t extents[2], stride_bytes;
+    char rest[96];
+  } hidden, weight, dlogits;
+  Rows row;
+  void *sums, *values, *label_logits, *gradients;
+} Product;
+
+static int64_t label_of(const Rows* a, int64_t row) {
+  return a->labels_are_64_bit ? ((const int64_t*)a->labels)[row] : ((const int32_t*)a->labels)[row];
+}
+
+static double capped(const Rows* a, double x) {
+  return a->softcap > 0 ? a->softcap * tanh(x / a->softcap) : x;
+}
+
+static RowSum sum_of(const Rows* a, int64_t row, const double* x) {
+  const int64_t label = label_of(a, row) - a->first_column;
+  double most = -1e30, sum = 0, values = 0;
+  for (int64_t v = 0; v < a->columns; ++v) most = fmax(most, capped(a, x[v]));
+  for (int64_t v = 0; v < a->columns; ++v) sum += exp(capped(a, x[v]) - most), values += capped(a, x[v]);
+  const int here = label >= 0 && label < a->columns;
+  return (RowSum){(float)-most, (float)sum, (float)values, here ? (float)capped(a, x[label]) : 0};
+}
+
+static RowSum with_carried(const Rows* a, int64_t row, RowSum sum) {
+  if (!a->carried || a->first_column == 0) return sum;
+  const RowSum other = a->carried[row];
+  const float c = fminf(sum.c, other.c);
+  return (RowSum){c, sum.exponentials * expf(c - sum.c) + other.exponentials * expf(c - other.c),
+                  sum.values + other.values, sum.label + other.label};
+}
+
+static void end_row(const Rows* a, int64_t row, RowSum sum, int is_read) {
+  if (a->carried && a->first_column + a->columns < a->vocab) {
+    a->carried[row] = sum;
+    return;
+  }
+  const int64_t label = label_of(a, row);
+  double loss = 0, logps = 0, lse = 0;
+  if (is_read) {
+    lse = log(sum.exponentials) - sum.c;
+    if (label != a->ignore_index) {
+      logps = sum.label - lse;
+      loss = -(1 - a->label_smoothing) * logps + a->z_loss * lse * lse +
+             a->label_smoothing * (lse - sum.values / a->vocab);
+      if (label < 0 || label >= a->vocab) loss = logps = NAN;
+    }
+  }
+  if (a->loss) a->loss[row] = (float)loss;
+  if (a->logps) a->logps[row] = (float)logps;
+  if (a->lse) a->lse[row] = (float)lse;
+  if (a->lse_low) a->lse_low[row] = (float)(lse - (float)lse);
+}
+
+static void write_gradient(const Rows* a, int dtype, int64_t row, const double* x, double lse, double g,
+                           double h, double k) {
+  const int64_t label = label_of(a, row);
+  const int idle = label == a->ignore_index || (g == 0 && h == 0 && k == 0);
+  for (int64_t v = 0; v < a->columns; ++v) {
+    const double z = capped(a, x[v]), at_label = a->first_column + v == label;
+    double dz = (g * (1 + 2 * a->z_loss * lse) - h + k) * exp(z - lse) -
+                g * ((1 - a->label_smoothing) * at_label + a->label_smoothing / a->vocab) + h * at_label;
+    if (a->softcap > 0) dz *= 1 - z * z / a->softcap / a->softcap;
+    if (label < 0 || label >= a->vocab) dz = NAN;
+    store(a->dlogits, dtype, row * a->stride + v, idle ? 0 : dz);
+  }
+}
+
+static double optional(const float* numbers, int64_t row) { return numbers ? numbers[row] : 0; }
+
+/* A row of a kernel, whose logits are `x`. */
+static void compute_row(const Rows* a, const char* pass, int dtype, int64_t row, const double* x) {
+  if (strstr(pass, "backward")) {
+    const double lse = (double)a->saved_lse[row] + a->saved_lse_low[row];
+    write_gradient(a, dtype, row, x, lse, optional(a->dloss, row), optional(a->dlogps, row),
+                   optional(a->dlse, row));
+    return;
+  }
+  const int fused = strstr(pass, "fused_") != NULL && strstr(pass, "forward") == NULL;
+  const double g = fused ? a->dloss[row] : 1;
+  const int is_read = a->every_token || (label_of(a, row) != a->ignore_index && g != 0);
+  const RowSum sum = with_carried(a, row, sum_of(a, row, x));
+  end_row(a, row, sum, is_read);
+  if (fused) write_gradient(a, dtype, row, x, log(sum.exponentials) - sum.c, g, 0, 0);
+}
+
+/* A product that has the cross-entropy in it; kernels before and after it have nothing left to do. */
+static void multiply(const Product* a, const char* name, int dtype) {
+  const Rows* rows = &a->row;
+  const size_t width = a->hidden.extents[0], step = a->weight.stride_bytes / 2;
+  const int vocab_is_last = strstr(name, "_dv") != NULL;
+  double* x = malloc(rows->columns * sizeof *x);
+  for (int64_t row = 0; row < rows->tokens; ++row) {
+    for (int64_t v = 0; v < rows->columns; ++v) {
+      const size_t column = rows->first_column + v;
+      double sum = 0;
+      for (size_t d = 0; d < width; ++d) {
+        sum += load(a->hidden.at, dtype, row * width + d) *
+               load(a->weight.at, dtype, vocab_is_last ? d * step + column : column * step + d);
+      }
+      uint16_t rounded;
+      store(&rounded, dtype, 0, sum);
+      x[v] = load(&rounded, dtype, 0);
+    }
+    compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
+  }
+  free(x);
+}
+
+/* See src/round.rs. */
+typedef struct {
+  const float* from;
+  void* to;
+  int64_t rows, columns, stride;
+} Round;
+
+int compute(const char* name, const void* arguments) {
+  const int dtype = strstr(name, "bf16") ? BF16 : strstr(name, "f16") ? F16 : F32;
+  if (dtype == F16) return 1;
+  if (strncmp(name, "round_", 6) == 0) {
+    const Round* a = arguments;
+    /* Backwards, since on a GPU there is no order that would save what is yet to be read. */
+    for (int64_t i = a->rows * a->columns - 1; i >= 0; --i) {
+      store(a->to, dtype, i / a->columns * a->stride + i % a->columns, a->from[i]);
+    }
+    return 0;
+  }
+  if (strncmp(name, "fused_product_", 14) == 0) {
+    if (strstr(name, "forward") || strstr(name, "backward")) multiply(arguments, name, dtype);
+    return 0;
+  }
+  if (strncmp(name, "cross_entropy_", 14) != 0) return 1;
+  const Rows* a = arguments;
+  double* x = malloc(a->columns * sizeof *x);
+  for (int64_t row = 0; row < a->tokens; ++row) {
+    for (int64_t v = 0; v < a->columns; ++v) x[v] = load(a->logits, dtype, row * a->stride + v);
+    compute_row(a, name, dtype, row, x);
+  }
+  free(x);
+  return 0;
+}
+
+/* cuBLASLt. Matrices are column-major there. */
+typedef struct {
+  int dtype;
+  uint64_t rows, columns;
+  int64_t stride;
+} Layout;
+
+int cublasLtCreate(void** handle) { return *handle = malloc(1), 0; }
+int cublasLtMatmulDescCreate(int** operation, int compute_type, int scale) {
+  *operation = calloc(8, sizeof **operation);
+  return compute_type != 68 || scale != F32;
+}
+int cublasLtMatmulDescSetAttribute(int* operation, int attribute, const void* value, size_t bytes) {
+  memcpy(operation + attribute, value, bytes);
+  return attribute >= 8 || bytes != 4;
+}
+int cublasLtMatrixLayoutCreate(Layout** layout, int dtype, uint64_t rows, uint64_t columns,
+                               int64_t stride) {
+  *layout = malloc(sizeof **layout);
+  **layout = (Layout){dtype, rows, columns, stride};
+  return 0;
+}
+int cublasLtMatmulPreferenceCreate(void** preference) { return *preference = malloc(1), 0; }
+int cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const void* value, size_t bytes) {
+  return (void)attribute, (void)value, (void)bytes, preference == NULL;
+}
+int cublasLtMatmulPreferenceDestroy(void* preference) { return free(preference), 0; }
+int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void* a, void* b, void* c, void* d,
+                                   void* preference, int wanted, void* results, int* found) {
+  (void)a, (void)b, (void)c, (void)d, (void)preference, (void)results;
+  return *found = wanted, !handle || !operation;
+}
+int cublasLtMatmul(void* handle, const int* operation, const float* alpha, const void* a,
+                   const Layout* of_a, const void* b, const Layout* of_b, const float* beta, const void* c,
+                   const Layout* of_c, void* d, const Layout* of_d, const void* algorithm, void* workspace,
+                   size_t workspace_bytes, void* stream) {
+  (void)handle, (void)algorithm, (void)stream;
+  if (*alpha != 1 || c != d || of_c != of_d) return 1;
+  /* Whatever is there may be gone. */
+  memset(workspace, 0xff, workspace_bytes);
+  const uint64_t inner = operation[3] ? of_a->rows : of_a->columns;
+  for (uint64_t n = 0; n < of_d->columns; ++n) {
+    for (uint64_t m = 0; m < of_d->rows; ++m) {
+      double sum = *beta == 0 ? 0 : *beta * load(c, of_c->dtype, n * of_c->stride + m);
+      for (uint64_t k = 0; k < inner; ++k) {
+        sum += load(a, of_a->dtype, operation[3] ? m * of_a->stride + k : k * of_a->stride + m) *
+               load(b, of_b->dtype, operation[4] ? k * of_b->stride + n : n * of_b->stride + k);
+      }
+      store(d, of_d->dtype, n * of_d->stride + m, sum);
+    }
+  }
+  return 0;
+}

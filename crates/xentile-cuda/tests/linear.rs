@@ -1,0 +1,305 @@
+//! Linear cross-entropy over every schedule, on a GPU that `driver.c` and `host.c` play on the host,
+//! against float64: what lies where, in which order it is written and read, and no byte beyond.
+
+#![cfg(all(feature = "kernels", target_os = "linux"))]
+
+mod fake;
+
+use std::ffi::c_void;
+use std::process::Command;
+use std::ptr::without_provenance_mut;
+
+use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use xentile::cross_entropy::CrossEntropy;
+use xentile::cross_entropy::reference::TokenCotangents;
+use xentile::linear_cross_entropy::{LinearShape, VocabAxis, reference};
+use xentile::{DType, Element, linear_cross_entropy};
+use xentile_cuda::cross_entropy::{Cotangents, Labels, Pass, SavedLse, TokenOutputs};
+use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
+
+/// Runs [`schedules`] as a process that finds the fake libraries, on a GPU of `capability`.
+fn run(capability: &str) {
+    let folder = fake::driver(&["driver.c", "host.c"]);
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "schedules", "--include-ignored", "--nocapture"])
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env("XENTILE_CUBLASLT", folder.path().join("libcuda.so.1"))
+        .env("FAKE_CAPABILITY", capability)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let said = |line: &&str| line.contains("SEED") || line.contains("right");
+    text.lines().filter(said).for_each(|line| println!("{line}"));
+}
+
+#[test]
+fn schedules_over_kernels_of_any_gpu() {
+    run("80");
+}
+
+#[test]
+fn schedules_over_kernels_of_hopper() {
+    run("90");
+}
+
+/// Memory of a size, and no more: what follows it is looked at.
+struct Memory {
+    words: Vec<u128>,
+    bytes: usize,
+}
+
+const GUARD: u128 = 0x5a5a_5a5a_5a5a_5a5a_5a5a_5a5a_5a5a_5a5a;
+/// Words before the memory, and after it.
+const MARGIN: usize = 64;
+
+impl Memory {
+    /// Of bytes that are no number's.
+    fn new(bytes: usize) -> Self {
+        let inside = bytes.div_ceil(16);
+        let mut words = vec![GUARD; inside + 2 * MARGIN];
+        words[MARGIN..MARGIN + inside].fill(u128::MAX);
+        Self { words, bytes: inside * 16 }
+    }
+
+    fn at(&mut self) -> *mut c_void {
+        self.words[MARGIN..].as_mut_ptr().cast()
+    }
+
+    /// Its first elements.
+    fn read<T: Copy>(&self, count: usize) -> Vec<T> {
+        assert!(count * size_of::<T>() <= self.bytes);
+        let first = self.words[MARGIN..].as_ptr().cast::<T>();
+        // SAFETY: there are so many bytes, of numbers for which any will do, at a multiple of 16.
+        (0..count).map(|index| unsafe { first.add(index).read() }).collect()
+    }
+
+    fn check(&self, name: &str) {
+        let inside = self.bytes / 16;
+        let after = &self.words[MARGIN + inside..];
+        assert!(self.words[..MARGIN].iter().all(|&word| word == GUARD), "before {name}");
+        assert!(after.iter().all(|&word| word == GUARD), "after {name}");
+    }
+}
+
+/// How far `found` is from `wanted`, beside that.
+fn error<E: Element>(found: &[E], wanted: &[f64]) -> f64 {
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut found.iter().zip(wanted).map(|(x, y)| x.to_f64() - y));
+    difference / norm(&mut wanted.iter().copied()).max(1e-30)
+}
+
+/// A problem, and what is right.
+struct Problem<E> {
+    options: CrossEntropy,
+    hidden: Vec<E>,
+    weight: Vec<E>,
+    labels: Vec<i64>,
+    cotangents: [Vec<f32>; 3],
+    outputs: Vec<xentile::cross_entropy::reference::TokenForward>,
+    /// For all cotangents, and for those of the loss alone.
+    gradients: [reference::Gradients; 2],
+}
+
+impl<E: Element> Problem<E> {
+    fn new(rng: &mut ChaCha8Rng, [tokens, width, vocab]: [usize; 3], axis: VocabAxis) -> Self {
+        let options = CrossEntropy {
+            ignore_index: 3,
+            label_smoothing: if rng.random() { 0.1 } else { 0.0 },
+            z_loss: 1e-3,
+            softcap: rng.random::<bool>().then_some(5.0),
+        };
+        let mut numbers = |count: usize, scale: f64| -> Vec<E> {
+            (0..count).map(|_| E::from_f64((rng.random::<f64>() - 0.5) * scale)).collect()
+        };
+        let hidden = numbers(tokens * width, 4.0);
+        let weight = numbers(vocab * width, 3.0 / (width as f64).sqrt());
+        let mut labels: Vec<i64> = (0..tokens).map(|_| rng.random_range(0..vocab as i64)).collect();
+        labels[0] = 3;
+        let mut of_tokens = || -> Vec<f32> { (0..tokens).map(|_| rng.random()).collect() };
+        let mut cotangents = [of_tokens(), of_tokens(), of_tokens()];
+        cotangents.iter_mut().for_each(|cotangents| cotangents[1 % tokens] = 0.0);
+        let extents = axis.weight(vocab, width);
+        let shape = LinearShape::new([tokens, width], extents, Some(axis)).unwrap();
+        let operands = linear_cross_entropy::Operands::new(
+            &options,
+            shape,
+            &hidden,
+            &weight,
+            None,
+            xentile::Labels::I64(&labels),
+        )
+        .unwrap();
+        let outputs = reference::outputs(&options, &operands);
+        let of = |token: usize, which: usize| f64::from(cotangents[which][token]);
+        let gradients = [
+            reference::gradients(&options, &operands, &outputs, |token| TokenCotangents {
+                loss: of(token, 0),
+                logps: of(token, 1),
+                lse: of(token, 2),
+            }),
+            reference::gradients(&options, &operands, &outputs, |token| TokenCotangents {
+                loss: of(token, 0),
+                ..TokenCotangents::default()
+            }),
+        ];
+        Self { options, hidden, weight, labels, cotangents, outputs, gradients }
+    }
+
+    /// Runs `pass` as `linear` has it, in no more memory than it asks for, and compares.
+    fn check(&self, linear: &Linear, pass: Pass) {
+        let tokens = linear.tokens;
+        let mut scratch = Memory::new(linear.scratch_bytes(pass));
+        let [mut of_hidden, mut of_weight] =
+            [&self.hidden, &self.weight].map(|like| Memory::new(size_of_val(like.as_slice())));
+        let mut numbers = [(); 4].map(|()| Memory::new(4 * tokens));
+        let operands = Operands {
+            hidden: self.hidden.as_ptr().cast(),
+            weight: self.weight.as_ptr().cast(),
+            labels: Labels::I64(self.labels.as_ptr()),
+        };
+        let gradients = Gradients { hidden: of_hidden.at(), weight: of_weight.at() };
+        let [loss, logps, lse, lse_low] = numbers.each_mut().map(|memory| memory.at().cast());
+        let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+        let saved: Vec<f32> = self.outputs.iter().map(|token| token.lse as f32).collect();
+        let saved_low: Vec<f32> = self
+            .outputs
+            .iter()
+            .zip(&saved)
+            .map(|(token, &high)| (token.lse - f64::from(high)) as f32)
+            .collect();
+        let [dloss, dlogps, dlse] = self.cotangents.each_ref().map(Vec::as_ptr);
+        let given = Scratch { at: scratch.at(), bytes: scratch.bytes };
+        // Streams are numbers here.
+        let stream = without_provenance_mut(1);
+        // SAFETY: the GPU that plays here computes on the host, in memory of the sizes that are said.
+        unsafe {
+            match pass {
+                Pass::Forward => linear.forward(self.options, stream, operands, outputs, given),
+                Pass::Backward => {
+                    let saved = SavedLse { lse: saved.as_ptr(), lse_low: saved_low.as_ptr() };
+                    let cotangents = Cotangents { loss: dloss, logps: dlogps, lse: dlse };
+                    linear.backward(
+                        self.options,
+                        stream,
+                        operands,
+                        saved,
+                        cotangents,
+                        gradients,
+                        given,
+                    )
+                }
+                Pass::Fused => {
+                    linear.fused(self.options, stream, operands, dloss, outputs, gradients, given)
+                }
+            }
+        }
+        .unwrap();
+        scratch.check("the scratch");
+        of_hidden.check("dhidden");
+        of_weight.check("dweight");
+        let (of_tokens, of_gradient) = match linear.dtype {
+            DType::F32 => (1e-5, 1e-5),
+            // A logit is rounded, and so is what gradients are made of.
+            _ => (3e-3, 8e-3),
+        };
+        if pass != Pass::Backward {
+            let wanted: Vec<f64> = self.outputs.iter().map(|token| token.loss).collect();
+            let found = error(&numbers[0].read::<f32>(tokens), &wanted);
+            assert!(found < of_tokens, "loss {found}");
+            let wanted: Vec<f64> = self.outputs.iter().map(|token| token.lse).collect();
+            let found = error(&numbers[2].read::<f32>(tokens), &wanted);
+            assert!(found < of_tokens, "lse {found}");
+        }
+        if pass != Pass::Forward {
+            let wanted = &self.gradients[usize::from(pass == Pass::Fused)];
+            let found = error(&of_hidden.read::<E>(self.hidden.len()), &wanted.hidden);
+            assert!(found < of_gradient, "dhidden {found}");
+            let found = error(&of_weight.read::<E>(self.weight.len()), &wanted.weight);
+            assert!(found < of_gradient, "dweight {found}");
+        }
+    }
+}
+
+/// A chunk that may be all of it.
+fn some_of(rng: &mut ChaCha8Rng, total: usize) -> usize {
+    if rng.random_range(0..3) == 0 { total } else { rng.random_range(1..=total) }
+}
+
+fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
+    let mut ran = 0;
+    for _ in 0..6 {
+        let axis = if rng.random() { VocabAxis::First } else { VocabAxis::Last };
+        // Widths that products of Hopper's own take, and others; sides that have halves.
+        let [tokens, width, vocab] =
+            [rng.random_range(1..200), rng.random_range(1..12), rng.random_range(130..400)];
+        let width = if rng.random() { width * 8 } else { width };
+        let problem = Problem::<E>::new(rng, [tokens, width, vocab], axis);
+        for _ in 0..6 {
+            let extents = |rng: &mut ChaCha8Rng| Extents {
+                tokens: some_of(rng, tokens),
+                columns: some_of(rng, vocab),
+            };
+            let linear = Linear {
+                tokens,
+                width,
+                vocab,
+                vocab_is_last: axis == VocabAxis::Last,
+                dtype: E::DTYPE,
+                chunk: extents(rng),
+                apart: rng.random::<bool>().then(|| extents(rng)),
+                kept: None,
+                workspace_bytes: [0, 256, 1 << 16][rng.random_range(0..3)],
+                time_block: None,
+                block_size: None,
+            };
+            for pass in [Pass::Forward, Pass::Backward] {
+                println!("{linear:?} {pass:?}");
+                problem.check(&linear, pass);
+                ran += 1;
+            }
+            let slot = rng.random_range(1..=vocab);
+            let columns = rng.random_range(1..=vocab);
+            let whole = |tokens, columns| Extents { tokens, columns };
+            let last = some_of(rng, vocab);
+            let by_tokens = Linear { chunk: whole(linear.chunk.tokens, vocab), ..linear };
+            let by_columns = Linear { chunk: whole(tokens, last), ..linear };
+            let kept =
+                Linear { kept: Some(Kept { columns, slot: slot.min(columns) }), ..by_columns };
+            for linear in [by_tokens, by_columns, most_kept(kept)] {
+                println!("{linear:?} Fused");
+                problem.check(&linear, Pass::Fused);
+                ran += 1;
+            }
+        }
+    }
+    ran
+}
+
+/// With fewer columns where there is no room for as many.
+fn most_kept(linear: Linear) -> Linear {
+    let mut kept = linear.kept.unwrap();
+    while kept.columns > 0 && !linear.has_room(kept) {
+        kept.columns -= 1;
+    }
+    Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
+}
+
+/// Not a test: what [`run`] runs.
+#[test]
+#[ignore = "the tests run it, with libraries that play a GPU"]
+fn schedules() {
+    let seed = match std::env::var("XENTILE_TEST_SEED") {
+        Ok(seed) => seed.parse().expect("XENTILE_TEST_SEED is a whole number"),
+        Err(_) => {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.expect("a clock after 1970").as_nanos() as u64
+        }
+    };
+    println!("\nXENTILE_TEST_SEED={seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let ran = problems::<f32>(&mut rng) + problems::<bf16>(&mut rng);
+    println!("{ran} schedules are right");
+}
