@@ -122,29 +122,31 @@ def test_tokens_with_cotangents_of_their_own(
 
 
 def hold_against_the_dense_program(
-    rng: np.random.Generator, arrays: tuple[Any, Any, Any], limit: int | None, **options: Any
+    rng: np.random.Generator, arrays: tuple[Any, ...], limit: int | None, **options: Any
 ) -> None:
-    """Holds gradients of hidden and weight [V, D] against float64, as near as the dense ones."""
-    hidden, weight, labels = arrays
+    """Holds gradients of what `problem` gives against float64, as near as the dense ones."""
+    hidden, weight, bias, labels = arrays
     tokens, reduction = labels.shape[0], options["reduction"]
+    of = (hidden, weight) if bias is None else (hidden, weight, bias)
     cotangent = jnp.asarray(rng.uniform(1, 2, tokens) / tokens, jnp.float32)
 
     def gradients(**how: Any) -> Any:
-        def f(x: Any, w: Any) -> Any:
-            loss = linear_cross_entropy(x, w, labels, **options, **how)
+        def f(x: Any, w: Any, b: Any = None) -> Any:
+            loss = linear_cross_entropy(x, w, labels, bias=b, **options, **how)
             return loss if reduction == "mean" else (loss * cotangent).sum()
 
-        return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight)
+        return jax.jit(jax.value_and_grad(f, tuple(range(len(of)))))(*of)
 
-    exact = Exact(hidden, weight, None, labels, **options)
+    exact = Exact(hidden, weight, bias, labels, **options)
     given = exact.oracle.factors("mean") if reduction == "mean" else np.asarray(cotangent)
-    expected = exact.gradients(0, np.where(exact.oracle.__dict__["ignored"], 0, given))[:2]
+    axis = int(weight.shape[0] == WIDTH)
+    expected = exact.gradients(axis, np.where(exact.oracle.__dict__["ignored"], 0, given))
     value, found = gradients(max_scratch_bytes=limit)
     dense_value, dense = gradients(implementation="reference")
     # XLA may leave the dense program's logits unrounded.
     np.testing.assert_allclose(value, dense_value, rtol=1e-4)
-    for actual, other, want in zip(found, dense, expected, strict=True):
-        assert actual.dtype == hidden.dtype
+    for actual, other, want, like in zip(found, dense, expected, of, strict=False):
+        assert actual.dtype == like.dtype
         # The dense program's own rounding, and a unit in the last place.
         eps = float(jnp.finfo(hidden.dtype).eps)
         assert error(actual, want) <= 1.25 * error(other, want) + eps / 4
@@ -164,13 +166,31 @@ def test_no_further_from_float64_than_the_dense_program(
     reduction: str,
 ) -> None:
     monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
-    hidden, weight, _, labels = problem(rng, dtype)
+    arrays = problem(rng, dtype)
     limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
-    plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cpu")
+    plan = explain(*arrays[:2], max_scratch_bytes=limit, platform="cpu")
     one_call = has_library and budget != "both"
     assert plan.schedule == ("library" if one_call else budget or "tokens")
     options = {"reduction": reduction, "ignore_index": 7}
-    hold_against_the_dense_program(rng, (hidden, weight, labels), limit, **options)
+    hold_against_the_dense_program(rng, arrays, limit, **options)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "of_bias"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")],
+)
+def test_a_bias_in_a_call_of_a_cpu(
+    rng: np.random.Generator, dtype: str, of_bias: str, axis: int, reduction: str
+) -> None:
+    hidden, weight, bias, labels = problem(rng, dtype, bias=True, axis=axis)
+    bias, limit = bias.astype(of_bias), 2_000_000
+    plan = explain(hidden, weight, bias=bias, max_scratch_bytes=limit, platform="cpu")
+    assert plan.schedule == "library"
+    options = {"reduction": reduction, "ignore_index": 7}
+    hold_against_the_dense_program(rng, (hidden, weight, bias, labels), limit, **options)
 
 
 @pytest.mark.numbers
@@ -217,7 +237,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
     assert (explain(hidden, weight, **how).kept is not None) == kept
     options = {"reduction": reduction, **BOTH}
-    arrays = (hidden, weight, jnp.asarray(labels, jnp.int32))
+    arrays = (hidden, weight, None, jnp.asarray(labels, jnp.int32))
     hold_against_the_dense_program(rng, arrays, limit, **options)
 
 
@@ -302,24 +322,24 @@ def test_shard_map_sums_the_gradient_of_the_weight(
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_calls_of_a_cpu_are_for_one_device(rng: np.random.Generator, reduction: str) -> None:
-    hidden, weight, _, labels = problem(rng, jnp.bfloat16)
+    hidden, weight, bias, labels = problem(rng, jnp.bfloat16, bias=True)
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
     cut, whole = P("tokens"), P()
 
-    def f(x: Any, w: Any, y: Any) -> Any:
-        return linear_cross_entropy(x, w, y, ignore_index=7, reduction=reduction).sum()
+    def f(x: Any, w: Any, b: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, bias=b, ignore_index=7, reduction=reduction).sum()
 
     def of_part(*arrays: Any) -> Any:
         return jax.lax.psum(f(*arrays), "tokens")
 
-    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, whole, cut), out_specs=whole)
     placed = [
         jax.device_put(x, jax.NamedSharding(mesh, spec))
-        for x, spec in ((hidden, cut), (weight, whole), (labels, cut))
+        for x, spec in ((hidden, cut), (weight, whole), (bias, whole), (labels, cut))
     ]
-    expected = jax.value_and_grad(f, (0, 1))(hidden, weight, labels)
+    expected = jax.value_and_grad(f, (0, 1, 2))(hidden, weight, bias, labels)
     for function, calls in ((f, False), (mapped, True)):
-        compiled = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*placed).compile()
+        compiled = jax.jit(jax.value_and_grad(function, (0, 1, 2))).lower(*placed).compile()
         text = compiled.as_text()
         # XLA cuts no call over a mesh: it would gather its operands.
         assert ("xentile_linear_cross_entropy" in text) == calls and "all-gather" not in text
@@ -331,17 +351,22 @@ def test_calls_of_a_cpu_are_for_one_device(rng: np.random.Generator, reduction: 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("mib", [6, 12, 40, 100])
-def test_calls_of_a_cpu_stay_within_the_budget(mib: int, reduction: str) -> None:
+@pytest.mark.parametrize("of_bias", [None, "float32", "bfloat16"])
+def test_calls_of_a_cpu_stay_within_the_budget(
+    of_bias: str | None, mib: int, reduction: str
+) -> None:
     x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((20011, 512), jnp.bfloat16)
+    b = None if of_bias is None else jax.ShapeDtypeStruct((20011,), of_bias)
     how: dict[str, Any] = {"reduction": reduction, "max_scratch_bytes": mib * 2**20}
-    plan = explain(x, w, platform="cpu", **how)
+    plan = explain(x, w, bias=b, platform="cpu", **how)
     assert plan.schedule == "library" and plan.scratch_bytes <= mib * 2**20
 
-    def f(x: Any, w: Any) -> Any:
-        return linear_cross_entropy(x, w, jnp.zeros(1024, jnp.int32), **how).sum()
+    def f(x: Any, w: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, jnp.zeros(1024, jnp.int32), bias=b, **how).sum()
 
-    compiled = jax.jit(jax.value_and_grad(f, (0, 1))).lower(x, w).compile()
+    of = (0, 1) if b is None else (0, 1, 2)
+    compiled = jax.jit(jax.value_and_grad(f, of)).lower(x, w, b).compile()
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes <= plan.scratch_bytes + 2**16, plan
     passes = ["fused"] if reduction == "mean" else ["forward", "backward"]
@@ -378,9 +403,10 @@ def test_plans_for_cpus_fit(rng: np.random.Generator) -> None:
         axis = int(rng.integers(2))
         x = jax.ShapeDtypeStruct((tokens, width), dtype)
         w = jax.ShapeDtypeStruct((width, vocab) if axis else (vocab, width), dtype)
+        b = jax.ShapeDtypeStruct((vocab,), jnp.float32) if rng.integers(2) else None
         how = {"reduction": "mean" if reduced else "none", "max_scratch_bytes": budget}
         try:
-            plan = explain(x, w, vocab_axis=axis, platform="cpu", **how)
+            plan = explain(x, w, bias=b, vocab_axis=axis, platform="cpu", **how)
         except ValueError as refusal:
             assert "the least" in str(refusal)
             continue

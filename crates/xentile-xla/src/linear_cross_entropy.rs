@@ -59,6 +59,14 @@ fn check_tokens(labels: &[usize], arrays: &[(&str, &[usize])]) -> Result {
     }
 }
 
+/// Checks the shape of an array, by its name.
+fn check_shape(name: &str, dims: &[usize], expected: &[usize]) -> Result {
+    if dims == expected {
+        return Ok(());
+    }
+    Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {expected:?}")))
+}
+
 fn invalid(message: impl std::fmt::Display) -> Error {
     Error::invalid_argument(message.to_string())
 }

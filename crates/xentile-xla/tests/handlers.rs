@@ -645,6 +645,254 @@ fn without_a_gpu_handlers_for_one_say_what_is_missing() {
     }
 }
 
+mod linear_on_cpu {
+    use super::*;
+    use xentile::linear_cross_entropy::LinearShape;
+    use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands, scratch_bytes};
+
+    const TOKENS: usize = 9;
+    const WIDTH: usize = 5;
+    const VOCAB: usize = 23;
+    const COLUMNS: usize = 8;
+
+    struct Problem<E> {
+        vocab_axis: usize,
+        options: CrossEntropy,
+        hidden: Vec<E>,
+        weight: Vec<E>,
+        bias: Option<Vec<f32>>,
+        labels: Vec<i64>,
+        cotangents: [Vec<f32>; 3],
+    }
+
+    impl<E: Element> Problem<E> {
+        fn new(rng: &mut ChaCha8Rng, vocab_axis: usize, has_bias: bool) -> Self {
+            let mut numbers =
+                |length| (0..length).map(|_| rng.random_range(-2.0..2.0)).collect::<Vec<f32>>();
+            let elements = |numbers: Vec<f32>| {
+                numbers.into_iter().map(|x| E::from_f64(x.into())).collect::<Vec<_>>()
+            };
+            let (hidden, weight) = (numbers(TOKENS * WIDTH), numbers(VOCAB * WIDTH));
+            let bias = has_bias.then(|| numbers(VOCAB));
+            let cotangents = [(); 3].map(|()| numbers(TOKENS));
+            let mut labels: Vec<_> =
+                (0..TOKENS).map(|_| rng.random_range(0..VOCAB as i64)).collect();
+            labels[1] = -100;
+            let options =
+                CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, ..CrossEntropy::default() };
+            let (hidden, weight) = (elements(hidden), elements(weight));
+            Self { vocab_axis, options, hidden, weight, bias, labels, cotangents }
+        }
+
+        fn weight_extents(&self) -> [usize; 2] {
+            let extents = [VOCAB, WIDTH];
+            [extents[self.vocab_axis], extents[1 - self.vocab_axis]]
+        }
+
+        fn shape(&self) -> LinearShape {
+            LinearShape::new([TOKENS, WIDTH], self.weight_extents(), None).unwrap()
+        }
+
+        fn scratch(&self) -> usize {
+            scratch_bytes(self.shape(), <E as xentile::Element>::DTYPE, COLUMNS, true)
+        }
+
+        /// The call of a pass, whose arguments have these numbers of tokens after the labels.
+        fn call(&self, pass: &str, numbers: &[&[f32]]) -> Call {
+            let hidden = [TOKENS as i64, WIDTH as i64];
+            let weight = self.weight_extents().map(|extent| extent as i64);
+            let mut arguments = vec![
+                Array::of(&hidden, &self.hidden),
+                Array::of(&weight, &self.weight),
+                Array::of(&hidden[..1], &self.labels),
+            ];
+            arguments.extend(numbers.iter().map(|numbers| Array::f32(numbers)));
+            arguments.extend(self.bias.as_deref().map(Array::f32));
+            let of_tokens = match pass {
+                "forward" => 4,
+                "backward" => 0,
+                _ => 3,
+            };
+            let mut results: Vec<_> =
+                (0..of_tokens).map(|_| Array::new(DType::F32, &hidden[..1])).collect();
+            let makes_gradients = pass != "forward";
+            if makes_gradients {
+                results.extend(
+                    [hidden, weight].map(|dims| Array::new(<E as xla_ffi::Element>::DTYPE, &dims)),
+                );
+            }
+            results.push(Array::new(DType::U8, &[self.scratch() as i64]));
+            if makes_gradients && self.bias.is_some() {
+                results.push(Array::new(DType::F32, &[VOCAB as i64]));
+            }
+            let call = call(arguments, results)
+                .scalar("ignore_index", self.options.ignore_index)
+                .scalar("label_smoothing", self.options.label_smoothing)
+                .scalar("z_loss", self.options.z_loss)
+                .scalar("vocab_axis", self.vocab_axis as i64)
+                .scalar("chunk_columns", COLUMNS as i64);
+            match pass {
+                "backward" => call,
+                _ => call.scalar("every_token", xla_ffi::Pred::from(true)),
+            }
+        }
+
+        /// Every handler against the kernel, bit for bit.
+        fn check(&self) {
+            let pool = Threads::new(1).unwrap();
+            let launch = Launch { isa: Isa::detect(), tile: None, pool: &pool };
+            let labels = Labels::from(&self.labels[..]);
+            let linear = Linear::new(self.options, self.shape(), labels, launch, COLUMNS).unwrap();
+            let operands = Operands {
+                hidden: &self.hidden[..],
+                weight: &self.weight,
+                bias: self.bias.as_deref(),
+            };
+            let scratch = &mut vec![0; self.scratch()][..];
+            let [dloss, dlogps, dlse] = &self.cotangents;
+            let zero_idle = false;
+
+            let mut native = [(); 4].map(|()| vec![7.0_f32; TOKENS]);
+            let [loss, logps, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+            linear.forward(operands, outputs, scratch).unwrap();
+            self.run("forward", &[], &native, None);
+
+            let mut made = Made::of(self);
+            let [_, _, lse, lse_low] = &native;
+            let saved = SavedLse { lse, lse_low: Some(lse_low) };
+            let cotangents = Cotangents { loss: Some(dloss), logps: Some(dlogps), lse: Some(dlse) };
+            linear.backward(operands, saved, cotangents, made.gradients(), scratch).unwrap();
+            self.run("backward", &[lse, lse_low, dloss, dlogps, dlse], &[], Some(&made));
+
+            let mut native = [(); 3].map(|()| vec![7.0_f32; TOKENS]);
+            let [loss, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
+            let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_idle };
+            linear.fused(operands, dloss, outputs, made.gradients(), scratch).unwrap();
+            self.run("fused", &[dloss], &native, Some(&made));
+        }
+
+        /// Calls the handler of a pass, and expects these results.
+        fn run(
+            &self,
+            pass: &str,
+            numbers: &[&[f32]],
+            of_tokens: &[Vec<f32>],
+            made: Option<&Made<E>>,
+        ) {
+            let mut call = self.call(pass, numbers);
+            call.call(target(pass)).unwrap();
+            let (found, gradients) = call.results.split_at_mut(of_tokens.len());
+            for (found, native) in found.iter_mut().zip(of_tokens) {
+                same_bits(pass, &found.values::<f32>(), native);
+            }
+            let Some(made) = made else { return };
+            same_bits("dhidden", &gradients[0].values::<E>(), &made.hidden);
+            same_bits("dweight", &gradients[1].values::<E>(), &made.weight);
+            if let Some(bias) = &made.bias {
+                same_bits("dbias", &gradients[3].values::<f32>(), bias);
+            }
+        }
+    }
+
+    /// Gradients that the kernel makes.
+    struct Made<E> {
+        hidden: Vec<E>,
+        weight: Vec<E>,
+        bias: Option<Vec<f32>>,
+    }
+
+    impl<E: Element> Made<E> {
+        fn of(problem: &Problem<E>) -> Self {
+            let Problem { hidden, weight, bias, .. } = problem;
+            Self { hidden: hidden.clone(), weight: weight.clone(), bias: bias.clone() }
+        }
+
+        fn gradients(&mut self) -> Gradients<'_, E> {
+            let Self { hidden, weight, bias } = self;
+            Gradients { hidden, weight, bias: bias.as_deref_mut() }
+        }
+    }
+
+    fn target(pass: &str) -> abi::Handler {
+        handler(&format!("xentile_linear_cross_entropy_{pass}"))
+    }
+
+    #[test]
+    fn values_are_those_of_the_kernels() {
+        fn body<E: Element>() {
+            let mut rng = fresh_rng();
+            for (vocab_axis, has_bias) in [(0, false), (0, true), (1, false), (1, true)] {
+                Problem::<E>::new(&mut rng, vocab_axis, has_bias).check();
+            }
+        }
+        for_each_dtype!(body);
+    }
+
+    #[test]
+    fn what_disagrees_is_refused_by_name() {
+        let problem = Problem::<bf16>::new(&mut fresh_rng(), 0, true);
+        let zeros: &[f32] = &[0.0; TOKENS];
+        // With the index of `bias` and, where gradients are made, that of `dbias`.
+        let passes: [(_, &[_], _, _); 3] = [
+            ("forward", &[], 3, None),
+            ("backward", &[zeros; 5], 8, Some(3)),
+            ("fused", &[zeros], 4, Some(6)),
+        ];
+        for (pass, numbers, bias, dbias) in passes {
+            let refused = |change: &dyn Fn(&mut Call), reason: &str| {
+                let mut call = problem.call(pass, numbers);
+                change(&mut call);
+                call.link();
+                let message = call.refused(target(pass));
+                assert!(message.contains(reason), "{pass}: {message:?} does not say {reason:?}");
+                let untouched = |result: &Array| result.data.iter().all(|&word| word == POISON);
+                assert!(call.results.iter().all(|result| untouched(result)), "{pass}: {message}");
+            };
+            for dims in [&[22][..], &[24], &[1, 23], &[]] {
+                refused(
+                    &|call| call.arguments[bias] = Array::new(DType::F32, dims),
+                    &format!("`bias` has shape {dims:?}; it must be [23]"),
+                );
+            }
+            refused(
+                &|call| call.arguments[bias] = Array::new(DType::Bf16, &[23]),
+                &format!("argument {bias} (`bias`) has dtype bf16; it must be f32"),
+            );
+            refused(
+                &|call| {
+                    call.arguments.push(Array::f32(&[0.0; VOCAB]));
+                    call.types.push(1);
+                },
+                &format!("the call has {} arguments; the handler takes {}", bias + 2, bias + 1),
+            );
+            refused(
+                &|call| call.arguments[1] = Array::new(DType::Bf16, &[23, 4]),
+                "`weight` has shape [23, 4]; it must have the 5 columns of `hidden` on axis 1",
+            );
+            refused(&|call| set(call, "chunk_columns", 0_i64), "attribute `chunk_columns` is 0");
+            let Some(dbias) = dbias else { continue };
+            refused(
+                &|call| call.results[dbias] = poisoned(DType::F32, &[22]),
+                "`dbias` has shape [22]; it must be [23]",
+            );
+            refused(
+                &|call| call.results[dbias - 2] = poisoned(DType::Bf16, &[22, 5]),
+                "`dweight` has shape [22, 5]; it must be [23, 5]",
+            );
+            let both = "the call must have both `bias` and `dbias`, or neither";
+            refused(&|call| _ = call.arguments.pop(), both);
+            refused(&|call| _ = call.results.pop(), both);
+        }
+    }
+
+    fn poisoned(dtype: DType, dims: &[i64]) -> Box<Array> {
+        let mut array = Array::new(dtype, dims);
+        array.data.fill(POISON);
+        array
+    }
+}
+
 #[cfg(feature = "cuda")]
 mod linear {
     use super::*;
@@ -705,6 +953,9 @@ mod linear {
         let mut chunk = forward([5, 3], 0);
         set(&mut chunk, "chunk_columns", 0_i64);
         refused(chunk, "attribute `chunk_columns` is 0; it must be at least 1");
+        let mut bias = forward([5, 3], 0);
+        bias.arguments.push(Array::new(DType::F32, &[5]));
+        refused(bias, "the call has 4 arguments; the handler takes 3");
     }
 
     #[test]

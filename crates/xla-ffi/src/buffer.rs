@@ -290,6 +290,16 @@ macro_rules! kinds {
                 }
             }
 
+            /// The next one, if any is left.
+            impl<'a, $($generics)*> Parameter<'a> for Option<$type<'a, $($names)*>> {
+                fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+                    if decoder.left($result) == 0 {
+                        return Ok(None);
+                    }
+                    decoder.parameter(name).map(Some)
+                }
+            }
+
             impl<$($generics)*> fmt::Debug for $type<'_, $($names)*> {
                 fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                     write!(f, "{:?}", self.raw)

@@ -130,9 +130,10 @@ impl<E: Into<Error>> Outcome for Result<(), E> {
 /// The types of the function's parameters say what each one is:
 ///
 /// - [`Buffer`](crate::Buffer), [`AnyBuffer`](crate::AnyBuffer): the next argument;
-///   [`BufferMut`](crate::BufferMut), [`AnyBufferMut`](crate::AnyBufferMut): the next result; a
-///   `Vec` of one of them: all that are left; in [`OnDevice`](crate::OnDevice): its address only;
-///   in [`MayAlias`](crate::MayAlias): an argument that the caller may donate to a result;
+///   [`BufferMut`](crate::BufferMut), [`AnyBufferMut`](crate::AnyBufferMut): the next result; an
+///   `Option` of one of them: the next, if any is left; a `Vec`: all that are left; in
+///   [`OnDevice`](crate::OnDevice): its address only; in [`MayAlias`](crate::MayAlias): an argument
+///   that the caller may donate to a result;
 /// - numbers, [`bool`], `&str`, `&[T]`, [`Dictionary`], `Option` of these, and what implements
 ///   [`FromAttribute`]: the attribute of that name;
 ///   [`Attributes`]: all of them;

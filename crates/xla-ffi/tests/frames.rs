@@ -31,6 +31,21 @@ fn in_place(x: MayAlias<Buffer<f32>>, y: BufferMut<f32>, _z: BufferMut<f32>) -> 
     Ok(())
 }
 
+fn may_add(
+    x: Buffer<f32>,
+    more: Option<Buffer<f32, 1>>,
+    mut y: BufferMut<f32>,
+    z: Option<BufferMut<f32>>,
+) {
+    y.copy_from_slice(&x);
+    if let Some(more) = more {
+        y.iter_mut().zip(&*more).for_each(|(y, more)| *y += more);
+    }
+    if let Some(mut z) = z {
+        z.copy_from_slice(&y);
+    }
+}
+
 fn options(list: &[i64], text: &str, nested: Dictionary, flag: Option<bool>) -> Result {
     assert_eq!((list, text), (&[1, 2][..], "text"));
     assert_eq!(nested.get::<i64>("inner")?, 7);
@@ -65,6 +80,7 @@ xla_ffi::handler! {
     fn test_generic = generic::<half::bf16>(x, y);
     fn test_any = any(x);
     fn test_in_place = in_place(x, y, z);
+    fn test_may_add = may_add(x, more, y, z);
     fn test_options = options(list, text, nested, flag);
     fn test_panicking = panicking(), traits = Traits::COMMAND_BUFFER_COMPATIBLE;
     fn test_parallel = parallel(y, pool);
@@ -257,6 +273,21 @@ fn a_result_in_the_memory_of_a_donated_argument() {
     assert!(call.refused(test_in_place).contains("over a part of result 0"));
     call.results[1].buffer.data = call.results[0].buffer.data;
     assert!(call.refused(test_in_place).contains("shares memory with result 1"));
+}
+
+#[test]
+fn the_last_buffer_may_be_left_out() {
+    let arrays = |count| (0..count).map(|_| Array::f32(&[1.0; 4])).collect::<Vec<_>>();
+    for (arguments, results, sum) in [(1, 1, 1.0), (2, 1, 2.0), (1, 2, 1.0), (2, 2, 2.0)] {
+        let mut call = Call::new(arrays(arguments), arrays(results));
+        call.call(test_may_add).unwrap();
+        assert!(call.results.iter_mut().all(|result| result.values::<f32>() == [sum; 4]));
+    }
+    let refused = |arguments, results| Call::new(arguments, results).refused(test_may_add);
+    assert_eq!(refused(arrays(3), arrays(1)), "the call has 3 arguments; the handler takes 2");
+    assert_eq!(refused(arrays(1), arrays(3)), "the call has 3 results; the handler takes 2");
+    let matrix = vec![Array::f32(&[1.0; 4]), Array::new(DType::F32, &[2, 2])];
+    assert!(refused(matrix, arrays(1)).contains("argument 1 (`more`) has shape [2, 2]"));
 }
 
 #[test]

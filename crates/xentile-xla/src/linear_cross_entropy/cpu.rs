@@ -9,7 +9,7 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Decoder, Parameter, Result, ThreadPool,
 };
 
-use super::{check_tokens, invalid, shape, vocab_axis};
+use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::cross_entropy::cpu::to_labels;
 use crate::cross_entropy::{Extent, Options};
@@ -22,20 +22,22 @@ target_list! {
     /// loss, logps, lse and lse_low of each token.
     "xentile_linear_cross_entropy_forward", Execute:
     fn xentile_linear_cross_entropy_forward_host = forward(
-        hidden, weight, labels, loss, logps, lse, lse_low, scratch, options, cut, every_token, pool,
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch,
+        options, cut, every_token, pool,
     );
 
-    /// dhidden and dweight, from the lse that forward gave and the cotangents of what it gave.
+    /// dhidden, dweight and, with a bias, dbias, from the lse that forward gave and the cotangents of
+    /// what it gave.
     "xentile_linear_cross_entropy_backward", Execute:
     fn xentile_linear_cross_entropy_backward_host = backward(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, dhidden, dweight, scratch,
-        options, cut, pool,
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias,
+        dhidden, dweight, scratch, dbias, options, cut, pool,
     );
 
-    /// loss, lse, lse_low, dhidden and dweight, from the cotangents of the loss.
+    /// loss, lse, lse_low, dhidden, dweight and, with a bias, dbias, from the cotangents of the loss.
     "xentile_linear_cross_entropy_fused", Execute:
     fn xentile_linear_cross_entropy_fused_host = fused(
-        hidden, weight, labels, dloss, loss, lse, lse_low, dhidden, dweight, scratch,
+        hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, pool,
     );
 }
@@ -59,6 +61,7 @@ fn forward(
     hidden: AnyBuffer,
     weight: AnyBuffer,
     labels: AnyBuffer,
+    bias: Option<Buffer<f32>>,
     loss: BufferMut<f32>,
     logps: BufferMut<f32>,
     lse: BufferMut<f32>,
@@ -69,7 +72,7 @@ fn forward(
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
     let named = [
         ("loss", loss.dims()),
         ("logps", logps.dims()),
@@ -100,14 +103,16 @@ fn backward(
     dloss: Buffer<f32>,
     dlogps: Buffer<f32>,
     dlse: Buffer<f32>,
+    bias: Option<Buffer<f32>>,
     dhidden: AnyBufferMut,
     dweight: AnyBufferMut,
     scratch: BufferMut<u8>,
+    dbias: Option<BufferMut<f32>>,
     options: Options,
     cut: Cut,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
     let named = [
         ("lse", lse.dims()),
         ("lse_low", lse_low.dims()),
@@ -120,7 +125,8 @@ fn backward(
     let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
-        let (operands, gradients) = (call.operands::<E>()?, call.gradients::<E>(dhidden, dweight)?);
+        let operands = call.operands::<E>()?;
+        let gradients = call.gradients::<E>(dhidden, dweight, dbias)?;
         let linear = call.linear()?;
         linear.backward(operands, saved, cotangents, gradients, scratch).map_err(invalid)
     })
@@ -132,18 +138,20 @@ fn fused(
     weight: AnyBuffer,
     labels: AnyBuffer,
     dloss: Buffer<f32>,
+    bias: Option<Buffer<f32>>,
     loss: BufferMut<f32>,
     lse: BufferMut<f32>,
     lse_low: BufferMut<f32>,
     dhidden: AnyBufferMut,
     dweight: AnyBufferMut,
     scratch: BufferMut<u8>,
+    dbias: Option<BufferMut<f32>>,
     options: Options,
     cut: Cut,
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
     let named = [
         ("dloss", dloss.dims()),
         ("loss", loss.dims()),
@@ -160,7 +168,8 @@ fn fused(
     };
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
-        let (operands, gradients) = (call.operands::<E>()?, call.gradients::<E>(dhidden, dweight)?);
+        let operands = call.operands::<E>()?;
+        let gradients = call.gradients::<E>(dhidden, dweight, dbias)?;
         call.linear()?.fused(operands, &dloss, outputs, gradients, scratch).map_err(invalid)
     })
 }
@@ -170,6 +179,7 @@ struct Call<'a> {
     hidden: AnyBuffer<'a>,
     weight: AnyBuffer<'a>,
     labels: AnyBuffer<'a>,
+    bias: Option<Buffer<'a, f32>>,
     shape: LinearShape,
     options: Options,
     columns: usize,
@@ -181,13 +191,17 @@ impl<'a> Call<'a> {
         hidden: AnyBuffer<'a>,
         weight: AnyBuffer<'a>,
         labels: AnyBuffer<'a>,
+        bias: Option<Buffer<'a, f32>>,
         options: Options,
         cut: Cut,
         pool: ThreadPool<'a>,
     ) -> Result<Self> {
         let shape = shape(hidden.dims(), weight.dims(), labels.dims(), cut.vocab_axis)?;
+        if let Some(bias) = bias {
+            check_shape("bias", bias.dims(), &[shape.vocab()])?;
+        }
         let pool = Pool(pool);
-        Ok(Self { hidden, weight, labels, shape, options, columns: cut.columns, pool })
+        Ok(Self { hidden, weight, labels, bias, shape, options, columns: cut.columns, pool })
     }
 
     fn linear(&self) -> Result<Linear<'_>> {
@@ -205,7 +219,7 @@ impl<'a> Call<'a> {
         Ok(Operands {
             hidden: self.hidden.typed::<E, ANY_RANK>()?.as_slice(),
             weight: self.weight.typed::<E, ANY_RANK>()?.as_slice(),
-            bias: None,
+            bias: self.bias.map(|bias| bias.as_slice()),
         })
     }
 
@@ -214,20 +228,18 @@ impl<'a> Call<'a> {
         &self,
         hidden: AnyBufferMut<'a>,
         weight: AnyBufferMut<'a>,
+        bias: Option<BufferMut<'a, f32>>,
     ) -> Result<Gradients<'a, E>> {
-        for (name, gradient, expected) in [
-            ("dhidden", hidden.dims(), self.hidden.dims()),
-            ("dweight", weight.dims(), self.weight.dims()),
-        ] {
-            if gradient != expected {
-                return Err(invalid(format_args!(
-                    "`{name}` has shape {gradient:?}; it must be {expected:?}"
-                )));
-            }
+        check_shape("dhidden", hidden.dims(), self.hidden.dims())?;
+        check_shape("dweight", weight.dims(), self.weight.dims())?;
+        match (&bias, self.bias) {
+            (Some(dbias), Some(bias)) => check_shape("dbias", dbias.dims(), bias.dims())?,
+            (None, None) => {}
+            _ => return Err(invalid("the call must have both `bias` and `dbias`, or neither")),
         }
         let weight = weight.typed::<E, ANY_RANK>()?.into_slice();
         ask_for_huge_pages(weight);
         let hidden = hidden.typed::<E, ANY_RANK>()?.into_slice();
-        Ok(Gradients { hidden, weight, bias: None })
+        Ok(Gradients { hidden, weight, bias: bias.map(BufferMut::into_slice) })
     }
 }

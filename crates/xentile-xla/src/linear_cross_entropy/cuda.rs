@@ -7,7 +7,7 @@ use xentile_cuda::cross_entropy::{Cotangents, SavedLse, TokenOutputs};
 use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
 use xla_ffi::{Context, DType, Decoder, Parameter, Result, Traits};
 
-use super::{check_tokens, invalid, shape, vocab_axis};
+use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
 use crate::cross_entropy::cuda::to_labels;
 use crate::cross_entropy::{Extent, Options};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
@@ -257,13 +257,7 @@ impl Call {
 /// Where gradients go, each of the shape and dtype of its operand.
 fn gradients(hidden: (&AnyMut, Any), weight: (&AnyMut, Any)) -> Result<Gradients> {
     for (name, (gradient, operand)) in [("dhidden", hidden), ("dweight", weight)] {
-        if gradient.dims() != operand.dims() {
-            return Err(invalid(format_args!(
-                "`{name}` has shape {:?}; it must be {:?}",
-                gradient.dims(),
-                operand.dims()
-            )));
-        }
+        check_shape(name, gradient.dims(), operand.dims())?;
         let expected: DType = operand.dtype();
         if gradient.dtype() != expected {
             return Err(dtype::wrong(name, gradient.dtype(), &expected.to_string()));

@@ -19,19 +19,21 @@ from .plan import Plan, Problem
 COLUMNS = (1024, 768, 512, 384, 256, 128)
 # What the library allocates for a token.
 PER_TOKEN = 128
+# What a column's bias and its gradient take in f32.
+PER_BIAS = 8
 
 
 @lru_cache
 def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where XLA's chunks stay."""
-    # Products of f32 operands are as fast in XLA, which takes a bias too.
-    if problem.bias or problem.hidden_bytes == 4:
+    # Products of f32 operands are as fast in XLA.
+    if problem.hidden_bytes == 4:
         return None
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
     for columns in COLUMNS:
         chunk = min(columns, problem.vocab)
-        least = _scratch(problem, chunk, makes_gradients=True) + PER_TOKEN * problem.tokens
+        least = _scratch(problem, chunk, makes_gradients=True) + _beside(problem)
         if least <= limit:
             return _plan(problem, chunk, least, limit)
     return None
@@ -77,17 +79,22 @@ def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
     return 4 * (of_hidden + of_weight + n * columns + 1)
 
 
+def _beside(problem: Problem) -> int:
+    """Bytes that are held beside a call's scratch."""
+    return PER_TOKEN * problem.tokens + PER_BIAS * problem.bias * problem.vocab
+
+
 def has_library() -> bool:
     """Whether the library is there and has the calls; where not, XLA's chunks stay."""
     return one_call.has_library("Host")
 
 
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, no bias, labels and more."""
-    hidden, weight, *_ = operands
-    problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
+    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
+    hidden, weight, bias, *_ = operands
+    problem = Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
     scratch = _scratch(problem, plan.columns, makes_gradients=name != "forward")
     if name == "fused":
-        scratch = plan.scratch_bytes - PER_TOKEN * problem.tokens
+        scratch = plan.scratch_bytes - _beside(problem)
     cut = {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}
     return one_call.make(name, options, cut, scratch, *operands)

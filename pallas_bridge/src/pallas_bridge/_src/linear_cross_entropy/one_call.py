@@ -30,12 +30,14 @@ def has_library(platform: str) -> bool:
 def make(
     name: str, options: Options, cut: Mapping[str, int], scratch_bytes: int, *operands: Any
 ) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, no bias, labels and more.
+    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more.
 
     `cut` has the attributes that say how.
     """
-    hidden, weight, _, labels, *others = operands
-    flat = [hidden, weight, labels, *jax.tree.leaves(others)]
+    hidden, weight, bias, labels, *others = operands
+    # A bias is the last argument and its gradient the last result, both in f32.
+    of_bias = [] if bias is None else [bias.astype(jnp.float32)]
+    flat = [hidden, weight, labels, *jax.tree.leaves(others), *of_bias]
     per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
     gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight)]
     results = {
@@ -43,15 +45,18 @@ def make(
         "backward": gradients,
         "fused": [per_token] * 3 + gradients,
     }[name]
-    scratch = jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)
-    call = jax.ffi.ffi_call(f"{TARGET}_{name}", [*results, scratch])
+    results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
+    if name != "forward":
+        results.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_bias)
+    call = jax.ffi.ffi_call(f"{TARGET}_{name}", results)
     every_token = None if name == "backward" else options.every_token
     numbers = {key: np.int64(value) for key, value in cut.items()}
-    *found, _ = call(*flat, **dict(attributes(options, every_token)), **numbers)
+    found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
     if name == "forward":
-        return tuple(found)
-    *numbers_of_tokens, of_hidden, of_weight = found
-    made = (of_hidden, of_weight, None)
+        return tuple(found[:4])
+    dbias = None if bias is None else found.pop().astype(bias.dtype)
+    *numbers_of_tokens, of_hidden, of_weight, _ = found
+    made = (of_hidden, of_weight, dbias)
     return made if name == "backward" else (*numbers_of_tokens, made)
 
 
