@@ -53,8 +53,9 @@ pub(crate) struct Shared<'a, T> {
 }
 
 // SAFETY: a `Shared` only hands out pieces through the unsafe `slice`, whose caller promises that
-// no piece is used by two tasks; sending a `T` to another thread is all that remains.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+// no piece is used by two tasks, and `read`, whose caller promises that none is written meanwhile;
+// sending a `T` to another thread, and sharing one, is all that remains.
+unsafe impl<T: Send + Sync> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
