@@ -19,7 +19,7 @@ const MOST_BYTES: usize = 1 << 16;
 
 /// Numbers that frames get wrong.
 const ODD: [i64; 12] = [0, 1, 2, 3, 7, 8, 1 << 20, 1 << 31, 1 << 61, i64::MAX, i64::MIN, -1];
-const NAMES: [&str; 9] = [
+const NAMES: [&str; 11] = [
     "ignore_index",
     "label_smoothing",
     "z_loss",
@@ -27,6 +27,8 @@ const NAMES: [&str; 9] = [
     "time_block",
     "block_size",
     "every_token",
+    "vocab_axis",
+    "chunk_columns",
     "",
     "no such attribute",
 ];
@@ -62,6 +64,9 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
+const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+const LABELS: [DType; 2] = [DType::S32, DType::S64];
+
 /// The fuzzer's bytes, one for each choice.
 struct Choices<'a>(&'a [u8]);
 
@@ -90,8 +95,11 @@ impl Choices<'_> {
 
 /// A right frame of `target`; extents, dtypes and attributes are chosen.
 fn right(target: &str, choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&[DType::F32, DType::Bf16, DType::F16]);
-    let label = *choices.of(&[DType::S32, DType::S64]);
+    if let Some(pass) = target.strip_prefix("xentile_linear_cross_entropy_") {
+        return right_linear(pass, choices);
+    }
+    let dtype = *choices.of(&DTYPES);
+    let label = *choices.of(&LABELS);
     let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
     let matrix = [&leading[..], &[1 + choices.below(80) as i64]].concat();
     let wide = || Array::new(dtype, &matrix);
@@ -109,10 +117,51 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
         "xentile_scale" => ([wide()].into_iter().chain(floats(1)).collect(), vec![wide()]),
         _ => panic!("{target} has no right frame here"),
     };
-    let mut call = Call::new(arguments, results);
+    let call = Call::new(arguments, results);
     if target == "xentile_scale" {
         return call;
     }
+    with_options(call, target == "xentile_cross_entropy_backward", choices)
+}
+
+/// The same of linear cross-entropy; scratch may be too little.
+fn right_linear(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let dtype = *choices.of(&DTYPES);
+    let [tokens, width, vocab] = [5, 20, 80].map(|most| 1 + choices.below(most) as i64);
+    let axis = choices.below(2);
+    let weight = if axis == 0 { [vocab, width] } else { [width, vocab] };
+    let operands = || [[tokens, width], weight].map(|dims| Array::new(dtype, &dims));
+    let floats = |count: usize| (0..count).map(|_| Array::new(DType::F32, &[tokens]));
+    let labels = Array::new(*choices.of(&LABELS), &[tokens]);
+    let mut arguments: Vec<_> = operands().into_iter().chain([labels]).collect();
+    let scratch = Array::new(DType::U8, &[*choices.of(&[0, 1000, 1 << 15])]);
+    let mut results: Vec<_> = match pass {
+        "forward" => floats(4).collect(),
+        "backward" => {
+            arguments.extend(floats(5));
+            operands().into_iter().collect()
+        }
+        "fused" => {
+            arguments.extend(floats(1));
+            floats(3).chain(operands()).collect()
+        }
+        _ => panic!("{pass} has no right frame here"),
+    };
+    results.push(scratch);
+    if choices.below(2) == 1 {
+        arguments.push(Array::new(DType::F32, &[vocab]));
+        if pass != "forward" {
+            results.push(Array::new(DType::F32, &[vocab]));
+        }
+    }
+    let call = Call::new(arguments, results)
+        .scalar("vocab_axis", axis as i64)
+        .scalar("chunk_columns", *choices.of(&[1_i64, 7, 64, i64::MAX]));
+    with_options(call, pass == "backward", choices)
+}
+
+/// With the attributes that every pass over logits has.
+fn with_options(mut call: Call, is_backward: bool, choices: &mut Choices<'_>) -> Call {
     call = call
         .scalar("ignore_index", *choices.of(&[-100_i64, 0, i64::MIN]))
         .scalar("label_smoothing", *choices.of(&[0.0, 0.1, 1.0]))
@@ -125,7 +174,7 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
             call = call.scalar(name, extent);
         }
     }
-    if target == "xentile_cross_entropy_backward" {
+    if is_backward {
         return call;
     }
     call.scalar("every_token", xla_ffi::Pred::from(*choices.of(&[false, true])))
