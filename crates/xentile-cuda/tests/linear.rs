@@ -3,6 +3,8 @@
 
 #![cfg(all(feature = "kernels", target_os = "linux"))]
 
+#[path = "../../xentile-cpu/tests/common/mod.rs"]
+mod common;
 mod fake;
 
 use std::ffi::c_void;
@@ -10,7 +12,7 @@ use std::process::Command;
 use std::ptr::without_provenance_mut;
 
 use half::bf16;
-use rand::{RngExt, SeedableRng};
+use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::cross_entropy::reference::TokenCotangents;
@@ -291,15 +293,7 @@ fn most_kept(linear: Linear) -> Linear {
 #[test]
 #[ignore = "the tests run it, with libraries that play a GPU"]
 fn schedules() {
-    let seed = match std::env::var("XENTILE_TEST_SEED") {
-        Ok(seed) => seed.parse().expect("XENTILE_TEST_SEED is a whole number"),
-        Err(_) => {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-            now.expect("a clock after 1970").as_nanos() as u64
-        }
-    };
-    println!("\nXENTILE_TEST_SEED={seed}");
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut rng = common::fresh_rng("schedules");
     let ran = problems::<f32>(&mut rng) + problems::<bf16>(&mut rng);
     println!("{ran} schedules are right");
 }

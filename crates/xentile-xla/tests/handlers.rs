@@ -15,6 +15,9 @@ use xentile_cpu::{InOut, Isa, Threads};
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, abi};
 
+#[path = "../../xentile-cpu/tests/common/mod.rs"]
+mod common;
+
 const POISON: u64 = 0xa5a5_a5a5_a5a5_a5a5;
 
 trait Element: xentile::Element + xla_ffi::Element {}
@@ -35,19 +38,6 @@ fn every_handler(target: &str) -> impl Iterator<Item = &'static xentile_xla::Tar
 /// what it does not know is not wrong.
 fn executing(target: &str) -> impl Iterator<Item = &'static xentile_xla::Target> {
     every_handler(target).filter(|entry| entry.stage() == xla_ffi::Stage::Execute as u32)
-}
-
-/// A generator seeded afresh in every run, or from `XENTILE_TEST_SEED`; the seed is printed.
-fn fresh_rng() -> ChaCha8Rng {
-    let seed = match std::env::var("XENTILE_TEST_SEED") {
-        Ok(seed) => seed.parse().expect("XENTILE_TEST_SEED is a whole number"),
-        Err(_) => {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-            now.expect("a clock after 1970").as_nanos() as u64
-        }
-    };
-    println!("XENTILE_TEST_SEED={seed}");
-    ChaCha8Rng::seed_from_u64(seed)
 }
 
 fn call(arguments: Vec<Box<Array>>, results: Vec<Box<Array>>) -> Call {
@@ -248,7 +238,7 @@ macro_rules! for_each_dtype {
 #[test]
 fn values_are_those_of_the_kernels() {
     fn body<E: Element>() {
-        let mut rng = fresh_rng();
+        let mut rng = common::fresh_rng("handlers");
         let leading: [&[i64]; 6] = [&[], &[1], &[6], &[2, 5], &[3, 1, 2, 1], &[2, 0, 3]];
         for leading in leading {
             for vocab in [1, 33, 1003] {
@@ -273,7 +263,7 @@ fn values_are_those_of_the_kernels() {
 #[test]
 fn scaled_values_are_those_of_the_kernel() {
     fn body<E: Element>() {
-        let mut rng = fresh_rng();
+        let mut rng = common::fresh_rng("handlers");
         let shapes: [(&[i64], &[i64]); 7] = [
             (&[], &[]),
             (&[5], &[]),
@@ -821,7 +811,7 @@ mod linear_on_cpu {
     #[test]
     fn values_are_those_of_the_kernels() {
         fn body<E: Element>() {
-            let mut rng = fresh_rng();
+            let mut rng = common::fresh_rng("handlers");
             for (vocab_axis, has_bias) in [(0, false), (0, true), (1, false), (1, true)] {
                 Problem::<E>::new(&mut rng, vocab_axis, has_bias).check();
             }
@@ -831,7 +821,7 @@ mod linear_on_cpu {
 
     #[test]
     fn what_disagrees_is_refused_by_name() {
-        let problem = Problem::<bf16>::new(&mut fresh_rng(), 0, true);
+        let problem = Problem::<bf16>::new(&mut common::fresh_rng("handlers"), 0, true);
         let zeros: &[f32] = &[0.0; TOKENS];
         // With the index of `bias` and, where gradients are made, that of `dbias`.
         let passes: [(_, &[_], _, _); 3] = [
