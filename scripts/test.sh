@@ -35,7 +35,7 @@ export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 
 logs=target/test-logs
 mkdir -p "$logs"
-total_passed=0 total_failed=0 absent=() summary=()
+total_passed=0 total_failed=0 absent=() summary=() failures=""
 for tier in "${tiers[@]}"; do
     log=$logs/$tier.log
     printf '\n== %s\n' "$tier"
@@ -59,9 +59,11 @@ for tier in "${tiers[@]}"; do
     total_passed=$((total_passed + passed))
     total_failed=$((total_failed + failed))
     summary+=("$tier: $passed passed, $failed failed$note")
+    ((failed == 0)) || failures+=$(printf '\n-- %s\n' "$tier"; awk -f scripts/failures.awk "$log")
     printf '%s took %d s\n' "$tier" $((SECONDS - started))
 done
 
+[[ -z $failures ]] || printf '\n== failures%s\n' "$failures"
 printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
 printf 'tiers: %d run, %d absent here%s\n' \
