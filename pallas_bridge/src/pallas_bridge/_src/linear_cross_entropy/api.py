@@ -322,5 +322,4 @@ def _plans(
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     plan = plans.choose(problem, max_scratch_bytes)
-    limit = plan.max_scratch_bytes
-    return plan, on_cuda.choose(problem, limit), on_cpu.choose(problem, limit)
+    return plan, on_cuda.choose(problem, plan.max_scratch_bytes), on_cpu.choose(problem, plan)
