@@ -66,7 +66,7 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
     for peer, row in found.items():
         for gradient in ("dhidden", "dweight"):
             assert row["errors"][gradient]["norm"] < 1e-4, peer
-    assert "vocabulary" in found["xentile 1 MiB"]["plan"]
+    assert "library" in found["xentile 1 MiB"]["plan"]
 
 
 def test_peers_that_are_not_there_are_refused() -> None:
