@@ -162,9 +162,11 @@ def hold_against_the_dense_program(
     np.testing.assert_allclose(value, dense_value, rtol=1e-4)
     for actual, other, want, like in zip(found, dense, expected, of, strict=False):
         assert actual.dtype == like.dtype
-        # The dense program's own rounding, and a unit in the last place.
+        distances = [np.linalg.norm(np.asarray(x, np.float64) - want) for x in (actual, other)]
+        assert distances[0] <= 1.25 * distances[1]
+        # Which entry is the worst is luck, of both programs; and a unit in the last place.
         eps = float(jnp.finfo(hidden.dtype).eps)
-        assert error(actual, want) <= 1.25 * error(other, want) + eps / 4
+        assert error(actual, want) <= 2 * error(other, want) + eps / 4
 
 
 @pytest.mark.numbers
