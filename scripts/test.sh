@@ -59,7 +59,11 @@ for tier in "${tiers[@]}"; do
     total_passed=$((total_passed + passed))
     total_failed=$((total_failed + failed))
     summary+=("$tier: $passed passed, $failed failed$note")
-    ((failed == 0)) || failures+=$(printf '\n-- %s\n' "$tier"; awk -f scripts/failures.awk "$log")
+    if ((failed > 0)); then
+        # A build that breaks, or a download, has no test to name: then the end of the log.
+        reasons=$(awk -f scripts/failures.awk "$log")
+        failures+=$(printf '\n-- %s\n%s' "$tier" "${reasons:-$(tail -n 5 "$log")}")
+    fi
     printf '%s took %d s\n' "$tier" $((SECONDS - started))
 done
 
