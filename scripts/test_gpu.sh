@@ -9,6 +9,7 @@
 #
 #     jax           the tests of pallas_bridge, on the GPU, by JOBS processes (8)
 #     sanitizer     compute-sanitizer's four tools over every kernel on small shapes
+#     counters      the kernels over logits and a copy, by Nsight Compute's counters
 #     gradcheck     every config that needs no file, through Rust and PJRT
 #     microbench    kernel and dense program at 2048 x 151643
 #     sweep         time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
@@ -22,7 +23,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/tiers/common.sh
 
-all=(jax sanitizer gradcheck microbench sweep peers linear-peers)
+all=(jax sanitizer counters gradcheck microbench sweep peers linear-peers)
 artifacts="" log=/dev/null out="" sections=()
 refuse() {
     printf 'test_gpu: error: %s\n' "$1" >&2
@@ -166,6 +167,24 @@ END
         tail -n 60 "$scratch/$name"
         check "$name says so" grep -qE 'SUMMARY: 0 (errors|hazards)' "$scratch/$name"
     done
+    finish_checks
+}
+
+section_counters() {
+    local profiler script=scripts/gpu/counters.py
+    profiler=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v ncu) || {
+        printf 'ncu not found: put Nsight Compute on PATH, or set CUDA_HOME\n'
+        return 1
+    }
+    "$profiler" --version | tail -n 1
+    # Clocks as they are where the kernels are timed.
+    check "profile" timeout -k 5 "$limit" "$profiler" --csv --page raw --clock-control none \
+        --target-processes all --kernel-name regex:'cross_entropy|negate' \
+        --metrics "$("$python" "$script" --metrics)" --log-file "$scratch/counters.csv" \
+        "$python" "$script"
+    # shellcheck disable=SC2329 # check calls it
+    tell() { "$python" "$script" --table <"$scratch/counters.csv" | tee "$out/counters.md"; }
+    check "table" tell
     finish_checks
 }
 
