@@ -181,7 +181,8 @@ section_counters() {
     check "profile" timeout -k 5 "$limit" "$profiler" --csv --page raw --clock-control none \
         --target-processes all --kernel-name regex:'cross_entropy|negate' \
         --metrics "$("$python" "$script" --metrics)" --log-file "$scratch/counters.csv" \
-        "$python" "$script"
+        "$python" "$script" >"$scratch/counters" 2>&1
+    tail -n 20 "$scratch/counters"
     # shellcheck disable=SC2329 # check calls it
     tell() { "$python" "$script" --table <"$scratch/counters.csv" | tee "$out/counters.md"; }
     check "table" tell

@@ -370,6 +370,7 @@ def test_calls_of_a_cpu_are_for_one_device(rng: np.random.Generator, reduction: 
             assert error(actual, np.asarray(want, np.float64)) < 2e-2
 
 
+@pytest.mark.only("cpu", "it compiles for the devices that are there")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("mib", [6, 12, 40, 100])
 @pytest.mark.parametrize("of_bias", [None, "float32", "bfloat16"])
