@@ -1,7 +1,8 @@
 // The kernels of products with cross-entropy in their epilogue, by the names that
-// src/fused_product.rs makes: pass, dtype and variant, as those of cross-entropy have them, and the
-// weight's layout, `vd` or `dv`. They are for Hopper alone.
+// src/fused_product.rs makes: epilogue, dtype and variant, as those of cross-entropy have them, and
+// the weight's layout, `vd` or `dv`. They are for Hopper alone.
 #include "fused_product.cuh"
+#include "numerators.cuh"
 
 using namespace xentile;
 
@@ -11,7 +12,7 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1)            \
       fused_product_##name##_##dtype##_##variant##_##layout(                       \
           const __grid_constant__ FusedProductArguments a) {                       \
-    fused_product<E, Pass::k##Name, smooth, capped, last>(a);                      \
+    fused_product<E, Epilogue::k##Name, smooth, capped, last>(a);                  \
   }
 
 #define FOR_BOTH_LAYOUTS(name, Name, dtype, E, variant, smooth, capped)   \
@@ -30,6 +31,9 @@ FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)
 FUSED_PRODUCTS(capped, true, true)
 
+FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, basic, false, false)
+FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
+
 // A thread takes a token.
 #define OF_TOKENS(name, function)                             \
   extern "C" __global__ void __launch_bounds__(kTokenThreads) \
@@ -41,5 +45,12 @@ OF_TOKENS(fused_product_merge, merge_parts)
 OF_TOKENS(fused_product_prepare, prepare_gradients)
 OF_TOKENS(fused_product_labels_bf16, write_at_labels<__nv_bfloat16>)
 OF_TOKENS(fused_product_labels_f16, write_at_labels<__half>)
+OF_TOKENS(numerators_again, refer_to_lse)
+OF_TOKENS(numerators_end, end_numerators)
+
+// A warp does.
+OF_TOKENS(numerators_begin_vd, begin_numerators<false>)
+OF_TOKENS(numerators_begin_dv, begin_numerators<true>)
+OF_TOKENS(numerators_scale, scale_hidden)
 
 #endif

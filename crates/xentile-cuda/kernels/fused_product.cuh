@@ -12,9 +12,10 @@
 // part of the vocabulary; a thread keeps sums over all of these. `group` blocks of tokens go
 // through the vocabulary side by side, so that the L2 has the columns that the others need next.
 //
-// There are two epilogues. The forward pass writes a sum for each token and part, and a kernel
-// merges a token's, in order. The backward pass writes dlogits, from what a kernel before it makes
-// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it.
+// The epilogue of the forward pass writes a sum for each token and part, and a kernel merges a
+// token's, in order. That of the backward pass writes dlogits, from what a kernel before it makes
+// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it. The
+// other two, of passes that have no lse yet, are told in numerators.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -28,7 +29,15 @@
 
 namespace xentile {
 
-// What a token's dlogits are made of.
+// What is made of the product.
+enum class Epilogue {
+  kForward,     // sums of exponentials
+  kBackward,    // dlogits
+  kNumerators,  // exponentials, beside their sums
+  kScaled,      // the product itself, with a factor a row
+};
+
+// What a token's dlogits are made of, or exponentials, or rows that are scaled.
 struct alignas(16) GradientOfToken {
   float c, factor, offset;
   int32_t target;
@@ -39,8 +48,9 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
-// Mirrored by `Arguments` in src/fused_product/arguments.rs.
-struct FusedProductArguments {
+// Mirrored by `Arguments` in src/fused_product/arguments.rs. Maps are at multiples of 64, or 128 by
+// the headers of CUDA 13.
+struct alignas(128) FusedProductArguments {
   CUtensorMap hidden;  // [tokens, width], in boxes of kRowsOfA rows
   CUtensorMap
       weight;  // [vocab, width], in boxes of kRowsOfB rows; or its transpose, of kBlock rows
@@ -51,11 +61,20 @@ struct FusedProductArguments {
   float* values;               // [parts, tokens], with smoothing
   float* label_logits;         // [tokens]
   GradientOfToken* gradients;  // [tokens]
-  uint32_t blocks;             // of kBlock columns of A and B
-  uint32_t tiles;              // of kTileColumns columns
-  uint32_t parts;              // of the tiles
-  uint32_t token_blocks;       // of kClusterTokens tokens
-  uint32_t group;              // blocks of tokens that go side by side
+  // Where it is null or leads to a number that is not 0 the kernel runs.
+  const uint32_t* gate;
+  // Set to 1 by a row of numerators whose sum is too large; null where nobody asks.
+  uint32_t* overflow;
+  // Of numerators: hidden states and weight once more, and where scaled hidden states go.
+  const void* hidden_rows;
+  const void* weight_rows;
+  void* scaled_rows;
+  int64_t width;
+  uint32_t blocks;        // of kBlock columns of A and B
+  uint32_t tiles;         // of kTileColumns columns
+  uint32_t parts;         // of the tiles
+  uint32_t token_blocks;  // of kClusterTokens tokens
+  uint32_t group;         // blocks of tokens that go side by side
 };
 
 inline constexpr uint32_t kBlock = 64;
@@ -138,9 +157,12 @@ struct Stage {
 };
 
 // With kVocabIsLast the weight is [width, vocab].
-template <class E, Pass kPass, bool kSmooth, bool kCap, bool kVocabIsLast>
+template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, bool kVocabIsLast>
 struct FusedProduct {
-  static constexpr bool kBackward = kPass == Pass::kBackward;
+  static constexpr bool kSums =
+      kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kNumerators;
+  static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
+  static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled;
 
   const FusedProductArguments& a;
   uint32_t stages, stores, full, empty;
@@ -253,18 +275,21 @@ struct FusedProduct {
         ptx::wgmma_wait<0>();
         ptx::settle(x);
         release(previous);
-        round(x);
-        rows.find_labels(a, x, at.tile);
-        if constexpr (kBackward) {
+        if constexpr (kOfLogits) {
+          round(x);
+          rows.find_labels(a, x, at.tile);
+        }
+        if constexpr (kEpilogue == Epilogue::kNumerators) rows.exponentiate(a, x, at.tile);
+        if constexpr (kWrites) {
           const int32_t row = static_cast<int32_t>(token - lane / 4);
           write(x, rows, row, at.tile * kTileColumns, stored);
         } else {
           rows.add(a, x, at.tile, cap);
         }
       }
-      if constexpr (!kBackward) rows.write(a, at.part);
+      if constexpr (kSums) rows.write(a, at.part);
     }
-    if constexpr (kBackward) {
+    if constexpr (kWrites) {
       if (lane == 0) ptx::bulk_wait_read<0>();
     }
   }
@@ -285,7 +310,7 @@ struct FusedProduct {
     int32_t target[2];
     // The forward pass: sums over the columns that this thread has.
     float c[2], exponentials[2], values[2];
-    // The backward pass.
+    // Of passes that write.
     RowGradient gradient[2];
 
     __device__ Rows(const FusedProductArguments& a, int64_t first) : token(first) {
@@ -293,14 +318,16 @@ struct FusedProduct {
       for (int r = 0; r < 2; ++r) {
         const int64_t index = first + 8 * r;
         const bool here = index < a.row.tokens;
-        if constexpr (kBackward) {
+        if constexpr (kWrites) {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
           target[r] = of.target;
+          c[r] = of.c;
         } else {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
-          c[r] = kUnset, exponentials[r] = values[r] = 0.0f;
+          c[r] = kUnset;
         }
+        if constexpr (kSums) exponentials[r] = values[r] = 0.0f;
       }
     }
 
@@ -365,6 +392,40 @@ struct FusedProduct {
       }
     }
 
+    // Makes numerators of logits, and adds a tile of them.
+    __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128], uint32_t tile) {
+      const uint32_t own = tile * kTileColumns + threadIdx.x % 4 * 2;
+      const uint32_t columns = static_cast<uint32_t>(a.row.columns);
+      if ((tile + 1) * kTileColumns > columns) {
+#pragma unroll
+        for (uint32_t i = 0; i < 128; ++i) {
+          if (own + i / 4 * 8 + i % 2 >= columns) x[i] = -INFINITY;
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float partial[4] = {exponentials[r], 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 2 * r; i < 128; i += 4) {
+          x[i] = ptx::ex2(fmaf(x[i], kLog2E, c[r]));
+          x[i + 1] = ptx::ex2(fmaf(x[i + 1], kLog2E, c[r]));
+          partial[i / 4 % 2 * 2] += x[i], partial[i / 4 % 2 * 2 + 1] += x[i + 1];
+        }
+        exponentials[r] = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+      }
+    }
+
+    // What is written where the epilogue has `x`.
+    __device__ float written(int r, float x, const Cap& cap) const {
+      if constexpr (kEpilogue == Epilogue::kNumerators) {
+        return x;
+      } else if constexpr (kEpilogue == Epilogue::kScaled) {
+        return x * gradient[r].factor;
+      } else {
+        return gradient[r].template at<kSmooth, kCap>(x, cap);
+      }
+    }
+
     // The constant that makes the greatest of row `r` 1.
     __device__ static float shift_of(const float (&x)[128], int r) {
       float most[4];
@@ -413,6 +474,9 @@ struct FusedProduct {
           if constexpr (kSmooth) {
             if (a.values != nullptr) a.values[place] = total;
           }
+          if constexpr (kEpilogue == Epilogue::kNumerators) {
+            if (!(sum <= kLargeSum) && a.overflow != nullptr) *a.overflow = 1;
+          }
         }
       }
     }
@@ -449,10 +513,9 @@ struct FusedProduct {
         uint32_t words[4];
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
-          const RowGradient& of = rows.gradient[i % 2];
           const uint32_t at_x = part * 32 + pair * 8 + i * 2;
-          words[i] = packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
-                               of.template at<kSmooth, kCap>(x[at_x + 1], cap));
+          words[i] =
+              packed<E>(rows.written(i % 2, x[at_x], cap), rows.written(i % 2, x[at_x + 1], cap));
         }
         ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
       }
@@ -466,18 +529,21 @@ struct FusedProduct {
   }
 };
 
-// The kernel. There are whole clusters, at most as many as run at a time.
-template <class E, Pass kPass, bool kSmooth, bool kCap, bool kVocabIsLast>
-__device__ inline void fused_product(const FusedProductArguments& a) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  FusedProduct<E, kPass, kSmooth, kCap, kVocabIsLast>(a, memory).run();
+// Whether a kernel that may be held back runs.
+__device__ inline bool is_open(const FusedProductArguments& a) {
+  return a.gate == nullptr || *a.gate != 0;
 }
 
-// After the forward pass: a thread merges the sums of a token.
-__device__ inline void merge_parts(const FusedProductArguments& a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  if (index >= a.row.tokens) return;
-  const Token token = describe<Pass::kForward>(a.row, label_at(a.row, index), 0.0f);
+// The kernel. There are whole clusters, at most as many as run at a time.
+template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, bool kVocabIsLast>
+__device__ inline void fused_product(const FusedProductArguments& a) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  if (!is_open(a)) return;
+  FusedProduct<E, kEpilogue, kSmooth, kCap, kVocabIsLast>(a, memory).run();
+}
+
+// The sums of a token's parts, merged in order, with its label's logit.
+__device__ inline RowSum merged(const FusedProductArguments& a, int64_t index, const Token& token) {
   RowSum all = RowSum::none();
   for (uint32_t part = 0; part < a.parts; ++part) {
     const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
@@ -488,6 +554,15 @@ __device__ inline void merge_parts(const FusedProductArguments& a) {
     const float x = a.label_logits[index];
     all.label = a.row.softcap > 0.0 ? Cap(a.row.softcap).apply(x) : x;
   }
+  return all;
+}
+
+// After the forward pass: a thread merges the sums of a token.
+__device__ inline void merge_parts(const FusedProductArguments& a) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (index >= a.row.tokens) return;
+  const Token token = describe<Pass::kForward>(a.row, label_at(a.row, index), 0.0f);
+  RowSum all = merged(a, index, token);
   add_carried(a.row, index, all);
   end_row<true>(a.row, index, token, all);
 }

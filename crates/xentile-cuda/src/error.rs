@@ -144,6 +144,15 @@ pub enum Error {
         /// D, or V where that is last.
         row: usize,
     },
+    /// Numerators that a dtype cannot hold, or options that need logits.
+    #[error(
+        "there are no numerators in {dtype} or for these options; they need bf16, no softcap and no \
+         label_smoothing"
+    )]
+    Numerators {
+        /// Of the operands.
+        dtype: DType,
+    },
     /// A GPU of which this process has too small a part.
     #[error("{name} has no room for a cluster of two CTAs")]
     NoCluster {

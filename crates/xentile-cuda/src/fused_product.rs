@@ -7,11 +7,13 @@
 //! memory.
 
 mod arguments;
+mod numerators;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
+pub use numerators::{Numerators, numerators_support};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
@@ -96,6 +98,31 @@ pub struct DLogits {
     pub first_column: usize,
     /// How many are here.
     pub columns: usize,
+}
+
+/// What is made of the product: see kernels/fused_product.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Epilogue {
+    Forward,
+    Backward,
+    Numerators,
+    Scaled,
+}
+
+impl Epilogue {
+    fn of(pass: Pass) -> Self {
+        if pass == Pass::Forward { Self::Forward } else { Self::Backward }
+    }
+
+    /// As kernels are named.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Numerators => "numerators",
+            Self::Scaled => "scaled",
+        }
+    }
 }
 
 /// Where the parts of the scratch begin that a pass has.
@@ -185,8 +212,18 @@ impl FusedProduct {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+        let labels = format!("fused_product_labels_{}", self.dtype);
+        let others = match pass {
+            Pass::Forward => &["fused_product_merge"][..],
+            _ => &["fused_product_prepare", &labels],
+        };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, stream) }.map(drop)
+        unsafe {
+            for name in others {
+                library::kept_kernel(name, Device::current()?, stream)?;
+            }
+            self.ready(Epilogue::of(pass), stream).map(drop)
+        }
     }
 
     /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
@@ -217,7 +254,7 @@ impl FusedProduct {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(pass, stream) }?;
+        let ready = unsafe { self.ready(Epilogue::Forward, stream) }?;
         let parts = self.parts(count, ready.clusters, most);
         let none =
             DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
@@ -227,7 +264,7 @@ impl FusedProduct {
         // SAFETY: passed on from this function's contract.
         unsafe {
             ready.launch_product(stream, &arguments)?;
-            ready.launch_on_tokens(ready.after, stream, &arguments)
+            self.launch_on_tokens("fused_product_merge", 1, stream, &arguments)
         }
     }
 
@@ -263,18 +300,17 @@ impl FusedProduct {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(pass, stream) }?;
+        let ready = unsafe { self.ready(Epilogue::Backward, stream) }?;
         let parts = self.parts(columns, ready.clusters, MOST_PARTS);
         let arguments = self.arguments(pass, operands, dlogits, parts, scratch)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            if let Some(before) = ready.before {
-                ready.launch_on_tokens(before, stream, &arguments)?;
-            }
+            self.launch_on_tokens("fused_product_prepare", 1, stream, &arguments)?;
             ready.launch_product(stream, &arguments)?;
-            ready.launch_on_tokens(ready.after, stream, &arguments)
+            let at_labels = format!("fused_product_labels_{}", self.dtype);
+            self.launch_on_tokens(&at_labels, 1, stream, &arguments)
         }
     }
 
@@ -330,6 +366,12 @@ impl FusedProduct {
             values: place(layout.values).cast(),
             label_logits: place(layout.label_logits).cast(),
             gradients: place(layout.gradients),
+            gate: null(),
+            overflow: null_mut(),
+            hidden_rows: null(),
+            weight_rows: null(),
+            scaled_rows: null_mut(),
+            width: width as i64,
             blocks: count(width.div_ceil(block as usize)),
             tiles: count(self.tiles(columns)),
             parts: count(parts),
@@ -342,15 +384,44 @@ impl FusedProduct {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, epilogue: Epilogue, stream: RawStream) -> Result<Ready> {
+        check(Device::current()?, self.dtype, self.width, self.weight().1)?;
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.loaded(epilogue, stream) }
+    }
+
+    /// The same of a problem that was looked at.
+    ///
+    /// # Safety
+    /// As for [`ready`](Self::ready).
+    unsafe fn loaded(&self, epilogue: Epilogue, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
-        let Self { width, dtype, vocab_is_last, .. } = *self;
-        check(device, dtype, width, self.weight().1)?;
+        let Self { dtype, vocab_is_last, .. } = *self;
         let variant = Variant::of(&self.options);
-        let key = Key { device: device.number(), pass, dtype, variant, vocab_is_last };
+        let key = Key { device: device.number(), epilogue, dtype, variant, vocab_is_last };
         // SAFETY: passed on from this function's contract.
         READY.get(key, |key| unsafe { Ready::load(key, device, stream) })
+    }
+
+    /// Runs a kernel that takes so many threads for a token.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_on_tokens(
+        &self,
+        name: &str,
+        threads_of_token: usize,
+        stream: RawStream,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { library::kept_kernel(name, Device::current()?, stream) }?;
+        let threads = arguments::TOKEN_THREADS;
+        let ctas = (self.tokens * threads_of_token).div_ceil(threads as usize);
+        let extent = Extent { ctas: count(ctas), rows: 1, threads, shared_bytes: 0, cluster: None };
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
     }
 }
 
@@ -358,18 +429,16 @@ impl FusedProduct {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     device: DeviceNumber,
-    pass: Pass,
+    epilogue: Epilogue,
     dtype: DType,
     variant: Variant,
     vocab_is_last: bool,
 }
 
-/// Kernels that are loaded, and how many clusters run at a time.
+/// A kernel that is loaded, and how many clusters run at a time.
 #[derive(Clone, Copy, Debug)]
 struct Ready {
     product: Code,
-    before: Option<Code>,
-    after: Code,
     clusters: u32,
 }
 
@@ -377,24 +446,18 @@ impl Ready {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn load(key: &Key, device: &Device, stream: RawStream) -> Result<Self> {
-        let Key { pass, dtype, variant, vocab_is_last, .. } = *key;
+        let Key { epilogue, dtype, variant, vocab_is_last, .. } = *key;
         let layout = if vocab_is_last { "dv" } else { "vd" };
+        let (epilogue, variant) = (epilogue.name(), variant.name());
+        let name = format!("fused_product_{epilogue}_{dtype}_{variant}_{layout}");
         // SAFETY: passed on from this function's contract.
-        let load = |name: &str| unsafe { library::kernel(name, device, stream) };
-        let (pass_name, variant) = (pass.name(), variant.name());
-        let product = load(&format!("fused_product_{pass_name}_{dtype}_{variant}_{layout}"))?;
-        let (before, after) = if pass == Pass::Forward {
-            (None, load("fused_product_merge")?)
-        } else {
-            let before = load("fused_product_prepare")?;
-            (Some(before), load(&format!("fused_product_labels_{dtype}"))?)
-        };
+        let product = unsafe { library::kernel(&name, device, stream) }?;
         // SAFETY: passed on from this function's contract.
         let clusters = unsafe { Driver::get()?.max_active_clusters(product, extent(1), stream) }?;
         if clusters == 0 {
             return Err(Error::NoCluster { name: device.name().to_owned() });
         }
-        Ok(Self { product, before, after, clusters })
+        Ok(Self { product, clusters })
     }
 
     /// # Safety
@@ -404,21 +467,6 @@ impl Ready {
         let clusters = self.clusters.min(u32::try_from(items).unwrap_or(u32::MAX));
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(self.product, extent(clusters), stream, arguments) }
-    }
-
-    /// # Safety
-    /// As for [`Driver::launch`].
-    unsafe fn launch_on_tokens(
-        &self,
-        code: Code,
-        stream: RawStream,
-        arguments: &Arguments,
-    ) -> Result<()> {
-        let threads = arguments::TOKEN_THREADS;
-        let ctas = (arguments.row.tokens as usize).div_ceil(threads as usize);
-        let extent = Extent { ctas: count(ctas), rows: 1, threads, shared_bytes: 0, cluster: None };
-        // SAFETY: passed on from this function's contract.
-        unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
     }
 }
 

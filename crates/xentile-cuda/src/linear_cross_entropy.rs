@@ -225,6 +225,10 @@ impl Linear {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
             unsafe {
+                if run.has_numerators(tokens) {
+                    run.by_numerators(&block, dloss, outputs, [of_hidden, of_weight])?;
+                    continue;
+                }
                 run.fused(&block, dloss, outputs)?;
                 run.add_to_hidden(of_hidden, &block, true)?;
                 run.add_to_weight(of_weight, &block, tokens.first == 0)?;

@@ -154,17 +154,17 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 2048 151643 stride 4096 box 64 128".into(),
         launch(
             "forward_bf16_basic_vd stream 1 grid 132 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 8",
+             loads 7",
         ),
         launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
         "product: done".into(),
         "tensor 0x40000 dtype 9 extents 1001 300 stride 2048 box 64 16".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
-        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
+        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 10"),
         launch(
             "backward_bf16_basic_vd stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 11",
+             loads 10",
         ),
         launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         "gradient: done".into(),
@@ -172,9 +172,9 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 1000 72 stride 2000 box 64 64".into(),
         launch(
             "forward_bf16_basic_dv stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 13",
+             loads 12",
         ),
-        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 13"),
+        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 12"),
         "last: done".into(),
         "empty: done".into(),
     ];

@@ -53,7 +53,20 @@ typedef struct {
     char rest[96];
   } hidden, weight, dlogits;
   Rows row;
-  void *sums, *values, *label_logits, *gradients;
+  struct {
+    float c, exponentials;
+  }* sums;
+  float *values, *label_logits;
+  struct {
+    float c, factor, offset;
+    int32_t target;
+  }* gradients;
+  const uint32_t* gate;
+  uint32_t* overflow;
+  const void *hidden_rows, *weight_rows;
+  void* scaled_rows;
+  int64_t width;
+  uint32_t blocks, tiles, parts, token_blocks, group;
 } Product;
 
 static int64_t label_of(const Rows* a, int64_t row) {
@@ -135,25 +148,113 @@ static void compute_row(const Rows* a, const char* pass, int dtype, int64_t row,
   if (fused) write_gradient(a, dtype, row, x, log(sum.exponentials) - sum.c, g, 0, 0);
 }
 
-/* A product that has the cross-entropy in it; kernels before and after it have nothing left to do. */
+static int is_idle(const Rows* a, int64_t row) {
+  return label_of(a, row) == a->ignore_index || a->dloss[row] == 0;
+}
+
+/* A row of numerators, of logits `x`, and its sum, which is all the first part's. */
+static void write_numerators(const Product* a, int dtype, int64_t row, const double* x) {
+  const Rows* rows = &a->row;
+  double sum = 0;
+  for (int64_t v = 0; v < rows->columns; ++v) {
+    const double e = exp2(x[v] / log(2) + a->gradients[row].c);
+    sum += (float)e;
+    store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : e);
+    if (v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
+  }
+  for (uint32_t part = 0; part < a->parts; ++part) {
+    const int first = part == 0;
+    a->sums[part * rows->tokens + row].c = first ? a->gradients[row].c : 1e30f;
+    a->sums[part * rows->tokens + row].exponentials = first ? (float)sum : 0;
+  }
+  if (!(sum <= 0x1p64) && a->overflow) *a->overflow = 1;
+}
+
+/* The sums of a row, of the forward pass before numerators that are made again. */
+static void write_sums(const Product* a, int64_t row, const double* x) {
+  const RowSum sum = sum_of(&a->row, row, x);
+  a->sums[row].c = sum.c / logf(2), a->sums[row].exponentials = sum.exponentials;
+  for (uint32_t part = 1; part < a->parts; ++part) {
+    a->sums[part * a->row.tokens + row].c = 1e30f;
+    a->sums[part * a->row.tokens + row].exponentials = 0;
+  }
+}
+
+/* Kernels over tokens that are about numerators. */
+static int compute_numerators(const Product* a, const char* what) {
+  const Rows* rows = &a->row;
+  if (a->gate && *a->gate == 0) return 0;
+  for (int64_t row = 0; row < rows->tokens; ++row) {
+    const int64_t label = label_of(rows, row);
+    const int has_label = label != rows->ignore_index && label >= 0 && label < rows->vocab;
+    const double sum = a->sums[row].exponentials, c = a->sums[row].c;
+    const double lse = (log2(sum) - c) * log(2);
+    if (strncmp(what, "begin", 5) == 0) {
+      const int64_t column = has_label ? label : 0;
+      double logit = 0;
+      for (int64_t d = 0; d < a->width; ++d) {
+        const int64_t at = strstr(what, "dv") ? d * rows->vocab + column : column * a->width + d;
+        logit += load(a->hidden_rows, BF16, row * a->width + d) * load(a->weight_rows, BF16, at);
+      }
+      /* Sometimes far enough away for a sum that is too large. */
+      if (getenv("FAKE_OVERFLOW")) logit -= 100;
+      a->gradients[row].c = (float)(-logit / log(2));
+      a->gradients[row].factor = !is_idle(rows, row);
+      a->gradients[row].target = has_label ? (int32_t)label : -1;
+      *a->overflow = 0;
+    } else if (strcmp(what, "again") == 0) {
+      a->gradients[row].c = (float)(-lse / log(2));
+    } else if (strcmp(what, "end") == 0) {
+      const RowSum all = {-(float)lse, 1, 0, has_label ? a->label_logits[row] : 0};
+      end_row(rows, row, all, rows->every_token || !is_idle(rows, row));
+      const double at_p = rows->dloss[row] * (1 + 2 * rows->z_loss * lse);
+      const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / sum : NAN;
+      a->gradients[row].factor = (float)factor;
+      if (factor != 0 && has_label) {
+        const double p = exp(a->label_logits[row] - lse);
+        const double dz = at_p * p - rows->dloss[row];
+        store(rows->dlogits, BF16, row * rows->stride + label, dz / factor);
+      }
+    } else if (strcmp(what, "scale") == 0) {
+      for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
+        store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, BF16, i));
+      }
+    } else {
+      return 1;
+    }
+  }
+  return 0;
+}
+
+/* A product that has the cross-entropy in it; of others than numerators the kernels before and after
+ * it have nothing left to do. */
 static void multiply(const Product* a, const char* name, int dtype) {
   const Rows* rows = &a->row;
   const size_t width = a->hidden.extents[0], step = a->weight.stride_bytes / 2;
+  const size_t hidden_step = a->hidden.stride_bytes / 2;
   const int vocab_is_last = strstr(name, "_dv") != NULL;
+  if (a->gate && *a->gate == 0) return;
   double* x = malloc(rows->columns * sizeof *x);
   for (int64_t row = 0; row < rows->tokens; ++row) {
     for (int64_t v = 0; v < rows->columns; ++v) {
       const size_t column = rows->first_column + v;
       double sum = 0;
       for (size_t d = 0; d < width; ++d) {
-        sum += load(a->hidden.at, dtype, row * width + d) *
+        sum += load(a->hidden.at, dtype, row * hidden_step + d) *
                load(a->weight.at, dtype, vocab_is_last ? d * step + column : column * step + d);
+      }
+      if (strstr(name, "scaled")) {
+        store(a->dlogits.at, dtype, row * rows->stride + v, a->gradients[row].factor * sum);
+        continue;
       }
       uint16_t rounded;
       store(&rounded, dtype, 0, sum);
       x[v] = load(&rounded, dtype, 0);
     }
-    compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
+    if (strstr(name, "numerators")) write_numerators(a, dtype, row, x);
+    else if (strstr(name, "forward") && a->gate) write_sums(a, row, x);
+    else if (!strstr(name, "scaled"))
+      compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
   }
   free(x);
 }
@@ -177,9 +278,11 @@ int compute(const char* name, const void* arguments) {
     return 0;
   }
   if (strncmp(name, "fused_product_", 14) == 0) {
-    if (strstr(name, "forward") || strstr(name, "backward")) multiply(arguments, name, dtype);
+    const int is_product = strstr(name, "_vd") || strstr(name, "_dv");
+    if (is_product) multiply(arguments, name, dtype);
     return 0;
   }
+  if (strncmp(name, "numerators_", 11) == 0) return compute_numerators(arguments, name + 11);
   if (strncmp(name, "cross_entropy_", 14) != 0) return 1;
   const Rows* a = arguments;
   double* x = malloc(a->columns * sizeof *x);

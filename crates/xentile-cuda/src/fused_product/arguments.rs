@@ -7,6 +7,7 @@ use crate::driver::TensorMap;
 
 mirror! {
     /// See kernels/fused_product.cuh.
+    #[repr(align(128))]
     pub(crate) struct Arguments = FusedProductArguments {
         hidden: TensorMap,
         weight: TensorMap,
@@ -16,6 +17,12 @@ mirror! {
         values: *mut f32,
         label_logits: *mut f32,
         gradients: *mut c_void,
+        gate: *const u32,
+        overflow: *mut u32,
+        hidden_rows: *const c_void,
+        weight_rows: *const c_void,
+        scaled_rows: *mut c_void,
+        width: i64,
         blocks: u32,
         tiles: u32,
         parts: u32,

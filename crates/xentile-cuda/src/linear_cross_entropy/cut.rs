@@ -4,6 +4,7 @@ use xentile::DType;
 
 use super::Linear;
 use crate::cross_entropy::Pass;
+use crate::fused_product::FusedProduct;
 
 /// Where parts of the scratch begin: lines of memory, and what products like best.
 pub(super) const ALIGNMENT: usize = 256;
@@ -70,6 +71,7 @@ pub(super) struct Layout {
     pub(super) workspace: usize,
     pub(super) logits: usize,
     pub(super) carried: usize,
+    pub(super) of_tokens: usize,
     pub(super) of_hidden: usize,
     pub(super) of_weight: usize,
     pub(super) bytes: usize,
@@ -133,10 +135,12 @@ impl Linear {
         let logits = take(logits.max(rounded));
         let carried = pass != Pass::Backward && cut_columns;
         let carried = take(only(carried, CARRIED_BYTES * tokens));
+        let numerators = pass == Pass::Fused && !cut_columns && self.dtype == DType::Bf16;
+        let of_tokens = take(only(numerators, FusedProduct::bytes_of_tokens(tokens)));
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
         let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
         let of_weight = take(only(of_weight, 4 * rows * row));
-        Layout { workspace, logits, carried, of_hidden, of_weight, bytes }
+        Layout { workspace, logits, carried, of_tokens, of_hidden, of_weight, bytes }
     }
 
     /// Elements from one row to the next of logits of so many columns.
@@ -245,7 +249,8 @@ mod tests {
     #[test]
     fn scratch_is_logits_and_the_sums_that_a_cut_needs() {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
-        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole);
+        let of_tokens = |tokens: usize| 256 + (16 * tokens).next_multiple_of(256);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens(1000));
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole);
         let part = cut(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
@@ -266,7 +271,8 @@ mod tests {
         assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
         let tokens = cut(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
-        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + 4 * (5000 - 2496) * 64);
+        let sums = 4 * (5000 - 2496) * 64;
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens(500) + sums);
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;

@@ -12,7 +12,7 @@ use super::{Gradients, Linear, Operands, Scratch};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::RawStream;
-use crate::fused_product::{self, Columns, DLogits, FusedProduct};
+use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators};
 use crate::{Device, Error, Result, check_alignment};
 
 /// A sweep over chunks of logits.
@@ -254,6 +254,44 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Whether numerators take the place of dlogits where rows are whole.
+    pub(super) fn has_numerators(&self, tokens: Chunk) -> bool {
+        let (product, _) = self.fused_product(tokens);
+        self.has_fused_product
+            && fused_product::numerators_support(self.linear.dtype, &self.options)
+            && self.workspace().bytes >= product.least_scratch_bytes(Pass::Forward)
+    }
+
+    /// Makes numerators of whole rows that are a block, and both gradients of them; fills `outputs`.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
+    pub(super) unsafe fn by_numerators(
+        &self,
+        block: &Block,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        [of_hidden, of_weight]: [Total; 2],
+    ) -> Result<()> {
+        let Block { tokens, at, stride, .. } = *block;
+        let (product, operands) = self.fused_product(tokens);
+        let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
+        let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
+        // Scaled hidden states are where their gradient goes in the end.
+        let to = Numerators {
+            at,
+            stride,
+            scaled: dhidden.at,
+            of_tokens: self.at(self.layout.of_tokens),
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
+            self.add_product_to_weight(of_weight, block, dhidden, tokens.first == 0)?;
+            product.times_weight(self.stream, self.weight.at, to, dhidden.at)
+        }
+    }
+
     fn matrix(&self, block: &Block) -> Matrix {
         let Block { tokens, columns, at, stride } = *block;
         Matrix::new(at, self.linear.dtype, tokens.count, stride).columns(0, columns.count)
@@ -331,8 +369,24 @@ impl<'a> Run<'a> {
         block: &Block,
         first: bool,
     ) -> Result<()> {
-        let dlogits = self.matrix(block);
         let hidden = self.hidden.rows(block.tokens.first, block.tokens.count);
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.add_product_to_weight(total, block, hidden, first) }
+    }
+
+    /// Adds what a block, transposed, and `hidden` of its tokens give, or writes it where that is the
+    /// first.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn add_product_to_weight(
+        &self,
+        total: Total,
+        block: &Block,
+        hidden: Matrix,
+        first: bool,
+    ) -> Result<()> {
+        let dlogits = self.matrix(block);
         let [left, right] =
             if self.linear.vocab_is_last { [hidden, dlogits] } else { [dlogits, hidden] };
         for (rows, place) in total.parts(block.columns) {

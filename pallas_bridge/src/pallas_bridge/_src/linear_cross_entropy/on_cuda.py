@@ -24,6 +24,8 @@ SLACK = WORKSPACE + MIB
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
 # Bytes of a sum in f32 that is read and written, of which a product hides a part.
 SUM = 5
+# Passes over logits that writing numerators is worth.
+NUMERATORS = 0.5
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 LEAST = 128
 # Slots that logits may be kept in.
@@ -73,7 +75,9 @@ class Cut:
     def seconds(self, problem: Problem) -> float:
         """What it may take."""
         if self.fused and self.chunk[1] == problem.vocab:
-            return _sweep(problem, self.chunk, 2, (True, True))
+            # Numerators come of the product: writing them takes it a little longer.
+            passes = NUMERATORS if _passes(problem) == (0, 0) else 2
+            return _sweep(problem, self.chunk, passes, (True, True))
         if self.fused:
             return self._columns(problem)
         forward, backward = _passes(problem)
@@ -163,7 +167,7 @@ def _product(problem: Problem, splits: bool, m: int, n: int, k: int) -> float:
     return waves * TILES * TILE[0] * TILE[1] * 2 * k / flops + LAUNCH
 
 
-def _sweep(problem: Problem, chunk: Extents, passes: int, gradients: tuple[bool, bool]) -> float:
+def _sweep(problem: Problem, chunk: Extents, passes: float, gradients: tuple[bool, bool]) -> float:
     """Seconds of logits, so many passes over them, and the gradients of hidden and weight."""
     # Parts of sums need a place; beside small chunks there is little.
     product = partial(_product, problem, _logits(problem, chunk) > 2 * MOST_WORKSPACE)

@@ -1,0 +1,178 @@
+//! The fused pass without a pass over logits: numerators of p in their place, and their factors where
+//! they cost least (kernels/numerators.cuh).
+
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+
+use xentile::DType;
+use xentile::cross_entropy::CrossEntropy;
+
+use super::{ALIGNMENT, Arguments, DLogits, Epilogue, FusedProduct, GRADIENT_BYTES, MOST_PARTS};
+use super::{arguments, check, count};
+use crate::cross_entropy::{Kernel, Part, Pass, TokenOutputs};
+use crate::driver::Driver;
+use crate::fused_product::arguments::Row;
+use crate::linear_cross_entropy::{Operands, Scratch};
+use crate::{Device, Error, Result, check_alignment};
+
+/// Threads of a token, where a warp has one.
+const WARP: usize = 32;
+
+/// Whether there are numerators for `options`: they have the range of f32, and no logit is needed
+/// but for them.
+#[must_use]
+pub fn numerators_support(dtype: DType, options: &CrossEntropy) -> bool {
+    dtype == DType::Bf16 && options.softcap.is_none() && options.label_smoothing == 0.0
+}
+
+/// Where numerators go, and what is kept beside them.
+#[derive(Clone, Copy, Debug)]
+pub struct Numerators {
+    /// `[N, V]` on a GPU, at a multiple of 16.
+    pub at: *mut c_void,
+    /// Elements from row to row, a multiple of 8.
+    pub stride: usize,
+    /// Hidden states, each times its factor: `[N, D]` on a GPU, at a multiple of 16.
+    pub scaled: *mut c_void,
+    /// Room for [`bytes_of_tokens`](FusedProduct::bytes_of_tokens), at a multiple of 256, which
+    /// nothing else writes between [`numerators`](FusedProduct::numerators) and
+    /// [`times_weight`](FusedProduct::times_weight).
+    pub of_tokens: *mut c_void,
+}
+
+impl FusedProduct {
+    /// Bytes of what is known of so many tokens between products.
+    #[must_use]
+    pub fn bytes_of_tokens(tokens: usize) -> usize {
+        ALIGNMENT + GRADIENT_BYTES * tokens
+    }
+
+    /// Has `stream` write numerators and scaled hidden states, so that numerators' transpose times
+    /// these is the weight's gradient for cotangents `dloss` `[N]` of the losses, and fill what
+    /// `outputs` asks for.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward), and options that [`numerators_support`] does not have.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn numerators(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        to: Numerators,
+        scratch: Scratch,
+    ) -> Result<()> {
+        let Self { tokens, dtype, vocab, options, .. } = *self;
+        if !numerators_support(dtype, &options) {
+            return Err(Error::Numerators { dtype });
+        }
+        let most = self.parts_in(scratch.bytes)?;
+        let Numerators { at, stride, scaled, of_tokens } = to;
+        check_alignment("numerators", at)?;
+        check_alignment("scaled hidden states", scaled)?;
+        self.check_columns(0, vocab, stride)?;
+        if tokens == 0 || vocab == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let (product, forward) = unsafe {
+            (self.ready(Epilogue::Numerators, stream)?, self.ready(Epilogue::Forward, stream)?)
+        };
+        let parts = self.parts(vocab, product.clusters, most);
+        let place = DLogits { at, stride, first_column: 0, columns: vocab };
+        let common = self.arguments(Pass::Forward, operands, place, parts, scratch)?;
+        let boxed = (arguments::BLOCK, arguments::ROWS_OF_STORE);
+        let flag = of_tokens.cast::<u32>();
+        let first = Arguments {
+            dlogits: Driver::get()?.tensor_map(dtype, at, (tokens, vocab), stride, boxed)?,
+            row: Row { dlogits: at, dloss, ..common.row.with_outputs(outputs) },
+            gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
+            overflow: flag,
+            hidden_rows: operands.hidden,
+            weight_rows: operands.weight,
+            scaled_rows: scaled,
+            ..common
+        };
+        // Runs where the first found a sum too large.
+        let again = Arguments { gate: flag, overflow: null_mut(), ..first };
+        let begin = if self.vocab_is_last { "numerators_begin_dv" } else { "numerators_begin_vd" };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.launch_on_tokens(begin, WARP, stream, &first)?;
+            product.launch_product(stream, &first)?;
+            forward.launch_product(stream, &again)?;
+            self.launch_on_tokens("numerators_again", 1, stream, &again)?;
+            product.launch_product(stream, &again)?;
+            self.launch_on_tokens("numerators_end", 1, stream, &first)?;
+            self.launch_on_tokens("numerators_scale", WARP, stream, &first)
+        }
+    }
+
+    /// Has `stream` write the hidden states' gradient `[N, D]`, the numerators times the weight and
+    /// each row's factor, which [`numerators`](Self::numerators) left in `from`.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn times_weight(
+        &self,
+        stream: *mut c_void,
+        weight: *const c_void,
+        from: Numerators,
+        dhidden: *mut c_void,
+    ) -> Result<()> {
+        let Self { tokens, width, vocab, vocab_is_last, dtype, .. } = *self;
+        let Numerators { at, stride, of_tokens, .. } = from;
+        check(Device::current()?, dtype, width, self.weight().1)?;
+        check_alignment("numerators", at)?;
+        check_alignment("weight", weight)?;
+        check_alignment("dhidden", dhidden)?;
+        if tokens == 0 || vocab == 0 {
+            return Ok(());
+        }
+        // Its columns are the hidden states', and what it sums over is the vocabulary.
+        let product = Self { width: vocab, vocab: width, vocab_is_last: !vocab_is_last, ..*self };
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { product.loaded(Epilogue::Scaled, stream) }?;
+        let parts = product.parts(width, ready.clusters, MOST_PARTS);
+        let driver = Driver::get()?;
+        let matrix = |at: *const c_void, extents, stride, boxed| {
+            driver.tensor_map(dtype, at, extents, stride, boxed)
+        };
+        let block = arguments::BLOCK;
+        let of_weight = (block, if vocab_is_last { arguments::ROWS_OF_B } else { block });
+        let extents = self.weight();
+        let part = Part { vocab: width, first_column: 0, stride: width, carried: null_mut() };
+        let shape = xentile::LogitsShape::new(tokens, width)?;
+        let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
+        let labels = crate::cross_entropy::Labels::I32(null());
+        let arguments = Arguments {
+            hidden: matrix(at, (tokens, vocab), stride, (block, arguments::ROWS_OF_A))?,
+            weight: matrix(weight, extents, extents.1, of_weight)?,
+            dlogits: matrix(dhidden, (tokens, width), width, (block, arguments::ROWS_OF_STORE))?,
+            row: row.arguments(null(), labels),
+            sums: null_mut(),
+            values: null_mut(),
+            label_logits: null_mut(),
+            gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
+            gate: null(),
+            overflow: null_mut(),
+            hidden_rows: null(),
+            weight_rows: null(),
+            scaled_rows: null_mut(),
+            width: vocab as i64,
+            blocks: count(vocab.div_ceil(block as usize)),
+            tiles: count(product.tiles(width)),
+            parts: count(parts),
+            token_blocks: count(product.token_blocks()),
+            group: count(product.group()),
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { ready.launch_product(stream, &arguments) }
+    }
+}
