@@ -29,6 +29,7 @@ using namespace xentile;
 FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)
 FUSED_PRODUCTS(capped, true, true)
+FOR_BOTH_DTYPES(logits, Logits, basic, false, false)
 
 // A thread takes a token.
 #define OF_TOKENS(name, function)                             \

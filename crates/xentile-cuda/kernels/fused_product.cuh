@@ -12,9 +12,10 @@
 // part of the vocabulary; a thread keeps sums over all of these. `group` blocks of tokens go
 // through the vocabulary side by side, so that the L2 has the columns that the others need next.
 //
-// There are two epilogues. The forward pass writes a sum for each token and part, and a kernel
+// There are three epilogues. The forward pass writes a sum for each token and part, and a kernel
 // merges a token's, in order. The backward pass writes dlogits, from what a kernel before it makes
-// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it.
+// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it. The last
+// one writes logits, for where a bias is added to their sums before they are rounded.
 #pragma once
 
 #include <cuda.h>
@@ -39,8 +40,9 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
-// Mirrored by `Arguments` in src/fused_product/arguments.rs.
-struct FusedProductArguments {
+// Mirrored by `Arguments` in src/fused_product/arguments.rs. Aligned as a CUtensorMap of CUDA 13,
+// which those of 12 are less.
+struct alignas(128) FusedProductArguments {
   CUtensorMap hidden;  // [tokens, width], in boxes of kRowsOfA rows
   CUtensorMap
       weight;  // [vocab, width], in boxes of kRowsOfB rows; or its transpose, of kBlock rows
@@ -51,6 +53,7 @@ struct FusedProductArguments {
   float* values;               // [parts, tokens], with smoothing
   float* label_logits;         // [tokens]
   GradientOfToken* gradients;  // [tokens]
+  const float* bias;           // [columns], added to logits in f32; or null
   uint32_t blocks;             // of kBlock columns of A and B
   uint32_t tiles;              // of kTileColumns columns
   uint32_t parts;              // of the tiles
@@ -140,6 +143,7 @@ struct Stage {
 // With kVocabIsLast the weight is [width, vocab].
 template <class E, Pass kPass, bool kSmooth, bool kCap, bool kVocabIsLast>
 struct FusedProduct {
+  static constexpr bool kForward = kPass == Pass::kForward;
   static constexpr bool kBackward = kPass == Pass::kBackward;
 
   const FusedProductArguments& a;
@@ -253,19 +257,35 @@ struct FusedProduct {
         ptx::wgmma_wait<0>();
         ptx::settle(x);
         release(previous);
+        if (a.bias != nullptr) add_bias(x, at.tile * kTileColumns);
         round(x);
-        rows.find_labels(a, x, at.tile);
-        if constexpr (kBackward) {
+        if constexpr (kForward || kBackward) rows.find_labels(a, x, at.tile);
+        if constexpr (!kForward) {
           const int32_t row = static_cast<int32_t>(token - lane / 4);
           write(x, rows, row, at.tile * kTileColumns, stored);
         } else {
           rows.add(a, x, at.tile, cap);
         }
       }
-      if constexpr (!kBackward) rows.write(a, at.part);
+      if constexpr (kForward) rows.write(a, at.part);
     }
-    if constexpr (kBackward) {
+    if constexpr (!kForward) {
       if (lane == 0) ptx::bulk_wait_read<0>();
+    }
+  }
+
+  // Adds the bias of the columns from `first` on.
+  __device__ void add_bias(float (&x)[128], uint32_t first) const {
+    const uint32_t own = first + threadIdx.x % 4 * 2;
+    const uint32_t columns = static_cast<uint32_t>(a.row.columns);
+#pragma unroll
+    for (uint32_t i = 0; i < 32; ++i) {
+#pragma unroll
+      for (uint32_t k = 0; k < 2; ++k) {
+        const uint32_t column = own + i * 8 + k;
+        const float bias = column < columns ? __ldg(a.bias + column) : 0.0f;
+        x[4 * i + k] += bias, x[4 * i + 2 + k] += bias;
+      }
     }
   }
 
@@ -297,7 +317,7 @@ struct FusedProduct {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
           target[r] = of.target;
-        } else {
+        } else if constexpr (kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
           c[r] = kUnset, exponentials[r] = values[r] = 0.0f;
         }
@@ -418,13 +438,13 @@ struct FusedProduct {
     }
   };
 
-  // Writes the gradient of a warp's 16 rows from `row` on, 64 columns at a time.
+  // Writes the gradient of a warp's 16 rows from `row` on, or their logits, 64 columns at a time.
   __device__ void write(float (&x)[128], const Rows& rows, int32_t row, uint32_t first,
                         uint32_t& stored) const {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; kBackward && r < 2; ++r) {
       // Of a token that takes no part exactly 0, whatever its logits.
       const RowGradient& of = rows.gradient[r];
       if (of.factor == 0.0f && of.offset == 0.0f) {
@@ -451,8 +471,12 @@ struct FusedProduct {
         for (uint32_t i = 0; i < 4; ++i) {
           const RowGradient& of = rows.gradient[i % 2];
           const uint32_t at_x = part * 32 + pair * 8 + i * 2;
-          words[i] = packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
-                               of.template at<kSmooth, kCap>(x[at_x + 1], cap));
+          if constexpr (kBackward) {
+            words[i] = packed<E>(of.template at<kSmooth, kCap>(x[at_x], cap),
+                                 of.template at<kSmooth, kCap>(x[at_x + 1], cap));
+          } else {
+            words[i] = packed<E>(x[at_x], x[at_x + 1]);
+          }
         }
         ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
       }

@@ -99,7 +99,7 @@ pub struct DLogits {
 }
 
 /// Where the parts of the scratch begin that a pass has.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Layout {
     label_logits: Option<usize>,
     gradients: Option<usize>,
@@ -186,7 +186,7 @@ impl FusedProduct {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, stream) }.map(drop)
+        unsafe { self.ready(Writes::Outputs(pass), stream) }.map(drop)
     }
 
     /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
@@ -217,11 +217,11 @@ impl FusedProduct {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(pass, stream) }?;
+        let ready = unsafe { self.ready(Writes::Outputs(pass), stream) }?;
         let parts = self.parts(count, ready.clusters, most);
         let none =
             DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
-        let arguments = self.arguments(pass, operands, none, parts, scratch)?;
+        let arguments = self.arguments(Writes::Outputs(pass), operands, none, parts, scratch)?;
         let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
@@ -252,30 +252,35 @@ impl FusedProduct {
         if scratch.bytes < needed {
             return Err(Error::Scratch { bytes: scratch.bytes, needed });
         }
-        check_alignment("dlogits", dlogits.at)?;
-        let DLogits { first_column, columns, stride, .. } = dlogits;
+        self.check_place("dlogits", dlogits)?;
+        if self.tokens == 0 || dlogits.columns == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.ready(Writes::Outputs(pass), stream) }?;
+        let parts = self.parts(dlogits.columns, ready.clusters, MOST_PARTS);
+        let writes = Writes::Outputs(pass);
+        let arguments = self.arguments(writes, operands, dlogits, parts, scratch)?;
+        let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
+        let arguments = Arguments { row, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            ready.launch_on_tokens(ready.before, stream, &arguments)?;
+            ready.launch_product(stream, &arguments)?;
+            ready.launch_on_tokens(ready.after, stream, &arguments)
+        }
+    }
+
+    /// Checks where dlogits or logits go.
+    fn check_place(&self, name: &'static str, place: DLogits) -> Result<()> {
+        check_alignment(name, place.at)?;
+        let DLogits { first_column, columns, stride, .. } = place;
         self.check_columns(first_column, columns, stride)?;
         if !stride.is_multiple_of(VECTOR) {
             let vocab = self.vocab;
             return Err(Error::Columns { first_column, columns, stride, vocab });
         }
-        if self.tokens == 0 || columns == 0 {
-            return Ok(());
-        }
-        // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(pass, stream) }?;
-        let parts = self.parts(columns, ready.clusters, MOST_PARTS);
-        let arguments = self.arguments(pass, operands, dlogits, parts, scratch)?;
-        let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
-        let arguments = Arguments { row, ..arguments };
-        // SAFETY: passed on from this function's contract.
-        unsafe {
-            if let Some(before) = ready.before {
-                ready.launch_on_tokens(before, stream, &arguments)?;
-            }
-            ready.launch_product(stream, &arguments)?;
-            ready.launch_on_tokens(ready.after, stream, &arguments)
-        }
+        Ok(())
     }
 
     fn check_columns(&self, first_column: usize, columns: usize, stride: usize) -> Result<()> {
@@ -286,10 +291,36 @@ impl FusedProduct {
         Ok(())
     }
 
-    /// What both passes take, but for outputs and cotangents.
+    /// Has `stream` write logits, of the columns that `logits` has.
+    ///
+    /// # Errors
+    /// As those of [`backward`](Self::backward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub(crate) unsafe fn logits(
+        &self,
+        stream: RawStream,
+        operands: Operands,
+        logits: DLogits,
+    ) -> Result<()> {
+        self.check_place("logits", logits)?;
+        if self.tokens == 0 || logits.columns == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.ready(Writes::Logits, stream) }?;
+        let parts = self.parts(logits.columns, ready.clusters, MOST_PARTS);
+        let none = Scratch { at: null_mut(), bytes: 0 };
+        let arguments = self.arguments(Writes::Logits, operands, logits, parts, none)?;
+        // SAFETY: passed on from this function's contract.
+        unsafe { ready.launch_product(stream, &arguments) }
+    }
+
+    /// What all of them take, but for outputs and cotangents.
     fn arguments(
         &self,
-        pass: Pass,
+        writes: Writes,
         operands: Operands,
         logits: DLogits,
         parts: usize,
@@ -298,6 +329,10 @@ impl FusedProduct {
         check_alignment("hidden", operands.hidden)?;
         check_alignment("weight", operands.weight)?;
         check_alignment("scratch", scratch.at)?;
+        let pass = match writes {
+            Writes::Outputs(pass) => Some(pass),
+            Writes::Logits => None,
+        };
         let Self { tokens, width, vocab, dtype, options, .. } = *self;
         let DLogits { at, stride, first_column, columns } = logits;
         let shape = LogitsShape::new(tokens, columns)?;
@@ -311,13 +346,13 @@ impl FusedProduct {
         let matrix = |at: *const c_void, extents: (usize, usize), boxed: (u32, u32)| {
             driver.tensor_map(dtype, at, extents, extents.1, boxed)
         };
-        let dlogits = if pass == Pass::Backward {
+        let dlogits = if pass != Some(Pass::Forward) {
             let boxed = (block, arguments::ROWS_OF_STORE);
             driver.tensor_map(dtype, at, (tokens, columns), stride, boxed)?
         } else {
             TensorMap::none()
         };
-        let layout = self.layout(pass, parts);
+        let layout = pass.map(|pass| self.layout(pass, parts)).unwrap_or_default();
         let place = |offset: Option<usize>| {
             offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
         };
@@ -330,6 +365,7 @@ impl FusedProduct {
             values: place(layout.values).cast(),
             label_logits: place(layout.label_logits).cast(),
             gradients: place(layout.gradients),
+            bias: operands.bias_from(first_column),
             blocks: count(width.div_ceil(block as usize)),
             tiles: count(self.tiles(columns)),
             parts: count(parts),
@@ -342,23 +378,35 @@ impl FusedProduct {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, writes: Writes, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let Self { width, dtype, vocab_is_last, .. } = *self;
         check(device, dtype, width, self.weight().1)?;
-        let variant = Variant::of(&self.options);
-        let key = Key { device: device.number(), pass, dtype, variant, vocab_is_last };
+        let variant = match writes {
+            Writes::Outputs(_) => Variant::of(&self.options),
+            Writes::Logits => Variant::Basic,
+        };
+        let key = Key { device: device.number(), writes, dtype, variant, vocab_is_last };
         // SAFETY: passed on from this function's contract.
         READY.get(key, |key| unsafe { Ready::load(key, device, stream) })
     }
+}
+
+/// What a product writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Writes {
+    /// What the pass gives.
+    Outputs(Pass),
+    /// Logits themselves.
+    Logits,
 }
 
 /// What decides which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     device: DeviceNumber,
-    pass: Pass,
+    writes: Writes,
     dtype: DType,
     variant: Variant,
     vocab_is_last: bool,
@@ -369,7 +417,7 @@ struct Key {
 struct Ready {
     product: Code,
     before: Option<Code>,
-    after: Code,
+    after: Option<Code>,
     clusters: u32,
 }
 
@@ -377,18 +425,23 @@ impl Ready {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn load(key: &Key, device: &Device, stream: RawStream) -> Result<Self> {
-        let Key { pass, dtype, variant, vocab_is_last, .. } = *key;
+        let Key { writes, dtype, variant, vocab_is_last, .. } = *key;
         let layout = if vocab_is_last { "dv" } else { "vd" };
         // SAFETY: passed on from this function's contract.
         let load = |name: &str| unsafe { library::kernel(name, device, stream) };
-        let (pass_name, variant) = (pass.name(), variant.name());
-        let product = load(&format!("fused_product_{pass_name}_{dtype}_{variant}_{layout}"))?;
-        let (before, after) = if pass == Pass::Forward {
-            (None, load("fused_product_merge")?)
-        } else {
-            let before = load("fused_product_prepare")?;
-            (Some(before), load(&format!("fused_product_labels_{dtype}"))?)
+        let (name, before, after) = match writes {
+            Writes::Outputs(pass @ Pass::Forward) => {
+                (pass.name(), None, Some(load("fused_product_merge")?))
+            }
+            Writes::Outputs(pass) => {
+                let before = load("fused_product_prepare")?;
+                let after = load(&format!("fused_product_labels_{dtype}"))?;
+                (pass.name(), Some(before), Some(after))
+            }
+            Writes::Logits => ("logits", None, None),
         };
+        let variant = variant.name();
+        let product = load(&format!("fused_product_{name}_{dtype}_{variant}_{layout}"))?;
         // SAFETY: passed on from this function's contract.
         let clusters = unsafe { Driver::get()?.max_active_clusters(product, extent(1), stream) }?;
         if clusters == 0 {
@@ -410,10 +463,11 @@ impl Ready {
     /// As for [`Driver::launch`].
     unsafe fn launch_on_tokens(
         &self,
-        code: Code,
+        code: Option<Code>,
         stream: RawStream,
         arguments: &Arguments,
     ) -> Result<()> {
+        let Some(code) = code else { return Ok(()) };
         let threads = arguments::TOKEN_THREADS;
         let ctas = (arguments.row.tokens as usize).div_ceil(threads as usize);
         let extent = Extent { ctas: count(ctas), rows: 1, threads, shared_bytes: 0, cluster: None };

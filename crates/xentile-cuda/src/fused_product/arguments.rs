@@ -16,6 +16,7 @@ mirror! {
         values: *mut f32,
         label_logits: *mut f32,
         gradients: *mut c_void,
+        bias: *const f32,
         blocks: u32,
         tiles: u32,
         parts: u32,
