@@ -92,8 +92,8 @@ pub enum Error {
     },
     /// A workspace of products that has no room for logits in f32, which a bias is added to.
     #[error(
-        "a workspace of {bytes} bytes is too little with a bias on this GPU; it must be at least \
-         {needed}"
+        "a workspace of {bytes} bytes is too little for 16-bit logits with a bias; it must be at \
+         least {needed}"
     )]
     Workspace {
         /// Bytes that were given.

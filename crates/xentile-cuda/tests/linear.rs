@@ -307,10 +307,43 @@ fn most_kept(linear: Linear) -> Linear {
     Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
 }
 
+/// 16-bit logits get a bias by way of f32, in the workspace, where no product adds it.
+fn too_little_for_a_bias() {
+    let linear = Linear {
+        tokens: 3,
+        // No multiple of 8.
+        width: 7,
+        vocab: 130,
+        vocab_is_last: false,
+        dtype: DType::Bf16,
+        chunk: Extents { tokens: 3, columns: 130 },
+        apart: None,
+        kept: None,
+        workspace_bytes: 255,
+        time_block: None,
+        block_size: None,
+    };
+    let (bias, none) = ([0.0; 130], null_mut());
+    let labels = Labels::I32(null());
+    let operands = Operands { hidden: null(), weight: null(), labels, bias: bias.as_ptr() };
+    let outputs =
+        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: false };
+    let scratch = Scratch { at: null_mut(), bytes: linear.scratch_bytes(Pass::Forward) };
+    let (options, stream) = (CrossEntropy::default(), without_provenance_mut(1));
+    // SAFETY: nothing is read or launched before the workspace was looked at.
+    let refused = unsafe { linear.forward(options, stream, operands, outputs, scratch) };
+    assert_eq!(
+        refused.unwrap_err().to_string(),
+        "a workspace of 255 bytes is too little for 16-bit logits with a bias; it must be at least \
+         256"
+    );
+}
+
 /// Not a test: what [`run`] runs.
 #[test]
 #[ignore = "the tests run it, with libraries that play a GPU"]
 fn schedules() {
+    too_little_for_a_bias();
     let mut rng = common::fresh_rng("schedules");
     let ran = problems::<f32>(&mut rng) + problems::<bf16>(&mut rng);
     println!("{ran} schedules are right");
