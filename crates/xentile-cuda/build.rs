@@ -15,6 +15,8 @@ use std::process::{Command, ExitCode};
 #[macro_use]
 #[path = "src/mirror.rs"]
 mod mirror;
+#[path = "src/bias/arguments.rs"]
+mod bias;
 #[path = "src/cross_entropy/arguments.rs"]
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
@@ -27,7 +29,8 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 7] = [
+const LAYOUTS: [mirror::Layout; 8] = [
+    bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
@@ -37,8 +40,8 @@ const LAYOUTS: [mirror::Layout; 7] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 3] =
-    [cross_entropy::NUMBERS, driver::NUMBERS, fused_product::NUMBERS];
+const NUMBERS: [&[(&str, i64)]; 4] =
+    [bias::NUMBERS, cross_entropy::NUMBERS, driver::NUMBERS, fused_product::NUMBERS];
 
 /// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
 const ARCHITECTURES: &str = "80,90a,100a,120";
@@ -67,6 +70,7 @@ fn build() -> Result<(), String> {
         "build.rs",
         "kernels",
         "src/mirror.rs",
+        "src/bias",
         "src/cross_entropy",
         "src/driver",
         "src/fused_product",

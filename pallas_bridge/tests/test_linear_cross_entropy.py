@@ -1,5 +1,6 @@
 """Linear cross-entropy: every schedule against float64, and what the plan promises."""
 
+import dataclasses
 import re
 from functools import partial
 from typing import Any
@@ -199,13 +200,14 @@ def test_no_further_from_float64_than_the_dense_program(
     ("dtype", "of_bias"),
     [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")],
 )
-def test_a_bias_in_a_call_of_a_cpu(
+def test_a_bias_in_a_call_of_the_library(
     rng: np.random.Generator, dtype: str, of_bias: str, axis: int, reduction: str
 ) -> None:
     hidden, weight, bias, labels = problem(rng, dtype, bias=True, axis=axis)
     bias, limit = bias.astype(of_bias), 2_000_000
-    plan = explain(hidden, weight, bias=bias, max_scratch_bytes=limit, platform="cpu")
-    assert plan.schedule == "library"
+    for platform in ("cpu", "cuda"):
+        plan = explain(hidden, weight, bias=bias, max_scratch_bytes=limit, platform=platform)
+        assert plan.schedule == "library"
     options = {"reduction": reduction, "ignore_index": 7}
     hold_against_the_dense_program(rng, (hidden, weight, bias, labels), limit, **options)
 
@@ -242,19 +244,21 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
     ("reduction", "twelfths", "kept"),
     [("mean", 2, True), ("mean", 7, True), ("none", 5, False)],
 )
+@pytest.mark.parametrize("has_bias", [False, True])
 def test_logits_that_are_kept_and_products_of_many_blocks(
-    rng: np.random.Generator, reduction: str, twelfths: int, kept: bool
+    rng: np.random.Generator, has_bias: bool, reduction: str, twelfths: int, kept: bool
 ) -> None:
     tokens, width, vocab = 600, 648, 5003
     hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
     weight = jnp.asarray(rng.normal(size=(vocab, width)) / 10, jnp.bfloat16)
+    bias = jnp.asarray(rng.normal(size=vocab), jnp.float32) if has_bias else None
     labels = rng.integers(0, vocab, tokens)
     labels[rng.random(tokens) < 0.1] = 7
     limit = tokens * vocab * 2 * twelfths // 12
     how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
-    assert (explain(hidden, weight, **how).kept is not None) == kept
+    assert (explain(hidden, weight, bias=bias, **how).kept is not None) == kept
     options = {"reduction": reduction, **BOTH}
-    arrays = (hidden, weight, None, jnp.asarray(labels, jnp.int32))
+    arrays = (hidden, weight, bias, jnp.asarray(labels, jnp.int32))
     hold_against_the_dense_program(rng, arrays, limit, **options)
 
 
@@ -480,15 +484,9 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
         budget = int(2 ** rng.uniform(22, 33))
         x = jax.ShapeDtypeStruct((tokens, width), dtype)
         w = jax.ShapeDtypeStruct((vocab, width), dtype)
+        how = {"vocab_axis": 0, "reduction": "mean" if reduced else "none", "platform": "cuda"}
         try:
-            plan = explain(
-                x,
-                w,
-                vocab_axis=0,
-                reduction="mean" if reduced else "none",
-                max_scratch_bytes=budget,
-                platform="cuda",
-            )
+            plan = explain(x, w, max_scratch_bytes=budget, **how)
         except ValueError as error:
             assert "the least" in str(error)
             continue
@@ -496,6 +494,13 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
         if plan.schedule != "library":
             continue
         assert plan.scratch_bytes <= budget + 5 * 2**20, plan
+        # A bias takes the same plan, and what it and its gradient are in f32.
+        b = jax.ShapeDtypeStruct((vocab,), dtype)
+        for limit in (budget, None):
+            usual = explain(x, w, max_scratch_bytes=limit, **how)
+            scratch = usual.scratch_bytes + 8 * vocab
+            biased = explain(x, w, bias=b, max_scratch_bytes=limit, **how)
+            assert biased == dataclasses.replace(usual, scratch_bytes=scratch)
         chunks = [(plan.tokens, plan.columns), *([plan.apart] if plan.apart else [])]
         assert (plan.apart is not None) == (plan.products == 5)
         for of_tokens, columns in chunks:
@@ -543,6 +548,8 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
         ({"max_scratch_bytes": 2**20}, ["forward", "backward"]),
         ({"reduction": "none"}, ["forward", "backward"]),
         ({"vocab_axis": 1, "return_lse": True}, ["fused"]),
+        ({"bias": "bfloat16"}, ["fused"]),
+        ({"bias": "float32", "reduction": "none"}, ["forward", "backward"]),
     ],
 )
 def test_programs_for_gpus_are_calls_of_the_library(
@@ -553,12 +560,16 @@ def test_programs_for_gpus_are_calls_of_the_library(
     axis = options.get("vocab_axis", 0)
     w = jax.ShapeDtypeStruct((256, 20011) if axis else (20011, 256), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    options = dict(options)
+    of_bias = options.pop("bias", None)
+    b = None if of_bias is None else jax.ShapeDtypeStruct((20011,), of_bias)
 
-    def f(x: Any, w: Any, y: Any) -> Any:
-        found = linear_cross_entropy(x, w, y, **options)
+    def f(x: Any, w: Any, b: Any, y: Any) -> Any:
+        found = linear_cross_entropy(x, w, y, bias=b, **options)
         return (found[0] if options.get("return_lse") else found).sum()
 
-    traced = jax.jit(jax.value_and_grad(f, (0, 1))).trace(x, w, y)
+    of = (0, 1) if b is None else (0, 1, 2)
+    traced = jax.jit(jax.value_and_grad(f, of)).trace(x, w, b, y)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"@xentile_(\w+)\(", text)
     assert found == [f"linear_cross_entropy_{name}" for name in passes]

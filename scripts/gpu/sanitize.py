@@ -150,10 +150,12 @@ class Linear:
     # "apart": dhidden and dweight come from a sweep each; "columns": the fused pass goes over
     # columns twice; "kept": it has logits of some of them still.
     way: Literal["chunks", "apart", "columns", "kept"] = "chunks"
+    has_bias: bool = False
 
     def __str__(self) -> str:
         """What a failure is found again by."""
-        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} {self.way}"
+        bias = " bias" if self.has_bias else ""
+        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} {self.way}{bias}"
 
     @property
     def has_products(self) -> bool:
@@ -171,6 +173,13 @@ def linear_cases() -> Iterator[Linear]:
             yield Linear("linear_cross_entropy_backward", dtype, axis, "apart")
             yield Linear("linear_cross_entropy_fused", dtype, axis, "columns")
         yield Linear("linear_cross_entropy_fused", dtype, 0, "kept")
+        # Logits get a bias in products of their own or, with V last, which is odd, by way of f32.
+        for axis in (0, 1):
+            yield Linear("linear_cross_entropy_forward", dtype, axis, has_bias=True)
+            yield Linear("linear_cross_entropy_backward", dtype, axis, "apart", has_bias=True)
+            yield Linear("linear_cross_entropy_fused", dtype, axis, has_bias=True)
+            yield Linear("linear_cross_entropy_fused", dtype, axis, "columns", has_bias=True)
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "kept", has_bias=True)
 
 
 def run_linear(case: Linear, rng: np.random.Generator) -> None:
@@ -187,7 +196,8 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     y = rng.integers(0, vocab, tokens).astype(np.int32)
     y[3] = -100
     x, w = hidden.astype(np.float64), weight.astype(np.float64)
-    z = x @ w.T
+    bias = rng.normal(size=vocab).astype(np.float32)
+    z = x @ w.T + case.has_bias * bias.astype(np.float64)
     lse = np.log(np.exp(z).sum(-1))
     g = rng.uniform(0.5, 1, tokens).astype(np.float32)
     dz = np.exp(z - lse[:, None])
@@ -227,9 +237,14 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
         zeros = np.zeros(tokens, np.float32)
         operands += [lse.astype(np.float32), zeros, g, zeros, zeros]
         results, wanted = like, gradients
-    scratch = jax.ShapeDtypeStruct((2**23,), np.uint8)
-    call = jax.ffi.ffi_call(f"xentile_{case.target}", [*results, scratch], vmap_method=None)
-    outputs = jax.jit(lambda *arrays: call(*arrays, **attributes)[:-1])(*operands)
+    results, wanted = [*results, jax.ShapeDtypeStruct((2**23,), np.uint8)], [*wanted, None]
+    if case.has_bias:
+        operands.append(bias)
+        if name != "forward":
+            results.append(jax.ShapeDtypeStruct((vocab,), np.float32))
+            wanted.append(dz.sum(0))
+    call = jax.ffi.ffi_call(f"xentile_{case.target}", results, vmap_method=None)
+    outputs = jax.jit(lambda *arrays: call(*arrays, **attributes))(*operands)
     for output, expected in zip(jax.block_until_ready(outputs), wanted, strict=False):
         if expected is not None:
             found = np.asarray(output).astype(np.float64)

@@ -13,7 +13,8 @@
 
 namespace xentile {
 
-enum class Pass { kForward, kBackward, kFused };
+// `kLogits` is of products alone: it writes logits.
+enum class Pass { kForward, kBackward, kFused, kLogits };
 
 struct RowSum;
 

@@ -30,7 +30,7 @@ using namespace xentile;
 FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)
 FUSED_PRODUCTS(capped, true, true)
-
+FOR_BOTH_DTYPES(logits, Logits, basic, false, false)
 FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, basic, false, false)
 FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
 

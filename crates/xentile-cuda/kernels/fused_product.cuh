@@ -14,8 +14,9 @@
 //
 // The epilogue of the forward pass writes a sum for each token and part, and a kernel merges a
 // token's, in order. That of the backward pass writes dlogits, from what a kernel before it makes
-// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it. The
-// other two, of passes that have no lse yet, are told in numerators.cuh.
+// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it. One
+// writes logits, for where a bias is added to their sums before they are rounded. The other two, of
+// passes that have no lse yet, are told in numerators.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -33,6 +34,7 @@ namespace xentile {
 enum class Epilogue {
   kForward,     // sums of exponentials
   kBackward,    // dlogits
+  kLogits,      // logits
   kNumerators,  // exponentials, beside their sums
   kScaled,      // the product itself, with a factor a row
 };
@@ -48,8 +50,8 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
-// Mirrored by `Arguments` in src/fused_product/arguments.rs. Maps are at multiples of 64, or 128 by
-// the headers of CUDA 13.
+// Mirrored by `Arguments` in src/fused_product/arguments.rs. Aligned as a CUtensorMap of CUDA 13,
+// which those of 12 are less.
 struct alignas(128) FusedProductArguments {
   CUtensorMap hidden;  // [tokens, width], in boxes of kRowsOfA rows
   CUtensorMap
@@ -61,6 +63,7 @@ struct alignas(128) FusedProductArguments {
   float* values;               // [parts, tokens], with smoothing
   float* label_logits;         // [tokens]
   GradientOfToken* gradients;  // [tokens]
+  const float* bias;           // [columns], added to logits in f32; or null
   // Where it is null or leads to a number that is not 0 the kernel runs.
   const uint32_t* gate;
   // Set to 1 by a row of numerators whose sum is too large; null where nobody asks.
@@ -163,6 +166,9 @@ struct FusedProduct {
       kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kNumerators;
   static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
   static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled;
+  // Whether what is written depends on the token.
+  static constexpr bool kOfTokens = kWrites && kEpilogue != Epilogue::kLogits;
+  static constexpr bool kHasLabels = kOfLogits && kEpilogue != Epilogue::kLogits;
 
   const FusedProductArguments& a;
   uint32_t stages, stores, full, empty;
@@ -276,9 +282,10 @@ struct FusedProduct {
         ptx::settle(x);
         release(previous);
         if constexpr (kOfLogits) {
+          if (a.bias != nullptr) add_bias(x, at.tile * kTileColumns);
           round(x);
-          rows.find_labels(a, x, at.tile);
         }
+        if constexpr (kHasLabels) rows.find_labels(a, x, at.tile);
         if constexpr (kEpilogue == Epilogue::kNumerators) rows.exponentiate(a, x, at.tile);
         if constexpr (kWrites) {
           const int32_t row = static_cast<int32_t>(token - lane / 4);
@@ -291,6 +298,21 @@ struct FusedProduct {
     }
     if constexpr (kWrites) {
       if (lane == 0) ptx::bulk_wait_read<0>();
+    }
+  }
+
+  // Adds the bias of the columns from `first` on.
+  __device__ void add_bias(float (&x)[128], uint32_t first) const {
+    const uint32_t own = first + threadIdx.x % 4 * 2;
+    const uint32_t columns = static_cast<uint32_t>(a.row.columns);
+#pragma unroll
+    for (uint32_t i = 0; i < 32; ++i) {
+#pragma unroll
+      for (uint32_t k = 0; k < 2; ++k) {
+        const uint32_t column = own + i * 8 + k;
+        const float bias = column < columns ? __ldg(a.bias + column) : 0.0f;
+        x[4 * i + k] += bias, x[4 * i + 2 + k] += bias;
+      }
     }
   }
 
@@ -318,12 +340,12 @@ struct FusedProduct {
       for (int r = 0; r < 2; ++r) {
         const int64_t index = first + 8 * r;
         const bool here = index < a.row.tokens;
-        if constexpr (kWrites) {
+        if constexpr (kOfTokens) {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
           target[r] = of.target;
           c[r] = of.c;
-        } else {
+        } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
           c[r] = kUnset;
         }
@@ -417,7 +439,7 @@ struct FusedProduct {
 
     // What is written where the epilogue has `x`.
     __device__ float written(int r, float x, const Cap& cap) const {
-      if constexpr (kEpilogue == Epilogue::kNumerators) {
+      if constexpr (kEpilogue == Epilogue::kNumerators || kEpilogue == Epilogue::kLogits) {
         return x;
       } else if constexpr (kEpilogue == Epilogue::kScaled) {
         return x * gradient[r].factor;
@@ -482,13 +504,13 @@ struct FusedProduct {
     }
   };
 
-  // Writes the gradient of a warp's 16 rows from `row` on, 64 columns at a time.
+  // Writes the gradient of a warp's 16 rows from `row` on, or their logits, 64 columns at a time.
   __device__ void write(float (&x)[128], const Rows& rows, int32_t row, uint32_t first,
                         uint32_t& stored) const {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; kOfTokens && r < 2; ++r) {
       // Of a token that takes no part exactly 0, whatever its logits.
       const RowGradient& of = rows.gradient[r];
       if (of.factor == 0.0f && of.offset == 0.0f) {

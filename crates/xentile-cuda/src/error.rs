@@ -90,6 +90,17 @@ pub enum Error {
         /// The least that will do.
         needed: usize,
     },
+    /// A workspace of products that has no room for logits in f32, which a bias is added to.
+    #[error(
+        "a workspace of {bytes} bytes is too little for 16-bit logits with a bias; it must be at \
+         least {needed}"
+    )]
+    Workspace {
+        /// Bytes that were given.
+        bytes: usize,
+        /// The least that will do.
+        needed: usize,
+    },
     /// Gradients with the loss, in chunks that have neither whole rows nor whole columns.
     #[error(
         "chunks of {tokens} tokens x {columns} columns; where gradients come with the loss, they must \

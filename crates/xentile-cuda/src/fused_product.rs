@@ -105,6 +105,7 @@ pub struct DLogits {
 enum Epilogue {
     Forward,
     Backward,
+    Logits,
     Numerators,
     Scaled,
 }
@@ -119,6 +120,7 @@ impl Epilogue {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
+            Self::Logits => "logits",
             Self::Numerators => "numerators",
             Self::Scaled => "scaled",
         }
@@ -126,7 +128,7 @@ impl Epilogue {
 }
 
 /// Where the parts of the scratch begin that a pass has.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Layout {
     label_logits: Option<usize>,
     gradients: Option<usize>,
@@ -246,7 +248,6 @@ impl FusedProduct {
         outputs: TokenOutputs,
         scratch: Scratch,
     ) -> Result<()> {
-        let pass = Pass::Forward;
         let most = self.parts_in(scratch.bytes)?;
         let Columns { first, count, carried } = columns;
         self.check_columns(first, count, count)?;
@@ -258,7 +259,7 @@ impl FusedProduct {
         let parts = self.parts(count, ready.clusters, most);
         let none =
             DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
-        let arguments = self.arguments(pass, operands, none, parts, scratch)?;
+        let arguments = self.arguments(Epilogue::Forward, operands, none, parts, scratch)?;
         let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
@@ -289,20 +290,14 @@ impl FusedProduct {
         if scratch.bytes < needed {
             return Err(Error::Scratch { bytes: scratch.bytes, needed });
         }
-        check_alignment("dlogits", dlogits.at)?;
-        let DLogits { first_column, columns, stride, .. } = dlogits;
-        self.check_columns(first_column, columns, stride)?;
-        if !stride.is_multiple_of(VECTOR) {
-            let vocab = self.vocab;
-            return Err(Error::Columns { first_column, columns, stride, vocab });
-        }
-        if self.tokens == 0 || columns == 0 {
+        self.check_place("dlogits", dlogits)?;
+        if self.tokens == 0 || dlogits.columns == 0 {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(Epilogue::Backward, stream) }?;
-        let parts = self.parts(columns, ready.clusters, MOST_PARTS);
-        let arguments = self.arguments(pass, operands, dlogits, parts, scratch)?;
+        let parts = self.parts(dlogits.columns, ready.clusters, MOST_PARTS);
+        let arguments = self.arguments(Epilogue::Backward, operands, dlogits, parts, scratch)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
@@ -314,6 +309,18 @@ impl FusedProduct {
         }
     }
 
+    /// Checks where dlogits or logits go.
+    fn check_place(&self, name: &'static str, place: DLogits) -> Result<()> {
+        check_alignment(name, place.at)?;
+        let DLogits { first_column, columns, stride, .. } = place;
+        self.check_columns(first_column, columns, stride)?;
+        if !stride.is_multiple_of(VECTOR) {
+            let vocab = self.vocab;
+            return Err(Error::Columns { first_column, columns, stride, vocab });
+        }
+        Ok(())
+    }
+
     fn check_columns(&self, first_column: usize, columns: usize, stride: usize) -> Result<()> {
         let (vocab, end) = (self.vocab, first_column.saturating_add(columns));
         if end > vocab || stride < columns {
@@ -322,10 +329,36 @@ impl FusedProduct {
         Ok(())
     }
 
-    /// What both passes take, but for outputs and cotangents.
+    /// Has `stream` write logits, of the columns that `logits` has.
+    ///
+    /// # Errors
+    /// As those of [`backward`](Self::backward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub(crate) unsafe fn logits(
+        &self,
+        stream: RawStream,
+        operands: Operands,
+        logits: DLogits,
+    ) -> Result<()> {
+        self.check_place("logits", logits)?;
+        if self.tokens == 0 || logits.columns == 0 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        let ready = unsafe { self.ready(Epilogue::Logits, stream) }?;
+        let parts = self.parts(logits.columns, ready.clusters, MOST_PARTS);
+        let none = Scratch { at: null_mut(), bytes: 0 };
+        let arguments = self.arguments(Epilogue::Logits, operands, logits, parts, none)?;
+        // SAFETY: passed on from this function's contract.
+        unsafe { ready.launch_product(stream, &arguments) }
+    }
+
+    /// What all of them take, but for outputs and cotangents.
     fn arguments(
         &self,
-        pass: Pass,
+        epilogue: Epilogue,
         operands: Operands,
         logits: DLogits,
         parts: usize,
@@ -347,13 +380,17 @@ impl FusedProduct {
         let matrix = |at: *const c_void, extents: (usize, usize), boxed: (u32, u32)| {
             driver.tensor_map(dtype, at, extents, extents.1, boxed)
         };
-        let dlogits = if pass == Pass::Backward {
+        let dlogits = if epilogue != Epilogue::Forward {
             let boxed = (block, arguments::ROWS_OF_STORE);
             driver.tensor_map(dtype, at, (tokens, columns), stride, boxed)?
         } else {
             TensorMap::none()
         };
-        let layout = self.layout(pass, parts);
+        let layout = match epilogue {
+            Epilogue::Forward | Epilogue::Numerators => self.layout(Pass::Forward, parts),
+            Epilogue::Backward => self.layout(Pass::Backward, parts),
+            Epilogue::Logits | Epilogue::Scaled => Layout::default(),
+        };
         let place = |offset: Option<usize>| {
             offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
         };
@@ -366,6 +403,7 @@ impl FusedProduct {
             values: place(layout.values).cast(),
             label_logits: place(layout.label_logits).cast(),
             gradients: place(layout.gradients),
+            bias: operands.bias_from(first_column),
             gate: null(),
             overflow: null_mut(),
             hidden_rows: null(),
@@ -398,7 +436,10 @@ impl FusedProduct {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let Self { dtype, vocab_is_last, .. } = *self;
-        let variant = Variant::of(&self.options);
+        let variant = match epilogue {
+            Epilogue::Forward | Epilogue::Backward => Variant::of(&self.options),
+            _ => Variant::Basic,
+        };
         let key = Key { device: device.number(), epilogue, dtype, variant, vocab_is_last };
         // SAFETY: passed on from this function's contract.
         READY.get(key, |key| unsafe { Ready::load(key, device, stream) })

@@ -16,6 +16,7 @@
 
 #[macro_use]
 mod mirror;
+mod bias;
 mod blas;
 mod cache;
 pub mod cross_entropy;

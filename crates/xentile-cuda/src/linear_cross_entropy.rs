@@ -2,7 +2,8 @@
 //!
 //! Logits are made a chunk at a time by a product of cuBLASLt, the kernels of
 //! [`cross_entropy`](crate::cross_entropy) turn them into sums or, in place, into their gradient, and
-//! two more products take that from there. Sums over chunks are in f32 and rounded once. Every order
+//! two more products take that from there; a bias is added to sums before a logit is rounded, and its
+//! gradient is what dlogits of all tokens add up to. Sums over chunks are in f32 and rounded once. Every order
 //! is fixed, so that results are the same from run to run.
 //!
 //! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or
@@ -45,7 +46,9 @@ pub struct Linear {
     /// Where the fused pass takes chunks of columns: logits that it need not make again, besides
     /// those of its last chunk. For a weight `[V, D]`.
     pub kept: Option<Kept>,
-    /// Bytes that products have to work in, for sums that are cut among more multiprocessors.
+    /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With a
+    /// bias, 16-bit logits that no product of Hopper's makes pass through it in f32: a MiB or more
+    /// is right there, and 256 bytes are the least.
     pub workspace_bytes: usize,
     /// The tile of the kernels over logits, where it is not the planned one.
     pub time_block: Option<usize>,
@@ -62,6 +65,15 @@ pub struct Operands {
     pub weight: *const c_void,
     /// `[N]`.
     pub labels: Labels,
+    /// `[V]`, or null for none.
+    pub bias: *const f32,
+}
+
+impl Operands {
+    /// The bias of the columns from `first` on, or null.
+    pub(crate) fn bias_from(&self, first: usize) -> *const f32 {
+        if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(first) }
+    }
 }
 
 /// Where gradients go on a GPU.
@@ -71,6 +83,8 @@ pub struct Gradients {
     pub hidden: *mut c_void,
     /// As the weight.
     pub weight: *mut c_void,
+    /// `[V]`; not looked at where there is no bias.
+    pub bias: *mut f32,
 }
 
 /// Memory that a call may use.
@@ -134,6 +148,9 @@ impl Linear {
                 // SAFETY: passed on from this function's contract.
                 unsafe {
                     run.dlogits(&block, saved, cotangents)?;
+                    if sweep.of_weight {
+                        run.add_to_bias(gradients, &block, tokens.first == 0)?;
+                    }
                     if sweep.of_hidden {
                         run.add_to_hidden(of_hidden, &block, columns.first == 0)?;
                     }
@@ -230,6 +247,7 @@ impl Linear {
                     continue;
                 }
                 run.fused(&block, dloss, outputs)?;
+                run.add_to_bias(gradients, &block, tokens.first == 0)?;
                 run.add_to_hidden(of_hidden, &block, true)?;
                 run.add_to_weight(of_weight, &block, tokens.first == 0)?;
             }
@@ -270,6 +288,7 @@ impl Linear {
             run.lse(all_again, outputs)?;
             run.fused(&last, dloss, outputs)?;
             let add = |block: &Block, first| -> Result<()> {
+                run.add_to_bias(gradients, block, true)?;
                 run.add_to_hidden(of_hidden, block, first)?;
                 run.add_to_weight(of_weight, block, true)
             };
@@ -318,10 +337,11 @@ mod tests {
             block_size: None,
         };
         let refused = |linear: Linear| {
-            let operands = Operands { hidden: none, weight: none, labels: Labels::I32(null()) };
+            let operands =
+                Operands { hidden: none, weight: none, labels: Labels::I32(null()), bias: null() };
             let (loss, logps, lse, lse_low) = (nothing, nothing, nothing, nothing);
             let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
-            let gradients = Gradients { hidden: none, weight: none };
+            let gradients = Gradients { hidden: none, weight: none, bias: nothing };
             let scratch = Scratch { at: none, bytes: 0 };
             let options = CrossEntropy::default();
             // SAFETY: nothing is read or launched before the cut was looked at.

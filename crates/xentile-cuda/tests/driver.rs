@@ -7,7 +7,7 @@ mod fake;
 
 use std::ffi::c_void;
 use std::process::Command;
-use std::ptr::{null_mut, without_provenance, without_provenance_mut};
+use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};
 use std::sync::LazyLock;
 
 use xentile::cross_entropy::CrossEntropy;
@@ -61,7 +61,7 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
     let (dtype, options) = (DType::Bf16, CrossEntropy::default());
     let product = FusedProduct { tokens, width, vocab, vocab_is_last, dtype, options };
     let labels = Labels::I32(without_provenance(0x30));
-    let operands = Operands { hidden: at(0x10_000), weight: at(0x20_000), labels };
+    let operands = Operands { hidden: at(0x10_000), weight: at(0x20_000), labels, bias: null() };
     let scratch = Scratch { at: at(0x30_000), bytes: product.scratch_bytes(pass) };
     let (none, some) = (null_mut(), without_provenance(0x40));
     // SAFETY: the driver that plays here touches no memory.

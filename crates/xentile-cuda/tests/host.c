@@ -61,6 +61,7 @@ typedef struct {
     float c, factor, offset;
     int32_t target;
   }* gradients;
+  const float* bias;
   const uint32_t* gate;
   uint32_t* overflow;
   const void *hidden_rows, *weight_rows;
@@ -226,8 +227,8 @@ static int compute_numerators(const Product* a, const char* what) {
   return 0;
 }
 
-/* A product that has the cross-entropy in it; of others than numerators the kernels before and after
- * it have nothing left to do. */
+/* A product that has the cross-entropy in it, or writes logits; of others than numerators the kernels
+ * before and after it have nothing left to do. */
 static void multiply(const Product* a, const char* name, int dtype) {
   const Rows* rows = &a->row;
   const size_t width = a->hidden.extents[0], step = a->weight.stride_bytes / 2;
@@ -238,7 +239,7 @@ static void multiply(const Product* a, const char* name, int dtype) {
   for (int64_t row = 0; row < rows->tokens; ++row) {
     for (int64_t v = 0; v < rows->columns; ++v) {
       const size_t column = rows->first_column + v;
-      double sum = 0;
+      double sum = a->bias ? a->bias[v] : 0;
       for (size_t d = 0; d < width; ++d) {
         sum += load(a->hidden.at, dtype, row * hidden_step + d) *
                load(a->weight.at, dtype, vocab_is_last ? d * step + column : column * step + d);
@@ -250,13 +251,38 @@ static void multiply(const Product* a, const char* name, int dtype) {
       uint16_t rounded;
       store(&rounded, dtype, 0, sum);
       x[v] = load(&rounded, dtype, 0);
+      if (strstr(name, "logits")) {
+        store(a->dlogits.at, dtype, row * a->dlogits.stride_bytes / 2 + v, sum);
+      }
     }
+    if (strstr(name, "_logits")) continue;
     if (strstr(name, "numerators")) write_numerators(a, dtype, row, x);
     else if (strstr(name, "forward") && a->gate) write_sums(a, row, x);
     else if (!strstr(name, "scaled"))
       compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
   }
   free(x);
+}
+
+/* See kernels/bias.cu, which has a part's sums in a row. Parts are of no more rows than others of
+ * them, by one. */
+typedef struct {
+  const void* from;
+  float* to;
+  int64_t rows, columns, stride, to_stride;
+  uint32_t adds;
+} Bias;
+
+static void sum_columns(const Bias* a, int dtype, int64_t parts) {
+  for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t v = 0; v < a->columns; ++v) {
+      double sum = a->adds ? a->to[part * a->to_stride + v] : 0;
+      for (int64_t row = a->rows * part / parts; row < a->rows * (part + 1) / parts; ++row) {
+        sum += load(a->from, dtype, row * a->stride + v);
+      }
+      a->to[part * a->to_stride + v] = (float)sum;
+    }
+  }
 }
 
 /* See src/round.rs. */
@@ -266,7 +292,7 @@ typedef struct {
   int64_t rows, columns, stride;
 } Round;
 
-int compute(const char* name, const void* arguments) {
+int compute(const char* name, const void* arguments, unsigned grid_rows) {
   const int dtype = strstr(name, "bf16") ? BF16 : strstr(name, "f16") ? F16 : F32;
   if (dtype == F16) return 1;
   if (strncmp(name, "round_", 6) == 0) {
@@ -277,6 +303,14 @@ int compute(const char* name, const void* arguments) {
     }
     return 0;
   }
+  if (strcmp(name, "bias_rows") == 0) {
+    const Bias* a = arguments;
+    for (int64_t i = 0; i < a->rows * a->columns; ++i) {
+      a->to[i / a->columns * a->to_stride + i % a->columns] = ((const float*)a->from)[i % a->columns];
+    }
+    return 0;
+  }
+  if (strncmp(name, "bias_sums_", 10) == 0) return sum_columns(arguments, dtype, grid_rows), 0;
   if (strncmp(name, "fused_product_", 14) == 0) {
     const int is_product = strstr(name, "_vd") || strstr(name, "_dv");
     if (is_product) multiply(arguments, name, dtype);

@@ -9,7 +9,7 @@ mod fake;
 
 use std::ffi::c_void;
 use std::process::Command;
-use std::ptr::without_provenance_mut;
+use std::ptr::{null, null_mut, without_provenance_mut};
 
 use half::bf16;
 use rand::RngExt;
@@ -104,6 +104,7 @@ struct Problem<E> {
     options: CrossEntropy,
     hidden: Vec<E>,
     weight: Vec<E>,
+    bias: Option<Vec<f32>>,
     labels: Vec<i64>,
     cotangents: [Vec<f32>; 3],
     outputs: Vec<xentile::cross_entropy::reference::TokenForward>,
@@ -112,7 +113,12 @@ struct Problem<E> {
 }
 
 impl<E: Element> Problem<E> {
-    fn new(rng: &mut ChaCha8Rng, [tokens, width, vocab]: [usize; 3], axis: VocabAxis) -> Self {
+    fn new(
+        rng: &mut ChaCha8Rng,
+        [tokens, width, vocab]: [usize; 3],
+        axis: VocabAxis,
+        has_bias: bool,
+    ) -> Self {
         let options = CrossEntropy {
             ignore_index: 3,
             // Neither of them lets there be numerators.
@@ -125,6 +131,7 @@ impl<E: Element> Problem<E> {
         };
         let hidden = numbers(tokens * width, 4.0);
         let weight = numbers(vocab * width, 3.0 / (width as f64).sqrt());
+        let bias = has_bias.then(|| numbers(vocab, 3.0));
         let mut labels: Vec<i64> = (0..tokens).map(|_| rng.random_range(0..vocab as i64)).collect();
         labels[0] = 3;
         let mut of_tokens = || -> Vec<f32> { (0..tokens).map(|_| rng.random()).collect() };
@@ -137,7 +144,7 @@ impl<E: Element> Problem<E> {
             shape,
             &hidden,
             &weight,
-            None,
+            bias.as_deref(),
             xentile::Labels::I64(&labels),
         )
         .unwrap();
@@ -154,7 +161,8 @@ impl<E: Element> Problem<E> {
                 ..TokenCotangents::default()
             }),
         ];
-        Self { options, hidden, weight, labels, cotangents, outputs, gradients }
+        let bias = bias.map(|bias| bias.iter().map(|x| x.to_f64() as f32).collect());
+        Self { options, hidden, weight, bias, labels, cotangents, outputs, gradients }
     }
 
     /// Runs `pass` as `linear` has it, in no more memory than it asks for, and compares.
@@ -168,8 +176,11 @@ impl<E: Element> Problem<E> {
             hidden: self.hidden.as_ptr().cast(),
             weight: self.weight.as_ptr().cast(),
             labels: Labels::I64(self.labels.as_ptr()),
+            bias: self.bias.as_ref().map_or(null(), Vec::as_ptr),
         };
-        let gradients = Gradients { hidden: of_hidden.at(), weight: of_weight.at() };
+        let mut of_bias = self.bias.as_ref().map(|bias| Memory::new(size_of_val(&bias[..])));
+        let at_bias = of_bias.as_mut().map_or(null_mut(), |memory| memory.at().cast());
+        let gradients = Gradients { hidden: of_hidden.at(), weight: of_weight.at(), bias: at_bias };
         let [loss, logps, lse, lse_low] = numbers.each_mut().map(|memory| memory.at().cast());
         let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
         let saved: Vec<f32> = self.outputs.iter().map(|token| token.lse as f32).collect();
@@ -228,6 +239,12 @@ impl<E: Element> Problem<E> {
             assert!(found < of_gradient, "dhidden {found}");
             let found = error(&of_weight.read::<E>(self.weight.len()), &wanted.weight);
             assert!(found < of_gradient, "dweight {found}");
+            if let Some(of_bias) = of_bias {
+                of_bias.check("dbias");
+                let wanted = &wanted.bias;
+                let found = error(&of_bias.read::<f32>(wanted.len()), wanted);
+                assert!(found < of_gradient, "dbias {found}");
+            }
         }
     }
 }
@@ -239,13 +256,14 @@ fn some_of(rng: &mut ChaCha8Rng, total: usize) -> usize {
 
 fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
     let mut ran = 0;
-    for _ in 0..6 {
+    for turn in 0..8 {
         let axis = if rng.random() { VocabAxis::First } else { VocabAxis::Last };
         // Widths that products of Hopper's own take, and others; sides that have halves.
         let [tokens, width, vocab] =
             [rng.random_range(1..200), rng.random_range(1..12), rng.random_range(130..400)];
         let width = if rng.random() { width * 8 } else { width };
-        let problem = Problem::<E>::new(rng, [tokens, width, vocab], axis);
+        let has_bias = turn % 2 == 0;
+        let problem = Problem::<E>::new(rng, [tokens, width, vocab], axis, has_bias);
         for _ in 0..6 {
             let extents = |rng: &mut ChaCha8Rng| Extents {
                 tokens: some_of(rng, tokens),
@@ -260,7 +278,7 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 chunk: extents(rng),
                 apart: rng.random::<bool>().then(|| extents(rng)),
                 kept: None,
-                workspace_bytes: [0, 256, 1 << 16][rng.random_range(0..3)],
+                workspace_bytes: [0, 256, 1 << 16][rng.random_range(usize::from(has_bias)..3)],
                 time_block: None,
                 block_size: None,
             };
@@ -296,10 +314,43 @@ fn most_kept(linear: Linear) -> Linear {
     Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
 }
 
+/// 16-bit logits get a bias by way of f32, in the workspace, where no product adds it.
+fn too_little_for_a_bias() {
+    let linear = Linear {
+        tokens: 3,
+        // No multiple of 8.
+        width: 7,
+        vocab: 130,
+        vocab_is_last: false,
+        dtype: DType::Bf16,
+        chunk: Extents { tokens: 3, columns: 130 },
+        apart: None,
+        kept: None,
+        workspace_bytes: 255,
+        time_block: None,
+        block_size: None,
+    };
+    let (bias, none) = ([0.0; 130], null_mut());
+    let labels = Labels::I32(null());
+    let operands = Operands { hidden: null(), weight: null(), labels, bias: bias.as_ptr() };
+    let outputs =
+        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: false };
+    let scratch = Scratch { at: null_mut(), bytes: linear.scratch_bytes(Pass::Forward) };
+    let (options, stream) = (CrossEntropy::default(), without_provenance_mut(1));
+    // SAFETY: nothing is read or launched before the workspace was looked at.
+    let refused = unsafe { linear.forward(options, stream, operands, outputs, scratch) };
+    assert_eq!(
+        refused.unwrap_err().to_string(),
+        "a workspace of 255 bytes is too little for 16-bit logits with a bias; it must be at least \
+         256"
+    );
+}
+
 /// Not a test: what [`run`] runs.
 #[test]
 #[ignore = "the tests run it, with libraries that play a GPU"]
 fn schedules() {
+    too_little_for_a_bias();
     let mut rng = common::fresh_rng("schedules");
     let ran = problems::<f32>(&mut rng) + problems::<bf16>(&mut rng);
     println!("{ran} schedules are right");

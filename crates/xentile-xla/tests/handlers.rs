@@ -943,9 +943,17 @@ mod linear {
         let mut chunk = forward([5, 3], 0);
         set(&mut chunk, "chunk_columns", 0_i64);
         refused(chunk, "attribute `chunk_columns` is 0; it must be at least 1");
-        let mut bias = forward([5, 3], 0);
-        bias.arguments.push(Array::new(DType::F32, &[5]));
-        refused(bias, "the call has 4 arguments; the handler takes 3");
+        for (dtype, extent, reason) in [
+            (DType::F32, 4, "`bias` has shape [4]; it must be [5]"),
+            (DType::Bf16, 5, "argument 3 (`bias`) has dtype bf16; it must be f32"),
+        ] {
+            let mut bias = forward([5, 3], 0);
+            bias.arguments.push(Array::new(dtype, &[extent]));
+            refused(bias, reason);
+        }
+        let mut more = forward([5, 3], 0);
+        more.arguments.extend([(); 2].map(|()| Array::new(DType::F32, &[5])));
+        refused(more, "the call has 5 arguments; the handler takes 4");
     }
 
     #[test]

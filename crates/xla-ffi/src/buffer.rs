@@ -433,6 +433,16 @@ impl<'a, B: BufferKind<'a>> Parameter<'a> for OnDevice<B> {
     }
 }
 
+/// The next one, if any is left.
+impl<'a, B: BufferKind<'a>> Parameter<'a> for Option<OnDevice<B>> {
+    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+        if decoder.left(B::RESULT) == 0 {
+            return Ok(None);
+        }
+        decoder.parameter(name).map(Some)
+    }
+}
+
 impl<'a> OnDevice<AnyBuffer<'a>> {
     /// The buffer, if its elements are `T` and its rank is `RANK`.
     ///

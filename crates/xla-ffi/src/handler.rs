@@ -132,8 +132,8 @@ impl<E: Into<Error>> Outcome for Result<(), E> {
 /// - [`Buffer`](crate::Buffer), [`AnyBuffer`](crate::AnyBuffer): the next argument;
 ///   [`BufferMut`](crate::BufferMut), [`AnyBufferMut`](crate::AnyBufferMut): the next result; an
 ///   `Option` of one of them: the next, if any is left; a `Vec`: all that are left; in
-///   [`OnDevice`](crate::OnDevice): its address only; in [`MayAlias`](crate::MayAlias): an argument
-///   that the caller may donate to a result;
+///   [`OnDevice`](crate::OnDevice), around which `Option` may be: its address only; in
+///   [`MayAlias`](crate::MayAlias): an argument that the caller may donate to a result;
 /// - numbers, [`bool`], `&str`, `&[T]`, [`Dictionary`], `Option` of these, and what implements
 ///   [`FromAttribute`]: the attribute of that name;
 ///   [`Attributes`]: all of them;

@@ -30,8 +30,8 @@ mirror! {
 }
 
 mirror! {
-    /// How boxes of a tensor are copied.
-    #[repr(align(64))]
+    /// How boxes of a tensor are copied. The driver asks for a multiple of 64.
+    #[repr(align(128))]
     pub(crate) struct TensorMap = CUtensorMap {
         opaque: [u64; 16],
     }

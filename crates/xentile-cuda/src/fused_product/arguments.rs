@@ -17,6 +17,7 @@ mirror! {
         values: *mut f32,
         label_logits: *mut f32,
         gradients: *mut c_void,
+        bias: *const f32,
         gate: *const u32,
         overflow: *mut u32,
         hidden_rows: *const c_void,

@@ -4,12 +4,12 @@
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use xentile::DType;
 use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape};
 
 use super::{ALIGNMENT, Arguments, DLogits, Epilogue, FusedProduct, GRADIENT_BYTES, MOST_PARTS};
 use super::{arguments, check, count};
-use crate::cross_entropy::{Kernel, Part, Pass, TokenOutputs};
+use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs};
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
 use crate::linear_cross_entropy::{Operands, Scratch};
@@ -83,11 +83,9 @@ impl FusedProduct {
         };
         let parts = self.parts(vocab, product.clusters, most);
         let place = DLogits { at, stride, first_column: 0, columns: vocab };
-        let common = self.arguments(Pass::Forward, operands, place, parts, scratch)?;
-        let boxed = (arguments::BLOCK, arguments::ROWS_OF_STORE);
+        let common = self.arguments(Epilogue::Numerators, operands, place, parts, scratch)?;
         let flag = of_tokens.cast::<u32>();
         let first = Arguments {
-            dlogits: Driver::get()?.tensor_map(dtype, at, (tokens, vocab), stride, boxed)?,
             row: Row { dlogits: at, dloss, ..common.row.with_outputs(outputs) },
             gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
             overflow: flag,
@@ -148,9 +146,9 @@ impl FusedProduct {
         let of_weight = (block, if vocab_is_last { arguments::ROWS_OF_B } else { block });
         let extents = self.weight();
         let part = Part { vocab: width, first_column: 0, stride: width, carried: null_mut() };
-        let shape = xentile::LogitsShape::new(tokens, width)?;
+        let shape = LogitsShape::new(tokens, width)?;
         let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
-        let labels = crate::cross_entropy::Labels::I32(null());
+        let labels = Labels::I32(null());
         let arguments = Arguments {
             hidden: matrix(at, (tokens, vocab), stride, (block, arguments::ROWS_OF_A))?,
             weight: matrix(weight, extents, extents.1, of_weight)?,
@@ -160,6 +158,7 @@ impl FusedProduct {
             values: null_mut(),
             label_logits: null_mut(),
             gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
+            bias: null(),
             gate: null(),
             overflow: null_mut(),
             hidden_rows: null(),

@@ -1,5 +1,7 @@
 //! What all chunks of a sweep have in common, and what is done with one.
 
+mod bias;
+
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -25,6 +27,8 @@ pub(super) struct Run<'a> {
     hidden: Matrix,
     weight: Matrix,
     labels: Labels,
+    /// Null for none.
+    bias: *const f32,
     scratch: *mut c_void,
     layout: Layout,
     /// Whether there are products that have the cross-entropy in them.
@@ -61,7 +65,7 @@ impl<'a> Run<'a> {
         let Linear { tokens, width, vocab, dtype, .. } = *linear;
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
         let has_fused_product = fused_product::supports(Device::current()?, dtype, width, columns);
-        Ok(Self {
+        let run = Self {
             linear,
             sweep,
             options,
@@ -70,10 +74,13 @@ impl<'a> Run<'a> {
             hidden: Matrix::new(operands.hidden.cast_mut(), dtype, tokens, width),
             weight: Matrix::new(operands.weight.cast_mut(), dtype, rows, columns),
             labels: operands.labels,
+            bias: operands.bias,
             scratch: scratch.at,
             layout,
             has_fused_product,
-        })
+        };
+        run.check_bias()?;
+        Ok(run)
     }
 
     fn at(&self, offset: usize) -> *mut c_void {
@@ -143,6 +150,7 @@ impl<'a> Run<'a> {
             hidden: self.hidden.rows(tokens.first, tokens.count).at,
             weight: self.weight.at,
             labels: self.labels.from(tokens.first),
+            bias: self.bias,
         };
         (product, operands)
     }
@@ -257,7 +265,9 @@ impl<'a> Run<'a> {
     /// Whether numerators take the place of dlogits where rows are whole.
     pub(super) fn has_numerators(&self, tokens: Chunk) -> bool {
         let (product, _) = self.fused_product(tokens);
+        // Nobody has a bias' gradient of them yet.
         self.has_fused_product
+            && self.bias.is_null()
             && fused_product::numerators_support(self.linear.dtype, &self.options)
             && self.workspace().bytes >= product.least_scratch_bytes(Pass::Forward)
     }
@@ -332,11 +342,21 @@ impl<'a> Run<'a> {
     /// # Safety
     /// As for [`Linear::forward`].
     unsafe fn logits(&self, block: &Block) -> Result<()> {
-        let hidden = self.hidden.rows(block.tokens.first, block.tokens.count).plain();
-        let weight = self.weight_of(block.columns);
-        let weight = if self.linear.vocab_is_last { weight.plain() } else { weight.transposed() };
+        if !self.bias.is_null() {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.logits_with_bias(block) };
+        }
+        let factors = self.factors(block.tokens, block.columns);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.product(self.matrix(block), (hidden, weight), false) }
+        unsafe { self.product(self.matrix(block), factors, false) }
+    }
+
+    /// Whose product logits are.
+    fn factors(&self, tokens: Chunk, columns: Chunk) -> (Operand, Operand) {
+        let hidden = self.hidden.rows(tokens.first, tokens.count).plain();
+        let weight = self.weight_of(columns);
+        let weight = if self.linear.vocab_is_last { weight.plain() } else { weight.transposed() };
+        (hidden, weight)
     }
 
     /// Adds what dlogits give hidden, or writes it where they are the first.

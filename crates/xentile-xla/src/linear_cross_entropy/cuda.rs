@@ -1,6 +1,6 @@
 //! Linear cross-entropy on NVIDIA GPUs.
 
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 use xentile::linear_cross_entropy::VocabAxis;
 use xentile_cuda::cross_entropy::{Cotangents, SavedLse, TokenOutputs};
@@ -24,20 +24,22 @@ target_list! {
     /// loss, logps, lse and lse_low of each token.
     "xentile_linear_cross_entropy_forward", Execute:
     fn xentile_linear_cross_entropy_forward_cuda = forward(
-        hidden, weight, labels, loss, logps, lse, lse_low, scratch, options, cut, every_token, context,
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch,
+        options, cut, every_token, context,
     ), traits = TRAITS;
 
-    /// dhidden and dweight, from the lse that forward gave and the cotangents of what it gave.
+    /// dhidden, dweight and, with a bias, dbias, from the lse that forward gave and the cotangents of
+    /// what it gave.
     "xentile_linear_cross_entropy_backward", Execute:
     fn xentile_linear_cross_entropy_backward_cuda = backward(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, dhidden, dweight, scratch,
-        options, cut, context,
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias,
+        dhidden, dweight, scratch, dbias, options, cut, context,
     ), traits = TRAITS;
 
-    /// loss, lse, lse_low, dhidden and dweight, from the cotangents of the loss.
+    /// loss, lse, lse_low, dhidden, dweight and, with a bias, dbias, from the cotangents of the loss.
     "xentile_linear_cross_entropy_fused", Execute:
     fn xentile_linear_cross_entropy_fused_cuda = fused(
-        hidden, weight, labels, dloss, loss, lse, lse_low, dhidden, dweight, scratch,
+        hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, context,
     ), traits = TRAITS;
 }
@@ -84,6 +86,7 @@ fn forward(
     hidden: Any,
     weight: Any,
     labels: Any,
+    bias: Option<Floats>,
     loss: FloatsMut,
     logps: FloatsMut,
     lse: FloatsMut,
@@ -94,7 +97,7 @@ fn forward(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
     check_tokens(
         labels.dims(),
         &[
@@ -127,14 +130,16 @@ fn backward(
     dloss: Floats,
     dlogps: Floats,
     dlse: Floats,
+    bias: Option<Floats>,
     dhidden: AnyMut,
     dweight: AnyMut,
     scratch: AnyMut,
+    dbias: Option<FloatsMut>,
     options: Options,
     cut: Cut,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
     check_tokens(
         labels.dims(),
         &[
@@ -145,7 +150,7 @@ fn backward(
             ("dlse", dlse.dims()),
         ],
     )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
+    let gradients = gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
     let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
     let cotangents = Cotangents {
         loss: dloss.as_ptr().cast(),
@@ -166,18 +171,20 @@ fn fused(
     weight: Any,
     labels: Any,
     dloss: Floats,
+    bias: Option<Floats>,
     loss: FloatsMut,
     lse: FloatsMut,
     lse_low: FloatsMut,
     dhidden: AnyMut,
     dweight: AnyMut,
     scratch: AnyMut,
+    dbias: Option<FloatsMut>,
     options: Options,
     cut: Cut,
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
     check_tokens(
         labels.dims(),
         &[
@@ -187,7 +194,7 @@ fn fused(
             ("lse_low", lse_low.dims()),
         ],
     )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight))?;
+    let gradients = gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
         logps: null_mut(),
@@ -215,6 +222,7 @@ impl Call {
         hidden: Any,
         weight: Any,
         labels: Any,
+        bias: Option<Floats>,
         scratch: &AnyMut,
         options: &Options,
         cut: Cut,
@@ -225,6 +233,9 @@ impl Call {
         }
         let shape = shape(hidden.dims(), weight.dims(), labels.dims(), cut.vocab_axis)?;
         let (tokens, width, vocab) = (shape.tokens(), shape.width(), shape.vocab());
+        if let Some(bias) = bias {
+            check_shape("bias", bias.dims(), &[vocab])?;
+        }
         xentile_cuda::available().map_err(failed)?;
         let [time_block, block_size] = options.extents();
         let within = |chunk: Extents| Extents {
@@ -248,6 +259,7 @@ impl Call {
             hidden: hidden.as_ptr().cast_const(),
             weight: weight.as_ptr().cast_const(),
             labels: to_labels(labels)?,
+            bias: bias.map_or(null(), |bias| bias.as_ptr().cast_const().cast()),
         };
         let bytes = scratch.elements() * scratch.dtype().size();
         Ok(Self { linear, operands, scratch: Scratch { at: scratch.as_ptr(), bytes } })
@@ -255,7 +267,11 @@ impl Call {
 }
 
 /// Where gradients go, each of the shape and dtype of its operand.
-fn gradients(hidden: (&AnyMut, Any), weight: (&AnyMut, Any)) -> Result<Gradients> {
+fn gradients(
+    hidden: (&AnyMut, Any),
+    weight: (&AnyMut, Any),
+    bias: (Option<FloatsMut>, Option<Floats>),
+) -> Result<Gradients> {
     for (name, (gradient, operand)) in [("dhidden", hidden), ("dweight", weight)] {
         check_shape(name, gradient.dims(), operand.dims())?;
         let expected: DType = operand.dtype();
@@ -263,5 +279,13 @@ fn gradients(hidden: (&AnyMut, Any), weight: (&AnyMut, Any)) -> Result<Gradients
             return Err(dtype::wrong(name, gradient.dtype(), &expected.to_string()));
         }
     }
-    Ok(Gradients { hidden: hidden.0.as_ptr(), weight: weight.0.as_ptr() })
+    let bias = match bias {
+        (Some(gradient), Some(operand)) => {
+            check_shape("dbias", gradient.dims(), operand.dims())?;
+            gradient.as_ptr().cast()
+        }
+        (None, None) => null_mut(),
+        _ => return Err(invalid("the call must have both `bias` and `dbias`, or neither")),
+    };
+    Ok(Gradients { hidden: hidden.0.as_ptr(), weight: weight.0.as_ptr(), bias })
 }

@@ -322,4 +322,7 @@ def _plans(
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     plan = plans.choose(problem, max_scratch_bytes)
-    return plan, on_cuda.choose(problem, plan.max_scratch_bytes), on_cpu.choose(problem, plan)
+    # There logits are no wider with a bias, so that the usual budget is none the larger for it.
+    without = plans.choose(dataclasses.replace(problem, bias=False), max_scratch_bytes)
+    on_gpus = on_cuda.choose(problem, without.max_scratch_bytes)
+    return plan, on_gpus, on_cpu.choose(problem, plan)

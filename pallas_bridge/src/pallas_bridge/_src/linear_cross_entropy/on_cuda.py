@@ -19,6 +19,8 @@ from .plan import MIB, STEP, Plan, Problem
 # much of what a plan leaves of it.
 WORKSPACE, MOST_WORKSPACE = 4 * MIB, 32 * MIB
 SLACK = WORKSPACE + MIB
+# What a column's bias and its gradient take in f32, beyond the budget too.
+PER_BIAS = 8
 # A second's products and bytes, tiles that run at a time and their extents, and seconds from a
 # product's end to the next: of an H200, and only to weigh one plan against another.
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
@@ -189,7 +191,7 @@ def _sweep(problem: Problem, chunk: Extents, passes: float, gradients: tuple[boo
 @lru_cache
 def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
-    if problem.bias or 0 in (problem.tokens, problem.hidden, problem.vocab):
+    if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
     fitting = [cut for cut in _cuts(problem, limit) if cut.scratch(problem) <= limit + SLACK]
     fitting += _two_sweeps(problem, limit)
@@ -198,8 +200,13 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     cut = min(fitting, key=lambda cut: cut.seconds(problem))
     scratch = cut.scratch(problem)
     scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE) // 256 * 256
-    products = cut.products(problem)
+    products, scratch = cut.products(problem), scratch + _beside(problem)
     return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
+
+
+def _beside(problem: Problem) -> int:
+    """Bytes that are held beside a call's scratch."""
+    return PER_BIAS * problem.bias * problem.vocab
 
 
 def _cuts(problem: Problem, limit: int) -> Iterator[Cut]:
@@ -286,7 +293,7 @@ def has_library() -> bool:
 
 
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, no bias, labels and more."""
+    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
     call = partial(_call, options, vocab_axis, plan)
     if name != "fused" or plan.products < 4:
         return call(name, *operands)
@@ -294,16 +301,17 @@ def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any
 
 
 def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: Any) -> Any:
-    hidden, weight, *_ = operands
-    problem = Problem.of(hidden, weight, vocab_axis, bias=False, reduced=False)
+    hidden, weight, bias, *_ = operands
+    problem = Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
+    scratch = plan.scratch_bytes - _beside(problem)
     cut = {
         "vocab_axis": vocab_axis,
         "chunk_tokens": plan.tokens,
         "chunk_columns": plan.columns,
-        "workspace_bytes": WORKSPACE + plan.scratch_bytes - Cut.of(plan).scratch(problem),
+        "workspace_bytes": WORKSPACE + scratch - Cut.of(plan).scratch(problem),
     }
     if plan.kept is not None:
         cut["kept_columns"], cut["kept_slot"] = plan.kept
     if plan.apart is not None:
         cut["apart_tokens"], cut["apart_columns"] = plan.apart
-    return one_call.make(name, options, cut, plan.scratch_bytes, *operands)
+    return one_call.make(name, options, cut, scratch, *operands)
