@@ -8,16 +8,16 @@ using namespace xentile;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#define FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, layout, last) \
-  extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1)            \
-      fused_product_##name##_##dtype##_##variant##_##layout(                       \
-          const __grid_constant__ FusedProductArguments a) {                       \
-    fused_product<E, Epilogue::k##Name, smooth, capped, last>(a);                  \
+#define FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, layout, factors) \
+  extern "C" __global__ void __launch_bounds__(kFusedProductThreads, 1)               \
+      fused_product_##name##_##dtype##_##variant##_##layout(                          \
+          const __grid_constant__ FusedProductArguments a) {                          \
+    fused_product<E, Epilogue::k##Name, smooth, capped, Factors::k##factors>(a);      \
   }
 
-#define FOR_BOTH_LAYOUTS(name, Name, dtype, E, variant, smooth, capped)   \
-  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, vd, false) \
-  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, dv, true)
+#define FOR_BOTH_LAYOUTS(name, Name, dtype, E, variant, smooth, capped) \
+  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, vd, Vd)  \
+  FUSED_PRODUCT(name, Name, dtype, E, variant, smooth, capped, dv, Dv)
 
 #define FOR_BOTH_DTYPES(name, Name, variant, smooth, capped)                 \
   FOR_BOTH_LAYOUTS(name, Name, bf16, __nv_bfloat16, variant, smooth, capped) \
@@ -33,6 +33,9 @@ FUSED_PRODUCTS(capped, true, true)
 FOR_BOTH_DTYPES(logits, Logits, basic, false, false)
 FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, basic, false, false)
 FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
+FOR_BOTH_DTYPES(sum, Sum, basic, false, false)
+FUSED_PRODUCT(sum, Sum, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
+FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed)
 
 // A thread takes a token.
 #define OF_TOKENS(name, function)                             \
@@ -51,6 +54,7 @@ OF_TOKENS(numerators_end, end_numerators)
 // A warp does.
 OF_TOKENS(numerators_begin_vd, begin_numerators<false>)
 OF_TOKENS(numerators_begin_dv, begin_numerators<true>)
-OF_TOKENS(numerators_scale, scale_hidden)
+OF_TOKENS(numerators_scale, scale_rows<__nv_bfloat16>)
+OF_TOKENS(numerators_round, scale_rows<float>)
 
 #endif

@@ -37,6 +37,7 @@ enum class Epilogue {
   kLogits,      // logits
   kNumerators,  // exponentials, beside their sums
   kScaled,      // the product itself, with a factor a row
+  kSum,         // the product itself, in f32, which may be added to what is there
 };
 
 // What a token's dlogits are made of, or exponentials, or rows that are scaled.
@@ -78,6 +79,7 @@ struct alignas(128) FusedProductArguments {
   uint32_t parts;         // of the tiles
   uint32_t token_blocks;  // of kClusterTokens tokens
   uint32_t group;         // blocks of tokens that go side by side
+  uint32_t adds;          // whether a sum is added to what is there
 };
 
 inline constexpr uint32_t kBlock = 64;
@@ -89,6 +91,7 @@ inline constexpr uint32_t kClusterTokens = kClusterCtas * kTileTokens;
 inline constexpr uint32_t kRowsOfA = kTileTokens;
 inline constexpr uint32_t kRowsOfB = kTileColumns / kClusterCtas;
 inline constexpr uint32_t kRowsOfStore = 16;
+inline constexpr uint32_t kColumnsOfSum = 32;
 inline constexpr uint32_t kWarpgroup = 128;
 inline constexpr uint32_t kFusedProductThreads = 3 * kWarpgroup;
 inline constexpr uint32_t kTokenThreads = 128;
@@ -159,15 +162,20 @@ struct Stage {
   }
 };
 
-// With kVocabIsLast the weight is [width, vocab].
-template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, bool kVocabIsLast>
+// How the factors lie: A [tokens, width] and B [vocab, width], or B, or both, the other way round.
+enum class Factors { kVd, kDv, kTransposed };
+
+template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, Factors kFactors>
 struct FusedProduct {
+  static constexpr bool kTransposedA = kFactors == Factors::kTransposed;
+  static constexpr bool kTransposedB = kFactors != Factors::kVd;
   static constexpr bool kSums =
       kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kNumerators;
   static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
-  static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled;
+  static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled && kEpilogue != Epilogue::kSum;
   // Whether what is written depends on the token.
-  static constexpr bool kOfTokens = kWrites && kEpilogue != Epilogue::kLogits;
+  static constexpr bool kOfTokens =
+      kWrites && kEpilogue != Epilogue::kLogits && kEpilogue != Epilogue::kSum;
   static constexpr bool kHasLabels = kOfLogits && kEpilogue != Epilogue::kLogits;
 
   const FusedProductArguments& a;
@@ -223,9 +231,16 @@ struct FusedProduct {
           ptx::mbarrier_wait(empty + stage.index * 8, stage.parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
           const int32_t k = block * kBlock;
-          ptx::tensor_load(to, a.hidden, k, token, barrier);
+          if constexpr (kTransposedA) {
+#pragma unroll
+            for (uint32_t i = 0; i < kTileTokens / kBlock; ++i) {
+              ptx::tensor_load(to + i * kColumnsBytes, a.hidden, token + i * kBlock, k, barrier);
+            }
+          } else {
+            ptx::tensor_load(to, a.hidden, k, token, barrier);
+          }
           const uint32_t own = to + kABytes + rank * (kBBytes / kClusterCtas);
-          if constexpr (kVocabIsLast) {
+          if constexpr (kTransposedB) {
 #pragma unroll
             for (uint32_t i = 0; i < kRowsOfB / kBlock; ++i) {
               ptx::tensor_load_to(own + i * kColumnsBytes, a.weight, column + i * kBlock, k,
@@ -262,15 +277,20 @@ struct FusedProduct {
         for (uint32_t block = 0; block < a.blocks; ++block) {
           ptx::mbarrier_wait(full + stage.index * 8, stage.parity);
           const uint32_t from = stages + stage.index * kStageBytes;
-          const uint64_t left = ptx::matrix_of(from + half * (kABytes / 2));
-          const uint64_t right = kVocabIsLast ? ptx::transposed_of(from + kABytes, kColumnsBytes)
+          // Of a transpose 64 rows are as many bytes.
+          const uint32_t own = from + half * (kABytes / 2);
+          const uint64_t left =
+              kTransposedA ? ptx::transposed_of(own, kColumnsBytes) : ptx::matrix_of(own);
+          const uint64_t right = kTransposedB ? ptx::transposed_of(from + kABytes, kColumnsBytes)
                                               : ptx::matrix_of(from + kABytes);
           ptx::wgmma_fence();
 #pragma unroll
           for (uint32_t k = 0; k < kBlock / 16; ++k) {
             // 16 columns are 32 bytes, or 16 rows, which addresses count by 16.
-            constexpr uint32_t kStep = kVocabIsLast ? kRowBytes : 2;
-            ptx::wgmma<E, kVocabIsLast>(x, left + 2 * k, right + kStep * k, block + k > 0);
+            constexpr uint32_t kStepA = kTransposedA ? kRowBytes : 2;
+            constexpr uint32_t kStepB = kTransposedB ? kRowBytes : 2;
+            ptx::wgmma<E, kTransposedA, kTransposedB>(x, left + kStepA * k, right + kStepB * k,
+                                                      block + k > 0);
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
@@ -289,7 +309,11 @@ struct FusedProduct {
         if constexpr (kEpilogue == Epilogue::kNumerators) rows.exponentiate(a, x, at.tile);
         if constexpr (kWrites) {
           const int32_t row = static_cast<int32_t>(token - lane / 4);
-          write(x, rows, row, at.tile * kTileColumns, stored);
+          if constexpr (kEpilogue == Epilogue::kSum) {
+            write_sums(x, row, at.tile * kTileColumns, stored);
+          } else {
+            write(x, rows, row, at.tile * kTileColumns, stored);
+          }
         } else {
           rows.add(a, x, at.tile, cap);
         }
@@ -549,6 +573,44 @@ struct FusedProduct {
       }
     }
   }
+
+  // Writes a warp's 16 rows from `row` on as they are, or adds them, 32 columns at a time.
+  __device__ void write_sums(const float (&x)[128], int32_t row, uint32_t first,
+                             uint32_t& stored) const {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
+    const uint32_t own = stores + warp * (kStoresOfWarp * kStoreBytes);
+#pragma unroll
+    for (uint32_t part = 0; part < kTileColumns / kColumnsOfSum; ++part) {
+      const uint32_t column = first + part * kColumnsOfSum;
+      if (column >= static_cast<uint32_t>(a.row.columns)) break;
+      const uint32_t to = own + stored * kStoreBytes;
+      stored ^= 1;
+      if (lane == 0) ptx::bulk_wait_read<kStoresOfWarp - 1>();
+      __syncwarp();
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+#pragma unroll
+        for (uint32_t r = 0; r < 2; ++r) {
+          // Two numbers are half of a vector, of which a row of 128 bytes has eight.
+          const uint32_t in_row = lane / 4 + 8 * r, vector = (2 * i + lane % 4 / 2) ^ in_row % 8;
+          const uint32_t at_x = part * 16 + i * 4 + 2 * r;
+          ptx::store_shared(to + in_row * 128 + vector * 16 + lane % 2 * 8, x[at_x], x[at_x + 1]);
+        }
+      }
+      ptx::fence_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        const int32_t at = static_cast<int32_t>(column);
+        if (a.adds != 0) {
+          ptx::tensor_add(a.dlogits, at, row, to);
+        } else {
+          ptx::tensor_store(a.dlogits, at, row, to, ptx::evict_first());
+        }
+        ptx::bulk_commit();
+      }
+    }
+  }
 };
 
 // Whether a kernel that may be held back runs.
@@ -557,11 +619,11 @@ __device__ inline bool is_open(const FusedProductArguments& a) {
 }
 
 // The kernel. There are whole clusters, at most as many as run at a time.
-template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, bool kVocabIsLast>
+template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, Factors kFactors>
 __device__ inline void fused_product(const FusedProductArguments& a) {
   extern __shared__ __align__(1024) uint8_t memory[];
   if (!is_open(a)) return;
-  FusedProduct<E, kEpilogue, kSmooth, kCap, kVocabIsLast>(a, memory).run();
+  FusedProduct<E, kEpilogue, kSmooth, kCap, kFactors>(a, memory).run();
 }
 
 // The sums of a token's parts, merged in order, with its label's logit.

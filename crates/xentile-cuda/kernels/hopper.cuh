@@ -54,6 +54,16 @@ __device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int3
       : "memory");
 }
 
+// Adds the box to what is at (column, row), as one operation of memory's.
+__device__ inline void tensor_add(const CUtensorMap& map, int32_t column, int32_t row,
+                                  uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%1, %2}], [%3];" ::"l"(&map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
+
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but the last `kPending` groups of this thread's stores have read their memory.
@@ -72,6 +82,11 @@ __device__ inline void stmatrix(uint32_t row, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+// Writes two numbers.
+__device__ inline void store_shared(uint32_t to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
 template <uint32_t kRegisters>
@@ -109,9 +124,9 @@ __device__ inline uint64_t transposed_of(uint32_t address, uint32_t columns_byte
   return kSwizzled | kEightRows | uint64_t{columns_bytes / 16} << 16 | (address & 0x3ffff) / 16;
 }
 
-// d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both;
-// of b the transpose is described with kTransposed.
-template <class E, bool kTransposed>
+// d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both; of
+// those whose flag is set the transpose is described.
+template <class E, bool kTransposedA, bool kTransposedB>
 __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t adds) {
   // clang-format off
 #define XENTILE_WGMMA(dtype)                                                      \
@@ -129,7 +144,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
       "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
       "%120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, %128, %129, adds, 1, 1, 0, %131;\n}\n"                                  \
+      "}, %128, %129, adds, 1, 1, %131, %132;\n}\n"                                  \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), \
         "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
@@ -162,7 +177,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
         "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
-      : "l"(a), "l"(b), "r"(adds), "n"(kTransposed ? 1 : 0))
+      : "l"(a), "l"(b), "r"(adds), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0))
   // clang-format on
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     XENTILE_WGMMA("bf16");

@@ -80,19 +80,27 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
   a.gradients[index].factor = factor;
 }
 
-// Rows of the hidden states, each times its factor.
-__device__ inline void scale_hidden(const FusedProductArguments& a) {
+// Rows of the hidden states, or of sums in f32, each times its factor.
+template <class From>
+__device__ inline void scale_rows(const FusedProductArguments& a) {
   using E = __nv_bfloat16;
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const float factor = a.gradients[index].factor;
   // Rows begin at vectors: see `check` in src/fused_product.rs.
+  constexpr int kVectors = kPerVector<E> / kPerVector<From>;
   const auto* from =
-      reinterpret_cast<const uint4*>(static_cast<const E*>(a.hidden_rows) + index * a.width);
+      reinterpret_cast<const uint4*>(static_cast<const From*>(a.hidden_rows) + index * a.width);
   auto* to = reinterpret_cast<uint4*>(static_cast<E*>(a.scaled_rows) + index * a.width);
   for (int64_t v = threadIdx.x % 32; v < a.width / kPerVector<E>; v += 32) {
     float x[kPerVector<E>];
-    unpack<E>(from[v], x);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float part[kPerVector<From>];
+      unpack<From>(from[v * kVectors + i], part);
+#pragma unroll
+      for (int k = 0; k < kPerVector<From>; ++k) x[i * kPerVector<From> + k] = part[k];
+    }
 #pragma unroll
     // Of a token that takes no part exactly 0, whatever its hidden state.
     for (float& one : x) one = factor == 0.0f ? 0.0f : one * factor;

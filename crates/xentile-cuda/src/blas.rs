@@ -75,13 +75,13 @@ impl Matrix {
 /// A factor of a product.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operand {
-    matrix: Matrix,
-    transposed: bool,
+    pub(crate) matrix: Matrix,
+    pub(crate) transposed: bool,
 }
 
 impl Operand {
     /// Its extents, rows first.
-    fn extents(self) -> (usize, usize) {
+    pub(crate) fn extents(self) -> (usize, usize) {
         let Matrix { rows, columns, .. } = self.matrix;
         if self.transposed { (columns, rows) } else { (rows, columns) }
     }

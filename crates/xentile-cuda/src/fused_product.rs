@@ -8,12 +8,14 @@
 
 mod arguments;
 mod numerators;
+mod sum;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
 pub use numerators::{Numerators, numerators_support};
+pub(crate) use sum::Sum;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
@@ -35,6 +37,9 @@ const MOST_PARTS: usize = 66;
 const WORTH: f64 = 0.998;
 /// Bytes of hidden states that stay in the L2 while columns go by.
 const GROUP_BYTES: usize = 16 << 20;
+/// The part of all multiprocessors that must have a tile at a time, where nothing goes from tile to
+/// tile: where it is less, cuBLASLt has smaller tiles, or cuts sums.
+const BUSY: f64 = 0.9;
 /// Vectors of the copy engine, in elements.
 const VECTOR: usize = 8;
 
@@ -108,6 +113,7 @@ enum Epilogue {
     Logits,
     Numerators,
     Scaled,
+    Sum,
 }
 
 impl Epilogue {
@@ -123,6 +129,7 @@ impl Epilogue {
             Self::Logits => "logits",
             Self::Numerators => "numerators",
             Self::Scaled => "scaled",
+            Self::Sum => "sum",
         }
     }
 }
@@ -389,7 +396,7 @@ impl FusedProduct {
         let layout = match epilogue {
             Epilogue::Forward | Epilogue::Numerators => self.layout(Pass::Forward, parts),
             Epilogue::Backward => self.layout(Pass::Backward, parts),
-            Epilogue::Logits | Epilogue::Scaled => Layout::default(),
+            Epilogue::Logits | Epilogue::Scaled | Epilogue::Sum => Layout::default(),
         };
         let place = |offset: Option<usize>| {
             offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
@@ -398,51 +405,48 @@ impl FusedProduct {
             hidden: matrix(operands.hidden, (tokens, width), of_hidden)?,
             weight: matrix(operands.weight, self.weight(), of_weight)?,
             dlogits,
-            row,
             sums: place(layout.sums),
             values: place(layout.values).cast(),
             label_logits: place(layout.label_logits).cast(),
             gradients: place(layout.gradients),
             bias: operands.bias_from(first_column),
-            gate: null(),
-            overflow: null_mut(),
-            hidden_rows: null(),
-            weight_rows: null(),
-            scaled_rows: null_mut(),
-            width: width as i64,
             blocks: count(width.div_ceil(block as usize)),
             tiles: count(self.tiles(columns)),
             parts: count(parts),
             token_blocks: count(self.token_blocks()),
             group: count(self.group()),
+            ..Arguments::of_rows(row)
         })
     }
 
-    /// What a launch needs, from the first call of its kind or kept from there.
+    /// Whether tiles of which each is a cluster's keep so many multiprocessors busy.
+    fn keeps_busy(&self, multiprocessors: u32) -> bool {
+        let clusters = (multiprocessors / arguments::CLUSTER_CTAS).max(1);
+        let turns = (self.token_blocks() * self.tiles(self.vocab)) as f64 / f64::from(clusters);
+        turns >= BUSY * turns.ceil()
+    }
+
+    /// How the weight lies, as kernels are named.
+    fn factors(&self) -> &'static str {
+        if self.vocab_is_last { "dv" } else { "vd" }
+    }
+
+    /// The variant of an epilogue, of which those that compute no logits' sums have one.
+    fn variant(&self, epilogue: Epilogue) -> Variant {
+        match epilogue {
+            Epilogue::Forward | Epilogue::Backward => Variant::of(&self.options),
+            _ => Variant::Basic,
+        }
+    }
+
+    /// What a launch needs of a problem that the kernels have.
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, epilogue: Epilogue, stream: RawStream) -> Result<Ready> {
         check(Device::current()?, self.dtype, self.width, self.weight().1)?;
         // SAFETY: passed on from this function's contract.
-        unsafe { self.loaded(epilogue, stream) }
-    }
-
-    /// The same of a problem that was looked at.
-    ///
-    /// # Safety
-    /// As for [`ready`](Self::ready).
-    unsafe fn loaded(&self, epilogue: Epilogue, stream: RawStream) -> Result<Ready> {
-        static READY: Cache<Key, Ready> = Cache::new();
-        let device = Device::current()?;
-        let Self { dtype, vocab_is_last, .. } = *self;
-        let variant = match epilogue {
-            Epilogue::Forward | Epilogue::Backward => Variant::of(&self.options),
-            _ => Variant::Basic,
-        };
-        let key = Key { device: device.number(), epilogue, dtype, variant, vocab_is_last };
-        // SAFETY: passed on from this function's contract.
-        READY.get(key, |key| unsafe { Ready::load(key, device, stream) })
+        unsafe { Ready::get(epilogue, self.dtype, self.variant(epilogue), self.factors(), stream) }
     }
 
     /// Runs a kernel that takes so many threads for a token.
@@ -466,6 +470,35 @@ impl FusedProduct {
     }
 }
 
+impl Arguments {
+    /// Those of rows alone.
+    fn of_rows(row: arguments::Row) -> Self {
+        Self {
+            hidden: TensorMap::none(),
+            weight: TensorMap::none(),
+            dlogits: TensorMap::none(),
+            row,
+            sums: null_mut(),
+            values: null_mut(),
+            label_logits: null_mut(),
+            gradients: null_mut(),
+            bias: null(),
+            gate: null(),
+            overflow: null_mut(),
+            hidden_rows: null(),
+            weight_rows: null(),
+            scaled_rows: null_mut(),
+            width: 0,
+            blocks: 0,
+            tiles: 0,
+            parts: 0,
+            token_blocks: 0,
+            group: 0,
+            adds: 0,
+        }
+    }
+}
+
 /// What decides which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
@@ -473,7 +506,8 @@ struct Key {
     epilogue: Epilogue,
     dtype: DType,
     variant: Variant,
-    vocab_is_last: bool,
+    /// How factors lie, as kernels are named.
+    factors: &'static str,
 }
 
 /// A kernel that is loaded, and how many clusters run at a time.
@@ -484,13 +518,30 @@ struct Ready {
 }
 
 impl Ready {
+    /// From the first call of its kind, or kept from there.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn get(
+        epilogue: Epilogue,
+        dtype: DType,
+        variant: Variant,
+        factors: &'static str,
+        stream: RawStream,
+    ) -> Result<Self> {
+        static READY: Cache<Key, Ready> = Cache::new();
+        let device = Device::current()?;
+        let key = Key { device: device.number(), epilogue, dtype, variant, factors };
+        // SAFETY: passed on from this function's contract.
+        READY.get(key, |key| unsafe { Self::load(key, device, stream) })
+    }
+
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn load(key: &Key, device: &Device, stream: RawStream) -> Result<Self> {
-        let Key { epilogue, dtype, variant, vocab_is_last, .. } = *key;
-        let layout = if vocab_is_last { "dv" } else { "vd" };
+        let Key { epilogue, dtype, variant, factors, .. } = *key;
         let (epilogue, variant) = (epilogue.name(), variant.name());
-        let name = format!("fused_product_{epilogue}_{dtype}_{variant}_{layout}");
+        let name = format!("fused_product_{epilogue}_{dtype}_{variant}_{factors}");
         // SAFETY: passed on from this function's contract.
         let product = unsafe { library::kernel(&name, device, stream) }?;
         // SAFETY: passed on from this function's contract.

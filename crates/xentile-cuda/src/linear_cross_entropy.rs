@@ -242,7 +242,7 @@ impl Linear {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
             unsafe {
-                if run.has_numerators(tokens) {
+                if run.has_numerators(tokens)? {
                     run.by_numerators(&block, dloss, outputs, [of_hidden, of_weight])?;
                     continue;
                 }

@@ -35,7 +35,7 @@ int cuDeviceGetName(char* name, int size, int device) {
 int cuDeviceGetAttribute(int* value, unsigned attribute, int device) {
   (void)device;
   const int capability = told("FAKE_CAPABILITY", 90);
-  *value = attribute == 16 ? 132 : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
+  *value = attribute == 16 ? told("FAKE_MULTIPROCESSORS", 132) : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
            : attribute == 97 ? 232448 : attribute == 120 ? capability >= 90 : -1;
   return *value < 0;
 }

@@ -67,7 +67,7 @@ typedef struct {
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
   int64_t width;
-  uint32_t blocks, tiles, parts, token_blocks, group;
+  uint32_t blocks, tiles, parts, token_blocks, group, adds;
 } Product;
 
 static int64_t label_of(const Rows* a, int64_t row) {
@@ -186,9 +186,9 @@ static int compute_numerators(const Product* a, const char* what) {
   const Rows* rows = &a->row;
   if (a->gate && *a->gate == 0) return 0;
   for (int64_t row = 0; row < rows->tokens; ++row) {
-    const int64_t label = label_of(rows, row);
+    const int64_t label = rows->labels ? label_of(rows, row) : -1;
     const int has_label = label != rows->ignore_index && label >= 0 && label < rows->vocab;
-    const double sum = a->sums[row].exponentials, c = a->sums[row].c;
+    const double sum = a->sums ? a->sums[row].exponentials : 1, c = a->sums ? a->sums[row].c : 0;
     const double lse = (log2(sum) - c) * log(2);
     if (strncmp(what, "begin", 5) == 0) {
       const int64_t column = has_label ? label : 0;
@@ -220,6 +220,10 @@ static int compute_numerators(const Product* a, const char* what) {
       for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
         store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, BF16, i));
       }
+    } else if (strcmp(what, "round") == 0) {
+      for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
+        store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, F32, i));
+      }
     } else {
       return 1;
     }
@@ -235,6 +239,22 @@ static void multiply(const Product* a, const char* name, int dtype) {
   const size_t hidden_step = a->hidden.stride_bytes / 2;
   const int vocab_is_last = strstr(name, "_dv") != NULL;
   if (a->gate && *a->gate == 0) return;
+  if (strstr(name, "_sum_")) {
+    const int transposed = strstr(name, "_transposed") != NULL;
+    const size_t inner = a->hidden.extents[transposed];
+    for (int64_t row = 0; row < rows->tokens; ++row) {
+      for (int64_t v = 0; v < rows->columns; ++v) {
+        float* to = (float*)a->dlogits.at + row * (a->dlogits.stride_bytes / 4) + v;
+        double sum = a->adds ? *to : 0;
+        for (size_t k = 0; k < inner; ++k) {
+          sum += load(a->hidden.at, dtype, transposed ? k * hidden_step + row : row * hidden_step + k) *
+                 load(a->weight.at, dtype, strstr(name, "_vd") ? v * step + k : k * step + v);
+        }
+        *to = (float)sum;
+      }
+    }
+    return;
+  }
   double* x = malloc(rows->columns * sizeof *x);
   for (int64_t row = 0; row < rows->tokens; ++row) {
     for (int64_t v = 0; v < rows->columns; ++v) {
@@ -312,7 +332,7 @@ int compute(const char* name, const void* arguments, unsigned grid_rows) {
   }
   if (strncmp(name, "bias_sums_", 10) == 0) return sum_columns(arguments, dtype, grid_rows), 0;
   if (strncmp(name, "fused_product_", 14) == 0) {
-    const int is_product = strstr(name, "_vd") || strstr(name, "_dv");
+    const int is_product = strstr(name, "_vd") || strstr(name, "_dv") || strstr(name, "_transposed");
     if (is_product) multiply(arguments, name, dtype);
     return 0;
   }

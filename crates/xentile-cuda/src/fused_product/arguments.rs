@@ -29,6 +29,7 @@ mirror! {
         parts: u32,
         token_blocks: u32,
         group: u32,
+        adds: u32,
     }
 }
 
@@ -40,6 +41,7 @@ numbers! {
     ROWS_OF_A: u32 = kRowsOfA, 128;
     ROWS_OF_B: u32 = kRowsOfB, 128;
     ROWS_OF_STORE: u32 = kRowsOfStore, 16;
+    COLUMNS_OF_SUM: u32 = kColumnsOfSum, 32;
     THREADS: u32 = kFusedProductThreads, 384;
     SHARED_BYTES: u32 = kFusedProductBytes, 230_464;
     TOKEN_THREADS: u32 = kTokenThreads, 128;

@@ -7,9 +7,9 @@ use std::ptr::{null, null_mut};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::{ALIGNMENT, Arguments, DLogits, Epilogue, FusedProduct, GRADIENT_BYTES, MOST_PARTS};
+use super::{ALIGNMENT, Arguments, DLogits, Epilogue, FusedProduct, GRADIENT_BYTES, Ready};
 use super::{arguments, check, count};
-use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs};
+use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
 use crate::linear_cross_entropy::{Operands, Scratch};
@@ -92,6 +92,7 @@ impl FusedProduct {
             hidden_rows: operands.hidden,
             weight_rows: operands.weight,
             scaled_rows: scaled,
+            width: self.width as i64,
             ..common
         };
         // Runs where the first found a sum too large.
@@ -107,6 +108,61 @@ impl FusedProduct {
             self.launch_on_tokens("numerators_end", 1, stream, &first)?;
             self.launch_on_tokens("numerators_scale", WARP, stream, &first)
         }
+    }
+
+    /// Whether [`times_weight`](Self::times_weight) keeps a GPU of so many multiprocessors busy.
+    #[must_use]
+    pub fn times_weight_keeps_busy(&self, multiprocessors: u32) -> bool {
+        self.by_width().keeps_busy(multiprocessors)
+    }
+
+    /// The product whose columns are the hidden states', and what it sums over is the vocabulary.
+    fn by_width(&self) -> Self {
+        let Self { width, vocab, vocab_is_last, .. } = *self;
+        Self { width: vocab, vocab: width, vocab_is_last: !vocab_is_last, ..*self }
+    }
+
+    /// Has `stream` write `sums` `[N, D]` in f32, times each row's factor, to `dhidden`: for
+    /// [`times_weight`](Self::times_weight), where another product has the sums.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn scale_sums(
+        &self,
+        stream: *mut c_void,
+        sums: *const f32,
+        from: Numerators,
+        dhidden: *mut c_void,
+    ) -> Result<()> {
+        check_alignment("sums", sums.cast())?;
+        check_alignment("dhidden", dhidden)?;
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let arguments = Arguments {
+            hidden_rows: sums.cast(),
+            scaled_rows: dhidden,
+            width: self.width as i64,
+            ..self.without_tensors(self.width, from)?
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_on_tokens("numerators_round", WARP, stream, &arguments) }
+    }
+
+    /// What kernels take that need no more than the tokens' factors, for rows of so many columns.
+    fn without_tensors(&self, columns: usize, from: Numerators) -> Result<Arguments> {
+        let Self { tokens, dtype, .. } = *self;
+        let part = Part { vocab: columns, first_column: 0, stride: columns, carried: null_mut() };
+        let shape = LogitsShape::new(tokens, columns)?;
+        let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
+        let gradients = from.of_tokens.wrapping_byte_add(ALIGNMENT);
+        Ok(Arguments {
+            gradients,
+            ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
+        })
     }
 
     /// Has `stream` write the hidden states' gradient `[N, D]`, the numerators times the weight and
@@ -125,7 +181,7 @@ impl FusedProduct {
         dhidden: *mut c_void,
     ) -> Result<()> {
         let Self { tokens, width, vocab, vocab_is_last, dtype, .. } = *self;
-        let Numerators { at, stride, of_tokens, .. } = from;
+        let Numerators { at, stride, .. } = from;
         check(Device::current()?, dtype, width, self.weight().1)?;
         check_alignment("numerators", at)?;
         check_alignment("weight", weight)?;
@@ -133,11 +189,13 @@ impl FusedProduct {
         if tokens == 0 || vocab == 0 {
             return Ok(());
         }
-        // Its columns are the hidden states', and what it sums over is the vocabulary.
-        let product = Self { width: vocab, vocab: width, vocab_is_last: !vocab_is_last, ..*self };
+        let product = self.by_width();
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { product.loaded(Epilogue::Scaled, stream) }?;
-        let parts = product.parts(width, ready.clusters, MOST_PARTS);
+        let ready = unsafe {
+            Ready::get(Epilogue::Scaled, dtype, Variant::Basic, product.factors(), stream)
+        }?;
+        // Nothing goes from tile to tile.
+        let parts = product.tiles(width);
         let driver = Driver::get()?;
         let matrix = |at: *const c_void, extents, stride, boxed| {
             driver.tensor_map(dtype, at, extents, stride, boxed)
@@ -145,31 +203,16 @@ impl FusedProduct {
         let block = arguments::BLOCK;
         let of_weight = (block, if vocab_is_last { arguments::ROWS_OF_B } else { block });
         let extents = self.weight();
-        let part = Part { vocab: width, first_column: 0, stride: width, carried: null_mut() };
-        let shape = LogitsShape::new(tokens, width)?;
-        let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
-        let labels = Labels::I32(null());
         let arguments = Arguments {
             hidden: matrix(at, (tokens, vocab), stride, (block, arguments::ROWS_OF_A))?,
             weight: matrix(weight, extents, extents.1, of_weight)?,
             dlogits: matrix(dhidden, (tokens, width), width, (block, arguments::ROWS_OF_STORE))?,
-            row: row.arguments(null(), labels),
-            sums: null_mut(),
-            values: null_mut(),
-            label_logits: null_mut(),
-            gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
-            bias: null(),
-            gate: null(),
-            overflow: null_mut(),
-            hidden_rows: null(),
-            weight_rows: null(),
-            scaled_rows: null_mut(),
-            width: vocab as i64,
             blocks: count(vocab.div_ceil(block as usize)),
-            tiles: count(product.tiles(width)),
+            tiles: count(parts),
             parts: count(parts),
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
+            ..self.without_tensors(width, from)?
         };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }

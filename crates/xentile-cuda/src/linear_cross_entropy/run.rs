@@ -8,13 +8,13 @@ use std::ptr::null_mut;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::cut::{Chunk, Extents, Layout, Sweep, chunks};
+use super::cut::{ALIGNMENT, Chunk, Extents, Layout, Sweep, chunks};
 use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::RawStream;
-use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators};
+use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum};
 use crate::{Device, Error, Result, check_alignment};
 
 /// A sweep over chunks of logits.
@@ -263,13 +263,27 @@ impl<'a> Run<'a> {
     }
 
     /// Whether numerators take the place of dlogits where rows are whole.
-    pub(super) fn has_numerators(&self, tokens: Chunk) -> bool {
+    pub(super) fn has_numerators(&self, tokens: Chunk) -> Result<bool> {
         let (product, _) = self.fused_product(tokens);
         // Nobody has a bias' gradient of them yet.
-        self.has_fused_product
+        let are_there = self.has_fused_product
             && self.bias.is_null()
             && fused_product::numerators_support(self.linear.dtype, &self.options)
-            && self.workspace().bytes >= product.least_scratch_bytes(Pass::Forward)
+            && self.workspace().bytes >= product.least_scratch_bytes(Pass::Forward);
+        let sums = self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
+        Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
+    }
+
+    /// Whether a product of the library's own takes numerators to the hidden states' gradient, rather
+    /// than one that leaves sums in the workspace.
+    fn multiplies_numerators(&self, tokens: Chunk) -> Result<bool> {
+        let (product, _) = self.fused_product(tokens);
+        Ok(product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
+    }
+
+    /// Bytes of sums in f32 of so many tokens.
+    fn hidden_sums_bytes(&self, tokens: Chunk) -> usize {
+        (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
     }
 
     /// Makes numerators of whole rows that are a block, and both gradients of them; fills `outputs`.
@@ -298,7 +312,16 @@ impl<'a> Run<'a> {
         unsafe {
             product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
             self.add_product_to_weight(of_weight, block, dhidden, tokens.first == 0)?;
-            product.times_weight(self.stream, self.weight.at, to, dhidden.at)
+            if self.multiplies_numerators(tokens)? {
+                return product.times_weight(self.stream, self.weight.at, to, dhidden.at);
+            }
+            let Scratch { at, bytes } = self.workspace();
+            let taken = self.hidden_sums_bytes(tokens);
+            let rest = Workspace { at: at.wrapping_byte_add(taken), bytes: bytes - taken };
+            let sums = Matrix::new(at, DType::F32, tokens.count, self.linear.width);
+            let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
+            self.blas.product(self.stream, sums, factors, false, rest)?;
+            product.scale_sums(self.stream, at.cast(), to, dhidden.at)
         }
     }
 
@@ -359,6 +382,12 @@ impl<'a> Run<'a> {
         (hidden, weight)
     }
 
+    /// The weight of some columns, as what multiplies their dlogits.
+    fn weight_of_hidden(&self, columns: Chunk) -> Operand {
+        let weight = self.weight_of(columns);
+        if self.linear.vocab_is_last { weight.transposed() } else { weight.plain() }
+    }
+
     /// Adds what dlogits give hidden, or writes it where they are the first.
     ///
     /// # Safety
@@ -369,8 +398,7 @@ impl<'a> Run<'a> {
         block: &Block,
         first: bool,
     ) -> Result<()> {
-        let weight = self.weight_of(block.columns);
-        let weight = if self.linear.vocab_is_last { weight.transposed() } else { weight.plain() };
+        let weight = self.weight_of_hidden(block.columns);
         for (rows, place) in total.parts(block.tokens) {
             let dlogits = self.matrix(block).rows(rows.first, rows.count).plain();
             // SAFETY: passed on from this function's contract.
@@ -425,6 +453,11 @@ impl<'a> Run<'a> {
         factors: (Operand, Operand),
         accumulate: bool,
     ) -> Result<()> {
+        let sum = Sum { out, left: factors.0, right: factors.1 };
+        if sum.is_for(Device::current()?) {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { sum.run(self.stream, accumulate) };
+        }
         let Scratch { at, bytes } = self.workspace();
         let workspace = Workspace { at, bytes };
         // SAFETY: passed on from this function's contract.

@@ -53,6 +53,10 @@ class Cut:
         """That of a plan that was made here."""
         return cls((plan.tokens, plan.columns), plan.products < 4, plan.apart, plan.kept)
 
+    def by_tokens(self, problem: Problem) -> bool:
+        """Whether gradients come with the loss, of whole rows."""
+        return self.fused and self.chunk[1] == problem.vocab
+
     def products(self, problem: Problem) -> float:
         """Products of the size of the logits' own."""
         if self.apart is not None:
@@ -65,8 +69,7 @@ class Cut:
         numbers = WORKSPACE + 32 * problem.tokens + 4096
         if self.apart is None:
             tokens, columns = self.chunk
-            by_tokens = self.fused and columns == problem.vocab
-            cut = columns < problem.vocab and not by_tokens
+            cut = columns < problem.vocab and not self.by_tokens(problem)
             of_hidden = _hidden_sums(problem, tokens) if cut else 0
             of_weight = _weight_sums(problem, columns) if tokens < problem.tokens else 0
             return numbers + _logits(problem, self.chunk) + of_hidden + of_weight
@@ -76,7 +79,7 @@ class Cut:
 
     def seconds(self, problem: Problem) -> float:
         """What it may take."""
-        if self.fused and self.chunk[1] == problem.vocab:
+        if self.by_tokens(problem):
             # Numerators come of the product: writing them takes it a little longer.
             passes = NUMERATORS if _passes(problem) == (0, 0) else 2
             return _sweep(problem, self.chunk, passes, (True, True))
@@ -199,7 +202,9 @@ def choose(problem: Problem, limit: int) -> Plan | None:
         return None
     cut = min(fitting, key=lambda cut: cut.seconds(problem))
     scratch = cut.scratch(problem)
-    scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE) // 256 * 256
+    # Where numerators of p are made, sums of dhidden may pass through there too.
+    sums = _chunk_sums(problem, cut.chunk[0]) if cut.by_tokens(problem) else 0
+    scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE + sums) // 256 * 256
     products, scratch = cut.products(problem), scratch + _beside(problem)
     return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
 

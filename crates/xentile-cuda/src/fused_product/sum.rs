@@ -1,0 +1,113 @@
+//! Products whose sums stay in f32 and may be added to others, by the kernels of Hopper: memory adds
+//! them, while the next tile is multiplied, where cuBLASLt waits to read what it adds to.
+
+use std::ptr::{null, null_mut};
+
+use xentile::cross_entropy::CrossEntropy;
+use xentile::{DType, LogitsShape};
+
+use super::{Arguments, Epilogue, FusedProduct, Ready, VECTOR, arguments, count};
+use crate::blas::{Matrix, Operand};
+use crate::cross_entropy::{Kernel, Labels, Part, Variant};
+use crate::driver::{Driver, RawStream, TensorMap};
+use crate::{Device, Result};
+
+/// The product of two factors, in f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sum {
+    /// Where it goes, `[M, N]`.
+    pub(crate) out: Matrix,
+    /// `[M, K]`, or `[K, M]` transposed.
+    pub(crate) left: Operand,
+    /// `[K, N]`, or `[N, K]` transposed.
+    pub(crate) right: Operand,
+}
+
+impl Sum {
+    /// How the factors lie, as kernels are named; none where no kernel has them.
+    fn factors(&self) -> Option<&'static str> {
+        match (self.left.transposed, self.right.transposed) {
+            (false, true) => Some("vd"),
+            (false, false) => Some("dv"),
+            (true, false) => Some("transposed"),
+            (true, true) => None,
+        }
+    }
+
+    /// As a product of hidden states and a weight.
+    fn product(&self) -> FusedProduct {
+        let (tokens, width) = self.left.extents();
+        let (options, dtype) = (CrossEntropy::default(), self.left.matrix.dtype);
+        FusedProduct {
+            tokens,
+            width,
+            vocab: self.out.columns,
+            vocab_is_last: false,
+            dtype,
+            options,
+        }
+    }
+
+    /// Whether there is a kernel for it, which keeps a GPU busy.
+    pub(crate) fn is_for(&self, device: &Device) -> bool {
+        let is_placed = |matrix: Matrix| {
+            let step = if matrix.dtype == DType::F32 { VECTOR / 2 } else { VECTOR };
+            matrix.at.addr().is_multiple_of(16) && matrix.stride.is_multiple_of(step)
+        };
+        device.capability() == (9, 0)
+            && device.limits().clusters
+            && self.factors().is_some()
+            && self.out.dtype == DType::F32
+            && self.left.matrix.dtype != DType::F32
+            && [self.out, self.left.matrix, self.right.matrix].into_iter().all(is_placed)
+            && self.product().keeps_busy(device.limits().multiprocessors)
+    }
+
+    /// Has `stream` write it, or add it to what is there.
+    ///
+    /// # Errors
+    /// No GPU or driver that will do, or a failure of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and matrices are on its
+    /// device, where nothing else touches them until it has run what was launched here;
+    /// [`is_for`](Self::is_for) that.
+    pub(crate) unsafe fn run(&self, stream: RawStream, adds: bool) -> Result<()> {
+        let product = self.product();
+        let FusedProduct { tokens, width, vocab, dtype, options, .. } = product;
+        if tokens * width * vocab == 0 {
+            return Ok(());
+        }
+        let factors = self.factors().unwrap_or_default();
+        let driver = Driver::get()?;
+        let block = arguments::BLOCK;
+        let map = |matrix: Matrix, boxed: (u32, u32)| -> Result<TensorMap> {
+            let Matrix { at, dtype, rows, columns, stride } = matrix;
+            driver.tensor_map(dtype, at, (rows, columns), stride, boxed)
+        };
+        let rows_of = |operand: Operand, summed_first: bool, rows: u32| {
+            map(operand.matrix, (block, if summed_first { block } else { rows }))
+        };
+        let part = Part { vocab, first_column: 0, stride: self.out.stride, carried: null_mut() };
+        let shape = LogitsShape::new(tokens, vocab)?;
+        let row = Kernel::new(options, shape, DType::F32)?.of_part(part);
+        let arguments = Arguments {
+            hidden: rows_of(self.left, self.left.transposed, arguments::ROWS_OF_A)?,
+            weight: rows_of(self.right, !self.right.transposed, arguments::ROWS_OF_B)?,
+            dlogits: map(self.out, (arguments::COLUMNS_OF_SUM, arguments::ROWS_OF_STORE))?,
+            blocks: count(width.div_ceil(block as usize)),
+            tiles: count(product.tiles(vocab)),
+            // Nothing goes from tile to tile.
+            parts: count(product.tiles(vocab)),
+            token_blocks: count(product.token_blocks()),
+            group: count(product.group()),
+            adds: adds.into(),
+            ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            Ready::get(Epilogue::Sum, dtype, Variant::Basic, factors, stream)?
+                .launch_product(stream, &arguments)
+        }
+    }
+}
