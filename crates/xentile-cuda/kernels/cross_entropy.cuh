@@ -69,13 +69,18 @@ inline constexpr int kIgnored = -1;
 inline constexpr int kOutOfRange = -2;
 inline constexpr int kElsewhere = -3;  // in columns that are not here
 
+// Where a column of the vocabulary is among these.
+__device__ inline int target_here(const CrossEntropyArguments& a, int64_t column) {
+  const int64_t here = column - a.first_column;
+  return static_cast<uint64_t>(here) < static_cast<uint64_t>(a.columns) ? static_cast<int>(here)
+                                                                         : kElsewhere;
+}
+
 // The column of a label, or what else it is.
 __device__ inline int target_of(const CrossEntropyArguments& a, int64_t label) {
   if (label == a.ignore_index) return kIgnored;
   if (static_cast<uint64_t>(label) >= static_cast<uint64_t>(a.vocab)) return kOutOfRange;
-  const int64_t column = label - a.first_column;
-  const bool here = static_cast<uint64_t>(column) < static_cast<uint64_t>(a.columns);
-  return here ? static_cast<int>(column) : kElsewhere;
+  return target_here(a, label);
 }
 
 __device__ inline int64_t label_at(const CrossEntropyArguments& a, int64_t index) {

@@ -46,8 +46,6 @@ FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed
 
 OF_TOKENS(fused_product_merge, merge_parts)
 OF_TOKENS(fused_product_prepare, prepare_gradients)
-OF_TOKENS(fused_product_labels_bf16, write_at_labels<__nv_bfloat16>)
-OF_TOKENS(fused_product_labels_f16, write_at_labels<__half>)
 OF_TOKENS(numerators_again, refer_to_lse)
 OF_TOKENS(numerators_end, end_numerators)
 

@@ -14,9 +14,9 @@
 //
 // The epilogue of the forward pass writes a sum for each token and part, and a kernel merges a
 // token's, in order. That of the backward pass writes dlogits, from what a kernel before it makes
-// of the cotangents; at labels, where p - 1 must be exact, another kernel writes after it. One
-// writes logits, for where a bias is added to their sums before they are rounded. The other two, of
-// passes that have no lse yet, are told in numerators.cuh.
+// of the cotangents; at labels, where p - 1 must be exact, a thread writes after the copy engine.
+// One writes logits, for where a bias is added to their sums before they are rounded. The other
+// two, of passes that have no lse yet, are told in numerators.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -305,7 +305,8 @@ struct FusedProduct {
           if (a.bias != nullptr) add_bias(x, at.tile * kTileColumns);
           round(x);
         }
-        if constexpr (kHasLabels) rows.find_labels(a, x, at.tile);
+        uint32_t labels = 0;
+        if constexpr (kHasLabels) labels = rows.find_labels(a, x, at.tile);
         if constexpr (kEpilogue == Epilogue::kNumerators) rows.exponentiate(a, x, at.tile);
         if constexpr (kWrites) {
           const int32_t row = static_cast<int32_t>(token - lane / 4);
@@ -313,6 +314,14 @@ struct FusedProduct {
             write_sums(x, row, at.tile * kTileColumns, stored);
           } else {
             write(x, rows, row, at.tile * kTileColumns, stored);
+          }
+          if constexpr (kEpilogue == Epilogue::kBackward) {
+            if (__any_sync(~0u, labels != 0)) {
+              // The copy engine's entry comes first.
+              if (lane == 0) ptx::bulk_wait<0>();
+              __syncwarp();
+              rows.write_at_labels(a, labels);
+            }
           }
         } else {
           rows.add(a, x, at.tile, cap);
@@ -358,6 +367,7 @@ struct FusedProduct {
     float c[2], exponentials[2], values[2];
     // Of passes that write.
     RowGradient gradient[2];
+    float at_label[2];
 
     __device__ Rows(const FusedProductArguments& a, int64_t first) : token(first) {
 #pragma unroll
@@ -367,7 +377,7 @@ struct FusedProduct {
         if constexpr (kOfTokens) {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
-          target[r] = of.target;
+          target[r] = of.target < 0 ? of.target : target_here(a.row, of.target);
           c[r] = of.c;
         } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
@@ -377,9 +387,10 @@ struct FusedProduct {
       }
     }
 
-    // Keeps a label's logit, which one thread has.
-    __device__ void find_labels(const FusedProductArguments& a, const float (&x)[128],
-                                uint32_t tile) const {
+    // Keeps a label's logit, which one thread has: the bits of that thread's rows which have one.
+    __device__ uint32_t find_labels(const FusedProductArguments& a, const float (&x)[128],
+                                    uint32_t tile) {
+      uint32_t labels = 0;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t column = static_cast<uint32_t>(target[r]) - tile * kTileColumns;
@@ -389,9 +400,26 @@ struct FusedProduct {
         for (uint32_t i = 0; i < 32; ++i) {
           if (column / 8 == i) found = column % 2 == 0 ? x[4 * i + 2 * r] : x[4 * i + 2 * r + 1];
         }
-        a.label_logits[token + 8 * r] = found;
+        labels |= 1u << r;
+        at_label[r] = found;
+        if constexpr (kSums) a.label_logits[token + 8 * r] = found;
       }
       __syncwarp();
+      return labels;
+    }
+
+    // Writes dlogits at labels, once those around them are there.
+    __device__ void write_at_labels(const FusedProductArguments& a, uint32_t labels) const {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if ((labels >> r & 1) == 0) continue;
+        const int64_t index = token + 8 * r;
+        const Token token_here = describe_saved(a.row, index);
+        const RowGradient row = RowGradient::of<true>(a.row, token_here);
+        const float dz = row.at_the_label<kCap>(
+            a.row, token_here, at_label[r], Cap(kCap ? a.row.softcap : 1.0), token_here.saved());
+        static_cast<E*>(a.row.dlogits)[index * a.row.stride + target[r]] = from_float<E>(dz);
+      }
     }
 
     // Adds a tile.
@@ -651,7 +679,7 @@ __device__ inline void merge_parts(const FusedProductArguments& a) {
   end_row<true>(a.row, index, token, all);
 }
 
-// Before the backward pass: what a token's dlogits are made of.
+// Before the backward pass: what a token's dlogits are made of, in any columns.
 __device__ inline void prepare_gradients(const FusedProductArguments& a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
   if (index >= a.row.tokens) return;
@@ -662,22 +690,6 @@ __device__ inline void prepare_gradients(const FusedProductArguments& a) {
     of = {row.c, row.factor, row.offset, token.target};
   }
   a.gradients[index] = of;
-}
-
-// After the backward pass: dlogits at the labels.
-template <class E>
-__device__ inline void write_at_labels(const FusedProductArguments& a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  if (index >= a.row.tokens) return;
-  const Token token = describe_saved(a.row, index);
-  if (token.idle || token.target < 0) return;
-  const RowGradient row = RowGradient::of<true>(a.row, token);
-  const float x = a.label_logits[index];
-  const bool capped = a.row.softcap > 0.0;
-  const Cap cap(capped ? a.row.softcap : 1.0);
-  const float dz = capped ? row.at_the_label<true>(a.row, token, x, cap, token.saved())
-                          : row.at_the_label<false>(a.row, token, x, cap, token.saved());
-  static_cast<E*>(a.row.dlogits)[index * a.row.stride + token.target] = from_float<E>(dz);
 }
 
 #endif

@@ -20,7 +20,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use crate::cache::Cache;
-use crate::cross_entropy::{Cotangents, Kernel, Part, Pass, SavedLse, TokenOutputs, Variant};
+use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, SavedLse, TokenOutputs, Variant};
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
 use crate::linear_cross_entropy::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
@@ -117,10 +117,6 @@ enum Epilogue {
 }
 
 impl Epilogue {
-    fn of(pass: Pass) -> Self {
-        if pass == Pass::Forward { Self::Forward } else { Self::Backward }
-    }
-
     /// As kernels are named.
     fn name(self) -> &'static str {
         match self {
@@ -134,43 +130,50 @@ impl Epilogue {
     }
 }
 
-/// Where the parts of the scratch begin that a pass has.
+/// Where the parts of the forward pass' scratch begin.
 #[derive(Clone, Copy, Debug, Default)]
 struct Layout {
     label_logits: Option<usize>,
-    gradients: Option<usize>,
     sums: Option<usize>,
     values: Option<usize>,
     bytes: usize,
 }
 
 impl FusedProduct {
-    /// The scratch that `pass` cannot do without, in bytes.
+    /// The scratch that the forward pass cannot do without, in bytes.
     #[must_use]
-    pub fn least_scratch_bytes(&self, pass: Pass) -> usize {
-        self.layout(pass, 1).bytes
+    pub fn least_scratch_bytes(&self) -> usize {
+        self.layout(1).bytes
     }
 
-    /// The scratch that `pass` has a use for, in bytes. With less, clusters may get unequal shares.
+    /// The scratch that it has a use for, in bytes. With less, clusters may get unequal shares.
     #[must_use]
-    pub fn scratch_bytes(&self, pass: Pass) -> usize {
-        self.layout(pass, MOST_PARTS.min(self.tiles(self.vocab))).bytes
+    pub fn scratch_bytes(&self) -> usize {
+        self.layout(MOST_PARTS.min(self.tiles(self.vocab))).bytes
     }
 
-    fn layout(&self, pass: Pass, parts: usize) -> Layout {
+    /// Bytes of what is known of so many tokens between products.
+    #[must_use]
+    pub fn bytes_of_tokens(tokens: usize) -> usize {
+        ALIGNMENT + GRADIENT_BYTES * tokens
+    }
+
+    /// Where that is of a token.
+    fn gradient_of(of_tokens: *mut c_void, token: usize) -> *mut c_void {
+        of_tokens.wrapping_byte_add(ALIGNMENT + GRADIENT_BYTES * token)
+    }
+
+    fn layout(&self, parts: usize) -> Layout {
         let mut bytes = 0;
         let mut take = |of_token: usize| {
             let at = bytes;
             bytes += (of_token * self.tokens).next_multiple_of(ALIGNMENT);
             (of_token > 0).then_some(at)
         };
-        let forward = pass == Pass::Forward;
-        let smooth = forward && self.options.label_smoothing != 0.0;
         let label_logits = take(4);
-        let gradients = take(if forward { 0 } else { GRADIENT_BYTES });
-        let sums = take(if forward { parts * SUM_BYTES } else { 0 });
-        let values = take(if smooth { parts * 4 } else { 0 });
-        Layout { label_logits, gradients, sums, values, bytes }
+        let sums = take(parts * SUM_BYTES);
+        let values = take(if self.options.label_smoothing == 0.0 { 0 } else { parts * 4 });
+        Layout { label_logits, sums, values, bytes }
     }
 
     fn tiles(&self, columns: usize) -> usize {
@@ -208,31 +211,9 @@ impl FusedProduct {
 
     /// Parts that there is scratch for, [`MOST_PARTS`] at most.
     fn parts_in(&self, bytes: usize) -> Result<usize> {
-        let fits = |parts: usize| self.layout(Pass::Forward, parts).bytes <= bytes;
-        let needed = self.least_scratch_bytes(Pass::Forward);
+        let fits = |parts: usize| self.layout(parts).bytes <= bytes;
+        let needed = self.least_scratch_bytes();
         (1..=MOST_PARTS).rev().find(|&parts| fits(parts)).ok_or(Error::Scratch { bytes, needed })
-    }
-
-    /// Loads what `pass` runs, so that the call has only to launch it.
-    ///
-    /// # Errors
-    /// No driver or GPU that will do, or a problem that [`supports`] does not have.
-    ///
-    /// # Safety
-    /// `stream` is a `CUstream` of the calling thread's current context.
-    pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        let labels = format!("fused_product_labels_{}", self.dtype);
-        let others = match pass {
-            Pass::Forward => &["fused_product_merge"][..],
-            _ => &["fused_product_prepare", &labels],
-        };
-        // SAFETY: passed on from this function's contract.
-        unsafe {
-            for name in others {
-                library::kept_kernel(name, Device::current()?, stream)?;
-            }
-            self.ready(Epilogue::of(pass), stream).map(drop)
-        }
     }
 
     /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
@@ -276,7 +257,37 @@ impl FusedProduct {
         }
     }
 
-    /// Has `stream` write the gradient for `cotangents` of the columns that `dlogits` has.
+    /// Has `stream` find what tokens' dlogits are made of, for any columns, and write it to
+    /// `of_tokens`, [`bytes_of_tokens`](Self::bytes_of_tokens) on a GPU at a multiple of 256.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn prepare(
+        &self,
+        stream: *mut c_void,
+        labels: Labels,
+        saved: SavedLse,
+        cotangents: Cotangents,
+        of_tokens: *mut c_void,
+    ) -> Result<()> {
+        check(Device::current()?, self.dtype, self.width, self.weight().1)?;
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let shape = LogitsShape::new(self.tokens, self.vocab)?;
+        let row = Kernel::new(self.options, shape, self.dtype)?.arguments(null(), labels);
+        let row = row.with_cotangents(null_mut(), saved, cotangents);
+        let gradients = Self::gradient_of(of_tokens, 0);
+        let arguments = Arguments { gradients, ..Arguments::of_rows(row) };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_on_tokens("fused_product_prepare", 1, stream, &arguments) }
+    }
+
+    /// Has `stream` write the gradient for `cotangents` of the columns that `dlogits` has, from what
+    /// [`prepare`](Self::prepare) wrote to a place with `first_token` other tokens before these.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward), and columns or a stride that `dlogits` cannot have.
@@ -289,14 +300,9 @@ impl FusedProduct {
         operands: Operands,
         saved: SavedLse,
         cotangents: Cotangents,
+        (of_tokens, first_token): (*mut c_void, usize),
         dlogits: DLogits,
-        scratch: Scratch,
     ) -> Result<()> {
-        let pass = Pass::Backward;
-        let needed = self.least_scratch_bytes(pass);
-        if scratch.bytes < needed {
-            return Err(Error::Scratch { bytes: scratch.bytes, needed });
-        }
         self.check_place("dlogits", dlogits)?;
         if self.tokens == 0 || dlogits.columns == 0 {
             return Ok(());
@@ -304,16 +310,13 @@ impl FusedProduct {
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(Epilogue::Backward, stream) }?;
         let parts = self.parts(dlogits.columns, ready.clusters, MOST_PARTS);
-        let arguments = self.arguments(Epilogue::Backward, operands, dlogits, parts, scratch)?;
+        let none = Scratch { at: null_mut(), bytes: 0 };
+        let arguments = self.arguments(Epilogue::Backward, operands, dlogits, parts, none)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
-        let arguments = Arguments { row, ..arguments };
+        let gradients = Self::gradient_of(of_tokens, first_token);
+        let arguments = Arguments { row, gradients, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe {
-            self.launch_on_tokens("fused_product_prepare", 1, stream, &arguments)?;
-            ready.launch_product(stream, &arguments)?;
-            let at_labels = format!("fused_product_labels_{}", self.dtype);
-            self.launch_on_tokens(&at_labels, 1, stream, &arguments)
-        }
+        unsafe { ready.launch_product(stream, &arguments) }
     }
 
     /// Checks where dlogits or logits go.
@@ -394,9 +397,8 @@ impl FusedProduct {
             TensorMap::none()
         };
         let layout = match epilogue {
-            Epilogue::Forward | Epilogue::Numerators => self.layout(Pass::Forward, parts),
-            Epilogue::Backward => self.layout(Pass::Backward, parts),
-            Epilogue::Logits | Epilogue::Scaled | Epilogue::Sum => Layout::default(),
+            Epilogue::Forward | Epilogue::Numerators => self.layout(parts),
+            _ => Layout::default(),
         };
         let place = |offset: Option<usize>| {
             offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
@@ -408,7 +410,6 @@ impl FusedProduct {
             sums: place(layout.sums),
             values: place(layout.values).cast(),
             label_logits: place(layout.label_logits).cast(),
-            gradients: place(layout.gradients),
             bias: operands.bias_from(first_column),
             blocks: count(width.div_ceil(block as usize)),
             tiles: count(self.tiles(columns)),
@@ -611,14 +612,13 @@ mod tests {
     #[test]
     fn scratch_is_some_numbers_a_token() {
         let tokens = PRODUCT.tokens;
-        assert_eq!(PRODUCT.least_scratch_bytes(Pass::Forward), (4 + 8) * tokens);
-        assert_eq!(PRODUCT.scratch_bytes(Pass::Forward), (4 + 66 * 8) * tokens);
-        assert_eq!(PRODUCT.scratch_bytes(Pass::Backward), (4 + 16) * tokens);
+        assert_eq!(PRODUCT.least_scratch_bytes(), (4 + 8) * tokens);
+        assert_eq!(PRODUCT.scratch_bytes(), (4 + 66 * 8) * tokens);
         let options = CrossEntropy { label_smoothing: 0.1, ..PRODUCT.options };
         let smooth = FusedProduct { options, ..PRODUCT };
-        assert_eq!(smooth.scratch_bytes(Pass::Forward), (4 + 66 * 12) * tokens);
+        assert_eq!(smooth.scratch_bytes(), (4 + 66 * 12) * tokens);
         for parts in [1, 2, 33, 66] {
-            let bytes = smooth.layout(Pass::Forward, parts).bytes;
+            let bytes = smooth.layout(parts).bytes;
             assert_eq!(smooth.parts_in(bytes), Ok(parts));
         }
         let message = PRODUCT.parts_in(12 * tokens - 1).unwrap_err().to_string();

@@ -143,6 +143,8 @@ impl Linear {
         for sweep in self.sweeps(Pass::Backward) {
             let run = Run::new(self, options, Pass::Backward, sweep, stream, operands, scratch)?;
             let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+            // SAFETY: passed on from this function's contract.
+            unsafe { run.prepare(saved, cotangents) }?;
             let chunk = |tokens: Chunk, columns: Chunk| -> Result<()> {
                 let block = run.block(tokens, columns);
                 // SAFETY: passed on from this function's contract.
@@ -287,6 +289,7 @@ impl Linear {
             }
             run.lse(all_again, outputs)?;
             run.fused(&last, dloss, outputs)?;
+            run.prepare(saved, cotangents)?;
             let add = |block: &Block, first| -> Result<()> {
                 run.add_to_bias(gradients, block, true)?;
                 run.add_to_hidden(of_hidden, block, first)?;

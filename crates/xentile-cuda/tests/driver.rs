@@ -62,7 +62,7 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
     let product = FusedProduct { tokens, width, vocab, vocab_is_last, dtype, options };
     let labels = Labels::I32(without_provenance(0x30));
     let operands = Operands { hidden: at(0x10_000), weight: at(0x20_000), labels, bias: null() };
-    let scratch = Scratch { at: at(0x30_000), bytes: product.scratch_bytes(pass) };
+    let scratch = Scratch { at: at(0x30_000), bytes: product.scratch_bytes() };
     let (none, some) = (null_mut(), without_provenance(0x40));
     // SAFETY: the driver that plays here touches no memory.
     unsafe {
@@ -75,7 +75,9 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
         let saved = SavedLse { lse: some, lse_low: some };
         let cotangents = Cotangents { loss: some, logps: some, lse: some };
         let dlogits = DLogits { at: at(0x40_000), stride: 1024, first_column: 7, columns: 1001 };
-        product.backward(at(1), operands, saved, cotangents, dlogits, scratch)
+        let of_tokens = at(0x50_000);
+        product.prepare(at(1), labels, saved, cotangents, of_tokens)?;
+        product.backward(at(1), operands, saved, cotangents, (of_tokens, 0), dlogits)
     }
 }
 
@@ -166,7 +168,6 @@ fn what_is_launched() {
             "backward_bf16_basic_vd stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
              loads 10",
         ),
-        launch("labels_bf16 stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         "gradient: done".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 1000 72 stride 2000 box 64 64".into(),

@@ -7,7 +7,7 @@ use std::ptr::{null, null_mut};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::{ALIGNMENT, Arguments, DLogits, Epilogue, FusedProduct, GRADIENT_BYTES, Ready};
+use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
 use super::{arguments, check, count};
 use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
@@ -41,12 +41,6 @@ pub struct Numerators {
 }
 
 impl FusedProduct {
-    /// Bytes of what is known of so many tokens between products.
-    #[must_use]
-    pub fn bytes_of_tokens(tokens: usize) -> usize {
-        ALIGNMENT + GRADIENT_BYTES * tokens
-    }
-
     /// Has `stream` write numerators and scaled hidden states, so that numerators' transpose times
     /// these is the weight's gradient for cotangents `dloss` `[N]` of the losses, and fill what
     /// `outputs` asks for.
@@ -87,7 +81,7 @@ impl FusedProduct {
         let flag = of_tokens.cast::<u32>();
         let first = Arguments {
             row: Row { dlogits: at, dloss, ..common.row.with_outputs(outputs) },
-            gradients: of_tokens.wrapping_byte_add(ALIGNMENT),
+            gradients: Self::gradient_of(of_tokens, 0),
             overflow: flag,
             hidden_rows: operands.hidden,
             weight_rows: operands.weight,
@@ -158,7 +152,7 @@ impl FusedProduct {
         let part = Part { vocab: columns, first_column: 0, stride: columns, carried: null_mut() };
         let shape = LogitsShape::new(tokens, columns)?;
         let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
-        let gradients = from.of_tokens.wrapping_byte_add(ALIGNMENT);
+        let gradients = Self::gradient_of(from.of_tokens, 0);
         Ok(Arguments {
             gradients,
             ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))

@@ -135,8 +135,9 @@ impl Linear {
         let logits = take(logits.max(rounded));
         let carried = pass != Pass::Backward && cut_columns;
         let carried = take(only(carried, CARRIED_BYTES * tokens));
-        let numerators = pass == Pass::Fused && !cut_columns && self.dtype == DType::Bf16;
-        let of_tokens = take(only(numerators, FusedProduct::bytes_of_tokens(tokens)));
+        let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
+        let all = FusedProduct::bytes_of_tokens(self.tokens);
+        let of_tokens = take(only(of_tokens, all));
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
         let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
         let of_weight = take(only(of_weight, 4 * rows * row));
@@ -249,34 +250,38 @@ mod tests {
     #[test]
     fn scratch_is_logits_and_the_sums_that_a_cut_needs() {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
-        let of_tokens = |tokens: usize| 256 + (16 * tokens).next_multiple_of(256);
-        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens(1000));
-        assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole);
+        let of_tokens = 256 + (16_usize * 1000).next_multiple_of(256);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
         let part = cut(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
         let round = |bytes: usize| bytes.next_multiple_of(256);
         assert_eq!(part.scratch_bytes(Pass::Forward), logits + round(1000 * 16));
-        assert_eq!(part.scratch_bytes(Pass::Backward), logits + 4 * 1000 * 64);
-        let fused = logits + round(1000 * 16) + 4 * 1000 * 64;
+        assert_eq!(part.scratch_bytes(Pass::Backward), logits + of_tokens + 4 * 1000 * 64);
+        let fused = logits + round(1000 * 16) + of_tokens + 4 * 1000 * 64;
         assert_eq!(part.scratch_bytes(Pass::Fused), fused);
         let both = cut(500, 1024);
         // The other half of sums is where their gradient goes.
         let hidden = 4 * (1000 - 448) * 64;
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 512 * 64);
-        assert_eq!(both.scratch_bytes(Pass::Backward), logits + hidden + weight);
+        assert_eq!(both.scratch_bytes(Pass::Backward), logits + of_tokens + hidden + weight);
         // Two sweeps never keep both sums, and each has all of the scratch.
         let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
         let second = WORKSPACE_BYTES + 250 * 2048 * 2 + 4 * 1024 * 64;
-        assert_eq!(apart.scratch_bytes(Pass::Backward), second.max(logits + 4 * 500 * 64));
+        assert_eq!(
+            apart.scratch_bytes(Pass::Backward),
+            of_tokens + second.max(logits + 4 * 500 * 64)
+        );
         assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
         let tokens = cut(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         let sums = 4 * (5000 - 2496) * 64;
-        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens(500) + sums);
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + sums);
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
-        assert_eq!(last.scratch_bytes(Pass::Backward), logits + hidden + 4 * 64 * 1024);
+        let weight = 4 * 64 * 1024;
+        assert_eq!(last.scratch_bytes(Pass::Backward), logits + of_tokens + hidden + weight);
         let f32 = Linear { dtype: DType::F32, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
     }

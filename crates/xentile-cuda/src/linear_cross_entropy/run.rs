@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
         let (product, operands) = self.fused_product(all);
-        let fits = self.spare().bytes >= product.least_scratch_bytes(Pass::Forward);
+        let fits = self.spare().bytes >= product.least_scratch_bytes();
         if self.has_fused_product && fits {
             let carried = self.carried(columns.count);
             let columns = Columns { first: columns.first, count: columns.count, carried };
@@ -182,7 +182,21 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Makes dlogits of logits that are not there.
+    /// Finds what dlogits of all tokens are made of, for [`dlogits`](Self::dlogits).
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn prepare(&self, saved: SavedLse, cotangents: Cotangents) -> Result<()> {
+        if !self.has_fused_product {
+            return Ok(());
+        }
+        let (product, operands) = self.fused_product(Chunk { first: 0, count: self.linear.tokens });
+        let of_tokens = self.at(self.layout.of_tokens);
+        // SAFETY: passed on from this function's contract.
+        unsafe { product.prepare(self.stream, operands.labels, saved, cotangents, of_tokens) }
+    }
+
+    /// Makes dlogits of logits that are not there, after [`prepare`](Self::prepare).
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -194,15 +208,15 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let Block { tokens, columns, at, stride } = *block;
         let (product, operands) = self.fused_product(tokens);
-        let (workspace, first) = (self.workspace(), tokens.first);
-        let fits = workspace.bytes >= product.least_scratch_bytes(Pass::Backward);
         // SAFETY: passed on from this function's contract.
         unsafe {
-            if self.has_fused_product && fits {
+            if self.has_fused_product {
+                let first = tokens.first;
                 let to =
                     DLogits { at, stride, first_column: columns.first, columns: columns.count };
                 let (saved, cotangents) = (saved.from(first), cotangents.from(first));
-                product.backward(self.stream, operands, saved, cotangents, to, workspace)
+                let of_tokens = (self.at(self.layout.of_tokens), first);
+                product.backward(self.stream, operands, saved, cotangents, of_tokens, to)
             } else {
                 self.logits(block)?;
                 self.backward(block, saved, cotangents)
@@ -269,7 +283,7 @@ impl<'a> Run<'a> {
         let are_there = self.has_fused_product
             && self.bias.is_null()
             && fused_product::numerators_support(self.linear.dtype, &self.options)
-            && self.workspace().bytes >= product.least_scratch_bytes(Pass::Forward);
+            && self.workspace().bytes >= product.least_scratch_bytes();
         let sums = self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
         Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
     }

@@ -2,6 +2,7 @@
 //!
 //! A gradient in 16 bits has room for half of its sums: their first rows are there, and the rest in
 //! the scratch. In the end the first rows are rounded where they lie, which makes room for the others.
+//! Sums of a chunk of rows lie there whole while the rows that follow are not written yet.
 
 use std::ffi::c_void;
 
@@ -16,6 +17,8 @@ use crate::round::round;
 
 /// Rows that rounding in place goes by, so that parts begin at vectors.
 const ROWS: usize = 8;
+/// Rows that are copied rather than rounded in steps.
+const FEW: usize = 16_384;
 
 /// Sums of a gradient in the scratch.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +56,14 @@ impl Total {
         }
     }
 
+    /// Whether sums of a chunk are no larger than the place of its gradient and of what follows it,
+    /// where chunks are written one after the other.
+    fn has_room_after(&self, chunk: Chunk) -> bool {
+        self.sums.is_some_and(|sums| sums.of_one_chunk)
+            && !self.by_columns
+            && chunk.first + 2 * chunk.count <= self.gradient.rows
+    }
+
     /// Where products for a chunk go.
     pub(super) fn parts(&self, chunk: Chunk) -> impl Iterator<Item = Part> {
         let target = self.target(chunk);
@@ -65,6 +76,7 @@ impl Total {
                     if sums.of_one_chunk { (target, 0) } else { (self.gradient, chunk.first) };
                 // What the scratch has no room for is never more than half.
                 let own = own_rows(whole.rows).max(whole.rows.saturating_sub(sums.rows));
+                let own = if self.has_room_after(chunk) { whole.rows } else { own };
                 let own = if sums.shares { own } else { 0 };
                 let end = begin + all.count;
                 let f32 = |at, rows| Matrix::new(at, DType::F32, rows, whole.columns);
@@ -138,10 +150,10 @@ unsafe fn round_in_place(
 
 /// The steps in which rows shrink to half where they lie, of which the first goes by way of a place
 /// with room for `spare` rows: each ends at most twice as far as it begins, so that what it writes
-/// was read by those before.
+/// was read by those before. Few rows take one step, as launches cost more than a copy of them.
 fn steps(rows: usize, spare: usize) -> impl Iterator<Item = Chunk> {
-    let first =
-        rows.div_ceil(16).next_multiple_of(ROWS).min(spare / ROWS * ROWS).clamp(1, rows.max(1));
+    let wanted = if rows <= FEW { rows } else { rows.div_ceil(16).next_multiple_of(ROWS) };
+    let first = wanted.min(spare / ROWS * ROWS).clamp(1, rows.max(1));
     let ends =
         std::iter::successors(Some(first), move |&end| (end < rows).then(|| (2 * end).min(rows)));
     let mut begin = 0;
@@ -189,6 +201,10 @@ mod tests {
         assert_eq!(places(448, 10), [(0, 10, 0x1000)]);
         assert_eq!(places(990, 10), [(0, 10, 0x1000 + 542 * 64)]);
         assert_eq!(places(10, 20), [(0, 20, 0x10_0000 + 640)]);
+        // What follows is not written yet.
+        let parts: Vec<_> = total.parts(Chunk { first: 100, count: 300 }).collect();
+        assert_eq!(parts.len(), 1);
+        assert_eq!((parts[0].1.at, parts[0].1.rows), (at(0x10_0000 + 100 * 32), 300));
         for (first, count) in [(0, 1000), (0, 600), (700, 300), (990, 10)] {
             let parts: Vec<_> = total.parts(Chunk { first, count }).collect();
             let rows: Vec<_> = parts.iter().map(|(rows, _)| rows.count).collect();

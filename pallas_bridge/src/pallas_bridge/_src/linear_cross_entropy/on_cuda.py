@@ -182,8 +182,9 @@ def _sweep(problem: Problem, chunk: Extents, passes: float, gradients: tuple[boo
     rows, parts = math.ceil(n / tokens), math.ceil(v / columns)
     each = product(tokens, columns, d)
     each += of_hidden * product(tokens, d, columns)
-    # Sums in two places are two products.
-    halves = 2 if rows > 1 and _weight_sums(problem, columns) < 4 * columns * d else 1
+    # Sums in two places are two products: those that have no room in what is not written yet.
+    halved = rows > 1 and 2 * columns > v and _weight_sums(problem, columns) < 4 * columns * d
+    halves = 2 if halved else 1
     each += of_weight * halves * product(math.ceil(columns / halves), d, tokens)
     moved = passes * problem.hidden_bytes * n * v
     moved += SUM * n * d * parts * (of_hidden and parts > 1)
