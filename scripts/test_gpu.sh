@@ -177,8 +177,8 @@ section_counters() {
         return 1
     }
     "$profiler" --version | tail -n 1
-    # Clocks as they are where the kernels are timed.
-    check "profile" timeout -k 5 "$limit" "$profiler" --csv --page raw --clock-control none \
+    # Clocks as they are where the kernels are timed. In command buffers the profiler breaks down.
+    check "profile" env XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" timeout -k 5 "$limit" "$profiler" --csv --page raw --clock-control none \
         --target-processes all --kernel-name regex:'cross_entropy|negate' \
         --metrics "$("$python" "$script" --metrics)" --log-file "$scratch/counters.csv" \
         "$python" "$script" >"$scratch/counters" 2>&1

@@ -148,14 +148,17 @@ class Linear:
     dtype: str
     vocab_axis: int
     # "apart": dhidden and dweight come from a sweep each; "columns": the fused pass goes over
-    # columns twice; "kept": it has logits of some of them still.
-    way: Literal["chunks", "apart", "columns", "kept"] = "chunks"
+    # columns twice; "kept": it has logits of some of them still; "whole": there is one chunk.
+    way: Literal["chunks", "apart", "columns", "kept", "whole"] = "chunks"
     has_bias: bool = False
+    # N, D and V: more than one block of each in products of their own, and no whole number of any.
+    shape: tuple[int, int, int] = (300, 200, 1031)
 
     def __str__(self) -> str:
         """What a failure is found again by."""
         bias = " bias" if self.has_bias else ""
-        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} {self.way}{bias}"
+        shape = "x".join(map(str, self.shape))
+        return f"{self.target} {self.dtype} vocab_axis={self.vocab_axis} {self.way}{bias} {shape}"
 
     @property
     def has_products(self) -> bool:
@@ -164,8 +167,16 @@ class Linear:
         return not own or jax.devices()[0].compute_capability != "9.0"
 
 
+# Tiles enough for sums and scaled products of the library's own.
+MANY_COLUMNS, MANY_TOKENS = (300, 72, 15872), (15872, 72, 1032)
+
+
 def linear_cases() -> Iterator[Linear]:
     """Every pass and dtype, with the weight either way."""
+    for axis in (0, 1):
+        yield Linear("linear_cross_entropy_fused", "bf16", axis, "chunks", shape=MANY_COLUMNS)
+        yield Linear("linear_cross_entropy_backward", "f16", axis, "chunks", shape=MANY_COLUMNS)
+        yield Linear("linear_cross_entropy_fused", "bf16", axis, "whole", shape=MANY_TOKENS)
     for dtype in DTYPES:
         for axis in (0, 1):
             for target in ("forward", "backward", "fused"):
@@ -188,8 +199,7 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     Raises:
         AssertionError: values that are further off than rounding explains.
     """
-    # More than one block of each in products of their own, and no whole number of any.
-    tokens, width, vocab = 300, 200, 1031
+    tokens, width, vocab = case.shape
     dtype = DTYPES[case.dtype]
     hidden = rng.normal(size=(tokens, width)).astype(dtype)
     weight = rng.normal(0, 0.1, (vocab, width)).astype(dtype)
@@ -222,7 +232,8 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     if case.way == "apart":
         cut |= {"apart_tokens": 200, "apart_columns": 256}
     elif case.way != "chunks":
-        cut = {"chunk_tokens": tokens, "chunk_columns": 256}
+        columns = vocab if case.way == "whole" else 256
+        cut = {"chunk_tokens": tokens, "chunk_columns": columns}
     if case.way == "kept":
         cut |= {"kept_columns": 500, "kept_slot": 128}
     attributes |= {key: np.int64(value) for key, value in cut.items()}
@@ -237,7 +248,7 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
         zeros = np.zeros(tokens, np.float32)
         operands += [lse.astype(np.float32), zeros, g, zeros, zeros]
         results, wanted = like, gradients
-    results, wanted = [*results, jax.ShapeDtypeStruct((2**23,), np.uint8)], [*wanted, None]
+    results, wanted = [*results, jax.ShapeDtypeStruct((2**26,), np.uint8)], [*wanted, None]
     if case.has_bias:
         operands.append(bias)
         if name != "forward":

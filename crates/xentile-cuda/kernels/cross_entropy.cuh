@@ -73,7 +73,7 @@ inline constexpr int kElsewhere = -3;  // in columns that are not here
 __device__ inline int target_here(const CrossEntropyArguments& a, int64_t column) {
   const int64_t here = column - a.first_column;
   return static_cast<uint64_t>(here) < static_cast<uint64_t>(a.columns) ? static_cast<int>(here)
-                                                                         : kElsewhere;
+                                                                        : kElsewhere;
 }
 
 // The column of a label, or what else it is.

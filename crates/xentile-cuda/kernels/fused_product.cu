@@ -38,10 +38,10 @@ FUSED_PRODUCT(sum, Sum, bf16, __nv_bfloat16, basic, false, false, transposed, Tr
 FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed)
 
 // A thread takes a token.
-#define OF_TOKENS(name, function)                             \
+#define OF_TOKENS(name, ...)                                  \
   extern "C" __global__ void __launch_bounds__(kTokenThreads) \
       name(const __grid_constant__ FusedProductArguments a) { \
-    function(a);                                              \
+    __VA_ARGS__(a);                                           \
   }
 
 OF_TOKENS(fused_product_merge, merge_parts)
@@ -50,9 +50,12 @@ OF_TOKENS(numerators_again, refer_to_lse)
 OF_TOKENS(numerators_end, end_numerators)
 
 // A warp does.
-OF_TOKENS(numerators_begin_vd, begin_numerators<false>)
-OF_TOKENS(numerators_begin_dv, begin_numerators<true>)
-OF_TOKENS(numerators_scale, scale_rows<__nv_bfloat16>)
-OF_TOKENS(numerators_round, scale_rows<float>)
+OF_TOKENS(numerators_begin, begin_numerators)
+OF_TOKENS(numerators_scale, scale_hidden)
+OF_TOKENS(numerators_round, scale_sums)
+OF_TOKENS(numerators_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
+OF_TOKENS(numerators_lacking_bf16_dv, add_lacking<__nv_bfloat16, true>)
+OF_TOKENS(numerators_lacking_f32_vd, add_lacking<float, false>)
+OF_TOKENS(numerators_lacking_f32_dv, add_lacking<float, true>)
 
 #endif

@@ -74,6 +74,15 @@ struct alignas(128) FusedProductArguments {
   const void* weight_rows;
   void* scaled_rows;
   int64_t width;
+  // From one column of the vocabulary to the next in the weight, and from one of D.
+  int64_t vocab_step;
+  int64_t width_step;
+  // Of some rows of the weight's gradient, or of its transpose: where they are, the first of them,
+  // how many, and elements from row to row.
+  void* part;
+  int64_t part_first;
+  int64_t part_count;
+  int64_t part_stride;
   uint32_t blocks;        // of kBlock columns of A and B
   uint32_t tiles;         // of kTileColumns columns
   uint32_t parts;         // of the tiles
@@ -377,7 +386,7 @@ struct FusedProduct {
         if constexpr (kOfTokens) {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
-          target[r] = of.target < 0 ? of.target : target_here(a.row, of.target);
+          target[r] = of.target < 0 || !kOfLogits ? of.target : target_here(a.row, of.target);
           c[r] = of.c;
         } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
@@ -489,14 +498,21 @@ struct FusedProduct {
       }
     }
 
-    // What is written where the epilogue has `x`.
-    __device__ float written(int r, float x, const Cap& cap) const {
-      if constexpr (kEpilogue == Epilogue::kNumerators || kEpilogue == Epilogue::kLogits) {
-        return x;
-      } else if constexpr (kEpilogue == Epilogue::kScaled) {
-        return x * gradient[r].factor;
-      } else {
+    // What is written in `column` where the epilogue has `x`.
+    __device__ float written(const FusedProductArguments& a, int r, uint32_t column, float x,
+                             const Cap& cap) const {
+      if constexpr (kEpilogue == Epilogue::kBackward) {
         return gradient[r].template at<kSmooth, kCap>(x, cap);
+      } else if constexpr (kEpilogue == Epilogue::kScaled) {
+        // What its label's numerator lacks: see numerators.cuh.
+        float lacking = 0.0f;
+        if (gradient[r].offset != 0.0f && column < static_cast<uint32_t>(a.row.columns)) {
+          const int64_t at = target[r] * a.vocab_step + column * a.width_step;
+          lacking = gradient[r].offset * to_float(static_cast<const E*>(a.weight_rows)[at]);
+        }
+        return fmaf(x, gradient[r].factor, lacking);
+      } else {
+        return x;
       }
     }
 
@@ -588,8 +604,9 @@ struct FusedProduct {
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
           const uint32_t at_x = part * 32 + pair * 8 + i * 2;
-          words[i] =
-              packed<E>(rows.written(i % 2, x[at_x], cap), rows.written(i % 2, x[at_x + 1], cap));
+          const uint32_t at = column + pair * 16 + i / 2 * 8 + lane % 4 * 2;
+          words[i] = packed<E>(rows.written(a, i % 2, at, x[at_x], cap),
+                               rows.written(a, i % 2, at + 1, x[at_x + 1], cap));
         }
         ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
       }

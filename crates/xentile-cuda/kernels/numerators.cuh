@@ -11,11 +11,19 @@
 // a sum comes near the end of f32's range (2^64), a flag opens three kernels that are shut
 // otherwise: the forward pass, which finds lse whatever the logits are, and numerators once more,
 // with r = lse. At the label e becomes (p - 1)/f.
+//
+// Where p is small that is most of a gradient, and as dlogits it would be a power of two, or
+// nearly, which no rounding changes. So what it lacks when it is rounded, and what its hidden state
+// lacks, is added in f32: to the product that the hidden states' gradient is of, and to one row of
+// the weight's for a token.
 #pragma once
 
 #include "fused_product.cuh"
 
 namespace xentile {
+
+// Columns of a hidden state that a lane has, and a warp.
+inline constexpr int kOfLane = 8, kOfWarp = 32 * kOfLane;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -25,21 +33,21 @@ __device__ inline int64_t token_of_warp() {
   return static_cast<int64_t>(blockIdx.x) * kTokenWarps + threadIdx.x / 32;
 }
 
+__device__ inline const __nv_bfloat16* rows_of(const void* at, int64_t elements) {
+  return static_cast<const __nv_bfloat16*>(at) + elements;
+}
+
 // Finds r, as a constant c, and what takes part. Labels that are no column's have the first one's.
-template <bool kVocabIsLast>
 __device__ inline void begin_numerators(const FusedProductArguments& a) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.overflow = 0;
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
-  const int64_t column = max(token.target, 0);
-  const auto* hidden = static_cast<const __nv_bfloat16*>(a.hidden_rows) + index * a.width;
-  const auto* weight =
-      static_cast<const __nv_bfloat16*>(a.weight_rows) + (kVocabIsLast ? column : column * a.width);
-  const int64_t step = kVocabIsLast ? a.row.vocab : 1;
+  const auto* hidden = rows_of(a.hidden_rows, index * a.width);
+  const auto* weight = rows_of(a.weight_rows, max(token.target, 0) * a.vocab_step);
   float sum = 0.0f;
   for (int64_t d = threadIdx.x % 32; d < a.width; d += 32) {
-    sum = fmaf(to_float(hidden[d]), to_float(weight[d * step]), sum);
+    sum = fmaf(to_float(hidden[d]), to_float(weight[d * a.width_step]), sum);
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -58,53 +66,150 @@ __device__ inline void refer_to_lse(const FusedProductArguments& a) {
   a.gradients[index].c = static_cast<float>(-lse * static_cast<double>(kLog2E));
 }
 
-// After numerators: a token's outputs, its factor, and its label's entry.
+// Which other tokens have a token's label.
+inline constexpr uint32_t kBefore = 1, kAfter = 2;
+
+// Looks at all labels, of which every thread of the CTA takes part in the reading.
+__device__ inline uint32_t others_with(const FusedProductArguments& a, int64_t index,
+                                       int64_t label) {
+  constexpr uint32_t kBatch = 4 * kTokenThreads;
+  __shared__ int64_t labels[kBatch];
+  uint32_t others = 0;
+  for (int64_t first = 0; first < a.row.tokens; first += kBatch) {
+    const uint32_t count =
+        static_cast<uint32_t>(min(static_cast<int64_t>(kBatch), a.row.tokens - first));
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kTokenThreads) {
+      labels[i] = label_at(a.row, first + i);
+    }
+    __syncthreads();
+#pragma unroll 8
+    for (uint32_t i = 0; i < count; ++i) {
+      const int64_t other = first + i;
+      if (labels[i] == label && other != index) others |= other < index ? kBefore : kAfter;
+    }
+  }
+  return others;
+}
+
+// After numerators: a token's outputs, its factor, its label's entry, and what other tokens have
+// that label, in the place of c.
 __device__ inline void end_numerators(const FusedProductArguments& a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  if (index >= a.row.tokens) return;
+  const bool is_token = index < a.row.tokens;
+  const int64_t label = is_token ? label_at(a.row, index) : 0;
+  const uint32_t others = others_with(a, index, label);
+  if (!is_token) return;
   if (index == 0) *a.overflow = 0;
-  const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
+  const Token token = describe<Pass::kFused>(a.row, label, a.row.dloss[index]);
   const RowSum all = merged(a, index, token);
   write_token<false>(a.row, index, token, all);
-  float factor = 0.0f;
+  float factor = 0.0f, lacking = 0.0f;
   if (!token.idle) {
     const RowGradient row = RowGradient::of<false>(a.row, token, all);
     factor = row.factor;
     if (token.target >= 0) {
       const float dz =
           row.at_the_label<false>(a.row, token, a.label_logits[index], Cap(1.0), all.lse());
-      static_cast<__nv_bfloat16*>(a.row.dlogits)[index * a.row.stride + token.target] =
-          from_float<__nv_bfloat16>(dz / factor);
+      // A factor that is too small to be told from 0 leaves all of it to what is added.
+      const __nv_bfloat16 rounded = from_float<__nv_bfloat16>(factor == 0.0f ? 0.0f : dz / factor);
+      static_cast<__nv_bfloat16*>(a.row.dlogits)[index * a.row.stride + token.target] = rounded;
+      lacking = fmaf(-factor, to_float(rounded), dz);
     }
   }
+  a.gradients[index].c = __uint_as_float(others);
   a.gradients[index].factor = factor;
+  a.gradients[index].offset = lacking;
 }
 
-// Rows of the hidden states, or of sums in f32, each times its factor.
-template <class From>
-__device__ inline void scale_rows(const FusedProductArguments& a) {
+// Rows of the hidden states, each times its factor.
+__device__ inline void scale_hidden(const FusedProductArguments& a) {
   using E = __nv_bfloat16;
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const float factor = a.gradients[index].factor;
   // Rows begin at vectors: see `check` in src/fused_product.rs.
-  constexpr int kVectors = kPerVector<E> / kPerVector<From>;
-  const auto* from =
-      reinterpret_cast<const uint4*>(static_cast<const From*>(a.hidden_rows) + index * a.width);
+  const auto* from = reinterpret_cast<const uint4*>(rows_of(a.hidden_rows, index * a.width));
   auto* to = reinterpret_cast<uint4*>(static_cast<E*>(a.scaled_rows) + index * a.width);
   for (int64_t v = threadIdx.x % 32; v < a.width / kPerVector<E>; v += 32) {
     float x[kPerVector<E>];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float part[kPerVector<From>];
-      unpack<From>(from[v * kVectors + i], part);
-#pragma unroll
-      for (int k = 0; k < kPerVector<From>; ++k) x[i * kPerVector<From> + k] = part[k];
-    }
+    unpack<E>(from[v], x);
 #pragma unroll
     // Of a token that takes no part exactly 0, whatever its hidden state.
     for (float& one : x) one = factor == 0.0f ? 0.0f : one * factor;
     to[v] = pack<E>(x);
+  }
+}
+
+// Rows of sums in f32, each times its factor, and what its label's numerator lacks.
+__device__ inline void scale_sums(const FusedProductArguments& a) {
+  using E = __nv_bfloat16;
+  const int64_t index = token_of_warp();
+  if (index >= a.row.tokens) return;
+  const GradientOfToken of = a.gradients[index];
+  const bool idle = of.factor == 0.0f && of.offset == 0.0f;
+  const bool lacks = of.offset != 0.0f && of.target >= 0;
+  const auto* weight = rows_of(a.weight_rows, max(of.target, 0) * a.vocab_step);
+  const auto* from = static_cast<const float*>(a.hidden_rows) + index * a.width;
+  auto* to = static_cast<E*>(a.scaled_rows) + index * a.width;
+  for (int64_t d = threadIdx.x % 32; d < a.width; d += 32) {
+    const float w = lacks ? to_float(weight[d * a.width_step]) : 0.0f;
+    to[d] = from_float<E>(idle ? 0.0f : fmaf(from[d], of.factor, of.offset * w));
+  }
+}
+
+// Adds to `x` what one token lacks.
+__device__ inline void add_token(const FusedProductArguments& a, int64_t token, int64_t d,
+                                 float (&x)[kOfLane]) {
+  const GradientOfToken of = a.gradients[token];
+  if (of.factor == 0.0f && of.offset == 0.0f) return;
+  const float e = to_float(*rows_of(a.row.dlogits, token * a.row.stride + of.target));
+  const float dz = fmaf(of.factor, e, of.offset);
+  float hidden[kOfLane];
+  unpack<__nv_bfloat16>(
+      *reinterpret_cast<const uint4*>(rows_of(a.hidden_rows, token * a.width + d)), hidden);
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const float scaled = to_float(from_float<__nv_bfloat16>(hidden[i] * of.factor));
+    x[i] += fmaf(dz, hidden[i], -e * scaled);
+  }
+}
+
+// Adds what tokens' labels' numerators and hidden states lack to rows of the weight's gradient, or
+// of its transpose with kVocabIsLast, a warp for a token and kOfWarp columns. The first token of
+// those with the same label takes them all, in order.
+template <class To, bool kVocabIsLast>
+__device__ inline void add_lacking(const FusedProductArguments& a) {
+  const int64_t index = token_of_warp();
+  if (index >= a.row.tokens) return;
+  const int64_t lane = threadIdx.x % 32,
+                d = static_cast<int64_t>(blockIdx.y) * kOfWarp + lane * kOfLane;
+  const GradientOfToken own = a.gradients[index];
+  const uint32_t others = __float_as_uint(own.c);
+  const int64_t row = own.target - a.part_first;
+  const bool elsewhere = !kVocabIsLast && (row < 0 || row >= a.part_count);
+  if (own.target < 0 || (others & kBefore) != 0 || elsewhere) return;
+  float x[kOfLane] = {};
+  // A row is whole vectors.
+  if (d < a.width) add_token(a, index, d, x);
+  if ((others & kAfter) != 0) {
+    const int64_t label = label_at(a.row, index);
+#pragma unroll 4
+    for (int64_t first = index + 1; first < a.row.tokens; first += 32) {
+      const int64_t other = first + lane;
+      uint32_t among = __ballot_sync(~0u, other < a.row.tokens && label_at(a.row, other) == label);
+      for (; among != 0; among &= among - 1) {
+        if (d < a.width) add_token(a, first + __ffs(static_cast<int>(among)) - 1, d, x);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int64_t of_part = kVocabIsLast ? d + i - a.part_first : row;
+    if (d >= a.width || of_part < 0 || of_part >= a.part_count) continue;
+    const int64_t at = of_part * a.part_stride + (kVocabIsLast ? own.target : d + i);
+    To& to = static_cast<To*>(a.part)[at];
+    to = from_float<To>(to_float(to) + x[i]);
   }
 }
 

@@ -2,7 +2,7 @@
 
 mod abi;
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
@@ -73,6 +73,7 @@ functions! {
     load_function = cuFuncLoad(Function);
     max_active_clusters = cuOccupancyMaxActiveClusters(*mut c_int, Kernel, *const LaunchConfig);
     copy = cuMemcpyDtoDAsync_v2(DeviceAddress, DeviceAddress, usize, RawStream);
+    fill = cuMemsetD8Async(DeviceAddress, c_uchar, usize, RawStream);
     encode_tensor_map = cuTensorMapEncodeTiled(
         *mut TensorMap, c_uint, c_uint, *mut c_void, *const u64, *const u64, *const c_uint,
         *const c_uint, c_uint, c_uint, c_uint, c_uint
@@ -357,6 +358,22 @@ impl Driver {
         });
         self.check("cuOccupancyMaxActiveClusters", code)?;
         Ok(u32::try_from(clusters).unwrap_or(0))
+    }
+
+    /// Has `stream` write `bytes` zeros.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    pub(crate) unsafe fn clear(
+        &self,
+        stream: RawStream,
+        at: *mut c_void,
+        bytes: usize,
+    ) -> Result<()> {
+        let address = at.expose_provenance() as DeviceAddress;
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { (self.fill)(address, 0, bytes, stream) };
+        self.check("cuMemsetD8Async", code)
     }
 
     /// Has `stream` copy `bytes` from one array to another.

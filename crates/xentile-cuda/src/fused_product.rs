@@ -462,10 +462,31 @@ impl FusedProduct {
         arguments: &Arguments,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_on_parts(name, (threads_of_token, 1), stream, arguments) }
+    }
+
+    /// The same, of so many parts of a token.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_on_parts(
+        &self,
+        name: &str,
+        (threads_of_token, parts): (usize, usize),
+        stream: RawStream,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
         let code = unsafe { library::kept_kernel(name, Device::current()?, stream) }?;
         let threads = arguments::TOKEN_THREADS;
         let ctas = (self.tokens * threads_of_token).div_ceil(threads as usize);
-        let extent = Extent { ctas: count(ctas), rows: 1, threads, shared_bytes: 0, cluster: None };
+        let extent = Extent {
+            ctas: count(ctas),
+            rows: count(parts),
+            threads,
+            shared_bytes: 0,
+            cluster: None,
+        };
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
     }
@@ -490,6 +511,12 @@ impl Arguments {
             weight_rows: null(),
             scaled_rows: null_mut(),
             width: 0,
+            vocab_step: 0,
+            width_step: 0,
+            part: null_mut(),
+            part_first: 0,
+            part_count: 0,
+            part_stride: 0,
             blocks: 0,
             tiles: 0,
             parts: 0,

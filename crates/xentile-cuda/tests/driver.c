@@ -73,6 +73,10 @@ int cuMemcpyDtoDAsync_v2(size_t to, size_t from, size_t bytes, void* stream) {
   if (compute) return memcpy((void*)to, (void*)from, bytes), 0;
   return printf("copy %zu bytes from %zx to %zx stream %zu\n", bytes, from, to, (size_t)stream), 0;
 }
+int cuMemsetD8Async(size_t to, unsigned char value, size_t bytes, void* stream) {
+  if (compute) return memset((void*)to, value, bytes), 0;
+  return printf("fill %zu bytes from %zx with %d stream %zu\n", bytes, to, value, (size_t)stream), 0;
+}
 int cuTensorMapEncodeTiled(void* map, unsigned dtype, unsigned rank, void* at, const size_t* extents,
                            const size_t* strides, const unsigned* box, const unsigned* steps,
                            unsigned interleave, unsigned swizzle, unsigned promotion, unsigned fill) {

@@ -160,10 +160,10 @@ fn what_is_launched() {
         ),
         launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
         "product: done".into(),
+        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first (nil) loads 9"),
         "tensor 0x40000 dtype 9 extents 1001 300 stride 2048 box 64 16".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
-        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 10"),
         launch(
             "backward_bf16_basic_vd stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
              loads 10",
@@ -173,9 +173,9 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 1000 72 stride 2000 box 64 64".into(),
         launch(
             "forward_bf16_basic_dv stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 12",
+             loads 11",
         ),
-        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 12"),
+        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
         "last: done".into(),
         "empty: done".into(),
     ];
@@ -197,7 +197,8 @@ fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
         let text = printed(&[told]);
         assert!(text.contains(plain), "{text}");
         assert!(!text.contains("launch cross_entropy_ring"), "{text}");
-        assert!(!text.contains("launch fused_product"), "{text}");
+        assert!(!text.contains("launch fused_product_forward"), "{text}");
+        assert!(!text.contains("launch fused_product_backward"), "{text}");
         let reason = match told {
             ("FAKE_CAPABILITY", "89") => {
                 "product: fake 0 has compute capability 8.9; products with"

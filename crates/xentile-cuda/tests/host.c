@@ -66,7 +66,9 @@ typedef struct {
   uint32_t* overflow;
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
-  int64_t width;
+  int64_t width, vocab_step, width_step;
+  void* part;
+  int64_t part_first, part_count, part_stride;
   uint32_t blocks, tiles, parts, token_blocks, group, adds;
 } Product;
 
@@ -181,6 +183,14 @@ static void write_sums(const Product* a, int64_t row, const double* x) {
   }
 }
 
+/* What a row's label's numerator lacks of the hidden states' gradient. */
+static double lacking(const Product* a, int64_t row, int64_t d) {
+  const int64_t target = a->gradients[row].target;
+  if (target < 0 || a->gradients[row].offset == 0) return 0;
+  return a->gradients[row].offset *
+         load(a->weight_rows, BF16, target * a->vocab_step + d * a->width_step);
+}
+
 /* Kernels over tokens that are about numerators. */
 static int compute_numerators(const Product* a, const char* what) {
   const Rows* rows = &a->row;
@@ -194,7 +204,7 @@ static int compute_numerators(const Product* a, const char* what) {
       const int64_t column = has_label ? label : 0;
       double logit = 0;
       for (int64_t d = 0; d < a->width; ++d) {
-        const int64_t at = strstr(what, "dv") ? d * rows->vocab + column : column * a->width + d;
+        const int64_t at = d * a->width_step + column * a->vocab_step;
         logit += load(a->hidden_rows, BF16, row * a->width + d) * load(a->weight_rows, BF16, at);
       }
       /* Sometimes far enough away for a sum that is too large. */
@@ -210,19 +220,38 @@ static int compute_numerators(const Product* a, const char* what) {
       end_row(rows, row, all, rows->every_token || !is_idle(rows, row));
       const double at_p = rows->dloss[row] * (1 + 2 * rows->z_loss * lse);
       const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / sum : NAN;
-      a->gradients[row].factor = (float)factor;
+      a->gradients[row].factor = (float)factor, a->gradients[row].offset = 0;
       if (factor != 0 && has_label) {
         const double p = exp(a->label_logits[row] - lse);
         const double dz = at_p * p - rows->dloss[row];
-        store(rows->dlogits, BF16, row * rows->stride + label, dz / factor);
+        const int64_t at = row * rows->stride + label;
+        store(rows->dlogits, BF16, at, dz / factor);
+        a->gradients[row].offset = (float)(dz - (float)factor * load(rows->dlogits, BF16, at));
       }
     } else if (strcmp(what, "scale") == 0) {
       for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
         store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, BF16, i));
       }
     } else if (strcmp(what, "round") == 0) {
-      for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
-        store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, F32, i));
+      for (int64_t d = 0; d < a->width; ++d) {
+        const int64_t i = row * a->width + d;
+        const double sum = a->gradients[row].factor * load(a->hidden_rows, F32, i);
+        store(a->scaled_rows, BF16, i, sum + lacking(a, row, d));
+      }
+    } else if (strncmp(what, "lacking_", 8) == 0) {
+      const int64_t target = a->gradients[row].target;
+      if (target < 0) continue;
+      const int to = strstr(what, "bf16") ? BF16 : F32;
+      const double e = load(rows->dlogits, BF16, row * rows->stride + target), f = a->gradients[row].factor;
+      for (int64_t d = 0; d < a->width; ++d) {
+        const int64_t of_part = (strstr(what, "_dv") ? d : target) - a->part_first;
+        if (of_part < 0 || of_part >= a->part_count) continue;
+        const int64_t at = of_part * a->part_stride + (strstr(what, "_dv") ? target : d);
+        const double h = load(a->hidden_rows, BF16, row * a->width + d);
+        uint16_t scaled;
+        store(&scaled, BF16, 0, f * h);
+        const double more = (f * e + a->gradients[row].offset) * h - e * load(&scaled, BF16, 0);
+        store(a->part, to, at, load(a->part, to, at) + more);
       }
     } else {
       return 1;
@@ -265,7 +294,8 @@ static void multiply(const Product* a, const char* name, int dtype) {
                load(a->weight.at, dtype, vocab_is_last ? d * step + column : column * step + d);
       }
       if (strstr(name, "scaled")) {
-        store(a->dlogits.at, dtype, row * rows->stride + v, a->gradients[row].factor * sum);
+        const double scaled = a->gradients[row].factor * sum + lacking(a, row, v);
+        store(a->dlogits.at, dtype, row * rows->stride + v, scaled);
         continue;
       }
       uint16_t rounded;

@@ -24,6 +24,12 @@ mirror! {
         weight_rows: *const c_void,
         scaled_rows: *mut c_void,
         width: i64,
+        vocab_step: i64,
+        width_step: i64,
+        part: *mut c_void,
+        part_first: i64,
+        part_count: i64,
+        part_stride: i64,
         blocks: u32,
         tiles: u32,
         parts: u32,
@@ -45,4 +51,5 @@ numbers! {
     THREADS: u32 = kFusedProductThreads, 384;
     SHARED_BYTES: u32 = kFusedProductBytes, 230_464;
     TOKEN_THREADS: u32 = kTokenThreads, 128;
+    COLUMNS_OF_WARP: u32 = kOfWarp, 256;
 }

@@ -9,6 +9,7 @@ use xentile::{DType, LogitsShape};
 
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
 use super::{arguments, check, count};
+use crate::blas::Matrix;
 use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
@@ -84,17 +85,14 @@ impl FusedProduct {
             gradients: Self::gradient_of(of_tokens, 0),
             overflow: flag,
             hidden_rows: operands.hidden,
-            weight_rows: operands.weight,
             scaled_rows: scaled,
-            width: self.width as i64,
-            ..common
+            ..self.with_weight(operands.weight, common)
         };
         // Runs where the first found a sum too large.
         let again = Arguments { gate: flag, overflow: null_mut(), ..first };
-        let begin = if self.vocab_is_last { "numerators_begin_dv" } else { "numerators_begin_vd" };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.launch_on_tokens(begin, WARP, stream, &first)?;
+            self.launch_on_tokens("numerators_begin", WARP, stream, &first)?;
             product.launch_product(stream, &first)?;
             forward.launch_product(stream, &again)?;
             self.launch_on_tokens("numerators_again", 1, stream, &again)?;
@@ -127,7 +125,7 @@ impl FusedProduct {
     pub unsafe fn scale_sums(
         &self,
         stream: *mut c_void,
-        sums: *const f32,
+        (sums, weight): (*const f32, *const c_void),
         from: Numerators,
         dhidden: *mut c_void,
     ) -> Result<()> {
@@ -139,11 +137,59 @@ impl FusedProduct {
         let arguments = Arguments {
             hidden_rows: sums.cast(),
             scaled_rows: dhidden,
-            width: self.width as i64,
-            ..self.without_tensors(self.width, from)?
+            ..self.with_weight(weight, self.without_tensors(self.width, from)?)
         };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch_on_tokens("numerators_round", WARP, stream, &arguments) }
+    }
+
+    /// Has `stream` add to `part`, some rows from `first` on of the weight's gradient or of its sums,
+    /// without which it is the product of numerators and scaled hidden states, what these lack of it.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub(crate) unsafe fn add_lacking(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        from: Numerators,
+        (first, part): (usize, Matrix),
+    ) -> Result<()> {
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let shape = LogitsShape::new(self.tokens, self.vocab)?;
+        let carried = null_mut();
+        let whole = Part { vocab: self.vocab, first_column: 0, stride: from.stride, carried };
+        let row = Kernel::new(self.options, shape, self.dtype)?.of_part(whole);
+        let row = Row { dlogits: from.at, ..row.arguments(null(), operands.labels) };
+        let taken = Arguments {
+            gradients: Self::gradient_of(from.of_tokens, 0),
+            hidden_rows: operands.hidden,
+            width: self.width as i64,
+            part: part.at,
+            part_first: first as i64,
+            part_count: part.rows as i64,
+            part_stride: part.stride as i64,
+            ..Arguments::of_rows(row)
+        };
+        let name = format!("numerators_lacking_{}_{}", part.dtype, self.factors());
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            let parts = self.width.div_ceil(arguments::COLUMNS_OF_WARP as usize);
+            self.launch_on_parts(&name, (WARP, parts), stream, &taken)
+        }
+    }
+
+    /// The same with where elements of the weight are.
+    fn with_weight(&self, weight: *const c_void, arguments: Arguments) -> Arguments {
+        let (row, one) = (self.weight().1 as i64, 1);
+        let (vocab_step, width_step) = if self.vocab_is_last { (one, row) } else { (row, one) };
+        let width = self.width as i64;
+        Arguments { weight_rows: weight, width, vocab_step, width_step, ..arguments }
     }
 
     /// What kernels take that need no more than the tokens' factors, for rows of so many columns.
@@ -206,7 +252,7 @@ impl FusedProduct {
             parts: count(parts),
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
-            ..self.without_tensors(width, from)?
+            ..self.with_weight(weight, self.without_tensors(width, from)?)
         };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }

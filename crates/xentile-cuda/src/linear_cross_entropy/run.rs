@@ -13,7 +13,7 @@ use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
-use crate::driver::RawStream;
+use crate::driver::{Driver, RawStream};
 use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum};
 use crate::{Device, Error, Result, check_alignment};
 
@@ -325,7 +325,7 @@ impl<'a> Run<'a> {
         // SAFETY: passed on from this function's contract.
         unsafe {
             product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
-            self.add_product_to_weight(of_weight, block, dhidden, tokens.first == 0)?;
+            self.add_scaled_to_weight(of_weight, block, dhidden, (product, to))?;
             if self.multiplies_numerators(tokens)? {
                 return product.times_weight(self.stream, self.weight.at, to, dhidden.at);
             }
@@ -335,8 +335,44 @@ impl<'a> Run<'a> {
             let sums = Matrix::new(at, DType::F32, tokens.count, self.linear.width);
             let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
             self.blas.product(self.stream, sums, factors, false, rest)?;
-            product.scale_sums(self.stream, at.cast(), to, dhidden.at)
+            product.scale_sums(self.stream, (at.cast(), self.weight.at), to, dhidden.at)
         }
+    }
+
+    /// Adds what numerators and scaled hidden states give the weight, and what these lack.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn add_scaled_to_weight(
+        &self,
+        total: Total,
+        block: &Block,
+        scaled: Matrix,
+        (product, from): (FusedProduct, Numerators),
+    ) -> Result<()> {
+        let tokens = block.tokens;
+        let (_, operands) = self.fused_product(tokens);
+        let lacking = |rows: Chunk, place: Matrix| {
+            let part = (rows.first, place.rows(0, rows.count));
+            // SAFETY: passed on from this function's contract.
+            unsafe { product.add_lacking(self.stream, operands, from, part) }
+        };
+        // Sums take it after the product. What is rounded takes it before: the product adds to it
+        // what it has in f32, and rounds once.
+        let is_rounded = total.sums.is_none();
+        if is_rounded {
+            let Matrix { at, dtype, rows, columns, .. } = total.gradient;
+            // SAFETY: passed on from this function's contract.
+            unsafe { Driver::get()?.clear(self.stream, at, rows * columns * dtype.size_bytes()) }?;
+            total.parts(block.columns).try_for_each(|(rows, place)| lacking(rows, place))?;
+        }
+        let first = tokens.first == 0 && !is_rounded;
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.add_product_to_weight(total, block, scaled, first) }?;
+        if is_rounded {
+            return Ok(());
+        }
+        total.parts(block.columns).try_for_each(|(rows, place)| lacking(rows, place))
     }
 
     fn matrix(&self, block: &Block) -> Matrix {

@@ -19,6 +19,8 @@ from .plan import MIB, STEP, Plan, Problem
 # much of what a plan leaves of it.
 WORKSPACE, MOST_WORKSPACE = 4 * MIB, 32 * MIB
 SLACK = WORKSPACE + MIB
+# A budget below this holds all of it, where it can.
+SMALL = 64 * MIB
 # What a column's bias and its gradient take in f32, beyond the budget too.
 PER_BIAS = 8
 # A second's products and bytes, tiles that run at a time and their extents, and seconds from a
@@ -197,15 +199,21 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
-    fitting = [cut for cut in _cuts(problem, limit) if cut.scratch(problem) <= limit + SLACK]
-    fitting += _two_sweeps(problem, limit)
+    # Of a small budget what is beyond it is a large part, and XLA's allocator gives a free block
+    # whole that is less than twice as large. Beside the scratch there are a token's outputs.
+    rooms = [limit + SLACK]
+    if limit < SMALL:
+        rooms.insert(0, limit - 32 * problem.tokens)
+    found = ((room, _fitting(problem, room)) for room in rooms)
+    room, fitting = next((pair for pair in found if pair[1]), (0, []))
     if not fitting:
         return None
     cut = min(fitting, key=lambda cut: cut.seconds(problem))
     scratch = cut.scratch(problem)
     # Where numerators of p are made, sums of dhidden may pass through there too.
     sums = _chunk_sums(problem, cut.chunk[0]) if cut.by_tokens(problem) else 0
-    scratch += min(max(limit - scratch, 0), MOST_WORKSPACE - WORKSPACE + sums) // 256 * 256
+    left = max(min(limit, room) - scratch, 0)
+    scratch += min(left, MOST_WORKSPACE - WORKSPACE + sums) // 256 * 256
     products, scratch = cut.products(problem), scratch + _beside(problem)
     return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
 
@@ -215,7 +223,13 @@ def _beside(problem: Problem) -> int:
     return PER_BIAS * problem.bias * problem.vocab
 
 
-def _cuts(problem: Problem, limit: int) -> Iterator[Cut]:
+def _fitting(problem: Problem, room: int) -> list[Cut]:
+    """All that fit into so many bytes."""
+    found = [cut for cut in _cuts(problem, room) if cut.scratch(problem) <= room]
+    return found + list(_two_sweeps(problem, room))
+
+
+def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
     for tokens in _extents(problem.tokens):
         if problem.reduced:
             yield Cut((tokens, problem.vocab), fused=True)
@@ -223,14 +237,14 @@ def _cuts(problem: Problem, limit: int) -> Iterator[Cut]:
             for columns in _extents(problem.vocab):
                 yield Cut((tokens, columns), fused=False)
     if problem.reduced:
-        yield from _fused_by_columns(problem, limit)
+        yield from _fused_by_columns(problem, room)
 
 
-def _fused_by_columns(problem: Problem, limit: int) -> Iterator[Cut]:
+def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     """Those that make no logits again that there is room for."""
     tokens = problem.tokens
     without = Cut((tokens, 1), fused=True).scratch(problem)
-    most = (limit + SLACK - without) // (tokens * problem.hidden_bytes) // STEP * STEP
+    most = (room - without) // (tokens * problem.hidden_bytes) // STEP * STEP
     columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
     columns |= {*_extents(problem.vocab)}
     for count in sorted(count for count in columns if 0 < count < problem.vocab):
@@ -259,7 +273,7 @@ def _kept(problem: Problem, last: int, slots: int) -> Extents | None:
     return (columns, slot) if end <= v * d and columns > 0 else None
 
 
-def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
+def _two_sweeps(problem: Problem, room: int) -> Iterator[Cut]:
     """The best chunks of either sweep, which know nothing of each other."""
 
     def best(gradients: tuple[bool, bool]) -> Extents | None:
@@ -268,7 +282,7 @@ def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
 
         def fits(chunk: Extents) -> bool:
             sums = (_chunk_sums, _weight_sums)[side](problem, chunk[side])
-            return _logits(problem, chunk) + sums + 32 * problem.tokens + 4096 <= limit + MIB
+            return _logits(problem, chunk) + sums + 32 * problem.tokens + 4096 <= room - WORKSPACE
 
         fitting = [chunk for chunk in both if fits(chunk)]
         return min(fitting, key=lambda chunk: _sweep(problem, chunk, 2, gradients), default=None)
@@ -277,7 +291,7 @@ def _two_sweeps(problem: Problem, limit: int) -> Iterator[Cut]:
     if hidden is None or weight is None:
         return
     cut = Cut(hidden, fused=False, apart=weight)
-    if cut.scratch(problem) <= limit + SLACK:
+    if cut.scratch(problem) <= room:
         yield cut
 
 
