@@ -19,7 +19,8 @@ from .plan import MIB, STEP, Plan, Problem
 # much of what a plan leaves of it.
 WORKSPACE, MOST_WORKSPACE = 4 * MIB, 32 * MIB
 SLACK = WORKSPACE + MIB
-# A budget below this holds all of it, where it can.
+# Of a budget below this what is beyond it is a large part, and XLA's allocator gives a free block
+# whole that is less than twice as large: it holds all, unless that takes more products.
 SMALL = 64 * MIB
 # What a column's bias and its gradient take in f32, beyond the budget too.
 PER_BIAS = 8
@@ -199,20 +200,20 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
-    # Of a small budget what is beyond it is a large part, and XLA's allocator gives a free block
-    # whole that is less than twice as large. Beside the scratch there are a token's outputs.
-    rooms = [limit + SLACK]
-    if limit < SMALL:
-        rooms.insert(0, limit - 32 * problem.tokens)
-    found = ((room, _fitting(problem, room)) for room in rooms)
-    room, fitting = next((pair for pair in found if pair[1]), (0, []))
-    if not fitting:
+    found = _fastest(problem, limit + SLACK)
+    if found is None:
         return None
-    cut = min(fitting, key=lambda cut: cut.seconds(problem))
+    cut, most = found, limit
+    if limit < SMALL:
+        # Beside the scratch there are a token's outputs.
+        room = limit - 32 * problem.tokens
+        tight = _fastest(problem, room)
+        if tight is not None and tight.products(problem) <= cut.products(problem):
+            cut, most = tight, room
     scratch = cut.scratch(problem)
     # Where numerators of p are made, sums of dhidden may pass through there too.
     sums = _chunk_sums(problem, cut.chunk[0]) if cut.by_tokens(problem) else 0
-    left = max(min(limit, room) - scratch, 0)
+    left = max(most - scratch, 0)
     scratch += min(left, MOST_WORKSPACE - WORKSPACE + sums) // 256 * 256
     products, scratch = cut.products(problem), scratch + _beside(problem)
     return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
@@ -223,10 +224,11 @@ def _beside(problem: Problem) -> int:
     return PER_BIAS * problem.bias * problem.vocab
 
 
-def _fitting(problem: Problem, room: int) -> list[Cut]:
-    """All that fit into so many bytes."""
-    found = [cut for cut in _cuts(problem, room) if cut.scratch(problem) <= room]
-    return found + list(_two_sweeps(problem, room))
+def _fastest(problem: Problem, room: int) -> Cut | None:
+    """The fastest of all that fit into so many bytes."""
+    fitting = [cut for cut in _cuts(problem, room) if cut.scratch(problem) <= room]
+    fitting += _two_sweeps(problem, room)
+    return min(fitting, key=lambda cut: cut.seconds(problem), default=None)
 
 
 def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
