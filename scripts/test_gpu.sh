@@ -142,7 +142,8 @@ section_sanitizer() {
     # - racecheck: cuBLASLt's products fail under it, looked at or not.
     # - initcheck: it would not know what those, which are not looked at, have written.
     # - synccheck: more barriers than a launch of many small CTAs has, since past what it tracks the
-    #   tool fails itself; fewer beside products, which leave it no memory for as many.
+    #   tool fails itself; fewer beside products, which leave it no memory for as many, nor for many
+    #   tiles.
     while IFS='|' read -r name options arguments; do
         read -ra of_tool <<<"$options"
         read -ra of_script <<<"$arguments"
@@ -158,7 +159,7 @@ memcheck|--tool memcheck --padding 64|
 racecheck|--tool racecheck|--no-products
 initcheck|--tool initcheck|--no-products
 synccheck|--tool synccheck --num-cuda-barriers 65536|--no-products
-synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only linear
+synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only 300x200
 END
     for index in "${!names[@]}"; do
         name=${names[index]}

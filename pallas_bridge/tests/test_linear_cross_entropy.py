@@ -164,7 +164,8 @@ def hold_against_the_dense_program(
     for actual, other, want, like in zip(found, dense, expected, of, strict=False):
         assert actual.dtype == like.dtype
         distances = [np.linalg.norm(np.asarray(x, np.float64) - want) for x in (actual, other)]
-        assert distances[0] <= 1.25 * distances[1]
+        # The library's dbias on GPUs is a sum of dlogits as they were rounded, as products have them.
+        assert distances[0] <= (1.25 if want.ndim > 1 else 2.5) * distances[1]
         # Which entry is the worst is luck, of both programs; and a unit in the last place.
         eps = float(jnp.finfo(hidden.dtype).eps)
         assert error(actual, want) <= 2 * error(other, want) + eps / 4

@@ -6,11 +6,11 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use bytemuck::Pod;
 use pjrt_client::Buffer;
-use xentile::Element;
 use xentile::cross_entropy::reference::{TokenCotangents, TokenForward, forward, gradient};
 use xentile::cross_entropy::{CrossEntropy, Target, TokenFactors};
 use xentile::linear_cross_entropy::Operands;
 use xentile::linear_cross_entropy::reference::{Factors, Gradients, map_rows, pull_back};
+use xentile::{DType, Element};
 use xentile_programs::exported::Linear;
 
 use super::compare::{Outputs, Worst, distance};
@@ -299,12 +299,15 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         let shape = self.operands.shape();
         let of_sums = self.of_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
+        // Numerators of p have a factor that is rounded too, with what it multiplies.
+        let dtype = <E as Element>::DTYPE;
+        let of_factor = if dtype == DType::Bf16 { dtype.ulp(1.0) / 2.0 } else { 0.0 };
         for ((dz, &z), &shift) in dlogits.iter_mut().zip(&row.logits).zip(&row.shifts) {
             let p = self.probability(z, lse);
             let moved = p * (of_p * (shift + lse_shift).exp_m1() + of_lse);
             let ulp = <E as Element>::DTYPE.ulp(*dz);
             let kernel = (self.limits.dlogits_ulp * ulp).max(self.limits.dlogits_cotangent * size);
-            *dz = moved + kernel + dz.abs() * (of_cap * shift + of_sums);
+            *dz = moved + kernel + dz.abs() * (of_cap * shift + of_sums + of_factor);
         }
     }
 
@@ -408,7 +411,6 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use half::{bf16, f16};
-    use xentile::DType;
     use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 
     use super::*;
