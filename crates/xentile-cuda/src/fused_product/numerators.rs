@@ -19,11 +19,15 @@ use crate::{Device, Error, Result, check_alignment};
 /// Threads of a token, where a warp has one.
 const WARP: usize = 32;
 
-/// Whether there are numerators for `options`: they have the range of f32, and no logit is needed
-/// but for them.
+/// Tokens of a call at most: all labels are compared with one another.
+const MOST_TOKENS: usize = 1 << 15;
+
+/// Whether there are numerators of so many tokens for `options`: they have the range of f32, and no
+/// logit is needed but for them.
 #[must_use]
-pub fn numerators_support(dtype: DType, options: &CrossEntropy) -> bool {
-    dtype == DType::Bf16 && options.softcap.is_none() && options.label_smoothing == 0.0
+pub fn numerators_support(dtype: DType, tokens: usize, options: &CrossEntropy) -> bool {
+    let plain = options.softcap.is_none() && options.label_smoothing == 0.0;
+    dtype == DType::Bf16 && tokens <= MOST_TOKENS && plain
 }
 
 /// Where numerators go, and what is kept beside them.
@@ -43,8 +47,8 @@ pub struct Numerators {
 
 impl FusedProduct {
     /// Has `stream` write numerators and scaled hidden states, so that numerators' transpose times
-    /// these is the weight's gradient for cotangents `dloss` `[N]` of the losses, and fill what
-    /// `outputs` asks for.
+    /// these is the weight's gradient for cotangents `dloss` `[N]` of the losses, but for what
+    /// `add_lacking` adds, and fill what `outputs` asks for.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward), and options that [`numerators_support`] does not have.
@@ -61,8 +65,8 @@ impl FusedProduct {
         scratch: Scratch,
     ) -> Result<()> {
         let Self { tokens, dtype, vocab, options, .. } = *self;
-        if !numerators_support(dtype, &options) {
-            return Err(Error::Numerators { dtype });
+        if !numerators_support(dtype, tokens, &options) {
+            return Err(Error::Numerators { dtype, tokens });
         }
         let most = self.parts_in(scratch.bytes)?;
         let Numerators { at, stride, scaled, of_tokens } = to;
@@ -256,5 +260,43 @@ impl FusedProduct {
         };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPTIONS: CrossEntropy =
+        CrossEntropy { ignore_index: -100, label_smoothing: 0.0, z_loss: 1e-4, softcap: None };
+
+    #[test]
+    fn numerators_need_the_range_of_f32_and_plain_logits() {
+        assert!(numerators_support(DType::Bf16, 32_768, &OPTIONS));
+        assert!(!numerators_support(DType::F16, 1, &OPTIONS));
+        let smooth = CrossEntropy { label_smoothing: 0.1, ..OPTIONS };
+        let capped = CrossEntropy { softcap: Some(30.0), ..OPTIONS };
+        assert!(!numerators_support(DType::Bf16, 32_769, &OPTIONS));
+        assert!(!numerators_support(DType::Bf16, 1, &smooth));
+        assert!(!numerators_support(DType::Bf16, 1, &capped));
+        assert_eq!(
+            Error::Numerators { dtype: DType::F16, tokens: 7 }.to_string(),
+            "there are no numerators of 7 tokens in f16 or for these options; they need bf16, 32768 \
+             tokens at most, no softcap and no label_smoothing"
+        );
+    }
+
+    #[test]
+    fn products_by_width_are_the_librarys_where_tiles_come_in_whole_turns() {
+        let keeps_busy = |tokens, width| {
+            let (vocab, vocab_is_last, dtype) = (128_256, false, DType::Bf16);
+            FusedProduct { tokens, width, vocab, vocab_is_last, dtype, options: OPTIONS }
+                .times_weight_keeps_busy(132)
+        };
+        // 256 tiles, and 64, are four turns and one of 66 clusters; 288 are a third of the fifth.
+        assert!(keeps_busy(8192, 2048));
+        assert!(keeps_busy(4096, 1024));
+        assert!(!keeps_busy(8192, 2304));
+        assert!(!keeps_busy(2048, 1024));
     }
 }

@@ -282,7 +282,7 @@ impl<'a> Run<'a> {
         // Nobody has a bias' gradient of them yet.
         let are_there = self.has_fused_product
             && self.bias.is_null()
-            && fused_product::numerators_support(self.linear.dtype, &self.options)
+            && fused_product::numerators_support(self.linear.dtype, tokens.count, &self.options)
             && self.workspace().bytes >= product.least_scratch_bytes();
         let sums = self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
         Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
