@@ -158,13 +158,15 @@ pub enum Error {
     /// Numerators that a dtype cannot hold, or options that need logits.
     #[error(
         "there are no numerators of {tokens} tokens in {dtype} or for these options; they need bf16, \
-         32768 tokens at most, no softcap and no label_smoothing"
+         {most} tokens at most, no softcap and no label_smoothing"
     )]
     Numerators {
         /// Of the operands.
         dtype: DType,
         /// N.
         tokens: usize,
+        /// The most that there may be.
+        most: usize,
     },
     /// A GPU of which this process has too small a part.
     #[error("{name} has no room for a cluster of two CTAs")]

@@ -66,7 +66,7 @@ impl FusedProduct {
     ) -> Result<()> {
         let Self { tokens, dtype, vocab, options, .. } = *self;
         if !numerators_support(dtype, tokens, &options) {
-            return Err(Error::Numerators { dtype, tokens });
+            return Err(Error::Numerators { dtype, tokens, most: MOST_TOKENS });
         }
         let most = self.parts_in(scratch.bytes)?;
         let Numerators { at, stride, scaled, of_tokens } = to;
@@ -280,7 +280,7 @@ mod tests {
         assert!(!numerators_support(DType::Bf16, 1, &smooth));
         assert!(!numerators_support(DType::Bf16, 1, &capped));
         assert_eq!(
-            Error::Numerators { dtype: DType::F16, tokens: 7 }.to_string(),
+            Error::Numerators { dtype: DType::F16, tokens: 7, most: MOST_TOKENS }.to_string(),
             "there are no numerators of 7 tokens in f16 or for these options; they need bf16, 32768 \
              tokens at most, no softcap and no label_smoothing"
         );
