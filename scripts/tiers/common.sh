@@ -48,7 +48,9 @@ use_exported_programs() {
         return 1
     fi
     scripts/setup.sh scripts/requirements-{jax,pjrt}.txt
-    cargo build --release --package xentile-xla
+    # All that there is, as in the README's first command: a package by itself has other features, and
+    # is compiled again for them.
+    cargo build --release
     local packages
     packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
     export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so

@@ -4,8 +4,7 @@ source scripts/tiers/common.sh
 
 cargo test --workspace --no-fail-fast
 if [[ -n ${XENTILE_NVCC:-} ]]; then
-    # In the profile that the library for Python is built in, which has the kernels compiled.
-    cargo test --release --no-fail-fast --package xentile-cuda --package xentile-xla --features xentile-xla/cuda
+    cargo test --no-fail-fast --package xentile-cuda --package xentile-xla --features xentile-xla/cuda
 else
     echo "left out: what the feature cuda adds, as CUDA's compiler has wheels for Linux only"
 fi

@@ -11,8 +11,7 @@ check rustfmt cargo fmt --all --check
 check "rustfmt, fuzz" cargo fmt --check --manifest-path fuzz/Cargo.toml
 check clippy cargo clippy --workspace --all-targets -- -D warnings
 if [[ -n ${XENTILE_NVCC:-} ]]; then
-    # In the profile that the library for Python is built in, which has the kernels compiled.
-    check "clippy, CUDA" cargo clippy --release --package xentile-cuda --package xentile-xla \
+    check "clippy, CUDA" cargo clippy --package xentile-cuda --package xentile-xla \
         --features xentile-xla/cuda --all-targets -- -D warnings
 else
     echo "left out: clippy, CUDA, as CUDA's compiler has wheels for Linux only"

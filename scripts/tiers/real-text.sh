@@ -5,7 +5,7 @@ source scripts/tiers/common.sh
 status=0
 pytest scripts/tests/test_make_real_logits.py || status=1
 check "make_real_logits" scripts/make_real_logits
-cargo build --release --bin gradcheck
+cargo build --release
 gradcheck=$target_dir/release/gradcheck
 check "configs/gradcheck/real_text.yaml" "$gradcheck" --config configs/gradcheck/real_text.yaml
 if use_exported_programs; then

@@ -18,13 +18,15 @@ mod statistics;
 use xentile::cross_entropy::{CrossEntropy, Reduction, Target, TokenFactors};
 use xentile::{Element, Labels, LogitsShape, Result, Tile};
 
+use crate::compiled::Passes;
 use crate::math::EXP_SCALE;
 use crate::parallel::Shared;
 use crate::{InOut, Isa, Parallel};
-use gradient::{Gradient, RowGradient};
+pub(crate) use gradient::Gradient;
+use gradient::RowGradient;
 use matrix::Matrix;
-pub(crate) use statistics::RowStatistics;
-use statistics::{Label, Statistics};
+use statistics::Label;
+pub(crate) use statistics::{RowStatistics, Statistics};
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "cross_entropy.cpu";
@@ -332,7 +334,7 @@ impl<'a> Kernel<'a> {
                 RowStatistics::new(wanted, label)
             })
             .collect();
-        self.launch.isa.run(Statistics {
+        let pass = Statistics {
             matrix,
             first,
             first_column: 0,
@@ -341,7 +343,8 @@ impl<'a> Kernel<'a> {
             softcap: self.options.softcap,
             mean: self.options.label_smoothing != 0.0,
             ahead,
-        });
+        };
+        (Passes::get().statistics)(self.launch.isa, pass);
         rows
     }
 
@@ -353,14 +356,15 @@ impl<'a> Kernel<'a> {
         rows: &[RowGradient],
         ahead: Option<usize>,
     ) {
-        self.launch.isa.run(Gradient {
+        let pass = Gradient {
             matrix,
             first,
             rows,
             block_size: tile.block_size(),
             softcap: self.options.softcap,
             ahead,
-        });
+        };
+        (Passes::get().gradient)(self.launch.isa, pass);
     }
 
     pub(crate) fn is_ignored(&self, token: usize) -> bool {

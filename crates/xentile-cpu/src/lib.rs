@@ -7,6 +7,7 @@
 //!
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
 
+mod compiled;
 pub mod copy;
 pub mod cross_entropy;
 mod in_out;

@@ -3,6 +3,7 @@
 
 use xentile::{Element, Error, Result};
 
+use crate::compiled::Passes;
 use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 use crate::{InOut, Isa, Job, Parallel};
 
@@ -39,13 +40,14 @@ pub fn scale<E: Element>(
     let task = TASK_BYTES / size_of::<E>();
     pool.run(read.div_ceil(task), &|index| {
         let start = index * task;
-        isa.run(Scale { runs: &runs, start, end: read.min(start + task), in_place });
+        let pass = Scale { runs: &runs, start, end: read.min(start + task), in_place };
+        (Passes::get().scale)(isa, pass);
     });
     Ok(())
 }
 
 /// What all tasks share.
-struct Runs<'a, E> {
+pub(crate) struct Runs<'a, E> {
     from: *const E,
     to: *mut E,
     length: usize,
@@ -58,7 +60,7 @@ struct Runs<'a, E> {
 unsafe impl<E: Element> Sync for Runs<'_, E> {}
 
 /// The elements of one task, `start` to `end`, which may cut runs.
-struct Scale<'a, E> {
+pub(crate) struct Scale<'a, E> {
     runs: &'a Runs<'a, E>,
     start: usize,
     end: usize,

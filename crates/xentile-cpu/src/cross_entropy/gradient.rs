@@ -12,7 +12,7 @@ use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 
 /// The gradient of one row.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum RowGradient {
+pub(crate) enum RowGradient {
     /// The same value everywhere; logits are not read.
     Fill(f32),
     /// `at_label` in column `label`, elsewhere `probability * EXP_SCALE * exp(z - shift) + constant`,
@@ -21,7 +21,7 @@ pub(super) enum RowGradient {
 }
 
 /// The pass over the rows of one tile.
-pub(super) struct Gradient<'a, E> {
+pub(crate) struct Gradient<'a, E> {
     pub(super) matrix: &'a Matrix<'a, E>,
     /// The tile's first token.
     pub(super) first: usize,

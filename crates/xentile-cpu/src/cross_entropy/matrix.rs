@@ -8,7 +8,7 @@ use crate::InOut;
 use crate::simd::{LINE_BYTES, Simd};
 
 /// Logits `[T, V]` and, for passes that write, dlogits `[T, V]`.
-pub(super) struct Matrix<'a, E> {
+pub(crate) struct Matrix<'a, E> {
     from: *const E,
     to: *mut E,
     shape: LogitsShape,

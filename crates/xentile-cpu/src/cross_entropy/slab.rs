@@ -9,6 +9,7 @@ use super::matrix::Matrix;
 use super::statistics::{Label, RowStatistics, Statistics};
 use super::{Kernel, SavedLse};
 use crate::InOut;
+use crate::compiled::Passes;
 
 /// No column of a slab.
 const NO_COLUMN: usize = usize::MAX;
@@ -36,7 +37,7 @@ impl Kernel<'_> {
                 row.set_label(self.label_of(column, logits[column - columns.start]));
             }
         }
-        self.launch.isa.run(Statistics {
+        let pass = Statistics {
             matrix: &matrix,
             first: 0,
             first_column: columns.start,
@@ -45,7 +46,8 @@ impl Kernel<'_> {
             softcap: self.options.softcap,
             mean: self.options.label_smoothing != 0.0,
             ahead: None,
-        });
+        };
+        (Passes::get().statistics)(self.launch.isa, pass);
         Ok(())
     }
 
@@ -70,14 +72,15 @@ impl Kernel<'_> {
             })
             .collect();
         let shape = LogitsShape::new(rows.len(), columns.len())?;
-        self.launch.isa.run(Gradient {
+        let pass = Gradient {
             matrix: &Matrix::new(InOut::InPlace(logits), shape)?,
             first: 0,
             rows: &rows,
             block_size: columns.len(),
             softcap: self.options.softcap,
             ahead: None,
-        });
+        };
+        (Passes::get().gradient)(self.launch.isa, pass);
         Ok(())
     }
 

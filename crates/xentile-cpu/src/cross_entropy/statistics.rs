@@ -94,7 +94,7 @@ impl RowStatistics {
 }
 
 /// The pass over the rows of one tile.
-pub(super) struct Statistics<'a, E> {
+pub(crate) struct Statistics<'a, E> {
     pub(super) matrix: &'a Matrix<'a, E>,
     /// The tile's first token.
     pub(super) first: usize,
