@@ -6,9 +6,10 @@
 //! products take their gradient to hidden states and weight. All tokens of a slab share one copy of
 //! its weight in f32, in whose place the sums of its gradient come.
 //!
-//! Where gradients come with the loss, a slab's logits wait in the memory of dweight, or in what
-//! scratch there is, and only what finds no room is made again: three products where there is room
-//! for all, four where there is for none.
+//! A slab's logits wait for their gradient in the memory of dweight, or in what scratch there is, and
+//! only what finds no room is made again: three products where there is room for all, four where there
+//! is for none. Both passes may be one ([`Linear::fused`]), or the first leaves to the second what it
+//! holds ([`Linear::keep`] and [`Linear::resume`]).
 //!
 //! Threads share out tokens, and rows of the weight's gradient. Each number is summed by one thread
 //! in one order, so that their count changes no bit.
@@ -69,7 +70,8 @@ pub struct Linear<'a> {
 
 /// The bytes of scratch that a pass takes in slabs of `columns` columns.
 ///
-/// A fused pass takes those of one that makes gradients, and keeps logits in what it gets beyond.
+/// A pass that keeps logits takes those of one that makes gradients, and keeps them in what it gets
+/// beyond.
 #[must_use]
 pub fn scratch_bytes(
     shape: LinearShape,
@@ -116,11 +118,7 @@ impl<'a> Linear<'a> {
         let ([hidden, weight, logits, _], _) = layout.split(scratch)?;
         let work = Work::new(self, operands, hidden, weight, logits, &mut [], &mut []);
         let want = |token| outputs.want(&self.kernel, token, !self.kernel.is_ignored(token));
-        let rows = work.sums(&slabs(self.shape, self.columns), want);
-        for (token, row) in rows.iter().enumerate() {
-            // SAFETY: nobody else writes.
-            unsafe { outputs.write(token, self.kernel.token_values(token, row)) };
-        }
+        work.write_sums(&slabs(self.shape, self.columns), want, &outputs);
         Ok(())
     }
 
@@ -136,10 +134,7 @@ impl<'a> Linear<'a> {
         gradients: Gradients<'_, E>,
         scratch: &mut [u8],
     ) -> Result<()> {
-        self.check(operands)?;
-        saved.check(self.shape.logits())?;
-        cotangents.check(self.shape.logits())?;
-        self.check_gradients(&gradients)?;
+        self.check_backward(operands, saved, cotangents, &gradients)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
         let ([hidden, weight, logits, sums], _) = layout.split(scratch)?;
         let work = Work::new(self, operands, hidden, weight, logits, gradients.weight, &mut []);
@@ -167,19 +162,14 @@ impl<'a> Linear<'a> {
         self.shape.logits().check_tokens("dloss", dloss.len())?;
         self.check_gradients(&gradients)?;
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
-        let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
-        let ([hidden, weight, logits, sums], kept) = layout.split(scratch)?;
-        let kept = numbers::<E>(kept);
-        let slabs = keeping(self.shape, self.columns, kept.len());
-        let work = Work::new(self, operands, hidden, weight, logits, gradients.weight, kept);
         let takes_part = |token| dloss[token] != 0.0 && !self.kernel.is_ignored(token);
         let want = |token| {
             let takes_part = takes_part(token);
             takes_part || outputs.want(&self.kernel, token, takes_part)
         };
-        let rows = work.sums(&slabs, want);
         let [mut lse, mut lse_low] = [(); 2].map(|()| vec![0.0; tokens]);
-        for (token, row) in rows.iter().enumerate() {
+        let (work, slabs, sums) = self.keeping(operands, gradients.weight, scratch)?;
+        for (token, row) in work.sums(&slabs, want).iter().enumerate() {
             let values = self.kernel.token_values(token, row);
             // As the backward pass would read it, so that both give the same bits.
             (lse[token], lse_low[token]) = split(values.lse);
@@ -193,6 +183,78 @@ impl<'a> Linear<'a> {
         };
         work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
+    }
+
+    /// The first half of [`Self::fused`]: fills what `outputs` asks for, and leaves logits in `kept`,
+    /// which is the memory of dweight, and in `scratch`.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`].
+    pub fn keep<E: Element>(
+        &self,
+        operands: Operands<'_, E>,
+        outputs: TokenOutputs<'_>,
+        kept: &mut [E],
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        self.check(operands)?;
+        let (actual, expected) = (kept.len(), operands.weight.len());
+        if actual != expected {
+            return Err(Error::Length { name: "kept", actual, axes: "[V, D]", expected });
+        }
+        let outputs = Outputs::new(self.shape.logits(), outputs)?;
+        let (work, slabs, _) = self.keeping(operands, kept, scratch)?;
+        let want = |token| outputs.want(&self.kernel, token, !self.kernel.is_ignored(token));
+        work.write_sums(&slabs, want, &outputs);
+        Ok(())
+    }
+
+    /// The second half, for any `cotangents`: as [`Self::backward`], where dweight holds what
+    /// [`Self::keep`] left in its memory, and `scratch` what it left there, of the same length and
+    /// aligned alike.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`].
+    pub fn resume<E: Element>(
+        &self,
+        operands: Operands<'_, E>,
+        saved: SavedLse<'_>,
+        cotangents: Cotangents<'_>,
+        gradients: Gradients<'_, E>,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        self.check_backward(operands, saved, cotangents, &gradients)?;
+        let (work, slabs, sums) = self.keeping(operands, gradients.weight, scratch)?;
+        let cotangents = |token| cotangents.of(token);
+        work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
+        Ok(())
+    }
+
+    /// A pass that keeps logits, its slabs, and where sums of dhidden go.
+    fn keeping<'b, E: Element>(
+        &'b self,
+        operands: Operands<'b, E>,
+        dweight: &'b mut [E],
+        scratch: &'b mut [u8],
+    ) -> Result<(Work<'b, E>, Vec<Slab>, &'b mut [f32])> {
+        let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
+        let ([hidden, weight, logits, sums], kept) = layout.split(scratch)?;
+        let kept = numbers::<E>(kept);
+        let slabs = keeping(self.shape, self.columns, kept.len());
+        Ok((Work::new(self, operands, hidden, weight, logits, dweight, kept), slabs, sums))
+    }
+
+    fn check_backward<E>(
+        &self,
+        operands: Operands<'_, E>,
+        saved: SavedLse<'_>,
+        cotangents: Cotangents<'_>,
+        gradients: &Gradients<'_, E>,
+    ) -> Result<()> {
+        self.check(operands)?;
+        saved.check(self.shape.logits())?;
+        cotangents.check(self.shape.logits())?;
+        self.check_gradients(gradients)
     }
 
     fn check<E>(&self, operands: Operands<'_, E>) -> Result<()> {
@@ -390,6 +452,14 @@ impl<'a, E: Element> Work<'a, E> {
             });
         }
         rows
+    }
+
+    /// Writes what follows from the [`Self::sums`] of each token.
+    fn write_sums(&self, slabs: &[Slab], want: impl Fn(usize) -> bool, outputs: &Outputs<'_>) {
+        for (token, row) in self.sums(slabs, want).iter().enumerate() {
+            // SAFETY: nobody else writes.
+            unsafe { outputs.write(token, self.linear.kernel.token_values(token, row)) };
+        }
     }
 
     /// Gradients over `slabs`, in their order.

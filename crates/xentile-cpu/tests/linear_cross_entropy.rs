@@ -17,6 +17,9 @@ mod common;
 
 const POISON: u8 = 0xa5;
 
+/// How gradients are made: with logits made again, in one pass, and in two with logits kept.
+const WAYS: [&str; 3] = ["again", "fused", "kept"];
+
 struct Case<E> {
     shape: LinearShape,
     options: CrossEntropy,
@@ -81,8 +84,8 @@ impl<E: Element> Case<E> {
         }
     }
 
-    /// Outputs and gradients of the two passes, and those of the fused one.
-    fn run(&self, threads: usize) -> [Found; 2] {
+    /// Outputs and gradients of each of [`WAYS`].
+    fn run(&self, threads: usize) -> [Found; 3] {
         let pool = Threads::new(threads).unwrap();
         let tile = self.rows.map(|rows| Tile::new(rows, 1).unwrap());
         let launch = Launch { isa: self.isa, tile, pool: &pool };
@@ -97,8 +100,7 @@ impl<E: Element> Case<E> {
             vec![POISON; bytes + if makes_gradients { self.room } else { 0 } + 1]
         };
         let (tokens, poison) = (self.shape.tokens(), E::from_f32(7.25e3));
-        let mut both = [(); 2].map(|()| Found::default());
-        for (fused, found) in both.iter_mut().enumerate() {
+        WAYS.map(|way| {
             let mut tokenwise = [(); 4].map(|()| vec![7.25e3_f32; tokens]);
             let mut dhidden = vec![poison; self.hidden.len()];
             let mut dweight = vec![poison; self.weight.len()];
@@ -112,23 +114,32 @@ impl<E: Element> Case<E> {
             };
             let mut for_gradients = scratch(true);
             let [g, h, k] = &self.cotangents;
-            if fused == 1 {
-                let scratch = &mut for_gradients[1..];
-                linear.fused(operands, g, outputs, gradients, scratch).unwrap();
-            } else {
-                linear.forward(operands, outputs, &mut scratch(false)[1..]).unwrap();
-                let saved = SavedLse { lse: &tokenwise[2], lse_low: Some(&tokenwise[3]) };
-                let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
-                let scratch = &mut for_gradients[1..];
-                linear.backward(operands, saved, cotangents, gradients, scratch).unwrap();
+            let in_gradients = &mut for_gradients[1..];
+            match way {
+                "fused" => linear.fused(operands, g, outputs, gradients, in_gradients).unwrap(),
+                "kept" => linear.keep(operands, outputs, gradients.weight, in_gradients).unwrap(),
+                _ => linear.forward(operands, outputs, &mut scratch(false)[1..]).unwrap(),
+            }
+            let gradients = Gradients {
+                hidden: &mut dhidden,
+                weight: &mut dweight,
+                bias: bias.as_ref().map(|_| &mut dbias[..]),
+            };
+            let saved = SavedLse { lse: &tokenwise[2], lse_low: Some(&tokenwise[3]) };
+            let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
+            match way {
+                "fused" => {}
+                "kept" => {
+                    linear.resume(operands, saved, cotangents, gradients, in_gradients).unwrap();
+                }
+                _ => linear.backward(operands, saved, cotangents, gradients, in_gradients).unwrap(),
             }
             let [hidden, weight] = [&dhidden, &dweight].map(|x| widened(x));
-            *found = Found { tokenwise, hidden, weight, bias: dbias };
-        }
-        both
+            Found { tokenwise, hidden, weight, bias: dbias }
+        })
     }
 
-    /// Holds both passes against float64.
+    /// Holds every way against float64.
     fn check(&self, what: &str) {
         let labels = Labels::from(self.labels.as_slice());
         let checked = Checked::new(
@@ -141,13 +152,13 @@ impl<E: Element> Case<E> {
         )
         .unwrap();
         let expected = outputs(&self.options, &checked);
-        let both = self.run(2);
-        for (fused, found) in both.iter().enumerate() {
-            let what = format!("{what} {} {} {:?} fused {fused}", E::DTYPE, self.isa, self.shape);
+        let all = self.run(2);
+        for (way, found) in WAYS.into_iter().zip(&all) {
+            let what = format!("{what} {} {} {:?} {way}", E::DTYPE, self.isa, self.shape);
             self.check_outputs(&what, &checked, &expected, found);
             let cotangents = |token: usize| {
                 let [g, h, k] = self.cotangents.each_ref().map(|x| f64::from(x[token]));
-                let others = if fused == 1 { [0.0; 2] } else { [h, k] };
+                let others = if way == "fused" { [0.0; 2] } else { [h, k] };
                 TokenCotangents { loss: g, logps: others[0], lse: others[1] }
             };
             let exact = gradients(&self.options, &checked, &expected, cotangents);
@@ -191,7 +202,7 @@ impl<E: Element> Case<E> {
         }
         // Neither threads nor where logits are kept change a bit.
         let again = self.run(3);
-        assert!(both.each_ref().map(Found::bits) == again.map(|found| found.bits()), "{what}");
+        assert!(all.each_ref().map(Found::bits) == again.map(|found| found.bits()), "{what}");
     }
 
     /// What a gradient is made of, times the probability and by itself.
@@ -290,14 +301,17 @@ fn where_logits_are_kept_changes_no_bit() {
     fn body<E: Element>(rng: &mut ChaCha8Rng) {
         let mut case = Case::<E>::new(rng, [90, 30, 500], VocabAxis::First);
         case.columns = 64;
-        let mut fused = |room| {
+        // What a fused pass knows of.
+        case.cotangents[1..].iter_mut().for_each(|cotangent| cotangent.fill(0.0));
+        let mut keeping = |room| {
             case.room = room;
-            let [_, found] = case.run(2);
-            found.bits()
+            let [_, fused, kept] = case.run(2).map(|found| found.bits());
+            assert_eq!(fused, kept);
+            fused
         };
-        let least = fused(0);
+        let least = keeping(0);
         for room in [10_000, 50_000, 1 << 20] {
-            assert_eq!(fused(room), least);
+            assert_eq!(keeping(room), least);
         }
     }
     for_each_dtype!(body, "kept logits");
@@ -316,8 +330,7 @@ fn tokens_that_take_no_part() {
             }
         }
         case.check("ignored");
-        let both = case.run(2);
-        for found in &both {
+        for found in &case.run(2) {
             for token in (0..20).filter(|token| token % 2 == 0 || token % 3 == 0) {
                 assert!(found.hidden[token * 8..][..8].iter().all(|&x| x == 0.0));
             }
@@ -399,4 +412,7 @@ fn what_disagrees_is_named() {
     assert_eq!(refuse([6, 14, 5, 0]), "weight holds 14 elements; [V, D] needs 15");
     assert_eq!(refuse([6, 15, 4, 0]), "bias holds 4 elements; [V] needs 5");
     assert!(refuse([6, 15, 5, 1]).starts_with("scratch holds "));
+    let operands = Operands { hidden: &[0.0; 6][..], weight: &[0.0; 15], bias: None };
+    let refused = linear.keep(operands, TokenOutputs::default(), &mut [0.0; 14], &mut []);
+    assert_eq!(refused.unwrap_err().to_string(), "kept holds 14 elements; [V, D] needs 15");
 }

@@ -84,6 +84,10 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* Those for NVIDIA GPUs, two for most targets, which libraries built with CUDA have. A library that has them

@@ -46,9 +46,9 @@ fn call(arguments: Vec<Box<Array>>, results: Vec<Box<Array>>) -> Call {
     call
 }
 
-/// Puts result `result` in the memory of the first argument.
-fn in_place(mut call: Call, result: usize) -> Call {
-    call.results[result].buffer.data = call.arguments[0].buffer.data;
+/// Puts a result in the memory of an argument.
+fn in_place(mut call: Call, argument: usize, result: usize) -> Call {
+    call.results[result].buffer.data = call.arguments[argument].buffer.data;
     call
 }
 
@@ -198,7 +198,7 @@ impl<E: Element> Problem<E> {
                 let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) };
                 kernel.backward(InOut::InPlace(&mut dlogits), saved, cotangents).unwrap();
                 let backward = || self.backward(narrow, lse, lse_low);
-                for mut backward in [backward(), in_place(backward(), 0)] {
+                for mut backward in [backward(), in_place(backward(), 0, 0)] {
                     backward.call(handler("xentile_cross_entropy_backward")).unwrap();
                     same_bits("backward", &backward.results[0].values::<E>(), &dlogits);
                 }
@@ -209,7 +209,7 @@ impl<E: Element> Problem<E> {
                 dlogits.copy_from_slice(&self.logits);
                 kernel.fused(InOut::InPlace(&mut dlogits), g, outputs).unwrap();
                 let fused = || self.fused(narrow, every_token);
-                for mut fused in [fused(), in_place(fused(), 3)] {
+                for mut fused in [fused(), in_place(fused(), 0, 3)] {
                     fused.call(handler("xentile_cross_entropy_fused")).unwrap();
                     for (result, native) in fused.results.iter_mut().zip(&native) {
                         same_bits("fused", &result.values::<f32>(), native);
@@ -289,7 +289,7 @@ fn scaled_values_are_those_of_the_kernel() {
                         vec![Array::new(<E as xla_ffi::Element>::DTYPE, x_dims)],
                     )
                 };
-                for mut frame in [frame(), in_place(frame(), 0)] {
+                for mut frame in [frame(), in_place(frame(), 0, 0)] {
                     frame.call(handler("xentile_scale")).unwrap();
                     same_bits("scale", &frame.results[0].values::<E>(), &native);
                 }
@@ -689,6 +689,24 @@ mod linear_on_cpu {
 
         /// The call of a pass, whose arguments have these numbers of tokens after the labels.
         fn call(&self, pass: &str, numbers: &[&[f32]]) -> Call {
+            let left = match pass {
+                "resume" => vec![self.like_weight(), self.scratch_array()],
+                _ => Vec::new(),
+            };
+            self.call_with(pass, numbers, left)
+        }
+
+        fn like_weight(&self) -> Box<Array> {
+            let dims = self.weight_extents().map(|extent| extent as i64);
+            Array::new(<E as xla_ffi::Element>::DTYPE, &dims)
+        }
+
+        fn scratch_array(&self) -> Box<Array> {
+            Array::new(DType::U8, &[self.scratch() as i64])
+        }
+
+        /// As [`Self::call`], with what another call left.
+        fn call_with(&self, pass: &str, numbers: &[&[f32]], left: Vec<Box<Array>>) -> Call {
             let hidden = [TOKENS as i64, WIDTH as i64];
             let weight = self.weight_extents().map(|extent| extent as i64);
             let mut arguments = vec![
@@ -697,21 +715,23 @@ mod linear_on_cpu {
                 Array::of(&hidden[..1], &self.labels),
             ];
             arguments.extend(numbers.iter().map(|numbers| Array::f32(numbers)));
+            arguments.extend(left);
             arguments.extend(self.bias.as_deref().map(Array::f32));
             let of_tokens = match pass {
-                "forward" => 4,
-                "backward" => 0,
+                "forward" | "keep" => 4,
+                "backward" | "resume" => 0,
                 _ => 3,
             };
             let mut results: Vec<_> =
                 (0..of_tokens).map(|_| Array::new(DType::F32, &hidden[..1])).collect();
-            let makes_gradients = pass != "forward";
+            let makes_gradients = !matches!(pass, "forward" | "keep");
             if makes_gradients {
-                results.extend(
-                    [hidden, weight].map(|dims| Array::new(<E as xla_ffi::Element>::DTYPE, &dims)),
-                );
+                results.push(Array::new(<E as xla_ffi::Element>::DTYPE, &hidden));
             }
-            results.push(Array::new(DType::U8, &[self.scratch() as i64]));
+            if pass != "forward" {
+                results.push(self.like_weight());
+            }
+            results.push(self.scratch_array());
             if makes_gradients && self.bias.is_some() {
                 results.push(Array::new(DType::F32, &[VOCAB as i64]));
             }
@@ -722,7 +742,7 @@ mod linear_on_cpu {
                 .scalar("vocab_axis", self.vocab_axis as i64)
                 .scalar("chunk_columns", COLUMNS as i64);
             match pass {
-                "backward" => call,
+                "backward" | "resume" => call,
                 _ => call.scalar("every_token", xla_ffi::Pred::from(true)),
             }
         }
@@ -753,13 +773,46 @@ mod linear_on_cpu {
             let saved = SavedLse { lse, lse_low: Some(lse_low) };
             let cotangents = Cotangents { loss: Some(dloss), logps: Some(dlogps), lse: Some(dlse) };
             linear.backward(operands, saved, cotangents, made.gradients(), scratch).unwrap();
-            self.run("backward", &[lse, lse_low, dloss, dlogps, dlse], &[], Some(&made));
+            let numbers: [&[f32]; 5] = [lse, lse_low, dloss, dlogps, dlse];
+            self.run("backward", &numbers, &[], Some(&made));
+            self.check_halves(&linear, &native, &numbers);
 
             let mut native = [(); 3].map(|()| vec![7.0_f32; TOKENS]);
             let [loss, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
             let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_idle };
             linear.fused(operands, dloss, outputs, made.gradients(), scratch).unwrap();
             self.run("fused", &[dloss], &native, Some(&made));
+        }
+
+        /// The handlers of both halves of a fused pass, the second with what the first left in memory of
+        /// its own and where results go.
+        fn check_halves(&self, linear: &Linear<'_>, of_tokens: &[Vec<f32>], numbers: &[&[f32]; 5]) {
+            let operands = Operands {
+                hidden: &self.hidden[..],
+                weight: &self.weight,
+                bias: self.bias.as_deref(),
+            };
+            let scratch = &mut vec![0; self.scratch()][..];
+            let mut made = Made::of(self);
+            linear.keep(operands, TokenOutputs::default(), &mut made.weight, scratch).unwrap();
+            let [lse, lse_low, dloss, dlogps, dlse] = *numbers;
+            let saved = SavedLse { lse, lse_low: Some(lse_low) };
+            let cotangents = Cotangents { loss: Some(dloss), logps: Some(dlogps), lse: Some(dlse) };
+            linear.resume(operands, saved, cotangents, made.gradients(), scratch).unwrap();
+
+            for takes_place in [false, true] {
+                let mut call = self.call("keep", &[]);
+                call.call(target("keep")).unwrap();
+                let left = call.results.split_off(4);
+                for (found, native) in call.results.iter_mut().zip(of_tokens) {
+                    same_bits("keep", &found.values::<f32>(), native);
+                }
+                let mut call = self.call_with("resume", numbers, left);
+                if takes_place {
+                    call = in_place(in_place(call, 8, 1), 9, 2);
+                }
+                self.expect("resume", call, &[], Some(&made));
+            }
         }
 
         /// Calls the handler of a pass, and expects these results.
@@ -770,7 +823,17 @@ mod linear_on_cpu {
             of_tokens: &[Vec<f32>],
             made: Option<&Made<E>>,
         ) {
-            let mut call = self.call(pass, numbers);
+            self.expect(pass, self.call(pass, numbers), of_tokens, made);
+        }
+
+        /// Makes `call`, and expects these results.
+        fn expect(
+            &self,
+            pass: &str,
+            mut call: Call,
+            of_tokens: &[Vec<f32>],
+            made: Option<&Made<E>>,
+        ) {
             call.call(target(pass)).unwrap();
             let (found, gradients) = call.results.split_at_mut(of_tokens.len());
             for (found, native) in found.iter_mut().zip(of_tokens) {
@@ -824,10 +887,12 @@ mod linear_on_cpu {
         let problem = Problem::<bf16>::new(&mut common::fresh_rng("handlers"), 0, true);
         let zeros: &[f32] = &[0.0; TOKENS];
         // With the index of `bias` and, where gradients are made, that of `dbias`.
-        let passes: [(_, &[_], _, _); 3] = [
+        let passes: [(_, &[_], _, _); 5] = [
             ("forward", &[], 3, None),
             ("backward", &[zeros; 5], 8, Some(3)),
             ("fused", &[zeros], 4, Some(6)),
+            ("keep", &[], 3, None),
+            ("resume", &[zeros; 5], 10, Some(3)),
         ];
         for (pass, numbers, bias, dbias) in passes {
             let refused = |change: &dyn Fn(&mut Call), reason: &str| {
@@ -861,6 +926,22 @@ mod linear_on_cpu {
                 "`weight` has shape [23, 4]; it must have the 5 columns of `hidden` on axis 1",
             );
             refused(&|call| set(call, "chunk_columns", 0_i64), "attribute `chunk_columns` is 0");
+            if pass == "keep" {
+                refused(
+                    &|call| call.results[4] = poisoned(DType::Bf16, &[5, 23]),
+                    "`kept` has shape [5, 23]; it must be [23, 5]",
+                );
+            }
+            if pass == "resume" {
+                refused(
+                    &|call| call.arguments[8] = Array::new(DType::Bf16, &[5, 23]),
+                    "`kept` has shape [5, 23]; it must be [23, 5]",
+                );
+                refused(
+                    &|call| call.arguments[9] = Array::new(DType::U8, &[7]),
+                    &format!("`held` has shape [7]; it must be [{}]", problem.scratch()),
+                );
+            }
             let Some(dbias) = dbias else { continue };
             refused(
                 &|call| call.results[dbias] = poisoned(DType::F32, &[22]),

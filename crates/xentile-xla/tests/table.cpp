@@ -49,6 +49,8 @@ const Expected kExpected[] = {
     HOST(linear_cross_entropy_forward),
     HOST(linear_cross_entropy_backward),
     HOST(linear_cross_entropy_fused),
+    HOST(linear_cross_entropy_keep),
+    HOST(linear_cross_entropy_resume),
 // Of a library that was built with them.
 #ifdef XENTILE_CUDA
     CUDA(cross_entropy_forward),

@@ -6,7 +6,8 @@ use xentile_cpu::Isa;
 use xentile_cpu::cross_entropy::{Cotangents, Launch, SavedLse, TokenOutputs};
 use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands};
 use xla_ffi::{
-    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Decoder, Parameter, Result, ThreadPool,
+    ANY_RANK, Aliased, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Decoder, MayAlias, Parameter,
+    Result, ThreadPool,
 };
 
 use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
@@ -39,6 +40,21 @@ target_list! {
     fn xentile_linear_cross_entropy_fused_host = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, pool,
+    );
+
+    /// What forward gives, and logits, in `kept` of the shape of the weight and in the scratch.
+    "xentile_linear_cross_entropy_keep", Execute:
+    fn xentile_linear_cross_entropy_keep_host = keep(
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, kept, scratch,
+        options, cut, every_token, pool,
+    );
+
+    /// What backward gives, of `kept` and of the scratch, `held`, that keep left; dweight may lie in
+    /// the place of the one, and the scratch in that of the other.
+    "xentile_linear_cross_entropy_resume", Execute:
+    fn xentile_linear_cross_entropy_resume_host = resume(
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, kept, held, bias,
+        dhidden, dweight, scratch, dbias, options, cut, pool,
     );
 }
 
@@ -73,20 +89,7 @@ fn forward(
     pool: ThreadPool,
 ) -> Result {
     let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
-    let named = [
-        ("loss", loss.dims()),
-        ("logps", logps.dims()),
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-    ];
-    check_tokens(labels.dims(), &named)?;
-    let outputs = TokenOutputs {
-        loss: Some(loss.into_slice()),
-        logps: Some(logps.into_slice()),
-        lse: Some(lse.into_slice()),
-        lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
-    };
+    let outputs = every_output(labels, [loss, logps, lse, lse_low], !every_token)?;
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
         call.linear()?.forward(call.operands::<E>()?, outputs, scratch).map_err(invalid)
@@ -113,16 +116,7 @@ fn backward(
     pool: ThreadPool,
 ) -> Result {
     let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
-    let named = [
-        ("lse", lse.dims()),
-        ("lse_low", lse_low.dims()),
-        ("dloss", dloss.dims()),
-        ("dlogps", dlogps.dims()),
-        ("dlse", dlse.dims()),
-    ];
-    check_tokens(labels.dims(), &named)?;
-    let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
-    let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
+    let (saved, cotangents) = for_backward(labels, [&lse, &lse_low], [&dloss, &dlogps, &dlse])?;
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
         let operands = call.operands::<E>()?;
@@ -172,6 +166,122 @@ fn fused(
         let gradients = call.gradients::<E>(dhidden, dweight, dbias)?;
         call.linear()?.fused(operands, &dloss, outputs, gradients, scratch).map_err(invalid)
     })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn keep(
+    hidden: AnyBuffer,
+    weight: AnyBuffer,
+    labels: AnyBuffer,
+    bias: Option<Buffer<f32>>,
+    loss: BufferMut<f32>,
+    logps: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    kept: AnyBufferMut,
+    scratch: BufferMut<u8>,
+    options: Options,
+    cut: Cut,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let outputs = every_output(labels, [loss, logps, lse, lse_low], !every_token)?;
+    let scratch = aligned(scratch.into_slice())?;
+    with_element!(hidden.dtype(), "hidden", E => {
+        let kept = call.like_weight::<E>("kept", kept)?.into_slice();
+        ask_for_huge_pages(kept);
+        call.linear()?.keep(call.operands::<E>()?, outputs, kept, scratch).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn resume(
+    hidden: AnyBuffer,
+    weight: AnyBuffer,
+    labels: AnyBuffer,
+    lse: Buffer<f32>,
+    lse_low: Buffer<f32>,
+    dloss: Buffer<f32>,
+    dlogps: Buffer<f32>,
+    dlse: Buffer<f32>,
+    kept: MayAlias<AnyBuffer>,
+    held: MayAlias<Buffer<u8>>,
+    bias: Option<Buffer<f32>>,
+    dhidden: AnyBufferMut,
+    dweight: AnyBufferMut,
+    scratch: BufferMut<u8>,
+    dbias: Option<BufferMut<f32>>,
+    options: Options,
+    cut: Cut,
+    pool: ThreadPool,
+) -> Result {
+    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let (saved, cotangents) = for_backward(labels, [&lse, &lse_low], [&dloss, &dlogps, &dlse])?;
+    check_shape("kept", kept.dims(), weight.dims())?;
+    check_shape("held", held.dims(), scratch.dims())?;
+    with_element!(hidden.dtype(), "hidden", E => {
+        let operands = call.operands::<E>()?;
+        let linear = call.linear()?;
+        let dweight = call.like_weight::<E>("dweight", dweight)?;
+        let dweight = kept.typed::<E, ANY_RANK>()?.with(dweight)?;
+        let (hidden, bias) = call.other_gradients(dhidden, dbias)?;
+        let scratch = aligned(taken_over(held.with(scratch)?))?;
+        let gradients = Gradients { hidden, weight: taken_over(dweight), bias };
+        linear.resume(operands, saved, cotangents, gradients, scratch).map_err(invalid)
+    })
+}
+
+/// Every output of each token of `labels`: loss, logps, lse and lse_low.
+fn every_output<'a>(
+    labels: AnyBuffer,
+    outputs: [BufferMut<'a, f32>; 4],
+    zero_idle: bool,
+) -> Result<TokenOutputs<'a>> {
+    let names = ["loss", "logps", "lse", "lse_low"];
+    for (name, output) in names.into_iter().zip(&outputs) {
+        check_tokens(labels.dims(), &[(name, output.dims())])?;
+    }
+    let [loss, logps, lse, lse_low] = outputs.map(|output| Some(output.into_slice()));
+    Ok(TokenOutputs { loss, logps, lse, lse_low, zero_idle })
+}
+
+/// What a backward pass takes of each token: lse and lse_low, and cotangents of loss, logps and lse.
+fn for_backward<'a>(
+    labels: AnyBuffer,
+    [lse, lse_low]: [&'a Buffer<f32>; 2],
+    [dloss, dlogps, dlse]: [&'a Buffer<f32>; 3],
+) -> Result<(SavedLse<'a>, Cotangents<'a>)> {
+    let named = [
+        ("lse", lse.dims()),
+        ("lse_low", lse_low.dims()),
+        ("dloss", dloss.dims()),
+        ("dlogps", dlogps.dims()),
+        ("dlse", dlse.dims()),
+    ];
+    check_tokens(labels.dims(), &named)?;
+    let saved = SavedLse { lse, lse_low: Some(lse_low) };
+    Ok((saved, Cotangents { loss: Some(dloss), logps: Some(dlogps), lse: Some(dlse) }))
+}
+
+/// Scratch that one call leaves to another, in which what lies where must not depend on its address.
+fn aligned(scratch: &mut [u8]) -> Result<&mut [u8]> {
+    match scratch.as_ptr().align_offset(align_of::<f32>()) {
+        0 => Ok(scratch),
+        _ => Err(invalid("`scratch` begins within an f32; its address must be a multiple of 4")),
+    }
+}
+
+/// The memory of a result, with what the argument holds.
+fn taken_over<T: Copy>(aliased: Aliased<'_, T>) -> &mut [T] {
+    match aliased {
+        Aliased::InPlace(both) => both,
+        Aliased::Apart { argument, result } => {
+            ask_for_huge_pages(result);
+            result.copy_from_slice(argument);
+            result
+        }
+    }
 }
 
 /// What every pass has.
@@ -230,16 +340,35 @@ impl<'a> Call<'a> {
         weight: AnyBufferMut<'a>,
         bias: Option<BufferMut<'a, f32>>,
     ) -> Result<Gradients<'a, E>> {
+        let weight = self.like_weight("dweight", weight)?.into_slice();
+        let (hidden, bias) = self.other_gradients(hidden, bias)?;
+        ask_for_huge_pages(weight);
+        Ok(Gradients { hidden, weight, bias })
+    }
+
+    /// A result of the shape of the weight.
+    fn like_weight<E: Element + xla_ffi::Element>(
+        &self,
+        name: &str,
+        result: AnyBufferMut<'a>,
+    ) -> Result<BufferMut<'a, E>> {
+        check_shape(name, result.dims(), self.weight.dims())?;
+        result.typed()
+    }
+
+    /// Where the gradients of hidden states and bias go.
+    fn other_gradients<E: Element + xla_ffi::Element>(
+        &self,
+        hidden: AnyBufferMut<'a>,
+        bias: Option<BufferMut<'a, f32>>,
+    ) -> Result<(&'a mut [E], Option<&'a mut [f32]>)> {
         check_shape("dhidden", hidden.dims(), self.hidden.dims())?;
-        check_shape("dweight", weight.dims(), self.weight.dims())?;
         match (&bias, self.bias) {
             (Some(dbias), Some(bias)) => check_shape("dbias", dbias.dims(), bias.dims())?,
             (None, None) => {}
             _ => return Err(invalid("the call must have both `bias` and `dbias`, or neither")),
         }
-        let weight = weight.typed::<E, ANY_RANK>()?.into_slice();
-        ask_for_huge_pages(weight);
         let hidden = hidden.typed::<E, ANY_RANK>()?.into_slice();
-        Ok(Gradients { hidden, weight, bias: bias.map(BufferMut::into_slice) })
+        Ok((hidden, bias.map(BufferMut::into_slice)))
     }
 }
