@@ -50,8 +50,9 @@ def linear_cross_entropy(
 
     Where the reduction is inside, gradients are made in the forward pass: three products of N x D
     x V, which is the least. With reduction "none", for float16, and where memory is short, logits
-    are made again in the backward pass: four. On TPUs kernels make them again too, a tile at a
-    time, and hold next to nothing. `explain` says which, and what it takes.
+    are made again in the backward pass: four; on CPUs the forward pass hands it those there is room
+    for. On TPUs kernels make them again too, a tile at a time, and hold next to nothing. `explain`
+    says which, and what it takes.
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
@@ -126,7 +127,7 @@ def linear_cross_entropy_per_token(
     """Loss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
-    any combination, for one product of N x D x V more than a mean takes.
+    any combination, for at most one product of N x D x V more than a mean takes.
 
     Returns:
       (per_token_loss, per_token_logps), and lse with `return_lse`, each [..] in float32.
@@ -325,4 +326,6 @@ def _plans(
     # There logits are no wider with a bias, so that the usual budget is none the larger for it.
     without = plans.choose(dataclasses.replace(problem, bias=False), max_scratch_bytes)
     on_gpus = on_cuda.choose(problem, without.max_scratch_bytes)
-    return plan, on_gpus, on_cpu.choose(problem, plan)
+    # What is handed over takes memory on every platform, unless one program has both passes.
+    hands_over = jax.default_backend() == "cpu"
+    return plan, on_gpus, on_cpu.choose(problem, plan, hands_over=hands_over)

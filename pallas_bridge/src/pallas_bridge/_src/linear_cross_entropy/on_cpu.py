@@ -2,7 +2,8 @@
 
 XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
 The library widens a slab of the weight at a time, and keeps logits in the memory of dweight until
-their gradient is made, which in f32 too saves a product where the budget is small.
+their gradient is made, which in f32 too saves a product where the budget is small. Where gradients
+have to wait for the backward pass, the forward pass hands it that memory, and the scratch.
 """
 
 import math
@@ -11,9 +12,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..cross_entropy.options import Options
 from . import one_call
 from .plan import Plan, Problem
+from .product import blank
 
 # Columns of a slab: the most that gain anything, and the fewest that products are worth making of.
 COLUMNS = (1024, 768, 512, 384, 256, 128)
@@ -24,8 +29,11 @@ PER_BIAS = 8
 
 
 @lru_cache
-def choose(problem: Problem, usual: Plan) -> Plan | None:
-    """Returns the plan that may be fastest of those that fit; None where `usual` stays, in XLA."""
+def choose(problem: Problem, usual: Plan, *, hands_over: bool) -> Plan | None:
+    """Returns the plan that may be fastest of those that fit; None where `usual` stays, in XLA.
+
+    `hands_over` is whether a forward pass may leave logits to the backward pass.
+    """
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
     limit = usual.max_scratch_bytes
@@ -33,16 +41,16 @@ def choose(problem: Problem, usual: Plan) -> Plan | None:
         chunk = min(columns, problem.vocab)
         least = _scratch(problem, chunk, makes_gradients=True) + _beside(problem)
         if least <= limit:
-            plan = _plan(problem, chunk, least, limit)
+            plan = _plan(problem, chunk, least, limit, hands_over and not problem.reduced)
             # Products of f32 operands are as fast in XLA: there must be fewer of them.
             is_short = problem.hidden_bytes < 4
             return plan if is_short or plan.products < usual.products else None
     return None
 
 
-def _plan(problem: Problem, columns: int, least: int, limit: int) -> Plan:
+def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bool) -> Plan:
     plan = Plan("library", problem.tokens, columns, 4, least, limit)
-    if not problem.reduced:
+    if not (problem.reduced or hands_over):
         return plan
     column_bytes = problem.tokens * problem.hidden_bytes
     room, again = (limit - least) // column_bytes, 0
@@ -52,9 +60,10 @@ def _plan(problem: Problem, columns: int, least: int, limit: int) -> Plan:
             kept += count
         else:
             again += count
-    return replace(
-        plan, products=3 + again / problem.vocab, scratch_bytes=least + kept * column_bytes
-    )
+    if again == problem.vocab:
+        return plan
+    products, scratch = 3 + again / problem.vocab, least + kept * column_bytes
+    return replace(plan, products=products, scratch_bytes=scratch, hands_over=hands_over)
 
 
 def _not_in_place(problem: Problem, most: int) -> Iterator[int]:
@@ -90,12 +99,23 @@ def has_library() -> bool:
     return one_call.has_library("Host")
 
 
+def nothing_kept(vocab_axis: int, plan: Plan, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns what stands for logits that are handed over, where none are."""
+    _, weight, *_ = operands
+    scratch = plan.scratch_bytes - _beside(_problem(vocab_axis, *operands))
+    return blank(weight, dtype=weight.dtype), blank(weight, (scratch,), jnp.uint8)
+
+
+def _problem(vocab_axis: int, *operands: Any) -> Problem:
+    hidden, weight, bias, *_ = operands
+    return Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
+
+
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
     """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
-    hidden, weight, bias, *_ = operands
-    problem = Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
+    problem = _problem(vocab_axis, *operands)
     scratch = _scratch(problem, plan.columns, makes_gradients=name != "forward")
-    if name == "fused":
+    if name in ("fused", "keep", "resume"):
         scratch = plan.scratch_bytes - _beside(problem)
     cut = {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}
     return one_call.make(name, options, cut, scratch, *operands)

@@ -39,25 +39,31 @@ def make(
     of_bias = [] if bias is None else [bias.astype(jnp.float32)]
     flat = [hidden, weight, labels, *jax.tree.leaves(others), *of_bias]
     per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
-    gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight)]
+    of_hidden, of_weight = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight))
     results = {
         "forward": [per_token] * 4,
-        "backward": gradients,
-        "fused": [per_token] * 3 + gradients,
+        "keep": [per_token] * 4 + [of_weight],
+        "backward": [of_hidden, of_weight],
+        "resume": [of_hidden, of_weight],
+        "fused": [per_token] * 3 + [of_hidden, of_weight],
     }[name]
     results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
-    if name != "forward":
+    is_forward, is_backward = name in ("forward", "keep"), name in ("backward", "resume")
+    if not is_forward:
         results.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_bias)
-    call = jax.ffi.ffi_call(f"{TARGET}_{name}", results)
-    every_token = None if name == "backward" else options.every_token
+    # What `keep` left, the last but a bias, becomes dweight and the scratch.
+    left = len(flat) - len(of_bias) - 2
+    aliases = {left: 1, left + 1: 2} if name == "resume" else None
+    call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
+    every_token = None if is_backward else options.every_token
     numbers = {key: np.int64(value) for key, value in cut.items()}
     found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
-    if name == "forward":
-        return tuple(found[:4])
+    if is_forward:
+        return tuple(found[:4]) if name == "forward" else (*found[:4], tuple(found[4:]))
     dbias = None if bias is None else found.pop().astype(bias.dtype)
-    *numbers_of_tokens, of_hidden, of_weight, _ = found
-    made = (of_hidden, of_weight, dbias)
-    return made if name == "backward" else (*numbers_of_tokens, made)
+    *numbers_of_tokens, dhidden, dweight, _ = found
+    made = (dhidden, dweight, dbias)
+    return made if is_backward else (*numbers_of_tokens, made)
 
 
 def choose(call: Callable[..., Any], usual: Callable[..., Any], *operands: Any) -> Any:

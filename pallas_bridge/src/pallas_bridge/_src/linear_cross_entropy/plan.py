@@ -75,15 +75,18 @@ class Plan:
     apart: tuple[int, int] | None = None
     # Columns whose logits the library keeps in the memory of dweight, and those of a slot there.
     kept: tuple[int, int] | None = None
+    # Whether it keeps logits for a backward pass in a call of its own, and its scratch meanwhile.
+    hands_over: bool = False
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
         second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
         kept = "" if self.kept is None else f", {self.kept[0]} columns kept in dweight's place"
+        over = ", logits handed to the backward pass" if self.hands_over else ""
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
-            f"{second}{kept}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
+            f"{second}{kept}{over}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
             f"(at most {most:.1f})"
         )
 

@@ -1,6 +1,7 @@
 """Both rules of differentiation, over whichever plan was chosen."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from . import columns, on_cpu, on_cuda, on_tpu, tokens
+from . import columns, on_cpu, on_cuda, on_tpu, one_call, tokens
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
@@ -34,7 +35,13 @@ class Schedule:
     def is_fused(self) -> bool:
         """Whether gradients come with the loss where the reduction is inside."""
         plans = (self.plan, self.cuda, self.cpu)
-        return any(plan is not None and plan.products < 4 for plan in plans)
+        return any(plan is not None and plan.products < 4 and not plan.hands_over for plan in plans)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the forward pass leaves logits to the backward pass."""
+        has_plan = self.cpu is not None and self.cpu.hands_over and on_cpu.has_library()
+        return has_plan and self.options.implementation != "pallas"
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
@@ -45,6 +52,37 @@ class Schedule:
         """Gradients for hidden, weight, bias, labels, what was saved and cotangents."""
         gradients: Gradients = self._run("backward", self.options, *arrays)
         return gradients
+
+    def keep(self, *arrays: Any) -> tuple[Any, ...]:
+        """What `forward` gives, and last what `resume` takes of it: logits, or nothing."""
+        plan = self.cpu
+        if plan is None or not self.hands_over:
+            return *self.forward(*arrays), ()
+
+        def without(*arrays: Any) -> tuple[Any, ...]:
+            nothing = on_cpu.nothing_kept(self.products.vocab_axis, plan, *arrays)
+            return *self.forward(*arrays), nothing
+
+        outputs: tuple[Any, ...] = self._on_cpu("keep", without, *arrays)
+        return outputs
+
+    def resume(self, *arrays: Any) -> Gradients:
+        """What `backward` gives for its arrays and, last, what `keep` left."""
+        *others, left = arrays
+        if not left:
+            return self.backward(*others)
+
+        def without(*arrays: Any) -> Gradients:
+            return self.backward(*arrays[:-1])
+
+        gradients: Gradients = self._on_cpu("resume", without, *arrays)
+        return gradients
+
+    def _on_cpu(self, name: str, usual: Callable[..., Any], *arrays: Any) -> Any:
+        """The library's call `name` in programs for CPUs, usual(*arrays) in others."""
+        call = self._calls(name, self.options)["cpu"]
+        call = partial(one_call.choose, call, usual)
+        return jax.lax.platform_dependent(*arrays, cpu=call, default=usual)
 
     def fused(self, wants_losses: bool, *arrays: Any) -> Any:
         """Loss, lse, lse_low and gradients for hidden, weight, bias, labels and factors.
@@ -83,7 +121,10 @@ class Schedule:
 def per_token(
     schedule: Schedule, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps and lse, each [N] in f32; the backward pass makes the logits again."""
+    """Returns loss, logps and lse, each [N] in f32.
+
+    The backward pass makes logits again, but for those that the forward pass hands over.
+    """
     outputs: tuple[jax.Array, jax.Array, jax.Array] = _per_token(
         schedule, *_alike(hidden, weight, bias, labels)
     )
@@ -108,13 +149,13 @@ def _per_token(
 
 
 def _per_token_forward(schedule: Schedule, *arrays: Any) -> tuple[Any, Any]:
-    loss, logps, lse, lse_low = schedule.forward(*arrays)
-    return (loss, logps, lse), (arrays, (lse, lse_low))
+    loss, logps, lse, lse_low, left = schedule.keep(*arrays)
+    return (loss, logps, lse), (arrays, (lse, lse_low), left)
 
 
 def _per_token_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    arrays, saved = residuals
-    return *schedule.backward(*arrays, saved, cotangents), None
+    arrays, saved, left = residuals
+    return *schedule.resume(*arrays, saved, cotangents, left), None
 
 
 _per_token.defvjp(_per_token_forward, _per_token_backward)
