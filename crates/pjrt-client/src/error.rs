@@ -86,7 +86,7 @@ impl std::fmt::Display for Code {
 #[non_exhaustive]
 pub enum Error {
     /// No plug-in for the platform anywhere.
-    #[error("no PJRT plug-in for {platform}; looked in:{}\ninstall it with: {}", list(.tried), .platform.install())]
+    #[error("no PJRT plug-in for {platform}; looked in: {}; install it with: {}", .tried.join(", "), .platform.install())]
     NotFound {
         /// The platform asked for.
         platform: Platform,
@@ -370,10 +370,6 @@ fn had(available: Option<u64>, limit: Option<u64>) -> String {
 fn human(bytes: u64) -> String {
     let mib = bytes as f64 / 2_f64.powi(20);
     if mib < 1024.0 { format!("{mib:.2} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
-}
-
-fn list(places: &[String]) -> String {
-    places.iter().map(|place| format!("\n  {place}")).collect()
 }
 
 #[cfg(test)]

@@ -235,6 +235,8 @@ mod tests {
             {
                 assert!(error.contains(part), "{part} in: {error}");
             }
+            let places = format!("{}: not set, python3: not there; install", platform.variable());
+            assert!(error.contains(&places) && !error.contains('\n'), "{error}");
             assert_eq!(platform.to_string().parse::<Platform>().unwrap(), platform);
         }
         assert!("gpu".parse::<Platform>().unwrap_err().to_string().contains("cpu, cuda, tpu"));

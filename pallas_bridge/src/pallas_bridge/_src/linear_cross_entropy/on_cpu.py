@@ -96,7 +96,7 @@ def _beside(problem: Problem) -> int:
 
 def has_library() -> bool:
     """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return one_call.has_library("Host")
+    return one_call.has_library("Host", "resume")
 
 
 def nothing_kept(vocab_axis: int, plan: Plan, *operands: Any) -> tuple[jax.Array, jax.Array]:

@@ -18,13 +18,13 @@ from . import standing
 TARGET = "xentile_linear_cross_entropy"
 
 
-def has_library(platform: str) -> bool:
-    """Whether the library is there and has the calls for what it calls `platform`."""
+def has_library(platform: str, name: str = "fused") -> bool:
+    """Whether the library is there and has the call `name` for what it calls `platform`."""
     outcome = library.attempt()
     if isinstance(outcome, library.LibraryError):
         return False
     targets = outcome[1].targets
-    return any((row.target, row.platform) == (f"{TARGET}_fused", platform) for row in targets)
+    return any((row.target, row.platform) == (f"{TARGET}_{name}", platform) for row in targets)
 
 
 def make(
