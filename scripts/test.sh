@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every test that this machine can run:
 #
-#     scripts/test.sh            all tiers, but for JAX 0.10.2's: others run programs of that version
+#     scripts/test.sh            all tiers, but for those of JAX between the oldest and the newest
 #     scripts/test.sh lint host  these only
 #
 # A tier is a script in scripts/tiers/. It ends with 77 where the machine lacks what it needs. One
@@ -11,7 +11,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # In the order of what fails soonest.
-all=(lint host xla-cpu-{0.9.0,0.11.2,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme asan miri fuzz neon)
+all=(lint host xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme asan miri fuzz neon)
 
 tiers=("$@")
 ((${#tiers[@]})) || tiers=("${all[@]}")
