@@ -117,8 +117,7 @@ impl<'a> Linear<'a> {
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, false);
         let ([hidden, weight, logits, _], _) = layout.split(scratch)?;
         let work = Work::new(self, operands, hidden, weight, logits, &mut [], &mut []);
-        let want = |token| outputs.want(&self.kernel, token, !self.kernel.is_ignored(token));
-        work.write_sums(&slabs(self.shape, self.columns), want, &outputs);
+        work.write_sums(&slabs(self.shape, self.columns), &outputs);
         Ok(())
     }
 
@@ -204,8 +203,7 @@ impl<'a> Linear<'a> {
         }
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
         let (work, slabs, _) = self.keeping(operands, kept, scratch)?;
-        let want = |token| outputs.want(&self.kernel, token, !self.kernel.is_ignored(token));
-        work.write_sums(&slabs, want, &outputs);
+        work.write_sums(&slabs, &outputs);
         Ok(())
     }
 
@@ -454,11 +452,13 @@ impl<'a, E: Element> Work<'a, E> {
         rows
     }
 
-    /// Writes what follows from the [`Self::sums`] of each token.
-    fn write_sums(&self, slabs: &[Slab], want: impl Fn(usize) -> bool, outputs: &Outputs<'_>) {
+    /// Writes what follows from the [`Self::sums`] of the tokens of which `outputs` want something.
+    fn write_sums(&self, slabs: &[Slab], outputs: &Outputs<'_>) {
+        let kernel = &self.linear.kernel;
+        let want = |token| outputs.want(kernel, token, !kernel.is_ignored(token));
         for (token, row) in self.sums(slabs, want).iter().enumerate() {
             // SAFETY: nobody else writes.
-            unsafe { outputs.write(token, self.linear.kernel.token_values(token, row)) };
+            unsafe { outputs.write(token, kernel.token_values(token, row)) };
         }
     }
 
