@@ -53,8 +53,8 @@ if [[ ! -x $environment/bin/pytest ]]; then
             --requirement /dev/stdin
 fi
 export PATH=$environment/bin:$PATH
-# Most of the time is XLA's, which compiles programs that run once. All but the newest are told to hurry.
-[[ $version == 0.12.* ]] || export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+# Most of the time is XLA's, which compiles programs that run once; where nobody holds their numbers it may hurry.
+[[ ${XENTILE_TEST_NUMBERS:-1} != 0 ]] || export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
 python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
 
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
