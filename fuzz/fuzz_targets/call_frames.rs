@@ -135,10 +135,17 @@ fn right_linear(pass: &str, choices: &mut Choices<'_>) -> Call {
     let labels = Array::new(*choices.of(&LABELS), &[tokens]);
     let mut arguments: Vec<_> = operands().into_iter().chain([labels]).collect();
     let scratch = Array::new(DType::U8, &[*choices.of(&[0, 1000, 1 << 15])]);
+    let kept = || Array::new(dtype, &weight);
     let mut results: Vec<_> = match pass {
         "forward" => floats(4).collect(),
+        "keep" => floats(4).chain([kept()]).collect(),
         "backward" => {
             arguments.extend(floats(5));
+            operands().into_iter().collect()
+        }
+        "resume" => {
+            let held = Array::new(DType::U8, &scratch.dims);
+            arguments.extend(floats(5).chain([kept(), held]));
             operands().into_iter().collect()
         }
         "fused" => {
@@ -150,14 +157,14 @@ fn right_linear(pass: &str, choices: &mut Choices<'_>) -> Call {
     results.push(scratch);
     if choices.below(2) == 1 {
         arguments.push(Array::new(DType::F32, &[vocab]));
-        if pass != "forward" {
+        if !matches!(pass, "forward" | "keep") {
             results.push(Array::new(DType::F32, &[vocab]));
         }
     }
     let call = Call::new(arguments, results)
         .scalar("vocab_axis", axis as i64)
         .scalar("chunk_columns", *choices.of(&[1_i64, 7, 64, i64::MAX]));
-    with_options(call, pass == "backward", choices)
+    with_options(call, matches!(pass, "backward" | "resume"), choices)
 }
 
 /// With the attributes that every pass over logits has.

@@ -228,6 +228,14 @@ impl<'a> Linear<'a> {
         Ok(())
     }
 
+    /// Checks that `bytes` of scratch are enough for a pass over elements `E`.
+    ///
+    /// # Errors
+    /// Too few.
+    pub fn check_scratch<E: Element>(&self, bytes: usize, makes_gradients: bool) -> Result<()> {
+        Layout::new(self.shape, E::DTYPE, self.columns, makes_gradients).check(bytes)
+    }
+
     /// A pass that keeps logits, its slabs, and where sums of dhidden go.
     fn keeping<'b, E: Element>(
         &'b self,

@@ -243,6 +243,17 @@ pub enum Aliased<'a, T> {
     },
 }
 
+impl<T> Aliased<'_, T> {
+    /// The memory of the result.
+    #[must_use]
+    pub fn result(&self) -> &[T] {
+        match self {
+            Self::InPlace(both) => both,
+            Self::Apart { result, .. } => result,
+        }
+    }
+}
+
 macro_rules! kinds {
     ($([$($generics:tt)*] $type:ident [$($names:tt)*] $result:literal,
        |$raw:ident| $check:expr, { $($contents:tt)* };)*) => {

@@ -109,15 +109,21 @@ impl Layout {
         (hidden + weight + logits + dhidden + 1) * size_of::<f32>()
     }
 
+    /// Checks that `actual` bytes are enough.
+    pub(super) fn check(self, actual: usize) -> Result<()> {
+        match self.bytes() {
+            expected if actual < expected => {
+                Err(Error::Length { name: "scratch", actual, axes: "[bytes]", expected })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The pieces of `scratch`, and what is left of it.
     pub(super) fn split(self, scratch: &mut [u8]) -> Result<([&mut [f32]; 4], &mut [u8])> {
-        let (actual, expected) = (scratch.len(), self.bytes());
-        let short = Error::Length { name: "scratch", actual, axes: "[bytes]", expected };
-        if actual < expected {
-            return Err(short);
-        }
+        self.check(scratch.len())?;
         let offset = scratch.as_ptr().align_offset(align_of::<f32>());
-        let (mut rest, kept) = scratch[offset..].split_at_mut(expected - size_of::<f32>());
+        let (mut rest, kept) = scratch[offset..].split_at_mut(self.bytes() - size_of::<f32>());
         let pieces = [self.hidden, self.weight, self.logits, self.dhidden].map(|length| {
             let (piece, others) = std::mem::take(&mut rest).split_at_mut(length * size_of::<f32>());
             rest = others;

@@ -187,7 +187,8 @@ fn keep(
 ) -> Result {
     let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
     let outputs = every_output(labels, [loss, logps, lse, lse_low], !every_token)?;
-    let scratch = aligned(scratch.into_slice())?;
+    let scratch = scratch.into_slice();
+    check_alignment(scratch)?;
     with_element!(hidden.dtype(), "hidden", E => {
         let kept = call.like_weight::<E>("kept", kept)?.into_slice();
         ask_for_huge_pages(kept);
@@ -226,9 +227,12 @@ fn resume(
         let dweight = call.like_weight::<E>("dweight", dweight)?;
         let dweight = kept.typed::<E, ANY_RANK>()?.with(dweight)?;
         let (hidden, bias) = call.other_gradients(dhidden, dbias)?;
-        let scratch = aligned(taken_over(held.with(scratch)?))?;
+        let scratch = held.with(scratch)?;
+        // Before anything is written.
+        check_alignment(scratch.result())?;
+        linear.check_scratch::<E>(scratch.result().len(), true).map_err(invalid)?;
         let gradients = Gradients { hidden, weight: taken_over(dweight), bias };
-        linear.resume(operands, saved, cotangents, gradients, scratch).map_err(invalid)
+        linear.resume(operands, saved, cotangents, gradients, taken_over(scratch)).map_err(invalid)
     })
 }
 
@@ -264,10 +268,11 @@ fn for_backward<'a>(
     Ok((saved, Cotangents { loss: Some(dloss), logps: Some(dlogps), lse: Some(dlse) }))
 }
 
-/// Scratch that one call leaves to another, in which what lies where must not depend on its address.
-fn aligned(scratch: &mut [u8]) -> Result<&mut [u8]> {
+/// Checks scratch that one call leaves to another, in which what lies where must not depend on its
+/// address.
+fn check_alignment(scratch: &[u8]) -> Result<()> {
     match scratch.as_ptr().align_offset(align_of::<f32>()) {
-        0 => Ok(scratch),
+        0 => Ok(()),
         _ => Err(invalid("`scratch` begins within an f32; its address must be a multiple of 4")),
     }
 }
