@@ -28,14 +28,16 @@ use crate::cross_entropy::{
     Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{as_f32, as_f32_mut, narrow, round, widen};
-use cut::{Kept, Layout, Slab, keeping, numbers, slabs, stages_weight};
-use product::{Factor, multiply};
+use convert::{as_f32_mut, narrow, round, widen};
+use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
+use product::{Matrix, Panels, multiply};
 
-/// The fewest and the most tokens, or rows of the weight, of a task, where no `time_block` says how
-/// many: each task packs the other factor of its product anew, which takes as long as so many of its
-/// own rows, and threads want tasks.
+/// The fewest and the most tokens, or rows of the weight's gradient, of a task, where no `time_block`
+/// says how many: a task goes through all of the other factor of its product, and threads want tasks.
 const TASK_ROWS: [usize; 2] = [32, 256];
+
+/// Rows of a gradient that are turned to columns at a time: f32 of a cache line.
+const TURNED_ROWS: usize = 16;
 
 /// What logits are made of.
 #[derive(Clone, Copy, Debug)]
@@ -116,7 +118,7 @@ impl<'a> Linear<'a> {
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, false);
         let ([hidden, weight, logits, _], _) = layout.split(scratch)?;
-        let work = Work::new(self, operands, hidden, weight, logits, &mut [], &mut []);
+        let work = Work::new(self, operands, [hidden, weight, logits], &mut [], &mut []);
         work.write_sums(&slabs(self.shape, self.columns), &outputs);
         Ok(())
     }
@@ -136,7 +138,8 @@ impl<'a> Linear<'a> {
         self.check_backward(operands, saved, cotangents, &gradients)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
         let ([hidden, weight, logits, sums], _) = layout.split(scratch)?;
-        let work = Work::new(self, operands, hidden, weight, logits, gradients.weight, &mut []);
+        let places = [hidden, weight, logits];
+        let work = Work::new(self, operands, places, gradients.weight, &mut []);
         let cotangents = |token| cotangents.of(token);
         let slabs = slabs(self.shape, self.columns);
         work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
@@ -247,7 +250,7 @@ impl<'a> Linear<'a> {
         let ([hidden, weight, logits, sums], kept) = layout.split(scratch)?;
         let kept = numbers::<E>(kept);
         let slabs = keeping(self.shape, self.columns, kept.len());
-        Ok((Work::new(self, operands, hidden, weight, logits, dweight, kept), slabs, sums))
+        Ok((Work::new(self, operands, [hidden, weight, logits], dweight, kept), slabs, sums))
     }
 
     fn check_backward<E>(
@@ -306,10 +309,10 @@ type TokenCotangents<'a> = dyn Fn(usize) -> [f64; 3] + Sync + 'a;
 struct Work<'a, E> {
     linear: &'a Linear<'a>,
     operands: Operands<'a, E>,
-    /// Hidden states in f32.
-    hidden: &'a [f32],
-    /// A slab's weight in f32, where that is not how it lies; then sums of its gradient.
-    staged: Shared<'a, f32>,
+    /// Panels of hidden states `[T, D]`, where there are gradients.
+    hidden: Shared<'a, f32>,
+    /// Panels of a slab of the weight; then sums of its gradient.
+    weight: Shared<'a, f32>,
     /// A slab's logits, and their gradient.
     logits: Shared<'a, f32>,
     dweight: Shared<'a, E>,
@@ -320,96 +323,69 @@ impl<'a, E: Element> Work<'a, E> {
     fn new(
         linear: &'a Linear<'a>,
         operands: Operands<'a, E>,
-        hidden: &'a mut [f32],
-        staged: &'a mut [f32],
-        logits: &'a mut [f32],
+        [hidden, weight, logits]: [&'a mut [f32]; 3],
         dweight: &'a mut [E],
         kept: &'a mut [E],
     ) -> Self {
-        let hidden = match as_f32(operands.hidden) {
-            Some(hidden) => hidden,
-            None => {
-                let width = linear.shape.width();
-                let shared = Shared::new(hidden);
-                linear.share(linear.shape.tokens(), &|first, count| {
-                    // SAFETY: tasks have rows of their own.
-                    let to = unsafe { shared.slice(first * width, count * width) };
-                    let from = &operands.hidden[first * width..][..count * width];
-                    widen(linear.launch.isa, from, to);
-                });
-                hidden
-            }
-        };
-        let (staged, logits) = (Shared::new(staged), Shared::new(logits));
+        let [hidden, weight, logits] = [hidden, weight, logits].map(Shared::new);
         let (dweight, kept) = (Shared::new(dweight), Shared::new(kept));
-        Self { linear, operands, hidden, staged, logits, dweight, kept }
+        Self { linear, operands, hidden, weight, logits, dweight, kept }
     }
 
-    /// The rows of a slab of the weight, or of its gradient, and the elements of a row.
-    fn weight_extents(&self, columns: &Range<usize>) -> (usize, usize) {
-        let width = self.linear.shape.width();
-        match self.linear.shape.vocab_axis() {
-            VocabAxis::First => (columns.len(), width),
-            VocabAxis::Last => (width, columns.len()),
-        }
+    /// Hidden states `[T, D]`.
+    fn hidden(&self) -> Matrix<'a, E> {
+        Matrix::new(self.operands.hidden, self.linear.shape.width())
     }
 
-    /// Where row `row` of a slab of the weight begins.
-    fn weight_row(&self, columns: &Range<usize>, row: usize) -> usize {
-        match self.linear.shape.vocab_axis() {
-            VocabAxis::First => (columns.start + row) * self.linear.shape.width(),
-            VocabAxis::Last => row * self.linear.shape.vocab() + columns.start,
-        }
+    /// A slab of the weight as `[columns, D]`.
+    fn weight(&self, columns: &Range<usize>) -> Matrix<'a, E> {
+        let Linear { shape, .. } = self.linear;
+        let weight = match shape.vocab_axis() {
+            VocabAxis::First => Matrix::new(self.operands.weight, shape.width()),
+            VocabAxis::Last => Matrix::new(self.operands.weight, shape.vocab()).transposed(),
+        };
+        weight.rows(columns.clone())
     }
 
-    /// Copies a slab of the weight to f32, where that is not how it lies.
-    fn stage(&self, columns: &Range<usize>) {
-        if !stages_weight(self.linear.shape, E::DTYPE) {
-            return;
-        }
-        let (rows, width) = self.weight_extents(columns);
-        self.linear.share(rows, &|first, count| {
-            // SAFETY: tasks have rows of their own.
-            let to = unsafe { self.staged.slice(first * width, count * width) };
-            for (row, to) in (first..).zip(to.chunks_exact_mut(width)) {
-                let from = &self.operands.weight[self.weight_row(columns, row)..][..width];
-                widen(self.linear.launch.isa, from, to);
-            }
+    /// Writes the panels of `matrix` to `to`.
+    ///
+    /// # Safety
+    /// Nobody reads or writes that meanwhile.
+    unsafe fn pack(&self, matrix: Matrix<'_, E>, to: &Shared<'_, f32>) {
+        let Launch { isa, pool, .. } = self.linear.launch;
+        let [terms, columns] = matrix.extents();
+        let width = Panels::width(isa);
+        pool.run(columns.div_ceil(width), &|panel| {
+            // SAFETY: tasks have panels of their own, and what holds for this function.
+            let to = unsafe { to.slice(panel * width * terms, width * terms) };
+            Panels::pack(isa, matrix, panel, to);
         });
     }
 
-    /// A staged slab of the weight as `[D, columns]`.
+    /// The panels of a matrix `[terms, columns]` that [`Self::pack`] wrote to `from`.
     ///
     /// # Safety
-    /// Nobody writes it meanwhile.
-    unsafe fn weight(&self, columns: &Range<usize>) -> Factor<'_> {
-        let (rows, width) = self.weight_extents(columns);
-        let data = if stages_weight(self.linear.shape, E::DTYPE) {
-            // SAFETY: passed on from this function's contract.
-            unsafe { self.staged.read(0, rows * width) }
-        } else {
-            let weight = as_f32(self.operands.weight).expect("what is not f32 is staged");
-            &weight[self.weight_row(columns, 0)..][..rows * width]
-        };
-        let weight = Factor::new(data, width);
-        match self.linear.shape.vocab_axis() {
-            VocabAxis::First => weight.transposed(),
-            VocabAxis::Last => weight,
-        }
-    }
-
-    fn hidden_rows(&self, first: usize, count: usize) -> Factor<'a> {
-        Factor::new(self.hidden, self.linear.shape.width()).rows(first, count)
-    }
-
-    /// Makes the logits of some tokens of a staged slab, each rounded once.
-    ///
-    /// # Safety
-    /// The weight is staged, and nobody writes it meanwhile.
-    unsafe fn make(&self, columns: &Range<usize>, first: usize, count: usize, logits: &mut [f32]) {
+    /// Nobody writes that meanwhile.
+    unsafe fn panels<'b>(
+        &self,
+        from: &'b Shared<'_, f32>,
+        terms: usize,
+        columns: usize,
+    ) -> Panels<'b> {
+        let elements = columns.next_multiple_of(Panels::width(self.linear.launch.isa)) * terms;
         // SAFETY: passed on from this function's contract.
-        let weight = unsafe { self.weight(columns) };
-        multiply(self.hidden_rows(first, count), weight, false, logits);
+        Panels::new(unsafe { from.read(0, elements) }, terms, columns)
+    }
+
+    /// Makes the logits of some tokens of a slab, each rounded once.
+    ///
+    /// # Safety
+    /// The panels of the slab's weight as `[D, columns]` are there, and nobody writes them meanwhile.
+    unsafe fn make(&self, columns: &Range<usize>, first: usize, count: usize, logits: &mut [f32]) {
+        let Linear { launch, shape, .. } = self.linear;
+        // SAFETY: passed on from this function's contract.
+        let weight = unsafe { self.panels(&self.weight, shape.width(), columns.len()) };
+        multiply(launch.isa, &self.hidden().rows(first..first + count), weight, false, logits);
         if let Some(bias) = self.operands.bias {
             for row in logits.chunks_exact_mut(columns.len()) {
                 for (logit, bias) in row.iter_mut().zip(&bias[columns.clone()]) {
@@ -417,7 +393,7 @@ impl<'a, E: Element> Work<'a, E> {
                 }
             }
         }
-        round::<E>(self.linear.launch.isa, logits);
+        round::<E>(launch.isa, logits);
     }
 
     /// Where the logits of some tokens are kept.
@@ -442,18 +418,31 @@ impl<'a, E: Element> Work<'a, E> {
             (0..shape.tokens()).map(|token| RowStatistics::new(want(token), None)).collect();
         let shared = Shared::new(&mut rows);
         for Slab { columns, kept } in slabs {
-            self.stage(columns);
+            // SAFETY: tasks that read the panels of the slab before have ended.
+            unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
             self.linear.share(shape.tokens(), &|first, count| {
                 let at = first * columns.len();
-                // SAFETY: tasks have tokens of their own, and the weight stays as it is.
+                let length = count * columns.len();
+                // SAFETY: tasks have tokens of their own, and panels stay as they are.
                 unsafe {
-                    let logits = self.logits.slice(at, count * columns.len());
-                    self.make(columns, first, count, logits);
-                    if let Some(kept) = *kept {
-                        narrow(launch.isa, logits, self.kept(kept, at, logits.len()));
-                    }
                     let rows = shared.slice(first, count);
-                    kernel.add_columns(logits, first, columns, rows).expect("whole rows");
+                    let mut add = |logits: &mut [f32]| {
+                        self.make(columns, first, count, logits);
+                        kernel.add_columns(logits, first, columns, rows).expect("whole rows");
+                    };
+                    match *kept {
+                        // Made where they are kept.
+                        Some(kept) if E::DTYPE == DType::F32 => {
+                            add(as_f32_mut(self.kept(kept, at, length)).expect("f32"));
+                        }
+                        kept => {
+                            let logits = self.logits.slice(at, length);
+                            add(logits);
+                            if let Some(kept) = kept {
+                                narrow(launch.isa, logits, self.kept(kept, at, length));
+                            }
+                        }
+                    }
                 }
             });
         }
@@ -502,23 +491,40 @@ impl<'a, E: Element> Work<'a, E> {
         dhidden: &mut [f32],
         mut dbias: Option<&mut [f32]>,
     ) {
+        let isa = self.linear.launch.isa;
         let [tokens, width] = self.linear.shape.hidden();
         let dhidden = Shared::new(dhidden);
+        // SAFETY: nobody has them yet.
+        unsafe { self.pack(self.hidden(), &self.hidden) };
         for slab in slabs {
             let columns = &slab.columns;
-            self.stage(columns);
+            if slab.kept.is_none() {
+                // SAFETY: tasks that read the panels before have ended.
+                unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
+                self.linear.share(tokens, &|first, count| {
+                    let at = first * columns.len();
+                    // SAFETY: tasks have tokens of their own, and panels stay as they are.
+                    unsafe {
+                        let logits = self.logits.slice(at, count * columns.len());
+                        self.make(columns, first, count, logits);
+                    }
+                });
+            }
+            // SAFETY: as before.
+            unsafe { self.pack(self.weight(columns), &self.weight) };
             self.linear.share(tokens, &|first, count| {
-                // SAFETY: tasks have tokens of their own, and the weight stays as it is.
+                // SAFETY: as before.
                 unsafe {
                     let dz = self.logits_gradient(slab, first, count, saved, cotangents);
                     let sums = dhidden.slice(first * width, count * width);
-                    let (dz, weight) = (Factor::new(dz, columns.len()), self.weight(columns));
-                    multiply(dz, weight.transposed(), columns.start > 0, sums);
+                    let weight = self.panels(&self.weight, columns.len(), width);
+                    let dz = Matrix::new(dz, columns.len());
+                    multiply(isa, &dz, weight, columns.start > 0, sums);
                 }
             });
             // SAFETY: what follows writes no logits.
             let dz = unsafe { self.logits.read(0, tokens * columns.len()) };
-            let dz = Factor::new(dz, columns.len());
+            let dz = Matrix::new(dz, columns.len());
             self.weight_gradient(columns, dz);
             if let Some(dbias) = &mut dbias {
                 self.bias_gradient(dz, &mut dbias[columns.clone()]);
@@ -526,10 +532,11 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// The gradient of the logits of some tokens of a staged slab, which lies where logits do.
+    /// The gradient of the logits of some tokens of a slab, in the place of logits, where those that
+    /// are not kept are.
     ///
     /// # Safety
-    /// Nobody else has those tokens, or writes the weight meanwhile.
+    /// Nobody else has those tokens.
     unsafe fn logits_gradient(
         &self,
         slab: &Slab,
@@ -541,14 +548,10 @@ impl<'a, E: Element> Work<'a, E> {
         let (at, length) = (first * slab.columns.len(), count * slab.columns.len());
         // SAFETY: passed on from this function's contract.
         let logits = unsafe { self.logits.slice(at, length) };
-        match slab.kept {
+        if let Some(kept) = slab.kept {
             // SAFETY: passed on from this function's contract.
-            None => unsafe { self.make(&slab.columns, first, count, logits) },
-            Some(kept) => {
-                // SAFETY: passed on from this function's contract.
-                let kept = unsafe { self.kept(kept, at, length) };
-                widen(self.linear.launch.isa, kept, logits);
-            }
+            let kept = unsafe { self.kept(kept, at, length) };
+            widen(self.linear.launch.isa, kept, logits);
         }
         let kernel = &self.linear.kernel;
         kernel
@@ -558,38 +561,60 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// Writes the gradient of a slab of the weight, of `dz` `[T, columns]`.
-    fn weight_gradient(&self, columns: &Range<usize>, dz: Factor) {
-        let (rows, width) = self.weight_extents(columns);
-        let hidden = self.hidden_rows(0, self.linear.shape.tokens());
-        let (across, other) = match self.linear.shape.vocab_axis() {
-            VocabAxis::First => (dz.transposed(), hidden),
-            VocabAxis::Last => (hidden.transposed(), dz),
-        };
-        let staged = stages_weight(self.linear.shape, E::DTYPE);
-        self.linear.share(rows, &|first, count| {
-            let across = across.rows(first, count);
-            // SAFETY: tasks have rows of their own, and what was staged or kept there was read.
+    fn weight_gradient(&self, columns: &Range<usize>, dz: Matrix<'_, f32>) {
+        let Linear { launch: Launch { isa, .. }, shape, .. } = *self.linear;
+        let [tokens, width] = shape.hidden();
+        // SAFETY: hidden states stay as they are.
+        let hidden = unsafe { self.panels(&self.hidden, tokens, width) };
+        let in_order = shape.vocab_axis() == VocabAxis::First;
+        self.linear.share(columns.len(), &|first, count| {
+            let dz = dz.transposed().rows(first..first + count);
+            // SAFETY: tasks have rows of their own; panels of the weight, and what was kept in the
+            // place of the gradient, have been read.
             unsafe {
-                if !staged {
-                    let at = self.weight_row(columns, first);
-                    let to = self.dweight.slice(at, count * width);
-                    multiply(across, other, false, as_f32_mut(to).expect("what is not is staged"));
-                    return;
+                let place = || self.dweight.slice((columns.start + first) * width, count * width);
+                if in_order && let Some(to) = as_f32_mut(place()) {
+                    return multiply(isa, &dz, hidden, false, to);
                 }
-                let sums = self.staged.slice(first * width, count * width);
-                multiply(across, other, false, sums);
-                for (row, sums) in (first..).zip(sums.chunks_exact(width)) {
-                    let to = self.dweight.slice(self.weight_row(columns, row), width);
-                    narrow(self.linear.launch.isa, sums, to);
+                let sums = self.weight.slice(first * width, count * width);
+                multiply(isa, &dz, hidden, false, sums);
+                if in_order {
+                    narrow(isa, sums, place());
+                }
+            }
+        });
+        if !in_order {
+            self.turn(columns);
+        }
+    }
+
+    /// Writes a slab's gradient from its sums `[columns, D]` to the columns of dweight `[D, V]`.
+    fn turn(&self, columns: &Range<usize>) {
+        let Linear { launch, shape, .. } = self.linear;
+        let width = shape.width();
+        launch.pool.run(width.div_ceil(TURNED_ROWS), &|index| {
+            let rows = index * TURNED_ROWS..width.min((index + 1) * TURNED_ROWS);
+            let mut turned = vec![0.0; rows.len() * columns.len()];
+            // SAFETY: sums are written no more, and tasks have rows of their own.
+            unsafe {
+                let sums = self.weight.read(0, columns.len() * width);
+                for (column, sums) in sums.chunks_exact(width).enumerate() {
+                    for (row, &sum) in sums[rows.clone()].iter().enumerate() {
+                        turned[row * columns.len() + column] = sum;
+                    }
+                }
+                for (row, turned) in rows.zip(turned.chunks_exact(columns.len())) {
+                    let start = row * shape.vocab() + columns.start;
+                    narrow(launch.isa, turned, self.dweight.slice(start, columns.len()));
                 }
             }
         });
     }
 
     /// Sums `dz` `[T, columns]` over tokens.
-    fn bias_gradient(&self, dz: Factor, to: &mut [f32]) {
-        let to = Shared::new(to);
-        self.linear.share(dz.columns(), &|first, count| {
+    fn bias_gradient(&self, dz: Matrix<'_, f32>, to: &mut [f32]) {
+        let (columns, to) = (to.len(), Shared::new(to));
+        self.linear.share(columns, &|first, count| {
             // SAFETY: tasks have columns of their own.
             let to = unsafe { to.slice(first, count) };
             to.fill(0.0);

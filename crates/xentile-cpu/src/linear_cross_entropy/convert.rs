@@ -60,11 +60,6 @@ fn cast_mut<E: Element, F: Element>(elements: &mut [E]) -> &mut [F] {
 }
 
 /// Elements as f32, where they are.
-pub(super) fn as_f32<E: Element>(elements: &[E]) -> Option<&[f32]> {
-    (E::DTYPE == DType::F32).then(|| cast(elements))
-}
-
-/// As [`as_f32`].
 pub(super) fn as_f32_mut<E: Element>(elements: &mut [E]) -> Option<&mut [f32]> {
     (E::DTYPE == DType::F32).then(|| cast_mut(elements))
 }

@@ -5,6 +5,8 @@ use std::ops::Range;
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{DType, Error, Result};
 
+use super::product::Panels;
+
 /// Where logits of a slab wait for their gradient, counted in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kept {
@@ -74,10 +76,9 @@ fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Slab> {
 /// Lengths in f32 of what lies in the scratch, one after the other.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    /// Hidden states in f32; nothing where they are.
+    /// Panels of hidden states, which the weight's gradient is a product of.
     pub(super) hidden: usize,
-    /// Rows of the weight in f32, and later sums of their gradient; nothing where they lie in f32
-    /// as products take them.
+    /// Panels of a slab of the weight, and later its gradient.
     pub(super) weight: usize,
     /// Logits.
     pub(super) logits: usize,
@@ -93,13 +94,16 @@ impl Layout {
         makes_gradients: bool,
     ) -> Self {
         let ([tokens, width], columns) = (shape.hidden(), columns.min(shape.vocab()));
-        let is_short = dtype != DType::F32;
-        let hidden = if is_short { tokens * width } else { 0 };
+        let for_logits = Panels::elements(width, columns);
+        let logits = tokens * columns;
+        if !makes_gradients {
+            return Self { hidden: 0, weight: for_logits, logits, dhidden: 0 };
+        }
         Self {
-            hidden,
-            weight: if stages_weight(shape, dtype) { columns * width } else { 0 },
-            logits: tokens * columns,
-            dhidden: if makes_gradients { hidden } else { 0 },
+            hidden: Panels::elements(tokens, width),
+            weight: for_logits.max(Panels::elements(columns, width)),
+            logits,
+            dhidden: if dtype == DType::F32 { 0 } else { tokens * width },
         }
     }
 
@@ -131,11 +135,6 @@ impl Layout {
         });
         Ok((pieces, kept))
     }
-}
-
-/// Whether rows of the weight are copied before their product, and those of its gradient after.
-pub(super) fn stages_weight(shape: LinearShape, dtype: DType) -> bool {
-    dtype != DType::F32 || shape.vocab_axis() == VocabAxis::Last
 }
 
 /// The numbers that fit into memory, of a type that any bits are a value of.

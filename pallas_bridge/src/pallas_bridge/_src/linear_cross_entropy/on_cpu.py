@@ -22,6 +22,8 @@ from .product import blank
 
 # Columns of a slab: the most that gain anything, and the fewest that products are worth making of.
 COLUMNS = (1024, 768, 512, 384, 256, 128)
+# The most columns that a panel of a factor has.
+PANEL = 64
 # What the library allocates for a token.
 PER_TOKEN = 128
 # What a column's bias and its gradient take in f32.
@@ -83,10 +85,16 @@ def _not_in_place(problem: Problem, most: int) -> Iterator[int]:
 def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
     """Bytes of a call's scratch, as `Layout` in that file lays it out, but for kept logits."""
     n, d = problem.tokens, problem.hidden
-    is_short = problem.hidden_bytes < 4
-    of_hidden = is_short * (1 + makes_gradients) * n * d
-    of_weight = columns * d if is_short or problem.vocab_is_last else 0
-    return 4 * (of_hidden + of_weight + n * columns + 1)
+    weight, logits = _panels(d, columns), n * columns
+    if not makes_gradients:
+        return 4 * (weight + logits + 1)
+    of_hidden = _panels(n, d) + (problem.hidden_bytes < 4) * n * d
+    return 4 * (of_hidden + max(weight, _panels(columns, d)) + logits + 1)
+
+
+def _panels(terms: int, columns: int) -> int:
+    """Numbers in the panels of a matrix `[terms, columns]`, as in product.rs beside that file."""
+    return math.ceil(columns / PANEL) * PANEL * terms
 
 
 def _beside(problem: Problem) -> int:
