@@ -97,10 +97,8 @@ impl<'a, E: Element> Matrix<'a, E> {
         assert_eq!(to.len(), width * terms.len());
         match width {
             ROWS => self.pack_as::<ROWS>(isa, rows, terms.start, to),
-            8 => self.pack_as::<8>(isa, rows, terms.start, to),
             16 => self.pack_as::<16>(isa, rows, terms.start, to),
-            32 => self.pack_as::<32>(isa, rows, terms.start, to),
-            64 => self.pack_as::<64>(isa, rows, terms.start, to),
+            MOST_COLUMNS => self.pack_as::<MOST_COLUMNS>(isa, rows, terms.start, to),
             _ => unreachable!("no tile is {width} wide"),
         }
     }
@@ -118,8 +116,8 @@ impl<'a, E: Element> Matrix<'a, E> {
             for (k, to) in to.chunks_exact_mut(WIDTH).enumerate() {
                 let from = &self.data[first + k * self.column_step..][..count];
                 match <&[E; WIDTH]>::try_from(from) {
-                    // The length is known: no calls that copy a few numbers.
-                    Ok(from) if WIDTH < 8 => {
+                    // A known length, so that no call is made for a few numbers.
+                    Ok(from) if WIDTH == ROWS => {
                         to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
                     }
                     _ => {
