@@ -20,8 +20,11 @@ from . import one_call
 from .plan import Plan, Problem
 from .product import blank
 
-# Columns of a slab: the most that gain anything, and the fewest that products are worth making of.
-COLUMNS = (1024, 768, 512, 384, 256, 128)
+# Columns of a slab: the most that gain anything, and the fewest, which make a panel.
+COLUMNS = (1024, 768, 512, 384, 256, 128, 64)
+# A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are read
+# and written, and hidden states and logits are put in order.
+PER_SLAB = 32
 # The most columns that a panel of a factor has.
 PANEL = 64
 # What the library allocates for a token.
@@ -39,15 +42,18 @@ def choose(problem: Problem, usual: Plan, *, hands_over: bool) -> Plan | None:
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
     limit = usual.max_scratch_bytes
+    plans = []
     for columns in COLUMNS:
         chunk = min(columns, problem.vocab)
         least = _scratch(problem, chunk, makes_gradients=True) + _beside(problem)
         if least <= limit:
-            plan = _plan(problem, chunk, least, limit, hands_over and not problem.reduced)
-            # Products of f32 operands are as fast in XLA: there must be fewer of them.
-            is_short = problem.hidden_bytes < 4
-            return plan if is_short or plan.products < usual.products else None
-    return None
+            plans.append(_plan(problem, chunk, least, limit, hands_over and not problem.reduced))
+    if not plans:
+        return None
+    plan = min(plans, key=lambda plan: plan.products * (1 + PER_SLAB / plan.columns))
+    # Products of f32 operands are as fast in XLA: there must be fewer of them.
+    is_short = problem.hidden_bytes < 4
+    return plan if is_short or plan.products < usual.products else None
 
 
 def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bool) -> Plan:
