@@ -22,8 +22,8 @@ from .product import blank
 
 # Columns of a slab: the most that gain anything, and the fewest, which make a panel.
 COLUMNS = (1024, 768, 512, 384, 256, 128, 64)
-# A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are read
-# and written, and hidden states and logits are put in order.
+# A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are
+# read and written, and hidden states and logits are put in order.
 PER_SLAB = 32
 # The most columns that a panel of a factor has.
 PANEL = 64
