@@ -224,7 +224,7 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
     plan = explain(hidden, weight, platform="cpu", **how)
     # In the memory of dweight 24 columns of a row, and in the scratch those of 300 as can be.
     assert plan.schedule == "library"
-    assert (plan.products == 3) == (mib == 20), plan
+    assert (plan.products == 3) == (mib > 1), plan
 
     def f(x: Any, w: Any, **how: Any) -> Any:
         return linear_cross_entropy(x, w, labels, reduction="sum", vocab_axis=axis, **BOTH, **how)
