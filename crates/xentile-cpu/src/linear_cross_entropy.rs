@@ -30,7 +30,7 @@ use crate::cross_entropy::{
 use crate::parallel::Shared;
 use convert::{as_f32_mut, narrow, round, widen};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
-use product::{Matrix, Panels, multiply};
+use product::{Left, Matrix, Panels, multiply};
 
 /// The fewest and the most tokens, or rows of the weight's gradient, of a task, where no `time_block`
 /// says how many: a task goes through all of the other factor of its product, and threads want tasks.

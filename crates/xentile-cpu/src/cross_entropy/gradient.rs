@@ -39,7 +39,7 @@ impl<E: Element> Job for Gradient<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let bytes = self.matrix.shape().elements() * size_of::<E>();
-        if bytes >= STREAM_BYTES {
+        if S::STREAMS && bytes >= STREAM_BYTES {
             self.choose_cap::<S, true>(s);
             s.fence();
         } else {
@@ -181,24 +181,22 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
                 let coefficients = [shift, probability, constant];
                 let formula = &Formula::new(s, coefficients);
                 let patch = (label, at_label);
-                if block == 0 {
-                    // SAFETY: see above.
-                    unsafe { self.ragged(formula, 0, head, patch) };
-                }
-                let mut column = start;
+                let head = if block == 0 { head } else { 0 };
+                let mut chunk_of_label = [start; 2];
                 if (start..body_end).contains(&label) {
-                    let label_chunk = label - (label - start) % S::CHUNK;
+                    let at = label - (label - start) % S::CHUNK;
+                    chunk_of_label = [at, at + S::CHUNK];
+                }
+                let [label, next] = chunk_of_label;
+                // Whole chunks, and what is ragged after them.
+                for (start, ragged, end) in
+                    [(0, 0, head), (start, label, next), (next, body_end, end)]
+                {
                     // SAFETY: see above.
                     unsafe {
-                        self.chunks(formula, coefficients, start, label_chunk);
-                        column = label_chunk + S::CHUNK;
-                        self.ragged(formula, label_chunk, column, patch);
+                        self.chunks(formula, coefficients, start, ragged);
+                        self.ragged(formula, ragged, end, patch);
                     }
-                }
-                // SAFETY: see above.
-                unsafe {
-                    self.chunks(formula, coefficients, column, body_end);
-                    self.ragged(formula, body_end, end, patch);
                 }
             }
         }

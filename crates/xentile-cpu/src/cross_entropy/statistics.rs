@@ -193,16 +193,19 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
                 row.move_shift(max);
             }
         }
-        // SAFETY: the same contract.
-        let mut sums = unsafe { self.sums(row.shift.unwrap_or(0.0)) };
-        if row.shift.is_some_and(|shift| sums.max > shift + HEADROOM) {
-            row.move_shift(sums.max);
+        // Written once, as its code is long: a second round has a shift that no logit exceeds.
+        loop {
             // SAFETY: the same contract.
-            sums = unsafe { self.sums(sums.max) };
+            let sums = unsafe { self.sums(row.shift.unwrap_or(0.0)) };
+            if row.shift.is_some_and(|shift| sums.max > shift + HEADROOM) {
+                row.move_shift(sums.max);
+                continue;
+            }
+            row.sum += sums.sum;
+            row.total += sums.total;
+            row.columns += self.columns;
+            return;
         }
-        row.sum += sums.sum;
-        row.total += sums.total;
-        row.columns += self.columns;
     }
 
     #[inline(always)]
@@ -270,21 +273,21 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
     unsafe fn sums(&self, shift: f32) -> Sums {
         let mut sums = Sums { max: f32::NEG_INFINITY, sum: 0.0, total: 0.0 };
         let whole = self.columns - self.columns % S::CHUNK;
-        let mut column = 0;
-        // SAFETY, for every call: the ranges lie in the block.
+        let mut chunk_of_label = [0, 0];
         if let Some(label) = self.label.filter(|label| label.column < whole) {
             let start = label.column - label.column % S::CHUNK;
-            column = start + S::CHUNK;
-            // SAFETY: see above.
-            unsafe {
-                self.add_chunks(&mut sums, 0, start, shift);
-                self.add_ragged(&mut sums, start, column, shift);
-            }
+            chunk_of_label = [start, start + S::CHUNK];
         }
-        // SAFETY: see above.
-        unsafe {
-            self.add_chunks(&mut sums, column, whole, shift);
-            self.add_ragged(&mut sums, whole, self.columns, shift);
+        let [label, next] = chunk_of_label;
+        // Whole chunks up to the label's, and those after it, with what ends them.
+        for (start, ragged, end) in [(0, label, next), (next, whole, self.columns)] {
+            // SAFETY: the ranges lie in the block.
+            unsafe {
+                self.add_chunks(&mut sums, start, ragged, shift);
+                if ragged < end {
+                    self.add_ragged(&mut sums, ragged, end, shift);
+                }
+            }
         }
         sums
     }

@@ -59,11 +59,6 @@ impl<'a, E: Element> Matrix<'a, E> {
         Self { data, rows, columns, row_step: columns, column_step: 1 }
     }
 
-    /// Rows and columns.
-    pub(super) fn extents(&self) -> [usize; 2] {
-        [self.rows, self.columns]
-    }
-
     /// The matrix with rows for columns.
     pub(super) fn transposed(self) -> Self {
         let Self { data, rows, columns, row_step, column_step } = self;
@@ -81,26 +76,6 @@ impl<'a, E: Element> Matrix<'a, E> {
     pub(super) fn row(&self, row: usize) -> &'a [E] {
         assert_eq!(self.column_step, 1);
         &self.data[row * self.row_step..][..self.columns]
-    }
-
-    /// Sets `to[width * k + i]` to element `[rows.start + i, terms.start + k]`, and to 0 where there
-    /// is no such row. `width` is that of a strip or of a panel.
-    fn pack(
-        &self,
-        isa: Isa,
-        rows: Range<usize>,
-        terms: Range<usize>,
-        width: usize,
-        to: &mut [f32],
-    ) {
-        assert!(rows.len() <= width && rows.end <= self.rows && terms.end <= self.columns);
-        assert_eq!(to.len(), width * terms.len());
-        match width {
-            ROWS => self.pack_as::<ROWS>(isa, rows, terms.start, to),
-            16 => self.pack_as::<16>(isa, rows, terms.start, to),
-            MOST_COLUMNS => self.pack_as::<MOST_COLUMNS>(isa, rows, terms.start, to),
-            _ => unreachable!("no tile is {width} wide"),
-        }
     }
 
     fn pack_as<const WIDTH: usize>(
@@ -149,13 +124,14 @@ pub(super) trait Left {
     /// Rows, and terms of a sum.
     fn extents(&self) -> [usize; 2];
 
-    /// [`Matrix::pack`].
+    /// Sets `to[width * k + i]` to element `[rows.start + i, terms.start + k]`, and to 0 where there
+    /// is no such row. `width` is that of a strip or of a panel.
     fn pack(&self, isa: Isa, rows: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]);
 }
 
 impl<E: Element> Left for Matrix<'_, E> {
     fn extents(&self) -> [usize; 2] {
-        self.extents()
+        [self.rows, self.columns]
     }
 
     fn pack(
@@ -166,7 +142,15 @@ impl<E: Element> Left for Matrix<'_, E> {
         width: usize,
         to: &mut [f32],
     ) {
-        self.pack(isa, rows, terms, width, to);
+        assert!(rows.len() <= width && rows.end <= self.rows && terms.end <= self.columns);
+        assert_eq!(to.len(), width * terms.len());
+        match width {
+            ROWS => self.pack_as::<ROWS>(isa, rows, terms.start, to),
+            8 => self.pack_as::<8>(isa, rows, terms.start, to),
+            16 => self.pack_as::<16>(isa, rows, terms.start, to),
+            MOST_COLUMNS => self.pack_as::<MOST_COLUMNS>(isa, rows, terms.start, to),
+            _ => unreachable!("no tile is {width} wide"),
+        }
     }
 }
 

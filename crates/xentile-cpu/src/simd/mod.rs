@@ -59,6 +59,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Whether kernels take exponentials in two halves and as products, by `math::Halves`: for few
     /// registers and a short window of out-of-order execution.
     const HALVES: bool = false;
+    /// Whether [`stream`](Self::stream) is another thing than [`store`](Self::store).
+    const STREAMS: bool = true;
     /// Elements of a chunk.
     const CHUNK: usize = 2 * Self::LANES;
 

@@ -5,7 +5,8 @@ use xentile::{DType, Element};
 use super::{MAX_LANES, Simd};
 use crate::math::table_of_powers;
 
-const LANES: usize = 8;
+// Of the narrowest vectors that a compiler may find, SSE2's.
+const LANES: usize = 4;
 
 /// The baseline of every target.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +40,7 @@ impl Simd for Portable {
     const REGISTERS: usize = 16;
     const FUSED: bool = false;
     const TABLE_BITS: u32 = 0;
+    const STREAMS: bool = false;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::Vector {
