@@ -286,7 +286,7 @@ def parser(about: str, shapes: str, form: str, peers: list[str]) -> argparse.Arg
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     options.add_argument("--peers", default=";".join(peers), help="names, separated by semicolons")
     options.add_argument("--seconds", type=float, default=1e9, help="start nothing after so many")
-    options.add_argument("--measure-seconds", type=float, default=0.4, help="of each measure")
+    options.add_argument("--measure-seconds", type=float, default=0.8, help="of each measure")
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--json", type=Path, help="write everything to this file")
     options.add_argument("--resume", action="store_true", help="keep the results in that file")

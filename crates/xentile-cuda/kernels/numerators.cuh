@@ -37,9 +37,45 @@ __device__ inline const __nv_bfloat16* rows_of(const void* at, int64_t elements)
   return static_cast<const __nv_bfloat16*>(at) + elements;
 }
 
-// Finds r, as a constant c, and what takes part. Labels that are no column's have the first one's.
+// Of tokens with one label, all but the first have the flag, and each the number of the next; the
+// last has 0, which is no token's next.
+inline constexpr uint32_t kIsLater = 1u << 31;
+
+// What the tokens of a CTA's warps have of these, of which each thread gets its warp's. All
+// threads look at all labels together.
+__device__ inline uint32_t sharing(const FusedProductArguments& a) {
+  __shared__ uint32_t is_later[kTokenWarps], next[kTokenWarps];
+  const uint32_t first = blockIdx.x * kTokenWarps, warp = threadIdx.x / 32;
+  const uint32_t tokens = static_cast<uint32_t>(a.row.tokens);
+  if (threadIdx.x < kTokenWarps) is_later[threadIdx.x] = 0, next[threadIdx.x] = tokens;
+  __syncthreads();
+  int64_t own[kTokenWarps];
+#pragma unroll
+  for (uint32_t w = 0; w < kTokenWarps; ++w) own[w] = label_at(a.row, min(first + w, tokens - 1));
+#pragma unroll 4
+  for (uint32_t other = threadIdx.x; other < tokens; other += kTokenThreads) {
+    const int64_t label = label_at(a.row, other);
+#pragma unroll
+    for (uint32_t w = 0; w < kTokenWarps; ++w) {
+      if (label != own[w]) continue;
+      if (other < first + w) atomicOr(&is_later[w], kIsLater);
+      if (other > first + w) atomicMin(&next[w], other);
+    }
+  }
+  __syncthreads();
+  return is_later[warp] | (next[warp] < tokens ? next[warp] : 0);
+}
+
+// Where that is until the token's hidden state, scaled, takes its place.
+__device__ inline uint32_t& shared_of(const FusedProductArguments& a, int64_t index) {
+  return *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.scaled_rows) + index * a.width);
+}
+
+// Finds r, as a constant c, what takes part, and who shares a label. Labels that are no column's
+// have the first one's logit.
 __device__ inline void begin_numerators(const FusedProductArguments& a) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.overflow = 0;
+  const uint32_t shared = sharing(a);
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
@@ -53,6 +89,7 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
   if (threadIdx.x % 32 == 0) {
     a.gradients[index] = {sum * -kLog2E, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
+    shared_of(a, index) = shared;
   }
 }
 
@@ -66,42 +103,13 @@ __device__ inline void refer_to_lse(const FusedProductArguments& a) {
   a.gradients[index].c = static_cast<float>(-lse * static_cast<double>(kLog2E));
 }
 
-// Which other tokens have a token's label.
-inline constexpr uint32_t kBefore = 1, kAfter = 2;
-
-// Looks at all labels, of which every thread of the CTA takes part in the reading.
-__device__ inline uint32_t others_with(const FusedProductArguments& a, int64_t index,
-                                       int64_t label) {
-  constexpr uint32_t kBatch = 4 * kTokenThreads;
-  __shared__ int64_t labels[kBatch];
-  uint32_t others = 0;
-  for (int64_t first = 0; first < a.row.tokens; first += kBatch) {
-    const uint32_t count =
-        static_cast<uint32_t>(min(static_cast<int64_t>(kBatch), a.row.tokens - first));
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < count; i += kTokenThreads) {
-      labels[i] = label_at(a.row, first + i);
-    }
-    __syncthreads();
-#pragma unroll 8
-    for (uint32_t i = 0; i < count; ++i) {
-      const int64_t other = first + i;
-      if (labels[i] == label && other != index) others |= other < index ? kBefore : kAfter;
-    }
-  }
-  return others;
-}
-
-// After numerators: a token's outputs, its factor, its label's entry, and what other tokens have
-// that label, in the place of c.
+// After numerators: a token's outputs, its factor, its label's entry, and who shares the label, in
+// the place of c.
 __device__ inline void end_numerators(const FusedProductArguments& a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  const bool is_token = index < a.row.tokens;
-  const int64_t label = is_token ? label_at(a.row, index) : 0;
-  const uint32_t others = others_with(a, index, label);
-  if (!is_token) return;
+  if (index >= a.row.tokens) return;
   if (index == 0) *a.overflow = 0;
-  const Token token = describe<Pass::kFused>(a.row, label, a.row.dloss[index]);
+  const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
   const RowSum all = merged(a, index, token);
   write_token<false>(a.row, index, token, all);
   float factor = 0.0f, lacking = 0.0f;
@@ -117,7 +125,7 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
       lacking = fmaf(-factor, to_float(rounded), dz);
     }
   }
-  a.gradients[index].c = __uint_as_float(others);
+  a.gradients[index].c = __uint_as_float(shared_of(a, index));
   a.gradients[index].factor = factor;
   a.gradients[index].offset = lacking;
 }
@@ -185,23 +193,17 @@ __device__ inline void add_lacking(const FusedProductArguments& a) {
   const int64_t lane = threadIdx.x % 32,
                 d = static_cast<int64_t>(blockIdx.y) * kOfWarp + lane * kOfLane;
   const GradientOfToken own = a.gradients[index];
-  const uint32_t others = __float_as_uint(own.c);
   const int64_t row = own.target - a.part_first;
   const bool elsewhere = !kVocabIsLast && (row < 0 || row >= a.part_count);
-  if (own.target < 0 || (others & kBefore) != 0 || elsewhere) return;
+  uint32_t shared = __float_as_uint(own.c);
+  if (own.target < 0 || (shared & kIsLater) != 0 || elsewhere) return;
   float x[kOfLane] = {};
   // A row is whole vectors.
   if (d < a.width) add_token(a, index, d, x);
-  if ((others & kAfter) != 0) {
-    const int64_t label = label_at(a.row, index);
-#pragma unroll 4
-    for (int64_t first = index + 1; first < a.row.tokens; first += 32) {
-      const int64_t other = first + lane;
-      uint32_t among = __ballot_sync(~0u, other < a.row.tokens && label_at(a.row, other) == label);
-      for (; among != 0; among &= among - 1) {
-        if (d < a.width) add_token(a, first + __ffs(static_cast<int>(among)) - 1, d, x);
-      }
-    }
+  while ((shared & ~kIsLater) != 0) {
+    const int64_t next = shared & ~kIsLater;
+    if (d < a.width) add_token(a, next, d, x);
+    shared = __float_as_uint(a.gradients[next].c);
   }
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {

@@ -113,6 +113,7 @@ enum Epilogue {
     Logits,
     Numerators,
     Scaled,
+    Added,
     Sum,
 }
 
@@ -125,6 +126,7 @@ impl Epilogue {
             Self::Logits => "logits",
             Self::Numerators => "numerators",
             Self::Scaled => "scaled",
+            Self::Added => "added",
             Self::Sum => "sum",
         }
     }

@@ -268,18 +268,20 @@ static void multiply(const Product* a, const char* name, int dtype) {
   const size_t hidden_step = a->hidden.stride_bytes / 2;
   const int vocab_is_last = strstr(name, "_dv") != NULL;
   if (a->gate && *a->gate == 0) return;
-  if (strstr(name, "_sum_")) {
+  const int is_added = strstr(name, "_added_") != NULL;
+  if (is_added || strstr(name, "_sum_")) {
     const int transposed = strstr(name, "_transposed") != NULL;
     const size_t inner = a->hidden.extents[transposed];
     for (int64_t row = 0; row < rows->tokens; ++row) {
       for (int64_t v = 0; v < rows->columns; ++v) {
-        float* to = (float*)a->dlogits.at + row * (a->dlogits.stride_bytes / 4) + v;
-        double sum = a->adds ? *to : 0;
+        const int to = is_added ? dtype : F32;
+        const int64_t at = row * (int64_t)(a->dlogits.stride_bytes / (is_added ? 2 : 4)) + v;
+        double sum = is_added || a->adds ? load(a->dlogits.at, to, at) : 0;
         for (size_t k = 0; k < inner; ++k) {
           sum += load(a->hidden.at, dtype, transposed ? k * hidden_step + row : row * hidden_step + k) *
                  load(a->weight.at, dtype, strstr(name, "_vd") ? v * step + k : k * step + v);
         }
-        *to = (float)sum;
+        store(a->dlogits.at, to, at, sum);
       }
     }
     return;

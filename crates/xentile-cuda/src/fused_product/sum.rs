@@ -1,21 +1,24 @@
 //! Products whose sums stay in f32 and may be added to others, by the kernels of Hopper: memory adds
-//! them, while the next tile is multiplied, where cuBLASLt waits to read what it adds to.
+//! them, while the next tile is multiplied, where cuBLASLt waits to read what it adds to. And those
+//! that are added to what has 16 bits, and rounded once, where cuBLASLt's newer kernels round the
+//! product before they add it.
 
 use std::ptr::{null, null_mut};
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
+use super::arguments::Row;
 use super::{Arguments, Epilogue, FusedProduct, Ready, VECTOR, arguments, count};
 use crate::blas::{Matrix, Operand};
 use crate::cross_entropy::{Kernel, Labels, Part, Variant};
 use crate::driver::{Driver, RawStream, TensorMap};
 use crate::{Device, Result};
 
-/// The product of two factors, in f32.
+/// The product of two factors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
-    /// Where it goes, `[M, N]`.
+    /// Where it goes, `[M, N]`: in f32, or in bf16 if it is added to what is there.
     pub(crate) out: Matrix,
     /// `[M, K]`, or `[K, M]` transposed.
     pub(crate) left: Operand,
@@ -48,8 +51,9 @@ impl Sum {
         }
     }
 
-    /// Whether there is a kernel for it, which keeps a GPU busy.
-    pub(crate) fn is_for(&self, device: &Device) -> bool {
+    /// Whether there is a kernel that writes it, or adds it to what is there: in f32 one that keeps a
+    /// GPU busy.
+    pub(crate) fn is_for(&self, device: &Device, adds: bool) -> bool {
         let is_placed = |matrix: Matrix| {
             let step = if matrix.dtype == DType::F32 { VECTOR / 2 } else { VECTOR };
             matrix.at.addr().is_multiple_of(16) && matrix.stride.is_multiple_of(step)
@@ -57,10 +61,13 @@ impl Sum {
         device.capability() == (9, 0)
             && device.limits().clusters
             && self.factors().is_some()
-            && self.out.dtype == DType::F32
+            && match self.out.dtype {
+                DType::F32 => self.product().keeps_busy(device.limits().multiprocessors),
+                DType::Bf16 => adds && self.left.transposed,
+                DType::F16 => false,
+            }
             && self.left.matrix.dtype != DType::F32
             && [self.out, self.left.matrix, self.right.matrix].into_iter().all(is_placed)
-            && self.product().keeps_busy(device.limits().multiprocessors)
     }
 
     /// Has `stream` write it, or add it to what is there.
@@ -79,6 +86,10 @@ impl Sum {
             return Ok(());
         }
         let factors = self.factors().unwrap_or_default();
+        let (epilogue, columns_of_store) = match self.out.dtype {
+            DType::F32 => (Epilogue::Sum, arguments::COLUMNS_OF_SUM),
+            _ => (Epilogue::Added, arguments::BLOCK),
+        };
         let driver = Driver::get()?;
         let block = arguments::BLOCK;
         let map = |matrix: Matrix, boxed: (u32, u32)| -> Result<TensorMap> {
@@ -90,11 +101,12 @@ impl Sum {
         };
         let part = Part { vocab, first_column: 0, stride: self.out.stride, carried: null_mut() };
         let shape = LogitsShape::new(tokens, vocab)?;
-        let row = Kernel::new(options, shape, DType::F32)?.of_part(part);
+        let row = Kernel::new(options, shape, self.out.dtype)?.of_part(part);
+        let row = row.arguments(null(), Labels::I32(null()));
         let arguments = Arguments {
             hidden: rows_of(self.left, self.left.transposed, arguments::ROWS_OF_A)?,
             weight: rows_of(self.right, !self.right.transposed, arguments::ROWS_OF_B)?,
-            dlogits: map(self.out, (arguments::COLUMNS_OF_SUM, arguments::ROWS_OF_STORE))?,
+            dlogits: map(self.out, (columns_of_store, arguments::ROWS_OF_STORE))?,
             blocks: count(width.div_ceil(block as usize)),
             tiles: count(product.tiles(vocab)),
             // Nothing goes from tile to tile.
@@ -102,11 +114,11 @@ impl Sum {
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
             adds: adds.into(),
-            ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
+            ..Arguments::of_rows(Row { dlogits: self.out.at, ..row })
         };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            Ready::get(Epilogue::Sum, dtype, Variant::Basic, factors, stream)?
+            Ready::get(epilogue, dtype, Variant::Basic, factors, stream)?
                 .launch_product(stream, &arguments)
         }
     }

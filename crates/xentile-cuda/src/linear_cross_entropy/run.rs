@@ -504,7 +504,7 @@ impl<'a> Run<'a> {
         accumulate: bool,
     ) -> Result<()> {
         let sum = Sum { out, left: factors.0, right: factors.1 };
-        if sum.is_for(Device::current()?) {
+        if sum.is_for(Device::current()?, accumulate) {
             // SAFETY: passed on from this function's contract.
             return unsafe { sum.run(self.stream, accumulate) };
         }
