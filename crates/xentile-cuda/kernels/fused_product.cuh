@@ -286,6 +286,8 @@ struct FusedProduct {
     // Of what is put off, the logits, rounded; and whether there is any.
     uint32_t later[kPutOff > 0 ? kPutOff : 1][kPairs];
     bool is_behind = false;
+    // What a tile is added to.
+    uint32_t there[kEpilogue == Epilogue::kAdded ? 64 : 1];
     for (Schedule at(a); at.more(); at.next()) {
       const int64_t token =
           static_cast<int64_t>(at.token_block) * kClusterTokens + rank * kTileTokens + first;
@@ -293,6 +295,7 @@ struct FusedProduct {
       Rows rows(a, token);
       for (; at.tile < at.end; ++at.tile) {
         uint32_t previous = 0;
+        if constexpr (kEpilogue == Epilogue::kAdded) rows.read(a, there, at.tile * kTileColumns);
         // Whose first values count for nothing: a compiler that sees where they come from moves
         // them about, and has every product wait for that.
         ptx::settle(x);
@@ -354,6 +357,13 @@ struct FusedProduct {
         } else if constexpr (kEpilogue == Epilogue::kSum) {
           write_sums(x, row, at.tile * kTileColumns, stored);
         } else {
+          if constexpr (kEpilogue == Epilogue::kAdded) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+              const float2 pair = unpacked<E>(there[i]);
+              x[2 * i] += pair.x, x[2 * i + 1] += pair.y;
+            }
+          }
           write_product(x, rows, row, at.tile * kTileColumns, stored);
         }
       }
@@ -476,6 +486,21 @@ struct FusedProduct {
       }
     }
 
+    // Reads what 256 columns from `first` on have, while they are multiplied: pairs, whole for
+    // rows are whole vectors.
+    __device__ void read(const FusedProductArguments& a, uint32_t (&there)[64],
+                         uint32_t first) const {
+      const uint32_t own = first + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (uint32_t i = 0; i < 64; ++i) {
+        const int64_t index = token + 8 * (i % 2), column = own + i / 2 * 8;
+        const bool is_here = index < a.row.tokens && column < a.row.columns;
+        const auto* rows = static_cast<const E*>(a.row.dlogits);
+        there[i] =
+            is_here ? *reinterpret_cast<const uint32_t*>(rows + index * a.row.stride + column) : 0;
+      }
+    }
+
     // Keeps the logits of labels among the columns from `first` on that `z` has.
     template <class Z, uint32_t kCount>
     __device__ void find_labels(const FusedProductArguments& a, const Z (&z)[kCount],
@@ -581,10 +606,6 @@ struct FusedProduct {
           lacking = gradient[r].offset * to_float(static_cast<const E*>(a.weight_rows)[at]);
         }
         return fmaf(x, gradient[r].factor, lacking);
-      } else if constexpr (kEpilogue == Epilogue::kAdded) {
-        const int64_t index = token + 8 * r;
-        if (index >= a.row.tokens || column >= static_cast<uint32_t>(a.row.columns)) return x;
-        return x + to_float(static_cast<const E*>(a.row.dlogits)[index * a.row.stride + column]);
       } else {
         return x;
       }
