@@ -1,5 +1,7 @@
 //! Line plots, as SVG and PNG alike.
 
+use std::fs::File;
+use std::io::BufWriter;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -91,12 +93,19 @@ impl Figure {
         Ok(text)
     }
 
-    /// Writes the figure to `path`, which ends in `.png`.
+    /// Writes the figure to `path` as PNG.
     ///
     /// # Errors
     /// It cannot be drawn or written.
     pub fn write_png(&self, path: &Path) -> Result<()> {
-        self.draw(BitMapBackend::new(path, self.size()))
+        let (width, height) = self.size();
+        let mut pixels = vec![0; 3 * width as usize * height as usize];
+        self.draw(BitMapBackend::with_buffer(&mut pixels, (width, height)))?;
+        let mut encoder = png::Encoder::new(BufWriter::new(File::create(path)?), width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        let mut writer = encoder.write_header()?;
+        writer.write_image_data(&pixels)?;
+        Ok(writer.finish()?)
     }
 
     fn draw<B: DrawingBackend>(&self, backend: B) -> Result<()> {

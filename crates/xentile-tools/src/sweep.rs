@@ -595,7 +595,7 @@ impl Sweep<'_> {
             drafts.push((name, draft));
         }
         let picture = draft("sweep.png")?;
-        figure.write_png(picture.path())?;
+        figure.write_png(picture.path()).with_context(|| cannot("sweep.png"))?;
         drafts.push(("sweep.png", picture));
         for (name, draft) in drafts {
             draft.finish().with_context(|| cannot(name))?;
