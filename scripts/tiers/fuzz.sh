@@ -5,7 +5,8 @@ source scripts/tiers/common.sh
 
 use_sanitizers
 if ! cargo fuzz --version >/dev/null 2>&1; then
-    cargo install cargo-fuzz --version 0.13.2 --locked --root "$target_dir/tools"
+    # It only starts what is built: quickly made is better than fast.
+    cargo install --debug cargo-fuzz --version 0.13.2 --locked --root "$target_dir/tools"
     export PATH=$target_dir/tools/bin:$PATH
 fi
 for source in fuzz/fuzz_targets/*.rs; do

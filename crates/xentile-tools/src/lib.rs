@@ -14,9 +14,11 @@ pub mod input;
 pub mod machine;
 pub mod memory;
 pub mod microbench;
+#[cfg(feature = "sweep")]
 pub mod plot;
 pub mod plugins;
 pub mod schedule;
+#[cfg(feature = "sweep")]
 pub mod sweep;
 mod timing;
 pub mod tpu;
