@@ -59,6 +59,11 @@ use_exported_programs() {
     export XENTILE_CACHE=$target_dir/programs
 }
 
+# The features that these have together are those of the whole workspace, which host's tests were built
+# with: of a package by itself, what it depends on has fewer, and is compiled again.
+# shellcheck disable=SC2034 # the tiers read it
+like_workspace=(--package xentile-tools --package xentile-xla)
+
 host_triple() {
     rustc -vV | sed -n 's/^host: //p'
 }

@@ -8,8 +8,7 @@ cargo build --release
 exported=""
 if use_exported_programs; then
     exported=1
-    # The second package for its development features, which the host's tests were built with.
-    cargo test -p xentile-tools -p xentile-xla --test linear -- --include-ignored || status=1
+    cargo test "${like_workspace[@]}" --test linear -- --include-ignored || status=1
 fi
 for config in configs/gradcheck/*.yaml; do
     [[ $config == *real_text* || ($config == */linear_* && -z $exported) ]] ||
