@@ -33,8 +33,10 @@ if [[ -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
     XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
     export XENTILE_NVCC
 fi
-# Nobody edits and builds again in CI.
-[[ -z ${CI:-} ]] || export CARGO_INCREMENTAL=0
+# Nobody edits and builds again in CI, nor steps through what was built.
+if [[ -n ${CI:-} ]]; then
+    export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
+fi
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 
