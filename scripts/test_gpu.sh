@@ -110,8 +110,8 @@ section_jax() {
     local jobs=${JOBS:-8} job code status=0 pids=()
     for ((job = 0; job < jobs; job++)); do
         XENTILE_TEST_PLATFORM=cuda XENTILE_TEST_SHARE=$job/$jobs timeout -k 5 "$limit" "$python" -m \
-            pytest pallas_bridge/tests -p no:cacheprovider --tb=short --durations=3 \
-            >"$scratch/jax.$job" 2>&1 &
+            pytest pallas_bridge/tests -p scripts.pytest_share -p no:cacheprovider --tb=short \
+            --durations=3 >"$scratch/jax.$job" 2>&1 &
         pids+=($!)
     done
     for ((job = 0; job < jobs; job++)); do

@@ -65,19 +65,6 @@ pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./pa
 # In two runs: these want two devices, those do not know of it.
 pytest crates/xla-ffi/tests/jax "$@"
 pytest crates/xentile-programs/tests/jax "$@"
-# A process a core, as most of a test is the work of one thread; one where the user chooses tests.
-jobs=$(nproc)
-(($# == 0)) || jobs=1
-((jobs <= 4)) || jobs=4
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-pids=() status=0
-for ((job = 0; job < jobs; job++)); do
-    XENTILE_TEST_SHARE=$job/$jobs pytest pallas_bridge/tests "$@" >"$scratch/$job" 2>&1 &
-    pids+=($!)
-done
-for ((job = 0; job < jobs; job++)); do
-    wait "${pids[job]}" || status=$?
-    cat "$scratch/$job"
-done
-exit "$status"
+# One process where the user chooses tests.
+(($# == 0)) || export JOBS=1
+scripts/pytest_in_shares.sh pallas_bridge/tests "$@"

@@ -2,9 +2,8 @@
 
 XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
-of the run, with the reason. XENTILE_TEST_SHARE, as in "2/8", keeps every eighth test from the third
-on, so that eight processes may share the work. XENTILE_TEST_NUMBERS=0 leaves out what holds the
-numbers of kernels and asks nothing of JAX but to call them.
+of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
+and asks nothing of JAX but to call them.
 """
 
 import os
@@ -46,8 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share, shares = map(int, os.environ.get("XENTILE_TEST_SHARE", "0/1").split("/"))
-    items[:] = items[share::shares]
     kept, left_out = [], []
     for item in items:
         reason = why_not(item)

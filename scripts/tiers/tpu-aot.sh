@@ -18,4 +18,4 @@ TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     cargo test "${like_workspace[@]}" --lib -- --ignored a_matrix_is_put_in_the_order_that_programs_take
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu PYTHONPATH=pallas_bridge/src \
-    pytest -v crates/xentile-tools/tests/tpu
+    scripts/pytest_in_shares.sh -v crates/xentile-tools/tests/tpu

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs pytest in as many processes as there are cores, up to JOBS (default: 4), as most of a test is the
+# work of one thread; what they print comes one after another.
+#
+#     scripts/pytest_in_shares.sh PYTEST_ARGUMENTS
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+jobs=$(nproc)
+((jobs <= ${JOBS:-4})) || jobs=${JOBS:-4}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+pids=() status=0
+for ((job = 0; job < jobs; job++)); do
+    XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_share "$@" >"$scratch/$job" 2>&1 &
+    pids+=($!)
+done
+for ((job = 0; job < jobs; job++)); do
+    wait "${pids[job]}" || status=$?
+    cat "$scratch/$job"
+done
+exit "$status"
