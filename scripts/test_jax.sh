@@ -54,7 +54,8 @@ if [[ ! -x $environment/bin/pytest ]]; then
 fi
 export PATH=$environment/bin:$PATH
 # Most of the time is XLA's, which compiles programs that run once; where nobody holds their numbers it may hurry.
-[[ ${XENTILE_TEST_NUMBERS:-1} != 0 ]] || export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+hurried="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+[[ ${XENTILE_TEST_NUMBERS:-1} != 0 ]] || export XLA_FLAGS=$hurried
 python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
 
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
@@ -65,6 +66,12 @@ pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./pa
 # In two runs: these want two devices, those do not know of it.
 pytest crates/xla-ffi/tests/jax "$@"
 pytest crates/xentile-programs/tests/jax "$@"
-# One process where the user chooses tests.
-(($# == 0)) || export JOBS=1
-scripts/pytest_in_shares.sh pallas_bridge/tests "$@"
+if (($#)); then
+    pytest pallas_bridge/tests "$@"
+    exit
+fi
+status=0
+# In these XLA only stands in for a TPU, and may hurry with every version.
+XLA_FLAGS=$hurried scripts/pytest_in_shares.sh pallas_bridge/tests/test*pallas_tpu.py || status=$?
+scripts/pytest_in_shares.sh pallas_bridge/tests --ignore-glob='*pallas_tpu.py' || status=$?
+exit "$status"
