@@ -43,7 +43,7 @@ impl Job for Map<'_> {
     }
 }
 
-/// One of how many f32 values is tried; `XENTILE_TEST_STRIDE` where a processor is emulated.
+/// One of how many f32 values is tried; `XENTILE_TEST_STRIDE` where a program runs slowly.
 fn stride() -> u32 {
     std::env::var("XENTILE_TEST_STRIDE")
         .map_or(61, |stride| stride.parse().expect("XENTILE_TEST_STRIDE is a whole number"))
