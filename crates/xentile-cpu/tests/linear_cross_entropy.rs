@@ -277,8 +277,7 @@ fn some_options() -> CrossEntropy {
 #[test]
 fn values_and_gradients_of_awkward_shapes() {
     fn body<E: Element>(rng: &mut ChaCha8Rng) {
-        for shape in [[1, 1, 1], [1, 5, 3], [3, 1, 40], [37, 19, 61], [130, 33, 257], [9, 64, 100]]
-        {
+        for shape in [[1, 1, 1], [1, 5, 3], [3, 1, 40], [37, 19, 61], [67, 21, 257], [9, 64, 100]] {
             for axis in [VocabAxis::First, VocabAxis::Last] {
                 let mut case = Case::<E>::new(rng, shape, axis);
                 let exact = case.exact();
