@@ -142,8 +142,8 @@ def median_ms(
     """The median over rounds, at least so many, of a call's milliseconds.
 
     `round_ms(calls)` makes so many calls with one wait and returns milliseconds a call. Half of the
-    time is not counted: under load a GPU slows down for some tenths of a second, and those who train
-    have it so.
+    time is not counted: under load a GPU slows down for some tenths of a second, and stays so for
+    those who train.
     """
     started = time.perf_counter()
     round_ms(min(2, calls))  # the first calls
