@@ -48,6 +48,9 @@ const ARCHITECTURES: &str = "80,90a,100a,120";
 /// What the driver compiles for GPUs that are none of these.
 const PTX: &str = "-gencode=arch=compute_90,code=compute_90";
 
+/// What ptxas says where it has products of a warpgroup wait for each other: right, and slow.
+const SERIALIZED: [&str; 3] = ["C7510", "C7517", "C7519"];
+
 const INSTALL: &str = "pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' \
                        'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime==13.0.*' \
                        'nvidia-cuda-cccl==13.0.*'";
@@ -116,7 +119,11 @@ fn build() -> Result<(), String> {
         write(&source, &program)?;
         let mut command = Command::new(&nvcc);
         command.args(&flags).arg("-I").arg(&kernels).arg("-o").arg(&embedded).arg(&source);
-        output(&mut command)?;
+        for line in output(&mut command)?.lines() {
+            if SERIALIZED.iter().any(|code| line.contains(code)) {
+                println!("cargo::warning={line}");
+            }
+        }
         fs::create_dir_all(&cache).map_err(|error| format!("{}: {error}", cache.display()))?;
         // Renamed, so that a build beside this one never sees half a file.
         let partial = compiled.with_extension(std::process::id().to_string());
@@ -250,11 +257,11 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
 /// What a command that succeeds prints.
 fn output(command: &mut Command) -> Result<String, String> {
     let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let [said, warned] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     if output.status.success() {
-        Ok(text)
+        Ok(format!("{said}{warned}"))
     } else {
-        eprintln!("{text}{}", String::from_utf8_lossy(&output.stderr));
+        eprintln!("{said}{warned}");
         Err(format!("{command:?} failed, {}: see its own words above", output.status))
     }
 }
