@@ -116,8 +116,6 @@ export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/aarch64/build
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$tools/bin/aarch64-linux-gnu-gcc
 # `max` has every extension that the kernels look for.
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$root/usr/bin/qemu-aarch64-static -cpu max -L $root/usr/aarch64-linux-gnu"
-export XENTILE_TEST_STRIDE=997
-echo "left out: most arguments of elementary functions: one f32 in $XENTILE_TEST_STRIDE is tried, from a random start"
 echo "left out: real_vocabularies, which takes minutes under emulation; rows of every other length are run"
 cargo test --no-fail-fast --target "$target" -p xentile -p xentile-cpu --lib --tests -- \
     --skip real_vocabularies

@@ -4,8 +4,7 @@
 source scripts/tiers/common.sh
 
 use_sanitizers
-export XENTILE_TEST_STRIDE=997
-echo "left out: most arguments of elementary functions: one f32 in $XENTILE_TEST_STRIDE is tried, from a random start"
+try_fewer_arguments
 # With --target, build scripts and macros are built without the sanitizer. What it finds is told by line.
 CARGO_TARGET_DIR=$target_dir/asan RUSTFLAGS=-Zsanitizer=address \
     CARGO_PROFILE_DEV_DEBUG=line-tables-only \

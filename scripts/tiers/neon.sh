@@ -2,4 +2,5 @@
 # The NEON kernels, under emulation.
 source scripts/tiers/common.sh
 
+try_fewer_arguments
 scripts/test_neon.sh
