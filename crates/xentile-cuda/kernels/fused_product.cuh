@@ -72,6 +72,9 @@ struct alignas(128) FusedProductArguments {
   const uint32_t* gate;
   // Set to 1 by a row of numerators whose sum is too large; null where nobody asks.
   uint32_t* overflow;
+  // Of numerators: a bit for each of the vocabulary's columns that is a token's label. Where it is
+  // not null, rows of the weight's gradient that are no label's have nothing yet.
+  uint32_t* labelled;
   // Of numerators: hidden states and weight once more, and where scaled hidden states go.
   const void* hidden_rows;
   const void* weight_rows;
@@ -81,7 +84,7 @@ struct alignas(128) FusedProductArguments {
   int64_t vocab_step;
   int64_t width_step;
   // Of some rows of the weight's gradient, or of its transpose: where they are, the first of them,
-  // how many, and elements from row to row.
+  // how many, and elements from row to row. Or of some columns of the vocabulary.
   void* part;
   int64_t part_first;
   int64_t part_count;
@@ -464,7 +467,8 @@ struct FusedProduct {
     float c[2], exponentials[2], values[2];
     // Of passes that write.
     RowGradient gradient[2];
-    // A tile's labels: the bits of rows that have theirs in this thread's columns, and its logit.
+    // A tile's labels: the bits of rows that have theirs in this thread's columns, and its logit. Of
+    // what is added to, those of rows that have something.
     uint32_t labels;
     float at_label[2];
 
@@ -481,20 +485,25 @@ struct FusedProduct {
         } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
           c[r] = kUnset;
+        } else if constexpr (kEpilogue == Epilogue::kAdded) {
+          const int64_t column = a.part_first + index;
+          if (here && (a.labelled == nullptr || (a.labelled[column / 32] >> column % 32 & 1) != 0)) {
+            labels |= 1u << r;
+          }
         }
         if constexpr (kSums) exponentials[r] = values[r] = 0.0f;
       }
     }
 
-    // Reads what 256 columns from `first` on have, while they are multiplied: pairs, whole for
-    // rows are whole vectors.
+    // Reads what 256 columns from `first` on have, while they are multiplied, of rows that have
+    // something: pairs, whole for rows are whole vectors.
     __device__ void read(const FusedProductArguments& a, uint32_t (&there)[64],
                          uint32_t first) const {
       const uint32_t own = first + threadIdx.x % 4 * 2;
 #pragma unroll
       for (uint32_t i = 0; i < 64; ++i) {
         const int64_t index = token + 8 * (i % 2), column = own + i / 2 * 8;
-        const bool is_here = index < a.row.tokens && column < a.row.columns;
+        const bool is_here = (labels >> i % 2 & 1) != 0 && column < a.row.columns;
         const auto* rows = static_cast<const E*>(a.row.dlogits);
         there[i] =
             is_here ? *reinterpret_cast<const uint32_t*>(rows + index * a.row.stride + column) : 0;

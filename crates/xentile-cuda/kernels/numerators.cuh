@@ -71,8 +71,8 @@ __device__ inline uint32_t& shared_of(const FusedProductArguments& a, int64_t in
   return *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.scaled_rows) + index * a.width);
 }
 
-// Finds r, as a constant c, what takes part, and who shares a label. Labels that are no column's
-// have the first one's logit.
+// Finds r, as a constant c, what takes part, which columns are labels, and who shares one. Labels
+// that are no column's have the first one's logit.
 __device__ inline void begin_numerators(const FusedProductArguments& a) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.overflow = 0;
   const uint32_t shared = sharing(a);
@@ -88,6 +88,7 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
   if (threadIdx.x % 32 == 0) {
+    if (token.target >= 0) atomicOr(a.labelled + token.target / 32, 1u << token.target % 32);
     a.gradients[index] = {sum * -kLog2E, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
     shared_of(a, index) = shared;
   }
@@ -103,8 +104,8 @@ __device__ inline void refer_to_lse(const FusedProductArguments& a) {
   a.gradients[index].c = static_cast<float>(-lse * static_cast<double>(kLog2E));
 }
 
-// After numerators: a token's outputs, its factor, its label's entry, and who shares the label, in
-// the place of c.
+// After numerators: a token's outputs, its factor, its label's entry, if that is of this part of the
+// columns, and who shares the label, in the place of c.
 __device__ inline void end_numerators(const FusedProductArguments& a) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
   if (index >= a.row.tokens) return;
@@ -121,7 +122,9 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
           row.at_the_label<false>(a.row, token, a.label_logits[index], Cap(1.0), all.lse());
       // A factor that is too small to be told from 0 leaves all of it to what is added.
       const __nv_bfloat16 rounded = from_float<__nv_bfloat16>(factor == 0.0f ? 0.0f : dz / factor);
-      static_cast<__nv_bfloat16*>(a.row.dlogits)[index * a.row.stride + token.target] = rounded;
+      if (token.target >= a.part_first && token.target < a.part_first + a.part_count) {
+        static_cast<__nv_bfloat16*>(a.row.dlogits)[index * a.row.stride + token.target] = rounded;
+      }
       lacking = fmaf(-factor, to_float(rounded), dz);
     }
   }
@@ -184,8 +187,8 @@ __device__ inline void add_token(const FusedProductArguments& a, int64_t token, 
 }
 
 // Adds what tokens' labels' numerators and hidden states lack to rows of the weight's gradient, or
-// of its transpose with kVocabIsLast, a warp for a token and kOfWarp columns. The first token of
-// those with the same label takes them all, in order.
+// of its transpose with kVocabIsLast, a warp for a token and kOfWarp columns; or writes it, where
+// rows have nothing yet. The first token of those with the same label takes them all, in order.
 template <class To, bool kVocabIsLast>
 __device__ inline void add_lacking(const FusedProductArguments& a) {
   const int64_t index = token_of_warp();
@@ -211,7 +214,7 @@ __device__ inline void add_lacking(const FusedProductArguments& a) {
     if (d >= a.width || of_part < 0 || of_part >= a.part_count) continue;
     const int64_t at = of_part * a.part_stride + (kVocabIsLast ? own.target : d + i);
     To& to = static_cast<To*>(a.part)[at];
-    to = from_float<To>(to_float(to) + x[i]);
+    to = from_float<To>(a.labelled == nullptr ? to_float(to) + x[i] : x[i]);
   }
 }
 

@@ -154,10 +154,25 @@ impl FusedProduct {
         self.layout(MOST_PARTS.min(self.tiles(self.vocab))).bytes
     }
 
-    /// Bytes of what is known of so many tokens between products.
+    /// Bytes of what is known between products of so many tokens, and of their labels among the
+    /// vocabulary.
     #[must_use]
-    pub fn bytes_of_tokens(tokens: usize) -> usize {
-        ALIGNMENT + GRADIENT_BYTES * tokens
+    pub fn bytes_of_tokens(tokens: usize, vocab: usize) -> usize {
+        Self::labelled_at(tokens) + Self::labelled_bytes(vocab)
+    }
+
+    /// Where a bit for each column that is a label begins there, after so many tokens.
+    fn labelled_at(tokens: usize) -> usize {
+        ALIGNMENT + (GRADIENT_BYTES * tokens).next_multiple_of(ALIGNMENT)
+    }
+
+    fn labelled_bytes(vocab: usize) -> usize {
+        4 * vocab.div_ceil(32)
+    }
+
+    /// The same, as the address.
+    fn labelled(&self, of_tokens: *mut c_void) -> *mut u32 {
+        of_tokens.wrapping_byte_add(Self::labelled_at(self.tokens)).cast()
     }
 
     /// Where that is of a token.
@@ -509,6 +524,7 @@ impl Arguments {
             bias: null(),
             gate: null(),
             overflow: null_mut(),
+            labelled: null_mut(),
             hidden_rows: null(),
             weight_rows: null(),
             scaled_rows: null_mut(),

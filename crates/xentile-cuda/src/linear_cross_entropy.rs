@@ -244,8 +244,8 @@ impl Linear {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
             unsafe {
-                if run.has_numerators(tokens)? {
-                    run.by_numerators(&block, dloss, outputs, [of_hidden, of_weight])?;
+                if run.has_numerators(tokens, 1)? {
+                    run.by_numerators(&[block], dloss, outputs, [of_hidden, of_weight])?;
                     continue;
                 }
                 run.fused(&block, dloss, outputs)?;
@@ -260,6 +260,7 @@ impl Linear {
 
     /// The fused pass over chunks of columns, which goes over them for lse and again for gradients.
     /// The last chunk's logits are there still, and those that the weight's gradient had room for.
+    /// Where these are all, numerators take their place.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -279,6 +280,11 @@ impl Linear {
         let kept: Vec<_> =
             kept.iter().map(|&columns| run.kept_block(columns, slot, gradients)).collect();
         let (all_again, last) = (Chunk::over(&again), block(&last));
+        let all = [&kept[..], &[last]].concat();
+        if again.is_empty() && run.has_numerators(tokens, all.len())? {
+            // SAFETY: passed on from this function's contract; kept numerators lie as logits do.
+            return unsafe { run.by_numerators(&all, dloss, outputs, [of_hidden, of_weight]) };
+        }
         let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
         let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
         // SAFETY: passed on from this function's contract. Kept logits lie where nothing is written

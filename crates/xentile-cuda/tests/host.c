@@ -63,7 +63,7 @@ typedef struct {
   }* gradients;
   const float* bias;
   const uint32_t* gate;
-  uint32_t* overflow;
+  uint32_t *overflow, *labelled;
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
   int64_t width, vocab_step, width_step;
@@ -163,7 +163,7 @@ static void write_numerators(const Product* a, int dtype, int64_t row, const dou
     const double e = exp2(x[v] / log(2) + a->gradients[row].c);
     sum += (float)e;
     store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : e);
-    if (v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
+    if (rows->first_column + v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
   }
   for (uint32_t part = 0; part < a->parts; ++part) {
     const int first = part == 0;
@@ -198,7 +198,12 @@ static int compute_numerators(const Product* a, const char* what) {
   for (int64_t row = 0; row < rows->tokens; ++row) {
     const int64_t label = rows->labels ? label_of(rows, row) : -1;
     const int has_label = label != rows->ignore_index && label >= 0 && label < rows->vocab;
-    const double sum = a->sums ? a->sums[row].exponentials : 1, c = a->sums ? a->sums[row].c : 0;
+    /* What parts have is multiples of one power, or nothing. */
+    double sum = a->sums ? 0 : 1;
+    const double c = a->sums ? a->sums[row].c : 0;
+    for (uint32_t part = 0; a->sums && part < a->parts; ++part) {
+      sum += a->sums[part * rows->tokens + row].exponentials;
+    }
     const double lse = (log2(sum) - c) * log(2);
     if (strncmp(what, "begin", 5) == 0) {
       const int64_t column = has_label ? label : 0;
@@ -213,6 +218,7 @@ static int compute_numerators(const Product* a, const char* what) {
       a->gradients[row].factor = !is_idle(rows, row);
       a->gradients[row].target = has_label ? (int32_t)label : -1;
       *a->overflow = 0;
+      if (has_label) a->labelled[label / 32] |= 1u << label % 32;
     } else if (strcmp(what, "again") == 0) {
       a->gradients[row].c = (float)(-lse / log(2));
     } else if (strcmp(what, "end") == 0) {
@@ -225,8 +231,12 @@ static int compute_numerators(const Product* a, const char* what) {
         const double p = exp(a->label_logits[row] - lse);
         const double dz = at_p * p - rows->dloss[row];
         const int64_t at = row * rows->stride + label;
-        store(rows->dlogits, BF16, at, dz / factor);
-        a->gradients[row].offset = (float)(dz - (float)factor * load(rows->dlogits, BF16, at));
+        uint16_t rounded;
+        store(&rounded, BF16, 0, dz / factor);
+        a->gradients[row].offset = (float)(dz - (float)factor * load(&rounded, BF16, 0));
+        if (label >= a->part_first && label < a->part_first + a->part_count) {
+          store(rows->dlogits, BF16, at, dz / factor);
+        }
       }
     } else if (strcmp(what, "scale") == 0) {
       for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
@@ -251,7 +261,10 @@ static int compute_numerators(const Product* a, const char* what) {
         uint16_t scaled;
         store(&scaled, BF16, 0, f * h);
         const double more = (f * e + a->gradients[row].offset) * h - e * load(&scaled, BF16, 0);
-        store(a->part, to, at, load(a->part, to, at) + more);
+        /* Whoever is the first of those with a label writes. */
+        int is_first = a->labelled != NULL;
+        for (int64_t other = 0; other < row; ++other) is_first &= a->gradients[other].target != target;
+        store(a->part, to, at, is_first ? more : load(a->part, to, at) + more);
       }
     } else {
       return 1;
@@ -276,7 +289,9 @@ static void multiply(const Product* a, const char* name, int dtype) {
       for (int64_t v = 0; v < rows->columns; ++v) {
         const int to = is_added ? dtype : F32;
         const int64_t at = row * (int64_t)(a->dlogits.stride_bytes / (is_added ? 2 : 4)) + v;
-        double sum = is_added || a->adds ? load(a->dlogits.at, to, at) : 0;
+        const int64_t bit = a->part_first + row;
+        const int is_there = !is_added || !a->labelled || a->labelled[bit / 32] >> bit % 32 & 1;
+        double sum = (is_added || a->adds) && is_there ? load(a->dlogits.at, to, at) : 0;
         for (size_t k = 0; k < inner; ++k) {
           sum += load(a->hidden.at, dtype, transposed ? k * hidden_step + row : row * hidden_step + k) *
                  load(a->weight.at, dtype, strstr(name, "_vd") ? v * step + k : k * step + v);

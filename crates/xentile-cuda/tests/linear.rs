@@ -289,9 +289,10 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 ran += 1;
             }
             let slot = rng.random_range(1..=vocab);
-            let columns = rng.random_range(1..=vocab);
             let whole = |tokens, columns| Extents { tokens, columns };
             let last = some_of(rng, vocab);
+            // All that are not the last chunk's, where none is made again, or fewer.
+            let columns = some_of(rng, (vocab - last).max(1));
             let by_tokens = Linear { chunk: whole(linear.chunk.tokens, vocab), ..linear };
             let by_columns = Linear { chunk: whole(tokens, last), ..linear };
             let kept =
@@ -313,6 +314,40 @@ fn most_kept(linear: Linear) -> Linear {
         kept.columns -= 1;
     }
     Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
+}
+
+/// Numerators of whole rows, most of them in the memory of the weight's gradient.
+fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
+    let mut ran = 0;
+    while ran < 8 {
+        let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
+        let width = 8 * rng.random_range(8..12);
+        let problem = Problem::<bf16>::new(rng, [tokens, width, vocab], VocabAxis::First, false);
+        if problem.options.softcap.is_some() || problem.options.label_smoothing > 0.0 {
+            continue;
+        }
+        let last = rng.random_range(vocab * 2 / 3..vocab);
+        let (columns, slots) = (vocab - last, rng.random_range(1..4));
+        let linear = Linear {
+            tokens,
+            width,
+            vocab,
+            vocab_is_last: false,
+            dtype: DType::Bf16,
+            chunk: Extents { tokens, columns: last },
+            apart: None,
+            kept: Some(Kept { columns, slot: columns.div_ceil(slots) }),
+            workspace_bytes: 1 << 16,
+            time_block: None,
+            block_size: None,
+        };
+        if linear.has_room(linear.kept.unwrap()) {
+            println!("{linear:?} Fused");
+            problem.check(&linear, Pass::Fused);
+            ran += 1;
+        }
+    }
+    ran
 }
 
 /// 16-bit logits get a bias by way of f32, in the workspace, where no product adds it.
@@ -353,6 +388,7 @@ fn too_little_for_a_bias() {
 fn schedules() {
     too_little_for_a_bias();
     let mut rng = common::fresh_rng("schedules");
-    let ran = problems::<f32>(&mut rng) + problems::<bf16>(&mut rng);
+    let ran =
+        problems::<f32>(&mut rng) + problems::<bf16>(&mut rng) + numerators_in_places(&mut rng);
     println!("{ran} schedules are right");
 }

@@ -20,6 +20,7 @@ mirror! {
         bias: *const f32,
         gate: *const u32,
         overflow: *mut u32,
+        labelled: *mut u32,
         hidden_rows: *const c_void,
         weight_rows: *const c_void,
         scaled_rows: *mut c_void,

@@ -8,7 +8,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
-use super::{arguments, check, count};
+use super::{SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
 use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
@@ -32,11 +32,9 @@ pub fn numerators_support(dtype: DType, tokens: usize, options: &CrossEntropy) -
 
 /// Where numerators go, and what is kept beside them.
 #[derive(Clone, Copy, Debug)]
-pub struct Numerators {
-    /// `[N, V]` on a GPU, at a multiple of 16.
-    pub at: *mut c_void,
-    /// Elements from row to row, a multiple of 8.
-    pub stride: usize,
+pub struct Numerators<'a> {
+    /// Some columns each, one after the other: all of the vocabulary's.
+    pub places: &'a [DLogits],
     /// Hidden states, each times its factor: `[N, D]` on a GPU, at a multiple of 16.
     pub scaled: *mut c_void,
     /// Room for [`bytes_of_tokens`](FusedProduct::bytes_of_tokens), at a multiple of 256, which
@@ -68,11 +66,14 @@ impl FusedProduct {
         if !numerators_support(dtype, tokens, &options) {
             return Err(Error::Numerators { dtype, tokens, most: MOST_TOKENS });
         }
-        let most = self.parts_in(scratch.bytes)?;
-        let Numerators { at, stride, scaled, of_tokens } = to;
-        check_alignment("numerators", at)?;
+        let Numerators { places, scaled, of_tokens } = to;
+        let most = self.parts_in(scratch.bytes)? / places.len().max(1);
+        if most == 0 {
+            let needed = self.numerators_scratch_bytes(places.len());
+            return Err(Error::Scratch { bytes: scratch.bytes, needed });
+        }
         check_alignment("scaled hidden states", scaled)?;
-        self.check_columns(0, vocab, stride)?;
+        places.iter().try_for_each(|&place| self.check_place("numerators", place))?;
         if tokens == 0 || vocab == 0 {
             return Ok(());
         }
@@ -80,30 +81,73 @@ impl FusedProduct {
         let (product, forward) = unsafe {
             (self.ready(Epilogue::Numerators, stream)?, self.ready(Epilogue::Forward, stream)?)
         };
-        let parts = self.parts(vocab, product.clusters, most);
-        let place = DLogits { at, stride, first_column: 0, columns: vocab };
-        let common = self.arguments(Epilogue::Numerators, operands, place, parts, scratch)?;
-        let flag = of_tokens.cast::<u32>();
-        let first = Arguments {
-            row: Row { dlogits: at, dloss, ..common.row.with_outputs(outputs) },
-            gradients: Self::gradient_of(of_tokens, 0),
-            overflow: flag,
-            hidden_rows: operands.hidden,
-            scaled_rows: scaled,
-            ..self.with_weight(operands.weight, common)
+        let (flag, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
+        let of_pass = |epilogue, place: DLogits, parts| -> Result<Arguments> {
+            let common = self.arguments(epilogue, operands, place, parts, scratch)?;
+            Ok(Arguments {
+                row: Row { dlogits: place.at, dloss, ..common.row.with_outputs(outputs) },
+                gradients: Self::gradient_of(of_tokens, 0),
+                overflow: flag,
+                labelled,
+                hidden_rows: operands.hidden,
+                scaled_rows: scaled,
+                ..self.with_weight(operands.weight, common)
+            })
         };
+        let nowhere = DLogits { at: null_mut(), stride: vocab, first_column: 0, columns: vocab };
+        let parts = self.parts(vocab, forward.clusters, most * places.len());
+        let all = of_pass(Epilogue::Forward, nowhere, parts)?;
+        // Every place has parts of rows' sums to itself.
+        let mut parts = 0;
+        let of_places = places.iter().map(|&place| {
+            let own = self.parts(place.columns, product.clusters, most);
+            let arguments = of_pass(Epilogue::Numerators, place, own)?;
+            let sums = arguments.sums.wrapping_byte_add(SUM_BYTES * tokens * parts);
+            parts += own;
+            Ok(Arguments { sums, ..arguments })
+        });
+        let of_places = of_places.collect::<Result<Vec<_>>>()?;
         // Runs where the first found a sum too large.
-        let again = Arguments { gate: flag, overflow: null_mut(), ..first };
+        let again = |first: Arguments| Arguments { gate: flag, overflow: null_mut(), ..first };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.launch_on_tokens("numerators_begin", WARP, stream, &first)?;
-            product.launch_product(stream, &first)?;
-            forward.launch_product(stream, &again)?;
-            self.launch_on_tokens("numerators_again", 1, stream, &again)?;
-            product.launch_product(stream, &again)?;
-            self.launch_on_tokens("numerators_end", 1, stream, &first)?;
-            self.launch_on_tokens("numerators_scale", WARP, stream, &first)
+            Driver::get()?.clear(stream, labelled.cast(), Self::labelled_bytes(vocab))?;
+            self.launch_on_tokens("numerators_begin", WARP, stream, &all)?;
+            for arguments in &of_places {
+                product.launch_product(stream, arguments)?;
+            }
+            forward.launch_product(stream, &again(all))?;
+            self.launch_on_tokens("numerators_again", 1, stream, &again(all))?;
+            for &arguments in &of_places {
+                product.launch_product(stream, &again(arguments))?;
+            }
+            for &place in places {
+                let arguments = Arguments {
+                    row: Row {
+                        dlogits: self.column_0(place),
+                        stride: place.stride as i64,
+                        ..all.row
+                    },
+                    part_first: place.first_column as i64,
+                    part_count: place.columns as i64,
+                    parts: count(parts),
+                    ..all
+                };
+                self.launch_on_tokens("numerators_end", 1, stream, &arguments)?;
+            }
+            self.launch_on_tokens("numerators_scale", WARP, stream, &all)
         }
+    }
+
+    /// The scratch that numerators in so many places cannot do without, in bytes.
+    #[must_use]
+    pub fn numerators_scratch_bytes(&self, places: usize) -> usize {
+        self.layout(places).bytes
+    }
+
+    /// Where the first row would begin if it had all columns, which is how labels count them.
+    fn column_0(&self, place: DLogits) -> *mut c_void {
+        place.at.wrapping_byte_sub(place.first_column * self.dtype.size_bytes())
     }
 
     /// Whether [`times_weight`](Self::times_weight) keeps a GPU of so many multiprocessors busy.
@@ -118,6 +162,11 @@ impl FusedProduct {
         Self { width: vocab, vocab: width, vocab_is_last: !vocab_is_last, ..*self }
     }
 
+    /// A bit for each column that is a label, as [`numerators`](Self::numerators) left them.
+    pub(crate) fn labels_in(&self, of_tokens: *mut c_void) -> *const u32 {
+        self.labelled(of_tokens)
+    }
+
     /// Has `stream` write `sums` `[N, D]` in f32, times each row's factor, to `dhidden`: for
     /// [`times_weight`](Self::times_weight), where another product has the sums.
     ///
@@ -130,7 +179,7 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         (sums, weight): (*const f32, *const c_void),
-        from: Numerators,
+        of_tokens: *mut c_void,
         dhidden: *mut c_void,
     ) -> Result<()> {
         check_alignment("sums", sums.cast())?;
@@ -141,14 +190,15 @@ impl FusedProduct {
         let arguments = Arguments {
             hidden_rows: sums.cast(),
             scaled_rows: dhidden,
-            ..self.with_weight(weight, self.without_tensors(self.width, from)?)
+            ..self.with_weight(weight, self.without_tensors(self.width, of_tokens)?)
         };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch_on_tokens("numerators_round", WARP, stream, &arguments) }
     }
 
     /// Has `stream` add to `part`, some rows from `first` on of the weight's gradient or of its sums,
-    /// without which it is the product of numerators and scaled hidden states, what these lack of it.
+    /// without which it is the product of numerators and scaled hidden states, what these lack of it;
+    /// or write it to the rows of labels, where the others count for nothing.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -159,19 +209,21 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         operands: Operands,
-        from: Numerators,
+        (place, of_tokens): (DLogits, *mut c_void),
         (first, part): (usize, Matrix),
+        writes: bool,
     ) -> Result<()> {
         if self.tokens == 0 {
             return Ok(());
         }
         let shape = LogitsShape::new(self.tokens, self.vocab)?;
-        let carried = null_mut();
-        let whole = Part { vocab: self.vocab, first_column: 0, stride: from.stride, carried };
+        let (vocab, stride, carried) = (self.vocab, place.stride, null_mut());
+        let whole = Part { vocab, first_column: 0, stride, carried };
         let row = Kernel::new(self.options, shape, self.dtype)?.of_part(whole);
-        let row = Row { dlogits: from.at, ..row.arguments(null(), operands.labels) };
+        let row = Row { dlogits: self.column_0(place), ..row.arguments(null(), operands.labels) };
         let taken = Arguments {
-            gradients: Self::gradient_of(from.of_tokens, 0),
+            gradients: Self::gradient_of(of_tokens, 0),
+            labelled: if writes { self.labelled(of_tokens) } else { null_mut() },
             hidden_rows: operands.hidden,
             width: self.width as i64,
             part: part.at,
@@ -197,20 +249,21 @@ impl FusedProduct {
     }
 
     /// What kernels take that need no more than the tokens' factors, for rows of so many columns.
-    fn without_tensors(&self, columns: usize, from: Numerators) -> Result<Arguments> {
+    fn without_tensors(&self, columns: usize, of_tokens: *mut c_void) -> Result<Arguments> {
         let Self { tokens, dtype, .. } = *self;
         let part = Part { vocab: columns, first_column: 0, stride: columns, carried: null_mut() };
         let shape = LogitsShape::new(tokens, columns)?;
         let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
-        let gradients = Self::gradient_of(from.of_tokens, 0);
+        let gradients = Self::gradient_of(of_tokens, 0);
         Ok(Arguments {
             gradients,
             ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
         })
     }
 
-    /// Has `stream` write the hidden states' gradient `[N, D]`, the numerators times the weight and
-    /// each row's factor, which [`numerators`](Self::numerators) left in `from`.
+    /// Has `stream` write the hidden states' gradient `[N, D]`, the numerators, which have one place,
+    /// times the weight and each row's factor, which [`numerators`](Self::numerators) left in
+    /// `of_tokens`.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -221,11 +274,11 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         weight: *const c_void,
-        from: Numerators,
+        (place, of_tokens): (DLogits, *mut c_void),
         dhidden: *mut c_void,
     ) -> Result<()> {
         let Self { tokens, width, vocab, vocab_is_last, dtype, .. } = *self;
-        let Numerators { at, stride, .. } = from;
+        let DLogits { at, stride, .. } = place;
         check(Device::current()?, dtype, width, self.weight().1)?;
         check_alignment("numerators", at)?;
         check_alignment("weight", weight)?;
@@ -256,7 +309,7 @@ impl FusedProduct {
             parts: count(parts),
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
-            ..self.with_weight(weight, self.without_tensors(width, from)?)
+            ..self.with_weight(weight, self.without_tensors(width, of_tokens)?)
         };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }

@@ -70,7 +70,8 @@ impl Sum {
             && [self.out, self.left.matrix, self.right.matrix].into_iter().all(is_placed)
     }
 
-    /// Has `stream` write it, or add it to what is there.
+    /// Has `stream` write it, or add it to what is there: of `there`, where it is not null, a bit for
+    /// each row says whether that is anything, from that of the row so many on.
     ///
     /// # Errors
     /// No GPU or driver that will do, or a failure of the driver.
@@ -79,7 +80,12 @@ impl Sum {
     /// `stream` is a `CUstream` of the calling thread's current context, and matrices are on its
     /// device, where nothing else touches them until it has run what was launched here;
     /// [`is_for`](Self::is_for) that.
-    pub(crate) unsafe fn run(&self, stream: RawStream, adds: bool) -> Result<()> {
+    pub(crate) unsafe fn run(
+        &self,
+        stream: RawStream,
+        adds: bool,
+        (there, first): (*const u32, usize),
+    ) -> Result<()> {
         let product = self.product();
         let FusedProduct { tokens, width, vocab, dtype, options, .. } = product;
         if tokens * width * vocab == 0 {
@@ -114,6 +120,8 @@ impl Sum {
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
             adds: adds.into(),
+            labelled: there.cast_mut(),
+            part_first: first as i64,
             ..Arguments::of_rows(Row { dlogits: self.out.at, ..row })
         };
         // SAFETY: passed on from this function's contract.

@@ -136,7 +136,7 @@ impl Linear {
         let carried = pass != Pass::Backward && cut_columns;
         let carried = take(only(carried, CARRIED_BYTES * tokens));
         let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
-        let all = FusedProduct::bytes_of_tokens(self.tokens);
+        let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
         let of_tokens = take(only(of_tokens, all));
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
         let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
@@ -250,7 +250,8 @@ mod tests {
     #[test]
     fn scratch_is_logits_and_the_sums_that_a_cut_needs() {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
-        let of_tokens = 256 + (16_usize * 1000).next_multiple_of(256);
+        // Of 5000 columns 157 words.
+        let of_tokens: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;
         assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens);
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
         let part = cut(1000, 1024);

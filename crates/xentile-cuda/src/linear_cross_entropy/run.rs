@@ -3,7 +3,7 @@
 mod bias;
 
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
@@ -43,6 +43,13 @@ pub(super) struct Block {
     at: *mut c_void,
     /// Elements from one row to the next.
     stride: usize,
+}
+
+impl Block {
+    fn place(&self) -> DLogits {
+        let Self { columns, at, stride, .. } = *self;
+        DLogits { at, stride, first_column: columns.first, columns: columns.count }
+    }
 }
 
 impl<'a> Run<'a> {
@@ -206,14 +213,13 @@ impl<'a> Run<'a> {
         saved: SavedLse,
         cotangents: Cotangents,
     ) -> Result<()> {
-        let Block { tokens, columns, at, stride } = *block;
+        let tokens = block.tokens;
         let (product, operands) = self.fused_product(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
             if self.has_fused_product {
                 let first = tokens.first;
-                let to =
-                    DLogits { at, stride, first_column: columns.first, columns: columns.count };
+                let to = block.place();
                 let (saved, cotangents) = (saved.from(first), cotangents.from(first));
                 let of_tokens = (self.at(self.layout.of_tokens), first);
                 product.backward(self.stream, operands, saved, cotangents, of_tokens, to)
@@ -276,15 +282,15 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Whether numerators take the place of dlogits where rows are whole.
-    pub(super) fn has_numerators(&self, tokens: Chunk) -> Result<bool> {
+    /// Whether numerators take the place of dlogits, in so many places, which all rows' columns are in.
+    pub(super) fn has_numerators(&self, tokens: Chunk, places: usize) -> Result<bool> {
         let (product, _) = self.fused_product(tokens);
         // Nobody has a bias' gradient of them yet.
         let are_there = self.has_fused_product
             && self.bias.is_null()
             && fused_product::numerators_support(self.linear.dtype, tokens.count, &self.options)
-            && self.workspace().bytes >= product.least_scratch_bytes();
-        let sums = self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
+            && self.workspace().bytes >= product.numerators_scratch_bytes(places);
+        let sums = places > 1 || self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
         Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
     }
 
@@ -300,42 +306,50 @@ impl<'a> Run<'a> {
         (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
     }
 
-    /// Makes numerators of whole rows that are a block, and both gradients of them; fills `outputs`.
+    /// Makes numerators of the rows that `blocks` have together, and both gradients of them; fills
+    /// `outputs`. Blocks are read for the last time one after the other.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
     pub(super) unsafe fn by_numerators(
         &self,
-        block: &Block,
+        blocks: &[Block],
         dloss: *const f32,
         outputs: TokenOutputs,
         [of_hidden, of_weight]: [Total; 2],
     ) -> Result<()> {
-        let Block { tokens, at, stride, .. } = *block;
+        let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
         let (product, operands) = self.fused_product(tokens);
         let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
         let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
+        let places: Vec<_> = blocks.iter().map(Block::place).collect();
         // Scaled hidden states are where their gradient goes in the end.
-        let to = Numerators {
-            at,
-            stride,
-            scaled: dhidden.at,
-            of_tokens: self.at(self.layout.of_tokens),
-        };
+        let (scaled, of_tokens) = (dhidden.at, self.at(self.layout.of_tokens));
+        let to = Numerators { places: &places, scaled, of_tokens };
         // SAFETY: passed on from this function's contract.
         unsafe {
             product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
-            self.add_scaled_to_weight(of_weight, block, dhidden, (product, to))?;
-            if self.multiplies_numerators(tokens)? {
-                return product.times_weight(self.stream, self.weight.at, to, dhidden.at);
-            }
-            let Scratch { at, bytes } = self.workspace();
-            let taken = self.hidden_sums_bytes(tokens);
-            let rest = Workspace { at: at.wrapping_byte_add(taken), bytes: bytes - taken };
-            let sums = Matrix::new(at, DType::F32, tokens.count, self.linear.width);
-            let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
-            self.blas.product(self.stream, sums, factors, false, rest)?;
-            product.scale_sums(self.stream, (at.cast(), self.weight.at), to, dhidden.at)
+            let sums = if let [block] = blocks {
+                self.add_scaled_to_weight(of_weight, block, dhidden)?;
+                if self.multiplies_numerators(tokens)? {
+                    let from = (block.place(), of_tokens);
+                    return product.times_weight(self.stream, self.weight.at, from, dhidden.at);
+                }
+                let Scratch { at, bytes } = self.workspace();
+                let taken = self.hidden_sums_bytes(tokens);
+                let rest = Workspace { at: at.wrapping_byte_add(taken), bytes: bytes - taken };
+                let sums = Matrix::new(at, DType::F32, tokens.count, self.linear.width);
+                let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
+                self.blas.product(self.stream, sums, factors, false, rest)?;
+                at
+            } else {
+                for (index, block) in blocks.iter().enumerate() {
+                    self.add_to_hidden(of_hidden, block, index == 0)?;
+                    self.add_scaled_to_weight(of_weight, block, dhidden)?;
+                }
+                self.at(self.layout.of_hidden)
+            };
+            product.scale_sums(self.stream, (sums.cast(), self.weight.at), of_tokens, dhidden.at)
         }
     }
 
@@ -348,31 +362,42 @@ impl<'a> Run<'a> {
         total: Total,
         block: &Block,
         scaled: Matrix,
-        (product, from): (FusedProduct, Numerators),
     ) -> Result<()> {
-        let tokens = block.tokens;
-        let (_, operands) = self.fused_product(tokens);
-        let lacking = |rows: Chunk, place: Matrix| {
-            let part = (rows.first, place.rows(0, rows.count));
+        let Block { tokens, columns, .. } = *block;
+        let (product, operands) = self.fused_product(tokens);
+        let of_tokens = self.at(self.layout.of_tokens);
+        let by_columns = self.linear.vocab_is_last;
+        let first = if by_columns { 0 } else { columns.first };
+        let lacking = |rows: Chunk, place: Matrix, writes: bool| {
+            let (from, part) = ((block.place(), of_tokens), (first + rows.first, place));
             // SAFETY: passed on from this function's contract.
-            unsafe { product.add_lacking(self.stream, operands, from, part) }
+            unsafe { product.add_lacking(self.stream, operands, from, part, writes) }
         };
         // Sums take it after the product. What is rounded takes it before: the product adds to it
         // what it has in f32, and rounds once.
-        let is_rounded = total.sums.is_none();
-        if is_rounded {
-            let Matrix { at, dtype, rows, columns, .. } = total.gradient;
+        if total.sums.is_some() {
             // SAFETY: passed on from this function's contract.
-            unsafe { Driver::get()?.clear(self.stream, at, rows * columns * dtype.size_bytes()) }?;
-            total.parts(block.columns).try_for_each(|(rows, place)| lacking(rows, place))?;
+            unsafe { self.add_product_to_weight(total, block, scaled, tokens.first == 0) }?;
+            let parts = || total.parts(columns);
+            return parts().try_for_each(|(rows, place)| lacking(rows, place, false));
         }
-        let first = tokens.first == 0 && !is_rounded;
-        // SAFETY: passed on from this function's contract.
-        unsafe { self.add_product_to_weight(total, block, scaled, first) }?;
-        if is_rounded {
-            return Ok(());
+        for (rows, out) in total.parts(columns) {
+            let [left, right] = self.factors_of_weight(block, scaled);
+            let sum = Sum { out, left: left.transposed(), right: right.plain() };
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                if by_columns {
+                    let bytes = out.rows * out.columns * out.dtype.size_bytes();
+                    Driver::get()?.clear(self.stream, out.at, bytes)?;
+                    lacking(rows, out, false)?;
+                    sum.run(self.stream, true, (null(), 0))?;
+                } else {
+                    lacking(rows, out, true)?;
+                    sum.run(self.stream, true, (product.labels_in(of_tokens), first))?;
+                }
+            }
         }
-        total.parts(block.columns).try_for_each(|(rows, place)| lacking(rows, place))
+        Ok(())
     }
 
     fn matrix(&self, block: &Block) -> Matrix {
@@ -484,15 +509,19 @@ impl<'a> Run<'a> {
         hidden: Matrix,
         first: bool,
     ) -> Result<()> {
-        let dlogits = self.matrix(block);
-        let [left, right] =
-            if self.linear.vocab_is_last { [hidden, dlogits] } else { [dlogits, hidden] };
+        let [left, right] = self.factors_of_weight(block, hidden);
         for (rows, place) in total.parts(block.columns) {
             let left = left.columns(rows.first, rows.count).transposed();
             // SAFETY: passed on from this function's contract.
             unsafe { self.product(place, (left, right.plain()), !first) }?;
         }
         Ok(())
+    }
+
+    /// Whose product, the first transposed, is what a block and `hidden` of its tokens give the weight.
+    fn factors_of_weight(&self, block: &Block, hidden: Matrix) -> [Matrix; 2] {
+        let dlogits = self.matrix(block);
+        if self.linear.vocab_is_last { [hidden, dlogits] } else { [dlogits, hidden] }
     }
 
     /// # Safety
@@ -506,7 +535,7 @@ impl<'a> Run<'a> {
         let sum = Sum { out, left: factors.0, right: factors.1 };
         if sum.is_for(Device::current()?, accumulate) {
             // SAFETY: passed on from this function's contract.
-            return unsafe { sum.run(self.stream, accumulate) };
+            return unsafe { sum.run(self.stream, accumulate, (null(), 0)) };
         }
         let Scratch { at, bytes } = self.workspace();
         let workspace = Workspace { at, bytes };

@@ -69,7 +69,7 @@ class Cut:
 
     def scratch(self, problem: Problem) -> int:
         """What it holds, as crates/xentile-cuda/src/linear_cross_entropy/cut.rs lays it out."""
-        numbers = WORKSPACE + 32 * problem.tokens + 4096
+        numbers = WORKSPACE + _numbers(problem)
         if self.apart is None:
             tokens, columns = self.chunk
             cut = columns < problem.vocab and not self.by_tokens(problem)
@@ -105,11 +105,18 @@ class Cut:
         product = partial(_product, problem, splits)
         total = 0.0
         made_again = (again, 2, sum(_passes(problem)))
-        for columns, logits, passes in ((kept, 1, 3), made_again, ([last], 1, 2)):
+        # Of whole rows there are numerators, as where chunks are of tokens.
+        of_kept, of_last = (3, 2) if again or _passes(problem) != (0, 0) else (NUMERATORS,) * 2
+        for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
             for count in columns:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
                 total += (passes * problem.hidden_bytes * n * count + SUM * n * d) / BYTES
         return total
+
+
+def _numbers(problem: Problem) -> int:
+    """Bytes of numbers of a token, and a bit for each column that is a label."""
+    return 32 * problem.tokens + problem.vocab // 8 + 4096
 
 
 def _passes(problem: Problem) -> tuple[int, int]:
@@ -284,7 +291,7 @@ def _two_sweeps(problem: Problem, room: int) -> Iterator[Cut]:
 
         def fits(chunk: Extents) -> bool:
             sums = (_chunk_sums, _weight_sums)[side](problem, chunk[side])
-            return _logits(problem, chunk) + sums + 32 * problem.tokens + 4096 <= room - WORKSPACE
+            return _logits(problem, chunk) + sums + _numbers(problem) <= room - WORKSPACE
 
         fitting = [chunk for chunk in both if fits(chunk)]
         return min(fitting, key=lambda chunk: _sweep(problem, chunk, 2, gradients), default=None)
