@@ -48,11 +48,11 @@ FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed
 OF_TOKENS(fused_product_merge, merge_parts)
 OF_TOKENS(fused_product_prepare, prepare_gradients)
 OF_TOKENS(numerators_again, refer_to_lse)
-OF_TOKENS(numerators_end, end_numerators)
+OF_TOKENS(numerators_labels, write_labels)
 
 // A warp does.
 OF_TOKENS(numerators_begin, begin_numerators)
-OF_TOKENS(numerators_scale, scale_hidden)
+OF_TOKENS(numerators_end, end_numerators)
 OF_TOKENS(numerators_round, scale_sums)
 OF_TOKENS(numerators_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
 OF_TOKENS(numerators_lacking_bf16_dv, add_lacking<__nv_bfloat16, true>)

@@ -340,8 +340,12 @@ struct FusedProduct {
         ptx::settle(x);
         release(previous);
         if constexpr (kOfLogits) {
-          if (a.bias != nullptr) add_bias(x, at.tile * kTileColumns);
+          const uint32_t column = at.tile * kTileColumns;
+          if (a.bias != nullptr) add_bias(x, column);
           if constexpr (kWrites) {
+            // What is looked for in few tiles is so once a tile, and not in each of its pieces.
+            if constexpr (kHasLabels) rows.find_labels(a, x, column);
+            if constexpr (kSums) end_with_minus_infinity(x, column);
 #pragma unroll
             for (uint32_t piece = 0; piece < kPieces; ++piece) {
               uint32_t z[kPairs];
@@ -399,12 +403,8 @@ struct FusedProduct {
   __device__ void finish(uint32_t piece, uint32_t (&z)[kPairs], Rows& rows, int32_t row,
                          uint32_t tile, uint32_t& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
-    const auto pair_of = [&](uint32_t i) { return unpacked<E>(z[i]); };
-    if (piece == 0) rows.labels = 0;
     if (first < static_cast<uint32_t>(a.row.columns)) {
-      if constexpr (kHasLabels) rows.find_labels(a, z, first);
-      if constexpr (kSums) end_with_minus_infinity(z, first);
-      write_piece(rows, row, first, stored, pair_of);
+      write_piece(rows, row, first, stored, [&](uint32_t i) { return unpacked<E>(z[i]); });
     }
     if constexpr (kEpilogue == Epilogue::kBackward) {
       if (piece == kPieces - 1 && __any_sync(~0u, rows.labels != 0)) {
@@ -416,19 +416,14 @@ struct FusedProduct {
     }
   }
 
-  // Sets what is beyond the last column.
-  __device__ void end_with_minus_infinity(uint32_t (&z)[kPairs], uint32_t first) const {
+  // Sets what is beyond the last column, in the tile from `first` on.
+  __device__ void end_with_minus_infinity(float (&x)[128], uint32_t first) const {
     const uint32_t columns = static_cast<uint32_t>(a.row.columns);
-    if (first + kBlock <= columns) return;
-    const uint32_t own = first + threadIdx.x % 4 * 2, both = packed<E>(-INFINITY, -INFINITY);
+    if (first + kTileColumns <= columns) return;
+    const uint32_t own = first + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (uint32_t i = 0; i < kPairs; ++i) {
-      const uint32_t column = own + i / 2 * 8;
-      if (column >= columns) {
-        z[i] = both;
-      } else if (column + 1 >= columns) {
-        z[i] = (z[i] & 0xffff) | (both & 0xffff0000);
-      }
+    for (uint32_t i = 0; i < 128; ++i) {
+      if (own + i / 4 * 8 + i % 2 >= columns) x[i] = -INFINITY;
     }
   }
 
@@ -467,12 +462,15 @@ struct FusedProduct {
     float c[2], exponentials[2], values[2];
     // Of passes that write.
     RowGradient gradient[2];
-    // A tile's labels: the bits of rows that have theirs in this thread's columns, and its logit. Of
-    // what is added to, those of rows that have something.
+    // Whether there are tokens in the warp that take no part.
+    bool has_idle;
+    // A tile's labels: the bits of rows that have theirs in this thread's columns, and its logit.
+    // Of what is added to, those of rows that have something.
     uint32_t labels;
     float at_label[2];
 
-    __device__ Rows(const FusedProductArguments& a, int64_t first) : token(first), labels(0) {
+    __device__ Rows(const FusedProductArguments& a, int64_t first)
+        : token(first), has_idle(false), labels(0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t index = first + 8 * r;
@@ -487,12 +485,14 @@ struct FusedProduct {
           c[r] = kUnset;
         } else if constexpr (kEpilogue == Epilogue::kAdded) {
           const int64_t column = a.part_first + index;
-          if (here && (a.labelled == nullptr || (a.labelled[column / 32] >> column % 32 & 1) != 0)) {
+          if (here &&
+              (a.labelled == nullptr || (a.labelled[column / 32] >> column % 32 & 1) != 0)) {
             labels |= 1u << r;
           }
         }
         if constexpr (kSums) exponentials[r] = values[r] = 0.0f;
       }
+      if constexpr (kOfTokens) has_idle = __any_sync(~0u, is_idle(0) || is_idle(1));
     }
 
     // Reads what 256 columns from `first` on have, while they are multiplied, of rows that have
@@ -510,34 +510,30 @@ struct FusedProduct {
       }
     }
 
-    // Keeps the logits of labels among the columns from `first` on that `z` has.
-    template <class Z, uint32_t kCount>
-    __device__ void find_labels(const FusedProductArguments& a, const Z (&z)[kCount],
+    // Keeps the logits of labels, rounded, among the columns of the tile from `first` on.
+    __device__ void find_labels(const FusedProductArguments& a, const float (&x)[128],
                                 uint32_t first) {
-      constexpr uint32_t kColumns = kCount * (std::is_same_v<Z, float> ? 2 : 4);
+      labels = 0;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t column = static_cast<uint32_t>(target[r]) - first;
-        if (target[r] < 0 || column >= kColumns || column / 2 % 4 != threadIdx.x % 4) continue;
+        const bool is_here = target[r] >= 0 && column < kTileColumns;
+        if (!is_here || column / 2 % 4 != threadIdx.x % 4) continue;
         float found = 0.0f;
 #pragma unroll
-        for (uint32_t i = 0; i < kColumns / 8; ++i) {
-          const float2 pair = pair_of(z, 2 * i + r);
+        for (uint32_t i = 0; i < kTileColumns / 8; ++i) {
+          const float2 pair = pair_of(x, 2 * i + r);
           if (column / 8 == i) found = column % 2 == 0 ? pair.x : pair.y;
         }
         labels |= 1u << r;
-        at_label[r] = found;
-        if constexpr (kSums) a.label_logits[token + 8 * r] = found;
+        at_label[r] = to_float(from_float<E>(found));
+        if constexpr (kSums) a.label_logits[token + 8 * r] = at_label[r];
       }
       __syncwarp();
     }
 
     __device__ static float2 pair_of(const float (&x)[128], uint32_t i) {
       return make_float2(x[2 * i], x[2 * i + 1]);
-    }
-
-    __device__ static float2 pair_of(const uint32_t (&z)[kPairs], uint32_t i) {
-      return unpacked<E>(z[i]);
     }
 
     // Writes dlogits at labels, once those around them are there.
@@ -620,9 +616,9 @@ struct FusedProduct {
       }
     }
 
-    // Whether of row `r` exactly 0 is written, whatever its logits: the token takes no part.
+    // Whether of row `r` exactly 0 is written: the token takes no part.
     __device__ bool is_idle(int r) const {
-      return kOfTokens && gradient[r].factor == 0.0f && gradient[r].offset == 0.0f;
+      return gradient[r].factor == 0.0f && gradient[r].offset == 0.0f;
     }
 
     // The constant that makes the greatest of row `r` 1.
@@ -688,9 +684,8 @@ struct FusedProduct {
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       const uint32_t column = first + piece * kBlock;
       if (column >= static_cast<uint32_t>(a.row.columns)) break;
-      write_piece(rows, row, column, stored, [&](uint32_t i) {
-        return make_float2(x[32 * piece + 2 * i], x[32 * piece + 2 * i + 1]);
-      });
+      write_piece(rows, row, column, stored,
+                  [&](uint32_t i) { return Rows::pair_of(x, kPairs * piece + i); });
     }
   }
 
@@ -703,7 +698,6 @@ struct FusedProduct {
     const uint32_t to = free_store(stored);
     // The row of a matrix that this lane points at, and which of two matrices side by side.
     const uint32_t at = lane % 16 * kRowBytes, side = lane / 16, swizzle = lane % 8;
-    const bool is_idle[2] = {rows.is_idle(0), rows.is_idle(1)};
 #pragma unroll
     for (uint32_t pair = 0; pair < 4; ++pair) {
       uint32_t words[4];
@@ -711,15 +705,29 @@ struct FusedProduct {
       for (uint32_t i = 0; i < 4; ++i) {
         const float2 x = pair_of(4 * pair + i);
         const uint32_t at_column = column + pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        const uint32_t word = packed<E>(rows.written(a, i % 2, at_column, x.x, cap),
-                                        rows.written(a, i % 2, at_column + 1, x.y, cap));
-        words[i] = is_idle[i % 2] ? 0 : word;
+        words[i] = packed<E>(rows.written(a, i % 2, at_column, x.x, cap),
+                             rows.written(a, i % 2, at_column + 1, x.y, cap));
       }
       ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
     }
+    if (rows.has_idle) erase_idle(rows, to);
     send([&] {
       ptx::tensor_store(a.dlogits, static_cast<int32_t>(column), row, to, ptx::evict_first());
     });
+  }
+
+  // Sets rows of a piece in shared memory to 0 whose token takes no part, whatever its logits.
+  __device__ static void erase_idle(const Rows& rows, uint32_t piece) {
+    const uint32_t lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (uint32_t r = 0; r < 2; ++r) {
+      if (!rows.is_idle(r)) continue;
+      // Four lanes have a row.
+      const uint32_t to = piece + (lane / 4 + 8 * r) * kRowBytes + lane % 4 * (kRowBytes / 4);
+#pragma unroll
+      for (uint32_t i = 0; i < kRowBytes / 4; i += 8) ptx::store_shared(to + i, 0.0f, 0.0f);
+    }
   }
 
   // The warp's part of shared memory that was sent before the last, and is free again.

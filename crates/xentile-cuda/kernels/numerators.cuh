@@ -82,8 +82,17 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
   const auto* hidden = rows_of(a.hidden_rows, index * a.width);
   const auto* weight = rows_of(a.weight_rows, max(token.target, 0) * a.vocab_step);
   float sum = 0.0f;
-  for (int64_t d = threadIdx.x % 32; d < a.width; d += 32) {
-    sum = fmaf(to_float(hidden[d]), to_float(weight[d * a.width_step]), sum);
+  for (int64_t d = threadIdx.x % 32 * kOfLane; d < a.width; d += kOfWarp) {
+    float h[kOfLane], w[kOfLane];
+    unpack<__nv_bfloat16>(*reinterpret_cast<const uint4*>(hidden + d), h);
+    if (a.width_step == 1) {
+      unpack<__nv_bfloat16>(*reinterpret_cast<const uint4*>(weight + d), w);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) w[i] = to_float(weight[(d + i) * a.width_step]);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) sum = fmaf(h[i], w[i], sum);
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -92,6 +101,14 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
     a.gradients[index] = {sum * -kLog2E, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
     shared_of(a, index) = shared;
   }
+}
+
+// Writes a label's entry, if it is of this part of the columns.
+__device__ inline void write_label(const FusedProductArguments& a, int64_t index, int64_t target,
+                                   float entry) {
+  if (target < a.part_first || target >= a.part_first + a.part_count) return;
+  auto* row = static_cast<__nv_bfloat16*>(a.row.dlogits) + index * a.row.stride;
+  row[target] = from_float<__nv_bfloat16>(entry);
 }
 
 // After the forward pass, where a sum was too large: r is lse.
@@ -104,16 +121,30 @@ __device__ inline void refer_to_lse(const FusedProductArguments& a) {
   a.gradients[index].c = static_cast<float>(-lse * static_cast<double>(kLog2E));
 }
 
-// After numerators: a token's outputs, its factor, its label's entry, if that is of this part of the
-// columns, and who shares the label, in the place of c.
+// What a token's parts add up to, of which a warp's lanes take some each, in an order of their own.
+__device__ inline RowSum merged_by_warp(const FusedProductArguments& a, int64_t index,
+                                        const Token& token) {
+  RowSum all = RowSum::none();
+  for (uint32_t part = threadIdx.x % 32; part < a.parts; part += 32) {
+    const PartSum sum = a.sums[static_cast<int64_t>(part) * a.row.tokens + index];
+    all.merge({sum.c, sum.exponentials, 0.0f, 0.0f});
+  }
+  all = all.across_lanes<false>();
+  if (token.target >= 0) all.label = a.label_logits[index];
+  return all;
+}
+
+// After numerators: a token's outputs, its factor, its label's entry, if that is of this part of
+// the columns, and who shares the label, in the place of c. And its hidden state, times the factor.
 __device__ inline void end_numerators(const FusedProductArguments& a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  using E = __nv_bfloat16;
+  const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
-  if (index == 0) *a.overflow = 0;
+  const int64_t lane = threadIdx.x % 32;
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
-  const RowSum all = merged(a, index, token);
-  write_token<false>(a.row, index, token, all);
-  float factor = 0.0f, lacking = 0.0f;
+  const RowSum all = merged_by_warp(a, index, token);
+  const float c = __uint_as_float(shared_of(a, index));
+  float factor = 0.0f, lacking = 0.0f, at_label = 0.0f;
   if (!token.idle) {
     const RowGradient row = RowGradient::of<false>(a.row, token, all);
     factor = row.factor;
@@ -121,28 +152,23 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
       const float dz =
           row.at_the_label<false>(a.row, token, a.label_logits[index], Cap(1.0), all.lse());
       // A factor that is too small to be told from 0 leaves all of it to what is added.
-      const __nv_bfloat16 rounded = from_float<__nv_bfloat16>(factor == 0.0f ? 0.0f : dz / factor);
-      if (token.target >= a.part_first && token.target < a.part_first + a.part_count) {
-        static_cast<__nv_bfloat16*>(a.row.dlogits)[index * a.row.stride + token.target] = rounded;
-      }
-      lacking = fmaf(-factor, to_float(rounded), dz);
+      at_label = to_float(from_float<E>(factor == 0.0f ? 0.0f : dz / factor));
+      lacking = fmaf(-factor, at_label, dz);
     }
   }
-  a.gradients[index].c = __uint_as_float(shared_of(a, index));
-  a.gradients[index].factor = factor;
-  a.gradients[index].offset = lacking;
-}
-
-// Rows of the hidden states, each times its factor.
-__device__ inline void scale_hidden(const FusedProductArguments& a) {
-  using E = __nv_bfloat16;
-  const int64_t index = token_of_warp();
-  if (index >= a.row.tokens) return;
-  const float factor = a.gradients[index].factor;
+  __syncwarp();
+  if (lane == 0) {
+    if (index == 0) *a.overflow = 0;
+    write_token<false>(a.row, index, token, all);
+    a.gradients[index] = {c, factor, lacking, token.target};
+    // Its logit is not needed any more.
+    a.label_logits[index] = at_label;
+  }
+  if (lane == 0 && !token.idle) write_label(a, index, token.target, at_label);
   // Rows begin at vectors: see `check` in src/fused_product.rs.
   const auto* from = reinterpret_cast<const uint4*>(rows_of(a.hidden_rows, index * a.width));
   auto* to = reinterpret_cast<uint4*>(static_cast<E*>(a.scaled_rows) + index * a.width);
-  for (int64_t v = threadIdx.x % 32; v < a.width / kPerVector<E>; v += 32) {
+  for (int64_t v = lane; v < a.width / kPerVector<E>; v += 32) {
     float x[kPerVector<E>];
     unpack<E>(from[v], x);
 #pragma unroll
@@ -150,6 +176,15 @@ __device__ inline void scale_hidden(const FusedProductArguments& a) {
     for (float& one : x) one = factor == 0.0f ? 0.0f : one * factor;
     to[v] = pack<E>(x);
   }
+}
+
+// After that: labels' entries of another part of the columns.
+__device__ inline void write_labels(const FusedProductArguments& a) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (index >= a.row.tokens) return;
+  const GradientOfToken of = a.gradients[index];
+  if (of.factor == 0.0f && of.offset == 0.0f) return;
+  write_label(a, index, of.target, a.label_logits[index]);
 }
 
 // Rows of sums in f32, each times its factor, and what its label's numerator lacks.
@@ -208,13 +243,19 @@ __device__ inline void add_lacking(const FusedProductArguments& a) {
     if (d < a.width) add_token(a, next, d, x);
     shared = __float_as_uint(a.gradients[next].c);
   }
+  const auto place = [&](int i) -> To* {
+    const int64_t of_part = kVocabIsLast ? d + i - a.part_first : row;
+    if (d >= a.width || of_part < 0 || of_part >= a.part_count) return nullptr;
+    return static_cast<To*>(a.part) + of_part * a.part_stride + (kVocabIsLast ? own.target : d + i);
+  };
+  // All are read before the first is written, which would have the others wait.
+  if (a.labelled == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) x[i] += place(i) == nullptr ? 0.0f : to_float(*place(i));
+  }
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
-    const int64_t of_part = kVocabIsLast ? d + i - a.part_first : row;
-    if (d >= a.width || of_part < 0 || of_part >= a.part_count) continue;
-    const int64_t at = of_part * a.part_stride + (kVocabIsLast ? own.target : d + i);
-    To& to = static_cast<To*>(a.part)[at];
-    to = from_float<To>(a.labelled == nullptr ? to_float(to) + x[i] : x[i]);
+    if (place(i) != nullptr) *place(i) = from_float<To>(x[i]);
   }
 }
 

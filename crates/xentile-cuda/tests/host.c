@@ -191,6 +191,12 @@ static double lacking(const Product* a, int64_t row, int64_t d) {
          load(a->weight_rows, BF16, target * a->vocab_step + d * a->width_step);
 }
 
+/* Writes a label's entry, if it is of this part of the columns. */
+static void write_label(const Product* a, int64_t row, int64_t target) {
+  if (target < a->part_first || target >= a->part_first + a->part_count) return;
+  store(a->row.dlogits, BF16, row * a->row.stride + target, a->label_logits[row]);
+}
+
 /* Kernels over tokens that are about numerators. */
 static int compute_numerators(const Product* a, const char* what) {
   const Rows* rows = &a->row;
@@ -230,18 +236,18 @@ static int compute_numerators(const Product* a, const char* what) {
       if (factor != 0 && has_label) {
         const double p = exp(a->label_logits[row] - lse);
         const double dz = at_p * p - rows->dloss[row];
-        const int64_t at = row * rows->stride + label;
         uint16_t rounded;
         store(&rounded, BF16, 0, dz / factor);
-        a->gradients[row].offset = (float)(dz - (float)factor * load(&rounded, BF16, 0));
-        if (label >= a->part_first && label < a->part_first + a->part_count) {
-          store(rows->dlogits, BF16, at, dz / factor);
-        }
+        a->label_logits[row] = (float)load(&rounded, BF16, 0);
+        a->gradients[row].offset = (float)(dz - (float)factor * a->label_logits[row]);
+        write_label(a, row, label);
       }
-    } else if (strcmp(what, "scale") == 0) {
       for (int64_t i = row * a->width; i < (row + 1) * a->width; ++i) {
         store(a->scaled_rows, BF16, i, a->gradients[row].factor * load(a->hidden_rows, BF16, i));
       }
+    } else if (strcmp(what, "labels") == 0) {
+      const int takes_part = a->gradients[row].factor != 0 || a->gradients[row].offset != 0;
+      if (takes_part) write_label(a, row, a->gradients[row].target);
     } else if (strcmp(what, "round") == 0) {
       for (int64_t d = 0; d < a->width; ++d) {
         const int64_t i = row * a->width + d;

@@ -121,22 +121,22 @@ impl FusedProduct {
             for &arguments in &of_places {
                 product.launch_product(stream, &again(arguments))?;
             }
-            for &place in places {
+            for (index, &place) in places.iter().enumerate() {
+                let row =
+                    Row { dlogits: self.column_0(place), stride: place.stride as i64, ..all.row };
                 let arguments = Arguments {
-                    row: Row {
-                        dlogits: self.column_0(place),
-                        stride: place.stride as i64,
-                        ..all.row
-                    },
+                    row,
                     part_first: place.first_column as i64,
                     part_count: place.columns as i64,
                     parts: count(parts),
                     ..all
                 };
-                self.launch_on_tokens("numerators_end", 1, stream, &arguments)?;
+                let (name, threads) =
+                    if index == 0 { ("numerators_end", WARP) } else { ("numerators_labels", 1) };
+                self.launch_on_tokens(name, threads, stream, &arguments)?;
             }
-            self.launch_on_tokens("numerators_scale", WARP, stream, &all)
         }
+        Ok(())
     }
 
     /// The scratch that numerators in so many places cannot do without, in bytes.
