@@ -91,7 +91,7 @@ struct alignas(128) FusedProductArguments {
   int64_t part_stride;
   uint32_t blocks;        // of kBlock columns of A and B
   uint32_t tiles;         // of kTileColumns columns
-  uint32_t parts;         // of the tiles
+  uint32_t parts;         // of the tiles; 0 where clusters take equal shares, wherever these end
   uint32_t token_blocks;  // of kClusterTokens tokens
   uint32_t group;         // blocks of tokens that go side by side
   uint32_t adds;          // whether a sum is added to what is there
@@ -129,7 +129,9 @@ inline constexpr uint32_t kFusedProductBytes =
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Which tiles a cluster takes, one item after the other: a block of tokens and a part of the tiles.
+// Which tiles a cluster takes, one item after the other: a block of tokens and a part of the tiles,
+// or, where there are no parts, what a block of tokens has of the cluster's share of all tiles.
+// Then an item is a tile, and a step as many as the block has.
 struct Schedule {
   const FusedProductArguments& a;
   uint32_t item, step, items;
@@ -140,6 +142,11 @@ struct Schedule {
         item(blockIdx.x / kClusterCtas),
         step(gridDim.x / kClusterCtas),
         items(arguments.token_blocks * arguments.parts) {
+    if (a.parts == 0) {
+      const uint64_t all = static_cast<uint64_t>(a.token_blocks) * a.tiles;
+      items = static_cast<uint32_t>(all * (item + 1) / step);
+      item = static_cast<uint32_t>(all * item / step);
+    }
     decode();
   }
 
@@ -151,6 +158,12 @@ struct Schedule {
   }
 
   __device__ void decode() {
+    if (a.parts == 0) {
+      token_block = item / a.tiles, tile = item % a.tiles, part = 0;
+      step = min(a.tiles - tile, items - min(item, items));
+      end = tile + step;
+      return;
+    }
     const uint32_t of_group = a.group * a.parts;
     const uint32_t before = item / of_group * a.group;
     const uint32_t side_by_side = min(a.group, a.token_blocks - min(before, a.token_blocks - 1));
@@ -191,8 +204,9 @@ struct FusedProduct {
   // A tile is written in pieces of 64 columns, of which a thread has so many pairs: for every 8
   // columns one in either row.
   static constexpr uint32_t kPieces = kTileColumns / kBlock, kPairs = kBlock / 4;
-  // Pieces that are left for between the products of the next tile: by measurement.
-  static constexpr uint32_t kPutOff = kEpilogue == Epilogue::kNumerators ? 3 : 0;
+  // Pieces that are left for between the products of the next tile, by measurement; with smoothing
+  // there are no registers for them.
+  static constexpr uint32_t kPutOff = kHasLabels && kWrites && !kSmooth ? 3 : 0;
 
   struct Rows;
 

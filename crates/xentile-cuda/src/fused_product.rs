@@ -226,6 +226,15 @@ impl FusedProduct {
         best.1
     }
 
+    /// The same where nothing is added up over a part: 0, for equal shares of all tiles, where hidden
+    /// states all stay in the L2. Then a cluster goes from tile to tile for longer.
+    fn parts_or_shares(&self, columns: usize, clusters: u32) -> usize {
+        if self.token_blocks() <= self.group() {
+            return 0;
+        }
+        self.parts(columns, clusters, MOST_PARTS)
+    }
+
     /// Parts that there is scratch for, [`MOST_PARTS`] at most.
     fn parts_in(&self, bytes: usize) -> Result<usize> {
         let fits = |parts: usize| self.layout(parts).bytes <= bytes;
@@ -326,7 +335,7 @@ impl FusedProduct {
         }
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(Epilogue::Backward, stream) }?;
-        let parts = self.parts(dlogits.columns, ready.clusters, MOST_PARTS);
+        let parts = self.parts_or_shares(dlogits.columns, ready.clusters);
         let none = Scratch { at: null_mut(), bytes: 0 };
         let arguments = self.arguments(Epilogue::Backward, operands, dlogits, parts, none)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
@@ -375,7 +384,7 @@ impl FusedProduct {
         }
         // SAFETY: passed on from this function's contract.
         let ready = unsafe { self.ready(Epilogue::Logits, stream) }?;
-        let parts = self.parts(logits.columns, ready.clusters, MOST_PARTS);
+        let parts = self.parts_or_shares(logits.columns, ready.clusters);
         let none = Scratch { at: null_mut(), bytes: 0 };
         let arguments = self.arguments(Epilogue::Logits, operands, logits, parts, none)?;
         // SAFETY: passed on from this function's contract.
@@ -601,7 +610,8 @@ impl Ready {
     /// # Safety
     /// As for [`Driver::launch`].
     unsafe fn launch_product(&self, stream: RawStream, arguments: &Arguments) -> Result<()> {
-        let items = u64::from(arguments.token_blocks) * u64::from(arguments.parts);
+        let of_block = if arguments.parts == 0 { arguments.tiles } else { arguments.parts };
+        let items = u64::from(arguments.token_blocks) * u64::from(of_block);
         let clusters = self.clusters.min(u32::try_from(items).unwrap_or(u32::MAX));
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(self.product, extent(clusters), stream, arguments) }

@@ -255,6 +255,8 @@ def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     without = Cut((tokens, 1), fused=True).scratch(problem)
     most = (room - without) // (tokens * problem.hidden_bytes) // STEP * STEP
     columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
+    # A few columns fewer may be a turn of tiles fewer.
+    columns |= {most - STEP * fewer for fewer in range(1, 8)}
     columns |= {*_extents(problem.vocab)}
     for count in sorted(count for count in columns if 0 < count < problem.vocab):
         yield Cut((tokens, count), fused=True)
