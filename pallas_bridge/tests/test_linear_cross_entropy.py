@@ -247,8 +247,15 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
     [("mean", 2, True), ("mean", 7, True), ("none", 5, False)],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
+# Without these there are numerators, where all logits are kept.
+@pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
 def test_logits_that_are_kept_and_products_of_many_blocks(
-    rng: np.random.Generator, has_bias: bool, reduction: str, twelfths: int, kept: bool
+    rng: np.random.Generator,
+    options: dict[str, Any],
+    has_bias: bool,
+    reduction: str,
+    twelfths: int,
+    kept: bool,
 ) -> None:
     tokens, width, vocab = 600, 648, 5003
     hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
@@ -258,8 +265,9 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     labels[rng.random(tokens) < 0.1] = 7
     limit = tokens * vocab * 2 * twelfths // 12
     how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
-    assert (explain(hidden, weight, bias=bias, **how).kept is not None) == kept
-    options = {"reduction": reduction, **BOTH}
+    plan = explain(hidden, weight, bias=bias, **how)
+    assert (plan.kept is not None) == kept and (plan.products == 3) == (twelfths == 7)
+    options = {"reduction": reduction, **options}
     arrays = (hidden, weight, bias, jnp.asarray(labels, jnp.int32))
     hold_against_the_dense_program(rng, arrays, limit, **options)
 
