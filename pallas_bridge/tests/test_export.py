@@ -1,6 +1,7 @@
 """`python -m pallas_bridge.export`: programs, manifests, and the errors of bad configs."""
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,19 @@ def test_hidden_states_have_a_plan_and_a_program_a_platform(
     assert (b"tpu_custom_call" in program) == (platform == "tpu")
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_sweep_of_tiles_of_hidden_states(tmp_path: Path, platform: str) -> None:
+    cell = {**LINEAR, "backend": f"xla:{platform}", "max_scratch_bytes": 10**6}
+    grid = {"time_blocks": [128, 4096], "block_sizes": [128, 256], "cell": cell}
+    assert run(tmp_path, grid) == 0
+    for rows, columns in itertools.product(grid["time_blocks"], grid["block_sizes"]):
+        path = tmp_path / "out" / f"{platform}_{rows}_{columns}.json"
+        manifest = json.loads(path.read_text())
+        assert manifest["tile"] == {"time_block": rows, "block_size": columns}
+        schedule = "library: 32 tokens" if platform == "cpu" else "kernels: 128 tokens"
+        assert manifest["plan"].startswith(f"{schedule} x {columns} columns"), manifest["plan"]
+
+
 def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
     tile = {"time_block": 8, "block_size": 64}
     assert run(tmp_path, {**LINEAR, "impl": "reference", "dtype": "f16", "tile": tile}) == 0
@@ -154,6 +168,14 @@ def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
             "of 300 is ",
         ),
         ({**LINEAR, "vocab_axis": 2}, "vocab_axis is 2; it must be 0 for a weight [V, D]"),
+        (
+            {**LINEAR, "time": 4096, "max_scratch_bytes": 2**22, "tile": {"block_size": 256}},
+            "tile.block_size is 256, for which there is no room; the plan is library: 4096 tokens",
+        ),
+        (
+            {**LINEAR, "backend": "xla:tpu", "tile": {"time_block": 100}},
+            "time_block is 100; on TPU it must be a multiple of 128, such as 128",
+        ),
         (
             {**LINEAR, "backend": "cpu:0"},
             "backend is 'cpu:0'; linear_cross_entropy is exported for xla:tpu, xla:cpu, xla:cuda",

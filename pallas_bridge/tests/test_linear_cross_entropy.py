@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
+from pallas_bridge._src import library
 from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
@@ -511,6 +512,76 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
             if tokens <= width and axis == 0 and (fused or jax.default_backend() == "cpu"):
                 assert plan.products == 3
     assert "library" in schedules
+
+
+def test_a_slab_is_as_wide_as_it_is_tuned_or_named() -> None:
+    x, w = (jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16) for rows in (512, 50257))
+    plan_of = partial(explain, x, w, platform="cpu")
+    _, tuned = library.tuned_tile(on_cpu.TUNED, x.dtype, 50257) or (0, 0)
+    assert plan_of().columns == tuned > 0
+    assert library.tuned_tile("no_such.cpu", x.dtype, 50257) is None
+    for columns in (4096, 1000, 1):
+        plan = plan_of(block_size=columns, time_block=7)
+        assert (plan.schedule, plan.columns) == ("library", columns)
+    # No wider than the vocabulary, and than what there is room for.
+    assert plan_of(block_size=2**40, max_scratch_bytes=2**40).columns == 50257
+    plan = plan_of(block_size=4096, max_scratch_bytes=2**21)
+    assert plan.scratch_bytes <= 2**21 and plan.columns < 4096
+    # In f32 it is the call that has a tile.
+    x, w = (jax.ShapeDtypeStruct(one.shape, jnp.float32) for one in (x, w))
+    assert explain(x, w, platform="cpu").schedule == "tokens"
+    for tile in ({"block_size": 512}, {"time_block": 64}):
+        assert explain(x, w, platform="cpu", **tile).schedule == "library"
+
+
+@pytest.mark.parametrize(
+    ("tile", "kind", "message"),
+    [
+        ({"block_size": 0}, ValueError, "block_size is 0; it must be in [1"),
+        ({"time_block": -4}, ValueError, "time_block is -4; it must be in [1"),
+        ({"block_size": 2.5}, TypeError, "block_size is 2.5; it must be an integer"),
+    ],
+    ids=str,
+)
+def test_tiles_that_are_no_good(tile: Any, kind: Any, message: str) -> None:
+    x, w, y = jnp.zeros((2, 3)), jnp.zeros((5, 3)), jnp.zeros(2, int)
+    functions = (linear_cross_entropy, linear_cross_entropy_per_token)
+    for call in (*(partial(one, x, w, y) for one in functions), partial(explain, x, w)):
+        with pytest.raises(kind, match=re.escape(message)):
+            call(**tile)
+
+
+@pytest.mark.only("cpu", "others have other tiles")
+@pytest.mark.numbers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_tile_changes_next_to_nothing(rng: np.random.Generator, dtype: str) -> None:
+    hidden, weight, bias, labels = problem(rng, dtype, tokens=300, bias=True)
+
+    def found(**tile: int) -> Any:
+        def f(x: Any, w: Any, b: Any) -> Any:
+            loss = linear_cross_entropy(x, w, labels, bias=b, reduction="sum", **BOTH, **tile)
+            return loss.astype(jnp.float32)
+
+        step = jax.jit(jax.value_and_grad(f, (0, 1, 2)))
+        assert calls(step.lower(hidden, weight, bias).compile())
+        return step(hidden, weight, bias)
+
+    exact = Exact(hidden, weight, bias, labels, **BOTH)
+    factors = exact.oracle.factors("sum")
+    expected = exact.gradients(0, factors)
+    bound = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}[dtype]
+    for columns in (64, 1000, VOCAB):
+        value, gradients = found(block_size=columns, time_block=300)
+        np.testing.assert_allclose(value, exact.oracle.reduced(factors), rtol=bound)
+        for actual, want in zip(gradients, expected, strict=True):
+            assert error(actual, want) < bound
+        # The tokens of a task change no bit.
+        for actual, want in zip(
+            jax.tree.leaves(found(block_size=columns, time_block=7)),
+            jax.tree.leaves((value, gradients)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(actual, want)
 
 
 def test_plans_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,10 @@ CASES: dict[str, Case] = {
     "smoothing": (130, 16, 257, "float32", 0, False, {"label_smoothing": 0.2}),
     "z-loss": (130, 16, 257, "float32", 0, False, {"z_loss": 1e-2}),
     "softcap": (130, 16, 257, "float32", 1, False, {"softcap": 3.0}),
+    "a named tile": (300, 37, 391, "float32", 0, True, {"time_block": 256, "block_size": 128}),
 }
 # What the other supported versions are tried with.
-EVERYWHERE = {"ragged, transposed, bias and options"}
+EVERYWHERE = {"ragged, transposed, bias and options", "a named tile"}
 EDGES = [
     case if case in EVERYWHERE else pytest.param(case, marks=pytest.mark.newest) for case in CASES
 ]
@@ -84,7 +85,8 @@ class Exact:
         if bias is not None:
             logits = logits + np.asarray(bias, np.float64)
         rounded = logits.astype(np.float32).astype(hidden.dtype).astype(np.float64)
-        self.oracle = Oracle(rounded if case[3] == "bfloat16" else logits, labels, **case[6])
+        options = {k: v for k, v in case[6].items() if k not in ("time_block", "block_size")}
+        self.oracle = Oracle(rounded if case[3] == "bfloat16" else logits, labels, **options)
         self.values = self.oracle.__dict__
 
     def gradients(self, *cotangents: Any) -> list[Any]:
@@ -271,6 +273,22 @@ def test_tiles_fit(monkeypatch: pytest.MonkeyPatch, axis: int, dtype: Any, width
             taken = tiles.vmem_bytes(makes_hidden=of_hidden, makes_weight=of_weight)
             assert taken <= target.vmem_bytes
             assert tiles.rows % 128 == tiles.columns % tiles.part == tiles.part % 128 == 0
+
+
+def test_a_named_tile_is_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
+    plan_of = partial(explain, x, w, platform="TPU v6 lite")
+    for rows, columns in ((1024, 1024), (512, 384), (256, 1024), (2048, 128)):
+        plan = plan_of(time_block=rows, block_size=columns)
+        assert (plan.tokens, plan.columns) == (rows, columns)
+    assert plan_of(block_size=512).columns == plan_of(time_block=256).tokens * 2 == 512
+    plan = plan_of(time_block=8192, block_size=8192)
+    assert plan.schedule == "kernels" and plan.columns < 8192
+    for name in ("time_block", "block_size"):
+        with pytest.raises(ValueError, match=rf"{name} is 37; on TPU it must be .* such as 128"):
+            plan_of(**{name: 37})
 
 
 def test_explain_tells_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,12 @@ use convert::{as_f32_mut, narrow, round, widen};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
 use product::{Left, Matrix, Panels, multiply};
 
-/// The fewest and the most tokens, or rows of the weight's gradient, of a task, where no `time_block`
-/// says how many: a task goes through all of the other factor of its product, and threads want tasks.
-const TASK_ROWS: [usize; 2] = [32, 256];
+/// The name of this operation's table of tuned tiles.
+const TUNED: &str = "linear_cross_entropy.cpu";
+
+/// The fewest tokens, or rows of the weight's gradient, of a task, where no `time_block` says how
+/// many: a task goes through all of the other factor of its product. Beyond these, threads want tasks.
+const FEWEST_ROWS: usize = 32;
 
 /// Rows of a gradient that are turned to columns at a time: f32 of a cache line.
 const TURNED_ROWS: usize = 16;
@@ -70,6 +73,14 @@ pub struct Linear<'a> {
     columns: usize,
 }
 
+/// The tile tuned for operands of dtype `E` and `vocab` columns: the most tokens of a task where
+/// [`Launch`] names no tile, and the columns of a slab that are quickest where memory is no matter.
+#[must_use]
+pub fn default_tile<E: Element>(vocab: usize) -> Tile {
+    let tuned = xentile::tuned_tile(TUNED, E::DTYPE, vocab).expect("carried tiles are positive");
+    tuned.expect("every dtype has a tuned tile")
+}
+
 /// The bytes of scratch that a pass takes in slabs of `columns` columns.
 ///
 /// A pass that keeps logits takes those of one that makes gradients, and keeps them in what it gets
@@ -85,8 +96,9 @@ pub fn scratch_bytes(
 }
 
 impl<'a> Linear<'a> {
-    /// An operation on arrays of `shape` and `labels` `[T]` in slabs of `columns` columns. A token
-    /// whose label is out of range gets NaN for its loss, logps and gradients.
+    /// An operation on arrays of `shape` and `labels` `[T]` in slabs of `columns` columns, whatever
+    /// [`Launch`] says of them; its `time_block` is the tokens of a task. A token whose label is out of
+    /// range gets NaN for its loss, logps and gradients.
     ///
     /// # Errors
     /// An option outside its range, labels that are not `[T]`, no columns.
@@ -289,17 +301,6 @@ impl<'a> Linear<'a> {
             }
         }
     }
-
-    /// Calls `task` with pieces of `rows`, each as its first row and their number.
-    fn share(&self, rows: usize, task: &(dyn Fn(usize, usize) + Sync)) {
-        let [fewest, most] = TASK_ROWS;
-        let even = rows.div_ceil(2 * self.launch.pool.threads()).clamp(fewest, most);
-        let step = self.launch.tile.map_or(even, Tile::time_block);
-        self.launch.pool.run(rows.div_ceil(step), &|index| {
-            let first = index * step;
-            task(first, step.min(rows - first));
-        });
-    }
 }
 
 /// The cotangents of loss, logps and lse of a token.
@@ -330,6 +331,22 @@ impl<'a, E: Element> Work<'a, E> {
         let [hidden, weight, logits] = [hidden, weight, logits].map(Shared::new);
         let (dweight, kept) = (Shared::new(dweight), Shared::new(kept));
         Self { linear, operands, hidden, weight, logits, dweight, kept }
+    }
+
+    /// Calls `task` with pieces of `rows`, each as its first row and their number.
+    fn share(&self, rows: usize, task: &(dyn Fn(usize, usize) + Sync)) {
+        let Launch { tile, pool, .. } = self.linear.launch;
+        let step = tile.map_or_else(
+            || {
+                let most = default_tile::<E>(self.linear.shape.vocab()).time_block();
+                rows.div_ceil(2 * pool.threads()).max(FEWEST_ROWS).min(most)
+            },
+            Tile::time_block,
+        );
+        pool.run(rows.div_ceil(step), &|index| {
+            let first = index * step;
+            task(first, step.min(rows - first));
+        });
     }
 
     /// Hidden states `[T, D]`.
@@ -420,7 +437,7 @@ impl<'a, E: Element> Work<'a, E> {
         for Slab { columns, kept } in slabs {
             // SAFETY: tasks that read the panels of the slab before have ended.
             unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
-            self.linear.share(shape.tokens(), &|first, count| {
+            self.share(shape.tokens(), &|first, count| {
                 let at = first * columns.len();
                 let length = count * columns.len();
                 // SAFETY: tasks have tokens of their own, and panels stay as they are.
@@ -475,7 +492,7 @@ impl<'a, E: Element> Work<'a, E> {
         self.summed(slabs, saved, cotangents, sums, dbias);
         let width = self.linear.shape.width();
         let dhidden = Shared::new(dhidden);
-        self.linear.share(self.linear.shape.tokens(), &|first, count| {
+        self.share(self.linear.shape.tokens(), &|first, count| {
             // SAFETY: tasks have tokens of their own.
             let to = unsafe { dhidden.slice(first * width, count * width) };
             narrow(self.linear.launch.isa, &sums[first * width..][..count * width], to);
@@ -501,7 +518,7 @@ impl<'a, E: Element> Work<'a, E> {
             if slab.kept.is_none() {
                 // SAFETY: tasks that read the panels before have ended.
                 unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
-                self.linear.share(tokens, &|first, count| {
+                self.share(tokens, &|first, count| {
                     let at = first * columns.len();
                     // SAFETY: tasks have tokens of their own, and panels stay as they are.
                     unsafe {
@@ -512,7 +529,7 @@ impl<'a, E: Element> Work<'a, E> {
             }
             // SAFETY: as before.
             unsafe { self.pack(self.weight(columns), &self.weight) };
-            self.linear.share(tokens, &|first, count| {
+            self.share(tokens, &|first, count| {
                 // SAFETY: as before.
                 unsafe {
                     let dz = self.logits_gradient(slab, first, count, saved, cotangents);
@@ -567,7 +584,7 @@ impl<'a, E: Element> Work<'a, E> {
         // SAFETY: hidden states stay as they are.
         let hidden = unsafe { self.panels(&self.hidden, tokens, width) };
         let in_order = shape.vocab_axis() == VocabAxis::First;
-        self.linear.share(columns.len(), &|first, count| {
+        self.share(columns.len(), &|first, count| {
             let dz = dz.transposed().rows(first..first + count);
             // SAFETY: tasks have rows of their own; panels of the weight, and what was kept in the
             // place of the gradient, have been read.
@@ -614,7 +631,7 @@ impl<'a, E: Element> Work<'a, E> {
     /// Sums `dz` `[T, columns]` over tokens.
     fn bias_gradient(&self, dz: Matrix<'_, f32>, to: &mut [f32]) {
         let (columns, to) = (to.len(), Shared::new(to));
-        self.linear.share(columns, &|first, count| {
+        self.share(columns, &|first, count| {
             // SAFETY: tasks have columns of their own.
             let to = unsafe { to.slice(first, count) };
             to.fill(0.0);

@@ -12,7 +12,7 @@ use xentile::linear_cross_entropy::reference::{
 use xentile::linear_cross_entropy::{LinearShape, Operands as Checked, VocabAxis};
 use xentile::{DType, Element, Labels, Tile};
 use xentile_cpu::cross_entropy::{Cotangents, Launch, SavedLse, TokenOutputs};
-use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands, scratch_bytes};
+use xentile_cpu::linear_cross_entropy::{Gradients, Linear, Operands, default_tile, scratch_bytes};
 use xentile_cpu::{Isa, Threads};
 
 mod common;
@@ -309,6 +309,21 @@ fn every_instruction_set() {
         }
     }
     for_each_dtype!(body, "instruction sets");
+}
+
+#[test]
+fn the_tokens_of_a_task_change_no_bit() {
+    fn body<E: Element>(rng: &mut ChaCha8Rng) {
+        let mut case = Case::<E>::new(rng, [301, 30, 500], VocabAxis::First);
+        let tuned = default_tile::<E>(500).time_block();
+        let mut bits = [None, Some(tuned), Some(1), Some(64), Some(1000)].map(|rows| {
+            case.rows = rows;
+            case.run(2).map(|found| found.bits())
+        });
+        let first = std::mem::take(&mut bits[0]);
+        assert!(bits[1..].iter().all(|other| *other == first));
+    }
+    for_each_dtype!(body, "tokens of a task");
 }
 
 #[test]

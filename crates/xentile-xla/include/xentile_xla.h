@@ -74,6 +74,12 @@ const xentile_target* xentile_targets(size_t* count);
  * "portable". */
 const char* xentile_cpu_isa(void);
 
+/* The tile that a sweep found quickest for `vocab` columns of `dtype` ("f32", "bf16", "f16"), by the name of
+ * its table, such as "linear_cross_entropy.cpu": returns 1, with tokens in *time_block and columns in
+ * *block_size, or 0 where there is none. Either of these two pointers may be null. */
+int32_t xentile_tuned_tile(const char* table, const char* dtype, size_t vocab, size_t* time_block,
+                           size_t* block_size);
+
 /* The handlers. */
 struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);

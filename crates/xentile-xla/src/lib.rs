@@ -20,6 +20,7 @@ mod table;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::LazyLock;
 
+use xentile::tuned_tile;
 use xentile_cpu::Isa;
 use xla_ffi::abi;
 
@@ -69,6 +70,33 @@ pub extern "C" fn xentile_cpu_isa() -> *const c_char {
     static NAME: LazyLock<CString> =
         LazyLock::new(|| CString::new(Isa::detect().name()).unwrap_or_default());
     CStr::as_ptr(&NAME)
+}
+
+/// Writes the tile that `table` ("linear_cross_entropy.cpu") has tuned for `dtype` ("bf16") and `vocab`
+/// columns, and returns 1; 0 where there is none.
+///
+/// # Safety
+/// `table` and `dtype` are texts that end with a null; each other pointer is null, which asks for
+/// nothing, or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xentile_tuned_tile(
+    table: *const c_char,
+    dtype: *const c_char,
+    vocab: usize,
+    time_block: *mut usize,
+    block_size: *mut usize,
+) -> i32 {
+    // SAFETY: passed on from this function's contract.
+    let [table, dtype] = [table, dtype].map(|text| unsafe { CStr::from_ptr(text) }.to_str());
+    let tile = table.ok().zip(dtype.ok().and_then(|dtype| dtype.parse().ok()));
+    let tile = tile.and_then(|(table, dtype)| tuned_tile(table, dtype, vocab).ok().flatten());
+    let Some(tile) = tile else { return 0 };
+    // SAFETY: passed on from this function's contract.
+    unsafe {
+        write(time_block, tile.time_block());
+        write(block_size, tile.block_size());
+    }
+    1
 }
 
 /// # Safety

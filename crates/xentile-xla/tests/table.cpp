@@ -114,12 +114,26 @@ void CheckIsa() {
   Check(names.count(xentile_cpu_isa()) == 1, xentile_cpu_isa(), "xentile_cpu_isa");
 }
 
+void CheckTunedTile() {
+  const char* where = "xentile_tuned_tile";
+  const char* table = "linear_cross_entropy.cpu";
+  std::size_t rows = 0, columns = 0;
+  Check(xentile_tuned_tile(table, "bf16", 50257, &rows, &columns) == 1, "none", where);
+  Check(rows > 0 && columns > 0, "an extent of 0", where);
+  Check(xentile_tuned_tile(table, "bf16", 50257, nullptr, nullptr) == 1, "none with null", where);
+  rows = columns = 7;
+  Check(xentile_tuned_tile(table, "f64", 50257, &rows, &columns) == 0, "one for f64", where);
+  Check(xentile_tuned_tile("no_such.cpu", "f32", 1, &rows, &columns) == 0, "one of none", where);
+  Check(rows == 7 && columns == 7, "it wrote what is not there", where);
+}
+
 }  // namespace
 
 int main() {
   CheckVersions();
   CheckTable();
   CheckIsa();
+  CheckTunedTile();
   std::printf("%d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }

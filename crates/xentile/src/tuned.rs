@@ -11,7 +11,7 @@ use crate::{DType, Result, Tile};
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedTile {
-    /// The dtype of the logits swept.
+    /// The dtype of the logits, or of the hidden states, swept.
     pub dtype: String,
     /// The vocabulary swept.
     pub vocab: usize,
@@ -36,6 +36,7 @@ pub struct TunedTile {
 const TABLES: &[(&str, &str)] = &[
     ("cross_entropy.cpu", include_str!("../tuned/cross_entropy.cpu.yaml")),
     ("cross_entropy.cuda", include_str!("../tuned/cross_entropy.cuda.yaml")),
+    ("linear_cross_entropy.cpu", include_str!("../tuned/linear_cross_entropy.cpu.yaml")),
 ];
 
 /// Every tile carried for `table`, which is named `<op>.<backend>`; none where no sweep was kept.

@@ -34,6 +34,7 @@ from pallas_bridge import (
 from pallas_bridge._src import library, pallas
 from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
 from pallas_bridge._src.cross_entropy import pallas_tpu
+from pallas_bridge._src.linear_cross_entropy.plan import Plan
 
 MANIFEST_VERSION = 1
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -272,6 +273,8 @@ def _linear_cross_entropy(
     cut: dict[str, Any] = {
         "vocab_axis": linear.vocab_axis,
         "max_scratch_bytes": linear.max_scratch_bytes,
+        "block_size": cell.block_size,
+        "time_block": cell.time_block,
     }
     options |= {**cut, "implementation": "reference" if cell.is_dense else None}
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -298,8 +301,29 @@ def _linear_cross_entropy(
     if not cell.is_dense:
         bias = arrays[2] if linear.bias else None
         platform = cell.kind or cell.platform
-        plan = str(explain(*arrays[:2], bias=bias, reduction=reduction, platform=platform, **cut))
+        cut |= {"reduction": reduction, "platform": platform}
+        found = explain(*arrays[:2], bias=bias, **cut)
+        _check_tile(cell, found)
+        plan = str(found)
     return Operation(arrays, reduced, per_token, plan)
+
+
+def _check_tile(cell: Cell, plan: Plan) -> None:
+    """Refuses a tile that was made to fit: what is measured is what is named."""
+    if cell.platform == "cuda":
+        return
+    # Tokens of a task on CPUs are not planned.
+    unit = 128 if cell.platform == "tpu" else 1
+    of_tokens = cell.time_block if cell.platform == "tpu" else None
+    for name, extent, whole, taken in (
+        ("time_block", of_tokens, cell.tokens, plan.tokens),
+        ("block_size", cell.block_size, cell.vocab, plan.columns),
+    ):
+        if extent is not None and min(extent, -(-whole // unit) * unit) != taken:
+            raise ConfigError(
+                f"tile.{name} is {extent}, for which there is no room; the plan is {plan}: lower "
+                f"tile.{name} or raise max_scratch_bytes"
+            )
 
 
 def tile(cell: Cell) -> dict[str, int | None]:

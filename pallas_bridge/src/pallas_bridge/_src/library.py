@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from platform import machine
+from typing import Any
 
 import jax
 
@@ -25,6 +26,8 @@ TABLE_VERSION = 1
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 # The names that JAX gives to the platforms of the table.
 JAX_PLATFORMS = {"Host": "cpu", "CUDA": "cuda"}
+# The names that the library has for dtypes.
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Platforms that a library may be built without, and what builds one that has them.
 BUILDS = {
     "cuda": "run `XENTILE_CUDA=1 pip install ./pallas_bridge` in a checkout of xentile, "
@@ -189,6 +192,25 @@ def register(library: Library) -> None:
     for target in {row.target for row in library.targets}:
         # With this XLA's partitioner leaves leading axes cut as they are.
         jax.ffi.register_ffi_target_as_batch_partitionable(target)
+
+
+def tuned_tile(table: str, dtype: Any, vocab: int) -> tuple[int, int] | None:
+    """Returns the time_block and block_size that a sweep found quickest.
+
+    None where `table`, such as "linear_cross_entropy.cpu", has none for the dtype, or where the
+    library cannot be used.
+    """
+    outcome = attempt()
+    if isinstance(outcome, LibraryError):
+        return None
+    ask = outcome[0].xentile_tuned_tile
+    extents = [ctypes.POINTER(ctypes.c_size_t)] * 2
+    ask.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, *extents]
+    ask.restype = ctypes.c_int32
+    rows, columns = ctypes.c_size_t(), ctypes.c_size_t()
+    named = table.encode(), DTYPES[str(dtype)].encode()
+    has_one = ask(*named, vocab, ctypes.byref(rows), ctypes.byref(columns))
+    return (rows.value, columns.value) if has_one else None
 
 
 @cache

@@ -12,6 +12,9 @@ import numpy as np
 
 OPERATION = "cross_entropy"
 
+# Tokens and columns of a tile, None for what is tuned.
+Tile = tuple[int | None, int | None]
+
 INT32 = np.iinfo(np.int32)
 INT64 = np.iinfo(np.int64)
 
@@ -32,6 +35,11 @@ class Options:
     donate_logits: bool
     # What the user asked for by name.
     implementation: str | None = None
+
+    @property
+    def tile(self) -> Tile:
+        """What the user named of a tile."""
+        return self.time_block, self.block_size
 
 
 def _number(name: str, value: Any) -> float:
@@ -54,6 +62,17 @@ def _integer(name: str, value: Any, least: int) -> int:
     if not least <= number <= INT64.max:
         raise ValueError(f"{name} is {number}; it must be in [{least}, {INT64.max}]")
     return number
+
+
+def check_tile(time_block: Any, block_size: Any) -> Tile:
+    """Returns a tile.
+
+    Raises:
+        TypeError: an extent that is no integer, or traced.
+        ValueError: one below 1.
+    """
+    block_size = None if block_size is None else _integer("block_size", block_size, 1)
+    return None if time_block is None else _integer("time_block", time_block, 1), block_size
 
 
 def check_options(
@@ -81,13 +100,14 @@ def check_options(
     cap = None if softcap is None else _number("softcap", softcap)
     if cap is not None and not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap is {cap}; it must be finite and above 0, or None")
+    time_block, block_size = check_tile(time_block, block_size)
     return Options(
         ignore_index=_integer("ignore_index", ignore_index, INT64.min),
         label_smoothing=smoothing,
         z_loss=weight,
         softcap=cap,
-        block_size=None if block_size is None else _integer("block_size", block_size, 1),
-        time_block=None if time_block is None else _integer("time_block", time_block, 1),
+        block_size=block_size,
+        time_block=time_block,
         every_token=every_token,
         donate_logits=donate_logits,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import pallas
-from ..cross_entropy.options import Options, check_options, narrow_labels
+from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import Implementation, choose
 from . import on_cpu, on_cuda, on_tpu, reference, schedules
@@ -70,8 +70,11 @@ def linear_cross_entropy(
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
         what chunks of 4096 tokens take: 4096 * V logits and, for more tokens than that and a weight
         of 16 bits, V * D sums in f32.
-      block_size: vocabulary columns of a tile of the kernels over logits; None for the tuned one.
-      time_block: tokens of such a tile; None for the tuned number.
+      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a slab, which
+        is narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels, a
+        multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes chunks, of the
+        kernels over logits. Sums are cut by it, so that their last bits may be others.
+      time_block: tokens of a tile, likewise; on CPUs those of a task, which change no bit.
       implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
 
     Returns:
@@ -159,6 +162,8 @@ def explain(
     reduction: Reduction = "mean",
     vocab_axis: int | None = None,
     max_scratch_bytes: int | None = None,
+    block_size: int | None = None,
+    time_block: int | None = None,
     platform: str | None = None,
 ) -> Plan:
     """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`s.
@@ -170,11 +175,14 @@ def explain(
       The plan: schedule, chunk or tile, products and scratch; `print` shows it in a line.
 
     Raises:
-      TypeError: a dtype that is not taken.
-      ValueError: shapes that disagree, a budget below the least, or an unknown platform.
+      TypeError: a dtype that is not taken, or an option that is no number.
+      ValueError: shapes that disagree, a budget below the least, a tile that is not taken, or an
+        unknown platform.
     """
+    tile = check_tile(time_block, block_size)
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
-    plan, cuda, cpu = _plans(hidden, weight, bias, axis, reduction != "none", max_scratch_bytes)
+    of = (hidden, weight, bias, axis)
+    plan, cuda, cpu = _plans(*of, reduction != "none", max_scratch_bytes, tile)
     if platform is None:
         device = jax.devices()[0]
         known = {"gpu": "cuda", "tpu": device.device_kind}
@@ -185,7 +193,7 @@ def explain(
         return cpu
     if platform in ("cpu", "cuda"):
         return plan
-    return on_tpu.plan(_tpu(platform), plan, hidden, weight, bias, axis)
+    return on_tpu.plan(_tpu(platform), plan, hidden, weight, bias, axis, tile)
 
 
 def _tpu(platform: str) -> pallas.Target:
@@ -240,7 +248,8 @@ class _Call:
         products = Products(self.axis)
         if self.implementation == "reference":
             return _Functions(reference, (self.options, products))
-        chosen = _plans(hidden, weight, bias, self.axis, reduced, max_scratch_bytes)
+        of = (hidden, weight, bias, self.axis)
+        chosen = _plans(*of, reduced, max_scratch_bytes, self.options.tile)
         return _Functions(schedules, (schedules.Schedule(self.options, products, *chosen),))
 
 
@@ -311,6 +320,7 @@ def _plans(
     vocab_axis: int,
     reduced: bool,
     max_scratch_bytes: int | None,
+    tile: Tile,
 ) -> tuple[Plan, Plan | None, Plan | None]:
     """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything."""
     if max_scratch_bytes is not None:
@@ -328,4 +338,5 @@ def _plans(
     on_gpus = on_cuda.choose(problem, without.max_scratch_bytes)
     # What is handed over takes memory on every platform, unless one program has both passes.
     hands_over = jax.default_backend() == "cpu"
-    return plan, on_gpus, on_cpu.choose(problem, plan, hands_over=hands_over)
+    on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
+    return plan, on_gpus, on_cpus

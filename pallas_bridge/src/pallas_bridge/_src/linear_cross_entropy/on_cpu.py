@@ -15,13 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cross_entropy.options import Options
+from .. import library
+from ..cross_entropy.options import Options, Tile
 from . import one_call
 from .plan import Plan, Problem
 from .product import blank
 
-# Columns of a slab: the most that gain anything, and the fewest, which make a panel.
-COLUMNS = (1024, 768, 512, 384, 256, 128, 64)
+# The name of the table of tuned tiles, whose columns of a slab are the most that gain anything.
+TUNED = "linear_cross_entropy.cpu"
+# What slabs are made narrower to, where there is no room for those; the fewest make a panel.
+NARROWER = (1024, 768, 512, 384, 256, 128, 64)
 # A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are
 # read and written, and hidden states and logits are put in order.
 PER_SLAB = 32
@@ -33,27 +36,39 @@ PER_TOKEN = 128
 PER_BIAS = 8
 
 
-@lru_cache
-def choose(problem: Problem, usual: Plan, *, hands_over: bool) -> Plan | None:
+def choose(
+    problem: Problem, usual: Plan, tile: Tile, dtype: Any, *, hands_over: bool
+) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where `usual` stays, in XLA.
 
-    `hands_over` is whether a forward pass may leave logits to the backward pass.
+    A `tile` is the call's, which is taken for it if slabs fit that are no wider. `hands_over` is
+    whether a forward pass may leave logits to the backward pass.
     """
+    tuned = library.tuned_tile(TUNED, dtype, problem.vocab)
+    return None if tuned is None else _choose(problem, usual, tile, tuned[1], hands_over)
+
+
+@lru_cache
+def _choose(problem: Problem, usual: Plan, tile: Tile, tuned: int, hands_over: bool) -> Plan | None:
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
     limit = usual.max_scratch_bytes
+    _, named = tile
+    most = tuned if named is None else named
     plans = []
-    for columns in COLUMNS:
+    for columns in (most, *(columns for columns in NARROWER if columns < most)):
         chunk = min(columns, problem.vocab)
         least = _scratch(problem, chunk, makes_gradients=True) + _beside(problem)
         if least <= limit:
             plans.append(_plan(problem, chunk, least, limit, hands_over and not problem.reduced))
     if not plans:
         return None
+    if named is not None:
+        return plans[0]
     plan = min(plans, key=lambda plan: plan.products * (1 + PER_SLAB / plan.columns))
     # Products of f32 operands are as fast in XLA: there must be fewer of them.
     is_short = problem.hidden_bytes < 4
-    return plan if is_short or plan.products < usual.products else None
+    return plan if is_short or tile != (None, None) or plan.products < usual.products else None
 
 
 def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bool) -> Plan:

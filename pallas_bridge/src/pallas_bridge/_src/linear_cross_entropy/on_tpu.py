@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from .. import pallas
 from ..compat import tell_devices
-from ..cross_entropy.options import Options
+from ..cross_entropy.options import Options, Tile
 from ..pallas import Target
 from . import one_call, standing, two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
@@ -57,17 +57,21 @@ def tiles(
     max_scratch_bytes: int,
     *,
     bias: bool,
+    named: Tile = (None, None),
     wanted: Wanted = (True, True),
 ) -> tuple[Any, Kernels] | None:
     """Returns tiles of the forward kernel and of those for the gradients `wanted`.
 
-    None where there are no kernels for such operands.
+    They are no larger than what is `named`. None where there are no kernels for such operands.
+
+    Raises:
+        ValueError: a named extent that is not made of whole registers.
     """
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
     if hidden.dtype not in pallas_tpu.DTYPES or 0 in hidden.shape:
         return None
-    cut = partial(pallas_tpu.cut, target, hidden, weight, vocab_axis, bias=bias)
+    cut = partial(pallas_tpu.cut, target, hidden, weight, vocab_axis, bias=bias, named=named)
     forward = cut()
     at_once = cut(makes_hidden=wanted[0], makes_weight=wanted[1])
     if at_once is None and all(wanted):
@@ -82,12 +86,19 @@ def tiles(
     return forward, tuple(kernels)
 
 
-def plan(target: Target, usual: Plan, hidden: Any, weight: Any, bias: Any, vocab_axis: int) -> Plan:
-    """Returns what runs on `target` where elsewhere `usual` does."""
+def plan(
+    target: Target, usual: Plan, hidden: Any, weight: Any, bias: Any, vocab_axis: int, named: Tile
+) -> Plan:
+    """Returns what runs on `target` where elsewhere `usual` does.
+
+    Raises:
+        ValueError: as for `tiles`.
+    """
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=False)
     flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
-    found = tiles(target, flat, weight, vocab_axis, usual.max_scratch_bytes, bias=has_bias)
+    limit = usual.max_scratch_bytes
+    found = tiles(target, flat, weight, vocab_axis, limit, bias=has_bias, named=named)
     if found is None:
         return of_columns(problem, usual)
     _, kernels = found
@@ -166,7 +177,7 @@ def _tiles(
     work: Pass, target: Target, wanted: Wanted, hidden: Any, weight: Any, bias: Any
 ) -> tuple[Any, Kernels] | None:
     of = (target, hidden, weight, work.vocab_axis, work.max_scratch_bytes)
-    return tiles(*of, bias=bias is not None, wanted=wanted)
+    return tiles(*of, bias=bias is not None, named=work.options.tile, wanted=wanted)
 
 
 def _forward(

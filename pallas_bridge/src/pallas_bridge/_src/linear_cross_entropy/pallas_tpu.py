@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
-from ..cross_entropy.options import Options
+from ..cross_entropy.options import Options, Tile
 from ..cross_entropy.pallas_tpu import LANES, LEAST, NUMBERS, cotangents_of, outputs_of
 from ..pallas import Target
 from .tokens import Bias, Gradients
@@ -104,17 +104,33 @@ def cut(
     vocab_axis: int,
     *,
     bias: bool,
+    named: Tile = (None, None),
     makes_hidden: bool = False,
     makes_weight: bool = False,
     spills: bool = False,
 ) -> Tiles | None:
-    """Returns the largest tiles that fit in VMEM; None where none does."""
+    """Returns the largest tiles that fit in VMEM, no larger than those named; None where none do.
+
+    Raises:
+        ValueError: an extent that is not made of whole registers.
+    """
+    for name, extent in zip(("time_block", "block_size"), named, strict=True):
+        if extent is not None and extent % LANES:
+            raise ValueError(
+                f"linear_cross_entropy: {name} is {extent}; on TPU it must be a multiple of "
+                f"{LANES}, such as {-(-extent // LANES) * LANES}"
+            )
     tokens, width = hidden.shape
     vocab = weight.shape[vocab_axis]
     backward = makes_hidden or makes_weight
-    for rows, columns in LARGEST_BACKWARD if backward else LARGEST_FORWARD:
-        # Blocks of tokens as even as they can be: the last one costs what the others do.
-        rows = -(-tokens // -(-tokens // rows))
+    usual = LARGEST_BACKWARD if backward else LARGEST_FORWARD
+    most = named[0] or usual[0][0], named[1] or usual[0][1]
+    within = (one for one in usual if one[0] <= most[0] and one[1] <= most[1])
+    for rows, columns in dict.fromkeys((most, *within)):
+        if named[0] is None:
+            # Blocks of tokens as even as they can be: the last one costs what the others do.
+            rows = -(-tokens // -(-tokens // rows))
+        rows = min(rows, tokens)
         columns = min(columns, -(-vocab // LANES) * LANES)
         tiles = Tiles(
             tokens,
