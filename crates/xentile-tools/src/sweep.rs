@@ -2,6 +2,7 @@
 
 mod tables;
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
@@ -18,7 +19,7 @@ use serde_json::{Map, Value, json};
 use xentile::TunedTile;
 
 use crate::cli;
-use crate::config::{self, Op, TileConfig};
+use crate::config::{self, Backend, Op, TileConfig};
 use crate::draft::{Draft, write_whole};
 use crate::estimate::Binds;
 use crate::machine::Machine;
@@ -26,7 +27,7 @@ use crate::memory;
 use crate::microbench::{self, Implementation, name};
 use crate::plot::{Figure, Panel, Series};
 
-/// A grid to measure: of tiles of `cross_entropy`, or of budgets of `linear_cross_entropy`.
+/// A grid to measure: of tiles or, of `linear_cross_entropy`, of budgets.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
@@ -39,6 +40,10 @@ pub struct Config {
     /// What may be held beyond operands and results; none is the operation's own choice.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub max_scratch_bytes: Vec<Option<usize>>,
+    /// How often the grid is gone through. Of each cell the round of the median step time is kept, so
+    /// that what else a machine does for a while is not taken for a tile's.
+    #[serde(default = "once")]
+    pub rounds: usize,
     /// Where results go; `benches/results/<processor>/<name of the config>` where absent.
     #[serde(default)]
     pub out: Option<PathBuf>,
@@ -57,10 +62,12 @@ fn default_tuned_dir() -> PathBuf {
     "configs/tuned".into()
 }
 
+fn once() -> usize {
+    1
+}
+
 /// What a sweep varies, beside others perhaps.
 struct Axis {
-    /// Whose sweep it is of.
-    op: Op,
     /// The key of its values in the sweep's config.
     list: &'static str,
     /// The name of one value.
@@ -89,49 +96,51 @@ fn told(axes: &[Axis], place: &Place) -> String {
 }
 
 impl Config {
-    /// Every axis that there is, of all operations.
-    fn lists(&self) -> [Axis; 3] {
+    /// Whether it is of budgets, and of tiles if not.
+    fn is_of_budgets(&self) -> bool {
+        let has_tiles = !(self.time_blocks.is_empty() && self.block_sizes.is_empty());
+        self.cell.op == Op::LinearCrossEntropy && !has_tiles
+    }
+
+    /// What the sweep varies: what goes across the plot first.
+    fn axes(&self) -> Vec<Axis> {
+        if self.is_of_budgets() {
+            return vec![Axis {
+                list: "max_scratch_bytes",
+                name: "max_scratch_bytes",
+                key: "max_scratch_bytes",
+                values: self.max_scratch_bytes.clone(),
+            }];
+        }
         let extents = |list: &[usize]| list.iter().copied().map(Some).collect();
-        [
+        vec![
             Axis {
-                op: Op::CrossEntropy,
                 list: "time_blocks",
                 name: "time_block",
                 key: "tile.time_block",
                 values: extents(&self.time_blocks),
             },
             Axis {
-                op: Op::CrossEntropy,
                 list: "block_sizes",
                 name: "block_size",
                 key: "tile.block_size",
                 values: extents(&self.block_sizes),
             },
-            Axis {
-                op: Op::LinearCrossEntropy,
-                list: "max_scratch_bytes",
-                name: "max_scratch_bytes",
-                key: "max_scratch_bytes",
-                values: self.max_scratch_bytes.clone(),
-            },
         ]
     }
 
-    /// What the sweep varies: what goes across the plot first.
-    fn axes(&self) -> Vec<Axis> {
-        self.lists().into_iter().filter(|axis| axis.op == self.cell.op).collect()
-    }
-
     fn validate(&self) -> Result<()> {
-        let axes = self.axes();
-        for Axis { op, list, values, .. } in self.lists() {
-            ensure!(
-                op == self.cell.op || values.is_empty(),
-                "{list} is set; a sweep of {} varies {}",
-                name(&self.cell.op),
-                axes.iter().map(|axis| axis.list).collect::<Vec<_>>().join(" and ")
-            );
-        }
+        let (axes, is_of_budgets) = (self.axes(), self.is_of_budgets());
+        ensure!(
+            is_of_budgets || self.max_scratch_bytes.is_empty(),
+            "max_scratch_bytes is set; a sweep of {} varies time_blocks and block_sizes{}",
+            name(&self.cell.op),
+            match self.cell.op {
+                Op::CrossEntropy => "",
+                Op::LinearCrossEntropy => ", or max_scratch_bytes alone",
+            }
+        );
+        ensure!(self.rounds >= 1, "rounds is 0; it must be at least 1");
         for Axis { list, values, .. } in &axes {
             ensure!(!values.is_empty(), "{list} is empty; list at least one value");
             for (index, &value) in values.iter().enumerate() {
@@ -142,9 +151,9 @@ impl Config {
                 );
             }
         }
-        let (varied, is_set) = match self.cell.op {
-            Op::CrossEntropy => ("tile", self.cell.tile != TileConfig::default()),
-            Op::LinearCrossEntropy => ("max_scratch_bytes", self.cell.max_scratch_bytes.is_some()),
+        let (varied, is_set) = match is_of_budgets {
+            false => ("tile", self.cell.tile != TileConfig::default()),
+            true => ("max_scratch_bytes", self.cell.max_scratch_bytes.is_some()),
         };
         ensure!(!is_set, "cell.{varied} is what the sweep varies; remove it");
         ensure!(
@@ -154,13 +163,22 @@ impl Config {
         );
         ensure!(
             self.cell.op == Op::CrossEntropy || self.cell.program.is_none(),
-            "cell.program is set, which is of one budget; remove it, and each cell exports its own"
+            "cell.program is set, which is of one {}; remove it, and each cell exports its own",
+            if is_of_budgets { "budget" } else { "tile" }
         );
         self.cell.validate().context("cell")?;
         if self.update_tuned {
             ensure!(
-                self.cell.op == Op::CrossEntropy,
-                "update_tuned is true; {} has no tile to tune: set update_tuned to false",
+                !is_of_budgets,
+                "update_tuned is true; a sweep of max_scratch_bytes has no tile to tune: set \
+                 update_tuned to false"
+            );
+            // Elsewhere nothing reads one.
+            ensure!(
+                self.cell.op == Op::CrossEntropy || self.cell.backend == Backend::XlaCpu,
+                "update_tuned is true, and cell.backend is {}; {} has tuned tiles on xla:cpu alone: \
+                 set update_tuned to false",
+                name(&self.cell.backend),
                 name(&self.cell.op)
             );
             ensure!(
@@ -404,20 +422,35 @@ fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<Row>> {
         };
         places.iter().flat_map(beside).collect()
     });
-    let progress = Progress::new(grid.len());
-    let mut rows = Vec::with_capacity(grid.len());
-    for place in grid {
-        let named = told(axes, &place);
-        progress.begin(&named);
-        let set = |(axis, &value): (&Axis, _)| format!("{}={}", axis.key, shown(value));
-        let sets: Vec<_> = axes.iter().zip(&place).map(set).collect();
-        let outcome = run_cell(&program, cell.path(), &sets);
-        let outcome = outcome.map_err(|error| format!("{error:#}"));
-        rows.push(Row { place, outcome });
-        progress.end(&named, &rows);
+    let mut progress = Progress::new(grid.len() * config.rounds);
+    let mut found: Vec<_> = grid.iter().map(|_| Vec::with_capacity(config.rounds)).collect();
+    for _ in 0..config.rounds {
+        for (place, rounds) in grid.iter().zip(&mut found) {
+            let named = told(axes, place);
+            progress.begin(&named);
+            let set = |(axis, &value): (&Axis, _)| format!("{}={}", axis.key, shown(value));
+            let sets: Vec<_> = axes.iter().zip(place).map(set).collect();
+            let outcome = run_cell(&program, cell.path(), &sets);
+            let row = Row {
+                place: place.clone(),
+                outcome: outcome.map_err(|error| format!("{error:#}")),
+            };
+            progress.end(&named, &row);
+            rounds.push(row);
+        }
     }
     progress.finish();
-    Ok(rows)
+    Ok(found.into_iter().filter_map(of_rounds).collect())
+}
+
+/// The round of a cell to keep: one that failed, else that of the median step time.
+fn of_rounds(mut rounds: Vec<Row>) -> Option<Row> {
+    let median = |row: &Row| row.measured().map(|measured| measured.median_step_ms);
+    // Failures first, as nothing is less than something.
+    rounds.sort_by(|a, b| median(a).partial_cmp(&median(b)).unwrap_or(Ordering::Equal));
+    let has_failed = rounds.first().is_some_and(|row| row.outcome.is_err());
+    let kept = if has_failed { 0 } else { rounds.len() / 2 };
+    rounds.into_iter().nth(kept)
 }
 
 fn run_cell(program: &Path, cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
@@ -457,6 +490,7 @@ fn run_cell(program: &Path, cell: &Path, sets: &[String]) -> Result<(Measured, V
 struct Progress {
     bar: Option<ProgressBar>,
     cells: usize,
+    done: usize,
     start: Instant,
 }
 
@@ -472,7 +506,7 @@ impl Progress {
             bar.enable_steady_tick(Duration::from_millis(500));
             bar
         });
-        Self { bar, cells, start: Instant::now() }
+        Self { bar, cells, done: 0, start: Instant::now() }
     }
 
     fn begin(&self, place: &str) {
@@ -481,8 +515,8 @@ impl Progress {
         }
     }
 
-    fn end(&self, place: &str, rows: &[Row]) {
-        let Some(row) = rows.last() else { return };
+    fn end(&mut self, place: &str, row: &Row) {
+        self.done += 1;
         let told = match &row.outcome {
             Ok((measured, _)) => match measured.median_step_ms {
                 Some(ms) => format!("{ms:.3} ms"),
@@ -495,7 +529,7 @@ impl Progress {
             },
             Err(reason) => format!("failed: {reason}"),
         };
-        let (done, cells) = (rows.len(), self.cells);
+        let (done, cells) = (self.done, self.cells);
         let cell = format!("{place}: {told}");
         if let Some(bar) = &self.bar {
             if row.outcome.is_err() {
@@ -698,7 +732,7 @@ impl Sweep<'_> {
 
     fn figure(&self) -> Figure {
         let compiled = self.is_compiled();
-        let is_budget = self.config.cell.op == Op::LinearCrossEntropy;
+        let is_budget = self.config.is_of_budgets();
         // Where nothing ran, there is an estimate at most.
         let height = |m: &Measured| match compiled {
             false => m.median_step_ms,
@@ -725,11 +759,15 @@ impl Sweep<'_> {
             mark: best.and_then(|(row, best)| Some((row.place[0]?, best.median_step_ms?))),
         };
         let memory = self.memory_panel(&Memory::WHOLE);
-        let panels = match (is_budget, compiled) {
-            (false, _) => vec![time, memory],
-            (true, false) => vec![time, self.memory_panel(&[Memory::Temporaries]), memory],
+        let panels = match (self.config.cell.op, compiled) {
+            (Op::CrossEntropy, _) => vec![time, memory],
+            (Op::LinearCrossEntropy, false) => {
+                vec![time, self.memory_panel(&[Memory::Temporaries]), memory]
+            }
             // There is no model of a step to estimate it by.
-            (true, true) => vec![self.memory_panel(&[Memory::Temporaries]), memory],
+            (Op::LinearCrossEntropy, true) => {
+                vec![self.memory_panel(&[Memory::Temporaries]), memory]
+            }
         };
         Figure {
             title: self.subject(),
@@ -918,6 +956,25 @@ mod tests {
         let nothing = panel(none, None, None);
         assert_eq!(nothing.y_label, "memory: not told");
         assert_eq!(points(&nothing), [None; 2]);
+    }
+
+    #[test]
+    fn a_cell_is_its_median_round_or_its_failure() {
+        let row = |ms: Option<f64>| {
+            let report = json!({"median_step_ms": ms, "mem_after_run": {}});
+            let outcome = match ms {
+                Some(_) => Ok((Measured::deserialize(&report).unwrap(), report)),
+                None => Err("no".to_owned()),
+            };
+            Row { place: vec![], outcome }
+        };
+        let kept = |rounds: &[Option<f64>]| {
+            let kept = of_rounds(rounds.iter().copied().map(row).collect()).unwrap();
+            kept.measured().and_then(|measured| measured.median_step_ms)
+        };
+        assert_eq!(kept(&[Some(7.0)]), Some(7.0));
+        assert_eq!(kept(&[Some(9.0), Some(2.0), Some(3.0)]), Some(3.0));
+        assert_eq!(kept(&[Some(9.0), None, Some(3.0)]), None);
     }
 
     #[test]

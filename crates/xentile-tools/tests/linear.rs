@@ -175,11 +175,8 @@ fn a_sweep_of_budgets_says_what_it_cannot_vary() {
     for (set, expected) in [
         (
             "time_blocks=[1]",
-            "time_blocks is set; a sweep of linear_cross_entropy varies max_scratch_bytes",
-        ),
-        (
-            "block_sizes=[1]",
-            "block_sizes is set; a sweep of linear_cross_entropy varies max_scratch_bytes",
+            "max_scratch_bytes is set; a sweep of linear_cross_entropy varies time_blocks and \
+             block_sizes, or max_scratch_bytes alone",
         ),
         ("max_scratch_bytes=[]", "max_scratch_bytes is empty; list at least one value"),
         ("max_scratch_bytes=[null, 1, null]", "max_scratch_bytes lists null twice; remove one"),
@@ -194,7 +191,8 @@ fn a_sweep_of_budgets_says_what_it_cannot_vary() {
         ),
         (
             "update_tuned=true",
-            "update_tuned is true; linear_cross_entropy has no tile to tune: set update_tuned to false",
+            "update_tuned is true; a sweep of max_scratch_bytes has no tile to tune: set update_tuned \
+             to false",
         ),
         ("cell.backend=cpu", "cell: backend is cpu; linear_cross_entropy has programs for"),
     ] {
@@ -203,6 +201,87 @@ fn a_sweep_of_budgets_says_what_it_cannot_vary() {
         assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
     }
     assert!(!fixture.0.path().join("out").exists());
+}
+
+/// Tiles of the sweep's cells, the last of which has no room.
+const TILES: &str = "\
+time_blocks: [32, 128]
+block_sizes: [64, 256, 1003]
+out: out
+update_tuned: true
+tuned_dir: tuned
+cell:
+  op: linear_cross_entropy
+  backend: xla:cpu
+  time: 300
+  vocab: 1003
+  hidden: 64
+  max_scratch_bytes: 1000000
+  iters: 2
+  warmup: 0
+";
+
+#[test]
+fn a_sweep_of_tiles_says_what_it_cannot_vary() {
+    let fixture = Fixture::new(TILES);
+    for (set, expected) in [
+        ("block_sizes=[]", "block_sizes is empty; list at least one value"),
+        ("cell.tile.time_block=1", "cell.tile is what the sweep varies; remove it"),
+        ("cell.impl=reference", "cell.impl is reference, which has no tile; set it to kernel"),
+        (
+            "cell.program=x.json",
+            "cell.program is set, which is of one tile; remove it, and each cell exports its own",
+        ),
+        (
+            "cell.backend=xla:cuda",
+            "update_tuned is true, and cell.backend is xla:cuda; linear_cross_entropy has tuned \
+             tiles on xla:cpu alone: set update_tuned to false",
+        ),
+        ("tuned_dir=no/such", "tuned_dir no/such is not a directory; "),
+    ] {
+        let sweep = ["sweep", "--config", "config.yaml", "--set", set];
+        let error = refused(&fixture.run(MICROBENCH, &sweep));
+        assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
+    }
+    assert!(!fixture.0.path().join("out").exists());
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn a_sweep_of_tiles_gives_the_default_tile() {
+    let fixture = Fixture::new(TILES);
+    std::fs::create_dir(fixture.0.path().join("tuned")).unwrap();
+    let output = fixture.run(MICROBENCH, &["sweep", "--config", "config.yaml"]);
+    let told = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.ends_with("2 of 6 cells failed\n"), "{told}");
+
+    let read = |name: &str| std::fs::read_to_string(fixture.0.path().join(name)).unwrap();
+    let found: Value = serde_json::from_str(&read("out/sweep.json")).unwrap();
+    for row in found["rows"].as_array().unwrap() {
+        if row["block_size"] == 1003 {
+            let error = row["error"].as_str().unwrap();
+            let expected =
+                "tile.block_size is 1003, for which there is no room; the plan is library";
+            assert!(error.starts_with(expected), "{error}");
+            continue;
+        }
+        let report = &row["report"];
+        assert_eq!(report["time_block"], row["time_block"]);
+        assert_eq!(report["block_size"], row["block_size"]);
+        let plan = report["exported"]["plan"].as_str().unwrap();
+        assert!(plan.contains(&format!("x {} columns at a time", row["block_size"])), "{plan}");
+    }
+    let svg = read("out/sweep.svg");
+    for text in ["time_block (tokens a tile)", "block_size", "temporaries (MiB)"] {
+        assert!(svg.contains(text), "the plot does not say {text}");
+    }
+    let tuned = read("tuned/linear_cross_entropy.cpu.yaml");
+    let tiles: Vec<xentile::TunedTile> = serde_yaml::from_str(&tuned).expect("tuned tiles");
+    let [tile] = &tiles[..] else { panic!("not one tile: {tuned}") };
+    assert_eq!((tile.dtype.as_str(), tile.vocab), ("bf16", 1003));
+    assert_eq!(Some(tile.time_block as u64), found["best"]["time_block"].as_u64());
+    assert_eq!(Some(tile.block_size as u64), found["best"]["block_size"].as_u64());
 }
 
 /// Writes f32 tensors of ones, and as many ids as hidden states or logits have.
@@ -264,6 +343,7 @@ fn every_dtype_reduction_and_plan_passes() {
         ("f32", &["max_scratch_bytes=300000", "options.z_loss=1e-3", "shape.seq_len=150"]),
         ("bf16", &["options.weights=random", "input.synthetic.distribution=peaked"]),
         ("f16", &["options.reduction=sum", "bias=true", "input.synthetic.ignored=0.3"]),
+        ("f32", &["tile.block_size=100", "tile.time_block=3", "shape.vocab=1003"]),
     ] {
         let dtype = format!("dtype={dtype}");
         for implementation in ["kernel", "reference"] {
@@ -362,14 +442,24 @@ fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
 
 #[test]
 #[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
-fn the_shipped_sweep_is_valid() {
-    let config =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../../configs/sweep/linear_cross_entropy_cpu.yaml");
-    // Its budgets are for its shape; that takes seconds, steps of it more.
-    let small = ["--set", "cell.iters=1", "cell.warmup=0"];
-    let sweep = ["sweep", "--config", config];
-    let output = Fixture::new("{}").run(MICROBENCH, &[&sweep[..], &small].concat());
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+fn the_shipped_sweeps_are_valid() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../configs/sweep");
+    // Budgets are for their shape; that takes seconds, steps of it more.
+    let quick = ["cell.iters=1", "cell.warmup=0", "rounds=1"];
+    let small = [
+        "cell.time=64",
+        "cell.vocab=6007",
+        "cell.hidden=64",
+        "cell.max_scratch_bytes=10000000",
+        "out=out",
+        "tuned_dir=.",
+    ];
+    for (name, more) in [("cpu", &[][..]), ("tile_cpu", &small)] {
+        let config = format!("{folder}/linear_cross_entropy_{name}.yaml");
+        let sweep = ["sweep", "--config", &config, "--set"];
+        let output = Fixture::new("{}").run(MICROBENCH, &[&sweep[..], &quick, more].concat());
+        assert_eq!(output.status.code(), Some(0), "{name}: {}", stderr(&output));
+    }
 }
 
 #[test]
