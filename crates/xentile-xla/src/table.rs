@@ -8,7 +8,7 @@ use xla_ffi::{Stage, abi};
 use crate::{cross_entropy, linear_cross_entropy, scale};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
-pub const TABLE_VERSION: u32 = 1;
+pub const TABLE_VERSION: u32 = 2;
 
 /// XLA's name of the platform of CPUs, in its registries.
 pub(crate) const HOST: &CStr = c"Host";

@@ -21,7 +21,7 @@ from . import versions
 
 # Where another library than the carried one is.
 VARIABLE = "XENTILE_XLA_LIBRARY"
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 # As XLA numbers the stages of a call.
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 # The names that JAX gives to the platforms of the table.
