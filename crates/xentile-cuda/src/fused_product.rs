@@ -170,8 +170,8 @@ impl FusedProduct {
         4 * vocab.div_ceil(32)
     }
 
-    /// The same, as the address.
-    fn labelled(&self, of_tokens: *mut c_void) -> *mut u32 {
+    /// Those bits, as [`numerators`](Self::numerators) leaves them in `of_tokens`.
+    pub(crate) fn labelled(&self, of_tokens: *mut c_void) -> *mut u32 {
         of_tokens.wrapping_byte_add(Self::labelled_at(self.tokens)).cast()
     }
 

@@ -162,11 +162,6 @@ impl FusedProduct {
         Self { width: vocab, vocab: width, vocab_is_last: !vocab_is_last, ..*self }
     }
 
-    /// A bit for each column that is a label, as [`numerators`](Self::numerators) left them.
-    pub(crate) fn labels_in(&self, of_tokens: *mut c_void) -> *const u32 {
-        self.labelled(of_tokens)
-    }
-
     /// Has `stream` write `sums` `[N, D]` in f32, times each row's factor, to `dhidden`: for
     /// [`times_weight`](Self::times_weight), where another product has the sums.
     ///

@@ -393,7 +393,7 @@ impl<'a> Run<'a> {
                     sum.run(self.stream, true, (null(), 0))?;
                 } else {
                     lacking(rows, out, true)?;
-                    sum.run(self.stream, true, (product.labels_in(of_tokens), first))?;
+                    sum.run(self.stream, true, (product.labelled(of_tokens), first))?;
                 }
             }
         }
