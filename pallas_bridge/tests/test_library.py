@@ -133,7 +133,10 @@ def test_some_other_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"version": '"9.9.9"'}, "is version 9.9.9 (table 1) and pallas_bridge is"),
+        (
+            {"version": '"9.9.9"'},
+            f"is version 9.9.9 (table {library.TABLE_VERSION}) and pallas_bridge is",
+        ),
         ({"table": "7"}, "(table 7) and pallas_bridge is"),
         ({"minor": "99"}, "speaks XLA FFI 0.99 and the installed jaxlib"),
         ({"major": "1"}, "speaks XLA FFI 1.1 and the installed jaxlib"),
