@@ -155,6 +155,17 @@ fn microbench_says_what_it_needs() {
     assert!(refused(&fixture.run(MICROBENCH, &cpu)).starts_with("backend is cpu; "));
 }
 
+/// Checks what a sweep of `config` says where a key is set to a value that it cannot have.
+fn sweep_refuses(config: &str, cases: &[(&str, &str)]) {
+    let fixture = Fixture::new(config);
+    for (set, expected) in cases {
+        let sweep = ["sweep", "--config", "config.yaml", "--set", set];
+        let error = refused(&fixture.run(MICROBENCH, &sweep));
+        assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
+    }
+    assert!(!fixture.0.path().join("out").exists());
+}
+
 /// Budgets of the sweep's cells: of all columns at a time, of few, of none, and the operation's own.
 const SWEEP: &str = "\
 max_scratch_bytes: [2000000, 400000, 10, null]
@@ -171,36 +182,36 @@ cell:
 
 #[test]
 fn a_sweep_of_budgets_says_what_it_cannot_vary() {
-    let fixture = Fixture::new(SWEEP);
-    for (set, expected) in [
-        (
-            "time_blocks=[1]",
-            "max_scratch_bytes is set; a sweep of linear_cross_entropy varies time_blocks and \
-             block_sizes, or max_scratch_bytes alone",
-        ),
-        ("max_scratch_bytes=[]", "max_scratch_bytes is empty; list at least one value"),
-        ("max_scratch_bytes=[null, 1, null]", "max_scratch_bytes lists null twice; remove one"),
-        ("cell.max_scratch_bytes=1", "cell.max_scratch_bytes is what the sweep varies; remove it"),
-        (
-            "cell.impl=reference",
-            "cell.impl is reference, which has no max_scratch_bytes; set it to kernel",
-        ),
-        (
-            "cell.program=x.json",
-            "cell.program is set, which is of one budget; remove it, and each cell exports its own",
-        ),
-        (
-            "update_tuned=true",
-            "update_tuned is true; a sweep of max_scratch_bytes has no tile to tune: set update_tuned \
-             to false",
-        ),
-        ("cell.backend=cpu", "cell: backend is cpu; linear_cross_entropy has programs for"),
-    ] {
-        let sweep = ["sweep", "--config", "config.yaml", "--set", set];
-        let error = refused(&fixture.run(MICROBENCH, &sweep));
-        assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
-    }
-    assert!(!fixture.0.path().join("out").exists());
+    sweep_refuses(
+        SWEEP,
+        &[
+            (
+                "time_blocks=[1]",
+                "max_scratch_bytes is set; a sweep of linear_cross_entropy varies time_blocks and \
+                 block_sizes, or max_scratch_bytes alone",
+            ),
+            ("max_scratch_bytes=[]", "max_scratch_bytes is empty; list at least one value"),
+            ("max_scratch_bytes=[null, 1, null]", "max_scratch_bytes lists null twice; remove one"),
+            (
+                "cell.max_scratch_bytes=1",
+                "cell.max_scratch_bytes is what the sweep varies; remove it",
+            ),
+            (
+                "cell.impl=reference",
+                "cell.impl is reference, which has no max_scratch_bytes; set it to kernel",
+            ),
+            (
+                "cell.program=x.json",
+                "cell.program is set, which is of one budget; remove it, and each cell exports its own",
+            ),
+            (
+                "update_tuned=true",
+                "update_tuned is true; a sweep of max_scratch_bytes has no tile to tune: set update_tuned \
+                 to false",
+            ),
+            ("cell.backend=cpu", "cell: backend is cpu; linear_cross_entropy has programs for"),
+        ],
+    );
 }
 
 /// Tiles of the sweep's cells, the last of which has no room.
@@ -223,27 +234,24 @@ cell:
 
 #[test]
 fn a_sweep_of_tiles_says_what_it_cannot_vary() {
-    let fixture = Fixture::new(TILES);
-    for (set, expected) in [
-        ("block_sizes=[]", "block_sizes is empty; list at least one value"),
-        ("cell.tile.time_block=1", "cell.tile is what the sweep varies; remove it"),
-        ("cell.impl=reference", "cell.impl is reference, which has no tile; set it to kernel"),
-        (
-            "cell.program=x.json",
-            "cell.program is set, which is of one tile; remove it, and each cell exports its own",
-        ),
-        (
-            "cell.backend=xla:cuda",
-            "update_tuned is true, and cell.backend is xla:cuda; linear_cross_entropy has tuned \
-             tiles on xla:cpu alone: set update_tuned to false",
-        ),
-        ("tuned_dir=no/such", "tuned_dir no/such is not a directory; "),
-    ] {
-        let sweep = ["sweep", "--config", "config.yaml", "--set", set];
-        let error = refused(&fixture.run(MICROBENCH, &sweep));
-        assert!(error.starts_with(&format!("config config.yaml: {expected}")), "{error}");
-    }
-    assert!(!fixture.0.path().join("out").exists());
+    sweep_refuses(
+        TILES,
+        &[
+            ("block_sizes=[]", "block_sizes is empty; list at least one value"),
+            ("cell.tile.time_block=1", "cell.tile is what the sweep varies; remove it"),
+            ("cell.impl=reference", "cell.impl is reference, which has no tile; set it to kernel"),
+            (
+                "cell.program=x.json",
+                "cell.program is set, which is of one tile; remove it, and each cell exports its own",
+            ),
+            (
+                "cell.backend=xla:cuda",
+                "update_tuned is true, and cell.backend is xla:cuda; linear_cross_entropy has tuned \
+                 tiles on xla:cpu alone: set update_tuned to false",
+            ),
+            ("tuned_dir=no/such", "tuned_dir no/such is not a directory; "),
+        ],
+    );
 }
 
 #[test]
