@@ -274,6 +274,40 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
 
 
 @pytest.mark.numbers
+@pytest.mark.parametrize(
+    ("once", "chunk"),
+    [((250, 2000), (600, 1024)), ((256, 3333), (300, 640)), ((600, 900), (600, 128))],
+)
+# Without these there are numerators.
+@pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
+def test_columns_that_a_gpu_makes_once(
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+    options: dict[str, Any],
+    once: tuple[int, int],
+    chunk: tuple[int, int],
+) -> None:
+    tokens, width, vocab = 600, 200, 5003
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(vocab, width)) / 5, jnp.bfloat16)
+    labels = rng.integers(0, vocab, tokens)
+    labels[rng.random(tokens) < 0.1] = 7
+    limit = 4 * 2**20
+
+    # It is for more tokens than tests have time for.
+    def choose(problem: Any, limit: int) -> Any:
+        cut = on_cuda.Cut(chunk, fused=True, once=once)
+        return on_cuda.planned(problem, limit, cut, limit)
+
+    monkeypatch.setattr(on_cuda, "choose", choose)
+    plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cuda")
+    assert plan.once == once and plan.products == 4 - once[1] / vocab
+    assert f"after {once[1]} columns made once, {once[0]} tokens at a time" in str(plan)
+    arrays = (hidden, weight, None, jnp.asarray(labels, jnp.int32))
+    hold_against_the_dense_program(rng, arrays, limit, reduction="mean", **options)
+
+
+@pytest.mark.numbers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
 def test_special_tokens(rng: np.random.Generator, budget: str | None, dtype: str) -> None:
@@ -639,7 +673,10 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
             assert held < plan.scratch_bytes, plan
         if plan.products < 4:
             assert reduced and dtype != jnp.float16
-            assert tokens == plan.tokens or vocab == plan.columns
+            assert plan.once or tokens == plan.tokens or vocab == plan.columns
+        if plan.once is not None:
+            assert plan.once[0] <= tokens and plan.once[1] + plan.columns <= vocab, plan
+            assert plan.once[0] * plan.once[1] * 2 < plan.scratch_bytes, plan
         kept, slot = plan.kept or (0, 0)
         # In the memory of dweight, the rows of a slot before all slots.
         assert slot * width + kept * tokens <= vocab * width
@@ -660,9 +697,14 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
     by_tokens = plan_of(8192, 2048, 128256, 1024)
     assert (by_tokens.products, by_tokens.tokens, by_tokens.kept) == (3, 2048, None)
     # As many logits as dweight has room for, and the last chunk's.
-    by_columns = plan_of(8192, 2048, 128256, 256)
-    assert by_columns.kept[0] > 128256 / 5 and by_columns.products < 3.75
-    assert "columns kept in dweight's place, 3.7 products" in str(by_columns)
+    by_columns = plan_of(8192, 2304, 256000, 256)
+    assert by_columns.kept[0] > 256000 / 4 and by_columns.products < 3.7
+    assert "columns kept in dweight's place, 3.69 products" in str(by_columns)
+    # Where a token's logits take more than a column's sums, such sums: of up to half of the columns
+    # at first.
+    both = plan_of(32768, 1024, 151936, 256)
+    assert both.once[1] > 151936 / 4 and both.products == 4 - both.once[1] / 151936
+    assert both.columns < 151936 - both.once[1] and both.kept is None
     # Here that is all of them.
     assert plan_of(4096, 4096, 128256, 256).products == 3
     # Gradients of columns of [D, V] have gaps: the last chunk is all there is.

@@ -148,8 +148,9 @@ class Linear:
     dtype: str
     vocab_axis: int
     # "apart": dhidden and dweight come from a sweep each; "columns": the fused pass goes over
-    # columns twice; "kept": it has logits of some of them still; "whole": there is one chunk.
-    way: Literal["chunks", "apart", "columns", "kept", "whole"] = "chunks"
+    # columns twice; "kept": it has logits of some of them still; "once": it makes those of some
+    # once, by chunks of tokens; "whole": there is one chunk.
+    way: Literal["chunks", "apart", "columns", "kept", "once", "whole"] = "chunks"
     has_bias: bool = False
     # N, D and V: more than one block of each in products of their own, and no whole number of any.
     shape: tuple[int, int, int] = (300, 200, 1031)
@@ -177,6 +178,7 @@ def linear_cases() -> Iterator[Linear]:
         yield Linear("linear_cross_entropy_fused", "bf16", axis, "chunks", shape=MANY_COLUMNS)
         yield Linear("linear_cross_entropy_backward", "f16", axis, "chunks", shape=MANY_COLUMNS)
         yield Linear("linear_cross_entropy_fused", "bf16", axis, "whole", shape=MANY_TOKENS)
+    yield Linear("linear_cross_entropy_fused", "bf16", 0, "once", shape=MANY_COLUMNS)
     for dtype in DTYPES:
         for axis in (0, 1):
             for target in ("forward", "backward", "fused"):
@@ -184,6 +186,7 @@ def linear_cases() -> Iterator[Linear]:
             yield Linear("linear_cross_entropy_backward", dtype, axis, "apart")
             yield Linear("linear_cross_entropy_fused", dtype, axis, "columns")
         yield Linear("linear_cross_entropy_fused", dtype, 0, "kept")
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "once")
         # Logits get a bias in products of their own or, with V last, which is odd, by way of f32.
         for axis in (0, 1):
             yield Linear("linear_cross_entropy_forward", dtype, axis, has_bias=True)
@@ -236,6 +239,9 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
         cut = {"chunk_tokens": tokens, "chunk_columns": columns}
     if case.way == "kept":
         cut |= {"kept_columns": 500, "kept_slot": 128}
+    if case.way == "once":
+        cut = {"chunk_tokens": tokens, "chunk_columns": 256}
+        cut |= {"once_tokens": 128, "once_columns": vocab * 3 // 5}
     attributes |= {key: np.int64(value) for key, value in cut.items()}
     if name != "backward":
         attributes["every_token"] = np.bool_(True)

@@ -83,6 +83,8 @@ struct alignas(128) FusedProductArguments {
   // From one column of the vocabulary to the next in the weight, and from one of D.
   int64_t vocab_step;
   int64_t width_step;
+  // Columns, the vocabulary's first, that have numerators.
+  int64_t written;
   // Of some rows of the weight's gradient, or of its transpose: where they are, the first of them,
   // how many, and elements from row to row. Or of some columns of the vocabulary.
   void* part;
@@ -703,11 +705,25 @@ struct FusedProduct {
     }
   }
 
+  // Whether what is made of the columns from `column` on has a place.
+  __device__ bool has_place(uint32_t column) const {
+    return kEpilogue != Epilogue::kNumerators || a.row.first_column + column < a.written;
+  }
+
   // Writes what is made of 64 columns, of which `pair_of` has two numbers for every 8 in either
-  // row.
+  // row; or adds it up alone, where numerators have no place.
   template <class PairOf>
   __device__ void write_piece(Rows& rows, int32_t row, uint32_t column, uint32_t& stored,
                               const PairOf& pair_of) const {
+    if (!has_place(column)) {
+#pragma unroll
+      for (uint32_t i = 0; i < kPairs; ++i) {
+        const float2 x = pair_of(i);
+        rows.written(a, i % 2, column, x.x, cap);
+        rows.written(a, i % 2, column, x.y, cap);
+      }
+      return;
+    }
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t to = free_store(stored);
     // The row of a matrix that this lane points at, and which of two matrices side by side.

@@ -71,6 +71,17 @@ __device__ inline uint32_t& shared_of(const FusedProductArguments& a, int64_t in
   return *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.scaled_rows) + index * a.width);
 }
 
+// Of a row of the weight, the columns of D from `d` on.
+__device__ inline void weight_at(const FusedProductArguments& a, const __nv_bfloat16* weight,
+                                 int64_t d, float (&w)[kOfLane]) {
+  if (a.width_step == 1) {
+    unpack<__nv_bfloat16>(*reinterpret_cast<const uint4*>(weight + d), w);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) w[i] = to_float(weight[(d + i) * a.width_step]);
+}
+
 // Finds r, as a constant c, what takes part, which columns are labels, and who shares one. Labels
 // that are no column's have the first one's logit.
 __device__ inline void begin_numerators(const FusedProductArguments& a) {
@@ -85,12 +96,7 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
   for (int64_t d = threadIdx.x % 32 * kOfLane; d < a.width; d += kOfWarp) {
     float h[kOfLane], w[kOfLane];
     unpack<__nv_bfloat16>(*reinterpret_cast<const uint4*>(hidden + d), h);
-    if (a.width_step == 1) {
-      unpack<__nv_bfloat16>(*reinterpret_cast<const uint4*>(weight + d), w);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kOfLane; ++i) w[i] = to_float(weight[(d + i) * a.width_step]);
-    }
+    weight_at(a, weight, d, w);
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) sum = fmaf(h[i], w[i], sum);
   }
@@ -148,7 +154,8 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
   if (!token.idle) {
     const RowGradient row = RowGradient::of<false>(a.row, token, all);
     factor = row.factor;
-    if (token.target >= 0) {
+    // What other columns have to do with gradients is known by others.
+    if (token.target >= 0 && token.target < a.written) {
       const float dz =
           row.at_the_label<false>(a.row, token, a.label_logits[index], Cap(1.0), all.lse());
       // A factor that is too small to be told from 0 leaves all of it to what is added.
@@ -187,9 +194,10 @@ __device__ inline void write_labels(const FusedProductArguments& a) {
   write_label(a, index, of.target, a.label_logits[index]);
 }
 
-// Rows of sums in f32, each times its factor, and what its label's numerator lacks.
+// Rows of sums in f32, each times its factor, and what its label's numerator lacks. Where they go
+// to f32, that may be their place.
+template <class To>
 __device__ inline void scale_sums(const FusedProductArguments& a) {
-  using E = __nv_bfloat16;
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const GradientOfToken of = a.gradients[index];
@@ -197,10 +205,26 @@ __device__ inline void scale_sums(const FusedProductArguments& a) {
   const bool lacks = of.offset != 0.0f && of.target >= 0;
   const auto* weight = rows_of(a.weight_rows, max(of.target, 0) * a.vocab_step);
   const auto* from = static_cast<const float*>(a.hidden_rows) + index * a.width;
-  auto* to = static_cast<E*>(a.scaled_rows) + index * a.width;
-  for (int64_t d = threadIdx.x % 32; d < a.width; d += 32) {
-    const float w = lacks ? to_float(weight[d * a.width_step]) : 0.0f;
-    to[d] = from_float<E>(idle ? 0.0f : fmaf(from[d], of.factor, of.offset * w));
+  auto* to = static_cast<To*>(a.scaled_rows) + index * a.width;
+  for (int64_t d = threadIdx.x % 32 * kOfLane; d < a.width; d += kOfWarp) {
+    float x[kOfLane], w[kOfLane] = {};
+#pragma unroll
+    for (int v = 0; v < kOfLane / kPerVector<float>; ++v) {
+      float some[kPerVector<float>];
+      unpack<float>(reinterpret_cast<const uint4*>(from + d)[v], some);
+#pragma unroll
+      for (int i = 0; i < kPerVector<float>; ++i) x[v * kPerVector<float> + i] = some[i];
+    }
+    if (lacks) weight_at(a, weight, d, w);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) x[i] = idle ? 0.0f : fmaf(x[i], of.factor, of.offset * w[i]);
+#pragma unroll
+    for (int v = 0; v < kOfLane / kPerVector<To>; ++v) {
+      float some[kPerVector<To>];
+#pragma unroll
+      for (int i = 0; i < kPerVector<To>; ++i) some[i] = x[v * kPerVector<To> + i];
+      reinterpret_cast<uint4*>(to + d)[v] = pack<To>(some);
+    }
   }
 }
 

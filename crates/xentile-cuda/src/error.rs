@@ -123,6 +123,17 @@ pub enum Error {
         /// Columns of a slot.
         slot: usize,
     },
+    /// Columns that a pass cannot make once where it makes the others again.
+    #[error(
+        "logits of {columns} columns cannot be made once, {tokens} tokens at a time, and the others' \
+         again; that takes some of the columns of a weight [V, D], and no logits that are kept"
+    )]
+    Once {
+        /// Tokens of a chunk.
+        tokens: usize,
+        /// Columns that were to be made once.
+        columns: usize,
+    },
     /// A row longer than kernels count.
     #[error("the vocabulary is {vocab}; CUDA kernels take at most {}", i32::MAX)]
     Vocabulary {

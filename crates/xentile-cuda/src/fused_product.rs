@@ -273,7 +273,8 @@ impl FusedProduct {
         let parts = self.parts(count, ready.clusters, most);
         let none =
             DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
-        let arguments = self.arguments(Epilogue::Forward, operands, none, parts, scratch)?;
+        let arguments =
+            self.arguments(Epilogue::Forward, operands, (none, count), parts, scratch)?;
         let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
@@ -337,7 +338,8 @@ impl FusedProduct {
         let ready = unsafe { self.ready(Epilogue::Backward, stream) }?;
         let parts = self.parts_or_shares(dlogits.columns, ready.clusters);
         let none = Scratch { at: null_mut(), bytes: 0 };
-        let arguments = self.arguments(Epilogue::Backward, operands, dlogits, parts, none)?;
+        let arguments =
+            self.arguments(Epilogue::Backward, operands, (dlogits, dlogits.columns), parts, none)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
         let gradients = Self::gradient_of(of_tokens, first_token);
         let arguments = Arguments { row, gradients, ..arguments };
@@ -386,17 +388,19 @@ impl FusedProduct {
         let ready = unsafe { self.ready(Epilogue::Logits, stream) }?;
         let parts = self.parts_or_shares(logits.columns, ready.clusters);
         let none = Scratch { at: null_mut(), bytes: 0 };
-        let arguments = self.arguments(Epilogue::Logits, operands, logits, parts, none)?;
+        let arguments =
+            self.arguments(Epilogue::Logits, operands, (logits, logits.columns), parts, none)?;
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }
     }
 
-    /// What all of them take, but for outputs and cotangents.
+    /// What all of them take, but for outputs and cotangents: of so many columns, of which `logits` has
+    /// a place for the first.
     fn arguments(
         &self,
         epilogue: Epilogue,
         operands: Operands,
-        logits: DLogits,
+        (logits, all): (DLogits, usize),
         parts: usize,
         scratch: Scratch,
     ) -> Result<Arguments> {
@@ -405,7 +409,7 @@ impl FusedProduct {
         check_alignment("scratch", scratch.at)?;
         let Self { tokens, width, vocab, dtype, options, .. } = *self;
         let DLogits { at, stride, first_column, columns } = logits;
-        let shape = LogitsShape::new(tokens, columns)?;
+        let shape = LogitsShape::new(tokens, all)?;
         let part = Part { vocab, first_column, stride, carried: null_mut() };
         let row = Kernel::new(options, shape, dtype)?.of_part(part);
         let row = row.arguments(null(), operands.labels);
@@ -438,7 +442,7 @@ impl FusedProduct {
             label_logits: place(layout.label_logits).cast(),
             bias: operands.bias_from(first_column),
             blocks: count(width.div_ceil(block as usize)),
-            tiles: count(self.tiles(columns)),
+            tiles: count(self.tiles(all)),
             parts: count(parts),
             token_blocks: count(self.token_blocks()),
             group: count(self.group()),
@@ -540,6 +544,7 @@ impl Arguments {
             width: 0,
             vocab_step: 0,
             width_step: 0,
+            written: 0,
             part: null_mut(),
             part_first: 0,
             part_count: 0,

@@ -46,6 +46,10 @@ pub struct Linear {
     /// Where the fused pass takes chunks of columns: logits that it need not make again, besides
     /// those of its last chunk. For a weight `[V, D]`.
     pub kept: Option<Kept>,
+    /// In the place of both: columns, the vocabulary's first, whose logits the fused pass makes once,
+    /// with gradients of so many tokens at a time, before it goes over the others in chunks of any
+    /// extents. For a weight `[V, D]`.
+    pub once: Option<Extents>,
     /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With a
     /// bias, 16-bit logits that no product of Hopper's makes pass through it in f32: a MiB or more
     /// is right there, and 256 bytes are the least.
@@ -116,7 +120,7 @@ impl Linear {
         scratch: Scratch,
     ) -> Result<()> {
         let pass = Pass::Forward;
-        let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false };
+        let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false, once: false };
         let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
         // SAFETY: passed on from this function's contract.
         unsafe { run.lse(self.all_columns(), outputs) }
@@ -142,47 +146,66 @@ impl Linear {
     ) -> Result<()> {
         for sweep in self.sweeps(Pass::Backward) {
             let run = Run::new(self, options, Pass::Backward, sweep, stream, operands, scratch)?;
-            let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
             // SAFETY: passed on from this function's contract.
-            unsafe { run.prepare(saved, cotangents) }?;
-            let chunk = |tokens: Chunk, columns: Chunk| -> Result<()> {
-                let block = run.block(tokens, columns);
-                // SAFETY: passed on from this function's contract.
-                unsafe {
-                    run.dlogits(&block, saved, cotangents)?;
-                    if sweep.of_weight {
-                        run.add_to_bias(gradients, &block, tokens.first == 0)?;
-                    }
-                    if sweep.of_hidden {
-                        run.add_to_hidden(of_hidden, &block, columns.first == 0)?;
-                    }
-                    if sweep.of_weight {
-                        run.add_to_weight(of_weight, &block, tokens.first == 0)?;
-                    }
+            unsafe { self.sweep(&run, self.all_columns(), saved, cotangents, gradients) }?;
+        }
+        Ok(())
+    }
+
+    /// Goes over all tokens of `columns`, which are the vocabulary's last, a chunk at a time, and
+    /// makes the gradients that the sweep is for; what dhidden adds up to in the columns before is
+    /// there.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn sweep(
+        &self,
+        run: &Run,
+        columns: Chunk,
+        saved: SavedLse,
+        cotangents: Cotangents,
+        gradients: Gradients,
+    ) -> Result<()> {
+        let (sweep, stream) = (run.sweep, run.stream);
+        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+        let all_columns = || columns.chunks(sweep.chunk.columns);
+        // SAFETY: passed on from this function's contract.
+        unsafe { run.prepare(saved, cotangents) }?;
+        let chunk = |tokens: Chunk, columns: Chunk| -> Result<()> {
+            let block = run.block(tokens, columns);
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                run.dlogits(&block, saved, cotangents)?;
+                if sweep.of_weight {
+                    run.add_to_bias(gradients, &block, tokens.first == 0)?;
                 }
-                Ok(())
-            };
-            if !sweep.of_weight {
-                for tokens in chunks(self.tokens, sweep.chunk.tokens) {
-                    for columns in chunks(self.vocab, sweep.chunk.columns) {
-                        chunk(tokens, columns)?;
-                    }
-                    // SAFETY: as above.
-                    unsafe { of_hidden.end(stream, tokens, run.spare()) }?;
+                if sweep.of_hidden {
+                    run.add_to_hidden(of_hidden, &block, columns.first == 0)?;
                 }
-                continue;
+                if sweep.of_weight {
+                    run.add_to_weight(of_weight, &block, tokens.first == 0)?;
+                }
             }
-            for columns in chunks(self.vocab, sweep.chunk.columns) {
-                for tokens in chunks(self.tokens, sweep.chunk.tokens) {
-                    chunk(tokens, columns)?;
-                }
+            Ok(())
+        };
+        if !sweep.of_weight {
+            for tokens in chunks(self.tokens, sweep.chunk.tokens) {
+                all_columns().try_for_each(|columns| chunk(tokens, columns))?;
                 // SAFETY: as above.
-                unsafe { of_weight.end(stream, columns, run.spare()) }?;
+                unsafe { of_hidden.end(stream, tokens, run.spare()) }?;
             }
-            if sweep.of_hidden {
-                // SAFETY: as above.
-                unsafe { of_hidden.end(stream, self.all_tokens(), run.spare()) }?;
+            return Ok(());
+        }
+        for columns in all_columns() {
+            for tokens in chunks(self.tokens, sweep.chunk.tokens) {
+                chunk(tokens, columns)?;
             }
+            // SAFETY: as above.
+            unsafe { of_weight.end(stream, columns, run.spare()) }?;
+        }
+        if sweep.of_hidden {
+            // SAFETY: as above.
+            unsafe { of_hidden.end(stream, self.all_tokens(), run.spare()) }?;
         }
         Ok(())
     }
@@ -208,13 +231,24 @@ impl Linear {
         scratch: Scratch,
     ) -> Result<()> {
         let Extents { tokens, columns } = self.chunk;
+        if let Some(once) = self.once {
+            if !self.has_once(once) {
+                let Extents { tokens, columns } = once;
+                return Err(Error::Once { tokens, columns });
+            }
+            let new =
+                |sweep| Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch);
+            let runs = self.sweeps(Pass::Fused).map(new).collect::<Result<Vec<_>>>()?;
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.fused_by_both(&runs, dloss, outputs, gradients) };
+        }
         if columns < self.vocab && tokens < self.tokens {
             return Err(Error::FusedChunk { tokens, columns });
         }
         if let Some(kept) = self.kept.filter(|&kept| !self.has_room(kept)) {
             return Err(Error::Kept { columns: kept.columns, slot: kept.slot });
         }
-        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true };
+        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
         let run = Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)?;
         // SAFETY: passed on from this function's contract.
         unsafe {
@@ -314,6 +348,58 @@ impl Linear {
         }
     }
 
+    /// The fused pass over some columns by chunks of tokens, while the others are added up only; and
+    /// over those once more, for gradients. Where no product adds up, that is over all.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn fused_by_both(
+        &self,
+        runs: &[Run],
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        gradients: Gradients,
+    ) -> Result<()> {
+        let [once, again] = runs else { return Ok(()) };
+        let Extents { tokens, columns } = once.sweep.chunk;
+        let all = self.all_columns();
+        let [columns, rest] = all.split_at(columns);
+        let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
+        let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
+        let first = Chunk { first: 0, count: tokens.min(self.tokens) };
+        let has_numerators = once.has_numerators(first, 1)?;
+        if !has_numerators && !once.adds_up(first) {
+            // SAFETY: passed on from this function's contract.
+            return unsafe {
+                again.lse(all, outputs)?;
+                self.sweep(again, all, saved, cotangents, gradients)
+            };
+        }
+        let of_weight = once.of_weight(gradients);
+        let totals = [once.of_hidden(gradients), of_weight];
+        for tokens in chunks(self.tokens, tokens) {
+            let block = once.block(tokens, columns);
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                if has_numerators {
+                    once.by_some_numerators(&block, dloss, outputs, totals)?;
+                    continue;
+                }
+                once.forward(&block, outputs)?;
+                once.add_up(tokens, rest, outputs)?;
+                once.backward(&block, saved, cotangents)?;
+                once.add_to_bias(gradients, &block, tokens.first == 0)?;
+                once.add_to_hidden(totals[0], &block, true)?;
+                once.add_to_weight(of_weight, &block, tokens.first == 0)?;
+            }
+        }
+        // SAFETY: as above.
+        unsafe {
+            of_weight.end(once.stream, columns, once.spare())?;
+            self.sweep(again, rest, saved, cotangents, gradients)
+        }
+    }
+
     fn all_tokens(&self) -> Chunk {
         Chunk { first: 0, count: self.tokens }
     }
@@ -341,6 +427,7 @@ mod tests {
             chunk: Extents { tokens: 2, columns: 500 },
             apart: None,
             kept: None,
+            once: None,
             workspace_bytes: 0,
             time_block: None,
             block_size: None,
@@ -370,6 +457,12 @@ mod tests {
             refused(Linear { chunk, kept, ..linear }),
             "501 columns of logits in slots of 64 cannot be kept in the weight's gradient; keep \
              fewer, of a weight [V, D] and with all tokens in a chunk"
+        );
+        let once = Some(Extents { tokens: 2, columns: 1000 });
+        assert_eq!(
+            refused(Linear { once, ..linear }),
+            "logits of 1000 columns cannot be made once, 2 tokens at a time, and the others' again; \
+             that takes some of the columns of a weight [V, D], and no logits that are kept"
         );
     }
 }

@@ -66,7 +66,7 @@ typedef struct {
   uint32_t *overflow, *labelled;
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
-  int64_t width, vocab_step, width_step;
+  int64_t width, vocab_step, width_step, written;
   void* part;
   int64_t part_first, part_count, part_stride;
   uint32_t blocks, tiles, parts, token_blocks, group, adds;
@@ -162,7 +162,9 @@ static void write_numerators(const Product* a, int dtype, int64_t row, const dou
   for (int64_t v = 0; v < rows->columns; ++v) {
     const double e = exp2(x[v] / log(2) + a->gradients[row].c);
     sum += (float)e;
-    store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : e);
+    if (v < (int64_t)a->dlogits.extents[0]) {
+      store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : e);
+    }
     if (rows->first_column + v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
   }
   for (uint32_t part = 0; part < a->parts; ++part) {
@@ -233,7 +235,7 @@ static int compute_numerators(const Product* a, const char* what) {
       const double at_p = rows->dloss[row] * (1 + 2 * rows->z_loss * lse);
       const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / sum : NAN;
       a->gradients[row].factor = (float)factor, a->gradients[row].offset = 0;
-      if (factor != 0 && has_label) {
+      if (factor != 0 && has_label && label < a->written) {
         const double p = exp(a->label_logits[row] - lse);
         const double dz = at_p * p - rows->dloss[row];
         uint16_t rounded;
@@ -248,11 +250,11 @@ static int compute_numerators(const Product* a, const char* what) {
     } else if (strcmp(what, "labels") == 0) {
       const int takes_part = a->gradients[row].factor != 0 || a->gradients[row].offset != 0;
       if (takes_part) write_label(a, row, a->gradients[row].target);
-    } else if (strcmp(what, "round") == 0) {
+    } else if (strcmp(what, "round") == 0 || strcmp(what, "scale") == 0) {
       for (int64_t d = 0; d < a->width; ++d) {
         const int64_t i = row * a->width + d;
         const double sum = a->gradients[row].factor * load(a->hidden_rows, F32, i);
-        store(a->scaled_rows, BF16, i, sum + lacking(a, row, d));
+        store(a->scaled_rows, *what == 'r' ? BF16 : F32, i, sum + lacking(a, row, d));
       }
     } else if (strncmp(what, "lacking_", 8) == 0) {
       const int64_t target = a->gradients[row].target;

@@ -279,6 +279,7 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 chunk: extents(rng),
                 apart: rng.random::<bool>().then(|| extents(rng)),
                 kept: None,
+                once: None,
                 workspace_bytes: [0, 256, 1 << 16][rng.random_range(usize::from(has_bias)..3)],
                 time_block: None,
                 block_size: None,
@@ -297,7 +298,10 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
             let by_columns = Linear { chunk: whole(tokens, last), ..linear };
             let kept =
                 Linear { kept: Some(Kept { columns, slot: slot.min(columns) }), ..by_columns };
-            for linear in [by_tokens, by_columns, most_kept(kept)] {
+            // Any columns but all, in any chunks, and the others in any.
+            let first = whole(some_of(rng, tokens), rng.random_range(1..vocab));
+            let once = (axis == VocabAxis::First).then_some(Linear { once: Some(first), ..linear });
+            for linear in [by_tokens, by_columns, most_kept(kept)].into_iter().chain(once) {
                 println!("{linear:?} Fused");
                 problem.check(&linear, Pass::Fused);
                 ran += 1;
@@ -337,6 +341,7 @@ fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
             chunk: Extents { tokens, columns: last },
             apart: None,
             kept: Some(Kept { columns, slot: columns.div_ceil(slots) }),
+            once: None,
             workspace_bytes: 1 << 16,
             time_block: None,
             block_size: None,
@@ -346,6 +351,39 @@ fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
             problem.check(&linear, Pass::Fused);
             ran += 1;
         }
+    }
+    ran
+}
+
+/// Numerators of some columns, whose sums of dweight are where it goes, and dlogits of the others.
+fn numerators_of_some(rng: &mut ChaCha8Rng) -> usize {
+    let mut ran = 0;
+    while ran < 12 {
+        let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
+        let width = 8 * rng.random_range(1..12);
+        let problem = Problem::<bf16>::new(rng, [tokens, width, vocab], VocabAxis::First, false);
+        if problem.options.softcap.is_some() || problem.options.label_smoothing > 0.0 {
+            continue;
+        }
+        let mut extents =
+            || Extents { tokens: some_of(rng, tokens), columns: rng.random_range(1..vocab) };
+        let linear = Linear {
+            tokens,
+            width,
+            vocab,
+            vocab_is_last: false,
+            dtype: DType::Bf16,
+            chunk: extents(),
+            apart: None,
+            kept: None,
+            once: Some(extents()),
+            workspace_bytes: 1 << 16,
+            time_block: None,
+            block_size: None,
+        };
+        println!("{linear:?} Fused");
+        problem.check(&linear, Pass::Fused);
+        ran += 1;
     }
     ran
 }
@@ -362,6 +400,7 @@ fn too_little_for_a_bias() {
         chunk: Extents { tokens: 3, columns: 130 },
         apart: None,
         kept: None,
+        once: None,
         workspace_bytes: 255,
         time_block: None,
         block_size: None,
@@ -388,7 +427,9 @@ fn too_little_for_a_bias() {
 fn schedules() {
     too_little_for_a_bias();
     let mut rng = common::fresh_rng("schedules");
-    let ran =
-        problems::<f32>(&mut rng) + problems::<bf16>(&mut rng) + numerators_in_places(&mut rng);
+    let ran = problems::<f32>(&mut rng)
+        + problems::<bf16>(&mut rng)
+        + numerators_in_places(&mut rng)
+        + numerators_of_some(&mut rng);
     println!("{ran} schedules are right");
 }

@@ -27,6 +27,7 @@ mirror! {
         width: i64,
         vocab_step: i64,
         width_step: i64,
+        written: i64,
         part: *mut c_void,
         part_first: i64,
         part_count: i64,

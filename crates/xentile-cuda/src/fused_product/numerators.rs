@@ -33,7 +33,8 @@ pub fn numerators_support(dtype: DType, tokens: usize, options: &CrossEntropy) -
 /// Where numerators go, and what is kept beside them.
 #[derive(Clone, Copy, Debug)]
 pub struct Numerators<'a> {
-    /// Some columns each, one after the other: all of the vocabulary's.
+    /// Some columns each, one after the other, from the vocabulary's first on. Those that are in none
+    /// count in the rows' sums, and have gradients of their own.
     pub places: &'a [DLogits],
     /// Hidden states, each times its factor: `[N, D]` on a GPU, at a multiple of 16.
     pub scaled: *mut c_void,
@@ -41,6 +42,13 @@ pub struct Numerators<'a> {
     /// nothing else writes between [`numerators`](FusedProduct::numerators) and
     /// [`times_weight`](FusedProduct::times_weight).
     pub of_tokens: *mut c_void,
+}
+
+/// Rows of sums in f32 that a kernel multiplies by factors, and where they go.
+struct Scale {
+    name: &'static str,
+    from: *const f32,
+    to: *mut c_void,
 }
 
 impl FusedProduct {
@@ -82,8 +90,9 @@ impl FusedProduct {
             (self.ready(Epilogue::Numerators, stream)?, self.ready(Epilogue::Forward, stream)?)
         };
         let (flag, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
-        let of_pass = |epilogue, place: DLogits, parts| -> Result<Arguments> {
-            let common = self.arguments(epilogue, operands, place, parts, scratch)?;
+        let written = places.last().map_or(0, |last| last.first_column + last.columns);
+        let of_pass = |epilogue, place: DLogits, columns, parts| -> Result<Arguments> {
+            let common = self.arguments(epilogue, operands, (place, columns), parts, scratch)?;
             Ok(Arguments {
                 row: Row { dlogits: place.at, dloss, ..common.row.with_outputs(outputs) },
                 gradients: Self::gradient_of(of_tokens, 0),
@@ -91,17 +100,21 @@ impl FusedProduct {
                 labelled,
                 hidden_rows: operands.hidden,
                 scaled_rows: scaled,
+                written: written as i64,
                 ..self.with_weight(operands.weight, common)
             })
         };
         let nowhere = DLogits { at: null_mut(), stride: vocab, first_column: 0, columns: vocab };
         let parts = self.parts(vocab, forward.clusters, most * places.len());
-        let all = of_pass(Epilogue::Forward, nowhere, parts)?;
+        let all = of_pass(Epilogue::Forward, nowhere, vocab, parts)?;
         // Every place has parts of rows' sums to itself.
         let mut parts = 0;
         let of_places = places.iter().map(|&place| {
-            let own = self.parts(place.columns, product.clusters, most);
-            let arguments = of_pass(Epilogue::Numerators, place, own)?;
+            // What is beyond the last place's columns the copy engine does not write.
+            let end = place.first_column + place.columns;
+            let columns = if end == written { vocab } else { end } - place.first_column;
+            let own = self.parts(columns, product.clusters, most);
+            let arguments = of_pass(Epilogue::Numerators, place, columns, own)?;
             let sums = arguments.sums.wrapping_byte_add(SUM_BYTES * tokens * parts);
             parts += own;
             Ok(Arguments { sums, ..arguments })
@@ -177,18 +190,54 @@ impl FusedProduct {
         of_tokens: *mut c_void,
         dhidden: *mut c_void,
     ) -> Result<()> {
-        check_alignment("sums", sums.cast())?;
-        check_alignment("dhidden", dhidden)?;
+        let scale = Scale { name: "numerators_round", from: sums, to: dhidden };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.scale(stream, weight, Self::gradient_of(of_tokens, 0), scale) }
+    }
+
+    /// Has `stream` multiply `sums` in f32 of some tokens, `count` from `first` on, by each row's factor
+    /// where they lie, with what labels among the columns that have numerators lack.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub(crate) unsafe fn scale_in_place(
+        &self,
+        stream: *mut c_void,
+        weight: *const c_void,
+        of_tokens: *mut c_void,
+        (first, count): (usize, usize),
+        sums: *mut c_void,
+    ) -> Result<()> {
+        let scale = Scale { name: "numerators_scale", from: sums.cast(), to: sums };
+        let rows = Self { tokens: count, ..*self };
+        // SAFETY: passed on from this function's contract.
+        unsafe { rows.scale(stream, weight, Self::gradient_of(of_tokens, first), scale) }
+    }
+
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn scale(
+        &self,
+        stream: *mut c_void,
+        weight: *const c_void,
+        gradients: *mut c_void,
+        Scale { name, from, to }: Scale,
+    ) -> Result<()> {
+        check_alignment("sums", from.cast())?;
+        check_alignment("dhidden", to)?;
         if self.tokens == 0 {
             return Ok(());
         }
         let arguments = Arguments {
-            hidden_rows: sums.cast(),
-            scaled_rows: dhidden,
-            ..self.with_weight(weight, self.without_tensors(self.width, of_tokens)?)
+            hidden_rows: from.cast(),
+            scaled_rows: to,
+            ..self.with_weight(weight, self.without_tensors(self.width, gradients)?)
         };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch_on_tokens("numerators_round", WARP, stream, &arguments) }
+        unsafe { self.launch_on_tokens(name, WARP, stream, &arguments) }
     }
 
     /// Has `stream` add to `part`, some rows from `first` on of the weight's gradient or of its sums,
@@ -244,12 +293,11 @@ impl FusedProduct {
     }
 
     /// What kernels take that need no more than the tokens' factors, for rows of so many columns.
-    fn without_tensors(&self, columns: usize, of_tokens: *mut c_void) -> Result<Arguments> {
+    fn without_tensors(&self, columns: usize, gradients: *mut c_void) -> Result<Arguments> {
         let Self { tokens, dtype, .. } = *self;
         let part = Part { vocab: columns, first_column: 0, stride: columns, carried: null_mut() };
         let shape = LogitsShape::new(tokens, columns)?;
         let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
-        let gradients = Self::gradient_of(of_tokens, 0);
         Ok(Arguments {
             gradients,
             ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
@@ -288,6 +336,7 @@ impl FusedProduct {
         }?;
         // Nothing goes from tile to tile.
         let parts = product.tiles(width);
+        let gradients = Self::gradient_of(of_tokens, 0);
         let driver = Driver::get()?;
         let matrix = |at: *const c_void, extents, stride, boxed| {
             driver.tensor_map(dtype, at, extents, stride, boxed)
@@ -304,7 +353,7 @@ impl FusedProduct {
             parts: count(parts),
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
-            ..self.with_weight(weight, self.without_tensors(width, of_tokens)?)
+            ..self.with_weight(weight, self.without_tensors(width, gradients)?)
         };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }

@@ -48,6 +48,19 @@ impl Chunk {
         let first = chunks.first().map_or(0, |chunk| chunk.first);
         Self { first, count: chunks.iter().map(|chunk| chunk.count).sum() }
     }
+
+    /// So many of the first, and the others.
+    pub(super) fn split_at(self, count: usize) -> [Self; 2] {
+        let count = count.min(self.count);
+        let rest = Self { first: self.first + count, count: self.count - count };
+        [Self { count, ..self }, rest]
+    }
+
+    /// The chunks that cut it, as [`chunks`] does.
+    pub(super) fn chunks(self, chunk: usize) -> impl Iterator<Item = Self> + Clone {
+        chunks(self.count, chunk)
+            .map(move |chunk| Self { first: self.first + chunk.first, ..chunk })
+    }
 }
 
 /// The chunks that cut `total`, the last of which may be smaller.
@@ -63,16 +76,21 @@ pub(super) struct Sweep {
     pub(super) chunk: Extents,
     pub(super) of_hidden: bool,
     pub(super) of_weight: bool,
+    /// Whether it is of the columns whose logits are made [once](Linear::once).
+    pub(super) once: bool,
 }
 
-/// The parts of the scratch, in their order; those that a pass does not have are empty.
+/// The parts of the scratch, in their order; those that a pass does not have are empty. What one
+/// sweep leaves to the next comes first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    pub(super) workspace: usize,
-    pub(super) logits: usize,
+    pub(super) of_hidden: usize,
     pub(super) carried: usize,
     pub(super) of_tokens: usize,
-    pub(super) of_hidden: usize,
+    pub(super) workspace: usize,
+    pub(super) logits: usize,
+    /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
+    pub(super) scaled: usize,
     pub(super) of_weight: usize,
     pub(super) bytes: usize,
 }
@@ -105,11 +123,27 @@ impl Linear {
 
     /// The sweeps over all chunks that `pass` makes, in their order.
     pub(super) fn sweeps(&self, pass: Pass) -> impl Iterator<Item = Sweep> {
-        let (chunk, backward) = (self.chunk, pass == Pass::Backward);
-        let apart = self.apart.filter(|_| backward);
-        let first = Sweep { chunk, of_hidden: pass != Pass::Forward, of_weight: apart.is_none() };
-        let second = apart.map(|chunk| Sweep { chunk, of_hidden: false, of_weight: true });
-        [Some(first), second].into_iter().flatten()
+        let of_all = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
+        let sweeps = match (pass, self.apart, self.once) {
+            (Pass::Backward, Some(chunk), _) => {
+                let of_weight = Sweep { chunk, of_hidden: false, ..of_all };
+                [Some(Sweep { of_weight: false, ..of_all }), Some(of_weight)]
+            }
+            (Pass::Fused, _, Some(chunk)) => {
+                // Never all columns, whose dhidden would have no sums.
+                let columns = self.chunk.columns.min(self.vocab.saturating_sub(chunk.columns));
+                let again = Extents { columns, ..self.chunk };
+                [
+                    Some(Sweep { chunk, once: true, ..of_all }),
+                    Some(Sweep { chunk: again, ..of_all }),
+                ]
+            }
+            (Pass::Forward, ..) => {
+                [Some(Sweep { of_hidden: false, of_weight: false, ..of_all }), None]
+            }
+            _ => [Some(of_all), None],
+        };
+        sweeps.into_iter().flatten()
     }
 
     pub(super) fn layout(&self, pass: Pass, sweep: Sweep) -> Layout {
@@ -126,22 +160,24 @@ impl Linear {
         let sums = self.dtype != DType::F32 && pass != Pass::Forward;
         let of_hidden = sums && sweep.of_hidden && cut_columns;
         let of_weight = sums && sweep.of_weight && tokens < self.tokens;
-        let [rows, row] = self.weight_sums(columns);
-        let workspace = take(self.workspace_bytes);
+        let [rows, row] = self.weight_sums(sweep);
         // A few rows of a gradient pass through this place too.
         let passing = only(of_weight, row).max(only(of_hidden, self.width));
         let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
-        let logits = take(logits.max(rounded));
         let carried = pass != Pass::Backward && cut_columns;
-        let carried = take(only(carried, CARRIED_BYTES * tokens));
         let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
         let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
-        let of_tokens = take(only(of_tokens, all));
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
+        let scaled = tokens * self.width * self.dtype.size_bytes();
         let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
+        let carried = take(only(carried, CARRIED_BYTES * tokens));
+        let of_tokens = take(only(of_tokens, all));
+        let workspace = take(self.workspace_bytes);
+        let logits = take(logits.max(rounded));
+        let scaled = take(only(sweep.once, scaled));
         let of_weight = take(only(of_weight, 4 * rows * row));
-        Layout { workspace, logits, carried, of_tokens, of_hidden, of_weight, bytes }
+        Layout { of_hidden, carried, of_tokens, workspace, logits, scaled, of_weight, bytes }
     }
 
     /// Elements from one row to the next of logits of so many columns.
@@ -156,22 +192,37 @@ impl Linear {
     }
 
     /// Whether half of the sums of the hidden states' gradient are where it goes: where tokens are
-    /// cut, for else every product with them would be two of half the size.
+    /// cut, in a sweep or the one before it, for else every product with them would be two of half
+    /// the size.
     pub(super) fn shares_hidden(&self, sweep: Sweep) -> bool {
-        sweep.of_weight && sweep.chunk.tokens < self.tokens
+        sweep.of_weight && (self.once.is_some() || sweep.chunk.tokens < self.tokens)
     }
 
-    /// Rows of the weight's sums over a chunk of so many columns that are in the scratch, and
+    /// Rows of the weight's sums over a chunk of a sweep's columns that are in the scratch, and
     /// elements of each.
-    pub(super) fn weight_sums(&self, columns: usize) -> [usize; 2] {
+    pub(super) fn weight_sums(&self, sweep: Sweep) -> [usize; 2] {
+        let columns = sweep.chunk.columns;
         let [rows, row] =
             if self.vocab_is_last { [self.width, columns] } else { [columns, self.width] };
-        [rows - if self.is_without_gaps(columns) { own_rows(rows) } else { 0 }, row]
+        let own = match sweep {
+            // Nothing else of the gradient is written yet.
+            Sweep { once: true, .. } => rows.min(self.vocab / 2),
+            _ if self.is_without_gaps(columns) => own_rows(rows),
+            _ => 0,
+        };
+        [rows - own, row]
     }
 
     /// Whether so many columns' part of the weight's gradient has no gaps.
     pub(super) fn is_without_gaps(&self, columns: usize) -> bool {
         !self.vocab_is_last || columns == self.vocab
+    }
+
+    /// Whether some columns' logits can be made once and the others' again: the former's sums of
+    /// dweight lie over rows that the latter have not written yet.
+    pub(super) fn has_once(&self, Extents { tokens, columns }: Extents) -> bool {
+        let some = tokens > 0 && (1..self.vocab).contains(&columns);
+        some && !self.vocab_is_last && self.kept.is_none()
     }
 
     /// The chunks of columns of a pass that keeps what logits it can.
@@ -182,9 +233,7 @@ impl Linear {
         let chunk = again.div_ceil(again.div_ceil(last.max(1)).max(1)).next_multiple_of(STEP);
         Columns {
             kept: chunks(kept, slot).collect(),
-            again: chunks(again, chunk.min(last))
-                .map(|Chunk { first, count }| Chunk { first: kept + first, count })
-                .collect(),
+            again: Chunk { first: kept, count: again }.chunks(chunk.min(last)).collect(),
             last: Chunk { first: self.vocab - last, count: last },
         }
     }
@@ -228,6 +277,7 @@ mod tests {
         chunk: Extents { tokens: 1000, columns: 5000 },
         apart: None,
         kept: None,
+        once: None,
         workspace_bytes: WORKSPACE_BYTES,
         time_block: None,
         block_size: None,
@@ -283,6 +333,16 @@ mod tests {
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
         let weight = 4 * 64 * 1024;
         assert_eq!(last.scratch_bytes(Pass::Backward), logits + of_tokens + hidden + weight);
+        // Sums of the columns that are made once are in the place of dweight, but for what is more
+        // than half, and dhidden's are shared by both sweeps, of which the larger counts.
+        let once = Extents { tokens: 250, columns: 3000 };
+        let logits = WORKSPACE_BYTES + round(250 * 3008 * 2);
+        let (scaled, weight) = (2 * 250 * 64, 4 * 500 * 64);
+        let carried = round(16 * 250);
+        assert_eq!(
+            Linear { once: Some(once), ..cut(1000, 512) }.scratch_bytes(Pass::Fused),
+            logits + carried + of_tokens + hidden + round(scaled) + weight
+        );
         let f32 = Linear { dtype: DType::F32, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
     }

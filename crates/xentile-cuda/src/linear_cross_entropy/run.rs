@@ -20,10 +20,10 @@ use crate::{Device, Error, Result, check_alignment};
 /// A sweep over chunks of logits.
 pub(super) struct Run<'a> {
     linear: &'a Linear,
-    sweep: Sweep,
+    pub(super) sweep: Sweep,
     options: CrossEntropy,
     blas: &'static Blas,
-    stream: RawStream,
+    pub(super) stream: RawStream,
     hidden: Matrix,
     weight: Matrix,
     labels: Labels,
@@ -112,7 +112,7 @@ impl<'a> Run<'a> {
     /// What is free when no logits are wanted any more, for [`Total::end`].
     pub(super) fn spare(&self) -> Scratch {
         let at = self.layout.workspace;
-        Scratch { at: self.at(at), bytes: self.layout.carried - at }
+        Scratch { at: self.at(at), bytes: self.layout.scaled - at }
     }
 
     pub(super) fn of_hidden(&self, gradients: Gradients) -> Total {
@@ -132,7 +132,7 @@ impl<'a> Run<'a> {
     pub(super) fn of_weight(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.dtype != DType::F32 && chunk.tokens < linear.tokens;
-        let [rows, _] = linear.weight_sums(chunk.columns);
+        let [rows, _] = linear.weight_sums(self.sweep);
         let at = self.at(self.layout.of_weight);
         let shares = linear.is_without_gaps(chunk.columns);
         Total {
@@ -169,19 +169,12 @@ impl<'a> Run<'a> {
     pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
-        let (product, operands) = self.fused_product(all);
-        let fits = self.spare().bytes >= product.least_scratch_bytes();
-        if self.has_fused_product && fits {
-            let carried = self.carried(columns.count);
-            let columns = Columns { first: columns.first, count: columns.count, carried };
+        if self.adds_up_in(all, self.spare()) {
             // SAFETY: passed on from this function's contract.
-            return unsafe {
-                product.forward(self.stream, operands, columns, outputs, self.spare())
-            };
+            return unsafe { self.add_up_in(all, columns, outputs, self.spare()) };
         }
         for tokens in chunks(all.count, tokens) {
-            for chunk in chunks(columns.count, most) {
-                let chunk = Chunk { first: columns.first + chunk.first, count: chunk.count };
+            for chunk in columns.chunks(most) {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.forward(&self.block(tokens, chunk), outputs) }?;
             }
@@ -228,6 +221,47 @@ impl<'a> Run<'a> {
                 self.backward(block, saved, cotangents)
             }
         }
+    }
+
+    /// Whether a product adds up rows of so many tokens in the workspace.
+    pub(super) fn adds_up(&self, tokens: Chunk) -> bool {
+        self.adds_up_in(tokens, self.workspace())
+    }
+
+    fn adds_up_in(&self, tokens: Chunk, scratch: Scratch) -> bool {
+        let (product, _) = self.fused_product(tokens);
+        self.has_fused_product && scratch.bytes >= product.least_scratch_bytes()
+    }
+
+    /// The same as [`lse`](Self::lse) of some tokens, in the workspace.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; [`adds_up`](Self::adds_up).
+    pub(super) unsafe fn add_up(
+        &self,
+        tokens: Chunk,
+        columns: Chunk,
+        outputs: TokenOutputs,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.add_up_in(tokens, columns, outputs, self.workspace()) }
+    }
+
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn add_up_in(
+        &self,
+        tokens: Chunk,
+        columns: Chunk,
+        outputs: TokenOutputs,
+        scratch: Scratch,
+    ) -> Result<()> {
+        let (product, operands) = self.fused_product(tokens);
+        let carried = self.carried(columns.count);
+        let columns = Columns { first: columns.first, count: columns.count, carried };
+        let outputs = outputs.from(tokens.first);
+        // SAFETY: passed on from this function's contract.
+        unsafe { product.forward(self.stream, operands, columns, outputs, scratch) }
     }
 
     /// Makes logits, and has `outputs` filled or what rows add up to so far kept.
@@ -290,7 +324,9 @@ impl<'a> Run<'a> {
             && self.bias.is_null()
             && fused_product::numerators_support(self.linear.dtype, tokens.count, &self.options)
             && self.workspace().bytes >= product.numerators_scratch_bytes(places);
-        let sums = places > 1 || self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
+        // Where columns are cut, sums have a place of their own.
+        let cut = self.sweep.chunk.columns < self.linear.vocab;
+        let sums = cut || self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
         Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
     }
 
@@ -350,6 +386,37 @@ impl<'a> Run<'a> {
                 self.at(self.layout.of_hidden)
             };
             product.scale_sums(self.stream, (sums.cast(), self.weight.at), of_tokens, dhidden.at)
+        }
+    }
+
+    /// Makes numerators of the rows that `block` has the first columns of, and adds both gradients of
+    /// these, that of the hidden states scaled, to their sums; fills `outputs`.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
+    pub(super) unsafe fn by_some_numerators(
+        &self,
+        block: &Block,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        [of_hidden, of_weight]: [Total; 2],
+    ) -> Result<()> {
+        let Block { tokens, .. } = *block;
+        let (product, operands) = self.fused_product(tokens);
+        let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
+        let of_tokens = self.at(self.layout.of_tokens);
+        let Linear { dtype, width, .. } = *self.linear;
+        let scaled = Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width);
+        let to = Numerators { places: &[block.place()], scaled: scaled.at, of_tokens };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
+            self.add_scaled_to_weight(of_weight, block, scaled)?;
+            self.add_to_hidden(of_hidden, block, true)?;
+            of_hidden.parts(tokens).try_for_each(|(rows, sums)| {
+                let rows = (rows.first, rows.count);
+                product.scale_in_place(self.stream, self.weight.at, of_tokens, rows, sums.at)
+            })
         }
     }
 

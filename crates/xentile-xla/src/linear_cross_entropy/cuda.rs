@@ -53,6 +53,8 @@ struct Cut {
     apart: Option<Extents>,
     /// Logits that a fused pass need not make again.
     kept: Option<Kept>,
+    /// Columns whose logits a fused pass makes once, before the others.
+    once: Option<Extents>,
     workspace_bytes: usize,
 }
 
@@ -61,13 +63,14 @@ impl<'a> Parameter<'a> for Cut {
         let Extent(tokens) = decoder.parameter("chunk_tokens")?;
         let Extent(columns) = decoder.parameter("chunk_columns")?;
         let chunk = Extents { tokens, columns };
-        let apart = both(decoder, ["apart_tokens", "apart_columns"])?
-            .map(|[tokens, columns]| Extents { tokens, columns });
+        let extents = |[tokens, columns]: [usize; 2]| Extents { tokens, columns };
+        let apart = both(decoder, ["apart_tokens", "apart_columns"])?.map(extents);
         let kept = both(decoder, ["kept_columns", "kept_slot"])?
             .map(|[columns, slot]| Kept { columns, slot });
+        let once = both(decoder, ["once_tokens", "once_columns"])?.map(extents);
         let vocab_axis = vocab_axis(decoder)?;
         let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
-        Ok(Self { vocab_axis, chunk, apart, kept, workspace_bytes })
+        Ok(Self { vocab_axis, chunk, apart, kept, once, workspace_bytes })
     }
 }
 
@@ -251,6 +254,7 @@ impl Call {
             chunk: within(cut.chunk),
             apart: cut.apart.map(within),
             kept: cut.kept,
+            once: cut.once,
             workspace_bytes: cut.workspace_bytes,
             time_block,
             block_size,

@@ -7,7 +7,7 @@ Hopper, of a weight in 16 bits, its own, which have the cross-entropy in them.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,9 +29,11 @@ PER_BIAS = 8
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
 # Bytes of a sum in f32 that is read and written, of which a product hides a part.
 SUM = 5
-# Passes over logits that writing numerators is worth.
-NUMERATORS = 0.5
+# Passes over logits that products are worth that write numerators, and dlogits.
+NUMERATORS, DLOGITS = 0.5, 1
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
+# Kernels beside the products of a chunk that has numerators.
+SMALL_KERNELS = 8
 LEAST = 128
 # Slots that logits may be kept in.
 SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -50,11 +52,15 @@ class Cut:
     apart: Extents | None = None
     # Where chunks are of columns: those whose logits stay in the memory of dweight, and of a slot.
     kept: Extents | None = None
+    # Where chunks are of columns or of both: tokens of chunks of the first columns, which are made
+    # once before the others are gone over, and how many these are.
+    once: Extents | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Cut":
         """That of a plan that was made here."""
-        return cls((plan.tokens, plan.columns), plan.products < 4, plan.apart, plan.kept)
+        chunk = (plan.tokens, plan.columns)
+        return cls(chunk, plan.products < 4, plan.apart, plan.kept, plan.once)
 
     def by_tokens(self, problem: Problem) -> bool:
         """Whether gradients come with the loss, of whole rows."""
@@ -64,14 +70,20 @@ class Cut:
         """Products of the size of the logits' own."""
         if self.apart is not None:
             return 5
+        if self.once is not None:
+            return 4 - self.once[1] / problem.vocab
         made_once = self.chunk[1] + (self.kept or (0, 0))[0] if self.fused else 0
         return 4 - made_once / problem.vocab
 
     def scratch(self, problem: Problem) -> int:
         """What it holds, as crates/xentile-cuda/src/linear_cross_entropy/cut.rs lays it out."""
-        numbers = WORKSPACE + _numbers(problem)
+        numbers = self.workspace(problem) + _numbers(problem)
+        tokens, columns = self.chunk
+        if self.once is not None:
+            sums = _chunk_sums(problem, _scratch_rows(problem.tokens))
+            chunks = max(_made_once(problem, self.once), _again(problem, self.chunk))
+            return numbers + sums + chunks
         if self.apart is None:
-            tokens, columns = self.chunk
             cut = columns < problem.vocab and not self.by_tokens(problem)
             of_hidden = _hidden_sums(problem, tokens) if cut else 0
             of_weight = _weight_sums(problem, columns) if tokens < problem.tokens else 0
@@ -80,11 +92,23 @@ class Cut:
         second = _logits(problem, self.apart) + _weight_sums(problem, self.apart[1])
         return numbers + max(first, second)
 
+    def workspace(self, problem: Problem) -> int:
+        """What products need to work in."""
+        if self.once is None:
+            return WORKSPACE
+        # Few tokens' dhidden is summed in parts, which nothing else has room for.
+        tokens = self.once[0]
+        parts = TILES // (math.ceil(tokens / TILE[0]) * math.ceil(problem.hidden / TILE[1]))
+        return max(WORKSPACE, 4 * tokens * problem.hidden * parts if parts > 1 else 0)
+
     def seconds(self, problem: Problem) -> float:
         """What it may take."""
+        if self.once is not None:
+            rest = replace(problem, vocab=problem.vocab - self.once[1])
+            return _once(problem, self.once) + _sweep(rest, self.chunk, DLOGITS, (True, True))
         if self.by_tokens(problem):
             # Numerators come of the product: writing them takes it a little longer.
-            passes = NUMERATORS if _passes(problem) == (0, 0) else 2
+            passes = NUMERATORS if _are_in_product(problem) else 2
             return _sweep(problem, self.chunk, passes, (True, True))
         if self.fused:
             return self._columns(problem)
@@ -106,12 +130,41 @@ class Cut:
         total = 0.0
         made_again = (again, 2, sum(_passes(problem)))
         # Of whole rows there are numerators, as where chunks are of tokens.
-        of_kept, of_last = (3, 2) if again or _passes(problem) != (0, 0) else (NUMERATORS,) * 2
+        has_numerators = _are_in_product(problem) and not again
+        of_kept, of_last = (NUMERATORS,) * 2 if has_numerators else (3, 2)
         for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
             for count in columns:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
                 total += (passes * problem.hidden_bytes * n * count + SUM * n * d) / BYTES
         return total
+
+
+def _made_once(problem: Problem, once: Extents) -> int:
+    """Bytes of a chunk of the columns that are made once, and their sums that dweight lacks."""
+    tokens, columns = once
+    beyond = max(columns - problem.vocab // 2, 0)
+    scaled = tokens * problem.hidden * problem.hidden_bytes
+    return _logits(problem, once) + scaled + 4 * problem.hidden * beyond
+
+
+def _again(problem: Problem, chunk: Extents) -> int:
+    """Bytes of a chunk of columns that are made again, and of sums of their dweight."""
+    tokens, columns = chunk
+    sums = _weight_sums(problem, columns) if tokens < problem.tokens else 0
+    return _logits(problem, chunk) + sums
+
+
+def _once(problem: Problem, once: Extents) -> float:
+    """Seconds of what is made of the first columns, and of sums over the others."""
+    n, d, v = problem.tokens, problem.hidden, problem.vocab
+    tokens, columns = once
+    product = partial(_product, problem, True)
+    each = product(tokens, v, d) + product(tokens, d, columns) + SMALL_KERNELS * LAUNCH
+    halves = [min(columns, v // 2), max(columns - v // 2, 0)]
+    each += sum(product(half, d, tokens) for half in halves if half)
+    chunks = math.ceil(n / tokens)
+    moved = NUMERATORS * problem.hidden_bytes * n * columns + SUM * (columns * chunks + n) * d
+    return chunks * each + moved / BYTES
 
 
 def _numbers(problem: Problem) -> int:
@@ -120,10 +173,14 @@ def _numbers(problem: Problem) -> int:
 
 
 def _passes(problem: Problem) -> tuple[int, int]:
-    """Passes over logits, forward and backward, that are not in the product that makes them."""
+    """Passes over logits, forward and backward, that are not hidden by products."""
+    return (0, DLOGITS) if _are_in_product(problem) else (1, 2)
+
+
+def _are_in_product(problem: Problem) -> bool:
+    """Whether the product that makes logits has the cross-entropy in it."""
     row = problem.vocab if problem.vocab_is_last else problem.hidden
-    in_product = problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and row % 8 == 0
-    return (0, 0) if in_product else (1, 2)
+    return problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and row % 8 == 0
 
 
 def _pieces(total: int, chunk: int) -> list[int]:
@@ -217,13 +274,18 @@ def choose(problem: Problem, limit: int) -> Plan | None:
         tight = _fastest(problem, room)
         if tight is not None and tight.products(problem) <= cut.products(problem):
             cut, most = tight, room
+    return planned(problem, limit, cut, most)
+
+
+def planned(problem: Problem, limit: int, cut: Cut, most: int) -> Plan:
+    """The plan of a cut, which is given what it has a use for of `most` bytes."""
     scratch = cut.scratch(problem)
-    # Where numerators of p are made, sums of dhidden may pass through there too.
+    # Where numerators of p are made of whole rows, sums of dhidden may pass through there too.
     sums = _chunk_sums(problem, cut.chunk[0]) if cut.by_tokens(problem) else 0
     left = max(most - scratch, 0)
-    scratch += min(left, MOST_WORKSPACE - WORKSPACE + sums) // 256 * 256
+    scratch += min(left, max(MOST_WORKSPACE - cut.workspace(problem), 0) + sums) // 256 * 256
     products, scratch = cut.products(problem), scratch + _beside(problem)
-    return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept)
+    return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept, cut.once)
 
 
 def _beside(problem: Problem) -> int:
@@ -247,6 +309,7 @@ def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
                 yield Cut((tokens, columns), fused=False)
     if problem.reduced:
         yield from _fused_by_columns(problem, room)
+        yield from _fused_by_both(problem, room)
 
 
 def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
@@ -264,6 +327,47 @@ def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
             kept = _kept(problem, count, slots)
             if kept is not None:
                 yield Cut((tokens, count), fused=True, kept=kept)
+
+
+def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
+    """Those that make some columns' logits once, with numerators, and the others again."""
+    if problem.vocab_is_last or problem.bias or not _are_in_product(problem):
+        return
+    for tokens in _extents(problem.tokens):
+        none = Cut((0, 0), fused=True, once=(tokens, 0))
+        left = room - none.scratch(problem)
+        chunk = _made_again(problem, left + _made_once(problem, (tokens, 0)))
+        most = left // (tokens * problem.hidden_bytes)
+        half = problem.vocab // 2
+        if most > half:
+            # Beyond half of the vocabulary a column has sums in the scratch as well.
+            per_column = tokens * problem.hidden_bytes + 4 * problem.hidden
+            most = half + (left - half * tokens * problem.hidden_bytes) // per_column
+        # Somewhat fewer leave products a place.
+        for part in range(8, 17):
+            columns = most * part // 16 // STEP * STEP
+            if chunk is not None and 0 < columns < problem.vocab:
+                even = _pieces(problem.vocab - columns, chunk[1])[0]
+                even = min(math.ceil(even / STEP) * STEP, chunk[1])
+                yield Cut((chunk[0], even), fused=True, once=(tokens, columns))
+
+
+@lru_cache
+def _made_again(problem: Problem, room: int) -> Extents | None:
+    """The best chunk of a sweep that has so many bytes for logits and sums of dweight."""
+
+    def fits(chunk: Extents) -> bool:
+        return _again(problem, chunk) <= room
+
+    fitting = [
+        (tokens, columns)
+        for tokens in _extents(problem.tokens)
+        # The widest: narrower ones may be a turn of tiles less.
+        for columns in [c for c in _extents(problem.vocab) if fits((tokens, c))][:4]
+    ]
+    return min(
+        fitting, key=lambda chunk: _sweep(problem, chunk, DLOGITS, (True, True)), default=None
+    )
 
 
 def _kept(problem: Problem, last: int, slots: int) -> Extents | None:
@@ -335,12 +439,15 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
     hidden, weight, bias, *_ = operands
     problem = Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
     scratch = plan.scratch_bytes - _beside(problem)
+    made = Cut.of(plan)
     cut = {
         "vocab_axis": vocab_axis,
         "chunk_tokens": plan.tokens,
         "chunk_columns": plan.columns,
-        "workspace_bytes": WORKSPACE + scratch - Cut.of(plan).scratch(problem),
+        "workspace_bytes": made.workspace(problem) + scratch - made.scratch(problem),
     }
+    if plan.once is not None:
+        cut["once_tokens"], cut["once_columns"] = plan.once
     if plan.kept is not None:
         cut["kept_columns"], cut["kept_slot"] = plan.kept
     if plan.apart is not None:

@@ -75,6 +75,8 @@ class Plan:
     apart: tuple[int, int] | None = None
     # Columns whose logits the library keeps in the memory of dweight, and those of a slot there.
     kept: tuple[int, int] | None = None
+    # The first columns, whose logits the library makes once, and the tokens of their chunks.
+    once: tuple[int, int] | None = None
     # Whether it keeps logits for a backward pass in a call of its own, and its scratch meanwhile.
     hands_over: bool = False
 
@@ -82,6 +84,9 @@ class Plan:
         """The schedule, what it costs and what it takes."""
         second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
         kept = "" if self.kept is None else f", {self.kept[0]} columns kept in dweight's place"
+        if self.once is not None:
+            tokens, columns = self.once
+            second = f" after {columns} columns made once, {tokens} tokens at a time"
         over = ", logits handed to the backward pass" if self.hands_over else ""
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
