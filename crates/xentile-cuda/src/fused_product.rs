@@ -15,7 +15,7 @@ use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
 pub use numerators::{Numerators, numerators_support};
-pub(crate) use sum::Sum;
+pub(crate) use sum::{Sum, There};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 

@@ -26,6 +26,18 @@ pub(crate) struct Sum {
     pub(crate) right: Operand,
 }
 
+/// What a product finds where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum There {
+    /// Nothing that counts: it is written.
+    Nothing,
+    /// What it is added to.
+    All,
+    /// In some rows what it is added to, in others nothing: a bit for each of the vocabulary's rows
+    /// on a GPU, of which the first here is that of the row so many on.
+    Some(*const u32, usize),
+}
+
 impl Sum {
     /// How the factors lie, as kernels are named; none where no kernel has them.
     fn factors(&self) -> Option<&'static str> {
@@ -53,7 +65,7 @@ impl Sum {
 
     /// Whether there is a kernel that writes it, or adds it to what is there: in f32 one that keeps a
     /// GPU busy.
-    pub(crate) fn is_for(&self, device: &Device, adds: bool) -> bool {
+    pub(crate) fn is_for(&self, device: &Device, there: There) -> bool {
         let is_placed = |matrix: Matrix| {
             let step = if matrix.dtype == DType::F32 { VECTOR / 2 } else { VECTOR };
             matrix.at.addr().is_multiple_of(16) && matrix.stride.is_multiple_of(step)
@@ -63,15 +75,14 @@ impl Sum {
             && self.factors().is_some()
             && match self.out.dtype {
                 DType::F32 => self.product().keeps_busy(device.limits().multiprocessors),
-                DType::Bf16 => adds && self.left.transposed,
+                DType::Bf16 => there != There::Nothing && self.left.transposed,
                 DType::F16 => false,
             }
             && self.left.matrix.dtype != DType::F32
             && [self.out, self.left.matrix, self.right.matrix].into_iter().all(is_placed)
     }
 
-    /// Has `stream` write it, or add it to what is there: of `there`, where it is not null, a bit for
-    /// each row says whether that is anything, from that of the row so many on.
+    /// Has `stream` write it, or add it to what is there.
     ///
     /// # Errors
     /// No GPU or driver that will do, or a failure of the driver.
@@ -80,18 +91,17 @@ impl Sum {
     /// `stream` is a `CUstream` of the calling thread's current context, and matrices are on its
     /// device, where nothing else touches them until it has run what was launched here;
     /// [`is_for`](Self::is_for) that.
-    pub(crate) unsafe fn run(
-        &self,
-        stream: RawStream,
-        adds: bool,
-        (there, first): (*const u32, usize),
-    ) -> Result<()> {
+    pub(crate) unsafe fn run(&self, stream: RawStream, there: There) -> Result<()> {
         let product = self.product();
         let FusedProduct { tokens, width, vocab, dtype, options, .. } = product;
         if tokens * width * vocab == 0 {
             return Ok(());
         }
         let factors = self.factors().unwrap_or_default();
+        let (labelled, first) = match there {
+            There::Some(labelled, first) => (labelled, first),
+            There::Nothing | There::All => (null(), 0),
+        };
         let (epilogue, columns_of_store) = match self.out.dtype {
             DType::F32 => (Epilogue::Sum, arguments::COLUMNS_OF_SUM),
             _ => (Epilogue::Added, arguments::BLOCK),
@@ -119,8 +129,8 @@ impl Sum {
             parts: count(product.tiles(vocab)),
             token_blocks: count(product.token_blocks()),
             group: count(product.group()),
-            adds: adds.into(),
-            labelled: there.cast_mut(),
+            adds: (there != There::Nothing).into(),
+            labelled: labelled.cast_mut(),
             part_first: first as i64,
             ..Arguments::of_rows(Row { dlogits: self.out.at, ..row })
         };

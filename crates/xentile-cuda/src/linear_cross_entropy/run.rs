@@ -3,7 +3,7 @@
 mod bias;
 
 use std::ffi::c_void;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
@@ -14,7 +14,7 @@ use super::{Gradients, Linear, Operands, Scratch};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::{Driver, RawStream};
-use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum};
+use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum, There};
 use crate::{Device, Error, Result, check_alignment};
 
 /// A sweep over chunks of logits.
@@ -457,10 +457,10 @@ impl<'a> Run<'a> {
                     let bytes = out.rows * out.columns * out.dtype.size_bytes();
                     Driver::get()?.clear(self.stream, out.at, bytes)?;
                     lacking(rows, out, false)?;
-                    sum.run(self.stream, true, (null(), 0))?;
+                    sum.run(self.stream, There::All)?;
                 } else {
                     lacking(rows, out, true)?;
-                    sum.run(self.stream, true, (product.labelled(of_tokens), first))?;
+                    sum.run(self.stream, There::Some(product.labelled(of_tokens), first))?;
                 }
             }
         }
@@ -600,9 +600,10 @@ impl<'a> Run<'a> {
         accumulate: bool,
     ) -> Result<()> {
         let sum = Sum { out, left: factors.0, right: factors.1 };
-        if sum.is_for(Device::current()?, accumulate) {
+        let there = if accumulate { There::All } else { There::Nothing };
+        if sum.is_for(Device::current()?, there) {
             // SAFETY: passed on from this function's contract.
-            return unsafe { sum.run(self.stream, accumulate, (null(), 0)) };
+            return unsafe { sum.run(self.stream, there) };
         }
         let Scratch { at, bytes } = self.workspace();
         let workspace = Workspace { at, bytes };
