@@ -216,7 +216,8 @@ def test_shard_map_with_labels_that_every_device_has(
     f = jax.shard_map(local, mesh=mesh, in_specs=(P("tokens"), P()), out_specs=P("tokens"))
     losses = jax.jit(f)(logits, labels[:4])
     expected = cross_entropy(logits, jnp.tile(labels[:4], 2), reduction="none")
-    np.testing.assert_array_equal(losses, expected)
+    # On GPUs a row's order depends on where it begins in a vector, which differs from part to part.
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 @pytest.mark.devices(2)
