@@ -235,11 +235,27 @@ impl FusedProduct {
         self.parts(columns, clusters, MOST_PARTS)
     }
 
-    /// Parts that there is scratch for, [`MOST_PARTS`] at most.
-    fn parts_in(&self, bytes: usize) -> Result<usize> {
+    /// Parts that there is scratch for, [`MOST_PARTS`] of each of so many places at most, and one of
+    /// each at least.
+    fn parts_in(&self, bytes: usize, places: usize) -> Result<usize> {
         let fits = |parts: usize| self.layout(parts).bytes <= bytes;
-        let needed = self.least_scratch_bytes();
-        (1..=MOST_PARTS).rev().find(|&parts| fits(parts)).ok_or(Error::Scratch { bytes, needed })
+        let needed = self.layout(places).bytes;
+        let parts = (places..=MOST_PARTS * places).rev().find(|&parts| fits(parts));
+        parts.ok_or(Error::Scratch { bytes, needed })
+    }
+
+    /// How many of so many parts each of these columns get, the most first, since there equal shares
+    /// count most.
+    fn share_parts(&self, of_places: &[usize], clusters: u32, parts: usize) -> Vec<usize> {
+        let mut shares = vec![0; of_places.len()];
+        let mut order: Vec<_> = (0..of_places.len()).collect();
+        order.sort_by_key(|&place| std::cmp::Reverse(of_places[place]));
+        let mut left = parts;
+        for (after, &place) in (0..order.len()).rev().zip(&order) {
+            shares[place] = self.parts(of_places[place], clusters, left.saturating_sub(after));
+            left -= shares[place].min(left);
+        }
+        shares
     }
 
     /// Has `stream` fill what `outputs` asks for, or carry what rows add up to, from all of the
@@ -262,7 +278,7 @@ impl FusedProduct {
         outputs: TokenOutputs,
         scratch: Scratch,
     ) -> Result<()> {
-        let most = self.parts_in(scratch.bytes)?;
+        let most = self.parts_in(scratch.bytes, 1)?;
         let Columns { first, count, carried } = columns;
         self.check_columns(first, count, count)?;
         if self.tokens == 0 || count == 0 {
@@ -670,6 +686,19 @@ mod tests {
     }
 
     #[test]
+    fn places_share_parts_and_the_widest_choose() {
+        let shares = |places: &[usize], parts| PRODUCT.share_parts(places, 66, parts);
+        assert_eq!(shares(&[128_256], 63), [33]);
+        // Halves would be 31 each, and the wider one 3 % longer for it.
+        assert_eq!(shares(&[28_000, 100_256], 63), [2, 33]);
+        assert_eq!(shares(&[28_000, 100_256], 2), [1, 1]);
+        assert_eq!(PRODUCT.parts_in(PRODUCT.layout(63).bytes, 2), Ok(63));
+        assert_eq!(PRODUCT.parts_in(1 << 30, 2), Ok(2 * MOST_PARTS));
+        let message = PRODUCT.parts_in(PRODUCT.layout(1).bytes, 2).unwrap_err().to_string();
+        assert_eq!(message, "scratch of 98304 bytes is too little; 163840 bytes are needed");
+    }
+
+    #[test]
     fn scratch_is_some_numbers_a_token() {
         let tokens = PRODUCT.tokens;
         assert_eq!(PRODUCT.least_scratch_bytes(), (4 + 8) * tokens);
@@ -679,9 +708,9 @@ mod tests {
         assert_eq!(smooth.scratch_bytes(), (4 + 66 * 12) * tokens);
         for parts in [1, 2, 33, 66] {
             let bytes = smooth.layout(parts).bytes;
-            assert_eq!(smooth.parts_in(bytes), Ok(parts));
+            assert_eq!(smooth.parts_in(bytes, 1), Ok(parts));
         }
-        let message = PRODUCT.parts_in(12 * tokens - 1).unwrap_err().to_string();
+        let message = PRODUCT.parts_in(12 * tokens - 1, 1).unwrap_err().to_string();
         assert_eq!(message, "scratch of 98303 bytes is too little; 98304 bytes are needed");
     }
 

@@ -8,7 +8,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
-use super::{SUM_BYTES, arguments, check, count};
+use super::{MOST_PARTS, SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
 use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
@@ -75,11 +75,7 @@ impl FusedProduct {
             return Err(Error::Numerators { dtype, tokens, most: MOST_TOKENS });
         }
         let Numerators { places, scaled, of_tokens } = to;
-        let most = self.parts_in(scratch.bytes)? / places.len().max(1);
-        if most == 0 {
-            let needed = self.numerators_scratch_bytes(places.len());
-            return Err(Error::Scratch { bytes: scratch.bytes, needed });
-        }
+        let most = self.parts_in(scratch.bytes, places.len().max(1))?;
         check_alignment("scaled hidden states", scaled)?;
         places.iter().try_for_each(|&place| self.check_place("numerators", place))?;
         if tokens == 0 || vocab == 0 {
@@ -105,15 +101,18 @@ impl FusedProduct {
             })
         };
         let nowhere = DLogits { at: null_mut(), stride: vocab, first_column: 0, columns: vocab };
-        let parts = self.parts(vocab, forward.clusters, most * places.len());
+        let parts = self.parts(vocab, forward.clusters, most.min(MOST_PARTS));
         let all = of_pass(Epilogue::Forward, nowhere, vocab, parts)?;
-        // Every place has parts of rows' sums to itself.
-        let mut parts = 0;
-        let of_places = places.iter().map(|&place| {
-            // What is beyond the last place's columns the copy engine does not write.
+        // Every place has parts of rows' sums to itself. What is beyond the last one's columns the copy
+        // engine does not write.
+        let columns = |place: &DLogits| {
             let end = place.first_column + place.columns;
-            let columns = if end == written { vocab } else { end } - place.first_column;
-            let own = self.parts(columns, product.clusters, most);
+            if end == written { vocab - place.first_column } else { place.columns }
+        };
+        let columns: Vec<_> = places.iter().map(columns).collect();
+        let shares = self.share_parts(&columns, product.clusters, most);
+        let mut parts = 0;
+        let of_places = places.iter().zip(columns).zip(shares).map(|((&place, columns), own)| {
             let arguments = of_pass(Epilogue::Numerators, place, columns, own)?;
             let sums = arguments.sums.wrapping_byte_add(SUM_BYTES * tokens * parts);
             parts += own;
