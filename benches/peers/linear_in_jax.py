@@ -67,11 +67,13 @@ def operands(problem: LinearProblem) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Hidden, weight and labels, as the driver wrote them."""
 
     def read(name: str) -> jax.Array:
-        return jnp.asarray(np.load(problem.file(name)).view(jnp.dtype(problem.dtype)))
+        # `jnp.asarray` copies on the device, and leaves a hole that may be held whole for what
+        # comes next.
+        return jax.device_put(np.load(problem.file(name)).view(jnp.dtype(problem.dtype)))
 
     w = read("weight")
     w = jax.block_until_ready(w.T) if transposed(problem) else w
-    return read("hidden"), w, jnp.asarray(np.load(problem.file("labels")))
+    return read("hidden"), w, jax.device_put(np.load(problem.file("labels")))
 
 
 def program_of(problem: LinearProblem) -> tuple[Any, tuple[jax.Array, ...]]:

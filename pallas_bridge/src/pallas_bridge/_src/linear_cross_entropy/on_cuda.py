@@ -142,7 +142,7 @@ class Cut:
 def _made_once(problem: Problem, once: Extents) -> int:
     """Bytes of a chunk of the columns that are made once, and their sums that dweight lacks."""
     tokens, columns = once
-    beyond = max(columns - problem.vocab // 2, 0)
+    beyond = max(columns - problem.vocab // 2, 0) if tokens < problem.tokens else 0
     scaled = tokens * problem.hidden * problem.hidden_bytes
     return _logits(problem, once) + scaled + 4 * problem.hidden * beyond
 
@@ -160,10 +160,12 @@ def _once(problem: Problem, once: Extents) -> float:
     tokens, columns = once
     product = partial(_product, problem, True)
     each = product(tokens, v, d) + product(tokens, d, columns) + SMALL_KERNELS * LAUNCH
-    halves = [min(columns, v // 2), max(columns - v // 2, 0)]
-    each += sum(product(half, d, tokens) for half in halves if half)
     chunks = math.ceil(n / tokens)
-    moved = NUMERATORS * problem.hidden_bytes * n * columns + SUM * (columns * chunks + n) * d
+    # Sums of half of the vocabulary's dweight are where it goes, if it needs any.
+    beyond = max(columns - v // 2, 0) if chunks > 1 else 0
+    each += sum(product(part, d, tokens) for part in (columns - beyond, beyond) if part)
+    moved = NUMERATORS * problem.hidden_bytes * n * columns + SUM * n * d
+    moved += SUM * columns * d * chunks * (chunks > 1)
     return chunks * each + moved / BYTES
 
 
@@ -331,7 +333,9 @@ def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
 
 def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
     """Those that make some columns' logits once, with numerators, and the others again."""
-    if problem.vocab_is_last or problem.bias or not _are_in_product(problem):
+    if problem.vocab_is_last or not _are_in_product(problem):
+        return
+    if Cut((problem.tokens, problem.vocab), fused=True).scratch(problem) <= room:
         return
     for tokens in _extents(problem.tokens):
         none = Cut((0, 0), fused=True, once=(tokens, 0))
@@ -339,7 +343,7 @@ def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
         chunk = _made_again(problem, left + _made_once(problem, (tokens, 0)))
         most = left // (tokens * problem.hidden_bytes)
         half = problem.vocab // 2
-        if most > half:
+        if most > half and tokens < problem.tokens:
             # Beyond half of the vocabulary a column has sums in the scratch as well.
             per_column = tokens * problem.hidden_bytes + 4 * problem.hidden
             most = half + (left - half * tokens * problem.hidden_bytes) // per_column
@@ -347,8 +351,9 @@ def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
         for part in range(8, 17):
             columns = most * part // 16 // STEP * STEP
             if chunk is not None and 0 < columns < problem.vocab:
-                even = _pieces(problem.vocab - columns, chunk[1])[0]
-                even = min(math.ceil(even / STEP) * STEP, chunk[1])
+                rest = problem.vocab - columns
+                even = math.ceil(_pieces(rest, chunk[1])[0] / STEP) * STEP
+                even = min(even, chunk[1], rest)
                 yield Cut((chunk[0], even), fused=True, once=(tokens, columns))
 
 
