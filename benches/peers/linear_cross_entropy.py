@@ -266,7 +266,8 @@ def main() -> int:
         )
     print(results.text())
     if options.plot and not options.check:
-        peers = list(dict.fromkeys(problem.peer for problem in problems))
+        # Of a run that went on, all.
+        peers = list(dict.fromkeys(row["peer"] for row in results.rows))
         title = f"value_and_grad, {options.dtype}, {results.about['gpu']}"
         driver.draw(
             options.plot, title, "three products of PyTorch", in_products(results.rows), peers
