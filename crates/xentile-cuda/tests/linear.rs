@@ -8,6 +8,7 @@ mod common;
 mod fake;
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::process::Command;
 use std::ptr::{null, null_mut, without_provenance_mut};
 
@@ -320,33 +321,45 @@ fn most_kept(linear: Linear) -> Linear {
     Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
 }
 
+/// A problem in one chunk that has numerators, so many times 8 wide.
+fn with_numerators(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16>, Linear) {
+    let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
+    let width = 8 * rng.random_range(width);
+    let problem = loop {
+        let problem = Problem::new(rng, [tokens, width, vocab], VocabAxis::First, false);
+        if problem.options.softcap.is_none() && problem.options.label_smoothing == 0.0 {
+            break problem;
+        }
+    };
+    let linear = Linear {
+        tokens,
+        width,
+        vocab,
+        vocab_is_last: false,
+        dtype: DType::Bf16,
+        chunk: Extents { tokens, columns: vocab },
+        apart: None,
+        kept: None,
+        once: None,
+        workspace_bytes: 1 << 16,
+        time_block: None,
+        block_size: None,
+    };
+    (problem, linear)
+}
+
 /// Numerators of whole rows, most of them in the memory of the weight's gradient.
 fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
     let mut ran = 0;
     while ran < 8 {
-        let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
-        let width = 8 * rng.random_range(8..12);
-        let problem = Problem::<bf16>::new(rng, [tokens, width, vocab], VocabAxis::First, false);
-        if problem.options.softcap.is_some() || problem.options.label_smoothing > 0.0 {
-            continue;
-        }
+        let (problem, whole) = with_numerators(rng, 8..12);
+        let Linear { tokens, vocab, .. } = whole;
         let last = rng.random_range(vocab * 2 / 3..vocab);
         let (columns, slots) = (vocab - last, rng.random_range(1..4));
-        let linear = Linear {
-            tokens,
-            width,
-            vocab,
-            vocab_is_last: false,
-            dtype: DType::Bf16,
-            chunk: Extents { tokens, columns: last },
-            apart: None,
-            kept: Some(Kept { columns, slot: columns.div_ceil(slots) }),
-            once: None,
-            workspace_bytes: 1 << 16,
-            time_block: None,
-            block_size: None,
-        };
-        if linear.has_room(linear.kept.unwrap()) {
+        let kept = Kept { columns, slot: columns.div_ceil(slots) };
+        let chunk = Extents { tokens, columns: last };
+        let linear = Linear { chunk, kept: Some(kept), ..whole };
+        if linear.has_room(kept) {
             println!("{linear:?} Fused");
             problem.check(&linear, Pass::Fused);
             ran += 1;
@@ -357,35 +370,16 @@ fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
 
 /// Numerators of some columns, whose sums of dweight are where it goes, and dlogits of the others.
 fn numerators_of_some(rng: &mut ChaCha8Rng) -> usize {
-    let mut ran = 0;
-    while ran < 12 {
-        let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
-        let width = 8 * rng.random_range(1..12);
-        let problem = Problem::<bf16>::new(rng, [tokens, width, vocab], VocabAxis::First, false);
-        if problem.options.softcap.is_some() || problem.options.label_smoothing > 0.0 {
-            continue;
-        }
+    for _ in 0..12 {
+        let (problem, whole) = with_numerators(rng, 1..12);
+        let Linear { tokens, vocab, .. } = whole;
         let mut extents =
             || Extents { tokens: some_of(rng, tokens), columns: rng.random_range(1..vocab) };
-        let linear = Linear {
-            tokens,
-            width,
-            vocab,
-            vocab_is_last: false,
-            dtype: DType::Bf16,
-            chunk: extents(),
-            apart: None,
-            kept: None,
-            once: Some(extents()),
-            workspace_bytes: 1 << 16,
-            time_block: None,
-            block_size: None,
-        };
+        let linear = Linear { chunk: extents(), once: Some(extents()), ..whole };
         println!("{linear:?} Fused");
         problem.check(&linear, Pass::Fused);
-        ran += 1;
     }
-    ran
+    12
 }
 
 /// 16-bit logits get a bias by way of f32, in the workspace, where no product adds it.
