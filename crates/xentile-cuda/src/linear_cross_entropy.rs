@@ -38,7 +38,8 @@ pub struct Linear {
     pub vocab_is_last: bool,
     /// Of hidden and weight.
     pub dtype: DType,
-    /// The chunks that logits are made in. Of those of the fused pass one extent at least is whole.
+    /// The chunks that logits are made in. Of those of the fused pass one extent at least is whole,
+    /// but for `once`.
     pub chunk: Extents,
     /// Where the backward pass sweeps for dhidden and for dweight one after the other, so that sums of
     /// one chunk are all it keeps, for one product more: the chunks of the second sweep.
@@ -214,7 +215,8 @@ impl Linear {
     /// for cotangents `dloss` `[N]` of the losses.
     ///
     /// # Errors
-    /// As those of [`forward`](Self::forward); chunks that are parts of both extents, and more to keep
+    /// As those of [`forward`](Self::forward); chunks that are parts of both extents, columns that
+    /// cannot be made once, and more to keep
     /// than there is room for.
     ///
     /// # Safety
@@ -238,9 +240,9 @@ impl Linear {
             }
             let new =
                 |sweep| Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch);
-            let runs = self.sweeps(Pass::Fused).map(new).collect::<Result<Vec<_>>>()?;
+            let [first, second] = self.sweeps_of_both(once).map(new);
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.fused_by_both(&runs, dloss, outputs, gradients) };
+            return unsafe { self.fused_by_both([&first?, &second?], dloss, outputs, gradients) };
         }
         if columns < self.vocab && tokens < self.tokens {
             return Err(Error::FusedChunk { tokens, columns });
@@ -355,12 +357,11 @@ impl Linear {
     /// As for [`forward`](Self::forward).
     unsafe fn fused_by_both(
         &self,
-        runs: &[Run],
+        [once, again]: [&Run; 2],
         dloss: *const f32,
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let [once, again] = runs else { return Ok(()) };
         let Extents { tokens, columns } = once.sweep.chunk;
         let all = self.all_columns();
         let [columns, rest] = all.split_at(columns);

@@ -129,21 +129,21 @@ impl Linear {
                 let of_weight = Sweep { chunk, of_hidden: false, ..of_all };
                 [Some(Sweep { of_weight: false, ..of_all }), Some(of_weight)]
             }
-            (Pass::Fused, _, Some(chunk)) => {
-                // Never all columns, whose dhidden would have no sums.
-                let columns = self.chunk.columns.min(self.vocab.saturating_sub(chunk.columns));
-                let again = Extents { columns, ..self.chunk };
-                [
-                    Some(Sweep { chunk, once: true, ..of_all }),
-                    Some(Sweep { chunk: again, ..of_all }),
-                ]
-            }
+            (Pass::Fused, _, Some(once)) => self.sweeps_of_both(once).map(Some),
             (Pass::Forward, ..) => {
                 [Some(Sweep { of_hidden: false, of_weight: false, ..of_all }), None]
             }
             _ => [Some(of_all), None],
         };
         sweeps.into_iter().flatten()
+    }
+
+    /// The sweep over columns that are made once, so many, and the one over the others.
+    pub(super) fn sweeps_of_both(&self, once: Extents) -> [Sweep; 2] {
+        let sweep = |chunk, once| Sweep { chunk, of_hidden: true, of_weight: true, once };
+        // Never all columns, whose dhidden would have no sums.
+        let columns = self.chunk.columns.min(self.vocab.saturating_sub(once.columns));
+        [sweep(once, true), sweep(Extents { columns, ..self.chunk }, false)]
     }
 
     pub(super) fn layout(&self, pass: Pass, sweep: Sweep) -> Layout {
