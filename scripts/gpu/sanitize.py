@@ -240,7 +240,6 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     if case.way == "kept":
         cut |= {"kept_columns": 500, "kept_slot": 128}
     if case.way == "once":
-        cut = {"chunk_tokens": tokens, "chunk_columns": 256}
         cut |= {"once_tokens": 128, "once_columns": vocab * 3 // 5}
     attributes |= {key: np.int64(value) for key, value in cut.items()}
     if name != "backward":

@@ -369,7 +369,7 @@ impl Linear {
         let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
         let first = Chunk { first: 0, count: tokens.min(self.tokens) };
         let has_numerators = once.has_numerators(first, 1)?;
-        if !has_numerators && !once.adds_up(first) {
+        if !has_numerators && !once.adds_up(first, once.workspace()) {
             // SAFETY: passed on from this function's contract.
             return unsafe {
                 again.lse(all, outputs)?;
@@ -387,7 +387,7 @@ impl Linear {
                     continue;
                 }
                 once.forward(&block, outputs)?;
-                once.add_up(tokens, rest, outputs)?;
+                once.add_up(tokens, rest, outputs, once.workspace())?;
                 once.backward(&block, saved, cotangents)?;
                 once.add_to_bias(gradients, &block, tokens.first == 0)?;
                 once.add_to_hidden(totals[0], &block, true)?;

@@ -143,7 +143,7 @@ impl<'a> Run<'a> {
     }
 
     /// The workspace of products, which others take between them.
-    fn workspace(&self) -> Scratch {
+    pub(super) fn workspace(&self) -> Scratch {
         Scratch { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes }
     }
 
@@ -169,9 +169,9 @@ impl<'a> Run<'a> {
     pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
-        if self.adds_up_in(all, self.spare()) {
+        if self.adds_up(all, self.spare()) {
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.add_up_in(all, columns, outputs, self.spare()) };
+            return unsafe { self.add_up(all, columns, outputs, self.spare()) };
         }
         for tokens in chunks(all.count, tokens) {
             for chunk in columns.chunks(most) {
@@ -223,33 +223,17 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Whether a product adds up rows of so many tokens in the workspace.
-    pub(super) fn adds_up(&self, tokens: Chunk) -> bool {
-        self.adds_up_in(tokens, self.workspace())
-    }
-
-    fn adds_up_in(&self, tokens: Chunk, scratch: Scratch) -> bool {
+    /// Whether a product adds up rows of so many tokens in `scratch`.
+    pub(super) fn adds_up(&self, tokens: Chunk, scratch: Scratch) -> bool {
         let (product, _) = self.fused_product(tokens);
         self.has_fused_product && scratch.bytes >= product.least_scratch_bytes()
     }
 
-    /// The same as [`lse`](Self::lse) of some tokens, in the workspace.
+    /// The same as [`lse`](Self::lse) of some tokens, in `scratch`.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`adds_up`](Self::adds_up).
     pub(super) unsafe fn add_up(
-        &self,
-        tokens: Chunk,
-        columns: Chunk,
-        outputs: TokenOutputs,
-    ) -> Result<()> {
-        // SAFETY: passed on from this function's contract.
-        unsafe { self.add_up_in(tokens, columns, outputs, self.workspace()) }
-    }
-
-    /// # Safety
-    /// As for [`Linear::forward`].
-    unsafe fn add_up_in(
         &self,
         tokens: Chunk,
         columns: Chunk,

@@ -141,10 +141,15 @@ class Cut:
 
 def _made_once(problem: Problem, once: Extents) -> int:
     """Bytes of a chunk of the columns that are made once, and their sums that dweight lacks."""
-    tokens, columns = once
-    beyond = max(columns - problem.vocab // 2, 0) if tokens < problem.tokens else 0
+    tokens, _ = once
     scaled = tokens * problem.hidden * problem.hidden_bytes
-    return _logits(problem, once) + scaled + 4 * problem.hidden * beyond
+    return _logits(problem, once) + scaled + 4 * problem.hidden * _beyond(problem, once)
+
+
+def _beyond(problem: Problem, once: Extents) -> int:
+    """Those whose sums are in the scratch: dweight has room for those of half of the vocabulary."""
+    tokens, columns = once
+    return max(columns - problem.vocab // 2, 0) if tokens < problem.tokens else 0
 
 
 def _again(problem: Problem, chunk: Extents) -> int:
@@ -161,8 +166,7 @@ def _once(problem: Problem, once: Extents) -> float:
     product = partial(_product, problem, True)
     each = product(tokens, v, d) + product(tokens, d, columns) + SMALL_KERNELS * LAUNCH
     chunks = math.ceil(n / tokens)
-    # Sums of half of the vocabulary's dweight are where it goes, if it needs any.
-    beyond = max(columns - v // 2, 0) if chunks > 1 else 0
+    beyond = _beyond(problem, once)
     each += sum(product(part, d, tokens) for part in (columns - beyond, beyond) if part)
     moved = NUMERATORS * problem.hidden_bytes * n * columns + SUM * n * d
     moved += SUM * columns * d * chunks * (chunks > 1)
@@ -341,6 +345,8 @@ def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
         none = Cut((0, 0), fused=True, once=(tokens, 0))
         left = room - none.scratch(problem)
         chunk = _made_again(problem, left + _made_once(problem, (tokens, 0)))
+        if chunk is None:
+            continue
         most = left // (tokens * problem.hidden_bytes)
         half = problem.vocab // 2
         if most > half and tokens < problem.tokens:
@@ -350,7 +356,7 @@ def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
         # Somewhat fewer leave products a place.
         for part in range(8, 17):
             columns = most * part // 16 // STEP * STEP
-            if chunk is not None and 0 < columns < problem.vocab:
+            if 0 < columns < problem.vocab:
                 rest = problem.vocab - columns
                 even = math.ceil(_pieces(rest, chunk[1])[0] / STEP) * STEP
                 even = min(even, chunk[1], rest)

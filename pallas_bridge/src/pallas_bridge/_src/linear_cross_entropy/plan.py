@@ -84,15 +84,15 @@ class Plan:
         """The schedule, what it costs and what it takes."""
         second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
         kept = "" if self.kept is None else f", {self.kept[0]} columns kept in dweight's place"
+        once = ""
         if self.once is not None:
-            tokens, columns = self.once
-            second = f" after {columns} columns made once, {tokens} tokens at a time"
+            once = f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time"
         over = ", logits handed to the backward pass" if self.hands_over else ""
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
-            f"{second}{kept}{over}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
-            f"(at most {most:.1f})"
+            f"{once}{second}{kept}{over}, {self.products:.3g} products, {scratch:.1f} MiB of "
+            f"scratch (at most {most:.1f})"
         )
 
 
