@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use xentile::Error;
 
-use crate::simd::{Portable, Simd};
+use crate::simd::{MulAdd, PairsOfBf16, Portable, Simd};
 
 /// An instruction set that this processor is known to have.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +13,8 @@ pub struct Isa(Kind);
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(PairsOfBf16),
     #[cfg(target_arch = "x86_64")]
     Avx512(crate::simd::Avx512),
     #[cfg(target_arch = "x86_64")]
@@ -32,6 +34,31 @@ pub trait Job {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
+/// Work on factors whose words are pairs of bf16, or numbers.
+pub(crate) trait PairsJob {
+    /// Does the work, as [`Job::run`] does.
+    fn run<S: Simd, M: MulAdd<S>>(self, simd: S, mul_add: M);
+}
+
+impl PairsOfBf16 {
+    /// Runs `job` with the instructions that these are.
+    pub(crate) fn run<J: PairsJob>(self, job: J) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            #[target_feature(
+                enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512bf16"
+            )]
+            fn enter<J: PairsJob>(job: J, pairs: PairsOfBf16) {
+                job.run(pairs.avx512(), pairs);
+            }
+            // SAFETY: a `PairsOfBf16` exists only where these features were detected.
+            unsafe { enter(job, self) }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        match self {}
+    }
+}
+
 impl Isa {
     /// The best instruction set of this processor.
     #[must_use]
@@ -43,6 +70,8 @@ impl Isa {
     #[must_use]
     pub fn available() -> Vec<Self> {
         let kinds = [
+            #[cfg(target_arch = "x86_64")]
+            PairsOfBf16::detect().map(Kind::Avx512Bf16),
             #[cfg(target_arch = "x86_64")]
             crate::simd::Avx512::detect().map(Kind::Avx512),
             #[cfg(target_arch = "x86_64")]
@@ -59,6 +88,8 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "avx512_bf16",
+            #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(_) => "avx2",
@@ -68,10 +99,21 @@ impl Isa {
         }
     }
 
+    /// The products of pairs of bf16, where they are part of this instruction set.
+    pub(crate) fn pairs_of_bf16(self) -> Option<PairsOfBf16> {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(pairs) => Some(pairs),
+            _ => None,
+        }
+    }
+
     /// Runs `job` with this instruction set.
     #[inline]
     pub fn run<J: Job>(self, job: J) -> J::Output {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(pairs) => Self(Kind::Avx512(pairs.avx512())).run(job),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(simd) => {
                 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
@@ -117,7 +159,7 @@ impl FromStr for Isa {
         Self::available().into_iter().find(|isa| isa.name() == name).ok_or_else(|| Error::Unknown {
             what: "isa",
             value: name.to_owned(),
-            choices: "those of this processor, out of avx512, avx2, neon, portable",
+            choices: "those of this processor, out of avx512_bf16, avx512, avx2, neon, portable",
         })
     }
 }

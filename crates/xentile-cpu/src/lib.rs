@@ -21,6 +21,7 @@ mod simd;
 pub use in_out::InOut;
 pub use isa::{Isa, Job};
 pub use parallel::{Parallel, Threads};
+pub(crate) use simd::PairsOfBf16;
 pub use simd::Simd;
 
 /// The program in the README, compiled and run with the documentation's tests.

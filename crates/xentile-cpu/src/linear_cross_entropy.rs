@@ -20,6 +20,7 @@ mod product;
 
 use std::ops::Range;
 
+use half::bf16;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{DType, Element, Error, Labels, Result, Tile};
@@ -28,9 +29,9 @@ use crate::cross_entropy::{
     Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{as_f32_mut, narrow, round, widen};
+use convert::{as_f32_mut, elements, narrow, narrow_rows, round, widen};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
-use product::{Left, Matrix, Panels, multiply};
+use product::{Matrix, Panels, multiply};
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "linear_cross_entropy.cpu";
@@ -370,28 +371,23 @@ impl<'a, E: Element> Work<'a, E> {
     /// Nobody reads or writes that meanwhile.
     unsafe fn pack(&self, matrix: Matrix<'_, E>, to: &Shared<'_, f32>) {
         let Launch { isa, pool, .. } = self.linear.launch;
-        let [terms, columns] = matrix.extents();
-        let width = Panels::width(isa);
-        pool.run(columns.div_ceil(width), &|panel| {
+        let [count, words] = Panels::extents::<E>(isa, matrix.extents());
+        pool.run(count, &|panel| {
             // SAFETY: tasks have panels of their own, and what holds for this function.
-            let to = unsafe { to.slice(panel * width * terms, width * terms) };
+            let to = unsafe { to.slice(panel * words, words) };
             Panels::pack(isa, matrix, panel, to);
         });
     }
 
-    /// The panels of a matrix `[terms, columns]` that [`Self::pack`] wrote to `from`.
+    /// The panels of a matrix of `extents` `[terms, columns]` that [`Self::pack`] wrote to `from`.
     ///
     /// # Safety
     /// Nobody writes that meanwhile.
-    unsafe fn panels<'b>(
-        &self,
-        from: &'b Shared<'_, f32>,
-        terms: usize,
-        columns: usize,
-    ) -> Panels<'b> {
-        let elements = columns.next_multiple_of(Panels::width(self.linear.launch.isa)) * terms;
+    unsafe fn panels<'b>(&self, from: &'b Shared<'_, f32>, extents: [usize; 2]) -> Panels<'b> {
+        let isa = self.linear.launch.isa;
+        let words = Panels::extents::<E>(isa, extents).iter().product();
         // SAFETY: passed on from this function's contract.
-        Panels::new(unsafe { from.read(0, elements) }, terms, columns)
+        Panels::new::<E>(isa, unsafe { from.read(0, words) }, extents)
     }
 
     /// Makes the logits of some tokens of a slab, each rounded once.
@@ -401,7 +397,7 @@ impl<'a, E: Element> Work<'a, E> {
     unsafe fn make(&self, columns: &Range<usize>, first: usize, count: usize, logits: &mut [f32]) {
         let Linear { launch, shape, .. } = self.linear;
         // SAFETY: passed on from this function's contract.
-        let weight = unsafe { self.panels(&self.weight, shape.width(), columns.len()) };
+        let weight = unsafe { self.panels(&self.weight, [shape.width(), columns.len()]) };
         multiply(launch.isa, &self.hidden().rows(first..first + count), weight, false, logits);
         if let Some(bias) = self.operands.bias {
             for row in logits.chunks_exact_mut(columns.len()) {
@@ -487,9 +483,12 @@ impl<'a, E: Element> Work<'a, E> {
         dbias: Option<&mut [f32]>,
     ) {
         if let Some(sums) = as_f32_mut(dhidden) {
-            return self.summed(slabs, saved, cotangents, sums, dbias);
+            return self.summed::<f32>(slabs, saved, cotangents, sums, dbias);
         }
-        self.summed(slabs, saved, cotangents, sums, dbias);
+        match Panels::takes_bf16::<E>(self.linear.launch.isa) {
+            true => self.summed::<bf16>(slabs, saved, cotangents, sums, dbias),
+            false => self.summed::<f32>(slabs, saved, cotangents, sums, dbias),
+        }
         let width = self.linear.shape.width();
         let dhidden = Shared::new(dhidden);
         self.share(self.linear.shape.tokens(), &|first, count| {
@@ -499,8 +498,8 @@ impl<'a, E: Element> Work<'a, E> {
         });
     }
 
-    /// As [`Self::gradients`], those of hidden states in f32.
-    fn summed(
+    /// As [`Self::gradients`], those of hidden states in f32. Products take those of logits as `Z`.
+    fn summed<Z: Element>(
         &self,
         slabs: &[Slab],
         saved: SavedLse<'_>,
@@ -533,15 +532,15 @@ impl<'a, E: Element> Work<'a, E> {
                 // SAFETY: as before.
                 unsafe {
                     let dz = self.logits_gradient(slab, first, count, saved, cotangents);
+                    narrow_rows::<Z>(isa, columns.len(), dz);
                     let sums = dhidden.slice(first * width, count * width);
-                    let weight = self.panels(&self.weight, columns.len(), width);
-                    let dz = Matrix::new(dz, columns.len());
-                    multiply(isa, &dz, weight, columns.start > 0, sums);
+                    let weight = self.panels(&self.weight, [columns.len(), width]);
+                    multiply(isa, &rows::<Z>(dz, columns.len()), weight, columns.start > 0, sums);
                 }
             });
             // SAFETY: what follows writes no logits.
             let dz = unsafe { self.logits.read(0, tokens * columns.len()) };
-            let dz = Matrix::new(dz, columns.len());
+            let dz = rows::<Z>(dz, columns.len());
             self.weight_gradient(columns, dz);
             if let Some(dbias) = &mut dbias {
                 self.bias_gradient(dz, &mut dbias[columns.clone()]);
@@ -554,6 +553,7 @@ impl<'a, E: Element> Work<'a, E> {
     ///
     /// # Safety
     /// Nobody else has those tokens.
+    #[allow(clippy::mut_from_ref)] // the contract replaces the borrow
     unsafe fn logits_gradient(
         &self,
         slab: &Slab,
@@ -561,7 +561,7 @@ impl<'a, E: Element> Work<'a, E> {
         count: usize,
         saved: SavedLse<'_>,
         cotangents: &TokenCotangents<'_>,
-    ) -> &[f32] {
+    ) -> &mut [f32] {
         let (at, length) = (first * slab.columns.len(), count * slab.columns.len());
         // SAFETY: passed on from this function's contract.
         let logits = unsafe { self.logits.slice(at, length) };
@@ -578,11 +578,11 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// Writes the gradient of a slab of the weight, of `dz` `[T, columns]`.
-    fn weight_gradient(&self, columns: &Range<usize>, dz: Matrix<'_, f32>) {
+    fn weight_gradient<Z: Element>(&self, columns: &Range<usize>, dz: Matrix<'_, Z>) {
         let Linear { launch: Launch { isa, .. }, shape, .. } = *self.linear;
         let [tokens, width] = shape.hidden();
         // SAFETY: hidden states stay as they are.
-        let hidden = unsafe { self.panels(&self.hidden, tokens, width) };
+        let hidden = unsafe { self.panels(&self.hidden, [tokens, width]) };
         let in_order = shape.vocab_axis() == VocabAxis::First;
         self.share(columns.len(), &|first, count| {
             let dz = dz.transposed().rows(first..first + count);
@@ -629,7 +629,7 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// Sums `dz` `[T, columns]` over tokens.
-    fn bias_gradient(&self, dz: Matrix<'_, f32>, to: &mut [f32]) {
+    fn bias_gradient<Z: Element>(&self, dz: Matrix<'_, Z>, to: &mut [f32]) {
         let (columns, to) = (to.len(), Shared::new(to));
         self.share(columns, &|first, count| {
             // SAFETY: tasks have columns of their own.
@@ -637,9 +637,14 @@ impl<'a, E: Element> Work<'a, E> {
             to.fill(0.0);
             for token in 0..self.linear.shape.tokens() {
                 for (sum, dz) in to.iter_mut().zip(&dz.row(token)[first..]) {
-                    *sum += dz;
+                    *sum += dz.to_f32();
                 }
             }
         });
     }
+}
+
+/// The rows of `columns` numbers that [`narrow_rows`] made elements of.
+fn rows<Z: Element>(numbers: &[f32], columns: usize) -> Matrix<'_, Z> {
+    Matrix::with_row_step(elements(numbers), columns, columns * size_of::<f32>() / size_of::<Z>())
 }

@@ -29,6 +29,38 @@ pub(super) fn narrow<E: Element>(isa: Isa, from: &[f32], to: &mut [E]) {
     }
 }
 
+/// Rounds the numbers of each row of `columns`, ties to even, to elements at the beginning of the
+/// memory of that row.
+pub(super) fn narrow_rows<E: Element>(isa: Isa, columns: usize, numbers: &mut [f32]) {
+    if E::DTYPE == DType::F32 {
+        return;
+    }
+    let mut piece = [E::from_f32(0.0); PIECE];
+    for row in numbers.chunks_exact_mut(columns) {
+        for start in (0..columns).step_by(PIECE) {
+            let from = &row[start..columns.min(start + PIECE)];
+            let piece = &mut piece[..from.len()];
+            narrow(isa, from, piece);
+            // Takes no more memory than what has been read.
+            elements_mut(row)[start..][..piece.len()].copy_from_slice(piece);
+        }
+    }
+}
+
+/// The memory of f32 as elements.
+pub(super) fn elements<E: Element>(numbers: &[f32]) -> &[E] {
+    let length = size_of_val(numbers) / size_of::<E>();
+    // SAFETY: f32, bf16 and f16 take any bits, and none is aligned to more than f32.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), length) }
+}
+
+/// As [`elements`].
+fn elements_mut<E: Element>(numbers: &mut [f32]) -> &mut [E] {
+    let length = size_of_val(numbers) / size_of::<E>();
+    // SAFETY: as for `elements`.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), length) }
+}
+
 /// Rounds each number to one of `E`.
 pub(super) fn round<E: Element>(isa: Isa, numbers: &mut [f32]) {
     match E::DTYPE {
@@ -43,6 +75,19 @@ pub(super) fn round<E: Element>(isa: Isa, numbers: &mut [f32]) {
             }
         }
     }
+}
+
+/// Sets each number of `to` to the bits of two bf16 of `E`, the first of them in the lower half: of as
+/// many of `from` that follow each other. The last may be alone, with 0.
+pub(super) fn pairs<E: Element>(isa: Isa, from: &[E], to: &mut [f32]) {
+    assert_eq!(from.len().div_ceil(2), to.len());
+    isa.run(Pairs { from: cast(from), to });
+}
+
+/// As [`pairs`], of the first and the second of `from`, which may be empty for zeros.
+pub(super) fn pair<E: Element>(isa: Isa, [low, high]: [&[E]; 2], to: &mut [f32]) {
+    assert!(low.len() == to.len() && (high.len() == to.len() || high.is_empty()));
+    isa.run(Pair { low: cast(low), high: cast(high), to });
 }
 
 /// Elements of `E` by their other name `F`.
@@ -87,6 +132,55 @@ impl Job for Widen<'_> {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }
     }
+}
+
+struct Pairs<'a> {
+    from: &'a [bf16],
+    to: &'a mut [f32],
+}
+
+impl Job for Pairs<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let (two, one) = self.from.as_chunks::<2>();
+        for (to, &[low, high]) in self.to.iter_mut().zip(two) {
+            *to = both(low, high);
+        }
+        if let (&[low], Some(to)) = (one, self.to.last_mut()) {
+            *to = both(low, bf16::ZERO);
+        }
+    }
+}
+
+struct Pair<'a> {
+    low: &'a [bf16],
+    high: &'a [bf16],
+    to: &'a mut [f32],
+}
+
+impl Job for Pair<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        if self.high.is_empty() {
+            for (to, &low) in self.to.iter_mut().zip(self.low) {
+                *to = both(low, bf16::ZERO);
+            }
+            return;
+        }
+        for ((to, &low), &high) in self.to.iter_mut().zip(self.low).zip(self.high) {
+            *to = both(low, high);
+        }
+    }
+}
+
+/// The bits of two bf16 in one f32.
+#[inline(always)]
+fn both(low: bf16, high: bf16) -> f32 {
+    f32::from_bits(u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16)
 }
 
 struct Narrow<'a> {

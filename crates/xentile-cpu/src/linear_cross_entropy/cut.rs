@@ -94,14 +94,14 @@ impl Layout {
         makes_gradients: bool,
     ) -> Self {
         let ([tokens, width], columns) = (shape.hidden(), columns.min(shape.vocab()));
-        let for_logits = Panels::elements(width, columns);
+        let for_logits = Panels::most_words(width, columns);
         let logits = tokens * columns;
         if !makes_gradients {
             return Self { hidden: 0, weight: for_logits, logits, dhidden: 0 };
         }
         Self {
-            hidden: Panels::elements(tokens, width),
-            weight: for_logits.max(Panels::elements(columns, width)),
+            hidden: Panels::most_words(tokens, width),
+            weight: for_logits.max(Panels::most_words(columns, width)),
             logits,
             dhidden: if dtype == DType::F32 { 0 } else { tokens * width },
         }

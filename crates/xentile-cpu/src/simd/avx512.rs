@@ -1,10 +1,11 @@
 //! AVX-512 (F, BW, VL, DQ): 16 lanes, and rounding and scaling as single instructions.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use xentile::{DType, Element};
 
-use super::{MAX_LANES, Simd};
+use super::{MAX_LANES, MulAdd, Simd};
 use crate::math::table_of_powers;
 
 /// Proof that the processor has AVX-512 F, BW, VL and DQ.
@@ -21,6 +22,35 @@ impl Avx512 {
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
         found.then_some(Self(()))
+    }
+}
+
+/// Proof that the processor has AVX-512 BF16 besides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PairsOfBf16(Avx512);
+
+impl PairsOfBf16 {
+    pub(crate) fn detect() -> Option<Self> {
+        Avx512::detect().filter(|_| is_x86_feature_detected!("avx512bf16")).map(Self)
+    }
+
+    /// What else the processor has.
+    pub(crate) fn avx512(self) -> Avx512 {
+        self.0
+    }
+}
+
+/// Words are pairs of bf16, both of whose products are added, the second first. Numbers below the
+/// normal range count as 0.
+impl MulAdd<Avx512> for PairsOfBf16 {
+    #[inline(always)]
+    fn mul_add(self, _: Avx512, left: __m512, right: __m512, sum: __m512) -> __m512 {
+        let bf16 = |words| {
+            // SAFETY: any bits are vectors of both types.
+            unsafe { transmute::<__m512, __m512bh>(words) }
+        };
+        // SAFETY: a `PairsOfBf16` exists only where `detect` found the feature.
+        unsafe { _mm512_dpbf16_ps(sum, bf16(left), bf16(right)) }
     }
 }
 

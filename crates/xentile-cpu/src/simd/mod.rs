@@ -15,7 +15,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::Avx512;
+pub(crate) use avx512::{Avx512, PairsOfBf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
@@ -23,6 +23,11 @@ pub(crate) use portable::Portable;
 use xentile::Element;
 
 use crate::Job;
+
+/// Proof that the processor multiplies pairs of bf16. Of these instruction sets none does.
+#[cfg(not(target_arch = "x86_64"))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PairsOfBf16 {}
 
 /// The most lanes that a vector of any instruction set has.
 pub(crate) const MAX_LANES: usize = 16;
@@ -160,6 +165,23 @@ pub trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn largest(self, x: Self::Vector) -> f32 {
         self.to_array(x)[..Self::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max)
+    }
+}
+
+/// What a product adds to a sum in each lane, of words of 32 bits.
+pub(crate) trait MulAdd<S: Simd>: Copy {
+    /// `sum` and the product of the words `left` and `right`.
+    fn mul_add(self, simd: S, left: S::Vector, right: S::Vector, sum: S::Vector) -> S::Vector;
+}
+
+/// Words are numbers in f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Numbers;
+
+impl<S: Simd> MulAdd<S> for Numbers {
+    #[inline(always)]
+    fn mul_add(self, simd: S, left: S::Vector, right: S::Vector, sum: S::Vector) -> S::Vector {
+        simd.mul_add(left, right, sum)
     }
 }
 
