@@ -1,14 +1,16 @@
 //! What a program that libtpu dumped the schedule of would take, part by part, as JSON.
 //!
-//!     estimate TOPOLOGY FOLDER [NAME=BYTES]...
+//!     estimate TOPOLOGY FOLDER [NAME=BYTES[,STEPS]]...
 //!
 //! FOLDER is that of `--xla_jf_dump_to`; BYTES is what a part moves between HBM and VMEM, where its
-//! name is known and what the compiler's listing tells of its copies is not enough.
+//! name is known and what the compiler's listing tells of its copies is not enough, and STEPS how many
+//! its pipeline has, where it makes that itself.
 
 use std::env::args;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use xentile_tools::estimate::Known;
 use xentile_tools::{estimate, schedule};
 
 fn main() -> Result<()> {
@@ -17,12 +19,17 @@ fn main() -> Result<()> {
     let (topology, folder) = (next()?, next()?);
     let known = arguments
         .map(|argument| {
-            let (name, bytes) = argument
+            let (name, counts) = argument
                 .split_once('=')
                 .with_context(|| format!("{argument:?} is no NAME=BYTES"))?;
-            let bytes =
-                bytes.parse().with_context(|| format!("{bytes:?} is no number of bytes"))?;
-            Ok((name.to_owned(), bytes))
+            let number = |text: &str| {
+                text.parse().with_context(|| format!("{text:?} in {argument:?} is no number"))
+            };
+            let (bytes, steps) = match counts.split_once(',') {
+                Some((bytes, steps)) => (bytes, Some(number(steps)?)),
+                None => (counts, None),
+            };
+            Ok(Known { name: name.to_owned(), bytes: number(bytes)?, steps })
         })
         .collect::<Result<Vec<_>>>()?;
     let schedule = schedule::of_folder(Path::new(&folder))?;

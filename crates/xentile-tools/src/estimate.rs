@@ -196,26 +196,32 @@ pub struct PartEstimate {
     pub ms: f64,
 }
 
-/// Estimates each computation; none for a chip that nothing is known of, or where the schedule does
-/// not tell how many bundles run.
-///
-/// `dma_bytes` has the bytes of those that the listing cannot tell of, by a part of their name: it
-/// takes blocks that stay for several steps to be fetched in each.
+/// What is known of a computation whose listing does not tell.
+#[derive(Clone, Debug)]
+pub struct Known {
+    /// A part of its name.
+    pub name: String,
+    /// Bytes that it moves between HBM and VMEM: the listing takes blocks that stay for several steps
+    /// to be fetched in each.
+    pub bytes: u64,
+    /// Steps of its grid, where it makes a pipeline of its own.
+    pub steps: Option<u64>,
+}
+
+/// Estimates each computation; none for a chip that nothing is known of, or where neither the schedule
+/// nor `known` tells how many bundles run.
 #[must_use]
-pub fn parts(
-    topology: &str,
-    schedule: &Schedule,
-    dma_bytes: &[(String, u64)],
-) -> Option<Vec<PartEstimate>> {
+pub fn parts(topology: &str, schedule: &Schedule, known: &[Known]) -> Option<Vec<PartEstimate>> {
     let chip = Chip::of(topology)?;
     let computations = schedule.computations.iter();
     computations
         .map(|part| {
-            let known = dma_bytes.iter().find(|(name, _)| part.name.contains(name));
-            let bytes = known.map(|&(_, bytes)| bytes).or(part.dma_bytes)?;
+            let known = known.iter().find(|known| part.name.contains(&known.name));
+            let bytes = known.map(|known| known.bytes).or(part.dma_bytes)?;
+            let steps = known.and_then(|known| known.steps).or(part.grid_steps)?;
             let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
             let dma_ms = bytes as f64 / chip.hbm_bytes_per_second * 1e3;
-            let steps_ms = part.grid_steps? as f64 * STEP_S * 1e3;
+            let steps_ms = steps as f64 * STEP_S * 1e3;
             let ms = schedule_ms.max(dma_ms) + steps_ms;
             Some(PartEstimate { name: part.name.clone(), schedule_ms, dma_ms, steps_ms, ms })
         })
@@ -282,7 +288,12 @@ mod tests {
             ],
             ..Schedule::default()
         };
-        let known = [("peer_backward".to_owned(), 1_640_000_000)];
+        let name = "peer_backward".to_owned();
+        let known = Known { name, bytes: 1_640_000_000, steps: None };
+        let own_steps = Known { steps: Some(1000), ..known.clone() };
+        let found = parts("v6e:2x2", &schedule, &[own_steps]).unwrap();
+        assert!((found[0].steps_ms / 0.35 - 1.0).abs() < 1e-9);
+        let known = [known];
         let found = parts("v6e:2x2", &schedule, &known).unwrap();
         let near = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-9);
         near(found[0].dma_ms, 1.0);

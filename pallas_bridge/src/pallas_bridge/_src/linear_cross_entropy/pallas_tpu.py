@@ -31,7 +31,7 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 # Tokens and columns of tiles, of which the first that fits is taken. Large ones keep the matrix
 # units at work, and read operands from HBM less often.
 SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
-LARGEST_FORWARD = ((2048, 512), (1024, 512), *SMALL)
+LARGEST_FORWARD = ((2048, 2048), (2048, 1024), (2048, 512), (1024, 512), *SMALL)
 LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
 PART = 256
 # Blocks of sums of dhidden in VMEM where these are in HBM: on their way in, added to, on their way
