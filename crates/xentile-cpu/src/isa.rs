@@ -13,6 +13,7 @@ pub struct Isa(Kind);
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
+    /// As `Avx512`, but for products of matrices in bf16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(PairsOfBf16),
     #[cfg(target_arch = "x86_64")]
@@ -42,19 +43,19 @@ pub(crate) trait PairsJob {
 
 impl PairsOfBf16 {
     /// Runs `job` with the instructions that these are.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn run<J: PairsJob>(self, job: J) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            #[target_feature(
-                enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512bf16"
-            )]
-            fn enter<J: PairsJob>(job: J, pairs: PairsOfBf16) {
-                job.run(pairs.avx512(), pairs);
-            }
-            // SAFETY: a `PairsOfBf16` exists only where these features were detected.
-            unsafe { enter(job, self) }
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512bf16")]
+        fn enter<J: PairsJob>(job: J, pairs: PairsOfBf16) {
+            job.run(pairs.avx512(), pairs);
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        // SAFETY: a `PairsOfBf16` exists only where these features were detected.
+        unsafe { enter(job, self) }
+    }
+
+    /// There are none to run `job` with.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn run<J: PairsJob>(self, _job: J) {
         match self {}
     }
 }

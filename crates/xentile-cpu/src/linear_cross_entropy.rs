@@ -4,7 +4,7 @@
 //! for gradients. A slab's logits are a product in f32, rounded once to the dtype of operands; the
 //! passes of [`cross_entropy`](crate::cross_entropy) run over them where they lie, and two more
 //! products take their gradient to hidden states and weight. All tokens of a slab share one copy of
-//! its weight in f32, in whose place the sums of its gradient come.
+//! its weight, in the order that products take, in whose place the sums of its gradient come.
 //!
 //! A slab's logits wait for their gradient in the memory of dweight, or in what scratch there is, and
 //! only what finds no room is made again: three products where there is room for all, four where there

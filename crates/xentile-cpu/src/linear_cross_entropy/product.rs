@@ -274,34 +274,33 @@ mod tests {
         }
     }
 
-    #[test]
-    fn sums_do_not_depend_on_what_is_asked_for_beside_them() {
-        let [rows, terms, columns] = [31, 300, 70];
-        let numbers = |count: usize| -> Vec<f32> { (0..count).map(|i| (i as f32).sin()).collect() };
+    fn check_alone<E: Element>(isa: Isa) {
+        let [rows, terms, columns] = [31, 301, 70];
+        let numbers = |count: usize| -> Vec<E> {
+            (0..count).map(|i| E::from_f32((i as f32).sin())).collect()
+        };
         let (a, b) = (numbers(rows * terms), numbers(terms * columns));
         let (left, right) = (Matrix::new(&a, terms), Matrix::new(&b, columns));
+        let product = |left: Matrix<'_, E>, right: Matrix<'_, E>| {
+            let mut to = vec![0.0; left.extents()[0] * right.extents()[1]];
+            let data = panels(isa, right);
+            let right = Panels::new::<E>(isa, &data, right.extents());
+            multiply(isa, &left, right, false, &mut to);
+            to
+        };
+        let whole = product(left, right);
+        for (row, column) in [(0, 0), (13, 69), (30, 31)] {
+            let one = right.transposed().rows(column..column + 1).transposed();
+            let alone = product(left.rows(row..row + 1), one);
+            assert_eq!(alone, [whole[row * columns + column]], "{isa} {row} {column}");
+        }
+    }
+
+    #[test]
+    fn sums_do_not_depend_on_what_is_asked_for_beside_them() {
         for isa in Isa::available() {
-            let mut whole = vec![0.0; rows * columns];
-            multiply(
-                isa,
-                &left,
-                Panels::new::<f32>(isa, &panels(isa, right), [terms, columns]),
-                false,
-                &mut whole,
-            );
-            for (row, column) in [(0, 0), (13, 69), (30, 31)] {
-                let one = right.transposed().rows(column..column + 1).transposed();
-                let mut alone = [0.0];
-                let data = panels(isa, one);
-                multiply(
-                    isa,
-                    &left.rows(row..row + 1),
-                    Panels::new::<f32>(isa, &data, [terms, 1]),
-                    false,
-                    &mut alone,
-                );
-                assert_eq!(alone[0], whole[row * columns + column], "{isa} {row} {column}");
-            }
+            check_alone::<f32>(isa);
+            check_alone::<bf16>(isa);
         }
     }
 }
