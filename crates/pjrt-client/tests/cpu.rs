@@ -468,8 +468,15 @@ fn a_cached_program_is_loaded_and_a_broken_one_compiled_anew() {
     let directory = tempfile::tempdir().unwrap();
     let cache = cache(directory.path());
     let look = |extra: &[&str]| cached(&cache, &client(), extra);
+    let entries = || {
+        let entries = std::fs::read_dir(cache.directory()).unwrap();
+        let mut entries: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+        entries.sort();
+        entries
+    };
     let first = look(&["a"]);
     assert!(!first.is_hit && first.problem.is_none(), "{first:?}");
+    let own = entries().remove(0);
     let second = look(&["a"]);
     assert!(second.is_hit && second.problem.is_none(), "{second:?}");
     assert!(!look(&["b"]).is_hit, "another library of custom calls");
@@ -477,16 +484,10 @@ fn a_cached_program_is_loaded_and_a_broken_one_compiled_anew() {
     let fast = cache.compile(&client(), &Program::mlir(ADD), &options, &["a"]).unwrap();
     assert!(!fast.is_hit, "other options");
 
-    let entries = || {
-        let entries = std::fs::read_dir(cache.directory()).unwrap();
-        let mut entries: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
-        entries.sort();
-        entries
-    };
     assert_eq!(entries().len(), 3, "{:?}", entries());
     // Cut short, with bytes that differ, empty, and in the place of another.
-    let whole = std::fs::read(&entries()[0]).unwrap();
-    let other = std::fs::read(&entries()[1]).unwrap();
+    let whole = std::fs::read(&own).unwrap();
+    let other = std::fs::read(entries().iter().find(|&entry| *entry != own).unwrap()).unwrap();
     let mut flipped = whole.clone();
     *flipped.last_mut().unwrap() ^= 0x40;
     for broken in [&whole[..whole.len() / 2], &flipped, &[], &other] {
