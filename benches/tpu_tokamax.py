@@ -46,10 +46,7 @@ def tuned(shape: Extents) -> Tiles:
 
 def default(shape: Extents) -> Tiles:
     """Its tiles where nothing was tuned."""
-    from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
-        pallas_mosaic_tpu_kernel as kernel,
-    )
-
+    kernel = its_kernel()
     found = [
         choose(*shape, dtype=jnp.bfloat16)
         for choose in (kernel.get_heuristic_fwd_config, kernel.get_heuristic_bwd_config)
@@ -84,9 +81,7 @@ def moved(shape: Extents, tiles: Tiles) -> dict[str, tuple[int, int]]:
 
 def step_of(tiles: Tiles) -> Callable[..., Any]:
     """Value and gradients of the mean for hidden and weight [D, V]."""
-    from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
-        pallas_mosaic_tpu_kernel as kernel,
-    )
+    kernel = its_kernel()
 
     def how(tile: Extents) -> dict[str, Any]:
         return dict(zip(("b_block_size", "h_block_size", "v_block_size"), tile, strict=True))
@@ -108,10 +103,7 @@ def step_of(tiles: Tiles) -> Callable[..., Any]:
 @contextlib.contextmanager
 def steady(*, ends_hidden: bool) -> Iterator[None]:
     """Has kernels traced with what most steps run, or, where hidden columns end, with that too."""
-    from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
-        pallas_mosaic_tpu_kernel as kernel,
-    )
-
+    kernel = its_kernel()
     when, cond = kernel.pl.when, jax.lax.cond
 
     def run(_: Any) -> Callable[[Callable[[], None]], None]:  # noqa: ANN401 (a predicate)

@@ -208,8 +208,8 @@ pub struct Known {
     pub steps: Option<u64>,
 }
 
-/// Estimates each computation; none for a chip that nothing is known of, or where neither the schedule
-/// nor `known` tells how many bundles run.
+/// Estimates each computation; none for a chip that nothing is known of, where the schedule does not
+/// tell how many bundles run, or where neither it nor `known` tells the rest.
 #[must_use]
 pub fn parts(topology: &str, schedule: &Schedule, known: &[Known]) -> Option<Vec<PartEstimate>> {
     let chip = Chip::of(topology)?;
