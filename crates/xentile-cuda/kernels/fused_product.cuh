@@ -186,6 +186,14 @@ struct Stage {
   }
 };
 
+// A warp's part of shared memory for what it writes, in two halves that take turns.
+struct Stores {
+  uint32_t first;
+  // Where a half has the lane's first words.
+  uint32_t of_lane;
+  uint32_t turn = 0;
+};
+
 // How the factors lie: A [tokens, width] and B [vocab, width], or B, or both, the other way round.
 enum class Factors { kVd, kDv, kTransposed };
 
@@ -203,17 +211,24 @@ struct FusedProduct {
                                     kEpilogue == Epilogue::kNumerators ||
                                     kEpilogue == Epilogue::kScaled;
   static constexpr bool kHasLabels = kOfLogits && kEpilogue != Epilogue::kLogits;
-  // A tile is written in pieces of 64 columns, of which a thread has so many pairs: for every 8
-  // columns one in either row.
-  static constexpr uint32_t kPieces = kTileColumns / kBlock, kPairs = kBlock / 4;
+  // A tile is written in pieces of 64 columns, or 32 of sums in f32. A thread has so many words of
+  // them: two numbers for every 8 columns in either row.
+  static constexpr bool kIsSum = kEpilogue == Epilogue::kSum;
+  static constexpr uint32_t kPieceColumns = kIsSum ? kColumnsOfSum : kBlock;
+  static constexpr uint32_t kPieces = kTileColumns / kPieceColumns, kWords = 16;
   // Pieces that are left for between the products of the next tile, by measurement; with smoothing
   // there are no registers for them.
-  static constexpr uint32_t kPutOff = kHasLabels && kWrites && !kSmooth ? 3 : 0;
+  static constexpr uint32_t kPutOff = kIsSum ? 4 : kHasLabels && kWrites && !kSmooth ? 3 : 0;
+  // Blocks of a tile that come apart, before the others: the first, and those beside which a piece
+  // that was put off is finished.
+  static constexpr uint32_t kApart = kPutOff > 0 ? kPutOff : 1;
 
   struct Rows;
 
   const FusedProductArguments& a;
   uint32_t stages, stores, full, empty;
+  // Columns, the first, that have a place; of numerators.
+  uint32_t placed = 0;
   const uint32_t rank = ptx::cluster_rank();
   const Cap cap;
 
@@ -223,6 +238,10 @@ struct FusedProduct {
     stores = stages + kStages * kStageBytes;
     full = stores + kStoresBytes;
     empty = full + kStages * 8;
+    if constexpr (kEpilogue == Epilogue::kNumerators) {
+      const int64_t written = max(a.written - a.row.first_column, int64_t{0});
+      placed = ptx::uniform(static_cast<uint32_t>(min(written, a.row.columns)));
+    }
   }
 
   __device__ void run() {
@@ -235,13 +254,13 @@ struct FusedProduct {
     }
     ptx::cluster_sync();
     // The first warpgroup fetches. 168 registers a thread are there at the start.
-    const uint32_t warpgroup = threadIdx.x / kWarpgroup;
+    const uint32_t warpgroup = ptx::uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
-      ptx::fewer_registers<40>();
+      ptx::fewer_registers<24>();
       if (threadIdx.x == 0) fetch();
       __syncwarp();
     } else {
-      ptx::more_registers<232>();
+      ptx::more_registers<240>();
       multiply(warpgroup - 1);
     }
     // A CTA must not be gone while another still sends to it.
@@ -290,71 +309,86 @@ struct FusedProduct {
   }
 
   // Lets a stage go, in all CTAs.
-  __device__ void release(uint32_t stage) const {
-    const uint32_t lane = threadIdx.x % 32;
-    if (lane < kClusterCtas) ptx::mbarrier_arrive_in(empty + stage * 8, lane);
+  __device__ static void release(uint32_t remote, uint32_t stage) {
+    if (threadIdx.x % 32 < kClusterCtas) ptx::mbarrier_arrive_in_cluster(remote + stage * 8);
   }
 
   __device__ void multiply(uint32_t half) const {
-    const uint32_t warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+    const uint32_t warp = ptx::uniform(threadIdx.x % kWarpgroup / 32), lane = threadIdx.x % 32;
     // A thread has two rows of a warp's 16, and of every 8 columns two.
-    const uint32_t first = half * 64 + warp * 16 + lane / 4;
+    const uint32_t first = half * 64 + warp * 16;
+    // Of the first stage; of a transpose 64 rows are as many bytes.
+    const uint32_t own = stages + half * (kABytes / 2), all = stages + kABytes;
+    const uint32_t left = ptx::uniform(kTransposedA ? ptx::transposed_of(own, kColumnsBytes)
+                                                    : ptx::matrix_of(own));
+    const uint32_t right = ptx::uniform(kTransposedB ? ptx::transposed_of(all, kColumnsBytes)
+                                                     : ptx::matrix_of(all));
+    const uint32_t ready = ptx::uniform(full), remote = ptx::in_cta(empty, lane % kClusterCtas);
     Stage stage;
-    uint32_t stored = 0;
+    Stores stored = stores_of(half * (kMultiplyingWarps / 2) + warp, lane);
     float x[128];
-    // Of what is put off, the logits, rounded; and whether there is any.
-    uint32_t later[kPutOff > 0 ? kPutOff : 1][kPairs];
+    // Of what is put off, the logits, rounded, or sums; whether there is any, and where sums go.
+    uint32_t later[kApart][kWords];
     bool is_behind = false;
+    int32_t row_behind = 0;
+    uint32_t column_behind = 0;
     // What a tile is added to.
     uint32_t there[kEpilogue == Epilogue::kAdded ? 64 : 1];
     for (Schedule at(a); at.more(); at.next()) {
-      const int64_t token =
-          static_cast<int64_t>(at.token_block) * kClusterTokens + rank * kTileTokens + first;
-      const int32_t row = static_cast<int32_t>(token - lane / 4);
-      Rows rows(a, token);
+      const int32_t row =
+          static_cast<int32_t>(at.token_block * kClusterTokens + rank * kTileTokens + first);
+      Rows rows(a, row + lane / 4);
       for (; at.tile < at.end; ++at.tile) {
         uint32_t previous = 0;
         if constexpr (kEpilogue == Epilogue::kAdded) rows.read(a, there, at.tile * kTileColumns);
         // Whose first values count for nothing: a compiler that sees where they come from moves
         // them about, and has every product wait for that.
         ptx::settle(x);
-        for (uint32_t block = 0; block < a.blocks; ++block) {
-          ptx::mbarrier_wait(full + stage.index * 8, stage.parity);
-          const uint32_t from = stages + stage.index * kStageBytes;
-          // Of a transpose 64 rows are as many bytes.
-          const uint32_t own = from + half * (kABytes / 2);
-          const uint64_t left =
-              kTransposedA ? ptx::transposed_of(own, kColumnsBytes) : ptx::matrix_of(own);
-          const uint64_t right = kTransposedB ? ptx::transposed_of(from + kABytes, kColumnsBytes)
-                                              : ptx::matrix_of(from + kABytes);
+        // The products of a block are under way when this returns.
+        const auto begin = [&](bool adds) {
+          ptx::mbarrier_wait(ready + stage.index * 8, stage.parity);
+          const uint32_t from = stage.index * (kStageBytes / 16);
           ptx::wgmma_fence();
 #pragma unroll
           for (uint32_t k = 0; k < kBlock / 16; ++k) {
             // 16 columns are 32 bytes, or 16 rows, which addresses count by 16.
             constexpr uint32_t kStepA = kTransposedA ? kRowBytes : 2;
             constexpr uint32_t kStepB = kTransposedB ? kRowBytes : 2;
-            ptx::wgmma<E, kTransposedA, kTransposedB>(x, left + kStepA * k, right + kStepB * k,
-                                                      block + k > 0);
+            ptx::wgmma<E, kTransposedA, kTransposedB>(x, left + from + kStepA * k,
+                                                      right + from + kStepB * k, adds || k > 0);
           }
           ptx::wgmma_commit();
-          if constexpr (kPutOff > 0) {
-            if (is_behind) finish_later(block, later, rows, row, at.tile - 1, stored);
-          }
+        };
+        // Those of the block before have ended then.
+        const auto end = [&](bool is_first) {
           ptx::wgmma_wait<1>();
-          if (block > 0) release(previous);
+          if (!is_first) release(remote, previous);
           previous = stage.index;
           stage.next();
-        }
-        if constexpr (kPutOff > 0) {
-          // Where blocks are few.
+        };
+        // The first blocks, beside which the tile before is finished. They are apart for the sake of
+        // the others, where each instruction counts.
 #pragma unroll
-          for (uint32_t i = 0; i < kPutOff; ++i) {
-            if (is_behind && i >= a.blocks) finish_later(i, later, rows, row, at.tile - 1, stored);
+        for (uint32_t i = 0; i < kApart; ++i) {
+          if (i < a.blocks) begin(i > 0);
+          if constexpr (kPutOff > 0) {
+            constexpr uint32_t kFirst = kPieces - kPutOff;
+            if (!is_behind) {
+            } else if constexpr (kIsSum) {
+              write_sums(later[i], row_behind, column_behind + i * kPieceColumns, stored);
+            } else {
+              finish(kFirst + i, later[i], rows, row, at.tile - 1, stored);
+            }
           }
+          if (i < a.blocks) end(i == 0);
+        }
+        for (uint32_t block = kApart; block < a.blocks; ++block) {
+          begin(true);
+          end(false);
         }
         ptx::wgmma_wait<0>();
         ptx::settle(x);
-        release(previous);
+        release(remote, previous);
         if constexpr (kOfLogits) {
           const uint32_t column = at.tile * kTileColumns;
           if (a.bias != nullptr) add_bias(x, column);
@@ -364,10 +398,10 @@ struct FusedProduct {
             if constexpr (kSums) end_with_minus_infinity(x, column);
 #pragma unroll
             for (uint32_t piece = 0; piece < kPieces; ++piece) {
-              uint32_t z[kPairs];
+              uint32_t z[kWords];
 #pragma unroll
-              for (uint32_t i = 0; i < kPairs; ++i) {
-                const uint32_t at_x = 2 * (kPairs * piece + i);
+              for (uint32_t i = 0; i < kWords; ++i) {
+                const uint32_t at_x = 2 * (kWords * piece + i);
                 z[i] = packed<E>(x[at_x], x[at_x + 1]);
                 if (piece + kPutOff >= kPieces) later[piece + kPutOff - kPieces][i] = z[i];
               }
@@ -377,8 +411,22 @@ struct FusedProduct {
           } else {
             add(x, rows, at.tile);
           }
-        } else if constexpr (kEpilogue == Epilogue::kSum) {
-          write_sums(x, row, at.tile * kTileColumns, stored);
+        } else if constexpr (kIsSum) {
+          const uint32_t column = at.tile * kTileColumns;
+#pragma unroll
+          for (uint32_t piece = 0; piece < kPieces; ++piece) {
+            uint32_t words[kWords];
+#pragma unroll
+            for (uint32_t i = 0; i < kWords; ++i) {
+              words[i] = __float_as_uint(x[kWords * piece + i]);
+              if (piece >= kPieces - kPutOff) later[piece + kPutOff - kPieces][i] = words[i];
+            }
+            if (piece < kPieces - kPutOff) {
+              write_sums(words, row, column + piece * kPieceColumns, stored);
+            }
+          }
+          row_behind = row, column_behind = column + (kPieces - kPutOff) * kPieceColumns;
+          is_behind = true;
         } else {
           if constexpr (kEpilogue == Epilogue::kAdded) {
 #pragma unroll
@@ -390,34 +438,30 @@ struct FusedProduct {
           write_product(x, rows, row, at.tile * kTileColumns, stored);
         }
       }
-      if constexpr (kPutOff > 0) {
+      if constexpr (kPutOff > 0 && kOfLogits) {
 #pragma unroll
         for (uint32_t i = 0; i < kPutOff; ++i) {
-          if (is_behind) finish_later(i, later, rows, row, at.tile - 1, stored);
+          if (is_behind) finish(kPieces - kPutOff + i, later[i], rows, row, at.tile - 1, stored);
         }
         is_behind = false;
       }
       if constexpr (kSums) rows.write(a, at.part);
+    }
+    if constexpr (kIsSum) {
+#pragma unroll
+      for (uint32_t i = 0; i < kPutOff; ++i) {
+        const uint32_t column = column_behind + i * kPieceColumns;
+        if (is_behind) write_sums(later[i], row_behind, column, stored);
+      }
     }
     if constexpr (kWrites) {
       if (lane == 0) ptx::bulk_wait_read<0>();
     }
   }
 
-  // The epilogue of a piece that was put off, if there is an `i`-th.
-  template <uint32_t kCount>
-  __device__ void finish_later(uint32_t i, uint32_t (&later)[kCount][kPairs], Rows& rows,
-                               int32_t row, uint32_t tile, uint32_t& stored) const {
-    // Registers have no index that is known only as the kernel runs.
-#pragma unroll
-    for (uint32_t known = 0; known < kCount; ++known) {
-      if (i == known) finish(kPieces - kCount + known, later[known], rows, row, tile, stored);
-    }
-  }
-
   // The epilogue of a piece of a tile, whose logits are rounded.
-  __device__ void finish(uint32_t piece, uint32_t (&z)[kPairs], Rows& rows, int32_t row,
-                         uint32_t tile, uint32_t& stored) const {
+  __device__ void finish(uint32_t piece, uint32_t (&z)[kWords], Rows& rows, int32_t row,
+                         uint32_t tile, Stores& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
     if (first < static_cast<uint32_t>(a.row.columns)) {
       write_piece(rows, row, first, stored, [&](uint32_t i) { return unpacked<E>(z[i]); });
@@ -695,29 +739,24 @@ struct FusedProduct {
 
   // Writes what is made of a warp's 16 rows from `row` on of a product, 64 columns at a time.
   __device__ void write_product(const float (&x)[128], Rows& rows, int32_t row, uint32_t first,
-                                uint32_t& stored) const {
+                                Stores& stored) const {
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       const uint32_t column = first + piece * kBlock;
       if (column >= static_cast<uint32_t>(a.row.columns)) break;
       write_piece(rows, row, column, stored,
-                  [&](uint32_t i) { return Rows::pair_of(x, kPairs * piece + i); });
+                  [&](uint32_t i) { return Rows::pair_of(x, kWords * piece + i); });
     }
-  }
-
-  // Whether what is made of the columns from `column` on has a place.
-  __device__ bool has_place(uint32_t column) const {
-    return kEpilogue != Epilogue::kNumerators || a.row.first_column + column < a.written;
   }
 
   // Writes what is made of 64 columns, of which `pair_of` has two numbers for every 8 in either
   // row; or adds it up alone, where numerators have no place.
   template <class PairOf>
-  __device__ void write_piece(Rows& rows, int32_t row, uint32_t column, uint32_t& stored,
+  __device__ void write_piece(Rows& rows, int32_t row, uint32_t column, Stores& stored,
                               const PairOf& pair_of) const {
-    if (!has_place(column)) {
+    if (kEpilogue == Epilogue::kNumerators && column >= placed) {
 #pragma unroll
-      for (uint32_t i = 0; i < kPairs; ++i) {
+      for (uint32_t i = 0; i < kWords; ++i) {
         const float2 x = pair_of(i);
         rows.written(a, i % 2, column, x.x, cap);
         rows.written(a, i % 2, column, x.y, cap);
@@ -726,8 +765,6 @@ struct FusedProduct {
     }
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t to = free_store(stored);
-    // The row of a matrix that this lane points at, and which of two matrices side by side.
-    const uint32_t at = lane % 16 * kRowBytes, side = lane / 16, swizzle = lane % 8;
 #pragma unroll
     for (uint32_t pair = 0; pair < 4; ++pair) {
       uint32_t words[4];
@@ -738,7 +775,7 @@ struct FusedProduct {
         words[i] = packed<E>(rows.written(a, i % 2, at_column, x.x, cap),
                              rows.written(a, i % 2, at_column + 1, x.y, cap));
       }
-      ptx::stmatrix(to + at + ((2 * pair + side) ^ swizzle) * 16, words);
+      ptx::stmatrix((to + stored.of_lane) ^ 32 * pair, words);
     }
     if (rows.has_idle) erase_idle(rows, to);
     send([&] {
@@ -756,15 +793,24 @@ struct FusedProduct {
       // Four lanes have a row.
       const uint32_t to = piece + (lane / 4 + 8 * r) * kRowBytes + lane % 4 * (kRowBytes / 4);
 #pragma unroll
-      for (uint32_t i = 0; i < kRowBytes / 4; i += 8) ptx::store_shared(to + i, 0.0f, 0.0f);
+      for (uint32_t i = 0; i < kRowBytes / 4; i += 8) ptx::store_shared(to + i, 0, 0);
     }
   }
 
-  // The warp's part of shared memory that was sent before the last, and is free again.
-  __device__ uint32_t free_store(uint32_t& stored) const {
-    const uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32;
-    const uint32_t to = stores + (warp * kStoresOfWarp + stored) * kStoreBytes;
-    stored ^= 1;
+  // That of a warp. Of each row of 128 bytes, vectors are swizzled: what comes 32 bytes on, or 64, has
+  // these bits the other way round. Words in f32 a lane writes itself, two of its first row; of those
+  // in 16 bits it points at a row of a matrix, the first of two side by side or the second.
+  __device__ Stores stores_of(uint32_t warp, uint32_t lane) const {
+    const uint32_t row = kIsSum ? lane / 4 : lane % 16, half = kIsSum ? lane / 2 % 2 : lane / 16;
+    const uint32_t of_lane = row * kRowBytes + (half ^ row % 8) * 16 + (kIsSum ? lane % 2 * 8 : 0);
+    const uint32_t first = stores + warp * kStoresOfWarp * kStoreBytes;
+    return {ptx::uniform(first), ptx::kept(of_lane)};
+  }
+
+  // The half that was sent before the last, and is free again.
+  __device__ static uint32_t free_store(Stores& stored) {
+    const uint32_t to = stored.first + stored.turn * kStoreBytes;
+    stored.turn ^= 1;
     if (threadIdx.x % 32 == 0) ptx::bulk_wait_read<kStoresOfWarp - 1>();
     __syncwarp();
     return to;
@@ -781,34 +827,27 @@ struct FusedProduct {
     }
   }
 
-  // Writes a warp's 16 rows from `row` on as they are, or adds them, 32 columns at a time.
-  __device__ void write_sums(const float (&x)[128], int32_t row, uint32_t first,
-                             uint32_t& stored) const {
-    const uint32_t lane = threadIdx.x % 32;
+  // Writes sums of a warp's 16 rows from `row` on as they are, or adds them: 32 columns.
+  __device__ void write_sums(const uint32_t (&x)[kWords], int32_t row, uint32_t column,
+                             Stores& stored) const {
+    if (column >= static_cast<uint32_t>(a.row.columns)) return;
+    const uint32_t to = free_store(stored);
 #pragma unroll
-    for (uint32_t part = 0; part < kTileColumns / kColumnsOfSum; ++part) {
-      const uint32_t column = first + part * kColumnsOfSum;
-      if (column >= static_cast<uint32_t>(a.row.columns)) break;
-      const uint32_t to = free_store(stored);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t own = (to + stored.of_lane) ^ 32 * i;
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-#pragma unroll
-        for (uint32_t r = 0; r < 2; ++r) {
-          // Two numbers are half of a vector, of which a row of 128 bytes has eight.
-          const uint32_t in_row = lane / 4 + 8 * r, vector = (2 * i + lane % 4 / 2) ^ in_row % 8;
-          const uint32_t at_x = part * 16 + i * 4 + 2 * r;
-          ptx::store_shared(to + in_row * 128 + vector * 16 + lane % 2 * 8, x[at_x], x[at_x + 1]);
-        }
+      for (uint32_t r = 0; r < 2; ++r) {
+        ptx::store_shared(own + r * 8 * kRowBytes, x[4 * i + 2 * r], x[4 * i + 2 * r + 1]);
       }
-      send([&] {
-        const int32_t at = static_cast<int32_t>(column);
-        if (a.adds != 0) {
-          ptx::tensor_add(a.dlogits, at, row, to);
-        } else {
-          ptx::tensor_store(a.dlogits, at, row, to, ptx::evict_first());
-        }
-      });
     }
+    send([&] {
+      const int32_t at = static_cast<int32_t>(column);
+      if (a.adds != 0) {
+        ptx::tensor_add(a.dlogits, at, row, to);
+      } else {
+        ptx::tensor_store(a.dlogits, at, row, to, ptx::evict_first());
+      }
+    });
   }
 };
 

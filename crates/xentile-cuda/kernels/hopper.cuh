@@ -13,11 +13,19 @@
 
 namespace xentile::ptx {
 
-// Arrives at the barrier that CTA `rank` of the cluster has in the same place. What this thread
-// wrote is not to be seen there: a release for the whole cluster waits for all of its memory.
-__device__ inline void mbarrier_arrive_in(uint32_t barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cta(barrier, rank))
-               : "memory");
+// Arrives at a barrier of the cluster, an address of `in_cta`. What this thread wrote is not to be
+// seen there: a release for the whole cluster waits for all of its memory.
+__device__ inline void mbarrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// `x` of all lanes, as what the compiler knows to be the same in all, and keeps once for a warp.
+__device__ inline uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
+// `x`, which the compiler keeps rather than computes again where it is wanted.
+__device__ inline uint32_t kept(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 __device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
@@ -90,9 +98,9 @@ __device__ inline void stmatrix(uint32_t row, const uint32_t (&x)[4]) {
                : "memory");
 }
 
-// Writes two numbers.
-__device__ inline void store_shared(uint32_t to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+// Writes two words.
+__device__ inline void store_shared(uint32_t to, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
 
 template <uint32_t kRegisters>
@@ -116,28 +124,32 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Describes rows of 64 elements, 128 bytes each, whose vectors are swizzled as the copy engine does
-// it: 8 rows take 1024 bytes, and `address` is at a multiple of these, or less than 128 bytes on.
-__device__ inline uint64_t matrix_of(uint32_t address) {
-  constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
-  return kSwizzled | kEightRows | uint64_t{1} << 16 | (address & 0x3ffff) / 16;
+// The upper half of what describes a matrix in shared memory: vectors are swizzled as the copy engine
+// does it over rows of 128 bytes, of which 8 take 1024 bytes.
+inline constexpr uint32_t kSwizzledRows = 1u << 30 | 1024 / 16;
+
+// The lower half, of rows of 64 elements; `address` is at a multiple of 1024, or less than 128 bytes
+// on. What is so many bytes on is described by a 16th of them more. Addresses have the CTA's rank in
+// their upper bits.
+__device__ inline uint32_t matrix_of(uint32_t address) {
+  return 1u << 16 | (address & 0x3ffff) / 16;
 }
 
-// Describes the transpose of such a matrix, where 64 columns take 64 rows of 128 bytes, and come
+// That of the transpose of such a matrix, where 64 columns take 64 rows of 128 bytes, and come
 // `columns_bytes` after the 64 before.
-__device__ inline uint64_t transposed_of(uint32_t address, uint32_t columns_bytes) {
-  constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
-  return kSwizzled | kEightRows | uint64_t{columns_bytes / 16} << 16 | (address & 0x3ffff) / 16;
+__device__ inline uint32_t transposed_of(uint32_t address, uint32_t columns_bytes) {
+  return columns_bytes / 16 << 16 | (address & 0x3ffff) / 16;
 }
 
 // d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both; of
 // those whose flag is set the transpose is described.
 template <class E, bool kTransposedA, bool kTransposedB>
-__device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t adds) {
+__device__ inline void wgmma(float (&d)[128], uint32_t a, uint32_t b, uint32_t adds) {
   // clang-format off
 #define XENTILE_WGMMA(dtype)                                                      \
   asm volatile(                                                                   \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"                         \
+      ".reg .b64 a, b;\nmov.b64 a, {%128, %133};\nmov.b64 b, {%129, %133};\n"       \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." dtype "." dtype " {"         \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, " \
       "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -150,7 +162,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
       "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
       "%120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, %128, %129, adds, 1, 1, %131, %132;\n}\n"                                  \
+      "}, a, b, adds, 1, 1, %131, %132;\n}\n"                                  \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), \
         "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
@@ -183,7 +195,8 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
         "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
-      : "l"(a), "l"(b), "r"(adds), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0))
+      : "r"(a), "r"(b), "r"(adds), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0), \
+        "r"(kSwizzledRows))
   // clang-format on
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     XENTILE_WGMMA("bf16");

@@ -15,6 +15,11 @@ use crate::cross_entropy::{Kernel, Labels, Part, Variant};
 use crate::driver::{Driver, RawStream, TensorMap};
 use crate::{Device, Result};
 
+/// Tiles of a block of rows that all run at a time, one beside the other, so that what they share of
+/// the left factor is read from memory once. Of more, tiles of several blocks do, to share the right
+/// one's too.
+const MOST_SIDE_BY_SIDE: usize = 16;
+
 /// The product of two factors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
@@ -107,6 +112,7 @@ impl Sum {
             _ => (Epilogue::Added, arguments::BLOCK),
         };
         let driver = Driver::get()?;
+        let parts = product.tiles(vocab);
         let block = arguments::BLOCK;
         let map = |matrix: Matrix, boxed: (u32, u32)| -> Result<TensorMap> {
             let Matrix { at, dtype, rows, columns, stride } = matrix;
@@ -124,11 +130,11 @@ impl Sum {
             weight: rows_of(self.right, !self.right.transposed, arguments::ROWS_OF_B)?,
             dlogits: map(self.out, (columns_of_store, arguments::ROWS_OF_STORE))?,
             blocks: count(width.div_ceil(block as usize)),
-            tiles: count(product.tiles(vocab)),
+            tiles: count(parts),
             // Nothing goes from tile to tile.
-            parts: count(product.tiles(vocab)),
+            parts: count(parts),
             token_blocks: count(product.token_blocks()),
-            group: count(product.group()),
+            group: count(if parts <= MOST_SIDE_BY_SIDE { 1 } else { product.group() }),
             adds: (there != There::Nothing).into(),
             labelled: labelled.cast_mut(),
             part_first: first as i64,
