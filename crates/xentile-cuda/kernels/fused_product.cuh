@@ -319,10 +319,10 @@ struct FusedProduct {
     const uint32_t first = half * 64 + warp * 16;
     // Of the first stage; of a transpose 64 rows are as many bytes.
     const uint32_t own = stages + half * (kABytes / 2), all = stages + kABytes;
-    const uint32_t left = ptx::uniform(kTransposedA ? ptx::transposed_of(own, kColumnsBytes)
-                                                    : ptx::matrix_of(own));
-    const uint32_t right = ptx::uniform(kTransposedB ? ptx::transposed_of(all, kColumnsBytes)
-                                                     : ptx::matrix_of(all));
+    const uint64_t left =
+        kTransposedA ? ptx::transposed_of(own, kColumnsBytes) : ptx::matrix_of(own);
+    const uint64_t right =
+        kTransposedB ? ptx::transposed_of(all, kColumnsBytes) : ptx::matrix_of(all);
     const uint32_t ready = ptx::uniform(full), remote = ptx::in_cta(empty, lane % kClusterCtas);
     Stage stage;
     Stores stored = stores_of(half * (kMultiplyingWarps / 2) + warp, lane);

@@ -124,32 +124,30 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The upper half of what describes a matrix in shared memory: vectors are swizzled as the copy engine
-// does it over rows of 128 bytes, of which 8 take 1024 bytes.
-inline constexpr uint32_t kSwizzledRows = 1u << 30 | 1024 / 16;
-
-// The lower half, of rows of 64 elements; `address` is at a multiple of 1024, or less than 128 bytes
-// on. What is so many bytes on is described by a 16th of them more. Addresses have the CTA's rank in
-// their upper bits.
-__device__ inline uint32_t matrix_of(uint32_t address) {
-  return 1u << 16 | (address & 0x3ffff) / 16;
+// Describes rows of 64 elements, 128 bytes each, whose vectors are swizzled as the copy engine does
+// it: 8 rows take 1024 bytes, and `address`, the same in all lanes, is at a multiple of these, or less
+// than 128 bytes on. What is so many bytes on is described by a 16th of them more.
+__device__ inline uint64_t matrix_of(uint32_t address, uint32_t columns_bytes = 16) {
+  constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  // Addresses have the CTA's rank in their upper bits.
+  const uint32_t lower = columns_bytes / 16 << 16 | (address & 0x3ffff) / 16;
+  return kSwizzled | kEightRows | uniform(lower);
 }
 
-// That of the transpose of such a matrix, where 64 columns take 64 rows of 128 bytes, and come
+// Describes the transpose of such a matrix, where 64 columns take 64 rows of 128 bytes, and come
 // `columns_bytes` after the 64 before.
-__device__ inline uint32_t transposed_of(uint32_t address, uint32_t columns_bytes) {
-  return columns_bytes / 16 << 16 | (address & 0x3ffff) / 16;
+__device__ inline uint64_t transposed_of(uint32_t address, uint32_t columns_bytes) {
+  return matrix_of(address, columns_bytes);
 }
 
 // d = a b^T, or with `adds` 1 d += a b^T, for 64 rows of a, 256 of b, and 16 columns of both; of
 // those whose flag is set the transpose is described.
 template <class E, bool kTransposedA, bool kTransposedB>
-__device__ inline void wgmma(float (&d)[128], uint32_t a, uint32_t b, uint32_t adds) {
+__device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t adds) {
   // clang-format off
 #define XENTILE_WGMMA(dtype)                                                      \
   asm volatile(                                                                   \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"                         \
-      ".reg .b64 a, b;\nmov.b64 a, {%128, %133};\nmov.b64 b, {%129, %133};\n"       \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." dtype "." dtype " {"         \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, " \
       "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -162,7 +160,7 @@ __device__ inline void wgmma(float (&d)[128], uint32_t a, uint32_t b, uint32_t a
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
       "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
       "%120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, a, b, adds, 1, 1, %131, %132;\n}\n"                                  \
+      "}, %128, %129, adds, 1, 1, %131, %132;\n}\n"                                  \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), \
         "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
@@ -195,8 +193,7 @@ __device__ inline void wgmma(float (&d)[128], uint32_t a, uint32_t b, uint32_t a
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
         "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
-      : "r"(a), "r"(b), "r"(adds), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0), \
-        "r"(kSwizzledRows))
+      : "l"(a), "l"(b), "r"(adds), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0))
   // clang-format on
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     XENTILE_WGMMA("bf16");
