@@ -40,29 +40,20 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 from pallas_bridge._src.compat import abstract_tpu  # noqa: E402
-from pallas_bridge._src.linear_cross_entropy import on_tpu  # noqa: E402
-from pallas_bridge._src.pallas import TARGETS  # noqa: E402
 from tpu_tokamax import Extents, Tiles, default, mixed, moved, steady, step_of, tuned  # noqa: E402
 
-from pallas_bridge import linear_cross_entropy  # noqa: E402
+from pallas_bridge import explain, linear_cross_entropy  # noqa: E402
 
 # Bytes, and steps where the listing does not tell these.
 Moved = dict[str, tuple[int, int | None]]
 
 
 def ours(tokens: int, hidden: int, vocab: int, axis: int) -> tuple[Any, Moved]:
-    """The step, and what its kernels move: a block that stays for several steps comes once."""
+    """The step, and what its kernels move."""
     x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((hidden, vocab) if axis else (vocab, hidden), jnp.bfloat16)
-    found = on_tpu.tiles(TARGETS[KIND], x, w, axis, 0, bias=False)
-    assert found is not None
-    forward, ((backward, _, _),) = found
-    of_x, of_w = 2 * tokens * hidden, 2 * vocab * hidden
-    name = "xentile_linear_cross_entropy"
-    moved = {
-        f"{name}_forward": (of_x + forward.blocks * of_w, None),
-        f"{name}_backward": (backward.steps * of_x + of_w + of_x + of_w, None),
-    }
+    plan = explain(x, w, vocab_axis=axis, platform=KIND)
+    moved: Moved = {name: (count, None) for name, count in plan.moved}
     return jax.value_and_grad(linear_cross_entropy, (0, 1)), moved
 
 

@@ -127,13 +127,18 @@ def test_a_sweep_of_tiles_of_hidden_states(tmp_path: Path, platform: str) -> Non
         assert manifest["tile"] == {"time_block": rows, "block_size": columns}
         schedule = "library: 32 tokens" if platform == "cpu" else "kernels: 128 tokens"
         assert manifest["plan"].startswith(f"{schedule} x {columns} columns"), manifest["plan"]
+        assert len(manifest.get("moved", ())) == (2 if platform == "tpu" else 0)
 
 
 def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
     tile = {"time_block": 8, "block_size": 64}
     assert run(tmp_path, {**LINEAR, "impl": "reference", "dtype": "f16", "tile": tile}) == 0
     manifest = json.loads((tmp_path / "out" / "cpu_8_64.json").read_text())
-    assert manifest["plan"] is None and manifest["arguments"][0]["dtype"] == "f16"
+    assert (
+        "moved" not in manifest
+        and manifest["plan"] is None
+        and manifest["arguments"][0]["dtype"] == "f16"
+    )
     program = (tmp_path / "out" / manifest["file"]).read_bytes()
     assert CALL not in program and LINEAR_CALL not in program
 

@@ -302,6 +302,22 @@ def test_explain_tells_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anywhere.products == 4 and 2**26 <= anywhere.scratch_bytes < 2**26 + 2**20
     assert explain(x, w, platform="tpu", max_scratch_bytes=2**25).products == 5
     assert "kernels: 1024 tokens x 1024 columns at a time, 4 products" in str(plan)
+    # Hidden states are 32 MiB and the weight is 501; in tiles of 2048 x 2048 forward and 1024 x 1024
+    # backward, the weight comes for every block of tokens, and hidden states for each of columns.
+    name = "xentile_linear_cross_entropy"
+    of_x, of_w = 2 * 8192 * 2048, 2 * 128256 * 2048
+    assert dict(plan.moved) == {
+        f"{name}_forward": of_x + 4 * of_w,
+        f"{name}_backward": 126 * of_x + of_w + of_x + of_w,
+    }
+    # Sums of dhidden that come and go between all steps, and kernels of a gradient each.
+    steps = -(-128256 // anywhere.columns)
+    spilled = dict(anywhere.moved)[f"{name}_backward"]
+    assert spilled == (steps + 1) * of_x + 2 * of_w + 2 * (steps - 1) * 2 * of_x
+    apart = explain(x, w, platform="tpu", max_scratch_bytes=2**25)
+    names = [f"{name}_{of}" for of in ("forward", "backward_hidden", "backward_weight")]
+    assert [one for one, _ in apart.moved] == names
+    assert explain(x, w, platform="cpu").moved == ()
     half = [jax.ShapeDtypeStruct(one.shape, jnp.float16) for one in (x, w)]
     assert explain(*half, platform="tpu").schedule == "vocabulary"
     assert explain(x, w, platform="cpu").schedule == "library"

@@ -1,6 +1,7 @@
 //! Programs that JAX exported: portable StableHLO bytecode, and beside it a manifest in JSON that
 //! says what it computes and for what. docs/pjrt.md has an example.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -43,6 +44,8 @@ struct Manifest {
     linear: Option<Linear>,
     #[serde(default)]
     plan: Option<String>,
+    #[serde(default)]
+    moved: BTreeMap<String, u64>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -106,6 +109,8 @@ pub struct Exported {
     pub linear: Option<Linear>,
     /// How it is cut, in words, where that is planned.
     pub plan: Option<String>,
+    /// Bytes that kernels move between HBM and VMEM, by their names, where that is planned.
+    pub moved: BTreeMap<String, u64>,
     /// The portable StableHLO bytecode.
     pub bytecode: Vec<u8>,
 }
@@ -211,6 +216,7 @@ impl Exported {
             sha256: found,
             linear: manifest.linear,
             plan: manifest.plan,
+            moved: manifest.moved,
             bytecode,
         })
     }
@@ -360,11 +366,13 @@ mod tests {
         let mut manifest = manifest();
         manifest["tile"] = json!({"time_block": null, "block_size": null});
         manifest["plan"] = json!("tokens: 16 at a time");
+        manifest["moved"] = json!({"a_kernel": 7});
         manifest["linear"] =
             json!({"hidden": 8, "bias": true, "vocab_axis": 1, "max_scratch_bytes": null});
         let exported = load(&manifest.to_string(), Some(BYTECODE)).unwrap();
         assert_eq!(exported.tile, Tile { time_block: None, block_size: None });
         assert_eq!(exported.plan.as_deref(), Some("tokens: 16 at a time"));
+        assert_eq!(exported.moved, BTreeMap::from([("a_kernel".to_owned(), 7)]));
         let linear = Linear { hidden: 8, bias: true, vocab_axis: 1, max_scratch_bytes: None };
         assert_eq!(exported.linear, Some(linear));
         manifest["linear"]["width"] = json!(8);

@@ -4,7 +4,10 @@
 //!
 //! Assumed: a bundle takes a cycle and nothing stalls; loops that the data end turn once a token;
 //! copies between HBM and VMEM go at the published bandwidth, and beside arithmetic; each step of a
-//! pipelined grid costs a third of a microsecond more.
+//! pipelined grid costs a third of a microsecond more. What kernels of linear cross-entropy copy is
+//! planned with them.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use xentile::Tile;
@@ -46,7 +49,7 @@ impl Chip {
     }
 }
 
-/// The names that our kernels have, and how often each moves as many bytes as logits have.
+/// The names that our kernels over logits have, and how often each moves as many bytes as these have.
 const KERNELS: [(&str, f64); 3] = [
     ("xentile_cross_entropy_fused", 2.0),
     ("xentile_cross_entropy_forward", 1.0),
@@ -64,12 +67,37 @@ pub enum Binds {
 }
 
 impl Binds {
+    fn of(dma: f64, schedule: f64) -> Self {
+        if dma >= schedule { Self::Dma } else { Self::Schedule }
+    }
+
     /// As tables have it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Dma => "DMA",
             Self::Schedule => "schedule",
+        }
+    }
+}
+
+/// What a step cannot take less than.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Floor {
+    /// Logits read once and gradient written once at the published bandwidth.
+    TwoPasses,
+    /// Logits and both gradients of them, each a product, at the published operations a second.
+    ThreeProducts,
+}
+
+impl Floor {
+    /// As reports have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::TwoPasses => "two passes over HBM",
+            Self::ThreeProducts => "three products",
         }
     }
 }
@@ -81,7 +109,9 @@ pub struct Estimate {
     pub clock_ghz: f64,
     /// The published bandwidth, in 1e9 bytes a second.
     pub hbm_gb_per_s: f64,
-    /// Logits read once and gradient written once at that bandwidth.
+    /// What `floor_ms` is of.
+    pub floor: Floor,
+    /// What a step cannot take less than.
     pub floor_ms: f64,
     /// Our kernels, in the order of the schedule.
     pub kernels: Vec<KernelEstimate>,
@@ -97,11 +127,13 @@ pub struct Estimate {
 #[derive(Clone, Debug, Serialize)]
 pub struct KernelEstimate {
     /// Without the number that XLA gives it.
-    pub name: &'static str,
-    /// Copies in and out of one tile.
-    pub tile_dma_us: f64,
-    /// The schedule's share of one tile.
-    pub tile_schedule_us: f64,
+    pub name: String,
+    /// Copies in and out of one tile of logits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tile_dma_us: Option<f64>,
+    /// The schedule's share of one tile of logits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tile_schedule_us: Option<f64>,
     /// Copies of all tiles.
     pub dma_ms: f64,
     /// The whole schedule.
@@ -110,8 +142,8 @@ pub struct KernelEstimate {
     pub binds: Binds,
     /// What the steps of its grid cost beyond that.
     pub steps_ms: f64,
-    /// The longer, the steps, and the first tile's way in and the last one's way out, which nothing
-    /// covers.
+    /// The longer, the steps, and of tiles of logits the first one's way in and the last one's way
+    /// out, which nothing covers.
     pub kernel_ms: f64,
 }
 
@@ -122,24 +154,46 @@ pub struct Problem {
     pub tokens: usize,
     /// V.
     pub vocab: usize,
+    /// D; none where logits are what is given.
+    pub hidden: Option<usize>,
     /// Bytes of a logit.
     pub width: usize,
     /// None where there are no tiles.
     pub tile: Option<Tile>,
 }
 
-/// Estimates a step; none for a chip that nothing is known of, or where the schedule does not tell
-/// how many bundles run.
+/// Estimates a step, where hidden states are given that of the kernels in `moved`; none for a chip
+/// that nothing is known of, where the schedule does not tell how many bundles run, or without kernels
+/// of hidden states.
 #[must_use]
-pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option<Estimate> {
+pub fn estimate(
+    topology: &str,
+    schedule: &Schedule,
+    problem: Problem,
+    moved: &[Known],
+) -> Option<Estimate> {
     let chip = Chip::of(topology)?;
     let clock = chip.clock();
-    let Problem { tokens, vocab, width, tile } = problem;
+    let Problem { tokens, vocab, hidden, width, tile } = problem;
     let logits = (tokens * vocab * width) as f64;
     let mut kernels = Vec::new();
     let mut rest = 0.0;
     for part in &schedule.computations {
         let bundles = part.run_bundles? as f64;
+        if let Some(known) = Known::of(part, moved) {
+            let found = part_of(chip, part, Some(known))?;
+            kernels.push(KernelEstimate {
+                name: known.name.clone(),
+                tile_dma_us: None,
+                tile_schedule_us: None,
+                dma_ms: found.dma_ms,
+                schedule_ms: found.schedule_ms,
+                binds: Binds::of(found.dma_ms, found.schedule_ms),
+                steps_ms: found.steps_ms,
+                kernel_ms: found.ms,
+            });
+            continue;
+        }
         match kernel(part).zip(tile) {
             Some(((name, passes), tile)) => {
                 let bundles = bundles + (tokens as u64 * part.data_bundles?) as f64;
@@ -151,12 +205,12 @@ pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option
                 let scheduled = bundles / clock;
                 let steps = part.grid_steps? as f64 * STEP_S;
                 kernels.push(KernelEstimate {
-                    name,
-                    tile_dma_us: tile_s * 1e6,
-                    tile_schedule_us: scheduled / tiles * 1e6,
+                    name: name.to_owned(),
+                    tile_dma_us: Some(tile_s * 1e6),
+                    tile_schedule_us: Some(scheduled / tiles * 1e6),
                     dma_ms: dma * 1e3,
                     schedule_ms: scheduled * 1e3,
-                    binds: if dma >= scheduled { Binds::Dma } else { Binds::Schedule },
+                    binds: Binds::of(dma, scheduled),
                     steps_ms: steps * 1e3,
                     kernel_ms: (dma.max(scheduled) + steps + tile_s) * 1e3,
                 });
@@ -167,12 +221,23 @@ pub fn estimate(topology: &str, schedule: &Schedule, problem: Problem) -> Option
             }
         }
     }
-    let floor_ms = 2.0 * logits / chip.hbm_bytes_per_second * 1e3;
+    if hidden.is_some() && kernels.is_empty() {
+        return None;
+    }
+    let (floor, floor_s) = match hidden {
+        None => (Floor::TwoPasses, 2.0 * logits / chip.hbm_bytes_per_second),
+        Some(hidden) => {
+            let operations = 3.0 * 2.0 * (tokens * vocab * hidden) as f64;
+            (Floor::ThreeProducts, operations / chip.flops)
+        }
+    };
+    let floor_ms = floor_s * 1e3;
     let rest_ms = rest * 1e3;
     let step_ms = kernels.iter().map(|kernel| kernel.kernel_ms).sum::<f64>() + rest_ms;
     Some(Estimate {
         clock_ghz: clock / 1e9,
         hbm_gb_per_s: chip.hbm_bytes_per_second / 1e9,
+        floor,
         floor_ms,
         kernels,
         rest_ms,
@@ -208,24 +273,38 @@ pub struct Known {
     pub steps: Option<u64>,
 }
 
+impl Known {
+    /// Those of kernels, by their names, that move so many bytes.
+    #[must_use]
+    pub fn of_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
+        let known =
+            |(name, &bytes): (&String, &u64)| Self { name: name.clone(), bytes, steps: None };
+        moved.iter().map(known).collect()
+    }
+
+    /// What is known of a computation, by the longest name that fits.
+    fn of<'a>(part: &Computation, known: &'a [Self]) -> Option<&'a Self> {
+        let fitting = known.iter().filter(|known| part.name.contains(&known.name));
+        fitting.max_by_key(|known| known.name.len())
+    }
+}
+
 /// Estimates each computation; none for a chip that nothing is known of, where the schedule does not
 /// tell how many bundles run, or where neither it nor `known` tells the rest.
 #[must_use]
 pub fn parts(topology: &str, schedule: &Schedule, known: &[Known]) -> Option<Vec<PartEstimate>> {
     let chip = Chip::of(topology)?;
-    let computations = schedule.computations.iter();
-    computations
-        .map(|part| {
-            let known = known.iter().find(|known| part.name.contains(&known.name));
-            let bytes = known.map(|known| known.bytes).or(part.dma_bytes)?;
-            let steps = known.and_then(|known| known.steps).or(part.grid_steps)?;
-            let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
-            let dma_ms = bytes as f64 / chip.hbm_bytes_per_second * 1e3;
-            let steps_ms = steps as f64 * STEP_S * 1e3;
-            let ms = schedule_ms.max(dma_ms) + steps_ms;
-            Some(PartEstimate { name: part.name.clone(), schedule_ms, dma_ms, steps_ms, ms })
-        })
-        .collect()
+    schedule.computations.iter().map(|part| part_of(chip, part, Known::of(part, known))).collect()
+}
+
+fn part_of(chip: &Chip, part: &Computation, known: Option<&Known>) -> Option<PartEstimate> {
+    let bytes = known.map(|known| known.bytes).or(part.dma_bytes)?;
+    let steps = known.and_then(|known| known.steps).or(part.grid_steps)?;
+    let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
+    let dma_ms = bytes as f64 / chip.hbm_bytes_per_second * 1e3;
+    let steps_ms = steps as f64 * STEP_S * 1e3;
+    let ms = schedule_ms.max(dma_ms) + steps_ms;
+    Some(PartEstimate { name: part.name.clone(), schedule_ms, dma_ms, steps_ms, ms })
 }
 
 /// Which of our kernels a computation is; JAX may have named it after the transformations around it.
@@ -249,8 +328,9 @@ mod tests {
     }
 
     fn of(parts: Vec<Computation>, topology: &str) -> Option<Estimate> {
-        let problem = Problem { tokens: 64, vocab: 1000, width: 2, tile: Tile::new(32, 512).ok() };
-        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, problem)
+        let tile = Tile::new(32, 512).ok();
+        let problem = Problem { tokens: 64, vocab: 1000, hidden: None, width: 2, tile };
+        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, problem, &[])
     }
 
     #[test]
@@ -262,12 +342,13 @@ mod tests {
         let near = |found: f64, expected: f64| {
             assert!((found / expected - 1.0).abs() < 1e-9, "{found} is not {expected}");
         };
-        assert_eq!((kernel.name, kernel.binds), ("xentile_cross_entropy_fused", Binds::Dma));
+        assert_eq!((&kernel.name[..], kernel.binds), ("xentile_cross_entropy_fused", Binds::Dma));
         near(kernel.dma_ms, 2.0 * 128_000.0 / 1.64e12 * 1e3);
         near(kernel.schedule_ms, 164.0 / (9.2e14 / 524_288.0) * 1e3);
-        near(kernel.tile_dma_us, 2.0 * 32_768.0 / 1.64e12 * 1e6);
-        near(kernel.tile_schedule_us, kernel.schedule_ms / 4.0 * 1e3);
-        near(kernel.kernel_ms, kernel.dma_ms + 0.0007 + kernel.tile_dma_us / 1e3);
+        let tile_us = kernel.tile_dma_us.unwrap();
+        near(tile_us, 2.0 * 32_768.0 / 1.64e12 * 1e6);
+        near(kernel.tile_schedule_us.unwrap(), kernel.schedule_ms / 4.0 * 1e3);
+        near(kernel.kernel_ms, kernel.dma_ms + 0.0007 + tile_us / 1e3);
         near(estimate.rest_ms, 0.001);
         near(estimate.step_ms, kernel.kernel_ms + 0.001);
         near(estimate.floor_ms, kernel.dma_ms);
@@ -301,6 +382,30 @@ mod tests {
         near(found[0].ms, 1.0007);
         near(found[1].ms, 0.0017);
         assert!(parts("v99:2x2", &schedule, &known).is_none());
+    }
+
+    #[test]
+    fn kernels_of_hidden_states_move_what_was_planned() {
+        let name = "xentile_linear_cross_entropy_forward".to_owned();
+        let known = [Known { name: name.clone(), bytes: 1_640_000_000, steps: None }];
+        let of = |named: &str, moved: &[Known]| {
+            let schedule =
+                Schedule { computations: vec![part(named, 10, 3, 7)], ..Schedule::default() };
+            let (tokens, vocab, hidden) = (8192, 128_256, Some(2048));
+            let problem = Problem { tokens, vocab, hidden, width: 2, tile: None };
+            estimate("v6e:2x2", &schedule, problem, moved)
+        };
+        let found = of(&format!("jvp_{name}.1"), &known).unwrap();
+        let near = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-9);
+        let [kernel] = &found.kernels[..] else { panic!("{found:?}") };
+        assert_eq!((&kernel.name, kernel.binds, kernel.tile_dma_us), (&name, Binds::Dma, None));
+        near(kernel.kernel_ms, 1.0007);
+        near(found.step_ms, 1.0007);
+        assert_eq!(found.floor, Floor::ThreeProducts);
+        near(found.floor_ms, 6.0 * 8192.0 * 128_256.0 * 2048.0 / 9.2e14 * 1e3);
+        // XLA's own programs have no kernels that are known.
+        assert!(of("fusion.1", &known).is_none());
+        assert!(of(&name, &[]).is_none());
     }
 
     #[test]

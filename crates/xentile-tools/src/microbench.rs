@@ -20,7 +20,7 @@ use xentile_programs::Exported;
 use xentile_programs::exported::Linear;
 
 use crate::config::{Backend, Op, Options, ReductionConfig, TileConfig};
-use crate::estimate::Estimate;
+use crate::estimate::{Estimate, KernelEstimate};
 use crate::input::synthetic::Synthetic;
 use crate::machine::Machine;
 use crate::schedule::Schedule;
@@ -793,15 +793,19 @@ impl fmt::Display for Report {
             }
         }
         if let Some(estimate) = &self.estimate {
+            let of_tile = |kernel: &KernelEstimate| {
+                let [dma, schedule] = [kernel.tile_dma_us, kernel.tile_schedule_us];
+                dma.zip(schedule).map_or(String::new(), |(dma, schedule)| {
+                    format!("a tile's DMA {dma:.2} us, its schedule {schedule:.2} us; ")
+                })
+            };
             for kernel in &estimate.kernels {
                 line(
                     "estimate",
                     format!(
-                        "{}: a tile's DMA {:.2} us, its schedule {:.2} us; DMA {:.3} ms, schedule \
-                         {:.3} ms: {} binds",
+                        "{}: {}DMA {:.3} ms, schedule {:.3} ms: {} binds",
                         kernel.name,
-                        kernel.tile_dma_us,
-                        kernel.tile_schedule_us,
+                        of_tile(kernel),
                         kernel.dma_ms,
                         kernel.schedule_ms,
                         kernel.binds.name()
@@ -811,11 +815,12 @@ impl fmt::Display for Report {
             line(
                 "estimate",
                 format!(
-                    "a step takes {:.3} ms, {:.2} of the {:.3} that two passes over HBM take; not \
-                     measured: a bundle a cycle of {:.2} GHz, {:.0} GB/s",
+                    "a step takes {:.3} ms, {:.2} of the {:.3} that {} take; not measured: a bundle \
+                     a cycle of {:.2} GHz, {:.0} GB/s",
                     estimate.step_ms,
                     estimate.ratio_to_floor,
                     estimate.floor_ms,
+                    estimate.floor.name(),
                     estimate.clock_ghz,
                     estimate.hbm_gb_per_s
                 ),

@@ -21,7 +21,7 @@ use xentile::TunedTile;
 use crate::cli;
 use crate::config::{self, Backend, Op, TileConfig};
 use crate::draft::{Draft, write_whole};
-use crate::estimate::Binds;
+use crate::estimate::{Binds, Floor};
 use crate::machine::Machine;
 use crate::memory;
 use crate::microbench::{self, Implementation, name};
@@ -248,14 +248,15 @@ struct Part {
 struct Estimated {
     kernels: Vec<EstimatedKernel>,
     step_ms: f64,
+    floor: Floor,
     floor_ms: f64,
     ratio_to_floor: f64,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 struct EstimatedKernel {
-    tile_dma_us: f64,
-    tile_schedule_us: f64,
+    tile_dma_us: Option<f64>,
+    tile_schedule_us: Option<f64>,
     dma_ms: f64,
     schedule_ms: f64,
     binds: Binds,
@@ -700,7 +701,7 @@ impl Sweep<'_> {
             machine.rustc
         );
         if self.is_compiled() {
-            table += tables::nothing_ran(self.config.cell.op);
+            table += tables::NOTHING_RAN;
         }
         let columns = tables::markdown(self.config.cell.op, self.is_compiled());
         let heads = columns.iter().map(|column| column.0);
@@ -748,25 +749,21 @@ impl Sweep<'_> {
             },
             series: self.lines(height),
             level: match compiled {
-                _ if is_budget => self.without_budget(height, "ms"),
-                true => self
-                    .rows
-                    .iter()
-                    .find_map(|row| Some(row.measured()?.estimate.as_ref()?.floor_ms))
-                    .map(|ms| (ms, format!("two passes over HBM: {ms:.2} ms"))),
+                true => {
+                    self.rows.iter().find_map(|row| row.measured()?.estimate.as_ref()).map(|of| {
+                        (of.floor_ms, format!("{}: {:.2} ms", of.floor.name(), of.floor_ms))
+                    })
+                }
+                false if is_budget => self.without_budget(height, "ms"),
                 false => self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
             },
             mark: best.and_then(|(row, best)| Some((row.place[0]?, best.median_step_ms?))),
         };
         let memory = self.memory_panel(&Memory::WHOLE);
-        let panels = match (self.config.cell.op, compiled) {
-            (Op::CrossEntropy, _) => vec![time, memory],
-            (Op::LinearCrossEntropy, false) => {
+        let panels = match self.config.cell.op {
+            Op::CrossEntropy => vec![time, memory],
+            Op::LinearCrossEntropy => {
                 vec![time, self.memory_panel(&[Memory::Temporaries]), memory]
-            }
-            // There is no model of a step to estimate it by.
-            (Op::LinearCrossEntropy, true) => {
-                vec![self.memory_panel(&[Memory::Temporaries]), memory]
             }
         };
         Figure {

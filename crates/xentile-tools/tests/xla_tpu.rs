@@ -676,7 +676,18 @@ fn linear_cross_entropy_compiles_without_its_logits() {
     let report = measure(&[&AHEAD[..], &cell, &more].concat());
     assert!(number(&report, "/compiled/temporary_bytes") < 1 << 20);
     assert!(number(&report, "/schedule/bundles") > 0);
-    assert!(report["estimate"].is_null(), "there is a model of kernels over logits alone");
+    // Both kernels, beside the three products that there have to be, of the four that they make.
+    let estimate = &report["estimate"];
+    let kernels: Vec<_> = estimate["kernels"].as_array().unwrap().iter().collect();
+    let names: Vec<_> = kernels.iter().map(|kernel| kernel["name"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        ["forward", "backward"].map(|of| format!("xentile_linear_cross_entropy_{of}"))
+    );
+    assert_eq!(estimate["floor"], "three_products");
+    let ratio = estimate["ratio_to_floor"].as_f64().unwrap();
+    assert!((1.33..4.5).contains(&ratio), "{estimate}");
+    assert!(kernels.iter().all(|kernel| kernel["binds"] == "schedule"), "{estimate}");
     let plan = report["exported"]["plan"].as_str().unwrap();
     assert!(plan.starts_with("kernels: ") && plan.contains("4 products"), "{plan}");
 
@@ -694,8 +705,10 @@ fn linear_cross_entropy_compiles_without_its_logits() {
     let csv = read("sweep.csv");
     assert!(csv.starts_with("max_scratch_bytes,status,compile_s,code_bytes,"), "{csv}");
     assert!(
-        csv.contains(",fills,plan,error\n8000000,ok,") && csv.contains(",\"kernels: "),
+        csv.contains(",binds,estimated_step_ms,plan,error\n8000000,ok,")
+            && csv.contains(",\"kernels: "),
         "{csv}"
     );
-    assert!(!read("sweep.svg").contains("step time"), "nothing estimates it");
+    let plot = read("sweep.svg");
+    assert!(plot.contains("step time, estimated") && plot.contains("three products: "), "{plot}");
 }

@@ -92,7 +92,7 @@ class Operation:
     # Of arrays and labels.
     per_token: Callable[[Sequence[Any], Any], Any]
     # How it is cut, if that is planned.
-    plan: str | None = None
+    plan: Plan | None = None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _linear(cell: Mapping[str, Any]) -> Linear:
     )
 
 
-def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct], str | None]:
+def function(cell: Cell) -> tuple[str, Any, list[jax.ShapeDtypeStruct], Plan | None]:
     """Returns a cell's program: its name, function, types of arguments, and plan if it has one.
 
     Raises:
@@ -304,7 +304,7 @@ def _linear_cross_entropy(
         cut |= {"reduction": reduction, "platform": platform}
         found = explain(*arrays[:2], bias=bias, **cut)
         _check_tile(cell, found)
-        plan = str(found)
+        plan = found
     return Operation(arrays, reduced, per_token, plan)
 
 
@@ -399,7 +399,10 @@ def write(cell: Cell) -> bool:
         "calling_convention_version": exported.calling_convention_version,
     }
     if cell.linear is not None:
-        manifest |= {"linear": asdict(cell.linear), "plan": plan}
+        manifest["linear"] = asdict(cell.linear)
+        manifest["plan"] = None if plan is None else str(plan)
+        if plan is not None and plan.moved:
+            manifest["moved"] = dict(plan.moved)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     program.write_bytes(bytecode)
     cell.path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

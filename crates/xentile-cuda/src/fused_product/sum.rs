@@ -15,10 +15,9 @@ use crate::cross_entropy::{Kernel, Labels, Part, Variant};
 use crate::driver::{Driver, RawStream, TensorMap};
 use crate::{Device, Result};
 
-/// Tiles of a block of rows that all run at a time, one beside the other, so that what they share of
-/// the left factor is read from memory once. Of more, tiles of several blocks do, to share the right
-/// one's too.
-const MOST_SIDE_BY_SIDE: usize = 16;
+/// Tiles of a block of rows that run one beside the other, so that what they share of the left factor
+/// is read from memory once. Of more, tiles of several blocks do, to share the right one's too.
+const MOST_SIDE_BY_SIDE: usize = 4;
 
 /// The product of two factors.
 #[derive(Clone, Copy, Debug)]

@@ -18,12 +18,13 @@ use super::{
     CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup, Subject,
 };
 use crate::config::{Backend, TileConfig, Weights};
+use crate::estimate::{self, Known};
 use crate::exported::{self, Asked, Own, Signature};
 use crate::input::linear::HiddenStates;
 use crate::schedule::Dump;
 use crate::timing::timed;
+use crate::tpu;
 use crate::xla::{self, Compiled, Session};
-use crate::{estimate, tpu};
 
 /// The operation with the inputs that `config` describes.
 pub(super) fn subject(config: &Config) -> Result<Box<dyn Subject>> {
@@ -55,13 +56,13 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         exported: plan.exported.clone(),
     };
     let shape = config.shape()?;
-    // There is a model of kernels over logits alone.
-    let problem = config.hidden.is_none().then(|| estimate::Problem {
+    let problem = estimate::Problem {
         tokens: shape.tokens(),
         vocab: shape.vocab(),
+        hidden: config.hidden,
         width: config.dtype.size_bytes(),
         tile: plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok()),
-    });
+    };
     let dump = Dump::of_environment();
     let program = pjrt_client::Program::mlir(&plan.code);
     let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
@@ -74,8 +75,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         compiled: Some(executable.memory_stats()?.into()),
         estimate: schedule
             .as_ref()
-            .zip(problem)
-            .and_then(|(schedule, problem)| estimate::estimate(topology, schedule, problem)),
+            .and_then(|schedule| estimate::estimate(topology, schedule, problem, &plan.moved)),
         schedule,
         run: None,
     })
@@ -89,6 +89,8 @@ struct Plan {
     code: Vec<u8>,
     /// The program from JAX.
     exported: Option<ExportedBy>,
+    /// What its kernels move, where that is planned.
+    moved: Vec<Known>,
     /// None where the program has no tiles.
     tile: Option<TileConfig>,
     /// Whether it calls our kernels.
@@ -129,6 +131,7 @@ impl Plan {
             return Ok(Self {
                 tile: is_kernel.then(|| exported::tile(&exported)),
                 exported: Some((&exported).into()),
+                moved: Known::of_kernels(&exported.moved),
                 code: exported.bytecode,
                 calls_kernels: asked.calls_kernels(),
                 signature,
@@ -140,6 +143,7 @@ impl Plan {
         Ok(Self {
             code: program.text.into_bytes(),
             exported: None,
+            moved: Vec::new(),
             tile: is_kernel.then_some(tile),
             calls_kernels: is_kernel,
             signature,

@@ -10,23 +10,16 @@ use crate::memory;
 pub(super) type Column = (&'static str, fn(&Measured) -> String);
 
 /// What stands above the table of a sweep that only compiles.
-pub(super) fn nothing_ran(op: Op) -> &'static str {
-    match op {
-        Op::CrossEntropy => {
-            "Times are estimates from the compiler's schedule and what is published of the chip; \
-             nothing ran.\n\n"
-        }
-        Op::LinearCrossEntropy => "Programs were compiled; nothing ran.\n\n",
-    }
-}
+pub(super) const NOTHING_RAN: &str = "Times are estimates from the compiler's schedule and what is \
+    published of the chip; nothing ran.\n\n";
 
 /// The columns of `sweep.csv`, between the status and the error.
 pub(super) fn csv(op: Op, is_compiled: bool) -> Vec<Column> {
     match (op, is_compiled) {
         (Op::CrossEntropy, false) => [CSV_STEP, CSV_COPY, CSV_RUN].concat(),
         (Op::LinearCrossEntropy, false) => [CSV_STEP, CSV_PRODUCTS, CSV_RUN, CSV_PLAN].concat(),
-        (Op::CrossEntropy, true) => [CSV_PROGRAM, CSV_ESTIMATE].concat(),
-        (Op::LinearCrossEntropy, true) => [CSV_PROGRAM, CSV_PLAN].concat(),
+        (Op::CrossEntropy, true) => [CSV_PROGRAM, CSV_TILE, CSV_ESTIMATE].concat(),
+        (Op::LinearCrossEntropy, true) => [CSV_PROGRAM, CSV_ESTIMATE, CSV_PLAN].concat(),
     }
 }
 
@@ -35,8 +28,8 @@ pub(super) fn markdown(op: Op, is_compiled: bool) -> Vec<Column> {
     match (op, is_compiled) {
         (Op::CrossEntropy, false) => [STEP, COPY, RUN].concat(),
         (Op::LinearCrossEntropy, false) => [STEP, PRODUCTS, RUN, PLAN].concat(),
-        (Op::CrossEntropy, true) => [PROGRAM, ESTIMATE].concat(),
-        (Op::LinearCrossEntropy, true) => [PROGRAM, PLAN].concat(),
+        (Op::CrossEntropy, true) => [PROGRAM, TILE, ESTIMATE].concat(),
+        (Op::LinearCrossEntropy, true) => [PROGRAM, ESTIMATE, PLAN].concat(),
     }
 }
 
@@ -82,9 +75,12 @@ const CSV_PROGRAM: &[Column] = &[
     ("fills", |m| plain(slots(m, "vload_fill"))),
 ];
 
-const CSV_ESTIMATE: &[Column] = &[
+const CSV_TILE: &[Column] = &[
     ("estimated_tile_dma_us", |m| plain(m.estimated(TILE_DMA_US))),
     ("estimated_tile_schedule_us", |m| plain(m.estimated(TILE_SCHEDULE_US))),
+];
+
+const CSV_ESTIMATE: &[Column] = &[
     ("estimated_dma_ms", |m| plain(m.estimated(DMA_MS))),
     ("estimated_schedule_ms", |m| plain(m.estimated(SCHEDULE_MS))),
     ("binds", |m| plain(m.estimate.as_ref().map(Estimated::binds))),
@@ -123,9 +119,12 @@ const PROGRAM: &[Column] = &[
     ("spills", |m| told(slots(m, "vstore_spill"))),
 ];
 
-const ESTIMATE: &[Column] = &[
+const TILE: &[Column] = &[
     ("tile: DMA us", |m| figure(m.estimated(TILE_DMA_US), 2)),
     ("tile: schedule us", |m| figure(m.estimated(TILE_SCHEDULE_US), 2)),
+];
+
+const ESTIMATE: &[Column] = &[
     ("DMA ms", |m| figure(m.estimated(DMA_MS), 3)),
     ("schedule ms", |m| figure(m.estimated(SCHEDULE_MS), 3)),
     ("binds", |m| told(m.estimate.as_ref().map(Estimated::binds))),
@@ -133,9 +132,10 @@ const ESTIMATE: &[Column] = &[
     ("x floor", |m| figure(m.estimated(|estimate| estimate.ratio_to_floor), 2)),
 ];
 
-const TILE_DMA_US: fn(&Estimated) -> f64 = |estimate| estimate.sum(|kernel| kernel.tile_dma_us);
+const TILE_DMA_US: fn(&Estimated) -> f64 =
+    |estimate| estimate.sum(|kernel| kernel.tile_dma_us.unwrap_or(0.0));
 const TILE_SCHEDULE_US: fn(&Estimated) -> f64 =
-    |estimate| estimate.sum(|kernel| kernel.tile_schedule_us);
+    |estimate| estimate.sum(|kernel| kernel.tile_schedule_us.unwrap_or(0.0));
 const DMA_MS: fn(&Estimated) -> f64 = |estimate| estimate.sum(|kernel| kernel.dma_ms);
 const SCHEDULE_MS: fn(&Estimated) -> f64 = |estimate| estimate.sum(|kernel| kernel.schedule_ms);
 

@@ -104,7 +104,17 @@ def plan(
     _, kernels = found
     cut, *_ = kernels[0]
     products = 1 + sum(1 + of_hidden + of_weight for _, of_hidden, of_weight in kernels)
-    return of_kernels(problem, usual, cut.rows, cut.columns, products, cut.spilled_bytes)
+    tile = cut.rows, cut.columns
+    return of_kernels(problem, usual, tile, products, cut.spilled_bytes, moved(*found))
+
+
+def moved(forward: Any, kernels: Kernels) -> dict[str, int]:
+    """Returns the bytes that each kernel moves between HBM and VMEM, by its name."""
+    from . import pallas_tpu
+
+    gradients = [{"makes_hidden": one, "makes_weight": other} for _, one, other in kernels]
+    made = zip((forward, *(one for one, _, _ in kernels)), ({}, *gradients), strict=True)
+    return {pallas_tpu.name_of(**what): one.bytes_moved(**what) for one, what in made}
 
 
 def choose(

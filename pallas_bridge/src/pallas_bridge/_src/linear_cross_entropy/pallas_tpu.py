@@ -75,6 +75,19 @@ class Tiles:
         width = -(-self.hidden // LANES) * LANES
         return 4 * self.blocks * self.rows * width if self.spills else 0
 
+    def bytes_moved(self, *, makes_hidden: bool = False, makes_weight: bool = False) -> int:
+        """Bytes between HBM and VMEM of the forward kernel, or of one that makes such gradients.
+
+        A block that stays for several steps comes once.
+        """
+        row = self.hidden * int(np.dtype(self.dtype).itemsize)
+        hidden, weight = self.tokens * row, self.vocab * row
+        gradients = makes_hidden * hidden + makes_weight * weight
+        if not makes_weight:
+            return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
+        sums = 2 * (self.steps - 1) * self.spilled_bytes
+        return (self.steps if self.blocks > 1 else 1) * hidden + weight + gradients + sums
+
     def sums(self, *, makes_weight: bool) -> int:
         """Blocks of sums of dhidden in VMEM."""
         if not makes_weight:
@@ -380,6 +393,17 @@ def _backward_kernel(
                 dbias[...] = jnp.sum(of_bias[...].T, axis=0, keepdims=True)
 
 
+def name_of(*, makes_hidden: bool = False, makes_weight: bool = False) -> str:
+    """Returns the name of the forward kernel, or of the one that makes such gradients."""
+    of = {
+        (False, False): "forward",
+        (True, True): "backward",
+        (True, False): "backward_hidden",
+        (False, True): "backward_weight",
+    }
+    return f"xentile_linear_cross_entropy_{of[makes_hidden, makes_weight]}"
+
+
 @dataclass(frozen=True)
 class _Grid:
     """Which block of each operand a step works on."""
@@ -460,7 +484,7 @@ def _call(
                 bytes_accessed=2 * weight,
             ),
             interpret=target.interpret,
-            name=f"xentile_linear_cross_entropy_{name}",
+            name=name,
         )(*(array for array, _ in operands))
     )
 
@@ -506,7 +530,7 @@ def forward(
         target,
         tiles,
         partial(_forward_kernel, tiles=tiles, options=options),
-        "forward",
+        name_of(),
         grid,
         1,
         operands,
@@ -578,7 +602,7 @@ def backward(
                     makes_hidden=makes_hidden,
                     makes_weight=makes_weight,
                 ),
-                "backward" + ("" if makes_hidden and makes_weight else f"_{next(iter(results))}"),
+                name_of(makes_hidden=makes_hidden, makes_weight=makes_weight),
                 grid,
                 1 + makes_hidden + makes_weight,
                 operands,

@@ -79,6 +79,8 @@ class Plan:
     once: tuple[int, int] | None = None
     # Whether it keeps logits for a backward pass in a call of its own, and its scratch meanwhile.
     hands_over: bool = False
+    # Bytes that each kernel on TPUs moves between HBM and VMEM, by its name.
+    moved: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
@@ -117,12 +119,18 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
 
 
 def of_kernels(
-    problem: Problem, plan: Plan, rows: int, columns: int, products: int, sums: int
+    problem: Problem,
+    plan: Plan,
+    tile: tuple[int, int],
+    products: int,
+    sums: int,
+    moved: dict[str, int],
 ) -> Plan:
-    """Returns the plan of kernels with such tiles and bytes of sums, in the place of `plan`."""
+    """Returns the plan of kernels with such a tile and bytes of sums, in the place of `plan`."""
     # Numbers of a token, in rows of as many as a register has, given and found.
     scratch = 2 * _per_token(problem) + sums
-    return Plan("kernels", rows, columns, products, scratch, plan.max_scratch_bytes)
+    most = plan.max_scratch_bytes
+    return Plan("kernels", *tile, products, scratch, most, moved=tuple(moved.items()))
 
 
 def of_columns(problem: Problem, plan: Plan) -> Plan:
