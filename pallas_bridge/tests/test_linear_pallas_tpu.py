@@ -302,8 +302,8 @@ def test_explain_tells_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anywhere.products == 4 and 2**26 <= anywhere.scratch_bytes < 2**26 + 2**20
     assert explain(x, w, platform="tpu", max_scratch_bytes=2**25).products == 5
     assert "kernels: 1024 tokens x 1024 columns at a time, 4 products" in str(plan)
-    # Hidden states are 32 MiB and the weight is 501; in tiles of 2048 x 2048 forward and 1024 x 1024
-    # backward, the weight comes for every block of tokens, and hidden states for each of columns.
+    # In tiles of 2048 x 2048 forward and 1024 x 1024 backward: the weight comes for every block of
+    # tokens, and hidden states for each of columns.
     name = "xentile_linear_cross_entropy"
     of_x, of_w = 2 * 8192 * 2048, 2 * 128256 * 2048
     assert dict(plan.moved) == {
