@@ -6,8 +6,8 @@
 // B (copies of tensors, 128-byte swizzle); two warpgroups multiply, 64 tokens each, and keep their
 // sums in registers, where the epilogue finds them. While it runs, the ring fills for the next
 // tile: so far can one warpgroup be ahead of the others, all of which a stage goes back to. Where
-// that is too little, most of a tile's logits, rounded, stay in registers for some of the next
-// one's products to run beside their epilogue.
+// that is too little, most of a tile's logits, rounded, or half of its sums stay in registers for
+// some of the next one's products to run beside their epilogue.
 //
 // Ring, warps with roles and their registers are as in CUTLASS' warp-specialised kernels for Hopper
 // (Thakkar et al., 2023). A cluster keeps to its tokens for some consecutive tiles of columns, a
