@@ -302,9 +302,8 @@ def _linear_cross_entropy(
         bias = arrays[2] if linear.bias else None
         platform = cell.kind or cell.platform
         cut |= {"reduction": reduction, "platform": platform}
-        found = explain(*arrays[:2], bias=bias, **cut)
-        _check_tile(cell, found)
-        plan = found
+        plan = explain(*arrays[:2], bias=bias, **cut)
+        _check_tile(cell, plan)
     return Operation(arrays, reduced, per_token, plan)
 
 
