@@ -10,6 +10,8 @@ using namespace xentile;
 // Mirrored by `Arguments` in src/bias/arguments.rs.
 struct BiasArguments {
   const void* from;  // [rows, columns], `stride` elements from row to row
+  // The factor of each row, as the second of four numbers; null for none.
+  const float4* factors;
   float* to;         // [parts, columns], `to_stride` elements from part to part
   int64_t rows;
   int64_t columns;
@@ -38,15 +40,19 @@ __device__ inline void sum_columns(const BiasArguments& a) {
     for (int64_t row = begin + warp; row < end; row += kBiasWarps) {
       float x[per];
       unpack<E>(*reinterpret_cast<const uint4*>(from + row * a.stride), x);
+      const float factor = a.factors == nullptr ? 1.0f : a.factors[row].y;
 #pragma unroll
-      for (int i = 0; i < per; ++i) total[i] += x[i];
+      for (int i = 0; i < per; ++i) total[i] = fmaf(x[i], factor, total[i]);
     }
   } else {
     // Nobody may have written what follows the last column.
     for (int64_t row = begin + warp; row < end; row += kBiasWarps) {
+      const float factor = a.factors == nullptr ? 1.0f : a.factors[row].y;
 #pragma unroll
       for (int i = 0; i < per; ++i) {
-        if (own + i < a.columns) total[i] += to_float(from[row * a.stride + i]);
+        if (own + i < a.columns) {
+          total[i] = fmaf(to_float(from[row * a.stride + i]), factor, total[i]);
+        }
       }
     }
   }

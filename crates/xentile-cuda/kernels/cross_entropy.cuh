@@ -13,8 +13,7 @@
 
 namespace xentile {
 
-// `kLogits` is of products alone: it writes logits.
-enum class Pass { kForward, kBackward, kFused, kLogits };
+enum class Pass { kForward, kBackward, kFused };
 
 struct RowSum;
 
@@ -146,6 +145,12 @@ struct Cap {
     near = fmaf(square, near, -1.0f / 3.0f);
     near = fmaf(square * u, near, u);
     return cap * (fabsf(u) < 0.25f ? near : far);
+  }
+
+  // The derivative where `apply` gave `z`.
+  __device__ float derivative_at(float z) const {
+    const float t = z * inverse;
+    return fmaxf(fmaf(-t, t, 1.0f), 0.0f);
   }
 
   __device__ float derivative(float x) const {

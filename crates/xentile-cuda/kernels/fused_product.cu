@@ -30,8 +30,9 @@ using namespace xentile;
 FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)
 FUSED_PRODUCTS(capped, true, true)
-FOR_BOTH_DTYPES(logits, Logits, basic, false, false)
 FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, basic, false, false)
+FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, smooth, true, false)
+FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, capped, false, true)
 FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
 FUSED_PRODUCT(added, Added, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
 FOR_BOTH_DTYPES(sum, Sum, basic, false, false)
@@ -47,8 +48,10 @@ FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed
 
 OF_TOKENS(fused_product_merge, merge_parts)
 OF_TOKENS(fused_product_prepare, prepare_gradients)
-OF_TOKENS(numerators_again, refer_to_lse)
 OF_TOKENS(numerators_labels, write_labels)
+
+// CTAs take turns at tokens.
+OF_TOKENS(numerators_align, align_numerators<__nv_bfloat16>)
 
 // A warp does.
 OF_TOKENS(numerators_begin, begin_numerators)

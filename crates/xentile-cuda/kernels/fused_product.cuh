@@ -6,19 +6,19 @@
 // B (copies of tensors, 128-byte swizzle); two warpgroups multiply, 64 tokens each, and keep their
 // sums in registers, where the epilogue finds them. While it runs, the ring fills for the next
 // tile: so far can one warpgroup be ahead of the others, all of which a stage goes back to. Where
-// that is too little, most of a tile's logits, rounded, or half of its sums stay in registers for
-// some of the next one's products to run beside their epilogue.
+// that is too little, most of what a tile writes, rounded, or half of its sums stay in registers for
+// some of the next one's products to run beside the writing.
 //
 // Ring, warps with roles and their registers are as in CUTLASS' warp-specialised kernels for Hopper
 // (Thakkar et al., 2023). A cluster keeps to its tokens for some consecutive tiles of columns, a
 // part of the vocabulary; a thread keeps sums over all of these. `group` blocks of tokens go
 // through the vocabulary side by side, so that the L2 has the columns that the others need next.
 //
-// The epilogue of the forward pass writes a sum for each token and part, and a kernel merges a
-// token's, in order. That of the backward pass writes dlogits, from what a kernel before it makes
-// of the cotangents; at labels, where p - 1 must be exact, a thread writes after the copy engine.
-// One writes logits, for where a bias is added to their sums before they are rounded. The other
-// two, of passes that have no lse yet, are told in numerators.cuh.
+// Logits are sums in f32, with a bias too, and are never rounded: what is made of them is. The
+// epilogue of the forward pass writes a sum for each token and part, and a kernel merges a token's,
+// in order. That of the backward pass writes dlogits, from what a kernel before it makes of the
+// cotangents; at labels, where p - 1 must be exact, a thread writes after the copy engine. The
+// others, of passes that have no lse yet, are told in numerators.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -36,7 +36,6 @@ namespace xentile {
 enum class Epilogue {
   kForward,     // sums of exponentials
   kBackward,    // dlogits
-  kLogits,      // logits
   kNumerators,  // exponentials, beside their sums
   kScaled,      // the product itself, with a factor a row
   kAdded,       // the product itself, added to what is there in f32 and rounded
@@ -54,6 +53,15 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
+// Of numerators: the origin of a row's exponentials is lifted by steps of so many bits, and so often
+// at most.
+inline constexpr float kLiftBits = 8.0f;
+inline constexpr uint32_t kMostLifts = 65535;
+
+// `x` times the square of `half`: what is far above 1 may come down by more than the least number of
+// f32, which as a factor would be 0.
+__device__ inline float in_halves(float x, float half) { return x * half * half; }
+
 // Mirrored by `Arguments` in src/fused_product/arguments.rs. Aligned as a CUtensorMap of CUDA 13,
 // which those of 12 are less.
 struct alignas(128) FusedProductArguments {
@@ -65,13 +73,16 @@ struct alignas(128) FusedProductArguments {
   CrossEntropyArguments row;
   PartSum* sums;               // [parts, tokens]
   float* values;               // [parts, tokens], with smoothing
+  float* rounded;              // [parts, tokens], of numerators: sums of what is written
   float* label_logits;         // [tokens]
   GradientOfToken* gradients;  // [tokens]
   const float* bias;           // [columns], added to logits in f32; or null
   // Where it is null or leads to a number that is not 0 the kernel runs.
   const uint32_t* gate;
-  // Set to 1 by a row of numerators whose sum is too large; null where nobody asks.
-  uint32_t* overflow;
+  // Of numerators: by how many steps the origin of a tile's row was lifted, [tiles, tokens], all 0
+  // before; and a word that is set to 1 where one was.
+  uint16_t* lifts;
+  uint32_t* lifted;
   // Of numerators: a bit for each of the vocabulary's columns that is a token's label. Where it is
   // not null, rows of the weight's gradient that are no label's have nothing yet.
   uint32_t* labelled;
@@ -79,6 +90,7 @@ struct alignas(128) FusedProductArguments {
   const void* hidden_rows;
   const void* weight_rows;
   void* scaled_rows;
+  float* dbias;  // [vocab], where the kernel adds to it; or null
   int64_t width;
   // From one column of the vocabulary to the next in the weight, and from one of D.
   int64_t vocab_step;
@@ -210,15 +222,13 @@ struct FusedProduct {
   static constexpr bool kOfTokens = kEpilogue == Epilogue::kBackward ||
                                     kEpilogue == Epilogue::kNumerators ||
                                     kEpilogue == Epilogue::kScaled;
-  static constexpr bool kHasLabels = kOfLogits && kEpilogue != Epilogue::kLogits;
   // A tile is written in pieces of 64 columns, or 32 of sums in f32. A thread has so many words of
   // them: two numbers for every 8 columns in either row.
   static constexpr bool kIsSum = kEpilogue == Epilogue::kSum;
   static constexpr uint32_t kPieceColumns = kIsSum ? kColumnsOfSum : kBlock;
   static constexpr uint32_t kPieces = kTileColumns / kPieceColumns, kWords = 16;
-  // Pieces that are left for between the products of the next tile, by measurement; with smoothing
-  // there are no registers for them.
-  static constexpr uint32_t kPutOff = kIsSum ? 4 : kHasLabels && kWrites && !kSmooth ? 3 : 0;
+  // Pieces that are left for between the products of the next tile, by measurement.
+  static constexpr uint32_t kPutOff = kIsSum ? 4 : kOfLogits && kWrites ? 3 : 0;
   // Blocks of a tile that come apart, before the others: the first, and those beside which a piece
   // that was put off is finished.
   static constexpr uint32_t kApart = kPutOff > 0 ? kPutOff : 1;
@@ -327,7 +337,7 @@ struct FusedProduct {
     Stage stage;
     Stores stored = stores_of(half * (kMultiplyingWarps / 2) + warp, lane);
     float x[128];
-    // Of what is put off, the logits, rounded, or sums; whether there is any, and where sums go.
+    // What is put off; whether there is any, and where sums go.
     uint32_t later[kApart][kWords];
     bool is_behind = false;
     int32_t row_behind = 0;
@@ -392,24 +402,27 @@ struct FusedProduct {
         if constexpr (kOfLogits) {
           const uint32_t column = at.tile * kTileColumns;
           if (a.bias != nullptr) add_bias(x, column);
+          rows.find_labels(a, x, column);
           if constexpr (kWrites) {
-            // What is looked for in few tiles is so once a tile, and not in each of its pieces.
-            if constexpr (kHasLabels) rows.find_labels(a, x, column);
-            if constexpr (kSums) end_with_minus_infinity(x, column);
+            uint32_t words[kPieces * kWords];
+            if constexpr (kEpilogue == Epilogue::kNumerators) {
+              rows.exponentiate(a, x, words, at.tile, placed, cap);
+            } else {
+              rows.differentiate(x, words, cap);
+            }
 #pragma unroll
             for (uint32_t piece = 0; piece < kPieces; ++piece) {
-              uint32_t z[kWords];
+              uint32_t own[kWords];
 #pragma unroll
               for (uint32_t i = 0; i < kWords; ++i) {
-                const uint32_t at_x = 2 * (kWords * piece + i);
-                z[i] = packed<E>(x[at_x], x[at_x + 1]);
-                if (piece + kPutOff >= kPieces) later[piece + kPutOff - kPieces][i] = z[i];
+                own[i] = words[kWords * piece + i];
+                if (piece + kPutOff >= kPieces) later[piece + kPutOff - kPieces][i] = own[i];
               }
-              if (piece + kPutOff < kPieces) finish(piece, z, rows, row, at.tile, stored);
+              if (piece + kPutOff < kPieces) finish(piece, own, rows, row, at.tile, stored);
             }
             is_behind = kPutOff > 0;
           } else {
-            add(x, rows, at.tile);
+            rows.add(a, x, at.tile, cap);
           }
         } else if constexpr (kIsSum) {
           const uint32_t column = at.tile * kTileColumns;
@@ -459,12 +472,13 @@ struct FusedProduct {
     }
   }
 
-  // The epilogue of a piece of a tile, whose logits are rounded.
-  __device__ void finish(uint32_t piece, uint32_t (&z)[kWords], Rows& rows, int32_t row,
+  // Writes a piece of a tile.
+  __device__ void finish(uint32_t piece, const uint32_t (&words)[kWords], Rows& rows, int32_t row,
                          uint32_t tile, Stores& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
-    if (first < static_cast<uint32_t>(a.row.columns)) {
-      write_piece(rows, row, first, stored, [&](uint32_t i) { return unpacked<E>(z[i]); });
+    const bool has_place = kEpilogue != Epilogue::kNumerators || first < placed;
+    if (has_place && first < static_cast<uint32_t>(a.row.columns)) {
+      write_words(rows, row, first, stored, words);
     }
     if constexpr (kEpilogue == Epilogue::kBackward) {
       if (piece == kPieces - 1 && __any_sync(~0u, rows.labels != 0)) {
@@ -474,29 +488,6 @@ struct FusedProduct {
         rows.write_at_labels(a);
       }
     }
-  }
-
-  // Sets what is beyond the last column, in the tile from `first` on.
-  __device__ void end_with_minus_infinity(float (&x)[128], uint32_t first) const {
-    const uint32_t columns = static_cast<uint32_t>(a.row.columns);
-    if (first + kTileColumns <= columns) return;
-    const uint32_t own = first + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (uint32_t i = 0; i < 128; ++i) {
-      if (own + i / 4 * 8 + i % 2 >= columns) x[i] = -INFINITY;
-    }
-  }
-
-  // The epilogue of a tile whose logits are added up and no more: of all of it at once, which was
-  // measured to be 2 to 8 % faster than piece by piece.
-  __device__ void add(float (&x)[128], Rows& rows, uint32_t tile) const {
-#pragma unroll
-    for (int i = 0; i < 128; i += 2) {
-      const float2 pair = unpacked<E>(packed<E>(x[i], x[i + 1]));
-      x[i] = pair.x, x[i + 1] = pair.y;
-    }
-    rows.find_labels(a, x, tile * kTileColumns);
-    rows.add(a, x, tile, cap);
   }
 
   // Adds the bias of the columns from `first` on.
@@ -518,8 +509,12 @@ struct FusedProduct {
   struct Rows {
     int64_t token;
     int32_t target[2];
-    // The forward pass: sums over the columns that this thread has.
+    // Sums over the columns that this thread has.
     float c[2], exponentials[2], values[2];
+    // Of numerators: how often c was lifted, and sums of what is written of the row, which four
+    // lanes have all.
+    uint32_t lifts[2];
+    float rounded[4];
     // Of passes that write.
     RowGradient gradient[2];
     // Whether there are tokens in the warp that take no part.
@@ -551,6 +546,7 @@ struct FusedProduct {
           }
         }
         if constexpr (kSums) exponentials[r] = values[r] = 0.0f;
+        lifts[r] = 0, rounded[2 * r] = rounded[2 * r + 1] = 0.0f;
       }
       if constexpr (kOfTokens) has_idle = __any_sync(~0u, is_idle(0) || is_idle(1));
     }
@@ -570,7 +566,7 @@ struct FusedProduct {
       }
     }
 
-    // Keeps the logits of labels, rounded, among the columns of the tile from `first` on.
+    // Keeps the logits of labels among the columns of the tile from `first` on.
     __device__ void find_labels(const FusedProductArguments& a, const float (&x)[128],
                                 uint32_t first) {
       labels = 0;
@@ -586,7 +582,7 @@ struct FusedProduct {
           if (column / 8 == i) found = column % 2 == 0 ? pair.x : pair.y;
         }
         labels |= 1u << r;
-        at_label[r] = to_float(from_float<E>(found));
+        at_label[r] = found;
         if constexpr (kSums) a.label_logits[token + 8 * r] = at_label[r];
       }
       __syncwarp();
@@ -610,9 +606,101 @@ struct FusedProduct {
       }
     }
 
-    // Adds a tile.
-    __device__ void add(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
-                        const Cap& cap) {
+    // Makes a tile's dlogits of its logits, rounded.
+    __device__ void differentiate(const float (&x)[128], uint32_t (&words)[kPieces * kWords],
+                                  const Cap& cap) const {
+#pragma unroll
+      for (uint32_t i = 0; i < kPieces * kWords; ++i) {
+        const float2 z = pair_of(x, i);
+        words[i] = packed<E>(gradient[i % 2].template at<kSmooth, kCap>(z.x, cap),
+                             gradient[i % 2].template at<kSmooth, kCap>(z.y, cap));
+      }
+    }
+
+    // Makes a tile's numerators of its logits, rounded, and adds them up, before and after that.
+    // Where they are too large for a row, its origin is lifted and they are made once more.
+    __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
+                                 uint32_t (&words)[kPieces * kWords], uint32_t tile,
+                                 uint32_t placed, const Cap& cap) {
+      cap_and_end(a, x, tile, cap);
+      float total[4];
+      do {
+        total[0] = total[1] = total[2] = total[3] = 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < kPieces * kWords; ++i) {
+          const float2 z = pair_of(x, i);
+          const uint32_t r = i % 2;
+          float2 e = make_float2(ptx::ex2(fmaf(z.x, kLog2E, c[r])), ptx::ex2(fmaf(z.y, kLog2E, c[r])));
+          total[r] += e.x, total[r + 2] += e.y;
+          if constexpr (kCap) e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
+          // That of a finite logit is told from that of -inf by what the uniform target takes off.
+          if constexpr (kSmooth) {
+            if (z.x != -INFINITY) e.x = fmaxf(e.x, kLeastNormal);
+            if (z.y != -INFINITY) e.y = fmaxf(e.y, kLeastNormal);
+          }
+          words[i] = packed<E>(e.x, e.y);
+        }
+        total[0] += total[2], total[1] += total[3];
+        // That of a NaN is not.
+        const bool fits = total[0] <= kMostOfTile && total[1] <= kMostOfTile;
+        if (__all_sync(~0u, fits)) break;
+      } while (lift(x));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) exponentials[r] += total[r];
+      // With a cap what is written has its derivative, and tells nothing of the sum.
+#pragma unroll
+      for (uint32_t i = 0; i < (kCap ? 0 : kPieces * kWords); i += 4) {
+        ptx::add_rows<E>(rounded, words[i], words[i + 1], words[i + 2], words[i + 3]);
+      }
+      if (threadIdx.x % 4 != 0 || (lifts[0] | lifts[1]) == 0) return;
+      // A row that is lifted in columns that have no place is so in those that have one.
+      *a.lifted = 1;
+      if (tile * kTileColumns >= placed) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t index = token + 8 * r;
+        if (lifts[r] == 0 || index >= a.row.tokens) continue;
+        a.lifts[tile * a.row.tokens + index] = static_cast<uint16_t>(lifts[r]);
+      }
+    }
+
+    // A sum of a thread's part of a tile asks for a higher origin beyond this; a single exponential
+    // may be as large as 2^kMostBits then. After that the largest is near 2^kLeastBits.
+    static constexpr bool kIsBf16 = std::is_same_v<E, __nv_bfloat16>;
+    static constexpr float kMostOfTile = kIsBf16 ? 0x1p80f : 0x1p15f;
+    static constexpr float kMostBits = kIsBf16 ? 74.0f : 9.0f;
+    static constexpr float kLeastBits = kIsBf16 ? -58.0f : 0.0f;
+    static constexpr float kLeastNormal = kIsBf16 ? 0x1p-126f : 0x1p-14f;
+
+    // Lifts the origin of rows whose largest exponential asks for it. Whether there are any.
+    __device__ bool lift(const float (&x)[128]) {
+      bool any = false;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 2 * r; i < 128; i += 4) most = fmaxf(most, fmaxf(x[i], x[i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float bits = fmaf(most, kLog2E, c[r]);
+        if (!(bits >= kMostBits)) continue;
+        const float left = static_cast<float>(kMostLifts - lifts[r]);
+        const float steps = fminf(ceilf((bits - kLeastBits) / kLiftBits), left);
+        const float half = ptx::ex2(-kLiftBits / 2 * steps);
+        c[r] -= kLiftBits * steps;
+        lifts[r] += static_cast<uint32_t>(steps);
+        exponentials[r] = in_halves(exponentials[r], half);
+        rounded[2 * r] = in_halves(rounded[2 * r], half);
+        rounded[2 * r + 1] = in_halves(rounded[2 * r + 1], half);
+        any |= steps > 0.0f;
+      }
+      return __any_sync(~0u, any);
+    }
+
+    // Caps a tile's logits, adds them up where that is asked for, and has those beyond the last column
+    // be -inf.
+    __device__ void cap_and_end(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
+                                const Cap& cap) {
       if constexpr (kCap) {
 #pragma unroll
         for (float& one : x) one = cap.apply(one);
@@ -638,6 +726,12 @@ struct FusedProduct {
 #pragma unroll
         for (uint32_t i = 0; i < 128; ++i) x[i] = beyond(i) ? -INFINITY : x[i];
       }
+    }
+
+    // Adds a tile.
+    __device__ void add(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
+                        const Cap& cap) {
+      cap_and_end(a, x, tile, cap);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (c[r] == kUnset) c[r] = shift_of(x, r);
@@ -654,16 +748,10 @@ struct FusedProduct {
       }
     }
 
-    // What is written of row `r` in `column` where the epilogue has `x`.
-    __device__ float written(const FusedProductArguments& a, int r, uint32_t column, float x,
-                             const Cap& cap) {
-      if constexpr (kEpilogue == Epilogue::kBackward) {
-        return gradient[r].template at<kSmooth, kCap>(x, cap);
-      } else if constexpr (kEpilogue == Epilogue::kNumerators) {
-        const float e = ptx::ex2(fmaf(x, kLog2E, c[r]));
-        exponentials[r] += e;
-        return e;
-      } else if constexpr (kEpilogue == Epilogue::kScaled) {
+    // What is written of row `r` in `column` where the product is `x`.
+    __device__ float written(const FusedProductArguments& a, int r, uint32_t column,
+                             float x) const {
+      if constexpr (kEpilogue == Epilogue::kScaled) {
         // What its label's numerator lacks: see numerators.cuh.
         float lacking = 0.0f;
         if (gradient[r].offset != 0.0f && column < static_cast<uint32_t>(a.row.columns)) {
@@ -730,7 +818,7 @@ struct FusedProduct {
             if (a.values != nullptr) a.values[place] = total;
           }
           if constexpr (kEpilogue == Epilogue::kNumerators) {
-            if (!(sum <= kLargeSum) && a.overflow != nullptr) *a.overflow = 1;
+            a.rounded[place] = kCap ? sum : rounded[2 * r];
           }
         }
       }
@@ -744,38 +832,27 @@ struct FusedProduct {
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       const uint32_t column = first + piece * kBlock;
       if (column >= static_cast<uint32_t>(a.row.columns)) break;
-      write_piece(rows, row, column, stored,
-                  [&](uint32_t i) { return Rows::pair_of(x, kWords * piece + i); });
+      uint32_t words[kWords];
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; ++i) {
+        const float2 pair = Rows::pair_of(x, kWords * piece + i);
+        const uint32_t at_column = column + i / 2 * 8 + threadIdx.x % 4 * 2;
+        words[i] = packed<E>(rows.written(a, i % 2, at_column, pair.x),
+                             rows.written(a, i % 2, at_column + 1, pair.y));
+      }
+      write_words(rows, row, column, stored, words);
     }
   }
 
-  // Writes what is made of 64 columns, of which `pair_of` has two numbers for every 8 in either
-  // row; or adds it up alone, where numerators have no place.
-  template <class PairOf>
-  __device__ void write_piece(Rows& rows, int32_t row, uint32_t column, Stores& stored,
-                              const PairOf& pair_of) const {
-    if (kEpilogue == Epilogue::kNumerators && column >= placed) {
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i) {
-        const float2 x = pair_of(i);
-        rows.written(a, i % 2, column, x.x, cap);
-        rows.written(a, i % 2, column, x.y, cap);
-      }
-      return;
-    }
-    const uint32_t lane = threadIdx.x % 32;
+  // Writes 64 columns, of which a word has two numbers for every 8 in either row.
+  __device__ void write_words(const Rows& rows, int32_t row, uint32_t column, Stores& stored,
+                              const uint32_t (&words)[kWords]) const {
     const uint32_t to = free_store(stored);
 #pragma unroll
     for (uint32_t pair = 0; pair < 4; ++pair) {
-      uint32_t words[4];
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        const float2 x = pair_of(4 * pair + i);
-        const uint32_t at_column = column + pair * 16 + i / 2 * 8 + lane % 4 * 2;
-        words[i] = packed<E>(rows.written(a, i % 2, at_column, x.x, cap),
-                             rows.written(a, i % 2, at_column + 1, x.y, cap));
-      }
-      ptx::stmatrix((to + stored.of_lane) ^ 32 * pair, words);
+      const uint32_t four[4] = {words[4 * pair], words[4 * pair + 1], words[4 * pair + 2],
+                                words[4 * pair + 3]};
+      ptx::stmatrix((to + stored.of_lane) ^ 32 * pair, four);
     }
     if (rows.has_idle) erase_idle(rows, to);
     send([&] {

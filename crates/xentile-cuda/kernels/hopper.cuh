@@ -203,6 +203,27 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, uint32_t a
 #undef XENTILE_WGMMA
 }
 
+// Adds to `sums` what 16 rows of 16 columns of a 16-bit dtype add up to, in f32: a lane has two
+// numbers of its first row, two of its second, and as many 8 columns on. To the first two sums that
+// of the lane's first row, to the others that of its second.
+template <class E>
+__device__ inline void add_rows(float (&sums)[4], uint32_t x0, uint32_t x1, uint32_t x2,
+                                uint32_t x3) {
+  constexpr bool kIsBf16 = std::is_same_v<E, __nv_bfloat16>;
+  constexpr uint32_t kOnes = kIsBf16 ? 0x3f803f80u : 0x3c003c00u;
+#define XENTILE_ADD_ROWS(dtype)                                                                \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." dtype "." dtype                                \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"                   \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                             \
+      : "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(kOnes))
+  if constexpr (kIsBf16) {
+    XENTILE_ADD_ROWS("bf16");
+  } else {
+    XENTILE_ADD_ROWS("f16");
+  }
+#undef XENTILE_ADD_ROWS
+}
+
 // Keeps the compiler from moving what reads `d` to before this point.
 __device__ inline void settle(float (&d)[128]) {
 #pragma unroll

@@ -1,16 +1,21 @@
 // Gradients of logits whose lse is not known yet, with no pass over logits: for bf16.
 //
 // p is an exponential over its row's sum, and the sum is known only when the row is. So the product
-// writes e = exp(z - r), with any r near the row's largest logits, beside the row's sum, and what e
-// lacks, f = g/sum, multiplies what is small: rows of the hidden states where e^T f h gives the
-// weight's gradient, and rows of the product where f (e W) gives the hidden states'. Factors that
-// come later are what QuACK's linear cross-entropy has too (Guo et al., 2025: a scale a row and
-// tile); here one is a row's, so that cuBLAS takes it.
+// writes e = exp(z - r), rounded, with an origin r near the row's largest logits, beside the row's
+// sum, and what e lacks, f = g/sum, multiplies what is small: rows of the hidden states where
+// e^T f h gives the weight's gradient, and rows of the product where f (e W) gives the hidden
+// states'. The sum that f has is that of the rounded e, so that what they are off by together is
+// gone. Factors that come later are what QuACK's linear cross-entropy has too (Guo et al., 2025: a
+// scale a row and tile).
 //
-// r is the label's logit, which a product of two vectors gives. Where the label is so unlikely that
-// a sum comes near the end of f32's range (2^64), a flag opens three kernels that are shut
-// otherwise: the forward pass, which finds lse whatever the logits are, and numerators once more,
-// with r = lse. At the label e becomes (p - 1)/f.
+// r is the label's logit, which a product of two vectors gives, and 58 powers of two more. Sums hold
+// what is 138 powers above it, 95 nats. Where a tile has more, the product lifts the row's origin
+// from there on, by whole steps of eight powers of two, and keeps by how many (`lifts`). When a row's
+// parts have ended in different origins, or where one has changed within a part, a kernel brings all
+// of the row to the highest: an exact multiplication. A row that needs none of that is not read.
+//
+// With smoothing, that kernel goes over all rows and takes the share of the uniform target off,
+// which is one number for all of a row's columns.
 //
 // Where p is small that is most of a gradient, and as dlogits it would be a power of two, or
 // nearly, which no rounding changes. So what it lacks when it is rounded, and what its hidden state
@@ -82,16 +87,15 @@ __device__ inline void weight_at(const FusedProductArguments& a, const __nv_bflo
   for (int i = 0; i < kOfLane; ++i) w[i] = to_float(weight[(d + i) * a.width_step]);
 }
 
-// Finds r, as a constant c, what takes part, which columns are labels, and who shares one. Labels
-// that are no column's have the first one's logit.
-__device__ inline void begin_numerators(const FusedProductArguments& a) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.overflow = 0;
-  const uint32_t shared = sharing(a);
-  const int64_t index = token_of_warp();
-  if (index >= a.row.tokens) return;
-  const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
+// How many powers of two the origin is above the logit that it is of, and for how many columns a
+// finite logit is looked for.
+inline constexpr float kAboveLabel = 58.0f;
+inline constexpr int kTries = 8;
+
+// A warp's logit of a token and a column, after softcap.
+__device__ inline float logit_of(const FusedProductArguments& a, int64_t index, int64_t column) {
   const auto* hidden = rows_of(a.hidden_rows, index * a.width);
-  const auto* weight = rows_of(a.weight_rows, max(token.target, 0) * a.vocab_step);
+  const auto* weight = rows_of(a.weight_rows, column * a.vocab_step);
   float sum = 0.0f;
   for (int64_t d = threadIdx.x % 32 * kOfLane; d < a.width; d += kOfWarp) {
     float h[kOfLane], w[kOfLane];
@@ -102,9 +106,27 @@ __device__ inline void begin_numerators(const FusedProductArguments& a) {
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (a.bias != nullptr) sum += a.bias[column];
+  return a.row.softcap > 0.0 ? Cap(a.row.softcap).apply(sum) : sum;
+}
+
+// Finds r, as a constant c, what takes part, which columns are labels, and who shares one. Where a
+// label is no column's or its logit is not finite, r is that of another column.
+__device__ inline void begin_numerators(const FusedProductArguments& a) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.lifted = 0;
+  const uint32_t shared = sharing(a);
+  const int64_t index = token_of_warp();
+  if (index >= a.row.tokens) return;
+  const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
+  float logit = logit_of(a, index, max(token.target, 0));
+  for (int i = 1; i < kTries && !isfinite(logit); ++i) {
+    logit = logit_of(a, index, a.row.vocab * i / kTries);
+  }
   if (threadIdx.x % 32 == 0) {
     if (token.target >= 0) atomicOr(a.labelled + token.target / 32, 1u << token.target % 32);
-    a.gradients[index] = {sum * -kLog2E, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
+    // A whole number, so that a lift is exact.
+    const float c = isfinite(logit) ? rintf(logit * -kLog2E) - kAboveLabel : -kAboveLabel;
+    a.gradients[index] = {c, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
     shared_of(a, index) = shared;
   }
 }
@@ -117,27 +139,80 @@ __device__ inline void write_label(const FusedProductArguments& a, int64_t index
   row[target] = from_float<__nv_bfloat16>(entry);
 }
 
-// After the forward pass, where a sum was too large: r is lse.
-__device__ inline void refer_to_lse(const FusedProductArguments& a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  if (!is_open(a) || index >= a.row.tokens) return;
-  Token none{};
-  none.target = kIgnored;
-  const double lse = merged(a, index, none).lse();
-  a.gradients[index].c = static_cast<float>(-lse * static_cast<double>(kLog2E));
+// A row of numerators: what it adds up to, and what its numerators do once they are rounded, both
+// from the highest of its parts' origins.
+struct NumeratorsOfRow {
+  RowSum sum;
+  float rounded;
+};
+
+// That of a token, of whose parts a warp's lanes take some each, in an order of their own.
+__device__ inline NumeratorsOfRow merged_by_warp(const FusedProductArguments& a, int64_t index,
+                                                 const Token& token) {
+  const uint32_t lane = threadIdx.x % 32;
+  const auto place = [&](uint32_t part) { return static_cast<int64_t>(part) * a.row.tokens + index; };
+  float c = kUnset;
+  for (uint32_t part = lane; part < a.parts; part += 32) c = fminf(c, a.sums[place(part)].c);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) c = fminf(c, __shfl_xor_sync(~0u, c, offset));
+  NumeratorsOfRow all{{c, 0.0f, 0.0f, 0.0f}, 0.0f};
+  for (uint32_t part = lane; part < a.parts; part += 32) {
+    const PartSum sum = a.sums[place(part)];
+    const float half = ptx::ex2((c - sum.c) * 0.5f);
+    all.sum.exponentials += in_halves(sum.exponentials, half);
+    all.rounded += in_halves(a.rounded[place(part)], half);
+    if (a.values != nullptr) all.sum.values += a.values[place(part)];
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    all.sum.exponentials += __shfl_xor_sync(~0u, all.sum.exponentials, offset);
+    all.rounded += __shfl_xor_sync(~0u, all.rounded, offset);
+    all.sum.values += __shfl_xor_sync(~0u, all.sum.values, offset);
+  }
+  if (token.target >= 0) {
+    const float x = a.label_logits[index];
+    all.sum.label = a.row.softcap > 0.0 ? Cap(a.row.softcap).apply(x) : x;
+  }
+  return all;
 }
 
-// What a token's parts add up to, of which a warp's lanes take some each, in an order of their own.
-__device__ inline RowSum merged_by_warp(const FusedProductArguments& a, int64_t index,
-                                        const Token& token) {
-  RowSum all = RowSum::none();
-  for (uint32_t part = threadIdx.x % 32; part < a.parts; part += 32) {
-    const PartSum sum = a.sums[static_cast<int64_t>(part) * a.row.tokens + index];
-    all.merge({sum.c, sum.exponentials, 0.0f, 0.0f});
+// What the uniform target takes off each numerator of a row.
+__device__ inline float uniform_share(const FusedProductArguments& a, const Token& token,
+                                      const NumeratorsOfRow& all) {
+  if (a.row.label_smoothing == 0.0) return 0.0f;
+  const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
+  return all.rounded * static_cast<float>(-static_cast<double>(row.offset) / row.at_p);
+}
+
+// After numerators: brings all of a row, of the columns that have a place here, to one origin.
+template <class E>
+__device__ inline void align_numerators(const FusedProductArguments& a) {
+  constexpr int kPer = kPerVector<E>;
+  if (!is_open(a)) return;
+  for (int64_t index = blockIdx.x; index < a.row.tokens; index += gridDim.x) {
+    const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
+    const NumeratorsOfRow all = merged_by_warp(a, index, token);
+    const float share = uniform_share(a, token, all);
+    const float own = a.gradients[index].c;
+    // A row of 0s stays one.
+    if (token.idle || (all.sum.c == own && share == 0.0f)) continue;
+    auto* row = static_cast<E*>(a.row.dlogits) + index * a.row.stride;
+    const int64_t vectors = (a.part_count + kPer - 1) / kPer;
+#pragma unroll 4
+    for (int64_t v = threadIdx.x; v < vectors; v += kTokenThreads) {
+      const int64_t tile = v * kPer / kTileColumns;
+      const float lift = a.lifts[tile * a.row.tokens + index] * kLiftBits;
+      const float half = ptx::ex2((all.sum.c - own + lift) * 0.5f);
+      if (half == 1.0f && share == 0.0f) continue;
+      auto* at = reinterpret_cast<uint4*>(row) + v;
+      float x[kPer];
+      unpack<E>(*at, x);
+#pragma unroll
+      // A logit of -inf has no gradient.
+      for (float& one : x) one = one == 0.0f ? 0.0f : in_halves(one, half) - share;
+      *at = pack<E>(x);
+    }
   }
-  all = all.across_lanes<false>();
-  if (token.target >= 0) all.label = a.label_logits[index];
-  return all;
 }
 
 // After numerators: a token's outputs, its factor, its label's entry, if that is of this part of
@@ -148,16 +223,19 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
   if (index >= a.row.tokens) return;
   const int64_t lane = threadIdx.x % 32;
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
-  const RowSum all = merged_by_warp(a, index, token);
+  const NumeratorsOfRow all = merged_by_warp(a, index, token);
   const float c = __uint_as_float(shared_of(a, index));
   float factor = 0.0f, lacking = 0.0f, at_label = 0.0f;
   if (!token.idle) {
-    const RowGradient row = RowGradient::of<false>(a.row, token, all);
-    factor = row.factor;
+    const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
+    factor = all.rounded > 0.0f ? __fdividef(row.at_p, all.rounded) : NAN;
     // What other columns have to do with gradients is known by others.
     if (token.target >= 0 && token.target < a.written) {
-      const float dz =
-          row.at_the_label<false>(a.row, token, a.label_logits[index], Cap(1.0), all.lse());
+      const double lse = all.sum.lse();
+      const float x = a.label_logits[index];
+      const float dz = a.row.softcap > 0.0
+                           ? row.at_the_label<true>(a.row, token, x, Cap(a.row.softcap), lse)
+                           : row.at_the_label<false>(a.row, token, x, Cap(1.0), lse);
       // A factor that is too small to be told from 0 leaves all of it to what is added.
       at_label = to_float(from_float<E>(factor == 0.0f ? 0.0f : dz / factor));
       lacking = fmaf(-factor, at_label, dz);
@@ -165,8 +243,8 @@ __device__ inline void end_numerators(const FusedProductArguments& a) {
   }
   __syncwarp();
   if (lane == 0) {
-    if (index == 0) *a.overflow = 0;
-    write_token<false>(a.row, index, token, all);
+    if (index == 0) *a.lifted = 0;
+    write_token<true>(a.row, index, token, all.sum);
     a.gradients[index] = {c, factor, lacking, token.target};
     // Its logit is not needed any more.
     a.label_logits[index] = at_label;
@@ -260,13 +338,16 @@ __device__ inline void add_lacking(const FusedProductArguments& a) {
   uint32_t shared = __float_as_uint(own.c);
   if (own.target < 0 || (shared & kIsLater) != 0 || elsewhere) return;
   float x[kOfLane] = {};
+  float of_bias = own.offset;
   // A row is whole vectors.
   if (d < a.width) add_token(a, index, d, x);
   while ((shared & ~kIsLater) != 0) {
     const int64_t next = shared & ~kIsLater;
     if (d < a.width) add_token(a, next, d, x);
+    of_bias += a.gradients[next].offset;
     shared = __float_as_uint(a.gradients[next].c);
   }
+  if (d == 0 && a.dbias != nullptr) a.dbias[own.target] += of_bias;
   const auto place = [&](int i) -> To* {
     const int64_t of_part = kVocabIsLast ? d + i - a.part_first : row;
     if (d >= a.width || of_part < 0 || of_part >= a.part_count) return nullptr;

@@ -1,7 +1,10 @@
-//! The gradient of a bias: what dlogits of all tokens add up to, a column each; and rows of a bias, for
-//! products to add to.
+//! The gradient of a bias: what dlogits of all tokens, or numerators times their factors, add up to, a
+//! column each; and rows of a bias, for products to add to.
 
 mod arguments;
+
+use std::ffi::c_void;
+use std::ptr::null;
 
 use arguments::Arguments;
 use xentile::DType;
@@ -20,7 +23,8 @@ const LEAST_ROWS: usize = 64;
 const VECTOR_BYTES: usize = 16;
 
 /// Has `stream` write the sums of `matrix` over its rows to `to`, a number for each column, or add
-/// them to what is there. Rows lie whole vectors apart.
+/// them to what is there. Rows lie whole vectors apart; where `factors` are not null, each counts times
+/// the second of four numbers in f32.
 ///
 /// `workspace` has sums of parts of the rows, as far as it goes.
 ///
@@ -33,7 +37,7 @@ const VECTOR_BYTES: usize = 16;
 /// its device, where nothing else touches them until it has run what was launched here.
 pub(crate) unsafe fn sum_columns(
     stream: RawStream,
-    matrix: Matrix,
+    (matrix, factors): (Matrix, *const c_void),
     to: *mut f32,
     adds: bool,
     workspace: Workspace,
@@ -48,14 +52,15 @@ pub(crate) unsafe fn sum_columns(
     // SAFETY: passed on from this function's contract.
     unsafe {
         if parts == 1 {
-            return launch_sums(device, stream, matrix, (to, columns), 1, adds);
+            return launch_sums(device, stream, (matrix, factors), (to, columns), 1, adds);
         }
         let sums = Matrix {
             stride: stride(columns),
             ..Matrix::new(workspace.at, DType::F32, parts, columns)
         };
-        launch_sums(device, stream, matrix, (sums.at.cast(), sums.stride), parts, false)?;
-        launch_sums(device, stream, sums, (to, columns), 1, adds)
+        let place = (sums.at.cast(), sums.stride);
+        launch_sums(device, stream, (matrix, factors), place, parts, false)?;
+        launch_sums(device, stream, (sums, null()), (to, columns), 1, adds)
     }
 }
 
@@ -77,6 +82,7 @@ pub(crate) unsafe fn write_rows(stream: RawStream, bias: *const f32, to: Matrix)
     let grid_rows = (device.limits().multiprocessors as usize * CTAS).div_ceil(ctas).min(rows);
     let arguments = Arguments {
         from: bias.cast(),
+        factors: null(),
         to: to.at.cast(),
         rows: rows as i64,
         columns: columns as i64,
@@ -110,7 +116,7 @@ fn stride(columns: usize) -> usize {
 unsafe fn launch_sums(
     device: &Device,
     stream: RawStream,
-    matrix: Matrix,
+    (matrix, factors): (Matrix, *const c_void),
     (to, to_stride): (*mut f32, usize),
     parts: usize,
     adds: bool,
@@ -118,6 +124,7 @@ unsafe fn launch_sums(
     let Matrix { at, dtype, rows, columns, stride } = matrix;
     let arguments = Arguments {
         from: at.cast_const(),
+        factors,
         to,
         rows: rows as i64,
         columns: columns as i64,

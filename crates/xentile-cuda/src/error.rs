@@ -90,10 +90,9 @@ pub enum Error {
         /// The least that will do.
         needed: usize,
     },
-    /// A workspace of products that has no room for logits in f32, which a bias is added to.
+    /// A workspace of products that has no room for sums of rows, or logits in f32.
     #[error(
-        "a workspace of {bytes} bytes is too little for 16-bit logits with a bias; it must be at \
-         least {needed}"
+        "a workspace of {bytes} bytes is too little for operands of 16 bits; it must be at least {needed}"
     )]
     Workspace {
         /// Bytes that were given.
@@ -169,7 +168,7 @@ pub enum Error {
     /// Numerators that a dtype cannot hold, or options that need logits.
     #[error(
         "there are no numerators of {tokens} tokens in {dtype} or for these options; they need bf16, \
-         {most} tokens at most, no softcap and no label_smoothing"
+         {most} tokens at most, and not both softcap and label_smoothing"
     )]
     Numerators {
         /// Of the operands.

@@ -3,8 +3,7 @@
 //! product and a pass over what it wrote (kernels/fused_product.cuh).
 //!
 //! It is for Hopper, 16-bit dtypes, and rows of hidden states and weight that are multiples of 8
-//! elements; [`supports`] tells. A logit is rounded once to the dtype, as it is where it goes through
-//! memory.
+//! elements; [`supports`] tells. Logits are sums in f32, and what is made of them is rounded.
 
 mod arguments;
 mod numerators;
@@ -14,6 +13,7 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
+pub(crate) use numerators::lifts_bytes;
 pub use numerators::{Numerators, numerators_support};
 pub(crate) use sum::{Sum, There};
 use xentile::cross_entropy::CrossEntropy;
@@ -40,6 +40,8 @@ const GROUP_BYTES: usize = 16 << 20;
 /// The part of all multiprocessors that must have a tile at a time, where nothing goes from tile to
 /// tile: where it is less, cuBLASLt has smaller tiles, or cuts sums.
 const BUSY: f64 = 0.9;
+/// CTAs of a multiprocessor where these take turns at rows.
+const CTAS_OF_ROWS: u32 = 16;
 /// Vectors of the copy engine, in elements.
 const VECTOR: usize = 8;
 
@@ -110,7 +112,6 @@ pub struct DLogits {
 enum Epilogue {
     Forward,
     Backward,
-    Logits,
     Numerators,
     Scaled,
     Added,
@@ -123,7 +124,6 @@ impl Epilogue {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
-            Self::Logits => "logits",
             Self::Numerators => "numerators",
             Self::Scaled => "scaled",
             Self::Added => "added",
@@ -138,6 +138,7 @@ struct Layout {
     label_logits: Option<usize>,
     sums: Option<usize>,
     values: Option<usize>,
+    rounded: Option<usize>,
     bytes: usize,
 }
 
@@ -145,13 +146,13 @@ impl FusedProduct {
     /// The scratch that the forward pass cannot do without, in bytes.
     #[must_use]
     pub fn least_scratch_bytes(&self) -> usize {
-        self.layout(1).bytes
+        self.layout(1, Epilogue::Forward).bytes
     }
 
     /// The scratch that it has a use for, in bytes. With less, clusters may get unequal shares.
     #[must_use]
     pub fn scratch_bytes(&self) -> usize {
-        self.layout(MOST_PARTS.min(self.tiles(self.vocab))).bytes
+        self.layout(MOST_PARTS.min(self.tiles(self.vocab)), Epilogue::Forward).bytes
     }
 
     /// Bytes of what is known between products of so many tokens, and of their labels among the
@@ -176,11 +177,11 @@ impl FusedProduct {
     }
 
     /// Where that is of a token.
-    fn gradient_of(of_tokens: *mut c_void, token: usize) -> *mut c_void {
+    pub(crate) fn gradient_of(of_tokens: *mut c_void, token: usize) -> *mut c_void {
         of_tokens.wrapping_byte_add(ALIGNMENT + GRADIENT_BYTES * token)
     }
 
-    fn layout(&self, parts: usize) -> Layout {
+    fn layout(&self, parts: usize, epilogue: Epilogue) -> Layout {
         let mut bytes = 0;
         let mut take = |of_token: usize| {
             let at = bytes;
@@ -190,7 +191,8 @@ impl FusedProduct {
         let label_logits = take(4);
         let sums = take(parts * SUM_BYTES);
         let values = take(if self.options.label_smoothing == 0.0 { 0 } else { parts * 4 });
-        Layout { label_logits, sums, values, bytes }
+        let rounded = take(if epilogue == Epilogue::Numerators { parts * 4 } else { 0 });
+        Layout { label_logits, sums, values, rounded, bytes }
     }
 
     fn tiles(&self, columns: usize) -> usize {
@@ -237,9 +239,9 @@ impl FusedProduct {
 
     /// Parts that there is scratch for, [`MOST_PARTS`] of each of so many places at most, and one of
     /// each at least.
-    fn parts_in(&self, bytes: usize, places: usize) -> Result<usize> {
-        let fits = |parts: usize| self.layout(parts).bytes <= bytes;
-        let needed = self.layout(places).bytes;
+    fn parts_in(&self, bytes: usize, places: usize, epilogue: Epilogue) -> Result<usize> {
+        let fits = |parts: usize| self.layout(parts, epilogue).bytes <= bytes;
+        let needed = self.layout(places, epilogue).bytes;
         let parts = (places..=MOST_PARTS * places).rev().find(|&parts| fits(parts));
         parts.ok_or(Error::Scratch { bytes, needed })
     }
@@ -278,7 +280,7 @@ impl FusedProduct {
         outputs: TokenOutputs,
         scratch: Scratch,
     ) -> Result<()> {
-        let most = self.parts_in(scratch.bytes, 1)?;
+        let most = self.parts_in(scratch.bytes, 1, Epilogue::Forward)?;
         let Columns { first, count, carried } = columns;
         self.check_columns(first, count, count)?;
         if self.tokens == 0 || count == 0 {
@@ -383,33 +385,6 @@ impl FusedProduct {
         Ok(())
     }
 
-    /// Has `stream` write logits, of the columns that `logits` has.
-    ///
-    /// # Errors
-    /// As those of [`backward`](Self::backward).
-    ///
-    /// # Safety
-    /// As for [`forward`](Self::forward).
-    pub(crate) unsafe fn logits(
-        &self,
-        stream: RawStream,
-        operands: Operands,
-        logits: DLogits,
-    ) -> Result<()> {
-        self.check_place("logits", logits)?;
-        if self.tokens == 0 || logits.columns == 0 {
-            return Ok(());
-        }
-        // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(Epilogue::Logits, stream) }?;
-        let parts = self.parts_or_shares(logits.columns, ready.clusters);
-        let none = Scratch { at: null_mut(), bytes: 0 };
-        let arguments =
-            self.arguments(Epilogue::Logits, operands, (logits, logits.columns), parts, none)?;
-        // SAFETY: passed on from this function's contract.
-        unsafe { ready.launch_product(stream, &arguments) }
-    }
-
     /// What all of them take, but for outputs and cotangents: of so many columns, of which `logits` has
     /// a place for the first.
     fn arguments(
@@ -443,7 +418,7 @@ impl FusedProduct {
             TensorMap::none()
         };
         let layout = match epilogue {
-            Epilogue::Forward | Epilogue::Numerators => self.layout(parts),
+            Epilogue::Forward | Epilogue::Numerators => self.layout(parts, epilogue),
             _ => Layout::default(),
         };
         let place = |offset: Option<usize>| {
@@ -455,6 +430,7 @@ impl FusedProduct {
             dlogits,
             sums: place(layout.sums),
             values: place(layout.values).cast(),
+            rounded: place(layout.rounded).cast(),
             label_logits: place(layout.label_logits).cast(),
             bias: operands.bias_from(first_column),
             blocks: count(width.div_ceil(block as usize)),
@@ -481,7 +457,9 @@ impl FusedProduct {
     /// The variant of an epilogue, of which those that compute no logits' sums have one.
     fn variant(&self, epilogue: Epilogue) -> Variant {
         match epilogue {
-            Epilogue::Forward | Epilogue::Backward => Variant::of(&self.options),
+            Epilogue::Forward | Epilogue::Backward | Epilogue::Numerators => {
+                Variant::of(&self.options)
+            }
             _ => Variant::Basic,
         }
     }
@@ -511,7 +489,32 @@ impl FusedProduct {
         unsafe { self.launch_on_parts(name, (threads_of_token, 1), stream, arguments) }
     }
 
-    /// The same, of so many parts of a token.
+    /// Runs a kernel whose CTAs take turns at rows.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_on_rows(
+        &self,
+        name: &str,
+        stream: RawStream,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        let device = Device::current()?;
+        // SAFETY: passed on from this function's contract.
+        let code = unsafe { library::kept_kernel(name, device, stream) }?;
+        let most = device.limits().multiprocessors.max(1) * CTAS_OF_ROWS;
+        let extent = Extent {
+            ctas: count(self.tokens).min(most),
+            rows: 1,
+            threads: arguments::TOKEN_THREADS,
+            shared_bytes: 0,
+            cluster: None,
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
+    }
+
+    /// The same as [`launch_on_tokens`](Self::launch_on_tokens), of so many parts of a token.
     ///
     /// # Safety
     /// As for [`Driver::launch`].
@@ -548,15 +551,18 @@ impl Arguments {
             row,
             sums: null_mut(),
             values: null_mut(),
+            rounded: null_mut(),
             label_logits: null_mut(),
             gradients: null_mut(),
             bias: null(),
             gate: null(),
-            overflow: null_mut(),
+            lifts: null_mut(),
+            lifted: null_mut(),
             labelled: null_mut(),
             hidden_rows: null(),
             weight_rows: null(),
             scaled_rows: null_mut(),
+            dbias: null_mut(),
             width: 0,
             vocab_step: 0,
             width_step: 0,
@@ -688,14 +694,16 @@ mod tests {
     #[test]
     fn places_share_parts_and_the_widest_choose() {
         let shares = |places: &[usize], parts| PRODUCT.share_parts(places, 66, parts);
+        let layout = |parts| PRODUCT.layout(parts, Epilogue::Numerators);
+        let parts_in = |bytes, places| PRODUCT.parts_in(bytes, places, Epilogue::Numerators);
         assert_eq!(shares(&[128_256], 63), [33]);
         // Halves would be 31 each, and the wider one 3 % longer for it.
         assert_eq!(shares(&[28_000, 100_256], 63), [2, 33]);
         assert_eq!(shares(&[28_000, 100_256], 2), [1, 1]);
-        assert_eq!(PRODUCT.parts_in(PRODUCT.layout(63).bytes, 2), Ok(63));
-        assert_eq!(PRODUCT.parts_in(1 << 30, 2), Ok(2 * MOST_PARTS));
-        let message = PRODUCT.parts_in(PRODUCT.layout(1).bytes, 2).unwrap_err().to_string();
-        assert_eq!(message, "scratch of 98304 bytes is too little; 163840 bytes are needed");
+        assert_eq!(parts_in(layout(63).bytes, 2), Ok(63));
+        assert_eq!(parts_in(1 << 30, 2), Ok(2 * MOST_PARTS));
+        let message = parts_in(layout(1).bytes, 2).unwrap_err().to_string();
+        assert_eq!(message, "scratch of 131072 bytes is too little; 229376 bytes are needed");
     }
 
     #[test]
@@ -707,10 +715,11 @@ mod tests {
         let smooth = FusedProduct { options, ..PRODUCT };
         assert_eq!(smooth.scratch_bytes(), (4 + 66 * 12) * tokens);
         for parts in [1, 2, 33, 66] {
-            let bytes = smooth.layout(parts).bytes;
-            assert_eq!(smooth.parts_in(bytes, 1), Ok(parts));
+            let bytes = smooth.layout(parts, Epilogue::Forward).bytes;
+            assert_eq!(smooth.parts_in(bytes, 1, Epilogue::Forward), Ok(parts));
         }
-        let message = PRODUCT.parts_in(12 * tokens - 1, 1).unwrap_err().to_string();
+        let few = PRODUCT.parts_in(12 * tokens - 1, 1, Epilogue::Forward);
+        let message = few.unwrap_err().to_string();
         assert_eq!(message, "scratch of 98303 bytes is too little; 98304 bytes are needed");
     }
 

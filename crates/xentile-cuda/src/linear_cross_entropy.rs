@@ -1,13 +1,14 @@
 //! Cross-entropy of hidden states against an output matrix, in as much scratch as is allowed.
 //!
-//! Logits are made a chunk at a time by a product of cuBLASLt, the kernels of
-//! [`cross_entropy`](crate::cross_entropy) turn them into sums or, in place, into their gradient, and
-//! two more products take that from there; a bias is added to sums before a logit is rounded, and its
-//! gradient is what dlogits of all tokens add up to. Sums over chunks are in f32 and rounded once. Every order
-//! is fixed, so that results are the same from run to run.
+//! Logits are sums in f32, with a bias, and are never rounded. On Hopper products that have the
+//! cross-entropy in them ([`fused_product`](crate::fused_product)) make numerators of p, or dlogits, of a
+//! chunk at a time, and two more products take that from there; elsewhere a product of cuBLASLt makes
+//! logits, few at a time where operands have 16 bits, for the kernels of
+//! [`cross_entropy`](crate::cross_entropy). Sums over chunks are in f32 and rounded once. Every order is
+//! fixed, so that results are the same from run to run.
 //!
-//! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or
-//! logits that need not be made again.
+//! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or what
+//! need not be made again.
 
 mod cut;
 mod run;
@@ -44,16 +45,16 @@ pub struct Linear {
     /// Where the backward pass sweeps for dhidden and for dweight one after the other, so that sums of
     /// one chunk are all it keeps, for one product more: the chunks of the second sweep.
     pub apart: Option<Extents>,
-    /// Where the fused pass takes chunks of columns: logits that it need not make again, besides
-    /// those of its last chunk. For a weight `[V, D]`.
+    /// Where the fused pass takes chunks of columns: those that it need not make again, besides its
+    /// last chunk. For a weight `[V, D]`.
     pub kept: Option<Kept>,
     /// In the place of both: columns, the vocabulary's first, whose logits the fused pass makes once,
     /// with gradients of so many tokens at a time, before it goes over the others in chunks of any
     /// extents. For a weight `[V, D]`.
     pub once: Option<Extents>,
-    /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With a
-    /// bias, 16-bit logits that no product of Hopper's makes pass through it in f32: a MiB or more
-    /// is right there, and 256 bytes are the least.
+    /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With
+    /// operands of 16 bits, logits that no product of Hopper's makes are there in f32: some MiB are
+    /// right then, and 256 bytes are the least.
     pub workspace_bytes: usize,
     /// The tile of the kernels over logits, where it is not the planned one.
     pub time_block: Option<usize>,
@@ -169,7 +170,7 @@ impl Linear {
     ) -> Result<()> {
         let (sweep, stream) = (run.sweep, run.stream);
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
-        let all_columns = || columns.chunks(sweep.chunk.columns);
+        let all_columns = || columns.evenly(sweep.chunk.columns);
         // SAFETY: passed on from this function's contract.
         unsafe { run.prepare(saved, cotangents) }?;
         let chunk = |tokens: Chunk, columns: Chunk| -> Result<()> {
@@ -255,9 +256,9 @@ impl Linear {
         // SAFETY: passed on from this function's contract.
         unsafe {
             if columns < self.vocab {
-                self.fused_by_columns(&run, stream, dloss, outputs, gradients)
+                self.fused_by_columns(&run, dloss, outputs, gradients)
             } else {
-                self.fused_by_tokens(&run, stream, dloss, outputs, gradients)
+                self.fused_by_tokens(&run, dloss, outputs, gradients)
             }
         }
     }
@@ -269,19 +270,24 @@ impl Linear {
     unsafe fn fused_by_tokens(
         &self,
         run: &Run,
-        stream: *mut c_void,
         dloss: *const f32,
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
         let columns = self.all_columns();
+        let first = Chunk { first: 0, count: self.chunk.tokens.min(self.tokens) };
+        let has_numerators = run.has_numerators(first, 1);
+        if !has_numerators && self.dtype != DType::F32 {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.by_lse(run, columns, dloss, outputs, gradients) };
+        }
         for tokens in chunks(self.tokens, self.chunk.tokens) {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
             unsafe {
-                if run.has_numerators(tokens, 1)? {
-                    run.by_numerators(&[block], dloss, outputs, [of_hidden, of_weight])?;
+                if has_numerators {
+                    run.by_numerators(&[block], dloss, outputs, gradients)?;
                     continue;
                 }
                 run.fused(&block, dloss, outputs)?;
@@ -291,46 +297,100 @@ impl Linear {
             }
         }
         // SAFETY: as above.
-        unsafe { of_weight.end(stream, columns, run.spare()) }
+        unsafe { of_weight.end(run.stream, columns, run.spare()) }
     }
 
-    /// The fused pass over chunks of columns, which goes over them for lse and again for gradients.
-    /// The last chunk's logits are there still, and those that the weight's gradient had room for.
-    /// Where these are all, numerators take their place.
+    /// Fills `outputs`, and makes gradients of what is in them: two products for each logit.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn by_lse(
+        &self,
+        run: &Run,
+        columns: Chunk,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        gradients: Gradients,
+    ) -> Result<()> {
+        let (saved, cotangents) = of_outputs(dloss, outputs);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            run.lse(columns, outputs)?;
+            self.sweep(run, columns, saved, cotangents, gradients)
+        }
+    }
+
+    /// The fused pass over chunks of columns. Numerators of some have a place, in the scratch or in the
+    /// memory of the weight's gradient; the others are gone over for lse and again for gradients.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
     unsafe fn fused_by_columns(
         &self,
         run: &Run,
-        stream: *mut c_void,
         dloss: *const f32,
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let Columns { kept, again, last } = self.columns();
-        let slot = self.kept.map_or(1, |kept| kept.slot);
-        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
-        let tokens = self.all_tokens();
-        let block = |&columns: &Chunk| run.block(tokens, columns);
-        let kept: Vec<_> =
-            kept.iter().map(|&columns| run.kept_block(columns, slot, gradients)).collect();
-        let (all_again, last) = (Chunk::over(&again), block(&last));
-        let all = [&kept[..], &[last]].concat();
-        if again.is_empty() && run.has_numerators(tokens, all.len())? {
-            // SAFETY: passed on from this function's contract; kept numerators lie as logits do.
-            return unsafe { run.by_numerators(&all, dloss, outputs, [of_hidden, of_weight]) };
+        if self.dtype == DType::F32 {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.fused_by_columns_of_f32(run, dloss, outputs, gradients) };
         }
-        let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
-        let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
+        let Columns { kept, last, again } = self.columns();
+        let blocks = self.blocks_once(run, &kept, last, gradients);
+        if !run.has_numerators(self.all_tokens(), blocks.len()) {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.by_lse(run, self.all_columns(), dloss, outputs, gradients) };
+        }
+        let (saved, cotangents) = of_outputs(dloss, outputs);
+        // SAFETY: passed on from this function's contract. Kept numerators lie where nothing is
+        // written before they were read for the last time: see `kept_at`.
+        unsafe {
+            run.by_numerators(&blocks, dloss, outputs, gradients)?;
+            if again.count == 0 {
+                return Ok(());
+            }
+            self.sweep(run, again, saved, cotangents, gradients)
+        }
+    }
+
+    /// Columns that are made once: those that are kept, and the last in the scratch.
+    fn blocks_once(
+        &self,
+        run: &Run,
+        kept: &[Chunk],
+        last: Chunk,
+        gradients: Gradients,
+    ) -> Vec<Block> {
+        let slot = self.kept.map_or(1, |kept| kept.slot);
+        let kept = kept.iter().map(|&columns| run.kept_block(columns, slot, gradients));
+        kept.chain([run.block(self.all_tokens(), last)]).collect()
+    }
+
+    /// The same with operands of f32, whose logits are kept.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn fused_by_columns_of_f32(
+        &self,
+        run: &Run,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        gradients: Gradients,
+    ) -> Result<()> {
+        let Columns { kept, last, again } = self.columns();
+        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+        let blocks = self.blocks_once(run, &kept, last, gradients);
+        let (saved, cotangents) = of_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract. Kept logits lie where nothing is written
         // before they were read for the last time: see `kept_at`.
         unsafe {
-            for block in &kept {
+            let Some((last, kept)) = blocks.split_last() else { return Ok(()) };
+            for block in kept {
                 run.forward(block, outputs)?;
             }
-            run.lse(all_again, outputs)?;
-            run.fused(&last, dloss, outputs)?;
+            run.lse(again, outputs)?;
+            run.fused(last, dloss, outputs)?;
             run.prepare(saved, cotangents)?;
             let add = |block: &Block, first| -> Result<()> {
                 run.add_to_bias(gradients, block, true)?;
@@ -341,17 +401,18 @@ impl Linear {
                 run.backward(block, saved, cotangents)?;
                 add(block, index == 0)?;
             }
-            add(&last, kept.is_empty())?;
-            for block in again.iter().map(block) {
+            add(last, kept.is_empty())?;
+            for columns in again.evenly(self.chunk.columns) {
+                let block = run.block(self.all_tokens(), columns);
                 run.dlogits(&block, saved, cotangents)?;
                 add(&block, false)?;
             }
-            of_hidden.end(stream, tokens, run.spare())
+            of_hidden.end(run.stream, self.all_tokens(), run.spare())
         }
     }
 
     /// The fused pass over some columns by chunks of tokens, while the others are added up only; and
-    /// over those once more, for gradients. Where no product adds up, that is over all.
+    /// over those once more, for gradients. Where there are no numerators, that is over all.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -365,38 +426,19 @@ impl Linear {
         let Extents { tokens, columns } = once.sweep.chunk;
         let all = self.all_columns();
         let [columns, rest] = all.split_at(columns);
-        let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
-        let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
         let first = Chunk { first: 0, count: tokens.min(self.tokens) };
-        let has_numerators = once.has_numerators(first, 1)?;
-        if !has_numerators && !once.adds_up(first, once.workspace()) {
+        if !once.has_numerators(first, 1) {
             // SAFETY: passed on from this function's contract.
-            return unsafe {
-                again.lse(all, outputs)?;
-                self.sweep(again, all, saved, cotangents, gradients)
-            };
+            return unsafe { self.by_lse(again, all, dloss, outputs, gradients) };
         }
-        let of_weight = once.of_weight(gradients);
-        let totals = [once.of_hidden(gradients), of_weight];
-        for tokens in chunks(self.tokens, tokens) {
-            let block = once.block(tokens, columns);
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                if has_numerators {
-                    once.by_some_numerators(&block, dloss, outputs, totals)?;
-                    continue;
-                }
-                once.forward(&block, outputs)?;
-                once.add_up(tokens, rest, outputs, once.workspace())?;
-                once.backward(&block, saved, cotangents)?;
-                once.add_to_bias(gradients, &block, tokens.first == 0)?;
-                once.add_to_hidden(totals[0], &block, true)?;
-                once.add_to_weight(of_weight, &block, tokens.first == 0)?;
-            }
-        }
-        // SAFETY: as above.
+        let (saved, cotangents) = of_outputs(dloss, outputs);
+        // SAFETY: passed on from this function's contract.
         unsafe {
-            of_weight.end(once.stream, columns, once.spare())?;
+            for tokens in chunks(self.tokens, tokens) {
+                let block = once.block(tokens, columns);
+                once.by_some_numerators(&block, dloss, outputs, gradients)?;
+            }
+            once.of_weight(gradients).end(once.stream, columns, once.spare())?;
             self.sweep(again, rest, saved, cotangents, gradients)
         }
     }
@@ -408,6 +450,12 @@ impl Linear {
     fn all_columns(&self) -> Chunk {
         Chunk { first: 0, count: self.vocab }
     }
+}
+
+/// What a backward pass takes of a fused one's outputs, for cotangents of the losses.
+fn of_outputs(dloss: *const f32, outputs: TokenOutputs) -> (SavedLse, Cotangents) {
+    let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
+    (saved, Cotangents { loss: dloss, logps: null(), lse: null() })
 }
 
 #[cfg(test)]

@@ -56,16 +56,18 @@ typedef struct {
   struct {
     float c, exponentials;
   }* sums;
-  float *values, *label_logits;
+  float *values, *rounded, *label_logits;
   struct {
     float c, factor, offset;
     int32_t target;
   }* gradients;
   const float* bias;
   const uint32_t* gate;
-  uint32_t *overflow, *labelled;
+  uint16_t* lifts;
+  uint32_t *lifted, *labelled;
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
+  float* dbias;
   int64_t width, vocab_step, width_step, written;
   void* part;
   int64_t part_first, part_count, part_stride;
@@ -155,34 +157,78 @@ static int is_idle(const Rows* a, int64_t row) {
   return label_of(a, row) == a->ignore_index || a->dloss[row] == 0;
 }
 
-/* A row of numerators, of logits `x`, and its sum, which is all the first part's. */
-static void write_numerators(const Product* a, int dtype, int64_t row, const double* x) {
-  const Rows* rows = &a->row;
-  double sum = 0;
-  for (int64_t v = 0; v < rows->columns; ++v) {
-    const double e = exp2(x[v] / log(2) + a->gradients[row].c);
-    sum += (float)e;
-    if (v < (int64_t)a->dlogits.extents[0]) {
-      store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : e);
-    }
-    if (rows->first_column + v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
-  }
-  for (uint32_t part = 0; part < a->parts; ++part) {
-    const int first = part == 0;
-    a->sums[part * rows->tokens + row].c = first ? a->gradients[row].c : 1e30f;
-    a->sums[part * rows->tokens + row].exponentials = first ? (float)sum : 0;
-  }
-  if (!(sum <= 0x1p64) && a->overflow) *a->overflow = 1;
+/* A number in 16 bits, as kernels read it again. */
+static double rounded_to(int dtype, double value) {
+  uint16_t bits;
+  store(&bits, dtype, 0, value);
+  return load(&bits, dtype, 0);
 }
 
-/* The sums of a row, of the forward pass before numerators that are made again. */
-static void write_sums(const Product* a, int64_t row, const double* x) {
-  const RowSum sum = sum_of(&a->row, row, x);
-  a->sums[row].c = sum.c / logf(2), a->sums[row].exponentials = sum.exponentials;
-  for (uint32_t part = 1; part < a->parts; ++part) {
-    a->sums[part * a->row.tokens + row].c = 1e30f;
-    a->sums[part * a->row.tokens + row].exponentials = 0;
+enum { TILE = 256, LIFT_BITS = 8 };
+
+/* A row of numerators, of logits `x`, and its sums, which are all the first part's. */
+static void write_numerators(const Product* a, int dtype, int64_t row, const double* x) {
+  const Rows* rows = &a->row;
+  double sum = 0, rounded = 0, values = 0;
+  int lifts = 0;
+  const int64_t placed = (int64_t)a->dlogits.extents[0];
+  for (int64_t first = 0; first < rows->columns; first += TILE) {
+    const int64_t end = first + TILE < rows->columns ? first + TILE : rows->columns;
+    double most = -INFINITY;
+    for (int64_t v = first; v < end; ++v) most = fmax(most, capped(rows, x[v]));
+    const double bits = most / log(2) + a->gradients[row].c - LIFT_BITS * lifts;
+    if (bits >= 74) {
+      const int steps = (int)ceil((bits + 58) / LIFT_BITS);
+      sum *= exp2(-LIFT_BITS * steps), rounded *= exp2(-LIFT_BITS * steps), lifts += steps;
+    }
+    for (int64_t v = first; v < end; ++v) {
+      const double z = capped(rows, x[v]), c = a->gradients[row].c - LIFT_BITS * lifts;
+      const double e = exp2(z / log(2) + c);
+      sum += e, values += z;
+      const double slope = rows->softcap > 0 ? 1 - z * z / rows->softcap / rows->softcap : 1;
+      const double least = rows->label_smoothing > 0 && z > -INFINITY ? 0x1p-126 : 0;
+      const double written = fmax(e * slope, least);
+      rounded += rows->softcap > 0 ? e : rounded_to(dtype, written);
+      if (v < placed) {
+        store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : written);
+      }
+      if (rows->first_column + v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
+    }
+    if (lifts > 0 && first < placed) {
+      a->lifts[first / TILE * rows->tokens + row] = (uint16_t)lifts;
+      *a->lifted = 1;
+    }
   }
+  for (uint32_t part = 0; part < a->parts; ++part) {
+    const int64_t at = part * rows->tokens + row;
+    const int is_first = part == 0;
+    a->sums[at].c = is_first ? a->gradients[row].c - LIFT_BITS * lifts : 1e30f;
+    a->sums[at].exponentials = is_first ? (float)sum : 0;
+    a->rounded[at] = is_first ? (float)rounded : 0;
+    if (a->values) a->values[at] = is_first ? (float)values : 0;
+  }
+}
+
+/* What the parts of a row add up to, from the highest of their origins. */
+static RowSum merged(const Product* a, int64_t row, double* rounded) {
+  RowSum all = {1e30f, 0, 0, 0};
+  for (uint32_t part = 0; part < a->parts; ++part) {
+    all.c = fminf(all.c, a->sums[part * a->row.tokens + row].c);
+  }
+  *rounded = 0;
+  for (uint32_t part = 0; part < a->parts; ++part) {
+    const int64_t at = part * a->row.tokens + row;
+    const double scale = exp2(all.c - a->sums[at].c);
+    all.exponentials += (float)(scale * a->sums[at].exponentials);
+    *rounded += scale * a->rounded[at];
+    if (a->values) all.values += a->values[at];
+  }
+  return all;
+}
+
+/* What the uniform target takes off each numerator of a row. */
+static double uniform_share(const Rows* rows, int64_t row, double at_p, double rounded) {
+  return rounded * rows->dloss[row] * rows->label_smoothing / rows->vocab / at_p;
 }
 
 /* What a row's label's numerator lacks of the hidden states' gradient. */
@@ -206,13 +252,10 @@ static int compute_numerators(const Product* a, const char* what) {
   for (int64_t row = 0; row < rows->tokens; ++row) {
     const int64_t label = rows->labels ? label_of(rows, row) : -1;
     const int has_label = label != rows->ignore_index && label >= 0 && label < rows->vocab;
-    /* What parts have is multiples of one power, or nothing. */
-    double sum = a->sums ? 0 : 1;
-    const double c = a->sums ? a->sums[row].c : 0;
-    for (uint32_t part = 0; a->sums && part < a->parts; ++part) {
-      sum += a->sums[part * rows->tokens + row].exponentials;
-    }
-    const double lse = (log2(sum) - c) * log(2);
+    double rounded = 1;
+    const RowSum all = a->sums ? merged(a, row, &rounded) : (RowSum){0, 1, 0, 0};
+    const double sum = all.exponentials, lse = (log2(sum) - all.c) * log(2);
+    const double at_p = rows->dloss ? rows->dloss[row] * (1 + 2 * rows->z_loss * lse) : 1;
     if (strncmp(what, "begin", 5) == 0) {
       const int64_t column = has_label ? label : 0;
       double logit = 0;
@@ -220,27 +263,35 @@ static int compute_numerators(const Product* a, const char* what) {
         const int64_t at = d * a->width_step + column * a->vocab_step;
         logit += load(a->hidden_rows, BF16, row * a->width + d) * load(a->weight_rows, BF16, at);
       }
-      /* Sometimes far enough away for a sum that is too large. */
-      if (getenv("FAKE_OVERFLOW")) logit -= 100;
-      a->gradients[row].c = (float)(-logit / log(2));
+      if (a->bias) logit += a->bias[column];
+      logit = capped(rows, logit);
+      /* Sometimes far enough away for an origin that has to be lifted, in any tile. */
+      if (getenv("FAKE_LIFTS")) logit -= 30 + 40 * (row % 3);
+      a->gradients[row].c = (float)(rint(-logit / log(2)) - 58);
       a->gradients[row].factor = !is_idle(rows, row);
       a->gradients[row].target = has_label ? (int32_t)label : -1;
-      *a->overflow = 0;
+      *a->lifted = 0;
       if (has_label) a->labelled[label / 32] |= 1u << label % 32;
-    } else if (strcmp(what, "again") == 0) {
-      a->gradients[row].c = (float)(-lse / log(2));
+    } else if (strcmp(what, "align") == 0) {
+      if (is_idle(rows, row)) continue;
+      const double share = uniform_share(rows, row, at_p, rounded);
+      for (int64_t v = 0; v < a->part_count; ++v) {
+        const int64_t at = row * rows->stride + v;
+        const double lift = LIFT_BITS * a->lifts[v / TILE * rows->tokens + row];
+        const double e = load(rows->dlogits, BF16, at);
+        if (e != 0) store(rows->dlogits, BF16, at, e * exp2(all.c - a->gradients[row].c + lift) - share);
+      }
     } else if (strcmp(what, "end") == 0) {
-      const RowSum all = {-(float)lse, 1, 0, has_label ? a->label_logits[row] : 0};
-      end_row(rows, row, all, rows->every_token || !is_idle(rows, row));
-      const double at_p = rows->dloss[row] * (1 + 2 * rows->z_loss * lse);
-      const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / sum : NAN;
+      RowSum row_sum = {-(float)lse, 1, all.values, 0};
+      if (has_label) row_sum.label = (float)capped(rows, a->label_logits[row]);
+      end_row(rows, row, row_sum, rows->every_token || !is_idle(rows, row));
+      const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / rounded : NAN;
       a->gradients[row].factor = (float)factor, a->gradients[row].offset = 0;
       if (factor != 0 && has_label && label < a->written) {
-        const double p = exp(a->label_logits[row] - lse);
-        const double dz = at_p * p - rows->dloss[row];
-        uint16_t rounded;
-        store(&rounded, BF16, 0, dz / factor);
-        a->label_logits[row] = (float)load(&rounded, BF16, 0);
+        const double z = capped(rows, a->label_logits[row]), uniform = rows->label_smoothing;
+        double dz = at_p * exp(z - lse) - rows->dloss[row] * (1 - uniform + uniform / rows->vocab);
+        if (rows->softcap > 0) dz *= 1 - z * z / rows->softcap / rows->softcap;
+        a->label_logits[row] = (float)rounded_to(BF16, dz / factor);
         a->gradients[row].offset = (float)(dz - (float)factor * a->label_logits[row]);
         write_label(a, row, label);
       }
@@ -261,14 +312,14 @@ static int compute_numerators(const Product* a, const char* what) {
       if (target < 0) continue;
       const int to = strstr(what, "bf16") ? BF16 : F32;
       const double e = load(rows->dlogits, BF16, row * rows->stride + target), f = a->gradients[row].factor;
+      const int is_here = strstr(what, "_dv") || (target >= a->part_first && target < a->part_first + a->part_count);
+      if (a->dbias && is_here) a->dbias[target] += a->gradients[row].offset;
       for (int64_t d = 0; d < a->width; ++d) {
         const int64_t of_part = (strstr(what, "_dv") ? d : target) - a->part_first;
         if (of_part < 0 || of_part >= a->part_count) continue;
         const int64_t at = of_part * a->part_stride + (strstr(what, "_dv") ? target : d);
         const double h = load(a->hidden_rows, BF16, row * a->width + d);
-        uint16_t scaled;
-        store(&scaled, BF16, 0, f * h);
-        const double more = (f * e + a->gradients[row].offset) * h - e * load(&scaled, BF16, 0);
+        const double more = (f * e + a->gradients[row].offset) * h - e * rounded_to(BF16, f * h);
         /* Whoever is the first of those with a label writes. */
         int is_first = a->labelled != NULL;
         for (int64_t other = 0; other < row; ++other) is_first &= a->gradients[other].target != target;
@@ -281,8 +332,8 @@ static int compute_numerators(const Product* a, const char* what) {
   return 0;
 }
 
-/* A product that has the cross-entropy in it, or writes logits; of others than numerators the kernels
- * before and after it have nothing left to do. */
+/* A product that has the cross-entropy in it; of others than numerators the kernels before and after it
+ * have nothing left to do. */
 static void multiply(const Product* a, const char* name, int dtype) {
   const Rows* rows = &a->row;
   const size_t width = a->hidden.extents[0], step = a->weight.stride_bytes / 2;
@@ -323,16 +374,9 @@ static void multiply(const Product* a, const char* name, int dtype) {
         store(a->dlogits.at, dtype, row * rows->stride + v, scaled);
         continue;
       }
-      uint16_t rounded;
-      store(&rounded, dtype, 0, sum);
-      x[v] = load(&rounded, dtype, 0);
-      if (strstr(name, "logits")) {
-        store(a->dlogits.at, dtype, row * a->dlogits.stride_bytes / 2 + v, sum);
-      }
+      x[v] = sum;
     }
-    if (strstr(name, "_logits")) continue;
     if (strstr(name, "numerators")) write_numerators(a, dtype, row, x);
-    else if (strstr(name, "forward") && a->gate) write_sums(a, row, x);
     else if (!strstr(name, "scaled"))
       compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
   }
@@ -343,6 +387,7 @@ static void multiply(const Product* a, const char* name, int dtype) {
  * them, by one. */
 typedef struct {
   const void* from;
+  const float* factors;
   float* to;
   int64_t rows, columns, stride, to_stride;
   uint32_t adds;
@@ -353,7 +398,7 @@ static void sum_columns(const Bias* a, int dtype, int64_t parts) {
     for (int64_t v = 0; v < a->columns; ++v) {
       double sum = a->adds ? a->to[part * a->to_stride + v] : 0;
       for (int64_t row = a->rows * part / parts; row < a->rows * (part + 1) / parts; ++row) {
-        sum += load(a->from, dtype, row * a->stride + v);
+        sum += load(a->from, dtype, row * a->stride + v) * (a->factors ? a->factors[4 * row + 1] : 1);
       }
       a->to[part * a->to_stride + v] = (float)sum;
     }

@@ -6,6 +6,7 @@ mirror! {
     /// See kernels/bias.cu.
     pub(crate) struct Arguments = BiasArguments {
         from: *const c_void,
+        factors: *const c_void,
         to: *mut f32,
         rows: i64,
         columns: i64,

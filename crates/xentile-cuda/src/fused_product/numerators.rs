@@ -8,7 +8,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
-use super::{MOST_PARTS, SUM_BYTES, arguments, check, count};
+use super::{SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
 use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
@@ -22,12 +22,24 @@ const WARP: usize = 32;
 /// Tokens of a call at most: all labels are compared with one another.
 const MOST_TOKENS: usize = 1 << 15;
 
-/// Whether there are numerators of so many tokens for `options`: they have the range of f32, and no
-/// logit is needed but for them.
+/// Bytes of a tile's origin of a token.
+const LIFT_BYTES: usize = 2;
+
+/// Whether there are numerators of so many tokens for `options`: they have the range of f32. What a
+/// uniform target takes off is one number a row, unless a softcap's derivative multiplies it.
 #[must_use]
 pub fn numerators_support(dtype: DType, tokens: usize, options: &CrossEntropy) -> bool {
-    let plain = options.softcap.is_none() && options.label_smoothing == 0.0;
-    dtype == DType::Bf16 && tokens <= MOST_TOKENS && plain
+    let one_share = options.softcap.is_none() || options.label_smoothing == 0.0;
+    dtype == DType::Bf16 && tokens <= MOST_TOKENS && one_share
+}
+
+/// Bytes of the origins of so many tokens' numerators, in places of so many columns.
+pub(crate) fn lifts_bytes(tokens: usize, places: impl Iterator<Item = usize>) -> usize {
+    LIFT_BYTES * tokens * places.map(tiles_of).sum::<usize>()
+}
+
+fn tiles_of(columns: usize) -> usize {
+    columns.div_ceil(arguments::TILE_COLUMNS as usize)
 }
 
 /// Where numerators go, and what is kept beside them.
@@ -42,6 +54,8 @@ pub struct Numerators<'a> {
     /// nothing else writes between [`numerators`](FusedProduct::numerators) and
     /// [`times_weight`](FusedProduct::times_weight).
     pub of_tokens: *mut c_void,
+    /// Room for [`lifts_bytes`] of all places, at a multiple of 256.
+    pub lifts: *mut c_void,
 }
 
 /// Rows of sums in f32 that a kernel multiplies by factors, and where they go.
@@ -74,35 +88,35 @@ impl FusedProduct {
         if !numerators_support(dtype, tokens, &options) {
             return Err(Error::Numerators { dtype, tokens, most: MOST_TOKENS });
         }
-        let Numerators { places, scaled, of_tokens } = to;
-        let most = self.parts_in(scratch.bytes, places.len().max(1))?;
+        let Numerators { places, scaled, of_tokens, lifts } = to;
+        let most = self.parts_in(scratch.bytes, places.len().max(1), Epilogue::Numerators)?;
         check_alignment("scaled hidden states", scaled)?;
         places.iter().try_for_each(|&place| self.check_place("numerators", place))?;
         if tokens == 0 || vocab == 0 {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let (product, forward) = unsafe {
-            (self.ready(Epilogue::Numerators, stream)?, self.ready(Epilogue::Forward, stream)?)
-        };
-        let (flag, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
+        let product = unsafe { self.ready(Epilogue::Numerators, stream) }?;
+        let (lifted, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
         let written = places.last().map_or(0, |last| last.first_column + last.columns);
         let of_pass = |epilogue, place: DLogits, columns, parts| -> Result<Arguments> {
             let common = self.arguments(epilogue, operands, (place, columns), parts, scratch)?;
+            let rounded = self.layout(parts, Epilogue::Numerators).rounded.unwrap_or_default();
             Ok(Arguments {
                 row: Row { dlogits: place.at, dloss, ..common.row.with_outputs(outputs) },
+                rounded: scratch.at.wrapping_byte_add(rounded).cast(),
                 gradients: Self::gradient_of(of_tokens, 0),
-                overflow: flag,
+                lifts: lifts.cast(),
+                lifted,
                 labelled,
                 hidden_rows: operands.hidden,
                 scaled_rows: scaled,
                 written: written as i64,
+                part_first: place.first_column as i64,
+                part_count: place.columns as i64,
                 ..self.with_weight(operands.weight, common)
             })
         };
-        let nowhere = DLogits { at: null_mut(), stride: vocab, first_column: 0, columns: vocab };
-        let parts = self.parts(vocab, forward.clusters, most.min(MOST_PARTS));
-        let all = of_pass(Epilogue::Forward, nowhere, vocab, parts)?;
         // Every place has parts of rows' sums to itself. What is beyond the last one's columns the copy
         // engine does not write.
         let columns = |place: &DLogits| {
@@ -111,27 +125,44 @@ impl FusedProduct {
         };
         let columns: Vec<_> = places.iter().map(columns).collect();
         let shares = self.share_parts(&columns, product.clusters, most);
-        let mut parts = 0;
+        let nowhere = DLogits { at: null_mut(), stride: vocab, first_column: 0, columns: vocab };
+        let all = of_pass(Epilogue::Forward, nowhere, vocab, shares.iter().sum())?;
+        let (mut parts, mut tiles) = (0, 0);
         let of_places = places.iter().zip(columns).zip(shares).map(|((&place, columns), own)| {
             let arguments = of_pass(Epilogue::Numerators, place, columns, own)?;
-            let sums = arguments.sums.wrapping_byte_add(SUM_BYTES * tokens * parts);
+            let before = tokens * parts;
+            let here = Arguments {
+                sums: all.sums.wrapping_byte_add(SUM_BYTES * before),
+                rounded: all.rounded.wrapping_add(before),
+                values: if all.values.is_null() {
+                    null_mut()
+                } else {
+                    all.values.wrapping_add(before)
+                },
+                label_logits: all.label_logits,
+                lifts: all.lifts.wrapping_add(tokens * tiles),
+                ..arguments
+            };
             parts += own;
-            Ok(Arguments { sums, ..arguments })
+            tiles += tiles_of(place.columns);
+            Ok(here)
         });
         let of_places = of_places.collect::<Result<Vec<_>>>()?;
-        // Runs where the first found a sum too large.
-        let again = |first: Arguments| Arguments { gate: flag, overflow: null_mut(), ..first };
+        let gate = if options.label_smoothing == 0.0 { lifted.cast_const() } else { null() };
+        let lifts_bytes = lifts_bytes(tokens, places.iter().map(|place| place.columns));
         // SAFETY: passed on from this function's contract.
         unsafe {
             Driver::get()?.clear(stream, labelled.cast(), Self::labelled_bytes(vocab))?;
+            Driver::get()?.clear(stream, lifts, lifts_bytes)?;
             self.launch_on_tokens("numerators_begin", WARP, stream, &all)?;
             for arguments in &of_places {
                 product.launch_product(stream, arguments)?;
             }
-            forward.launch_product(stream, &again(all))?;
-            self.launch_on_tokens("numerators_again", 1, stream, &again(all))?;
             for &arguments in &of_places {
-                product.launch_product(stream, &again(arguments))?;
+                // Of all parts of a row, wherever it lies.
+                let Arguments { sums, rounded, values, parts, .. } = all;
+                let row = Arguments { sums, rounded, values, parts, gate, ..arguments };
+                self.launch_on_rows("numerators_align", stream, &row)?;
             }
             for (index, &place) in places.iter().enumerate() {
                 let row =
@@ -140,7 +171,6 @@ impl FusedProduct {
                     row,
                     part_first: place.first_column as i64,
                     part_count: place.columns as i64,
-                    parts: count(parts),
                     ..all
                 };
                 let (name, threads) =
@@ -154,7 +184,7 @@ impl FusedProduct {
     /// The scratch that numerators in so many places cannot do without, in bytes.
     #[must_use]
     pub fn numerators_scratch_bytes(&self, places: usize) -> usize {
-        self.layout(places).bytes
+        self.layout(places, Epilogue::Numerators).bytes
     }
 
     /// Where the first row would begin if it had all columns, which is how labels count them.
@@ -241,7 +271,8 @@ impl FusedProduct {
 
     /// Has `stream` add to `part`, some rows from `first` on of the weight's gradient or of its sums,
     /// without which it is the product of numerators and scaled hidden states, what these lack of it;
-    /// or write it to the rows of labels, where the others count for nothing.
+    /// or write it to the rows of labels, where the others count for nothing. The same of the bias'
+    /// gradient, if `dbias` is not null: to columns of labels among those rows.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -254,6 +285,7 @@ impl FusedProduct {
         operands: Operands,
         (place, of_tokens): (DLogits, *mut c_void),
         (first, part): (usize, Matrix),
+        dbias: *mut f32,
         writes: bool,
     ) -> Result<()> {
         if self.tokens == 0 {
@@ -268,6 +300,7 @@ impl FusedProduct {
             gradients: Self::gradient_of(of_tokens, 0),
             labelled: if writes { self.labelled(of_tokens) } else { null_mut() },
             hidden_rows: operands.hidden,
+            dbias,
             width: self.width as i64,
             part: part.at,
             part_first: first as i64,
@@ -367,18 +400,20 @@ mod tests {
         CrossEntropy { ignore_index: -100, label_smoothing: 0.0, z_loss: 1e-4, softcap: None };
 
     #[test]
-    fn numerators_need_the_range_of_f32_and_plain_logits() {
+    fn numerators_need_the_range_of_f32_and_one_share_of_a_row() {
         assert!(numerators_support(DType::Bf16, 32_768, &OPTIONS));
         assert!(!numerators_support(DType::F16, 1, &OPTIONS));
         let smooth = CrossEntropy { label_smoothing: 0.1, ..OPTIONS };
         let capped = CrossEntropy { softcap: Some(30.0), ..OPTIONS };
         assert!(!numerators_support(DType::Bf16, 32_769, &OPTIONS));
-        assert!(!numerators_support(DType::Bf16, 1, &smooth));
-        assert!(!numerators_support(DType::Bf16, 1, &capped));
+        assert!(numerators_support(DType::Bf16, 1, &smooth));
+        assert!(numerators_support(DType::Bf16, 1, &capped));
+        let both = CrossEntropy { softcap: Some(30.0), ..smooth };
+        assert!(!numerators_support(DType::Bf16, 1, &both));
         assert_eq!(
             Error::Numerators { dtype: DType::F16, tokens: 7, most: MOST_TOKENS }.to_string(),
             "there are no numerators of 7 tokens in f16 or for these options; they need bf16, 32768 \
-             tokens at most, no softcap and no label_smoothing"
+             tokens at most, and not both softcap and label_smoothing"
         );
     }
 

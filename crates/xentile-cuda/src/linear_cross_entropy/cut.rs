@@ -4,15 +4,15 @@ use xentile::DType;
 
 use super::Linear;
 use crate::cross_entropy::Pass;
-use crate::fused_product::FusedProduct;
+use crate::fused_product::{FusedProduct, lifts_bytes};
 
 /// Where parts of the scratch begin: lines of memory, and what products like best.
 pub(super) const ALIGNMENT: usize = 256;
 /// Bytes that rows of logits are a multiple of.
 const LINE_BYTES: usize = 128;
 /// Bytes of a row's sums between chunks.
-const CARRIED_BYTES: usize = 16;
-/// Columns that chunks are a multiple of, where nothing else says how many they have.
+pub(super) const CARRIED_BYTES: usize = 16;
+/// Columns that even chunks are a multiple of.
 const STEP: usize = 128;
 /// Rows that those in a gradient's own memory are a multiple of.
 const OWN_STEP: usize = 64;
@@ -43,17 +43,18 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// All of some that follow one another.
-    pub(super) fn over(chunks: &[Self]) -> Self {
-        let first = chunks.first().map_or(0, |chunk| chunk.first);
-        Self { first, count: chunks.iter().map(|chunk| chunk.count).sum() }
-    }
-
     /// So many of the first, and the others.
     pub(super) fn split_at(self, count: usize) -> [Self; 2] {
         let count = count.min(self.count);
         let rest = Self { first: self.first + count, count: self.count - count };
         [Self { count, ..self }, rest]
+    }
+
+    /// The chunks that cut it evenly, but for steps, and have no more than `most`.
+    pub(super) fn evenly(self, most: usize) -> impl Iterator<Item = Self> + Clone {
+        let most = most.max(1);
+        let even = self.count.div_ceil(self.count.div_ceil(most).max(1)).next_multiple_of(STEP);
+        self.chunks(even.min(most))
     }
 
     /// The chunks that cut it, as [`chunks`] does.
@@ -91,20 +92,23 @@ pub(super) struct Layout {
     pub(super) logits: usize,
     /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
     pub(super) scaled: usize,
+    /// Origins of a chunk's numerators.
+    pub(super) lifts: usize,
     pub(super) of_weight: usize,
     pub(super) bytes: usize,
 }
 
 /// The chunks of a pass that makes both gradients of all tokens, a chunk of columns at a time: those
-/// whose logits stay where they were made until they are wanted again, and the others.
+/// whose numerators, or logits of f32, stay where they were made until they are wanted again, and the
+/// others.
 #[derive(Clone, Debug)]
 pub(super) struct Columns {
     /// In the memory of the weight's gradient.
     pub(super) kept: Vec<Chunk>,
-    /// Made twice, in the scratch.
-    pub(super) again: Vec<Chunk>,
-    /// In the scratch, after all others.
+    /// In the scratch: after those, or logits of f32 after all others.
     pub(super) last: Chunk,
+    /// Made twice, in the scratch.
+    pub(super) again: Chunk,
 }
 
 /// How many of `rows` of sums in f32 there are in the memory of the gradient in 16 bits that they
@@ -165,7 +169,7 @@ impl Linear {
         let passing = only(of_weight, row).max(only(of_hidden, self.width));
         let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
-        let carried = pass != Pass::Backward && cut_columns;
+        let carried = self.dtype == DType::F32 && pass != Pass::Backward && cut_columns;
         let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
         let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
@@ -176,8 +180,19 @@ impl Linear {
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
         let scaled = take(only(sweep.once, scaled));
+        let lifts = take(only(pass == Pass::Fused, self.lifts_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
-        Layout { of_hidden, carried, of_tokens, workspace, logits, scaled, of_weight, bytes }
+        Layout { of_hidden, carried, of_tokens, workspace, logits, scaled, lifts, of_weight, bytes }
+    }
+
+    /// Bytes of the origins of numerators that a sweep of the fused pass makes.
+    fn lifts_bytes(&self, sweep: Sweep) -> usize {
+        let Extents { tokens, columns } = sweep.chunk;
+        if self.dtype == DType::F32 || (self.once.is_some() && !sweep.once) {
+            return 0;
+        }
+        let kept = self.columns().kept.into_iter().map(|kept| kept.count);
+        lifts_bytes(tokens, kept.chain([columns]))
     }
 
     /// Elements from one row to the next of logits of so many columns.
@@ -230,11 +245,15 @@ impl Linear {
         let Kept { columns: kept, slot } = self.kept.unwrap_or(Kept { columns: 0, slot: 1 });
         let last = self.chunk.columns.min(self.vocab);
         let again = self.vocab.saturating_sub(kept + last);
-        let chunk = again.div_ceil(again.div_ceil(last.max(1)).max(1)).next_multiple_of(STEP);
+        // Logits' sums are whole when the last columns' are in them; numerators' gradients wait for
+        // nothing.
+        let is_at_end = self.dtype == DType::F32;
+        let [last_first, again_first] =
+            if is_at_end { [kept + again, kept] } else { [kept, kept + last] };
         Columns {
             kept: chunks(kept, slot).collect(),
-            again: Chunk { first: kept, count: again }.chunks(chunk.min(last)).collect(),
-            last: Chunk { first: self.vocab - last, count: last },
+            last: Chunk { first: last_first, count: last },
+            again: Chunk { first: again_first, count: again },
         }
     }
 
@@ -302,14 +321,16 @@ mod tests {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
         // Of 5000 columns 157 words.
         let of_tokens: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;
-        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens);
+        // Of 20 tiles.
+        let lifts: usize = (2_usize * 20 * 1000).next_multiple_of(256);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens + lifts);
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
         let part = cut(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
         let round = |bytes: usize| bytes.next_multiple_of(256);
-        assert_eq!(part.scratch_bytes(Pass::Forward), logits + round(1000 * 16));
+        assert_eq!(part.scratch_bytes(Pass::Forward), logits);
         assert_eq!(part.scratch_bytes(Pass::Backward), logits + of_tokens + 4 * 1000 * 64);
-        let fused = logits + round(1000 * 16) + of_tokens + 4 * 1000 * 64;
+        let fused = logits + round(2 * 4 * 1000) + of_tokens + 4 * 1000 * 64;
         assert_eq!(part.scratch_bytes(Pass::Fused), fused);
         let both = cut(500, 1024);
         // The other half of sums is where their gradient goes.
@@ -323,11 +344,12 @@ mod tests {
             apart.scratch_bytes(Pass::Backward),
             of_tokens + second.max(logits + 4 * 500 * 64)
         );
-        assert_eq!(apart.scratch_bytes(Pass::Forward), logits + round(500 * 16));
+        assert_eq!(apart.scratch_bytes(Pass::Forward), logits);
         let tokens = cut(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         let sums = 4 * (5000 - 2496) * 64;
-        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + sums);
+        let lifts = round(2 * 20 * 500);
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + lifts + sums);
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
@@ -338,10 +360,10 @@ mod tests {
         let once = Extents { tokens: 250, columns: 3000 };
         let logits = WORKSPACE_BYTES + round(250 * 3008 * 2);
         let (scaled, weight) = (2 * 250 * 64, 4 * 500 * 64);
-        let carried = round(16 * 250);
+        let lifts = round(2 * 12 * 250);
         assert_eq!(
             Linear { once: Some(once), ..cut(1000, 512) }.scratch_bytes(Pass::Fused),
-            logits + carried + of_tokens + hidden + round(scaled) + weight
+            logits + lifts + of_tokens + hidden + round(scaled) + weight
         );
         let f32 = Linear { dtype: DType::F32, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
@@ -355,11 +377,12 @@ mod tests {
                     continue;
                 }
                 let linear = Linear { kept, ..cut(1000, last) };
-                let Columns { kept, again, last } = linear.columns();
-                let all = kept.iter().chain(&again).chain([&last]);
+                let Columns { kept, last, again } = linear.columns();
+                let all = kept.iter().chain([&last, &again]);
+                let cut: usize = again.evenly(1024).map(|chunk| chunk.count).sum();
+                assert_eq!(cut, again.count);
                 let end = all.fold(0, |end, chunk| {
                     assert_eq!(chunk.first, end);
-                    assert!(chunk.count > 0 && chunk.count <= last.count.max(128));
                     end + chunk.count
                 });
                 assert_eq!(end, 5000);

@@ -1,9 +1,9 @@
 //! What all chunks of a sweep have in common, and what is done with one.
 
-mod bias;
+mod slabs;
 
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
@@ -11,6 +11,7 @@ use xentile::{DType, LogitsShape};
 use super::cut::{ALIGNMENT, Chunk, Extents, Layout, Sweep, chunks};
 use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
+use crate::bias::{sum_columns, write_rows};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::{Driver, RawStream};
@@ -35,7 +36,7 @@ pub(super) struct Run<'a> {
     has_fused_product: bool,
 }
 
-/// Logits of some tokens and columns, and then, in their place, dlogits.
+/// Dlogits or numerators of some tokens and columns, or logits in f32, and in their place dlogits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     tokens: Chunk,
@@ -86,7 +87,7 @@ impl<'a> Run<'a> {
             layout,
             has_fused_product,
         };
-        run.check_bias()?;
+        run.check_workspace()?;
         Ok(run)
     }
 
@@ -169,9 +170,16 @@ impl<'a> Run<'a> {
     pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
-        if self.adds_up(all, self.spare()) {
+        if self.has_fused_product {
+            for tokens in all.chunks(self.most_added_up()) {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.add_up(tokens, columns, outputs) }?;
+            }
+            return Ok(());
+        }
+        if self.linear.dtype != DType::F32 {
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.add_up(all, columns, outputs, self.spare()) };
+            return unsafe { self.add_up_slabs(columns, outputs) };
         }
         for tokens in chunks(all.count, tokens) {
             for chunk in columns.chunks(most) {
@@ -216,39 +224,39 @@ impl<'a> Run<'a> {
                 let (saved, cotangents) = (saved.from(first), cotangents.from(first));
                 let of_tokens = (self.at(self.layout.of_tokens), first);
                 product.backward(self.stream, operands, saved, cotangents, of_tokens, to)
-            } else {
+            } else if self.linear.dtype == DType::F32 {
                 self.logits(block)?;
                 self.backward(block, saved, cotangents)
+            } else {
+                self.dlogits_by_slabs(block, saved, cotangents)
             }
         }
     }
 
-    /// Whether a product adds up rows of so many tokens in `scratch`.
-    pub(super) fn adds_up(&self, tokens: Chunk, scratch: Scratch) -> bool {
-        let (product, _) = self.fused_product(tokens);
-        self.has_fused_product && scratch.bytes >= product.least_scratch_bytes()
+    /// Tokens whose rows a product adds up in the spare scratch, at most.
+    fn most_added_up(&self) -> usize {
+        let fits = |&count: &usize| {
+            let (product, _) = self.fused_product(Chunk { first: 0, count });
+            product.least_scratch_bytes() <= self.spare().bytes
+        };
+        let halved = |&count: &usize| (count > 1).then_some(count.div_ceil(2));
+        std::iter::successors(Some(self.linear.tokens), halved).find(fits).unwrap_or(1)
     }
 
-    /// The same as [`lse`](Self::lse) of some tokens, in `scratch`.
+    /// The same as [`lse`](Self::lse) of some tokens, by a product that adds up rows.
     ///
     /// # Safety
-    /// As for [`Linear::forward`]; [`adds_up`](Self::adds_up).
-    pub(super) unsafe fn add_up(
-        &self,
-        tokens: Chunk,
-        columns: Chunk,
-        outputs: TokenOutputs,
-        scratch: Scratch,
-    ) -> Result<()> {
+    /// As for [`lse`](Self::lse); `columns` are all.
+    unsafe fn add_up(&self, tokens: Chunk, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let (product, operands) = self.fused_product(tokens);
-        let carried = self.carried(columns.count);
-        let columns = Columns { first: columns.first, count: columns.count, carried };
+        let Chunk { first, count } = columns;
+        let columns = Columns { first, count, carried: null_mut() };
         let outputs = outputs.from(tokens.first);
         // SAFETY: passed on from this function's contract.
-        unsafe { product.forward(self.stream, operands, columns, outputs, scratch) }
+        unsafe { product.forward(self.stream, operands, columns, outputs, self.spare()) }
     }
 
-    /// Makes logits, and has `outputs` filled or what rows add up to so far kept.
+    /// Makes logits in f32, and has `outputs` filled or what rows add up to so far kept.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -261,7 +269,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes logits, the last of their rows, and in their place their gradient; fills `outputs`.
+    /// Makes logits in f32, the last of their rows, and in their place their gradient; fills `outputs`.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -281,7 +289,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes dlogits in the place of logits that are there.
+    /// Makes dlogits in the place of logits in f32 that are there.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -300,25 +308,23 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Whether numerators take the place of dlogits, in so many places, which all rows' columns are in.
-    pub(super) fn has_numerators(&self, tokens: Chunk, places: usize) -> Result<bool> {
+    /// Whether numerators take the place of dlogits, in so many places: of a weight `[D, V]`, whose
+    /// columns' gradient has gaps, of all columns or none.
+    pub(super) fn has_numerators(&self, tokens: Chunk, places: usize) -> bool {
         let (product, _) = self.fused_product(tokens);
-        // Nobody has a bias' gradient of them yet.
-        let are_there = self.has_fused_product
-            && self.bias.is_null()
+        let has_gaps = self.linear.vocab_is_last && self.sweep.chunk.columns < self.linear.vocab;
+        self.has_fused_product
+            && !has_gaps
             && fused_product::numerators_support(self.linear.dtype, tokens.count, &self.options)
-            && self.workspace().bytes >= product.numerators_scratch_bytes(places);
-        // Where columns are cut, sums have a place of their own.
-        let cut = self.sweep.chunk.columns < self.linear.vocab;
-        let sums = cut || self.hidden_sums_bytes(tokens) <= self.workspace().bytes;
-        Ok(are_there && (sums || self.multiplies_numerators(tokens)?))
+            && self.workspace().bytes >= product.numerators_scratch_bytes(places)
     }
 
     /// Whether a product of the library's own takes numerators to the hidden states' gradient, rather
-    /// than one that leaves sums in the workspace.
+    /// than one that leaves sums in the workspace, for which there has to be room.
     fn multiplies_numerators(&self, tokens: Chunk) -> Result<bool> {
         let (product, _) = self.fused_product(tokens);
-        Ok(product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
+        Ok(self.hidden_sums_bytes(tokens) > self.workspace().bytes
+            || product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
     }
 
     /// Bytes of sums in f32 of so many tokens.
@@ -326,8 +332,9 @@ impl<'a> Run<'a> {
         (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
     }
 
-    /// Makes numerators of the rows that `blocks` have together, and both gradients of them; fills
-    /// `outputs`. Blocks are read for the last time one after the other.
+    /// Makes numerators of the rows that `blocks` have together, and gradients of them; fills
+    /// `outputs`. Blocks are read for the last time one after the other. Where they have not all
+    /// columns, the hidden states' gradient stays in its sums, for others to add to.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
@@ -336,21 +343,23 @@ impl<'a> Run<'a> {
         blocks: &[Block],
         dloss: *const f32,
         outputs: TokenOutputs,
-        [of_hidden, of_weight]: [Total; 2],
+        gradients: Gradients,
     ) -> Result<()> {
         let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
-        let (product, operands) = self.fused_product(tokens);
+        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
+        let (product, _) = self.fused_product(tokens);
         let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
-        let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
-        let places: Vec<_> = blocks.iter().map(Block::place).collect();
-        // Scaled hidden states are where their gradient goes in the end.
-        let (scaled, of_tokens) = (dhidden.at, self.at(self.layout.of_tokens));
-        let to = Numerators { places: &places, scaled, of_tokens };
+        let of_tokens = self.at(self.layout.of_tokens);
+        let columns: usize = blocks.iter().map(|block| block.columns.count).sum();
         // SAFETY: passed on from this function's contract.
         unsafe {
-            product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
-            let sums = if let [block] = blocks {
-                self.add_scaled_to_weight(of_weight, block, dhidden)?;
+            // Scaled hidden states are where their gradient goes in the end.
+            self.numerators(blocks, dloss, outputs, dhidden)?;
+            if let [block] = blocks
+                && columns == self.linear.vocab
+            {
+                self.add_numerators_to_bias(gradients, block, tokens.first == 0)?;
+                self.add_scaled_to_weight(of_weight, block, dhidden, gradients.bias)?;
                 if self.multiplies_numerators(tokens)? {
                     let from = (block.place(), of_tokens);
                     return product.times_weight(self.stream, self.weight.at, from, dhidden.at);
@@ -361,16 +370,61 @@ impl<'a> Run<'a> {
                 let sums = Matrix::new(at, DType::F32, tokens.count, self.linear.width);
                 let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
                 self.blas.product(self.stream, sums, factors, false, rest)?;
-                at
-            } else {
-                for (index, block) in blocks.iter().enumerate() {
-                    self.add_to_hidden(of_hidden, block, index == 0)?;
-                    self.add_scaled_to_weight(of_weight, block, dhidden)?;
-                }
-                self.at(self.layout.of_hidden)
-            };
-            product.scale_sums(self.stream, (sums.cast(), self.weight.at), of_tokens, dhidden.at)
+                let from = (at.cast_const().cast(), self.weight.at.cast_const());
+                return product.scale_sums(self.stream, from, of_tokens, dhidden.at);
+            }
+            for (index, block) in blocks.iter().enumerate() {
+                self.add_to_hidden(of_hidden, block, index == 0)?;
+                self.add_numerators_to_bias(gradients, block, true)?;
+                self.add_scaled_to_weight(of_weight, block, dhidden, gradients.bias)?;
+            }
+            if columns < self.linear.vocab {
+                return self.scale_sums(of_hidden, tokens);
+            }
+            let from =
+                (self.at(self.layout.of_hidden).cast_const().cast(), self.weight.at.cast_const());
+            product.scale_sums(self.stream, from, of_tokens, dhidden.at)
         }
+    }
+
+    /// Makes numerators of the rows that `blocks` have the first columns of, and hidden states that
+    /// are scaled for them; fills `outputs`.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn numerators(
+        &self,
+        blocks: &[Block],
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        scaled: Matrix,
+    ) -> Result<()> {
+        let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
+        let (product, operands) = self.fused_product(tokens);
+        let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
+        let places: Vec<_> = blocks.iter().map(Block::place).collect();
+        let to = Numerators {
+            places: &places,
+            scaled: scaled.at,
+            of_tokens: self.at(self.layout.of_tokens),
+            lifts: self.at(self.layout.lifts),
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { product.numerators(self.stream, operands, dloss, outputs, to, self.workspace()) }
+    }
+
+    /// Multiplies sums of some tokens' dhidden by each row's factor, where they lie.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn scale_sums(&self, of_hidden: Total, tokens: Chunk) -> Result<()> {
+        let (product, _) = self.fused_product(tokens);
+        let of_tokens = self.at(self.layout.of_tokens);
+        of_hidden.parts(tokens).try_for_each(|(rows, sums)| {
+            let rows = (rows.first, rows.count);
+            // SAFETY: passed on from this function's contract.
+            unsafe { product.scale_in_place(self.stream, self.weight.at, of_tokens, rows, sums.at) }
+        })
     }
 
     /// Makes numerators of the rows that `block` has the first columns of, and adds both gradients of
@@ -383,28 +437,24 @@ impl<'a> Run<'a> {
         block: &Block,
         dloss: *const f32,
         outputs: TokenOutputs,
-        [of_hidden, of_weight]: [Total; 2],
+        gradients: Gradients,
     ) -> Result<()> {
         let Block { tokens, .. } = *block;
-        let (product, operands) = self.fused_product(tokens);
-        let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
-        let of_tokens = self.at(self.layout.of_tokens);
+        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
         let Linear { dtype, width, .. } = *self.linear;
         let scaled = Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width);
-        let to = Numerators { places: &[block.place()], scaled: scaled.at, of_tokens };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            product.numerators(self.stream, operands, dloss, outputs, to, self.workspace())?;
-            self.add_scaled_to_weight(of_weight, block, scaled)?;
+            self.numerators(std::slice::from_ref(block), dloss, outputs, scaled)?;
+            self.add_numerators_to_bias(gradients, block, tokens.first == 0)?;
+            self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
             self.add_to_hidden(of_hidden, block, true)?;
-            of_hidden.parts(tokens).try_for_each(|(rows, sums)| {
-                let rows = (rows.first, rows.count);
-                product.scale_in_place(self.stream, self.weight.at, of_tokens, rows, sums.at)
-            })
+            self.scale_sums(of_hidden, tokens)
         }
     }
 
-    /// Adds what numerators and scaled hidden states give the weight, and what these lack.
+    /// Adds what numerators and scaled hidden states give the weight, and what these lack of it and of
+    /// the bias' gradient.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -413,6 +463,7 @@ impl<'a> Run<'a> {
         total: Total,
         block: &Block,
         scaled: Matrix,
+        dbias: *mut f32,
     ) -> Result<()> {
         let Block { tokens, columns, .. } = *block;
         let (product, operands) = self.fused_product(tokens);
@@ -421,8 +472,11 @@ impl<'a> Run<'a> {
         let first = if by_columns { 0 } else { columns.first };
         let lacking = |rows: Chunk, place: Matrix, writes: bool| {
             let (from, part) = ((block.place(), of_tokens), (first + rows.first, place));
+            // Of parts of D one tells the bias of it.
+            let is_told = !self.bias.is_null() && (!by_columns || rows.first == 0);
+            let dbias = if is_told { dbias } else { null_mut() };
             // SAFETY: passed on from this function's contract.
-            unsafe { product.add_lacking(self.stream, operands, from, part, writes) }
+            unsafe { product.add_lacking(self.stream, operands, from, part, dbias, writes) }
         };
         // Sums take it after the product. What is rounded takes it before: the product adds to it
         // what it has in f32, and rounds once.
@@ -486,18 +540,83 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes logits.
+    /// Makes logits in f32.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
     unsafe fn logits(&self, block: &Block) -> Result<()> {
-        if !self.bias.is_null() {
-            // SAFETY: passed on from this function's contract.
-            return unsafe { self.logits_with_bias(block) };
-        }
-        let factors = self.factors(block.tokens, block.columns);
+        let Scratch { at, bytes } = self.workspace();
+        let (to, workspace) = (self.matrix(block), Workspace { at, bytes });
         // SAFETY: passed on from this function's contract.
-        unsafe { self.product(self.matrix(block), factors, false) }
+        unsafe { self.sums(to, block.tokens, block.columns, workspace) }
+    }
+
+    /// Makes logits in f32 of some tokens and columns: where there is a bias, in the place of rows of it.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn sums(
+        &self,
+        to: Matrix,
+        tokens: Chunk,
+        columns: Chunk,
+        workspace: Workspace,
+    ) -> Result<()> {
+        let factors = self.factors(tokens, columns);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            if !self.bias.is_null() {
+                write_rows(self.stream, self.bias.wrapping_add(columns.first), to)?;
+            }
+            self.blas.product(self.stream, to, factors, !self.bias.is_null(), workspace)
+        }
+    }
+
+    /// Adds what dlogits give the bias, if there is one, or writes it where they are the first.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    pub(super) unsafe fn add_to_bias(
+        &self,
+        gradients: Gradients,
+        block: &Block,
+        first: bool,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.add_rows_to_bias(gradients, block, null(), first) }
+    }
+
+    /// The same of numerators, each times its row's factor.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn add_numerators_to_bias(
+        &self,
+        gradients: Gradients,
+        block: &Block,
+        first: bool,
+    ) -> Result<()> {
+        let factors = FusedProduct::gradient_of(self.at(self.layout.of_tokens), 0);
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.add_rows_to_bias(gradients, block, factors, first) }
+    }
+
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn add_rows_to_bias(
+        &self,
+        gradients: Gradients,
+        block: &Block,
+        factors: *const c_void,
+        first: bool,
+    ) -> Result<()> {
+        if self.bias.is_null() {
+            return Ok(());
+        }
+        let to = gradients.bias.wrapping_add(block.columns.first);
+        let workspace = Workspace { at: self.workspace().at, bytes: self.workspace().bytes };
+        // SAFETY: passed on from this function's contract.
+        unsafe { sum_columns(self.stream, (self.matrix(block), factors), to, !first, workspace) }
     }
 
     /// Whose product logits are.

@@ -79,6 +79,8 @@ class Cut:
         """What it holds, as crates/xentile-cuda/src/linear_cross_entropy/cut.rs lays it out."""
         numbers = self.workspace(problem) + _numbers(problem)
         tokens, columns = self.chunk
+        if self.fused:
+            numbers += _lifts(problem, self.once or self.chunk, self.kept)
         if self.once is not None:
             sums = _chunk_sums(problem, _scratch_rows(problem.tokens))
             chunks = max(_made_once(problem, self.once), _again(problem, self.chunk))
@@ -129,9 +131,7 @@ class Cut:
         product = partial(_product, problem, splits)
         total = 0.0
         made_again = (again, 2, sum(_passes(problem)))
-        # Of whole rows there are numerators, as where chunks are of tokens.
-        has_numerators = _are_in_product(problem) and not again
-        of_kept, of_last = (NUMERATORS,) * 2 if has_numerators else (3, 2)
+        of_kept, of_last = (NUMERATORS,) * 2 if _are_in_product(problem) else (3, 2)
         for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
             for count in columns:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
@@ -176,6 +176,17 @@ def _once(problem: Problem, once: Extents) -> float:
 def _numbers(problem: Problem) -> int:
     """Bytes of numbers of a token, and a bit for each column that is a label."""
     return 32 * problem.tokens + problem.vocab // 8 + 4096
+
+
+def _lifts(problem: Problem, chunk: Extents, kept: Extents | None) -> int:
+    """Bytes of the origins of numerators: two for each token and tile."""
+    if problem.hidden_bytes == 4:
+        return 0
+    tokens, columns = chunk
+    in_place, slot = kept or (0, 1)
+    places = [min(slot, in_place - first) for first in range(0, in_place, slot)] + [columns]
+    tiles = sum(math.ceil(columns / TILE[1]) for columns in places)
+    return math.ceil(2 * tokens * tiles / 256) * 256
 
 
 def _passes(problem: Problem) -> tuple[int, int]:
@@ -321,6 +332,8 @@ def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
 def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     """Those that make no logits again that there is room for."""
     tokens = problem.tokens
+    if problem.vocab_is_last and problem.hidden_bytes < 4:
+        return
     without = Cut((tokens, 1), fused=True).scratch(problem)
     most = (room - without) // (tokens * problem.hidden_bytes) // STEP * STEP
     columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
