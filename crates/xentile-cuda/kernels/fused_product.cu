@@ -59,8 +59,10 @@ OF_TOKENS(numerators_end, end_numerators)
 OF_TOKENS(numerators_round, scale_sums<__nv_bfloat16>)
 OF_TOKENS(numerators_scale, scale_sums<float>)
 OF_TOKENS(numerators_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
-OF_TOKENS(numerators_lacking_bf16_dv, add_lacking<__nv_bfloat16, true>)
 OF_TOKENS(numerators_lacking_f32_vd, add_lacking<float, false>)
 OF_TOKENS(numerators_lacking_f32_dv, add_lacking<float, true>)
+
+// CTAs take rows and columns.
+OF_TOKENS(numerators_lacking_bf16_dv, write_lacking)
 
 #endif

@@ -622,17 +622,30 @@ struct FusedProduct {
     __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
                                  uint32_t (&words)[kPieces * kWords], uint32_t tile,
                                  uint32_t placed, const Cap& cap) {
-      cap_and_end(a, x, tile, cap);
+      if constexpr (!kCap) cap_and_end(a, x, tile, cap);
+      const bool is_ragged = kCap && (tile + 1) * kTileColumns > static_cast<uint32_t>(a.row.columns);
       float total[4];
       do {
         total[0] = total[1] = total[2] = total[3] = 0.0f;
 #pragma unroll
         for (uint32_t i = 0; i < kPieces * kWords; ++i) {
-          const float2 z = pair_of(x, i);
+          float2 z = pair_of(x, i);
           const uint32_t r = i % 2;
+          if constexpr (kCap) {
+            // One after the other, as there are no registers for more.
+            z = make_float2(cap.apply(z.x), cap.apply(z.y));
+            if (is_ragged) {
+              const uint32_t column = tile * kTileColumns + i / 2 * 8 + threadIdx.x % 4 * 2;
+              if (column >= a.row.columns) z.x = -INFINITY;
+              if (column + 1 >= a.row.columns) z.y = -INFINITY;
+            }
+          }
           float2 e = make_float2(ptx::ex2(fmaf(z.x, kLog2E, c[r])), ptx::ex2(fmaf(z.y, kLog2E, c[r])));
           total[r] += e.x, total[r + 2] += e.y;
-          if constexpr (kCap) e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
+          if constexpr (kCap) {
+            e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
+            asm volatile("" : "+f"(e.x), "+f"(e.y));
+          }
           // That of a finite logit is told from that of -inf by what the uniform target takes off.
           if constexpr (kSmooth) {
             if (z.x != -INFINITY) e.x = fmaxf(e.x, kLeastNormal);
@@ -641,6 +654,8 @@ struct FusedProduct {
           words[i] = packed<E>(e.x, e.y);
         }
         total[0] += total[2], total[1] += total[3];
+        // With a cap all fit, as `numerators_support` sees to.
+        if constexpr (kCap) break;
         // That of a NaN is not.
         const bool fits = total[0] <= kMostOfTile && total[1] <= kMostOfTile;
         if (__all_sync(~0u, fits)) break;

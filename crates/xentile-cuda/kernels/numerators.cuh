@@ -111,14 +111,16 @@ __device__ inline float logit_of(const FusedProductArguments& a, int64_t index, 
 }
 
 // Finds r, as a constant c, what takes part, which columns are labels, and who shares one. Where a
-// label is no column's or its logit is not finite, r is that of another column.
+// label is no column's, its logit is not finite or the weight is [D, V], r is that of another column.
 __device__ inline void begin_numerators(const FusedProductArguments& a) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.lifted = 0;
   const uint32_t shared = sharing(a);
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
-  float logit = logit_of(a, index, max(token.target, 0));
+  // A column of a weight [D, V] is read a number at a time: one that all tokens read is there already.
+  const bool is_row = a.width_step == 1;
+  float logit = logit_of(a, index, is_row ? max(token.target, 0) : 0);
   for (int i = 1; i < kTries && !isfinite(logit); ++i) {
     logit = logit_of(a, index, a.row.vocab * i / kTries);
   }
@@ -323,9 +325,63 @@ __device__ inline void add_token(const FusedProductArguments& a, int64_t token, 
   }
 }
 
+// Adds to `x` what all tokens lack that have the label of the first of them, in their order. What they
+// lack of the bias' gradient.
+__device__ inline float add_tokens(const FusedProductArguments& a, int64_t first, int64_t d,
+                                   float (&x)[kOfLane]) {
+  float of_bias = 0.0f;
+  for (int64_t index = first;;) {
+    // A row is whole vectors.
+    if (d < a.width) add_token(a, index, d, x);
+    const GradientOfToken own = a.gradients[index];
+    of_bias += own.offset;
+    index = __float_as_uint(own.c) & ~kIsLater;
+    if (index == 0) return of_bias;
+  }
+}
+
+// Whether a token is the first of those with its label.
+__device__ inline bool is_first(const GradientOfToken& token) {
+  return token.target >= 0 && (__float_as_uint(token.c) & kIsLater) == 0;
+}
+
+// Rows and columns of a weight's gradient [D, V] that a CTA writes.
+inline constexpr int kRowsOfPlace = kOfLane, kColumnsOfPlace = 2048;
+
+// Writes what tokens' labels' numerators and hidden states lack of the weight's gradient [D, V], and 0
+// to the columns of no label: each row whole, by way of shared memory. Alone, a label's columns are as
+// many places far from one another.
+__device__ inline void write_lacking(const FusedProductArguments& a) {
+  using E = __nv_bfloat16;
+  __shared__ alignas(16) E place[kRowsOfPlace][kColumnsOfPlace];
+  constexpr int kVectors = kColumnsOfPlace / kPerVector<E>;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumnsOfPlace;
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * kRowsOfPlace, d = a.part_first + row;
+  for (int i = threadIdx.x; i < kRowsOfPlace * kVectors; i += kTokenThreads) {
+    reinterpret_cast<uint4*>(place)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  for (int64_t index = threadIdx.x; index < a.row.tokens; index += kTokenThreads) {
+    const int64_t column = label_at(a.row, index) - first;
+    if (static_cast<uint64_t>(column) >= kColumnsOfPlace || !is_first(a.gradients[index])) continue;
+    float x[kOfLane] = {};
+    const float of_bias = add_tokens(a, index, d, x);
+    if (d == 0 && a.dbias != nullptr) a.dbias[first + column] += of_bias;
+#pragma unroll
+    for (int i = 0; i < kRowsOfPlace; ++i) place[i][column] = from_float<E>(x[i]);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRowsOfPlace * kVectors; i += kTokenThreads) {
+    const int64_t column = first + i % kVectors * kPerVector<E>;
+    if (row + i / kVectors >= a.part_count || column >= a.row.vocab) continue;
+    auto* to = static_cast<E*>(a.part) + (row + i / kVectors) * a.part_stride + column;
+    *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4*>(place)[i];
+  }
+}
+
 // Adds what tokens' labels' numerators and hidden states lack to rows of the weight's gradient, or
 // of its transpose with kVocabIsLast, a warp for a token and kOfWarp columns; or writes it, where
-// rows have nothing yet. The first token of those with the same label takes them all, in order.
+// rows have nothing yet. The first token of those with the same label takes them all.
 template <class To, bool kVocabIsLast>
 __device__ inline void add_lacking(const FusedProductArguments& a) {
   const int64_t index = token_of_warp();
@@ -335,18 +391,9 @@ __device__ inline void add_lacking(const FusedProductArguments& a) {
   const GradientOfToken own = a.gradients[index];
   const int64_t row = own.target - a.part_first;
   const bool elsewhere = !kVocabIsLast && (row < 0 || row >= a.part_count);
-  uint32_t shared = __float_as_uint(own.c);
-  if (own.target < 0 || (shared & kIsLater) != 0 || elsewhere) return;
+  if (!is_first(own) || elsewhere) return;
   float x[kOfLane] = {};
-  float of_bias = own.offset;
-  // A row is whole vectors.
-  if (d < a.width) add_token(a, index, d, x);
-  while ((shared & ~kIsLater) != 0) {
-    const int64_t next = shared & ~kIsLater;
-    if (d < a.width) add_token(a, next, d, x);
-    of_bias += a.gradients[next].offset;
-    shared = __float_as_uint(a.gradients[next].c);
-  }
+  const float of_bias = add_tokens(a, index, d, x);
   if (d == 0 && a.dbias != nullptr) a.dbias[own.target] += of_bias;
   const auto place = [&](int i) -> To* {
     const int64_t of_part = kVocabIsLast ? d + i - a.part_first : row;

@@ -486,7 +486,10 @@ impl FusedProduct {
         arguments: &Arguments,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch_on_parts(name, (threads_of_token, 1), stream, arguments) }
+        unsafe {
+            let ctas = (self.tokens * threads_of_token).div_ceil(arguments::TOKEN_THREADS as usize);
+            self.launch_on_places(name, [ctas, 1], stream, arguments)
+        }
     }
 
     /// Runs a kernel whose CTAs take turns at rows.
@@ -514,25 +517,23 @@ impl FusedProduct {
         unsafe { Driver::get()?.launch(code, extent, stream, arguments) }
     }
 
-    /// The same as [`launch_on_tokens`](Self::launch_on_tokens), of so many parts of a token.
+    /// Runs a kernel of so many CTAs in so many rows.
     ///
     /// # Safety
     /// As for [`Driver::launch`].
-    unsafe fn launch_on_parts(
+    unsafe fn launch_on_places(
         &self,
         name: &str,
-        (threads_of_token, parts): (usize, usize),
+        [ctas, rows]: [usize; 2],
         stream: RawStream,
         arguments: &Arguments,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         let code = unsafe { library::kept_kernel(name, Device::current()?, stream) }?;
-        let threads = arguments::TOKEN_THREADS;
-        let ctas = (self.tokens * threads_of_token).div_ceil(threads as usize);
         let extent = Extent {
             ctas: count(ctas),
-            rows: count(parts),
-            threads,
+            rows: count(rows),
+            threads: arguments::TOKEN_THREADS,
             shared_bytes: 0,
             cluster: None,
         };

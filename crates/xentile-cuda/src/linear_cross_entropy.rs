@@ -52,6 +52,10 @@ pub struct Linear {
     /// with gradients of so many tokens at a time, before it goes over the others in chunks of any
     /// extents. For a weight `[V, D]`.
     pub once: Option<Extents>,
+    /// Whether logits of a chunk go through memory, in f32, where operands have 16 bits: for few of
+    /// them, whose long sums cuBLASLt cuts among all multiprocessors, and in three products where no
+    /// product has the cross-entropy in it.
+    pub wide: bool,
     /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With
     /// operands of 16 bits, logits that no product of Hopper's makes are there in f32: some MiB are
     /// right then, and 256 bytes are the least.
@@ -278,7 +282,7 @@ impl Linear {
         let columns = self.all_columns();
         let first = Chunk { first: 0, count: self.chunk.tokens.min(self.tokens) };
         let has_numerators = run.has_numerators(first, 1);
-        if !has_numerators && self.dtype != DType::F32 {
+        if !has_numerators && !self.has_f32_logits() {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(run, columns, dloss, outputs, gradients) };
         }
@@ -477,6 +481,7 @@ mod tests {
             apart: None,
             kept: None,
             once: None,
+            wide: false,
             workspace_bytes: 0,
             time_block: None,
             block_size: None,

@@ -308,6 +308,10 @@ static int compute_numerators(const Product* a, const char* what) {
         store(a->scaled_rows, *what == 'r' ? BF16 : F32, i, sum + lacking(a, row, d));
       }
     } else if (strncmp(what, "lacking_", 8) == 0) {
+      const int is_whole = strstr(what, "bf16_dv") != NULL;
+      for (int64_t d = 0; is_whole && row == 0 && d < a->part_count; ++d) {
+        memset((uint16_t*)a->part + d * a->part_stride, 0, 2 * (size_t)rows->vocab);
+      }
       const int64_t target = a->gradients[row].target;
       if (target < 0) continue;
       const int to = strstr(what, "bf16") ? BF16 : F32;
@@ -321,7 +325,7 @@ static int compute_numerators(const Product* a, const char* what) {
         const double h = load(a->hidden_rows, BF16, row * a->width + d);
         const double more = (f * e + a->gradients[row].offset) * h - e * rounded_to(BF16, f * h);
         /* Whoever is the first of those with a label writes. */
-        int is_first = a->labelled != NULL;
+        int is_first = a->labelled != NULL && !is_whole;
         for (int64_t other = 0; other < row; ++other) is_first &= a->gradients[other].target != target;
         store(a->part, to, at, is_first ? more : load(a->part, to, at) + more);
       }

@@ -57,4 +57,6 @@ numbers! {
     SHARED_BYTES: u32 = kFusedProductBytes, 230_464;
     TOKEN_THREADS: u32 = kTokenThreads, 128;
     COLUMNS_OF_WARP: u32 = kOfWarp, 256;
+    ROWS_OF_PLACE: u32 = kRowsOfPlace, 8;
+    COLUMNS_OF_PLACE: u32 = kColumnsOfPlace, 2048;
 }

@@ -22,6 +22,10 @@ const WARP: usize = 32;
 /// Tokens of a call at most: all labels are compared with one another.
 const MOST_TOKENS: usize = 1 << 15;
 
+/// The largest softcap: logits are no further apart than twice that, and numerators of one are at most
+/// 2^74 then, from an origin 58 powers of two above any of its row.
+const MOST_CAP: f64 = 45.0;
+
 /// Bytes of a tile's origin of a token.
 const LIFT_BYTES: usize = 2;
 
@@ -29,8 +33,11 @@ const LIFT_BYTES: usize = 2;
 /// uniform target takes off is one number a row, unless a softcap's derivative multiplies it.
 #[must_use]
 pub fn numerators_support(dtype: DType, tokens: usize, options: &CrossEntropy) -> bool {
-    let one_share = options.softcap.is_none() || options.label_smoothing == 0.0;
-    dtype == DType::Bf16 && tokens <= MOST_TOKENS && one_share
+    let of_options = match options.softcap {
+        Some(cap) => options.label_smoothing == 0.0 && cap <= MOST_CAP,
+        None => true,
+    };
+    dtype == DType::Bf16 && tokens <= MOST_TOKENS && of_options
 }
 
 /// Bytes of the origins of so many tokens' numerators, in places of so many columns.
@@ -271,8 +278,8 @@ impl FusedProduct {
 
     /// Has `stream` add to `part`, some rows from `first` on of the weight's gradient or of its sums,
     /// without which it is the product of numerators and scaled hidden states, what these lack of it;
-    /// or write it to the rows of labels, where the others count for nothing. The same of the bias'
-    /// gradient, if `dbias` is not null: to columns of labels among those rows.
+    /// or write it to the rows of labels, where the others count for nothing, and of `[D, V]` in bf16 to
+    /// all, where it is 0 but for labels. The same of the bias' gradient, if `dbias` is not null: to columns of labels among those rows.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -292,7 +299,7 @@ impl FusedProduct {
             return Ok(());
         }
         let shape = LogitsShape::new(self.tokens, self.vocab)?;
-        let (vocab, stride, carried) = (self.vocab, place.stride, null_mut());
+        let (Self { tokens, vocab, .. }, stride, carried) = (*self, place.stride, null_mut());
         let whole = Part { vocab, first_column: 0, stride, carried };
         let row = Kernel::new(self.options, shape, self.dtype)?.of_part(whole);
         let row = Row { dlogits: self.column_0(place), ..row.arguments(null(), operands.labels) };
@@ -311,8 +318,14 @@ impl FusedProduct {
         let name = format!("numerators_lacking_{}_{}", part.dtype, self.factors());
         // SAFETY: passed on from this function's contract.
         unsafe {
+            if self.vocab_is_last && part.dtype != DType::F32 {
+                let columns = vocab.div_ceil(arguments::COLUMNS_OF_PLACE as usize);
+                let rows = part.rows.div_ceil(arguments::ROWS_OF_PLACE as usize);
+                return self.launch_on_places(&name, [columns, rows], stream, &taken);
+            }
             let parts = self.width.div_ceil(arguments::COLUMNS_OF_WARP as usize);
-            self.launch_on_parts(&name, (WARP, parts), stream, &taken)
+            let ctas = (tokens * WARP).div_ceil(arguments::TOKEN_THREADS as usize);
+            self.launch_on_places(&name, [ctas, parts], stream, &taken)
         }
     }
 

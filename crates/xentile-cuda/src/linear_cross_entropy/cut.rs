@@ -90,6 +90,8 @@ pub(super) struct Layout {
     pub(super) of_tokens: usize,
     pub(super) workspace: usize,
     pub(super) logits: usize,
+    /// Logits in f32, of operands of 16 bits.
+    pub(super) wide: usize,
     /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
     pub(super) scaled: usize,
     /// Origins of a chunk's numerators.
@@ -169,7 +171,8 @@ impl Linear {
         let passing = only(of_weight, row).max(only(of_hidden, self.width));
         let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
-        let carried = self.dtype == DType::F32 && pass != Pass::Backward && cut_columns;
+        let wide = 4 * tokens * columns;
+        let carried = self.has_f32_logits() && pass != Pass::Backward && cut_columns;
         let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
         let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
@@ -179,10 +182,22 @@ impl Linear {
         let of_tokens = take(only(of_tokens, all));
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
+        let wide = take(only(self.wide, wide));
         let scaled = take(only(sweep.once, scaled));
-        let lifts = take(only(pass == Pass::Fused, self.lifts_bytes(sweep)));
+        let lifts = take(only(pass == Pass::Fused && !self.wide, self.lifts_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
-        Layout { of_hidden, carried, of_tokens, workspace, logits, scaled, lifts, of_weight, bytes }
+        Layout {
+            of_hidden,
+            carried,
+            of_tokens,
+            workspace,
+            logits,
+            wide,
+            scaled,
+            lifts,
+            of_weight,
+            bytes,
+        }
     }
 
     /// Bytes of the origins of numerators that a sweep of the fused pass makes.
@@ -193,6 +208,11 @@ impl Linear {
         }
         let kept = self.columns().kept.into_iter().map(|kept| kept.count);
         lifts_bytes(tokens, kept.chain([columns]))
+    }
+
+    /// Whether logits are in memory in f32.
+    pub(super) fn has_f32_logits(&self) -> bool {
+        self.wide || self.dtype == DType::F32
     }
 
     /// Elements from one row to the next of logits of so many columns.
@@ -297,6 +317,7 @@ mod tests {
         apart: None,
         kept: None,
         once: None,
+        wide: false,
         workspace_bytes: WORKSPACE_BYTES,
         time_block: None,
         block_size: None,
@@ -364,6 +385,13 @@ mod tests {
         assert_eq!(
             Linear { once: Some(once), ..cut(1000, 512) }.scratch_bytes(Pass::Fused),
             logits + lifts + of_tokens + hidden + round(scaled) + weight
+        );
+        // Logits in f32 lie beside what is made of them, without gaps.
+        let wide = Linear { wide: true, ..cut(500, 5000) };
+        let logits = WORKSPACE_BYTES + 500 * 5056 * 2 + 4 * 500 * 5000;
+        assert_eq!(
+            wide.scratch_bytes(Pass::Fused),
+            logits.next_multiple_of(256) + of_tokens + sums
         );
         let f32 = Linear { dtype: DType::F32, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);

@@ -14,8 +14,9 @@ use super::{Gradients, Linear, Operands, Scratch};
 use crate::bias::{sum_columns, write_rows};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
-use crate::driver::{Driver, RawStream};
+use crate::driver::RawStream;
 use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum, There};
+use crate::round::round;
 use crate::{Device, Error, Result, check_alignment};
 
 /// A sweep over chunks of logits.
@@ -72,7 +73,8 @@ impl<'a> Run<'a> {
         check_alignment("scratch", scratch.at)?;
         let Linear { tokens, width, vocab, dtype, .. } = *linear;
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
-        let has_fused_product = fused_product::supports(Device::current()?, dtype, width, columns);
+        let has_fused_product =
+            !linear.wide && fused_product::supports(Device::current()?, dtype, width, columns);
         let run = Self {
             linear,
             sweep,
@@ -177,7 +179,7 @@ impl<'a> Run<'a> {
             }
             return Ok(());
         }
-        if self.linear.dtype != DType::F32 {
+        if !self.linear.has_f32_logits() {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.add_up_slabs(columns, outputs) };
         }
@@ -224,7 +226,7 @@ impl<'a> Run<'a> {
                 let (saved, cotangents) = (saved.from(first), cotangents.from(first));
                 let of_tokens = (self.at(self.layout.of_tokens), first);
                 product.backward(self.stream, operands, saved, cotangents, of_tokens, to)
-            } else if self.linear.dtype == DType::F32 {
+            } else if self.linear.has_f32_logits() {
                 self.logits(block)?;
                 self.backward(block, saved, cotangents)
             } else {
@@ -265,7 +267,8 @@ impl<'a> Run<'a> {
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.logits(block)?;
-            self.kernel(block, true)?.forward(self.stream, block.at, self.labels(block), outputs)
+            let place = self.f32_logits(block).at;
+            self.kernel(block, true)?.forward(self.stream, place, self.labels(block), outputs)
         }
     }
 
@@ -280,12 +283,14 @@ impl<'a> Run<'a> {
         outputs: TokenOutputs,
     ) -> Result<()> {
         let (outputs, first) = (outputs.from(block.tokens.first), block.tokens.first);
-        let (place, dloss) = ((block.at.cast_const(), block.at), dloss.wrapping_add(first));
+        let at = self.f32_logits(block).at;
+        let (place, dloss) = ((at.cast_const(), at), dloss.wrapping_add(first));
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.logits(block)?;
             let kernel = self.kernel(block, true)?;
-            kernel.fused(self.stream, place, self.labels(block), dloss, outputs)
+            kernel.fused(self.stream, place, self.labels(block), dloss, outputs)?;
+            self.round_dlogits(block)
         }
     }
 
@@ -301,11 +306,35 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let first = block.tokens.first;
         let (saved, cotangents) = (saved.from(first), cotangents.from(first));
-        let (place, labels) = ((block.at.cast_const(), block.at), self.labels(block));
+        let at = self.f32_logits(block).at;
+        let (place, labels) = ((at.cast_const(), at), self.labels(block));
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.kernel(block, false)?.backward(self.stream, place, labels, saved, cotangents)
+            let kernel = self.kernel(block, false)?;
+            kernel.backward(self.stream, place, labels, saved, cotangents)?;
+            self.round_dlogits(block)
         }
+    }
+
+    /// Where logits of a block are in f32: those of operands of 16 bits beside it, without gaps.
+    fn f32_logits(&self, block: &Block) -> Matrix {
+        if self.linear.dtype == DType::F32 {
+            return self.matrix(block);
+        }
+        let at = self.at(self.layout.wide);
+        Matrix::new(at, DType::F32, block.tokens.count, block.columns.count)
+    }
+
+    /// Rounds dlogits in f32 to operands of products, which those of operands in f32 are.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`].
+    unsafe fn round_dlogits(&self, block: &Block) -> Result<()> {
+        if self.linear.dtype == DType::F32 {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        unsafe { round(self.stream, self.f32_logits(block), self.matrix(block)) }
     }
 
     /// Whether numerators take the place of dlogits, in so many places: of a weight `[D, V]`, whose
@@ -492,9 +521,7 @@ impl<'a> Run<'a> {
             // SAFETY: passed on from this function's contract.
             unsafe {
                 if by_columns {
-                    let bytes = out.rows * out.columns * out.dtype.size_bytes();
-                    Driver::get()?.clear(self.stream, out.at, bytes)?;
-                    lacking(rows, out, false)?;
+                    lacking(rows, out, true)?;
                     sum.run(self.stream, There::All)?;
                 } else {
                     lacking(rows, out, true)?;
@@ -519,12 +546,12 @@ impl<'a> Run<'a> {
         let part = Part {
             vocab: self.linear.vocab,
             first_column: block.columns.first,
-            stride: block.stride,
+            stride: self.f32_logits(block).stride,
             carried: if carries { self.carried(block.columns.count) } else { null_mut() },
         };
-        let Linear { dtype, time_block, block_size, .. } = *self.linear;
-        let kernel = Kernel::new(self.options, shape, dtype)?.with_tile(time_block, block_size)?;
-        Ok(kernel.of_part(part))
+        let Linear { time_block, block_size, .. } = *self.linear;
+        let kernel = Kernel::new(self.options, shape, DType::F32)?;
+        Ok(kernel.with_tile(time_block, block_size)?.of_part(part))
     }
 
     /// Where sums of rows are kept between so many columns and the next.
@@ -546,7 +573,7 @@ impl<'a> Run<'a> {
     /// As for [`Linear::forward`].
     unsafe fn logits(&self, block: &Block) -> Result<()> {
         let Scratch { at, bytes } = self.workspace();
-        let (to, workspace) = (self.matrix(block), Workspace { at, bytes });
+        let (to, workspace) = (self.f32_logits(block), Workspace { at, bytes });
         // SAFETY: passed on from this function's contract.
         unsafe { self.sums(to, block.tokens, block.columns, workspace) }
     }

@@ -55,6 +55,8 @@ struct Cut {
     kept: Option<Kept>,
     /// Columns whose logits a fused pass makes once, before the others.
     once: Option<Extents>,
+    /// Whether logits of a chunk go through memory, in f32; absent for no.
+    wide: bool,
     workspace_bytes: usize,
 }
 
@@ -70,7 +72,9 @@ impl<'a> Parameter<'a> for Cut {
         let once = both(decoder, ["once_tokens", "once_columns"])?.map(extents);
         let vocab_axis = vocab_axis(decoder)?;
         let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
-        Ok(Self { vocab_axis, chunk, apart, kept, once, workspace_bytes })
+        let wide: Option<bool> = decoder.parameter("wide")?;
+        let wide = wide.unwrap_or(false);
+        Ok(Self { vocab_axis, chunk, apart, kept, once, wide, workspace_bytes })
     }
 }
 
@@ -255,6 +259,7 @@ impl Call {
             apart: cut.apart.map(within),
             kept: cut.kept,
             once: cut.once,
+            wide: cut.wide,
             workspace_bytes: cut.workspace_bytes,
             time_block,
             block_size,
