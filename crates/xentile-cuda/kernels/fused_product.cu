@@ -35,6 +35,7 @@ FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, smooth, true, fals
 FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, capped, false, true)
 FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
 FUSED_PRODUCT(added, Added, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
+FUSED_PRODUCT(added_later, AddedLater, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
 FOR_BOTH_DTYPES(sum, Sum, basic, false, false)
 FUSED_PRODUCT(sum, Sum, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
 FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed)

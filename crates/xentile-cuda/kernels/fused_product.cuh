@@ -39,6 +39,7 @@ enum class Epilogue {
   kNumerators,  // exponentials, beside their sums
   kScaled,      // the product itself, with a factor a row
   kAdded,       // the product itself, added to what is there in f32 and rounded
+  kAddedLater,  // the same, of short sums: what is there is read late, to be written beside products
   kSum,         // the product itself, in f32, which may be added to what is there
 };
 
@@ -216,8 +217,10 @@ struct FusedProduct {
   static constexpr bool kSums =
       kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kNumerators;
   static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
+  static constexpr bool kIsAdded =
+      kEpilogue == Epilogue::kAdded || kEpilogue == Epilogue::kAddedLater;
   static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled &&
-                                    kEpilogue != Epilogue::kAdded && kEpilogue != Epilogue::kSum;
+                                    !kIsAdded && kEpilogue != Epilogue::kSum;
   // Whether what is written depends on the token.
   static constexpr bool kOfTokens = kEpilogue == Epilogue::kBackward ||
                                     kEpilogue == Epilogue::kNumerators ||
@@ -228,7 +231,8 @@ struct FusedProduct {
   static constexpr uint32_t kPieceColumns = kIsSum ? kColumnsOfSum : kBlock;
   static constexpr uint32_t kPieces = kTileColumns / kPieceColumns, kWords = 16;
   // Pieces that are left for between the products of the next tile, by measurement.
-  static constexpr uint32_t kPutOff = kIsSum ? 4 : kOfLogits && kWrites ? 3 : 0;
+  static constexpr uint32_t kPutOff =
+      kIsSum ? 4 : kEpilogue == Epilogue::kAddedLater || (kOfLogits && kWrites) ? 3 : 0;
   // Blocks of a tile that come apart, before the others: the first, and those beside which a piece
   // that was put off is finished.
   static constexpr uint32_t kApart = kPutOff > 0 ? kPutOff : 1;
@@ -341,7 +345,7 @@ struct FusedProduct {
     uint32_t later[kApart][kWords];
     bool is_behind = false;
     int32_t row_behind = 0;
-    uint32_t column_behind = 0;
+    uint32_t column_behind = 0, tile_behind = 0;
     // What a tile is added to.
     uint32_t there[kEpilogue == Epilogue::kAdded ? 64 : 1];
     for (Schedule at(a); at.more(); at.next()) {
@@ -387,7 +391,7 @@ struct FusedProduct {
             } else if constexpr (kIsSum) {
               write_sums(later[i], row_behind, column_behind + i * kPieceColumns, stored);
             } else {
-              finish(kFirst + i, later[i], rows, row, at.tile - 1, stored);
+              finish(kFirst + i, later[i], rows, row_behind, tile_behind, stored);
             }
           }
           if (i < a.blocks) end(i == 0);
@@ -399,14 +403,18 @@ struct FusedProduct {
         ptx::wgmma_wait<0>();
         ptx::settle(x);
         release(remote, previous);
-        if constexpr (kOfLogits) {
+        if constexpr (kOfLogits || kEpilogue == Epilogue::kAddedLater) {
           const uint32_t column = at.tile * kTileColumns;
-          if (a.bias != nullptr) add_bias(x, column);
-          rows.find_labels(a, x, column);
+          if constexpr (kOfLogits) {
+            if (a.bias != nullptr) add_bias(x, column);
+            rows.find_labels(a, x, column);
+          }
           if constexpr (kWrites) {
             uint32_t words[kPieces * kWords];
             if constexpr (kEpilogue == Epilogue::kNumerators) {
               rows.exponentiate(a, x, words, at.tile, placed, cap);
+            } else if constexpr (kEpilogue == Epilogue::kAddedLater) {
+              rows.add_what_is_there(a, x, words, column);
             } else {
               rows.differentiate(x, words, cap);
             }
@@ -420,7 +428,7 @@ struct FusedProduct {
               }
               if (piece + kPutOff < kPieces) finish(piece, own, rows, row, at.tile, stored);
             }
-            is_behind = kPutOff > 0;
+            is_behind = kPutOff > 0, row_behind = row, tile_behind = at.tile;
           } else {
             rows.add(a, x, at.tile, cap);
           }
@@ -454,7 +462,9 @@ struct FusedProduct {
       if constexpr (kPutOff > 0 && kOfLogits) {
 #pragma unroll
         for (uint32_t i = 0; i < kPutOff; ++i) {
-          if (is_behind) finish(kPieces - kPutOff + i, later[i], rows, row, at.tile - 1, stored);
+          if (is_behind) {
+            finish(kPieces - kPutOff + i, later[i], rows, row_behind, tile_behind, stored);
+          }
         }
         is_behind = false;
       }
@@ -467,14 +477,23 @@ struct FusedProduct {
         if (is_behind) write_sums(later[i], row_behind, column, stored);
       }
     }
+    if constexpr (kEpilogue == Epilogue::kAddedLater) {
+      const Rows none(a, a.row.tokens);
+#pragma unroll
+      for (uint32_t i = 0; i < kPutOff; ++i) {
+        if (is_behind) {
+          finish(kPieces - kPutOff + i, later[i], none, row_behind, tile_behind, stored);
+        }
+      }
+    }
     if constexpr (kWrites) {
       if (lane == 0) ptx::bulk_wait_read<0>();
     }
   }
 
   // Writes a piece of a tile.
-  __device__ void finish(uint32_t piece, const uint32_t (&words)[kWords], Rows& rows, int32_t row,
-                         uint32_t tile, Stores& stored) const {
+  __device__ void finish(uint32_t piece, const uint32_t (&words)[kWords], const Rows& rows,
+                         int32_t row, uint32_t tile, Stores& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
     const bool has_place = kEpilogue != Epilogue::kNumerators || first < placed;
     if (has_place && first < static_cast<uint32_t>(a.row.columns)) {
@@ -538,7 +557,7 @@ struct FusedProduct {
         } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
           c[r] = kUnset;
-        } else if constexpr (kEpilogue == Epilogue::kAdded) {
+        } else if constexpr (kIsAdded) {
           const int64_t column = a.part_first + index;
           if (here &&
               (a.labelled == nullptr || (a.labelled[column / 32] >> column % 32 & 1) != 0)) {
@@ -564,6 +583,25 @@ struct FusedProduct {
         there[i] =
             is_here ? *reinterpret_cast<const uint32_t*>(rows + index * a.row.stride + column) : 0;
       }
+    }
+
+    // Adds what is there to a tile of the columns from `first` on, and rounds it.
+    __device__ void add_what_is_there(const FusedProductArguments& a, float (&x)[128],
+                                      uint32_t (&words)[kPieces * kWords], uint32_t first) const {
+      if (__any_sync(~0u, labels != 0)) {
+        const uint32_t own = first + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (uint32_t i = 0; i < 64; ++i) {
+          const int64_t index = token + 8 * (i % 2), column = own + i / 2 * 8;
+          if ((labels >> i % 2 & 1) == 0 || column >= a.row.columns) continue;
+          const auto* rows = static_cast<const E*>(a.row.dlogits);
+          const auto* at = reinterpret_cast<const uint32_t*>(rows + index * a.row.stride + column);
+          const float2 pair = unpacked<E>(*at);
+          x[2 * i] += pair.x, x[2 * i + 1] += pair.y;
+        }
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kPieces * kWords; ++i) words[i] = packed<E>(x[2 * i], x[2 * i + 1]);
     }
 
     // Keeps the logits of labels among the columns of the tile from `first` on.

@@ -115,6 +115,7 @@ enum Epilogue {
     Numerators,
     Scaled,
     Added,
+    AddedLater,
     Sum,
 }
 
@@ -127,6 +128,7 @@ impl Epilogue {
             Self::Numerators => "numerators",
             Self::Scaled => "scaled",
             Self::Added => "added",
+            Self::AddedLater => "added_later",
             Self::Sum => "sum",
         }
     }

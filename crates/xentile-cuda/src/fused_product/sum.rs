@@ -19,6 +19,9 @@ use crate::{Device, Result};
 /// is read from memory once. Of more, tiles of several blocks do, to share the right one's too.
 const MOST_SIDE_BY_SIDE: usize = 4;
 
+/// Terms of a short sum, at most: a tile's writing takes a large part of its time.
+const MOST_OF_SHORT: usize = 2048;
+
 /// The product of two factors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
@@ -108,6 +111,7 @@ impl Sum {
         };
         let (epilogue, columns_of_store) = match self.out.dtype {
             DType::F32 => (Epilogue::Sum, arguments::COLUMNS_OF_SUM),
+            _ if width <= MOST_OF_SHORT => (Epilogue::AddedLater, arguments::BLOCK),
             _ => (Epilogue::Added, arguments::BLOCK),
         };
         let driver = Driver::get()?;

@@ -29,11 +29,15 @@ PER_BIAS = 8
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
 # Bytes of a sum in f32 that is read and written, of which a product hides a part.
 SUM = 5
-# Passes over logits that products are worth that write numerators, and dlogits.
+# Passes over logits that products are worth that write numerators, and dlogits; and what logits in
+# f32 take through memory, forward alone, backward and where one pass makes both.
 NUMERATORS, DLOGITS = 0.5, 1
+WIDE = (4, 9, 9)
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 # Kernels beside the products of a chunk that has numerators.
-SMALL_KERNELS = 8
+SMALL_KERNELS, KERNELS_OF_PLACE = 8, 3
+# A part of a tile that there is time for whatever its sums are cut into.
+LEAST_WAVE = 0.05
 LEAST = 128
 # Slots that logits may be kept in.
 SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -55,12 +59,14 @@ class Cut:
     # Where chunks are of columns or of both: tokens of chunks of the first columns, which are made
     # once before the others are gone over, and how many these are.
     once: Extents | None = None
+    # Whether logits of 16-bit operands go through memory, in f32.
+    wide: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> "Cut":
         """That of a plan that was made here."""
         chunk = (plan.tokens, plan.columns)
-        return cls(chunk, plan.products < 4, plan.apart, plan.kept, plan.once)
+        return cls(chunk, plan.products < 4, plan.apart, plan.kept, plan.once, plan.wide)
 
     def by_tokens(self, problem: Problem) -> bool:
         """Whether gradients come with the loss, of whole rows."""
@@ -68,6 +74,8 @@ class Cut:
 
     def products(self, problem: Problem) -> float:
         """Products of the size of the logits' own."""
+        if self.wide:
+            return 3 if self.fused else 4
         if self.apart is not None:
             return 5
         if self.once is not None:
@@ -79,7 +87,9 @@ class Cut:
         """What it holds, as crates/xentile-cuda/src/linear_cross_entropy/cut.rs lays it out."""
         numbers = self.workspace(problem) + _numbers(problem)
         tokens, columns = self.chunk
-        if self.fused:
+        if self.wide:
+            numbers += math.ceil(4 * tokens * columns / 256) * 256 + 16 * tokens
+        elif self.fused:
             numbers += _lifts(problem, self.once or self.chunk, self.kept)
         if self.once is not None:
             sums = _chunk_sums(problem, _scratch_rows(problem.tokens))
@@ -108,10 +118,18 @@ class Cut:
         if self.once is not None:
             rest = replace(problem, vocab=problem.vocab - self.once[1])
             return _once(problem, self.once) + _sweep(rest, self.chunk, DLOGITS, (True, True))
+        if self.wide:
+            forward, backward, fused = WIDE
+            wide = partial(_sweep, problem, self.chunk, in_product=False)
+            if self.fused:
+                return wide(fused, (True, True))
+            return wide(forward, (False, False)) + wide(backward, (True, True))
         if self.by_tokens(problem):
+            if not _are_in_product(problem):
+                return _sweep(problem, self.chunk, 2, (True, True), in_product=False)
             # Numerators come of the product: writing them takes it a little longer.
-            passes = NUMERATORS if _are_in_product(problem) else 2
-            return _sweep(problem, self.chunk, passes, (True, True))
+            small = math.ceil(problem.tokens / self.chunk[0]) * SMALL_KERNELS * LAUNCH
+            return _sweep(problem, self.chunk, NUMERATORS, (True, True)) + small
         if self.fused:
             return self._columns(problem)
         forward, backward = _passes(problem)
@@ -129,7 +147,8 @@ class Cut:
         kept, again = _pieces(in_place, slot), _pieces(v - last - in_place, last)
         splits = _logits(problem, self.chunk) > 2 * MOST_WORKSPACE
         product = partial(_product, problem, splits)
-        total = 0.0
+        # Each place has its own of those kernels that go over it.
+        total = (SMALL_KERNELS + KERNELS_OF_PLACE * len(kept)) * LAUNCH
         made_again = (again, 2, sum(_passes(problem)))
         of_kept, of_last = (NUMERATORS,) * 2 if _are_in_product(problem) else (3, 2)
         for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
@@ -252,12 +271,23 @@ def _product(problem: Problem, splits: bool, m: int, n: int, k: int) -> float:
     waves = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES
     # Where tiles are few, long sums are cut among what they leave idle, at some loss.
     few = min(1.0, waves / SPLIT) if splits else 1.0
-    waves = math.ceil(waves) if waves > 1 else few
+    waves = math.ceil(waves) if waves > 1 else max(few, LEAST_WAVE)
     return waves * TILES * TILE[0] * TILE[1] * 2 * k / flops + LAUNCH
 
 
-def _sweep(problem: Problem, chunk: Extents, passes: float, gradients: tuple[bool, bool]) -> float:
-    """Seconds of logits, so many passes over them, and the gradients of hidden and weight."""
+def _sweep(
+    problem: Problem,
+    chunk: Extents,
+    passes: float,
+    gradients: tuple[bool, bool],
+    *,
+    in_product: bool | None = None,
+) -> float:
+    """Seconds of logits, so many passes over them, and the gradients of hidden and weight.
+
+    The library's own product of logits, which it takes by default where it can, cuts no sums.
+    """
+    in_product = _are_in_product(problem) if in_product is None else in_product
     # Parts of sums need a place; beside small chunks there is little.
     product = partial(_product, problem, _logits(problem, chunk) > 2 * MOST_WORKSPACE)
     n, d, v = problem.tokens, problem.hidden, problem.vocab
@@ -265,6 +295,8 @@ def _sweep(problem: Problem, chunk: Extents, passes: float, gradients: tuple[boo
     of_hidden, of_weight = gradients
     rows, parts = math.ceil(n / tokens), math.ceil(v / columns)
     each = product(tokens, columns, d)
+    if in_product:
+        each = _product(problem, False, tokens, columns, d)
     each += of_hidden * product(tokens, d, columns)
     # Sums in two places are two products: those that have no room in what is not written yet.
     halved = rows > 1 and 2 * columns > v and _weight_sums(problem, columns) < 4 * columns * d
@@ -302,7 +334,17 @@ def planned(problem: Problem, limit: int, cut: Cut, most: int) -> Plan:
     left = max(most - scratch, 0)
     scratch += min(left, max(MOST_WORKSPACE - cut.workspace(problem), 0) + sums) // 256 * 256
     products, scratch = cut.products(problem), scratch + _beside(problem)
-    return Plan("library", *cut.chunk, products, scratch, limit, cut.apart, cut.kept, cut.once)
+    return Plan(
+        "library",
+        *cut.chunk,
+        products,
+        scratch,
+        limit,
+        apart=cut.apart,
+        kept=cut.kept,
+        once=cut.once,
+        wide=cut.wide,
+    )
 
 
 def _beside(problem: Problem) -> int:
@@ -318,9 +360,13 @@ def _fastest(problem: Problem, room: int) -> Cut | None:
 
 
 def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
+    is_wide = problem.hidden_bytes < 4
+    has_fused = not is_wide or _are_in_product(problem)
     for tokens in _extents(problem.tokens):
-        if problem.reduced:
+        if problem.reduced and has_fused:
             yield Cut((tokens, problem.vocab), fused=True)
+        if is_wide:
+            yield Cut((tokens, problem.vocab), fused=problem.reduced, wide=True)
         if not problem.reduced or tokens < problem.tokens:
             for columns in _extents(problem.vocab):
                 yield Cut((tokens, columns), fused=False)
@@ -332,7 +378,7 @@ def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
 def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     """Those that make no logits again that there is room for."""
     tokens = problem.tokens
-    if problem.vocab_is_last and problem.hidden_bytes < 4:
+    if problem.hidden_bytes < 4 and (problem.vocab_is_last or not _are_in_product(problem)):
         return
     without = Cut((tokens, 1), fused=True).scratch(problem)
     most = (room - without) // (tokens * problem.hidden_bytes) // STEP * STEP
@@ -474,6 +520,8 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
         cut["once_tokens"], cut["once_columns"] = plan.once
     if plan.kept is not None:
         cut["kept_columns"], cut["kept_slot"] = plan.kept
+    if plan.wide:
+        cut["wide"] = True
     if plan.apart is not None:
         cut["apart_tokens"], cut["apart_columns"] = plan.apart
     return one_call.make(name, options, cut, scratch, *operands)

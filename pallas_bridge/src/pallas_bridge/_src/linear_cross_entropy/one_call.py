@@ -56,7 +56,10 @@ def make(
     aliases = {left: 1, left + 1: 2} if name == "resume" else None
     call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
     every_token = None if is_backward else options.every_token
-    numbers = {key: np.int64(value) for key, value in cut.items()}
+    numbers = {
+        key: np.bool_(value) if isinstance(value, bool) else np.int64(value)
+        for key, value in cut.items()
+    }
     found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
     if is_forward:
         return tuple(found[:4]) if name == "forward" else (*found[:4], tuple(found[4:]))

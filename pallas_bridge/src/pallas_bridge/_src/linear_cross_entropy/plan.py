@@ -77,6 +77,8 @@ class Plan:
     kept: tuple[int, int] | None = None
     # The first columns, whose logits the library makes once, and the tokens of their chunks.
     once: tuple[int, int] | None = None
+    # Whether the library's logits of 16-bit operands go through memory, in f32.
+    wide: bool = False
     # Whether it keeps logits for a backward pass in a call of its own, and its scratch meanwhile.
     hands_over: bool = False
     # Bytes that each kernel on TPUs moves between HBM and VMEM, by its name.
@@ -89,11 +91,12 @@ class Plan:
         once = ""
         if self.once is not None:
             once = f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time"
+        wide = ", logits through memory in f32" if self.wide else ""
         over = ", logits handed to the backward pass" if self.hands_over else ""
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
-            f"{once}{second}{kept}{over}, {self.products:.3g} products, {scratch:.1f} MiB of "
+            f"{once}{second}{kept}{wide}{over}, {self.products:.3g} products, {scratch:.1f} MiB of "
             f"scratch (at most {most:.1f})"
         )
 
