@@ -17,6 +17,9 @@ use xentile_programs::exported::Linear;
 /// The largest config read; the shipped ones are under 1 KiB.
 const MAX_BYTES: u64 = 1 << 20;
 
+/// Keys that had another name: the old one, the new one.
+const RENAMED: [(&str, &str); 1] = [("scale", "std")];
+
 /// Reads the config at `path` and applies `sets`, each `key.subkey=value` with a YAML value.
 ///
 /// # Errors
@@ -112,6 +115,10 @@ fn explain(path: &str, message: &str) -> anyhow::Error {
             "field" => format!("unknown key `{}`", path.trim_start_matches("?.")),
             _ => format!("unknown value `{met}` for `{path}`"),
         };
+        let renamed = |(old, new): &&(&str, &str)| *old == met && known.contains(new);
+        if let Some((_, new)) = RENAMED.iter().find(renamed) {
+            return anyhow::anyhow!("{what}; it is called `{new}` now");
+        }
         let near = |name: &&&str| strsim::damerau_levenshtein(name, met);
         let hint = match known.iter().min_by_key(near) {
             Some(name) if near(&name) <= 1 + met.len() / 3 => format!("did you mean `{name}`?"),

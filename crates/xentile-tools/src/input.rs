@@ -3,6 +3,7 @@
 pub mod file;
 pub mod linear;
 pub mod synthetic;
+mod trained;
 
 use std::borrow::Cow;
 

@@ -165,7 +165,23 @@ fn bad_configs_are_one_line() {
     assert!(refuses("shape.vocab=0").contains("shape.vocab is 0"));
     assert!(refuses("isa=sse9").contains("isa `sse9` is unknown"));
     assert!(refuses("input.synthetic.distribution=normall").contains("did you mean `normal`?"));
-    assert!(refuses("input.synthetic.scale=-1").contains("input.synthetic: scale is -1"));
+    assert!(refuses("input.synthetic.std=-1").contains("input.synthetic: std is -1"));
+    assert!(
+        refuses("input.synthetic.scale=1")
+            .contains("unknown key `input.synthetic.scale`; it is called `std` now")
+    );
+    assert!(refuses("input.synthetic.heigth=1").contains("did you mean `height`?"));
+    for (distribution, key, error) in [
+        ("normal", "height: 3", "height is set; distribution normal has none, peaked has"),
+        ("uniform", "share: 0.1", "share is set; distribution uniform has none, peaked has"),
+        ("trained", "std: 2", "std is set; distribution trained has its own"),
+        ("peaked", "share: 1.5", "share is 1.5; it must be in [0, 1]"),
+        ("peaked", "height: -.inf", "height is -inf; it must be finite and above 0"),
+    ] {
+        let set = format!("input={{synthetic: {{distribution: {distribution}, {key}}}}}");
+        let found = refuses(&set);
+        assert!(found.contains(&format!("input.synthetic: {error}")), "{found}");
+    }
     assert!(refuses("tolerances.dlogits_ulp=-1").contains("tolerances.dlogits_ulp is -1"));
     assert!(refuses("shape.seq_len=400000000").contains("is available; lower shape.batch"));
     assert!(refuses("shape.seq_len=18446744073709551615").contains("lower shape.batch"));

@@ -127,7 +127,8 @@ fn bad_configs_are_one_line() {
     );
     assert_eq!(
         refuses("input.synthetic.distribution=masked"),
-        "input.synthetic: distribution is masked; hidden states are normal, uniform or peaked"
+        "input.synthetic: distribution is masked; hidden states are normal, uniform, peaked or \
+         trained"
     );
     for set in ["hidden=16", "bias=true", "vocab_axis=0", "max_scratch_bytes=1"] {
         let name = set.split('=').next().unwrap();

@@ -197,7 +197,7 @@ fn bad_input_is_named_and_writes_nothing() {
             "error: unknown key `tile.blck_size`; did you mean `block_size`?",
         ),
         (&["--set", "input.ignored=2"], "error: input: ignored is 2; it must be in [0, 1]"),
-        (&["--set", "input.scale=.inf"], "error: input: scale is inf; it must be finite"),
+        (&["--set", "input.std=.inf"], "error: input: std is inf; it must be finite"),
         (
             &["--set", "options={reduction: none, weights: random}"],
             "set options.weights to none or options.reduction to mean or sum",

@@ -2,18 +2,20 @@
 
 use anyhow::{Result, bail, ensure};
 use pjrt_client::Buffer;
+use rayon::prelude::*;
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{Element, LogitsShape};
 use xentile_programs::TensorType;
 use xentile_programs::exported::Linear;
 
 use super::file::Tensors;
-use super::synthetic::{Distribution, Synthetic};
+use super::synthetic::{Distribution, Purpose, Synthetic};
+use super::trained;
 use crate::config::linear_shape;
 use crate::xla::Session;
 
 /// The distributions that products have.
-const CHOICES: &str = "hidden states are normal, uniform or peaked";
+const CHOICES: &str = "hidden states are normal, uniform, peaked or trained";
 
 /// What keeps the generators of weights and biases apart from those of hidden states.
 const SEED_OF_WEIGHT: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -53,9 +55,10 @@ impl<E: Element + pjrt_client::Element> HiddenStates<E> {
 }
 
 impl<E: Element> HiddenStates<E> {
-    /// Made up: hidden states and biases of width 1 and weights of width `scale / sqrt(D)`, so that
-    /// logits are about as wide as `scale` says. Where it is peaked, a hidden state points at one of
-    /// the columns as well.
+    /// Made up: hidden states and biases with a standard deviation of 1 and weights with one of
+    /// `std / sqrt(D)`, so that that of logits is about `std`. Where it is peaked, a hidden state
+    /// points at a column other than its label as well. Trained ones are all of their own shape,
+    /// but for biases.
     ///
     /// # Errors
     /// A distribution that products do not have; more elements than memory can address.
@@ -67,33 +70,56 @@ impl<E: Element> HiddenStates<E> {
         ignore_index: i64,
     ) -> Result<Self> {
         let distribution = match synthetic.distribution {
-            Distribution::Normal | Distribution::Peaked => Distribution::Normal,
+            Distribution::Normal | Distribution::Peaked | Distribution::Trained => {
+                Distribution::Normal
+            }
             Distribution::Uniform => Distribution::Uniform,
             Distribution::Offset => bail!("distribution is offset; {CHOICES}"),
             Distribution::Masked => bail!("distribution is masked; {CHOICES}"),
         };
         let shape = linear_shape(LogitsShape::new(rows.len(), vocab)?, linear)?;
         let width = shape.width();
-        let of_unit = Synthetic { distribution, scale: 1.0, ..synthetic.clone() };
+        let seed = synthetic.seed;
+        let of_unit = Synthetic { distribution, std: Some(1.0), seed, ..Synthetic::default() };
         let of_weight = Synthetic {
-            scale: synthetic.scale / (width as f64).sqrt(),
-            seed: synthetic.seed ^ SEED_OF_WEIGHT,
+            std: Some(synthetic.std() / (width as f64).sqrt()),
+            seed: seed ^ SEED_OF_WEIGHT,
             ..of_unit.clone()
         };
+        let is_trained = synthetic.distribution == Distribution::Trained;
         let columns: Vec<u64> = (0..vocab as u64).collect();
         let zeros = |count: usize| vec![E::from_f32(0.0); count];
         let mut weight = zeros(vocab * width);
-        of_weight.fill_logits(&columns, width, &mut weight);
-        let mut hidden = zeros(rows.len() * width);
-        of_unit.fill_logits(rows, width, &mut hidden);
-        for (&row, hidden) in rows.iter().zip(hidden.chunks_exact_mut(width)) {
-            let Some((column, top)) = synthetic.hidden_peak(row, vocab) else { continue };
-            let weight = &weight[column * width..][..width];
-            let square: f32 = weight.iter().map(|w| w.to_f32().powi(2)).sum();
-            for (x, w) in hidden.iter_mut().zip(weight) {
-                *x = E::from_f32(x.to_f32() + top * w.to_f32() / square.max(f32::MIN_POSITIVE));
-            }
+        if is_trained {
+            weight.par_chunks_mut(width).zip(&columns).for_each(|(out, &column)| {
+                trained::fill_weight(&mut of_weight.rng(column, Purpose::Logits), out);
+            });
+        } else {
+            of_weight.fill_logits(&columns, width, &mut weight);
         }
+        let of_column = |column: usize| &weight[column * width..][..width];
+        let mut hidden = zeros(rows.len() * width);
+        hidden.par_chunks_mut(width).zip(rows).for_each(|(out, &row)| {
+            let mut state = vec![0_f32; width];
+            if let Some(of_row) = synthetic.trained(row, vocab) {
+                let rng = &mut synthetic.rng(row, Purpose::Logits);
+                let mean = trained::fill_hidden(&of_row, rng, &mut state);
+                for (column, height) in of_row.rising() {
+                    let weight = floats(of_column(column));
+                    point(&mut state, &weight, &weight, mean + height);
+                }
+            } else {
+                of_unit.fill_logits(&[row], width, &mut state);
+                if let Some(peak) = synthetic.peak(row, vocab) {
+                    let [top, label] = [peak.column, peak.label].map(|at| floats(of_column(at)));
+                    let over: Vec<_> = top.iter().zip(label).map(|(w, y)| w - y).collect();
+                    point(&mut state, &top, &over, peak.height);
+                }
+            }
+            for (out, x) in out.iter_mut().zip(state) {
+                *out = E::from_f32(x);
+            }
+        });
         let labels = synthetic.labels(rows, vocab, ignore_index);
         Ok(Self::of(shape, hidden, weight, labels, &of_unit, linear.bias))
     }
@@ -144,6 +170,24 @@ impl<E: Element> HiddenStates<E> {
     }
 }
 
+fn floats<E: Element>(values: &[E]) -> Vec<f32> {
+    values.iter().map(|value| value.to_f32()).collect()
+}
+
+/// Moves a hidden state along a direction until its product with `factor` is what it should be; not
+/// where that takes it the other way.
+fn point(state: &mut [f32], direction: &[f32], factor: &[f32], product: f32) {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    let slope = dot(direction, factor);
+    if slope <= 0.0 {
+        return;
+    }
+    let by = (product - dot(state, factor)) / slope;
+    for (x, w) in state.iter_mut().zip(direction) {
+        *x += by * w;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,8 +201,9 @@ mod tests {
     }
 
     fn logit(made: &HiddenStates<f32>, row: usize, column: usize) -> f32 {
-        let weight = &made.weight[column * 64..][..64];
-        made.hidden[row * 64..][..64].iter().zip(weight).map(|(x, w)| x * w).sum()
+        let width = made.shape.width();
+        let weight = &made.weight[column * width..][..width];
+        made.hidden[row * width..][..width].iter().zip(weight).map(|(x, w)| x * w).sum()
     }
 
     #[test]
@@ -174,14 +219,37 @@ mod tests {
     }
 
     #[test]
-    fn a_peaked_row_points_at_its_label_more_often_than_not() {
+    fn a_peaked_row_points_at_a_column_that_is_not_its_label() {
         let peaked = Synthetic { distribution: Distribution::Peaked, ..Synthetic::default() };
         let made = made(&peaked, LINEAR);
-        let tops = (0..40).filter(|&row| logit(&made, row, made.labels[row] as usize) > 5.0);
-        assert!((20..40).contains(&tops.count()));
+        for row in 0..40 {
+            let label = logit(&made, row, made.labels[row] as usize);
+            let top = (0..500).map(|column| logit(&made, row, column)).fold(f32::MIN, f32::max);
+            assert!((top - label - 38.0).abs() < 1e-3, "row {row}: {top} above {label}");
+        }
         let masked = Synthetic { distribution: Distribution::Masked, ..Synthetic::default() };
         let refused = HiddenStates::<f32>::synthetic(&masked, &[0], 500, LINEAR, -100);
-        assert!(refused.unwrap_err().to_string().contains("normal, uniform or peaked"));
+        assert!(refused.unwrap_err().to_string().contains("normal, uniform, peaked or trained"));
+    }
+
+    #[test]
+    fn a_trained_row_has_outliers_and_often_its_label_on_top() {
+        let trained = Synthetic { distribution: Distribution::Trained, ..Synthetic::default() };
+        let (rows, linear): (Vec<u64>, _) = ((0..40).collect(), Linear { hidden: 576, ..LINEAR });
+        let made = HiddenStates::<f32>::synthetic(&trained, &rows, 4000, linear, -100).unwrap();
+        let (mut on_top, mut square) = (0, 0.0);
+        for row in 0..40 {
+            let logits: Vec<_> = (0..4000).map(|column| logit(&made, row, column)).collect();
+            let label = logits[made.labels[row] as usize];
+            on_top += u32::from(logits.iter().all(|&z| z <= label));
+            let mean = logits.iter().sum::<f32>() / 4e3;
+            square += logits.iter().map(|z| (z - mean).powi(2)).sum::<f32>() / 1.6e5;
+        }
+        assert!((8..26).contains(&on_top), "{on_top} of 40 labels are on top");
+        let spread = square.sqrt();
+        assert!((2.7..3.7).contains(&spread), "{spread}");
+        let outliers = made.hidden.iter().filter(|x| x.abs() > 15.0).count();
+        assert!((40..160).contains(&outliers), "{outliers} in 40 rows");
     }
 
     #[test]

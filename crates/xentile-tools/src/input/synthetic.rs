@@ -2,6 +2,7 @@
 //! own, so that rows come out the same whichever others are made and on however many threads.
 
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
@@ -9,18 +10,22 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use xentile::Element;
 
+use super::trained;
+
 /// How logits are distributed.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
+#[value(rename_all = "lowercase")]
 pub enum Distribution {
-    /// Normal with standard deviation `scale`.
+    /// Normal around 0.
     #[default]
     Normal,
-    /// Uniform in `[-scale, scale)`.
+    /// Uniform around 0.
     Uniform,
-    /// As from a trained model: normal noise below a few candidates that stand 8 to 24 above it;
-    /// the label is the first of them in three rows out of four.
+    /// Normal, but of a share of tokens one column, not the label, is so many nats above the label.
     Peaked,
+    /// Shaped like those of trained language models.
+    Trained,
     /// Normal around 10000.
     Offset,
     /// Normal, with one entry in eight -inf, never the label's.
@@ -28,28 +33,39 @@ pub enum Distribution {
 }
 
 /// Made-up inputs.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Synthetic {
     /// How logits are distributed.
     pub distribution: Distribution,
-    /// The width of that distribution.
-    pub scale: f64,
+    /// The logits' standard deviation, 2 where absent. A trained distribution has its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub std: Option<f64>,
+    /// Of a peaked distribution: the share of tokens that have a peak, in `[0, 1]`; 1 where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub share: Option<f64>,
+    /// Of a peaked distribution: by how many nats the peak is above the label; 38 where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub height: Option<f64>,
     /// What everything is derived from.
     pub seed: u64,
     /// The share of tokens whose label is `ignore_index`, in `[0, 1]`.
     pub ignored: f64,
 }
 
-impl Default for Synthetic {
-    fn default() -> Self {
-        Self { distribution: Distribution::Normal, scale: 2.0, seed: 0, ignored: 0.0 }
-    }
+/// The stream of what all rows have in common: that of no row.
+const OF_COLUMNS: u64 = u64::MAX;
+
+/// A column that is not the label, and by how much its logit is above the label's.
+pub(super) struct Peak {
+    pub(super) label: usize,
+    pub(super) column: usize,
+    pub(super) height: f32,
 }
 
 /// Generators of one row that must not run into one another.
 #[derive(Clone, Copy)]
-enum Purpose {
+pub(super) enum Purpose {
     Logits,
     Label,
     Weight,
@@ -57,29 +73,81 @@ enum Purpose {
 }
 
 impl Synthetic {
-    /// Checks the range of every field.
+    /// Checks the range of every field, and that the distribution has it.
     ///
     /// # Errors
-    /// The first outside its range.
+    /// The first outside its range, or of another distribution.
     pub fn validate(&self) -> Result<()> {
-        let Self { scale, ignored, .. } = *self;
+        let Self { distribution, ignored, .. } = *self;
+        let name = crate::microbench::name(&distribution);
+        let trained = distribution == Distribution::Trained;
         ensure!(
-            scale > 0.0 && scale.is_finite(),
-            "scale is {scale}; it must be finite and above 0"
+            self.std.is_none() || !trained,
+            "std is set; distribution trained has its own, the others have std"
         );
-        ensure!((0.0..=1.0).contains(&ignored), "ignored is {ignored}; it must be in [0, 1]");
+        for (key, is_set) in [("share", self.share.is_some()), ("height", self.height.is_some())] {
+            ensure!(
+                !is_set || distribution == Distribution::Peaked,
+                "{key} is set; distribution {name} has none, peaked has"
+            );
+        }
+        for (key, value) in [("std", self.std()), ("height", self.height())] {
+            ensure!(
+                value > 0.0 && value.is_finite(),
+                "{key} is {value}; it must be finite and above 0"
+            );
+        }
+        for (key, value) in [("share", self.share()), ("ignored", ignored)] {
+            ensure!((0.0..=1.0).contains(&value), "{key} is {value}; it must be in [0, 1]");
+        }
         Ok(())
     }
 
-    fn rng(&self, row: u64, purpose: Purpose) -> ChaCha8Rng {
+    pub(super) fn std(&self) -> f64 {
+        self.std.unwrap_or(2.0)
+    }
+
+    fn share(&self) -> f64 {
+        self.share.unwrap_or(1.0)
+    }
+
+    fn height(&self) -> f64 {
+        self.height.unwrap_or(38.0)
+    }
+
+    pub(super) fn rng(&self, row: u64, purpose: Purpose) -> ChaCha8Rng {
+        self.stream(row * 4 + purpose as u64)
+    }
+
+    fn stream(&self, stream: u64) -> ChaCha8Rng {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        rng.set_stream(row * 4 + purpose as u64);
+        rng.set_stream(stream);
         rng
     }
 
     /// The label of `row` before any is ignored.
     fn column(&self, row: u64, vocab: usize) -> usize {
-        self.rng(row, Purpose::Label).random_range(0..vocab)
+        match self.trained(row, vocab) {
+            Some(row) => row.label,
+            None => self.rng(row, Purpose::Label).random_range(0..vocab),
+        }
+    }
+
+    /// What a `row` of a trained distribution says of its next token.
+    pub(super) fn trained(&self, row: u64, vocab: usize) -> Option<trained::Row> {
+        let is_trained = self.distribution == Distribution::Trained;
+        is_trained.then(|| trained::Row::draw(&mut self.rng(row, Purpose::Label), vocab))
+    }
+
+    /// The peak of a `row` of a peaked distribution, where it has one.
+    pub(super) fn peak(&self, row: u64, vocab: usize) -> Option<Peak> {
+        let mut rng = self.rng(row, Purpose::Label);
+        let label = rng.random_range(0..vocab);
+        let is_peaked = self.distribution == Distribution::Peaked && vocab > 1;
+        (is_peaked && rng.random::<f64>() < self.share()).then(|| {
+            let column = (label + rng.random_range(1..vocab)) % vocab;
+            Peak { label, column, height: self.height() as f32 }
+        })
     }
 
     /// Fills `out` with `rows`, `vocab` columns each.
@@ -93,46 +161,36 @@ impl Synthetic {
 
     fn fill_row<E: Element>(&self, row: u64, out: &mut [E]) {
         let mut rng = self.rng(row, Purpose::Logits);
-        let scale = self.scale as f32;
-        let normal = |rng: &mut ChaCha8Rng| scale * rng.sample::<f32, _>(StandardNormal);
+        let std = self.std() as f32;
+        let normal = |rng: &mut ChaCha8Rng| std * rng.sample::<f32, _>(StandardNormal);
         let rng = &mut rng;
         match self.distribution {
             Distribution::Normal => out.fill_with(|| E::from_f32(normal(rng))),
             Distribution::Offset => out.fill_with(|| E::from_f32(normal(rng) + 1e4)),
             Distribution::Uniform => {
-                out.fill_with(|| E::from_f32(scale * rng.random_range(-1.0_f32..1.0)));
+                // A uniform distribution's standard deviation is its half-width over sqrt(3).
+                let end = std * 3_f32.sqrt();
+                out.fill_with(|| E::from_f32(end * rng.random_range(-1.0_f32..1.0)));
             }
             Distribution::Masked => {
                 out.fill_with(|| {
                     let logit = normal(rng);
                     E::from_f32(if rng.random_range(0..8) == 0 { f32::NEG_INFINITY } else { logit })
                 });
-                out[self.column(row, out.len())] = E::from_f32(scale);
+                out[self.column(row, out.len())] = E::from_f32(std);
             }
             Distribution::Peaked => {
                 out.fill_with(|| E::from_f32(normal(rng)));
-                let (first, top) = self.peak(row, out.len(), rng);
-                for rank in (0..8_u8).rev() {
-                    let column = if rank == 0 { first } else { rng.random_range(0..out.len()) };
-                    out[column] = E::from_f32(top - 1.5 * f32::from(rank));
+                if let Some(Peak { label, column, height }) = self.peak(row, out.len()) {
+                    out[column] = E::from_f32(out[label].to_f32() + height);
                 }
             }
+            Distribution::Trained => {
+                let row = trained::Row::draw(&mut self.rng(row, Purpose::Label), out.len());
+                let mut columns = self.stream(OF_COLUMNS);
+                trained::fill_logits(&row, rng, &mut columns, out);
+            }
         }
-    }
-
-    /// The first candidate of a peaked `row`, and its logit.
-    fn peak(&self, row: u64, vocab: usize, rng: &mut ChaCha8Rng) -> (usize, f32) {
-        let label = self.column(row, vocab);
-        let first = if rng.random_range(0..4) == 0 { rng.random_range(0..vocab) } else { label };
-        (first, rng.random_range(8.0_f32..24.0))
-    }
-
-    /// What has to be added to the hidden state of `row` for it to be peaked: a column of the
-    /// vocabulary, and by how much its logit rises.
-    pub(crate) fn hidden_peak(&self, row: u64, vocab: usize) -> Option<(usize, f32)> {
-        let mut rng = self.rng(row, Purpose::Label);
-        _ = rng.random::<f64>(); // spent on the label
-        (self.distribution == Distribution::Peaked).then(|| self.peak(row, vocab, &mut rng))
     }
 
     /// The labels of `rows`.
@@ -200,7 +258,10 @@ mod tests {
         assert!(mean(&normal).abs() < 0.05 && (variance - 4.0).abs() < 0.15);
         assert!((mean(&logits(&of(Distribution::Offset), &rows, 1000)) - 1e4).abs() < 0.1);
         let uniform = logits(&of(Distribution::Uniform), &rows, 1000);
-        assert!(uniform.iter().all(|z| (-2.0..2.0).contains(z)) && mean(&uniform).abs() < 0.05);
+        let end = 2.0 * 3_f32.sqrt();
+        assert!(uniform.iter().all(|z| (-end..end).contains(z)) && mean(&uniform).abs() < 0.05);
+        let variance = uniform.iter().map(|z| z * z).sum::<f32>() / 5e4;
+        assert!((variance - 4.0).abs() < 0.15, "{variance}");
 
         let masked = of(Distribution::Masked);
         let holes = logits(&masked, &rows, 1000);
@@ -210,15 +271,49 @@ mod tests {
             assert!(holes[row * 1000 + label as usize].is_finite());
         }
 
-        let peaked = of(Distribution::Peaked);
+        let peaked = Synthetic { share: Some(0.5), height: Some(20.0), ..of(Distribution::Peaked) };
         let peaks = logits(&peaked, &rows, 1000);
         let labels = peaked.labels(&rows, 1000, -100);
-        let is_top = |(row, &label): (usize, &i64)| {
-            let row = &peaks[row * 1000..(row + 1) * 1000];
-            row.iter().all(|&z| z <= row[label as usize])
+        let rises: Vec<_> = labels.iter().zip(peaks.chunks_exact(1000)).map(above).collect();
+        let is_peak = |rise: f32| (rise - 20.0).abs() < 1e-5;
+        let count = rises.iter().filter(|rise| is_peak(**rise)).count();
+        assert!((15..35).contains(&count), "{rises:?}");
+        assert!(rises.iter().all(|rise| is_peak(*rise) || *rise < 16.0), "{rises:?}");
+    }
+
+    /// By how much the largest logit of a row is above the label's.
+    fn above((&label, row): (&i64, &[f32])) -> f32 {
+        row.iter().copied().fold(f32::MIN, f32::max) - row[label as usize]
+    }
+
+    #[test]
+    fn trained_logits_are_shaped_like_those_that_were_measured() {
+        let (count, vocab) = (400, 49152);
+        let rows: Vec<u64> = (0..count as u64).collect();
+        let trained = Synthetic { distribution: Distribution::Trained, ..Synthetic::default() };
+        let labels = trained.labels(&rows, vocab, -100);
+        let (mut on_top, mut losses, mut spreads) = (0, Vec::new(), Vec::new());
+        for (row, label) in rows.iter().zip(&labels) {
+            let row = logits(&trained, &[*row], vocab);
+            on_top += usize::from(above((label, &row)) == 0.0);
+            let f64s = || row.iter().map(|&z| f64::from(z));
+            let mean = f64s().sum::<f64>() / vocab as f64;
+            spreads.push((f64s().map(|z| (z - mean).powi(2)).sum::<f64>() / vocab as f64).sqrt());
+            let lse = f64s().map(|z| (z - mean).exp()).sum::<f64>().ln() + mean;
+            losses.push(lse - f64::from(row[*label as usize]));
+        }
+        let median = |values: &mut Vec<f64>| {
+            values.sort_by(f64::total_cmp);
+            values[values.len() / 2]
         };
-        let hits = labels.iter().enumerate().filter(|&pair| is_top(pair)).count();
-        assert!((25..50).contains(&hits), "{hits} of 50 labels are the top candidate");
+        assert!((120..200).contains(&on_top), "{on_top} of {count} labels are on top");
+        let [spread, loss] = [&mut spreads, &mut losses].map(median);
+        assert!((2.9..3.2).contains(&spread), "{spread}");
+        assert!((1.5..3.5).contains(&loss), "{loss}");
+        let mut distinct = labels.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert!(distinct.len() < 330, "{} distinct labels of {count}", distinct.len());
     }
 
     #[test]
