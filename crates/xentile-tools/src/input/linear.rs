@@ -106,7 +106,10 @@ impl<E: Element> HiddenStates<E> {
                 let mean = trained::fill_hidden(&of_row, rng, &mut state);
                 for (column, height) in of_row.rising() {
                     let weight = floats(of_column(column));
-                    point(&mut state, &weight, &weight, mean + height);
+                    // Leading dimensions stay, and so the row's mean.
+                    let mut direction = weight.clone();
+                    trained::leading(width).for_each(|at| direction[at] = 0.0);
+                    point(&mut state, &direction, &weight, mean + height);
                 }
             } else {
                 of_unit.fill_logits(&[row], width, &mut state);

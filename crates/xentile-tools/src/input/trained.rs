@@ -3,16 +3,19 @@
 //! Numbers are of SmolLM2-135M, measured over prose and code; docs/cross-entropy.md gives them beside
 //! what is made here, with the literature.
 
+use std::ops::Range;
+
 use rand::{Rng, RngExt};
 use rand_distr::StandardNormal;
 use xentile::Element;
 
-/// Columns that stand above the others, at the ranks 0, 1, 2, 4, .. 64 of a row.
-const CANDIDATES: usize = 8;
-/// The share of tokens whose label is the top candidate.
-const LABEL_ON_TOP: f32 = 0.4;
-/// The share of those whose label is another candidate.
-const LABEL_BELOW: f32 = 0.38;
+/// Columns that stand above the others: those at the ranks 0, 1, 2, 4, .. 64 of a row, and one that is
+/// the label where none of those is.
+const CANDIDATES: usize = 9;
+/// The share of tokens whose label has another rank than the top one, of those where it isn't that.
+const LABEL_BELOW: f32 = 0.63;
+/// By how much the last of them is above the row's mean.
+const UNRANKED: Range<f32> = 4.0..11.0;
 /// Added to a column's rank in its probability (Mandelbrot, 1953).
 const ZIPF_SHIFT: f64 = 2.7;
 
@@ -47,7 +50,7 @@ fn column(rng: &mut impl Rng, vocab: usize) -> usize {
 /// What a token's row says of its next token.
 pub(super) struct Row {
     pub(super) label: usize,
-    /// Columns, and by how much their logits lie above the row's mean.
+    /// Columns, and by how much their logits lie above the row's mean; the top one first.
     candidates: [(usize, f32); CANDIDATES],
 }
 
@@ -55,18 +58,19 @@ impl Row {
     pub(super) fn draw(rng: &mut impl Rng, vocab: usize) -> Self {
         let sharpness = normal(rng, [0.0, 0.7]).exp();
         let top = 13.0 + 3.5 * sharpness;
-        let candidates = std::array::from_fn(|index| {
+        let mut candidates = std::array::from_fn(|index| {
             let octave = index as f32 - 1.0;
             let below = if index == 0 { 0.0 } else { 1.5 + 0.87 * octave };
             (column(rng, vocab), (top - sharpness * below).max(8.0))
         });
-        let at: f32 = rng.random();
-        let label = if at < LABEL_ON_TOP {
+        candidates[CANDIDATES - 1].1 = rng.random_range(UNRANKED);
+        // A sharper row is right more often.
+        let label = if rng.random::<f32>() >= (-0.5 * sharpness).exp() {
             candidates[0].0
-        } else if at < LABEL_ON_TOP + LABEL_BELOW {
-            candidates[rng.random_range(1..CANDIDATES)].0
+        } else if rng.random::<f32>() < LABEL_BELOW {
+            candidates[rng.random_range(1..CANDIDATES - 1)].0
         } else {
-            column(rng, vocab)
+            candidates[CANDIDATES - 1].0
         };
         Self { label, candidates }
     }
@@ -94,7 +98,7 @@ pub(super) fn fill_logits<E: Element>(
 }
 
 /// Where the leading dimensions of so many are.
-fn leading(width: usize) -> impl Iterator<Item = usize> {
+pub(super) fn leading(width: usize) -> impl Iterator<Item = usize> {
     let count = LEADING.len().min(width / 4);
     (0..count).map(move |index| index * width / count)
 }
