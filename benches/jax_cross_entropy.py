@@ -12,9 +12,12 @@ else the machine does falls on each of them. Prints a Markdown table; figures ar
       export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 
 - donated: the gradient takes the place of the logits, so no memory is taken.
+
+Logits are of every --distribution that is named: normal with each --std, peaked, trained.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,11 +32,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_bridge
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benches/peers"))
+
+import distributions  # noqa: E402
+from distributions import Distribution  # noqa: E402
+
 SHAPES = [(512, 151643), (2048, 32000), (512, 50257)]
 NATIVE = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
@@ -58,10 +67,12 @@ def step_ms(program: Callable[..., Any], *arguments: jax.Array) -> tuple[float, 
     return (time.perf_counter() - started) * 1e3, results
 
 
-def native(dtype: str, tokens: int, vocab: int) -> dict[str, Any]:
+def native(dtype: str, tokens: int, vocab: int, distribution: Distribution) -> dict[str, Any]:
     """What microbench says of the kernel called from Rust, into the same memory each time."""
     command = [ROOT / "target/release/microbench", "--dtype", NATIVE[dtype], "--iters", "20"]
     command += ["--time", str(tokens), "--vocab", str(vocab), "--json", "/dev/stdout"]
+    for key, value in distribution.keys().items():
+        command += ["--set", f"input.{key}={value}"]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("{"))
     figures: dict[str, Any] = json.loads(line)
@@ -83,11 +94,14 @@ def import_ms() -> float:
     return statistics.median(runs)
 
 
-def measure(dtype: str, tokens: int, vocab: int, rounds: int) -> dict[str, Any]:
+def measure(
+    dtype: str, tokens: int, vocab: int, rounds: int, distribution: Distribution
+) -> dict[str, Any]:
     """All candidates on one problem."""
-    keys = jax.random.split(jax.random.key(0))
-    x = (2 * jax.random.normal(keys[0], (tokens, vocab))).astype(dtype)
-    y = jax.random.randint(keys[1], (tokens,), 0, vocab)
+    rng = np.random.default_rng(0)
+    targets = distribution.targets(rng, tokens, vocab)
+    x = jnp.asarray(distribution.logits(rng, targets, vocab), dtype)
+    y = jnp.asarray(targets.labels)
     programs = {
         "fused, fresh": jax.jit(jax.value_and_grad(cross_entropy)),
         "recompute, fresh": jax.jit(jax.value_and_grad(per_token)),
@@ -104,7 +118,7 @@ def measure(dtype: str, tokens: int, vocab: int, rounds: int) -> dict[str, Any]:
         name: program.lower(x, y).compile().memory_analysis().temp_size_in_bytes
         for name, program in (programs | donating).items()
     }
-    before = native(dtype, tokens, vocab)
+    before = native(dtype, tokens, vocab, distribution)
     times: dict[str, list[float]] = {name: [] for name in (*programs, *donating)}
     for round_ in range(-2, rounds):
         for name, program in programs.items():
@@ -115,10 +129,11 @@ def measure(dtype: str, tokens: int, vocab: int, rounds: int) -> dict[str, Any]:
             ms, _ = step_ms(program, jnp.array(x), y)
             if round_ >= 0:
                 times[name].append(ms)
-    runs = [before, native(dtype, tokens, vocab)]
+    runs = [before, native(dtype, tokens, vocab, distribution)]
     return {
         "dtype": dtype,
         "shape": [tokens, vocab],
+        "distribution": str(distribution),
         "median_ms": {
             **{name: statistics.median(ms) for name, ms in times.items()},
             "native": min(run["median_step_ms"] for run in runs),
@@ -135,6 +150,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each candidate")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "float16"])
+    distributions.add_arguments(parser)
     arguments = parser.parse_args()
     library = pallas_bridge.info().library
     assert library is not None
@@ -150,14 +166,19 @@ def main() -> None:
     print(f"import of pallas_bridge beyond jax: {about['import_ms']:.1f} ms\n")
     names = ["native", "fused, donated", "dense, donated"]
     names += ["fused, fresh", "recompute, fresh", "dense, fresh"]
-    print("| logits |", " | ".join(names), "| dense / fused: donated, fresh | fused temporaries |")
-    print("| --- " * (len(names) + 3) + "|")
-    for tokens, vocab in SHAPES:
+    print(
+        "| logits | distribution |",
+        " | ".join(names),
+        "| dense / fused: donated, fresh | fused temporaries |",
+    )
+    print("| --- " * (len(names) + 4) + "|")
+    asked = [Distribution.parse(text) for text in distributions.chosen(arguments)]
+    for (tokens, vocab), distribution in itertools.product(SHAPES, asked):
         for dtype in arguments.dtypes:
-            row = measure(dtype, tokens, vocab, arguments.rounds)
+            row = measure(dtype, tokens, vocab, arguments.rounds, distribution)
             ms, temp = row["median_ms"], row["temp_bytes"]
             print(
-                f"| {tokens} x {vocab} {NATIVE[dtype]} |",
+                f"| {tokens} x {vocab} {NATIVE[dtype]} | {distribution} |",
                 " | ".join(f"{ms[name]:.1f} ms" for name in names),
                 f"| {ms['dense, donated'] / ms['fused, donated']:.1f},",
                 f"{ms['dense, fresh'] / ms['fused, fresh']:.1f} |",

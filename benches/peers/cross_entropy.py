@@ -5,7 +5,8 @@
 Run it with a Python that has pallas_bridge; peers that it lacks are rows that say so. Every peer on
 every problem is a process of its own, and right before each the logits' bytes are copied: ratios
 are to that copy. Times are the device's, medians, without first calls; many steps are enqueued for
-each wait. Memory is what the process held at most beyond the logits.
+each wait. Logits are of every --distribution that is named, the same for all peers: normal with
+each --std, peaked, trained. Memory is what the process held at most beyond the logits.
 
 What is measured:
 
@@ -15,13 +16,17 @@ What is measured:
 - forward: the mean alone. Its floor is half a copy.
 """
 
+import itertools
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from typing import Any
 
+import distributions
 import driver
 from driver import Result, Worker
+from logits_inputs import remove_inputs, write_inputs
 from shared import Problem
 
 # The worker of each peer.
@@ -68,13 +73,14 @@ def cells_of(result: Result, measured: str) -> list[str]:
 
 def to_markdown(results: list[Result]) -> str:
     """The table of all results, by measure and shape."""
-    columns = ["T x V", "peer", "ms", "in copies", "over its floor"]
+    columns = ["T x V", "logits", "peer", "ms", "in copies", "over its floor"]
     columns += ["extra MiB", "compiled temp MiB"]
     lines = []
     for measured in MEASURES:
         rows = [
             [
                 f"{result['tokens']} x {result['vocab']} {result['dtype']}",
+                result["distribution"],
                 result["peer"],
                 *cells_of(result, measured),
             ]
@@ -91,14 +97,59 @@ def to_markdown(results: list[Result]) -> str:
 
 
 def in_copies(results: list[Result]) -> dict[tuple[str, str], float]:
-    """value_and_grad by shape and peer."""
+    """value_and_grad by shape with distribution and peer."""
     return {
-        (f"{r['tokens']}x{r['vocab']}", r["peer"]): (
+        (f"{r['tokens']}x{r['vocab']}\n{r['distribution']}", r["peer"]): (
             r["found"]["value_and_grad"]["median_ms"] / r["copy_ms"]
         )
         for r in results
         if r["copy_ms"] and "median_ms" in r["found"].get("value_and_grad", {})
     }
+
+
+def run(
+    problems: list[Problem], results: driver.Results, deadline: float, *, first_call: bool
+) -> None:
+    """Measures all problems."""
+    there: list[Problem] = []
+
+    def before(problem: Problem) -> None:
+        if not there or there[-1].inputs != problem.inputs:
+            for old in there:
+                remove_inputs(old)
+            write_inputs(problem)
+            there[:] = [problem]
+
+    def report(problem: Problem, copied: float | None, found: Result) -> None:
+        row = {
+            "peer": problem.peer,
+            "tokens": problem.tokens,
+            "vocab": problem.vocab,
+            "dtype": problem.dtype,
+            "distribution": problem.distribution,
+            "logits_bytes": problem.bytes,
+            "copy_ms": copied,
+            "found": found,
+        }
+        results.add(row)
+        cells = {measured: cells_of(row, measured)[:3] for measured in MEASURES}
+        print(problem.peer, *problem.inputs, cells, file=sys.stderr, flush=True)
+
+    if first_call:
+        before(problems[0])
+        first: dict[str, Any] = {}
+        results.others["first call"] = first
+        for peer in ("xentile", "JAX dense"):
+            problem = replace(problems[0], peer=peer)
+            first[peer] = Worker(PEERS[peer], "first_call", problem).result()
+    driver.measure(
+        results.lacking(problems),
+        lambda problem: PEERS[problem.peer],
+        report,
+        deadline=deadline,
+        yardstick=YARDSTICK,
+        before=before,
+    )
 
 
 def main() -> int:
@@ -111,47 +162,24 @@ def main() -> int:
     peers = options.peers.split(";")
     if unknown := set(peers) - set(PEERS):
         return driver.refuse(f"no peer {unknown.pop()}: choose from {'; '.join(PEERS)}")
-    problems = [
-        Problem(
-            peer=peer,
-            tokens=tokens,
-            vocab=vocab,
-            dtype=options.dtype,
-            platform=options.platform,
-            seconds=options.measure_seconds,
-        )
-        for tokens, vocab in shapes
-        for peer in peers
-    ]
-    results = driver.Results(options, to_markdown)
-
-    def report(problem: Problem, copied: float | None, found: Result) -> None:
-        row = {
-            "peer": problem.peer,
-            "tokens": problem.tokens,
-            "vocab": problem.vocab,
-            "dtype": problem.dtype,
-            "logits_bytes": problem.bytes,
-            "copy_ms": copied,
-            "found": found,
-        }
-        results.add(row)
-        cells = {measured: cells_of(row, measured)[:3] for measured in MEASURES}
-        print(problem.peer, problem.tokens, problem.vocab, cells, file=sys.stderr, flush=True)
-
-    if not options.no_first_call:
-        first: dict[str, Any] = {}
-        results.others["first call"] = first
-        for peer in ("xentile", "JAX dense"):
-            problem = replace(problems[0], peer=peer)
-            first[peer] = Worker(PEERS[peer], "first_call", problem).result()
-    driver.measure(
-        results.lacking(problems),
-        lambda problem: PEERS[problem.peer],
-        report,
-        deadline=deadline,
-        yardstick=YARDSTICK,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        problems = [
+            Problem(
+                peer=peer,
+                tokens=tokens,
+                vocab=vocab,
+                dtype=options.dtype,
+                platform=options.platform,
+                seconds=options.measure_seconds,
+                distribution=distribution,
+                folder=folder,
+            )
+            for (tokens, vocab), distribution, peer in itertools.product(
+                shapes, distributions.chosen(options), peers
+            )
+        ]
+        results = driver.Results(options, to_markdown)
+        run(problems, results, deadline, first_call=not options.no_first_call)
     print(results.text())
     if options.plot:
         title = f"value_and_grad, {options.dtype}, {results.about['gpu']}"

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import distributions
 from shared import MARK, P, Problem
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +34,7 @@ PACKAGES = (
     "liger-kernel",
     "quack-kernels",
     "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
     "cut-cross-entropy",
 )
 # Seconds after which a peer is given up; tuners take most of them.
@@ -285,6 +287,7 @@ def parser(about: str, shapes: str, form: str, peers: list[str]) -> argparse.Arg
     options.add_argument("--shapes", default=shapes, help=f"{form}, separated by commas")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     options.add_argument("--peers", default=";".join(peers), help="names, separated by semicolons")
+    distributions.add_arguments(options)
     options.add_argument("--seconds", type=float, default=1e9, help="start nothing after so many")
     options.add_argument("--measure-seconds", type=float, default=0.8, help="of each measure")
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])

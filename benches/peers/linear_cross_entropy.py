@@ -10,6 +10,9 @@ PyTorch's three products of that size are timed, alone and into memory that is t
 those. Times are the device's, medians, without first calls. Memory is what the process held at most
 beyond hidden, weight and their gradients.
 
+Logits are of every --distribution that is named, the same for all peers: normal with each --std,
+peaked (a --share of tokens has one column, not the label, --height nats above the label), trained.
+
 A shape may end in a budget, as in 8192x2048x128256@2004: the MiB of scratch of `xentile as QuACK`,
 which are those that QuACK takes there. `xentile N MiB` is a peer for every N.
 
@@ -17,8 +20,26 @@ A run that was cut short goes on where it ended with --resume and the same --jso
 
 With --check nothing is timed: errors are told, of the loss and of both gradients, against f64. What
 is right, rounded, has the least that can be had.
+
+With torch 2.11, triton 3.6 and jax 0.11.2 in place, peers want these wheels (CPython 3.12, x86-64;
+MiB):
+
+- Liger: liger-kernel==0.8.5 (0.9).
+- Liger CuTe: that, nvidia-cutlass-dsl==4.8.1 (0.01), nvidia-cutlass-dsl-libs-base==4.8.1 (2.9),
+  nvidia-cutlass-dsl-libs-core==4.8.1 (1.6), nvidia-cutlass-dsl-libs-cu13==4.8.1 (87.7, or
+  -libs-cu12 (87.4): one of them, by the CUDA of torch) and apache-tvm-ffi==0.1.15.post2 (3.2); and
+  cuda-bindings and protobuf, which torch and jax come with.
+- QuACK: quack-kernels==0.6.5 (0.7), all of these but Liger, torch-c-dlpack-ext==0.1.5 (0.9) and
+  einops==0.8.2 (0.1).
+- CCE: cut-cross-entropy==25.1.1 (0.02).
+
+All of that is 98 MiB, 88 of them the compiler of the CuTe DSL. Where no more than 60 travel at
+once, that wheel goes in two pieces (`split -b 46M`), or is left out, and with it QuACK and Liger
+CuTe.
+tokamax==0.0.17 (2.7) has many needs of its own, and pip should choose them.
 """
 
+import itertools
 import re
 import sys
 import tempfile
@@ -26,6 +47,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+import distributions
 import driver
 from driver import Result
 from linear_reference import GRADIENTS, errors_of, remove_files, rounded, write_operands
@@ -46,6 +68,8 @@ PEERS = {
     "torch.compile": IN_TORCH,
     "Liger": IN_TORCH,
     "Liger, f32 sums": IN_TORCH,
+    "Liger CuTe": IN_TORCH,
+    "Liger CuTe, per token": IN_TORCH,
     "QuACK": IN_TORCH,
     "CCE": IN_TORCH,
     "CCE, no filter": IN_TORCH,
@@ -55,6 +79,15 @@ PEERS = {
 BUDGETS = (1024, 256, 32)
 SHAPES = ",".join(
     (
+        "128x4096x128256@2004",
+        "512x4096x128256@2004",
+        "1024x4096x128256@2004",
+        "2048x4096x128256@2004",
+        "8192x4096x128256",
+        "16384x4096x128256",
+        "2048x3584x152064@2080",
+        "2048x2048x102400",
+        "4096x1024x4096",
         "8192x2048x128256@2004",
         "8192x1536x151936@2078",
         "8192x2304x256000@4250",
@@ -90,7 +123,8 @@ def script_of(peer: str) -> str | None:
 def problems_of(options: Any, folder: str) -> list[LinearProblem]:
     """Every peer on every shape."""
     problems = []
-    for text in options.shapes.split(","):
+    asked = itertools.product(options.shapes.split(","), distributions.chosen(options))
+    for text, distribution in asked:
         shape, _, as_quack = text.partition("@")
         tokens, hidden, vocab = map(int, shape.split("x"))
         for peer in options.peers.split(";"):
@@ -105,6 +139,7 @@ def problems_of(options: Any, folder: str) -> list[LinearProblem]:
                     dtype=options.dtype,
                     platform=options.platform,
                     seconds=options.measure_seconds,
+                    distribution=distribution,
                     folder=folder,
                     budget_mib=int(as_quack) if peer == AS_QUACK else budget_of(peer),
                 )
@@ -124,6 +159,11 @@ def row_of(problem: LinearProblem, products_ms: float | None, found: Result) -> 
 def shape_of(row: Result) -> str:
     """The shape and dtype of a row."""
     return f"{row['tokens']} x {row['hidden']} x {row['vocab']} {row['dtype']}"
+
+
+def names_of(row: Result) -> list[str]:
+    """The first cells of a row."""
+    return [shape_of(row), row["distribution"], label_of(row)]
 
 
 def label_of(row: Result) -> str:
@@ -148,9 +188,9 @@ def cells_of(row: Result) -> list[str]:
 
 def to_markdown(rows: list[Result]) -> str:
     """The table of what was measured, and how ours was cut."""
-    columns = ["N x D x V", "peer", "ms", "least ms", "in products"]
+    columns = ["N x D x V", "logits", "peer", "ms", "least ms", "in products"]
     columns += ["extra MiB", "compiled temp MiB", "loss"]
-    lines = driver.table(columns, [[shape_of(row), label_of(row), *cells_of(row)] for row in rows])
+    lines = driver.table(columns, [[*names_of(row), *cells_of(row)] for row in rows])
     lines += [
         "",
         "Extra: the process's peak beyond hidden, weight and their gradients, labels included; of",
@@ -165,17 +205,17 @@ def to_markdown(rows: list[Result]) -> str:
 def plans_of(rows: list[Result]) -> list[str]:
     """How ours was cut, a line each."""
     plans = [row for row in rows if "plan" in row["found"]]
-    return [f"- {shape_of(row)}, {label_of(row)}: {row['found']['plan']}" for row in plans]
+    return [f"- {'; '.join(names_of(row))}: {row['found']['plan']}" for row in plans]
 
 
 def errors_to_markdown(rows: list[Result]) -> str:
     """The table of errors, and how ours was cut."""
-    columns = ["N x D x V", "peer", "loss", "its error"]
+    columns = ["N x D x V", "logits", "peer", "loss", "its error"]
     columns += [f"{name} {what}" for name in GRADIENTS for what in ("dtype", "max", "norm")]
     lines = []
     for row in rows:
         found = row["found"]
-        cells = [shape_of(row), label_of(row)]
+        cells = names_of(row)
         if "error" in found:
             lines.append([*cells, *driver.error_cells(found, 8)])
             continue
@@ -192,9 +232,9 @@ def errors_to_markdown(rows: list[Result]) -> str:
 
 
 def in_products(rows: list[Result]) -> dict[tuple[str, str], float]:
-    """Times by shape and peer."""
+    """Times by shape with distribution and peer."""
     return {
-        (f"{row['tokens']}x{row['hidden']}x{row['vocab']}", row["peer"]): (
+        (f"{row['tokens']}x{row['hidden']}x{row['vocab']}\n{row['distribution']}", row["peer"]): (
             row["found"]["median_ms"] / row["products_ms"]
         )
         for row in rows
@@ -235,8 +275,8 @@ def main() -> int:
         there: list[LinearProblem] = []
 
         def before(problem: LinearProblem) -> None:
-            if not there or there[-1].shape != problem.shape:
-                # Those of one shape are gigabytes.
+            if not there or there[-1].inputs != problem.inputs:
+                # Those of one problem are gigabytes.
                 for old in there:
                     remove_files(old)
                 write_operands(problem)

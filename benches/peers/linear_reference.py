@@ -4,6 +4,7 @@ Files hold the bits of hidden and weight as integers, since NumPy knows no bfloa
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -12,57 +13,77 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from shared import BYTES, LinearProblem
+from distributions import Distribution
+from shared import BYTES, LinearProblem, Problem
 
 F64 = npt.NDArray[np.float64]
-# The standard deviation of the logits.
-SCALE = 2.0
 # Rows that are made at once, from a seed of their own, whatever thread makes them.
 ROWS = 4096
 GRADIENTS = ("dhidden", "dweight")
 
 
-def dtype_of(problem: LinearProblem) -> np.dtype[Any]:
+def dtype_of(problem: Problem) -> np.dtype[Any]:
     """NumPy's dtype of the operands."""
     return np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
 
 
-def _write_normal(problem: LinearProblem, name: str, rows: int, scale: float, seed: int) -> None:
+def floats(problem: LinearProblem, bits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Numbers whose bits a file holds, in float32."""
+    return bits.view(dtype_of(problem)).astype(np.float32)
+
+
+def _write(
+    problem: LinearProblem, name: str, rows: int, block: Callable[[int, int], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """Writes an array by blocks of rows, each from where it starts and how many it has."""
     bits = np.dtype(f"i{BYTES[problem.dtype]}")
     file = np.lib.format.open_memmap(
         problem.file(name), mode="w+", dtype=bits, shape=(rows, problem.hidden)
     )
 
     def fill(start: int) -> None:
-        rng = np.random.default_rng([seed, start])
-        block = file[start : start + ROWS]
-        values = rng.standard_normal(block.shape, np.float32) * np.float32(scale)
-        block[:] = values.astype(dtype_of(problem)).view(bits)
+        count = min(ROWS, rows - start)
+        file[start : start + count] = block(start, count).astype(dtype_of(problem)).view(bits)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(fill, range(0, rows, ROWS)))
+    return file
 
 
 def write_operands(problem: LinearProblem) -> None:
-    """Writes hidden, weight and labels of a shape, unless they are there."""
+    """Writes hidden, weight and labels of a shape and distribution, unless they are there."""
     if problem.file("labels").exists():
         return
-    _write_normal(problem, "hidden", problem.tokens, 1, seed=0)
-    _write_normal(problem, "weight", problem.vocab, SCALE / problem.hidden**0.5, seed=1)
-    rng = np.random.default_rng(2)
+    distribution = Distribution.parse(problem.distribution)
+    width = problem.hidden
+
+    def weights(start: int, count: int) -> npt.NDArray[Any]:
+        return distribution.weights(np.random.default_rng([1, start]), count, width)
+
+    weight = _write(problem, "weight", problem.vocab, weights)
+    labels = np.empty(problem.tokens, np.int32)
+
+    def hidden(start: int, count: int) -> npt.NDArray[Any]:
+        rng = np.random.default_rng([2, start])
+        targets = distribution.targets(rng, count, problem.vocab)
+        labels[start : start + count] = targets.labels
+        rows = lambda columns: floats(problem, weight[columns])  # noqa: E731
+        return distribution.hidden(np.random.default_rng([0, start]), targets, width, rows)
+
+    _write(problem, "hidden", problem.tokens, hidden)
     # Last, as it tells that the others are there.
-    np.save(problem.file("labels"), rng.integers(0, problem.vocab, problem.tokens, np.int32))
+    np.save(problem.file("labels"), labels)
 
 
 def remove_files(problem: LinearProblem) -> None:
-    """Removes all files of a shape."""
+    """Removes all files of a shape and distribution."""
     for name in ("labels", "hidden", "weight", *GRADIENTS):
         problem.file(name).unlink(missing_ok=True)
 
 
 @cache
-def _right(problem: LinearProblem) -> tuple[float, dict[str, F64]]:
-    """The loss and its gradients in f64."""
+def _right(problem: LinearProblem) -> tuple[F64, dict[str, F64]]:
+    """The losses [N] and the gradients of their mean in f64."""
     x, w = (
         np.load(problem.file(name)).view(dtype_of(problem)).astype(np.float64)
         for name in ("hidden", "weight")
@@ -72,11 +93,17 @@ def _right(problem: LinearProblem) -> tuple[float, dict[str, F64]]:
     z = x @ w.T
     z -= z.max(axis=1, keepdims=True)
     lse = np.log(np.exp(z).sum(axis=1, keepdims=True))
-    loss = float((lse[:, 0] - z[at_label]).mean())
+    losses: F64 = lse[:, 0] - z[at_label]
     g = np.exp(z - lse)
     g[at_label] -= 1
     g /= problem.tokens
-    return loss, {"dhidden": g @ w, "dweight": g.T @ x}
+    return losses, {"dhidden": g @ w, "dweight": g.T @ x}
+
+
+def worst_loss(problem: LinearProblem, losses: npt.NDArray[Any]) -> float:
+    """By how many nats the worst of a problem's losses [N] is off."""
+    right, _ = _right(_for_all(problem))
+    return float(np.abs(losses.astype(np.float64) - right).max())
 
 
 def _compare(values: npt.NDArray[Any], right: F64) -> dict[str, float]:
@@ -97,8 +124,8 @@ def errors_of(problem: LinearProblem, loss: float) -> dict[str, Any]:
 
 def rounded(problem: LinearProblem) -> dict[str, Any]:
     """What a peer would have found whose only errors are those of its results' dtypes."""
-    right, gradients = _right(_for_all(problem))
-    loss = float(np.float32(right))
+    losses, gradients = _right(_for_all(problem))
+    loss = float(np.float32(losses.mean()))
     dtype = dtype_of(problem)
     results = {name: gradients[name].astype(dtype) for name in GRADIENTS}
     dtypes = [dtype.name for _ in GRADIENTS]
@@ -108,7 +135,8 @@ def rounded(problem: LinearProblem) -> dict[str, Any]:
 def _errors(
     problem: LinearProblem, loss: float, gradients: dict[str, npt.NDArray[Any]]
 ) -> dict[str, Any]:
-    right_loss, right = _right(_for_all(problem))
+    losses, right = _right(_for_all(problem))
+    right_loss = float(losses.mean())
     compared = {name: _compare(gradients[name], right[name]) for name in GRADIENTS}
     return {"loss": abs(loss - right_loss) / abs(right_loss), **compared}
 

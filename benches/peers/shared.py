@@ -21,7 +21,7 @@ CALLS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Random normal logits [tokens, vocab] of scale 2 and labels, for one peer."""
+    """Logits [tokens, vocab] of a distribution, and labels, for one peer."""
 
     peer: str
     tokens: int
@@ -29,6 +29,10 @@ class Problem:
     dtype: str
     platform: str
     seconds: float
+    # As `distributions.Distribution.parse` reads it.
+    distribution: str
+    # Where the driver has written what peers read.
+    folder: str
 
     @property
     def shape(self) -> str:
@@ -39,6 +43,15 @@ class Problem:
     def bytes(self) -> int:
         """Bytes of the logits."""
         return self.tokens * self.vocab * BYTES[self.dtype]
+
+    @property
+    def inputs(self) -> tuple[str, str]:
+        """What problems with the same inputs share."""
+        return self.shape, self.distribution
+
+    def file(self, name: str) -> Path:
+        """Where an array lies: logits or hidden and weight, labels, and gradients to be checked."""
+        return Path(self.folder) / f"{self.shape} {self.distribution}.{name}.npy"
 
     def to_json(self) -> str:
         """What `from_json` reads."""
@@ -52,11 +65,9 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem(Problem):
-    """Random hidden [tokens, hidden] and weight [vocab, hidden] whose product is such logits."""
+    """Hidden [tokens, hidden] and weight [vocab, hidden] whose product is such logits."""
 
     hidden: int
-    # Where the driver has written them.
-    folder: str
     # Scratch that ours may take; None for its default.
     budget_mib: int | None
 
@@ -69,10 +80,6 @@ class LinearProblem(Problem):
     def operand_bytes(self) -> int:
         """Bytes of hidden and weight, and so those of their gradients."""
         return (self.tokens + self.vocab) * self.hidden * BYTES[self.dtype]
-
-    def file(self, name: str) -> Path:
-        """Where an array lies: hidden, weight, labels, and gradients that are to be checked."""
-        return Path(self.folder) / f"{self.shape}.{name}.npy"
 
 
 # Some kind of them.
