@@ -5,7 +5,7 @@
         python scripts/gpu/counters.py | python scripts/gpu/counters.py --table
 
 The first run is what Nsight Compute looks at; the last makes a table of what it printed, of every
-kernel the last launch. Logits are random bf16 of scale 2, as in benches/peers.
+kernel the last launch. Logits are normal, in bf16, with a standard deviation of 2.
 """
 
 import argparse
