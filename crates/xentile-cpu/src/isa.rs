@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use xentile::Error;
 
-use crate::simd::{MulAdd, PairsOfBf16, Portable, Simd};
+use crate::simd::{MulAdd, PairsOfBf16, Portable, Simd, Tiles};
 
 /// An instruction set that this processor is known to have.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +13,9 @@ pub struct Isa(Kind);
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
+    /// As `Avx512Bf16`, but for products of tiles.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    AmxBf16(crate::simd::Amx),
     /// As `Avx512`, but for products of matrices in bf16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(PairsOfBf16),
@@ -71,6 +74,8 @@ impl Isa {
     #[must_use]
     pub fn available() -> Vec<Self> {
         let kinds = [
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            crate::simd::Amx::detect().map(Kind::AmxBf16),
             #[cfg(target_arch = "x86_64")]
             PairsOfBf16::detect().map(Kind::Avx512Bf16),
             #[cfg(target_arch = "x86_64")]
@@ -88,6 +93,8 @@ impl Isa {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Kind::AmxBf16(_) => "amx_bf16",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => "avx512_bf16",
             #[cfg(target_arch = "x86_64")]
@@ -109,10 +116,21 @@ impl Isa {
         }
     }
 
+    /// The products of tiles of pairs of bf16, where they are part of this instruction set.
+    pub(crate) fn tiles(self) -> Option<Tiles> {
+        match self.0 {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Kind::AmxBf16(amx) => Some(Tiles::Amx(amx)),
+            _ => None,
+        }
+    }
+
     /// Runs `job` with this instruction set.
     #[inline]
     pub fn run<J: Job>(self, job: J) -> J::Output {
         match self.0 {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Kind::AmxBf16(amx) => Self(Kind::Avx512(amx.avx512())).run(job),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(pairs) => Self(Kind::Avx512(pairs.avx512())).run(job),
             #[cfg(target_arch = "x86_64")]
@@ -160,7 +178,7 @@ impl FromStr for Isa {
         Self::available().into_iter().find(|isa| isa.name() == name).ok_or_else(|| Error::Unknown {
             what: "isa",
             value: name.to_owned(),
-            choices: "those of this processor, out of avx512_bf16, avx512, avx2, neon, portable",
+            choices: "those of this processor, out of amx_bf16, avx512_bf16, avx512, avx2, neon, portable",
         })
     }
 }

@@ -8,17 +8,20 @@
 //! as a library's does, spends a good part of its time on that.
 //!
 //! Factors are packed in words of 32 bits: a number in f32 each, or, where processors multiply them,
-//! two of bf16, which takes half the time.
+//! two of bf16, which takes half the time. Tiles of the latter, where processors multiply whole ones, are
+//! in an order of their own (`tiled`).
 //!
 //! Each sum is taken in the same order whatever rows and columns are asked for beside it.
 
 mod factors;
+mod tiled;
 
 use crate::isa::PairsJob;
 use crate::simd::{MAX_CHUNK, MulAdd, Numbers};
 use crate::{Isa, Job, Simd};
 use factors::Words;
 pub(super) use factors::{Left, Matrix, Panels};
+use tiled::Cut;
 
 /// Words of a sum that are taken at a time: strips of so many stay in the caches closest by.
 const DEPTH: usize = 512;
@@ -63,6 +66,7 @@ pub(super) fn multiply(isa: Isa, left: &dyn Left, right: Panels<'_>, add: bool, 
         (0, _) => job.to.fill(0.0),
         (_, Words::Terms) => isa.run(job),
         (_, Words::Pairs(pairs)) => pairs.run(job),
+        (_, Words::Tiles(tiles)) => tiled::multiply(tiles, Cut::BEST, job),
     }
 }
 
@@ -207,100 +211,4 @@ fn write_part<S: Simd, const CHUNKS: usize, const COUNT: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use half::{bf16, f16};
-    use xentile::Element;
-
-    use super::*;
-
-    /// Numbers whose products and sums are whole.
-    fn numbers<E: Element>(count: usize, step: usize) -> Vec<E> {
-        (0..count).map(|i| E::from_f32((i * step % 17) as f32 - 8.0)).collect()
-    }
-
-    fn panels<E: Element>(isa: Isa, matrix: Matrix<'_, E>) -> Vec<f32> {
-        let [terms, columns] = matrix.extents();
-        let mut to = vec![f32::NAN; Panels::most_words(terms, columns)];
-        let [count, length] = Panels::extents::<E>(isa, matrix.extents());
-        for (panel, to) in to.chunks_exact_mut(length).take(count).enumerate() {
-            Panels::pack(isa, matrix, panel, to);
-        }
-        to
-    }
-
-    fn check<E: Element>(isa: Isa, [rows, terms, columns]: [usize; 3], transposed: [bool; 2]) {
-        let turned = |data, extents: [usize; 2], transposed: bool| match transposed {
-            false => Matrix::new(data, extents[1]),
-            true => Matrix::new(data, extents[0]).transposed(),
-        };
-        let (a, b) = (numbers::<E>(rows * terms, 5), numbers::<E>(terms * columns, 7));
-        let left = turned(&a, [rows, terms], transposed[0]);
-        let right = turned(&b, [terms, columns], transposed[1]);
-        let at = |matrix: Matrix<'_, E>, row, column| matrix.at(row, column).to_f32();
-        let data = panels(isa, right);
-        let mut to = vec![f32::NAN; rows * columns];
-        for add in [false, true] {
-            multiply(isa, &left, Panels::new::<E>(isa, &data, [terms, columns]), add, &mut to);
-            let times = if add { 2.0 } else { 1.0 };
-            for (i, &found) in to.iter().enumerate() {
-                let (row, column) = (i / columns, i % columns);
-                let sum: f32 = (0..terms).map(|k| at(left, row, k) * at(right, k, column)).sum();
-                assert_eq!(found, times * sum, "{isa} {rows} {terms} {columns} {transposed:?} {i}");
-            }
-        }
-    }
-
-    #[test]
-    fn products_of_all_extents() {
-        for isa in Isa::available() {
-            for transposed in [[false, false], [true, false], [false, true], [true, true]] {
-                for rows in [1, 3, 4, 6, 7, 29] {
-                    check::<f32>(isa, [rows, 5, 1], transposed);
-                    check::<bf16>(isa, [rows, 3, 33], transposed);
-                    check::<f16>(isa, [rows, 1, 80], transposed);
-                }
-                check::<f32>(isa, [STRIPS * ROWS + 2, 2 * DEPTH + 67, 67], transposed);
-            }
-        }
-    }
-
-    #[test]
-    fn a_sum_over_nothing() {
-        for isa in Isa::available() {
-            let mut to = [f32::NAN; 3];
-            let left = Matrix::new(&[0.0_f32; 0], 3).transposed();
-            multiply(isa, &left, Panels::new::<f32>(isa, &[], [0, 1]), false, &mut to);
-            assert_eq!(to, [0.0; 3]);
-        }
-    }
-
-    fn check_alone<E: Element>(isa: Isa) {
-        let [rows, terms, columns] = [31, 301, 70];
-        let numbers = |count: usize| -> Vec<E> {
-            (0..count).map(|i| E::from_f32((i as f32).sin())).collect()
-        };
-        let (a, b) = (numbers(rows * terms), numbers(terms * columns));
-        let (left, right) = (Matrix::new(&a, terms), Matrix::new(&b, columns));
-        let product = |left: Matrix<'_, E>, right: Matrix<'_, E>| {
-            let mut to = vec![0.0; left.extents()[0] * right.extents()[1]];
-            let data = panels(isa, right);
-            let right = Panels::new::<E>(isa, &data, right.extents());
-            multiply(isa, &left, right, false, &mut to);
-            to
-        };
-        let whole = product(left, right);
-        for (row, column) in [(0, 0), (13, 69), (30, 31)] {
-            let one = right.transposed().rows(column..column + 1).transposed();
-            let alone = product(left.rows(row..row + 1), one);
-            assert_eq!(alone, [whole[row * columns + column]], "{isa} {row} {column}");
-        }
-    }
-
-    #[test]
-    fn sums_do_not_depend_on_what_is_asked_for_beside_them() {
-        for isa in Isa::available() {
-            check_alone::<f32>(isa);
-            check_alone::<bf16>(isa);
-        }
-    }
-}
+mod tests;

@@ -83,6 +83,46 @@ fn to_f16(x: __m512) -> __m256i {
     register!(_mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
 }
 
+/// The transposed of each of 16 blocks of 4 by 4 numbers, where they are.
+#[inline(always)]
+fn turn_blocks(rows: [__m512; 16]) -> [__m512; 16] {
+    let pairs: [__m512; 16] = std::array::from_fn(|i| {
+        let (first, second) = (rows[i & !3 | i >> 1 & 1], rows[i & !3 | i >> 1 & 1 | 2]);
+        // Rows 0 and 2, or 1 and 3, of four.
+        match i & 1 {
+            0 => register!(_mm512_unpacklo_ps(first, second)),
+            _ => register!(_mm512_unpackhi_ps(first, second)),
+        }
+    });
+    std::array::from_fn(|i| {
+        let (even, odd) = (pairs[i & !3 | i >> 1 & 1], pairs[i & !3 | i >> 1 & 1 | 2]);
+        match i & 1 {
+            0 => register!(_mm512_unpacklo_ps(even, odd)),
+            _ => register!(_mm512_unpackhi_ps(even, odd)),
+        }
+    })
+}
+
+/// The transposed of 4 by 4 blocks, as they are.
+#[inline(always)]
+fn turn_order(rows: [__m512; 16]) -> [__m512; 16] {
+    let halves: [__m512; 16] = std::array::from_fn(|i| {
+        // Of rows a block apart, their even blocks or their odd ones.
+        let (first, second) = (rows[i & 3 | i & 8], rows[i & 3 | i & 8 | 4]);
+        match i >> 2 & 1 {
+            0 => register!(_mm512_shuffle_f32x4::<0b10_00_10_00>(first, second)),
+            _ => register!(_mm512_shuffle_f32x4::<0b11_01_11_01>(first, second)),
+        }
+    });
+    std::array::from_fn(|i| {
+        let (first, second) = (halves[i & 7], halves[i & 7 | 8]);
+        match i >> 3 {
+            0 => register!(_mm512_shuffle_f32x4::<0b10_00_10_00>(first, second)),
+            _ => register!(_mm512_shuffle_f32x4::<0b11_01_11_01>(first, second)),
+        }
+    })
+}
+
 impl Simd for Avx512 {
     type Vector = __m512;
     type Mask = __mmask16;
@@ -103,6 +143,20 @@ impl Simd for Avx512 {
         // SAFETY: as for `register!`; the array has 16 elements.
         unsafe { _mm512_storeu_ps(array.as_mut_ptr(), x) };
         array
+    }
+
+    #[inline(always)]
+    fn turn(self, from: &[f32], from_step: usize, to: &mut [f32], to_step: usize) {
+        assert!((MAX_LANES - 1) * from_step + MAX_LANES <= from.len());
+        assert!((MAX_LANES - 1) * to_step + MAX_LANES <= to.len());
+        let rows = std::array::from_fn(|row| {
+            // SAFETY: as for `register!`; the assertion says that the row is there.
+            unsafe { _mm512_loadu_ps(from.as_ptr().add(row * from_step)) }
+        });
+        for (row, lanes) in turn_order(turn_blocks(rows)).into_iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr().add(row * to_step), lanes) };
+        }
     }
 
     #[inline(always)]

@@ -4,6 +4,7 @@
 //! A value of an implementing type is proof that the processor has the instructions, so arithmetic
 //! is safe; only memory access is not.
 
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -12,6 +13,9 @@ mod avx512;
 mod neon;
 mod portable;
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) use amx::Amx;
+pub(crate) use amx::{BLOCK, Factors, Sums, TILE, Tiles};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
@@ -153,6 +157,20 @@ pub trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn outline<J: Job>(self, job: J) -> J::Output {
         job.run(self)
+    }
+
+    /// Writes `MAX_LANES` rows of as many numbers, which begin `from_step` apart, as columns: to rows
+    /// that begin `to_step` apart.
+    #[inline(always)]
+    fn turn(self, from: &[f32], from_step: usize, to: &mut [f32], to_step: usize) {
+        assert!((MAX_LANES - 1) * to_step + MAX_LANES <= to.len());
+        let from: [&[f32]; MAX_LANES] =
+            std::array::from_fn(|row| &from[row * from_step..][..MAX_LANES]);
+        for column in 0..MAX_LANES {
+            for (to, from) in to[column * to_step..].iter_mut().zip(&from) {
+                *to = from[column];
+            }
+        }
     }
 
     /// Sums the lanes in float64, in lane order.

@@ -154,3 +154,29 @@ fn comparisons_follow_their_contract() {
         assert_eq!([max, kept, less, sign, abs], [inf, 7.0, 0.0, -inf, inf], "{isa}");
     }
 }
+
+/// Turns a block, of rows 19 apart, to rows 23 apart.
+struct Turn<'a>(&'a [f32], &'a mut [f32]);
+
+impl Job for Turn<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        s.turn(self.0, 19, self.1, 23);
+    }
+}
+
+#[test]
+fn turns_rows_to_columns() {
+    let from: Vec<f32> = (0..15 * 19 + MAX_LANES).map(|i| i as f32).collect();
+    for isa in Isa::available() {
+        let mut to = vec![-1.0; 15 * 23 + MAX_LANES];
+        isa.run(Turn(&from, &mut to));
+        for (i, &found) in to.iter().enumerate() {
+            let [row, column] = [i / 23, i % 23];
+            let expected = if column < MAX_LANES { (column * 19 + row) as f32 } else { -1.0 };
+            assert_eq!(found, expected, "{isa} {row} {column}");
+        }
+    }
+}
