@@ -17,7 +17,6 @@ const _: () = assert!(TILE == MAX_LANES && TILE * size_of::<f32>() == LINE_BYTES
 /// Who multiplies tiles.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Tiles {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     Amx(Amx),
     /// Plain Rust in the place of the instructions, so that tests of what is around them run anywhere.
     #[cfg(test)]
@@ -59,7 +58,6 @@ impl Tiles {
     pub(crate) unsafe fn configure(self, words: usize) -> Configured {
         assert!((1..=TILE).contains(&words), "a step has {words} words, not 1 to {TILE}");
         match self {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Self::Amx(amx) => amx.configure(words),
             #[cfg(test)]
             Self::Model => {}
@@ -77,7 +75,6 @@ impl Configured {
         assert_eq!(factors.right.len(), steps * self.words * BLOCK);
         assert!(steps > 0 && (BLOCK - 1) * sums.step + BLOCK <= sums.to.len());
         match self.tiles {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Tiles::Amx(amx) => {
                 // SAFETY: the assertions say that the factors have `steps` steps of as many words as
                 // the tiles are set up for, and that all of the block lies in `to`.
@@ -92,10 +89,9 @@ impl Configured {
     #[inline(always)]
     pub(crate) fn prefetch(&self, to: &[f32], step: usize) {
         match self.tiles {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Tiles::Amx(amx) => amx.prefetch(to, step),
             #[cfg(test)]
-            Tiles::Model => _ = (to, step),
+            Tiles::Model => {}
         }
     }
 }
@@ -103,7 +99,6 @@ impl Configured {
 impl Drop for Configured {
     fn drop(&mut self) {
         match self.tiles {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Tiles::Amx(amx) => amx.release(),
             #[cfg(test)]
             Tiles::Model => {}
@@ -113,6 +108,40 @@ impl Drop for Configured {
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub(crate) use instructions::Amx;
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+pub(crate) use nowhere::Amx;
+
+/// In the place of the instructions where there are none.
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+mod nowhere {
+    use super::{Factors, Sums};
+
+    /// Proof that the processor has them.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) enum Amx {}
+
+    impl Amx {
+        pub(super) fn configure(self, _words: usize) {
+            match self {}
+        }
+
+        pub(super) fn release(self) {
+            match self {}
+        }
+
+        /// As [`super::Configured::multiply`].
+        ///
+        /// # Safety
+        /// None is needed: nobody can call it.
+        pub(super) unsafe fn multiply(self, _: usize, _: usize, _: Factors<'_>, _: Sums<'_>) {
+            match self {}
+        }
+
+        pub(super) fn prefetch(self, _to: &[f32], _step: usize) {
+            match self {}
+        }
+    }
+}
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod instructions {

@@ -4,6 +4,8 @@
 //! A value of an implementing type is proof that the processor has the instructions, so arithmetic
 //! is safe; only memory access is not.
 
+// Elsewhere only tests have tiles.
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

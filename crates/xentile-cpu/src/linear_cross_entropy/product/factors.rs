@@ -246,7 +246,7 @@ impl<E: Element> Matrix<'_, E> {
         to: &mut [f32],
     ) {
         let step = Steps::of(self.columns).words;
-        assert!(words.start % step == 0 && words.len() % step == 0);
+        assert!(words.start.is_multiple_of(step) && words.len().is_multiple_of(step));
         assert!(rows.len() <= tiled::MOST_ROWS && rows.end <= self.rows);
         assert_eq!(to.len(), rows.len().div_ceil(BLOCK) * words.len() / step * BLOCK * TILE);
         match words.len() {
@@ -335,7 +335,7 @@ impl<const WIDTH: usize> Job for Turn<'_, WIDTH> {
     fn run<S: Simd>(self, simd: S) {
         let Self { from, to } = self;
         let words = to.len() / WIDTH;
-        let whole = if WIDTH % MAX_LANES == 0 { words / MAX_LANES * MAX_LANES } else { 0 };
+        let whole = if WIDTH.is_multiple_of(MAX_LANES) { words / MAX_LANES * MAX_LANES } else { 0 };
         let numbers = from.as_flattened();
         for word in (0..whole).step_by(MAX_LANES) {
             for row in (0..WIDTH).step_by(MAX_LANES) {
