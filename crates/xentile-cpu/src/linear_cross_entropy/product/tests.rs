@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use xentile::{DType, Element};
 
 use super::*;
-use crate::simd::{TILE, Tiles};
+use crate::simd::{BLOCK, TILE, Tiles};
 
 /// Numbers whose products and sums are whole.
 fn numbers<E: Element>(count: usize, step: usize) -> Vec<E> {
@@ -42,13 +42,36 @@ fn panels<E: Element>(form: Form, matrix: Matrix<'_, E>) -> Vec<f32> {
     to
 }
 
-fn check<E: Element>(extents: [usize; 3], transposed: [bool; 2]) {
-    for form in forms::<E>() {
-        check_form::<E>(form, extents, transposed);
+/// As [`multiply`], with words of tiles in pieces of `cut`.
+fn multiply_in<E: Element>(
+    (isa, words): Form,
+    cut: Cut,
+    left: &Matrix<'_, E>,
+    right: Panels<'_>,
+    add: bool,
+    to: &mut [f32],
+) {
+    match words {
+        Words::Tiles(tiles) => tiled::multiply(tiles, cut, Multiply { isa, left, right, add, to }),
+        _ => multiply(isa, left, right, add, to),
     }
 }
 
-fn check_form<E: Element>(form: Form, [rows, terms, columns]: [usize; 3], transposed: [bool; 2]) {
+fn check<E: Element>(extents: [usize; 3], transposed: [bool; 2]) {
+    for form in forms::<E>() {
+        check_form::<E>((form, Cut::BEST), extents, transposed);
+        if let Words::Tiles(_) = form.1 {
+            let cut = Cut { steps: 2, rows: 2 * BLOCK };
+            check_form::<E>((form, cut), extents, transposed);
+        }
+    }
+}
+
+fn check_form<E: Element>(
+    (form, cut): (Form, Cut),
+    [rows, terms, columns]: [usize; 3],
+    transposed: [bool; 2],
+) {
     let turned = |data, extents: [usize; 2], transposed: bool| match transposed {
         false => Matrix::new(data, extents[1]),
         true => Matrix::new(data, extents[0]).transposed(),
@@ -61,7 +84,7 @@ fn check_form<E: Element>(form: Form, [rows, terms, columns]: [usize; 3], transp
     let panels = Panels { data: &data, words: form.1, columns, terms };
     let mut to = vec![f32::NAN; rows * columns];
     for add in [false, true] {
-        multiply(form.0, &left, panels, add, &mut to);
+        multiply_in(form, cut, &left, panels, add, &mut to);
         let times = if add { 2.0 } else { 1.0 };
         for (i, &found) in to.iter().enumerate() {
             let (row, column) = (i / columns, i % columns);
@@ -83,8 +106,7 @@ fn products_of_all_extents() {
         for (rows, terms, columns) in [(33, 64, 32), (64, 35, 31), (32, 129, 64), (16, 31, 95)] {
             check::<bf16>([rows, terms, columns], transposed);
         }
-        let Cut { steps, rows } = Cut::BEST;
-        check::<bf16>([rows + 35, (2 * steps + 1) * 2 * TILE - 3, 67], transposed);
+        check::<bf16>([100, 6 * 2 * TILE + 29, 67], transposed);
     }
 }
 
@@ -149,7 +171,7 @@ fn farthest<E: Element>(
 #[test]
 fn products_follow_float64() {
     fn check<E: Element>(rng: &mut ChaCha8Rng) {
-        let [rows, terms, columns] = [69, 1100, 101];
+        let [rows, terms, columns] = [37, 601, 45];
         let (a, b) = (drawn::<E>(rng, rows * terms), drawn::<E>(rng, terms * columns));
         let (left, right) = (Matrix::new(&a, rows).transposed(), Matrix::new(&b, columns));
         for form in forms::<E>() {
@@ -188,14 +210,7 @@ fn rates() {
         let mut times: Vec<_> = (0..15)
             .map(|_| {
                 let start = Instant::now();
-                let (isa, to) = (form.0, &mut to[..]);
-                match form.1 {
-                    Words::Tiles(tiles) => {
-                        let job = Multiply { isa, left: &left, right: panels, add: false, to };
-                        tiled::multiply(tiles, cut, job);
-                    }
-                    _ => multiply(isa, &left, panels, false, to),
-                }
+                multiply_in(form, cut, &left, panels, false, &mut to);
                 start.elapsed().as_secs_f64()
             })
             .collect();
