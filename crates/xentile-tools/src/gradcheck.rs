@@ -141,7 +141,7 @@ pub struct Tolerances {
     /// rounding of the sum of their magnitudes. Default 1.
     pub sum_roundings: Option<f64>,
     /// Linear cross-entropy: error of a whole gradient relative to it, in units of rounding of the
-    /// dtype and norms of all entries. Default 2, for f32 32.
+    /// dtype and norms of all entries, beside what a typical logit is off by. Default 1.5, for f32 32.
     pub gradient_roundings: Option<f64>,
 }
 
@@ -186,7 +186,7 @@ impl Tolerances {
             dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
             dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
             sum_roundings: self.sum_roundings.unwrap_or(1.0),
-            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 2.0 }),
+            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 1.5 }),
         };
         let all = [
             ("forward_rel", limits.forward_rel),

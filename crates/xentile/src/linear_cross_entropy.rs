@@ -2,14 +2,18 @@
 //!
 //! The loss, its options, its reductions and its special tokens are those of
 //! [`cross_entropy`](crate::cross_entropy), over logits `z_v = sum_d hidden_d * weight_vd + bias_v`.
-//! A kernel sums a logit in f32 at least and rounds it once to the dtype of `hidden`. With `dz` the
-//! gradient of the logits, gradients are
+//! A kernel sums a logit in f32 at least, with its bias, and never rounds it. With `dz` the gradient of
+//! the logits, gradients are
 //!
 //! - `dhidden = dz x weight`, in the shape of `hidden`;
 //! - `dweight = dz^T x hidden`, lying as `weight` lies;
 //! - `dbias = sum_t dz_t`;
 //!
-//! summed in f32 at least and rounded once.
+//! summed in f32 at least and rounded at most once. What is an operand of these products may be rounded
+//! once to the dtype of `hidden`: `dz` or the unnormalised softmax that stands for it, and hidden states
+//! that the factor of their token, where it comes later, has been multiplied with. The softmax may be
+//! normalised by the sum of what was rounded. A label's own `dz` is made in one piece, not as the
+//! difference of a rounded probability and 1.
 
 pub mod reference;
 

@@ -1,5 +1,5 @@
 //! Linear cross-entropy against the float64 reference, each entry within what a program may be off
-//! that rounds where the contract says and sums in f32. docs/linear-cross-entropy.md derives it.
+//! that rounds what the contract lets it round and sums in f32. docs/linear-cross-entropy.md derives it.
 
 use std::time::Instant;
 
@@ -186,14 +186,8 @@ struct Token {
     slack: TokenForward,
     /// What logits that are off make of lse.
     lse_shift: f64,
-}
-
-/// A token's logits, rounded as the contract says.
-struct Row {
-    logits: Vec<f64>,
-    /// By how much each may be off: a sum in f32 rounds to another value where the exact one is close
-    /// to the middle of two.
-    shifts: Vec<f64>,
+    /// The mean square of logits.
+    square: f64,
 }
 
 /// Bounds of what a program's results may be off by.
@@ -217,25 +211,20 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         self.limits.sum_roundings * F32_ROUNDING * (count as f64).sqrt()
     }
 
-    /// A row of exact logits as programs have it.
-    fn row(&self, token: usize, exact: &[f64]) -> Row {
+    /// By how much each of a token's logits may be off, being sums in f32.
+    fn shifts(&self, token: usize, logits: &[f64]) -> Vec<f64> {
         let hidden = norm(self.operands.hidden(token).iter().map(|x| x.to_f64()));
         // The sum of magnitudes is at most the product of both norms.
         let of_product = self.of_sum(self.operands.shape().width()) * hidden;
-        let round = |z: f64| <E as Element>::from_f64(z).to_f64();
-        let mut row = Row { logits: Vec::with_capacity(exact.len()), shifts: Vec::new() };
-        for (column, (&z, norm)) in exact.iter().zip(&self.norms).enumerate() {
+        let columns = logits.iter().zip(&self.norms).enumerate();
+        let shift = |(column, (&z, norm)): (usize, (&f64, &f64))| {
             let of_bias = match self.operands.has_bias() {
                 true => F32_ROUNDING * (z.abs() + self.operands.bias(column).abs()),
                 false => 0.0,
             };
-            let error = of_product * norm + of_bias;
-            let rounded = round(z);
-            let (low, high) = (round(z - error), round(z + error));
-            row.logits.push(rounded);
-            row.shifts.push((rounded - low).max(high - rounded).max(0.0));
-        }
-        row
+            of_product * norm + of_bias
+        };
+        columns.map(shift).collect()
     }
 
     fn label(&self, token: usize) -> i64 {
@@ -246,16 +235,23 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         (self.options.cap(z) - lse).exp()
     }
 
+    /// The derivative of softcap.
+    fn slope(&self, z: f64) -> f64 {
+        self.options.softcap.map_or(1.0, |cap| (z / cap).cosh().powi(-2))
+    }
+
     /// The reference's outputs of every token, and their bounds.
     fn tokens(&self, report: &mut Report) -> Vec<Token> {
         let (elapsed, tokens) = timed(|| {
-            map_rows(&self.operands, |token, logits| self.token(token, &self.row(token, logits)))
+            map_rows(&self.operands, |token, logits| {
+                self.token(token, logits, &self.shifts(token, logits))
+            })
         });
         report.seconds("time/ref_forward_s", elapsed);
         tokens
     }
 
-    fn token(&self, token: usize, Row { logits, shifts }: &Row) -> Token {
+    fn token(&self, token: usize, logits: &[f64], shifts: &[f64]) -> Token {
         let label = self.label(token);
         let exact = forward(&self.options, logits, label);
         let lse = exact.lse;
@@ -276,39 +272,68 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         for slack in [&mut slack.loss, &mut slack.logps, &mut slack.lse] {
             *slack += self.limits.forward_rel * scale;
         }
-        Token { exact, slack, lse_shift }
+        let square = logits.iter().map(|z| z * z).sum::<f64>() / logits.len() as f64;
+        Token { exact, slack, lse_shift, square }
     }
 
     /// By how much entries of a row of dlogits may be off as they go into products, with what these
     /// add as they are summed. `dlogits` hold the row on entry.
     fn row_bounds(
         &self,
-        row: &Row,
-        token: &Token,
+        token: usize,
+        logits: &[f64],
+        of: &Token,
         cotangents: TokenCotangents,
         dlogits: &mut [f64],
     ) {
-        if cotangents.are_zero() {
+        let target = self.options.target(self.label(token), logits.len());
+        if cotangents.are_zero() || matches!(target, Target::Ignored) {
             return;
         }
         let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
-        let (w, lse, lse_shift) = (self.options.z_loss, token.exact.lse, token.lse_shift);
+        let (e, w) = (self.options.label_smoothing, self.options.z_loss);
+        let (lse, lse_shift) = (of.exact.lse, of.lse_shift);
         let of_p = (g * (1.0 + 2.0 * w * lse) - h + k).abs();
         let of_lse = (2.0 * g * w * lse_shift).abs();
+        let smoothed = (g * e).abs() / logits.len() as f64;
         let size = (g * (1.0 + 2.0 * w * lse)).abs() + h.abs() + k.abs();
         let shape = self.operands.shape();
         let of_sums = self.of_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
-        // Numerators of p have a factor that is rounded too, with what it multiplies.
+        // In 16 bits the softmax may be normalised by the sum of rounded exponentials, and hidden
+        // states are rounded with the factor of their token.
         let dtype = <E as Element>::DTYPE;
-        let of_factor = if dtype == DType::Bf16 { dtype.ulp(1.0) / 2.0 } else { 0.0 };
-        for ((dz, &z), &shift) in dlogits.iter_mut().zip(&row.logits).zip(&row.shifts) {
-            let p = self.probability(z, lse);
-            let moved = p * (of_p * (shift + lse_shift).exp_m1() + of_lse);
-            let ulp = <E as Element>::DTYPE.ulp(*dz);
-            let kernel = (self.limits.dlogits_ulp * ulp).max(self.limits.dlogits_cotangent * size);
-            *dz = moved + kernel + dz.abs() * (of_cap * shift + of_sums + of_factor);
+        let rounding = if dtype == DType::F32 { 0.0 } else { dtype.ulp(1.0) / 2.0 };
+        // An exponential below the normal range, whose row's largest is near 1.
+        let largest = logits.iter().map(|&z| self.probability(z, lse)).fold(0.0, f64::max);
+        let subnormal = of_p * largest * dtype.ulp(0.0);
+        let shifts = self.shifts(token, logits);
+        for (column, (dz, (&z, shift))) in
+            dlogits.iter_mut().zip(logits.iter().zip(shifts)).enumerate()
+        {
+            let (p, slope) = (self.probability(z, lse), self.slope(z));
+            let of_p_moved = of_p * (shift + lse_shift + rounding).exp_m1();
+            let moved = slope * p * (of_p_moved + of_lse);
+            // Terms are rounded before they cancel, but the label's, which is made in one piece.
+            let operand = match target {
+                Target::Column(label) if label == column => dz.abs(),
+                _ => slope * (of_p * p + smoothed),
+            };
+            let kernel = (self.limits.dlogits_ulp * dtype.ulp(operand))
+                .max(self.limits.dlogits_cotangent * size);
+            let relative = operand * (of_cap * shift + rounding) + dz.abs() * of_sums;
+            *dz = moved + kernel + subnormal + relative;
         }
+    }
+
+    /// What the error of a whole gradient may be, relative to it: roundings of its own and of operands,
+    /// and what is usual of logits that are sums in f32.
+    fn relative_limit(&self, tokens: &[Token]) -> f64 {
+        let rounding = <E as Element>::DTYPE.ulp(1.0) / 2.0;
+        let square = tokens.iter().map(|token| token.square).sum::<f64>();
+        let logit = (square / tokens.len().max(1) as f64).sqrt();
+        let of_logits = self.of_sum(self.operands.shape().width()) * logit;
+        self.limits.gradient_roundings * rounding + of_logits
     }
 
     /// Compares the program's gradients of hidden, weight and bias with those for `cotangents`.
@@ -319,21 +344,16 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         cotangents: impl Fn(usize) -> TokenCotangents + Sync,
         found: &[Vec<E>],
     ) {
-        let dlogits = |token: usize, row: &Row, out: &mut [f64]| {
+        let dlogits = |token: usize, logits: &[f64], out: &mut [f64]| {
             let (label, lse) = (self.label(token), tokens[token].exact.lse);
-            gradient(&self.options, &row.logits, label, lse, cotangents(token), out);
+            gradient(&self.options, logits, label, lse, cotangents(token), out);
         };
-        let (elapsed, expected) = timed(|| {
-            pull_back(&self.operands, Factors::Signed, |token, logits, out| {
-                dlogits(token, &self.row(token, logits), out);
-            })
-        });
+        let (elapsed, expected) = timed(|| pull_back(&self.operands, Factors::Signed, dlogits));
         report.seconds("time/ref_grad_s", elapsed);
         let (elapsed, bounds) = timed(|| {
             pull_back(&self.operands, Factors::Magnitudes, |token, logits, out| {
-                let row = self.row(token, logits);
-                dlogits(token, &row, out);
-                self.row_bounds(&row, &tokens[token], cotangents(token), out);
+                dlogits(token, logits, out);
+                self.row_bounds(token, logits, &tokens[token], cotangents(token), out);
             })
         });
         report.seconds("time/ref_bounds_s", elapsed);
@@ -364,7 +384,8 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
         ];
         for ((name, expected, bounds, place), found) in figures.into_iter().zip(found) {
             let bounds: Vec<_> = bounds.iter().map(|bound| bound + flushed).collect();
-            compare_gradient(report, self.limits, name, (expected, &bounds), found, place);
+            let relative = self.relative_limit(tokens);
+            compare_gradient(report, relative, name, (expected, &bounds), found, place);
         }
     }
 }
@@ -372,7 +393,7 @@ impl<'a, E: Element + pjrt_client::Element> Bounds<'a, E> {
 /// Compares one gradient with what is expected and by how much it may be off before it is rounded.
 fn compare_gradient<E: Element>(
     report: &mut Report,
-    limits: Limits,
+    relative_limit: f64,
     name: &str,
     (expected, bounds): (&[f64], &[f64]),
     found: &[E],
@@ -395,11 +416,7 @@ fn compare_gradient<E: Element>(
     report.add(excess.at_most(1.0));
     // Of no gradient at all no share can be off.
     let relative = if squares == 0.0 { 0.0 } else { (squares / total).sqrt() };
-    let rounding = <E as Element>::DTYPE.ulp(1.0) / 2.0;
-    report.add(
-        Figure::plain(format!("{name}/relative"), relative)
-            .at_most(limits.gradient_roundings * rounding),
-    );
+    report.add(Figure::plain(format!("{name}/relative"), relative).at_most(relative_limit));
     let share = equal as f64 / found.len().max(1) as f64;
     report.add(Figure::plain(format!("{name}/equal"), share));
 }
@@ -410,8 +427,9 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{SystemTime, UNIX_EPOCH};
+
     use half::{bf16, f16};
-    use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 
     use super::*;
     use crate::config::Op;
@@ -444,9 +462,8 @@ mod tests {
         let tokens = bounds.tokens(&mut Report::empty());
         let Gradients { hidden, weight, bias } =
             pull_back(&operands, Factors::Signed, |token, logits, out| {
-                let row = bounds.row(token, logits);
                 let lse = tokens[token].exact.lse;
-                gradient(&OPTIONS, &row.logits, bounds.label(token), lse, cotangents(token), out);
+                gradient(&OPTIONS, logits, bounds.label(token), lse, cotangents(token), out);
             });
         let rounded = |all: &[f64]| -> Vec<E> { all.iter().map(|&x| E::from_f64(x)).collect() };
         let mut found = [rounded(&hidden), rounded(&weight), rounded(&bias)];
@@ -485,20 +502,164 @@ mod tests {
         one_wrong_entry::<f16>();
     }
 
-    /// A logit in the middle of two values of its dtype may become either, and one that is not may not.
-    #[test]
-    fn a_logit_moves_only_from_the_middle_of_two_values() {
-        let arrays = ([bf16::from_f32(1.0)], [1.0, 1.0].map(bf16::from_f32), [0_i64]);
-        let shape = LinearShape::new([1, 1], [2, 1], Some(VocabAxis::First)).unwrap();
-        let (hidden, weight, labels) = &arrays;
-        let labels = labels.as_slice().into();
-        let options = CrossEntropy::default();
-        let operands = Operands::new(&options, shape, hidden, weight, None, labels).unwrap();
+    /// Where a made-up program rounds.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Rounds {
+        /// dlogits, as they become operands.
+        Gradients,
+        /// The unnormalised softmax, whose sum normalises it, and hidden states times a row's factor.
+        Softmax,
+        /// Logits.
+        Logits,
+    }
+
+    /// Loss and gradients of the mean, and the report of them.
+    fn judged<E: Element + pjrt_client::Element>(
+        scale: f64,
+        rounds: Rounds,
+        options: CrossEntropy,
+    ) -> Report {
+        let rows: Vec<u64> = (0..40).collect();
+        let seed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().subsec_nanos().into();
+        println!("seed {seed}");
+        let seeded = Synthetic { scale, seed, ..Synthetic::default() };
+        let linear = Linear { hidden: 64, bias: true, vocab_axis: 0, max_scratch_bytes: None };
+        let states = HiddenStates::<E>::synthetic(&seeded, &rows, 500, linear, -100).unwrap();
+        let HiddenStates { shape, hidden, weight, bias, labels } = &states;
+        let operands = Operands::new(
+            &options,
+            *shape,
+            hidden,
+            weight,
+            bias.as_deref(),
+            labels.as_slice().into(),
+        )
+        .unwrap();
+        let dtype = <E as Element>::DTYPE;
         let limits = Tolerances::default();
-        let limits = limits.resolve(Op::LinearCrossEntropy, DType::Bf16, None).unwrap();
+        let limits = limits.resolve(Op::LinearCrossEntropy, dtype, options.softcap).unwrap();
         let bounds = Bounds::new(options, limits, operands);
-        let ulp = 2f64.powi(-7);
-        let row = bounds.row(0, &[1.0 + 0.5 * ulp, 1.0 + 0.4 * ulp]);
-        assert_eq!((row.logits, row.shifts), (vec![1.0, 1.0], vec![ulp, 0.0]));
+        let mut report = Report::empty();
+        let tokens = bounds.tokens(&mut report);
+        let round = |x: f64| <E as Element>::from_f64(x).to_f64();
+        let made = |exact: &[f64]| -> Vec<f64> {
+            match rounds {
+                Rounds::Logits => exact.iter().map(|&z| round(z)).collect(),
+                _ => exact.to_vec(),
+            }
+        };
+        let found =
+            map_rows(&operands, |token, logits| forward(&options, &made(logits), labels[token]));
+        let mut outputs = Outputs::poisoned(rows.len());
+        for (token, found) in found.iter().enumerate() {
+            outputs.loss[token] = found.loss as f32;
+            outputs.logps[token] = found.logps as f32;
+            outputs.lse[token] = found.lse as f32;
+        }
+        compare_forward(&mut report, &outputs, &tokens);
+        let of = TokenCotangents { loss: 1.0 / 40.0, ..Default::default() };
+        let lses = &found;
+        let exact = |token: usize, logits: &[f64], out: &mut [f64]| {
+            gradient(&options, logits, labels[token], lses[token].lse, of, out);
+        };
+        let label = |token: usize| labels[token] as usize;
+        let row = |token: usize, logits: &[f64], out: &mut [f64]| {
+            let logits = made(logits);
+            exact(token, &logits, out);
+            if rounds != Rounds::Softmax {
+                return out.iter_mut().for_each(|dz| *dz = round(*dz));
+            }
+            let at_label = out[label(token)];
+            let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let of_row = options.cap(top);
+            let e: Vec<_> =
+                logits.iter().map(|&z| round((options.cap(z) - of_row).exp())).collect();
+            let sum: f64 = e.iter().sum();
+            for ((dz, e), &z) in out.iter_mut().zip(e).zip(&logits) {
+                let slope = bounds.slope(z);
+                // Written times the derivative, where there is a softcap.
+                let written = match options.softcap {
+                    Some(_) => round(slope * (options.cap(z) - of_row).exp()),
+                    None => e,
+                };
+                let smoothed = options.label_smoothing / 500.0;
+                let more = 1.0 + 2.0 * options.z_loss * lses[token].lse;
+                *dz = of.loss * (more * written / sum - slope * smoothed);
+            }
+            out[label(token)] = round(at_label * sum / of.loss) * of.loss / sum;
+        };
+        let Gradients { hidden: dhidden, weight: mut dweight, bias: dbias } =
+            pull_back(&operands, Factors::Signed, row);
+        if rounds == Rounds::Softmax {
+            // Hidden states times a factor that is no power of two.
+            let factor = |token: usize| 1.0 + token as f64 / 40.0;
+            let scaled: Vec<E> = hidden
+                .iter()
+                .enumerate()
+                .map(|(i, x)| <E as Element>::from_f64(x.to_f64() * factor(i / 64)))
+                .collect();
+            let labels = labels.as_slice().into();
+            let scaled = Operands::new(&options, *shape, &scaled, weight, None, labels).unwrap();
+            let of_tokens: Vec<Vec<f64>> = map_rows(&operands, |token, logits| {
+                let mut out = vec![0.0; logits.len()];
+                row(token, logits, &mut out);
+                out.iter().map(|dz| dz / factor(token)).collect()
+            });
+            dweight = pull_back(&scaled, Factors::Signed, |token, _, out| {
+                out.copy_from_slice(&of_tokens[token]);
+            })
+            .weight;
+        }
+        let rounded = |all: &[f64]| -> Vec<E> { all.iter().map(|&x| E::from_f64(x)).collect() };
+        let found = [rounded(&dhidden), rounded(&dweight), rounded(&dbias)];
+        bounds.compare_gradients(&mut report, &tokens, |_| of, &found);
+        report
+    }
+
+    /// Programs that round what the contract lets them round pass, at any spread of logits.
+    #[test]
+    fn operands_may_be_rounded() {
+        fn body<E: Element + pjrt_client::Element>() {
+            let plain = CrossEntropy::default();
+            let softcap = CrossEntropy { softcap: Some(15.0), ..plain };
+            let smoothed = CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, ..plain };
+            for (scale, options) in [0.5, 1.0, 8.0, 64.0]
+                .into_iter()
+                .flat_map(|scale| [plain, softcap, smoothed].map(|options| (scale, options)))
+            {
+                for rounds in [Rounds::Gradients, Rounds::Softmax] {
+                    let report = judged::<E>(scale, rounds, options);
+                    assert!(
+                        report.passed(),
+                        "{} {scale} {rounds:?} {options:?}: {}",
+                        <E as Element>::DTYPE,
+                        report.to_json()
+                    );
+                }
+            }
+        }
+        body::<f32>();
+        body::<bf16>();
+        body::<f16>();
+    }
+
+    /// A program that rounds logits fails, in what it says of tokens at any spread and in gradients
+    /// where logits are large.
+    #[test]
+    fn rounded_logits_are_found() {
+        fn body<E: Element + pjrt_client::Element>() {
+            for scale in [0.5, 1.0, 8.0, 64.0] {
+                let report = judged::<E>(scale, Rounds::Logits, CrossEntropy::default());
+                let of_tokens = ["fwd/loss_excess", "fwd/logp_excess", "fwd/lse_excess"];
+                let of_gradients = ["dhidden/excess", "dweight/excess"];
+                let large = of_gradients.into_iter().filter(|_| scale >= 8.0);
+                for name in of_tokens.into_iter().chain(large) {
+                    let found = report.figure(name).unwrap();
+                    assert!(found > 1.0, "{} {scale}: {name} is {found}", <E as Element>::DTYPE);
+                }
+            }
+        }
+        body::<bf16>();
+        body::<f16>();
     }
 }
