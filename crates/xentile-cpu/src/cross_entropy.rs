@@ -25,6 +25,7 @@ use crate::{InOut, Isa, Parallel};
 pub(crate) use gradient::Gradient;
 use gradient::RowGradient;
 use matrix::Matrix;
+pub(crate) use slab::Scaled;
 use statistics::Label;
 pub(crate) use statistics::{RowStatistics, Statistics};
 
@@ -433,22 +434,31 @@ impl<'a> Kernel<'a> {
     }
 
     /// [`Self::row_gradient`] of a token that has a `label`.
-    fn formula(&self, lse: f64, [g, h, k]: [f64; 3], label: Label) -> RowGradient {
-        if !lse.is_finite() {
+    fn formula(&self, lse: f64, cotangents: [f64; 3], label: Label) -> RowGradient {
+        let Some(of) = self.coefficients(lse, cotangents, label) else {
             return RowGradient::Fill(f32::NAN);
+        };
+        let (shift, factor) = shift_near(lse);
+        RowGradient::Formula {
+            shift,
+            probability: to_f32(of.probability * factor) / EXP_SCALE,
+            constant: to_f32(of.constant),
+            label: label.column,
+            at_label: of.at_label,
+        }
+    }
+
+    /// What the gradient of a row is made of; none where lse says that there is none.
+    fn coefficients(&self, lse: f64, [g, h, k]: [f64; 3], label: Label) -> Option<Coefficients> {
+        if !lse.is_finite() {
+            return None;
         }
         let (e, w) = (self.options.label_smoothing, self.options.z_loss);
         let probability = g * (1.0 + 2.0 * w * lse) - h + k;
         let constant = -g * e / self.shape.vocab() as f64;
-        // p = exp(z - shift) * exp(shift - lse). The shift has few enough bits for z - shift to be
-        // exact; what it leaves of lse is a factor near 1, computed in float64.
-        let shift =
-            if lse.abs() < EIGHTHS_BELOW { ((lse * 8.0).round() / 8.0) as f32 } else { lse as f32 };
-        RowGradient::Formula {
-            shift,
-            probability: to_f32(probability * (f64::from(shift) - lse).exp()) / EXP_SCALE,
-            constant: to_f32(constant),
-            label: label.column,
+        Some(Coefficients {
+            probability,
+            constant,
             at_label: if label.logit == f64::NEG_INFINITY {
                 0.0
             } else {
@@ -459,8 +469,24 @@ impl<'a> Kernel<'a> {
                 let slope = self.options.softcap.map_or(1.0, |c| 1.0 - (label.logit / c).powi(2));
                 dz * slope
             },
-        }
+        })
     }
+}
+
+/// The gradient of a row: `at_label` in the label's column, elsewhere `probability * p + constant`,
+/// times the derivative of softcap where there is one.
+struct Coefficients {
+    probability: f64,
+    constant: f64,
+    at_label: f64,
+}
+
+/// A `shift` near `lse`, and `exp(shift - lse)`: `p = exp(z - shift) * exp(shift - lse)`. The shift has
+/// few enough bits for `z - shift` to be exact; what it leaves is a factor near 1, in float64.
+fn shift_near(lse: f64) -> (f32, f64) {
+    let shift =
+        if lse.abs() < EIGHTHS_BELOW { ((lse * 8.0).round() / 8.0) as f32 } else { lse as f32 };
+    (shift, (f64::from(shift) - lse).exp())
 }
 
 /// Below this every multiple of 1/8 is an f32.

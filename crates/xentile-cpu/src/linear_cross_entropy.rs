@@ -1,21 +1,24 @@
 //! Cross-entropy of hidden states against an output matrix, whose logits are never all in memory.
 //!
 //! Columns of the vocabulary are taken a slab at a time, first for the sums of every token and then
-//! for gradients. A slab's logits are a product in f32, rounded once to the dtype of operands; the
-//! passes of [`cross_entropy`](crate::cross_entropy) run over them where they lie, and two more
-//! products take their gradient to hidden states and weight. All tokens of a slab share one copy of
-//! its weight, in the order that products take, in whose place the sums of its gradient come.
+//! for gradients. A slab's logits are a product in f32, which nothing rounds; the passes of
+//! [`cross_entropy`](crate::cross_entropy) run over them where they lie, and two more products take
+//! their gradient to hidden states and weight. All tokens of a slab share one copy of its weight, in the
+//! order that products take, in whose place the sums of its gradient come.
 //!
-//! A slab's logits wait for their gradient in the memory of dweight, or in what scratch there is, and
-//! only what finds no room is made again: three products where there is room for all, four where there
-//! is for none. Both passes may be one ([`Linear::fused`]), or the first leaves to the second what it
-//! holds ([`Linear::keep`] and [`Linear::resume`]).
+//! What stands for a slab's logits waits for their gradient in the memory of dweight, or in what scratch
+//! there is, and only what finds no room is made again: three products where there is room for all, four
+//! where there is for none. In f32 these are logits themselves, in 16 bits their unnormalised softmax
+//! (`kept.rs`). Where smoothing and softcap are both asked for, the gradient is no multiple of that, and
+//! all is made again in 16 bits. Both passes may be one ([`Linear::fused`]), or the first leaves to the
+//! second what it holds ([`Linear::keep`] and [`Linear::resume`]).
 //!
 //! Threads share out tokens, and rows of the weight's gradient. Each number is summed by one thread
 //! in one order, so that their count changes no bit.
 
 mod convert;
 mod cut;
+mod kept;
 mod product;
 
 use std::ops::Range;
@@ -29,7 +32,7 @@ use crate::cross_entropy::{
     Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{as_f32_mut, elements, narrow, narrow_rows, round, widen};
+use convert::{as_f32_mut, elements, narrow, narrow_rows};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
 use product::{Matrix, Panels, multiply};
 
@@ -130,8 +133,9 @@ impl<'a> Linear<'a> {
         self.check(operands)?;
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, false);
-        let ([hidden, weight, logits, _], _) = layout.split(scratch)?;
-        let work = Work::new(self, operands, [hidden, weight, logits], &mut [], &mut []);
+        let ([hidden, weight, logits, _, origins], _) = layout.split(scratch)?;
+        let places = [hidden, weight, logits, origins];
+        let work = Work::new(self, operands, places, &mut [], &mut []);
         work.write_sums(&slabs(self.shape, self.columns), &outputs);
         Ok(())
     }
@@ -150,8 +154,8 @@ impl<'a> Linear<'a> {
     ) -> Result<()> {
         self.check_backward(operands, saved, cotangents, &gradients)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
-        let ([hidden, weight, logits, sums], _) = layout.split(scratch)?;
-        let places = [hidden, weight, logits];
+        let ([hidden, weight, logits, sums, origins], _) = layout.split(scratch)?;
+        let places = [hidden, weight, logits, origins];
         let work = Work::new(self, operands, places, gradients.weight, &mut []);
         let cotangents = |token| cotangents.of(token);
         let slabs = slabs(self.shape, self.columns);
@@ -184,7 +188,8 @@ impl<'a> Linear<'a> {
         };
         let [mut lse, mut lse_low] = [(); 2].map(|()| vec![0.0; tokens]);
         let (work, slabs, sums) = self.keeping(operands, gradients.weight, scratch)?;
-        for (token, row) in work.sums(&slabs, want).iter().enumerate() {
+        let counts = |token| takes_part(token) && self.kernel.has_label(token);
+        for (token, row) in work.sums(&slabs, want, counts).iter().enumerate() {
             let values = self.kernel.token_values(token, row);
             // As the backward pass would read it, so that both give the same bits.
             (lse[token], lse_low[token]) = split(values.lse);
@@ -260,10 +265,14 @@ impl<'a> Linear<'a> {
         scratch: &'b mut [u8],
     ) -> Result<(Work<'b, E>, Vec<Slab>, &'b mut [f32])> {
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
-        let ([hidden, weight, logits, sums], kept) = layout.split(scratch)?;
+        let ([hidden, weight, logits, sums, origins], kept) = layout.split(scratch)?;
         let kept = numbers::<E>(kept);
-        let slabs = keeping(self.shape, self.columns, kept.len());
-        Ok((Work::new(self, operands, [hidden, weight, logits], dweight, kept), slabs, sums))
+        let slabs = match E::DTYPE == DType::F32 || self.kernel.scales() {
+            true => keeping(self.shape, self.columns, kept.len()),
+            false => slabs(self.shape, self.columns),
+        };
+        let places = [hidden, weight, logits, origins];
+        Ok((Work::new(self, operands, places, dweight, kept), slabs, sums))
     }
 
     fn check_backward<E>(
@@ -317,6 +326,9 @@ struct Work<'a, E> {
     weight: Shared<'a, f32>,
     /// A slab's logits, and their gradient.
     logits: Shared<'a, f32>,
+    /// In 16 bits, the logit of each token's label, and then the origin of each token in each slab, slab
+    /// after slab, where passes keep something.
+    origins: Shared<'a, f32>,
     dweight: Shared<'a, E>,
     kept: Shared<'a, E>,
 }
@@ -325,13 +337,13 @@ impl<'a, E: Element> Work<'a, E> {
     fn new(
         linear: &'a Linear<'a>,
         operands: Operands<'a, E>,
-        [hidden, weight, logits]: [&'a mut [f32]; 3],
+        places: [&'a mut [f32]; 4],
         dweight: &'a mut [E],
         kept: &'a mut [E],
     ) -> Self {
-        let [hidden, weight, logits] = [hidden, weight, logits].map(Shared::new);
+        let [hidden, weight, logits, origins] = places.map(Shared::new);
         let (dweight, kept) = (Shared::new(dweight), Shared::new(kept));
-        Self { linear, operands, hidden, weight, logits, dweight, kept }
+        Self { linear, operands, hidden, weight, logits, origins, dweight, kept }
     }
 
     /// Calls `task` with pieces of `rows`, each as its first row and their number.
@@ -390,7 +402,7 @@ impl<'a, E: Element> Work<'a, E> {
         Panels::new::<E>(isa, unsafe { from.read(0, words) }, extents)
     }
 
-    /// Makes the logits of some tokens of a slab, each rounded once.
+    /// Makes the logits of some tokens of a slab.
     ///
     /// # Safety
     /// The panels of the slab's weight as `[D, columns]` are there, and nobody writes them meanwhile.
@@ -406,7 +418,38 @@ impl<'a, E: Element> Work<'a, E> {
                 }
             }
         }
-        round::<E>(launch.isa, logits);
+    }
+
+    /// Keeps in 16 bits what stands for the `logits` of some tokens of the slab with this `index`, of
+    /// those that count.
+    ///
+    /// # Safety
+    /// Nobody else has those tokens.
+    unsafe fn keep_softmax(
+        &self,
+        (index, slab): (usize, &Slab),
+        (first, count): (usize, usize),
+        counts: impl Fn(usize) -> bool,
+        logits: &mut [f32],
+    ) {
+        let Linear { kernel, launch, shape, .. } = self.linear;
+        let (columns, Some(kept)) = (&slab.columns, slab.kept) else { return };
+        let width = columns.len();
+        // SAFETY: passed on from this function's contract.
+        let (kept, origins, of_labels) = unsafe {
+            (
+                self.kept(kept, first * width, count * width),
+                self.origins.slice((index + 1) * shape.tokens() + first, count),
+                self.origins.slice(first, count),
+            )
+        };
+        let rows = logits.chunks_exact(width).zip(of_labels).zip(first..);
+        for ((logits, of_label), token) in rows {
+            if let Some(column) = kernel.label_within(token, columns) {
+                *of_label = logits[column];
+            }
+        }
+        kept::keep(launch.isa, kernel, (first, columns), counts, logits, kept, origins);
     }
 
     /// Where the logits of some tokens are kept.
@@ -424,13 +467,20 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// The sums of each token over `slabs`, of those that are wanted.
-    fn sums(&self, slabs: &[Slab], want: impl Fn(usize) -> bool) -> Vec<RowStatistics> {
-        let Linear { kernel, launch, shape, .. } = self.linear;
+    /// The sums of each token over `slabs`, of those that are wanted. What is kept is for tokens that
+    /// have a gradient of their own, which `counts` says.
+    fn sums(
+        &self,
+        slabs: &[Slab],
+        want: impl Fn(usize) -> bool,
+        counts: impl Fn(usize) -> bool + Sync,
+    ) -> Vec<RowStatistics> {
+        let Linear { kernel, shape, .. } = self.linear;
         let mut rows: Vec<_> =
             (0..shape.tokens()).map(|token| RowStatistics::new(want(token), None)).collect();
         let shared = Shared::new(&mut rows);
-        for Slab { columns, kept } in slabs {
+        for (index, slab) in slabs.iter().enumerate() {
+            let Slab { columns, kept } = slab;
             // SAFETY: tasks that read the panels of the slab before have ended.
             unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
             self.share(shape.tokens(), &|first, count| {
@@ -448,12 +498,10 @@ impl<'a, E: Element> Work<'a, E> {
                         Some(kept) if E::DTYPE == DType::F32 => {
                             add(as_f32_mut(self.kept(kept, at, length)).expect("f32"));
                         }
-                        kept => {
+                        _ => {
                             let logits = self.logits.slice(at, length);
                             add(logits);
-                            if let Some(kept) = kept {
-                                narrow(launch.isa, logits, self.kept(kept, at, length));
-                            }
+                            self.keep_softmax((index, slab), (first, count), &counts, logits);
                         }
                     }
                 }
@@ -466,7 +514,8 @@ impl<'a, E: Element> Work<'a, E> {
     fn write_sums(&self, slabs: &[Slab], outputs: &Outputs<'_>) {
         let kernel = &self.linear.kernel;
         let want = |token| outputs.want(kernel, token, !kernel.is_ignored(token));
-        for (token, row) in self.sums(slabs, want).iter().enumerate() {
+        let counts = |token| kernel.has_label(token);
+        for (token, row) in self.sums(slabs, want, counts).iter().enumerate() {
             // SAFETY: nobody else writes.
             unsafe { outputs.write(token, kernel.token_values(token, row)) };
         }
@@ -482,20 +531,57 @@ impl<'a, E: Element> Work<'a, E> {
         sums: &mut [f32],
         dbias: Option<&mut [f32]>,
     ) {
-        if let Some(sums) = as_f32_mut(dhidden) {
-            return self.summed::<f32>(slabs, saved, cotangents, sums, dbias);
-        }
-        match Panels::takes_bf16::<E>(self.linear.launch.isa) {
-            true => self.summed::<bf16>(slabs, saved, cotangents, sums, dbias),
-            false => self.summed::<f32>(slabs, saved, cotangents, sums, dbias),
-        }
         let width = self.linear.shape.width();
-        let dhidden = Shared::new(dhidden);
-        self.share(self.linear.shape.tokens(), &|first, count| {
-            // SAFETY: tasks have tokens of their own.
-            let to = unsafe { dhidden.slice(first * width, count * width) };
-            narrow(self.linear.launch.isa, &sums[first * width..][..count * width], to);
-        });
+        if let Some(sums) = as_f32_mut(dhidden) {
+            self.summed::<f32>(slabs, saved, cotangents, sums, dbias);
+        } else {
+            match Panels::takes_bf16::<E>(self.linear.launch.isa) {
+                true => self.summed::<bf16>(slabs, saved, cotangents, sums, dbias),
+                false => self.summed::<f32>(slabs, saved, cotangents, sums, dbias),
+            }
+            let dhidden = Shared::new(dhidden);
+            self.share(self.linear.shape.tokens(), &|first, count| {
+                // SAFETY: tasks have tokens of their own.
+                let to = unsafe { dhidden.slice(first * width, count * width) };
+                narrow(self.linear.launch.isa, &sums[first * width..][..count * width], to);
+            });
+        }
+        // Products of 0 and a weight that is infinite or NaN are NaN.
+        for (token, dhidden) in dhidden.chunks_exact_mut(width).enumerate() {
+            if self.is_idle(token, cotangents) {
+                dhidden.fill(E::from_f32(0.0));
+            }
+        }
+    }
+
+    /// Whether `token` takes no part in gradients.
+    fn is_idle(&self, token: usize, cotangents: &TokenCotangents<'_>) -> bool {
+        self.linear.kernel.is_ignored(token) || cotangents(token) == [0.0; 3]
+    }
+
+    /// Packs hidden states for the gradient of the weight: 0 for those of idle tokens that are infinite
+    /// or NaN, whose product with 0 would be NaN.
+    fn pack_hidden(&self, cotangents: &TokenCotangents<'_>) {
+        let hidden = self.operands.hidden;
+        let width = self.linear.shape.width();
+        let spoilt: Vec<_> = hidden
+            .chunks_exact(width)
+            .enumerate()
+            .filter(|&(token, _)| self.is_idle(token, cotangents))
+            .filter(|(_, hidden)| hidden.iter().any(|x| !x.to_f32().is_finite()))
+            .map(|(token, _)| token)
+            .collect();
+        // Seldom: there is no room for this in the scratch.
+        let mut mended = Vec::new();
+        if !spoilt.is_empty() {
+            mended.extend_from_slice(hidden);
+            for token in spoilt {
+                mended[token * width..][..width].fill(E::from_f32(0.0));
+            }
+        }
+        let hidden = if mended.is_empty() { hidden } else { &mended };
+        // SAFETY: nobody has the panels yet.
+        unsafe { self.pack(Matrix::new(hidden, width), &self.hidden) };
     }
 
     /// As [`Self::gradients`], those of hidden states in f32. Products take those of logits as `Z`.
@@ -510,9 +596,8 @@ impl<'a, E: Element> Work<'a, E> {
         let isa = self.linear.launch.isa;
         let [tokens, width] = self.linear.shape.hidden();
         let dhidden = Shared::new(dhidden);
-        // SAFETY: nobody has them yet.
-        unsafe { self.pack(self.hidden(), &self.hidden) };
-        for slab in slabs {
+        self.pack_hidden(cotangents);
+        for (index, slab) in slabs.iter().enumerate() {
             let columns = &slab.columns;
             if slab.kept.is_none() {
                 // SAFETY: tasks that read the panels before have ended.
@@ -531,7 +616,7 @@ impl<'a, E: Element> Work<'a, E> {
             self.share(tokens, &|first, count| {
                 // SAFETY: as before.
                 unsafe {
-                    let dz = self.logits_gradient(slab, first, count, saved, cotangents);
+                    let dz = self.logits_gradient((index, slab), first, count, saved, cotangents);
                     narrow_rows::<Z>(isa, columns.len(), dz);
                     let sums = dhidden.slice(first * width, count * width);
                     let weight = self.panels(&self.weight, [columns.len(), width]);
@@ -556,21 +641,39 @@ impl<'a, E: Element> Work<'a, E> {
     #[allow(clippy::mut_from_ref)] // the contract replaces the borrow
     unsafe fn logits_gradient(
         &self,
-        slab: &Slab,
+        (index, slab): (usize, &Slab),
         first: usize,
         count: usize,
         saved: SavedLse<'_>,
         cotangents: &TokenCotangents<'_>,
     ) -> &mut [f32] {
-        let (at, length) = (first * slab.columns.len(), count * slab.columns.len());
+        let Linear { kernel, launch, shape, .. } = self.linear;
+        let width = slab.columns.len();
+        let (at, length) = (first * width, count * width);
         // SAFETY: passed on from this function's contract.
         let logits = unsafe { self.logits.slice(at, length) };
         if let Some(kept) = slab.kept {
             // SAFETY: passed on from this function's contract.
             let kept = unsafe { self.kept(kept, at, length) };
-            widen(self.linear.launch.isa, kept, logits);
+            if let Some(kept) = as_f32_mut(kept) {
+                logits.copy_from_slice(kept);
+            } else {
+                // SAFETY: written in the pass before.
+                let (of_labels, origins) = unsafe {
+                    let at = (index + 1) * shape.tokens() + first;
+                    (self.origins.read(first, count), self.origins.read(at, count))
+                };
+                let rows = kept.chunks_exact(width).zip(logits.chunks_exact_mut(width));
+                for (row, (kept, to)) in rows.enumerate() {
+                    let (token, origin) = (first + row, origins[row].into());
+                    let (lse, of) = (saved.exact(token), cotangents(token));
+                    let scaled =
+                        kernel.scaled(token, &slab.columns, origin, of_labels[row], lse, of);
+                    kept::expand(launch.isa, kept, scaled, to);
+                }
+                return logits;
+            }
         }
-        let kernel = &self.linear.kernel;
         kernel
             .columns_gradient(logits, first, &slab.columns, saved, cotangents)
             .expect("whole rows");

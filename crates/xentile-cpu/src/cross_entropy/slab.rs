@@ -7,12 +7,26 @@ use xentile::{LogitsShape, Result};
 use super::gradient::{Gradient, RowGradient};
 use super::matrix::Matrix;
 use super::statistics::{Label, RowStatistics, Statistics};
-use super::{Kernel, SavedLse};
+use super::{Kernel, SavedLse, shift_near, to_f32};
 use crate::InOut;
 use crate::compiled::Passes;
+use crate::math::EXP_SCALE;
 
 /// No column of a slab.
 const NO_COLUMN: usize = usize::MAX;
+
+/// The label of a row that has none in a slab, whatever its logit.
+const ELSEWHERE: Label = Label { column: NO_COLUMN, logit: f64::NEG_INFINITY };
+
+/// The gradient of some columns of a row, of their unnormalised softmax.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Scaled {
+    /// The same value everywhere.
+    Fill(f32),
+    /// `at_label` in column `label`, if it is one of them, elsewhere the unnormalised softmax times
+    /// `factor`, and `constant`.
+    Times { factor: f32, constant: f32, label: Option<usize>, at_label: f32 },
+}
 
 impl Kernel<'_> {
     /// Adds `columns` of the tokens from `first` to `rows`, which are of these tokens. `logits` are
@@ -71,17 +85,99 @@ impl Kernel<'_> {
                 self.slab_row(token, columns, logits, lse, cotangents(token))
             })
             .collect();
-        let shape = LogitsShape::new(rows.len(), columns.len())?;
+        self.write_rows(logits, &rows, columns.len())
+    }
+
+    /// Puts `exp(z - origin)` in the place of the `columns` logits z of each row, times the derivative of
+    /// softcap where there is one; 0 where a row has no origin. (Origins are of capped logits.)
+    ///
+    /// # Errors
+    /// Logits that are no whole rows.
+    pub(crate) fn columns_softmax(
+        &self,
+        logits: &mut [f32],
+        columns: usize,
+        origins: &[Option<f64>],
+    ) -> Result<()> {
+        let row = |origin: &Option<f64>| {
+            origin.map_or(RowGradient::Fill(0.0), |origin| {
+                let (shift, factor) = shift_near(origin);
+                let probability = to_f32(factor) / EXP_SCALE;
+                let (label, at_label) = (NO_COLUMN, 0.0);
+                RowGradient::Formula { shift, probability, constant: 0.0, label, at_label }
+            })
+        };
+        self.write_rows(logits, &origins.iter().map(row).collect::<Vec<_>>(), columns)
+    }
+
+    fn write_rows(&self, logits: &mut [f32], rows: &[RowGradient], columns: usize) -> Result<()> {
+        let shape = LogitsShape::new(rows.len(), columns)?;
         let pass = Gradient {
             matrix: &Matrix::new(InOut::InPlace(logits), shape)?,
             first: 0,
-            rows: &rows,
-            block_size: columns.len(),
+            rows,
+            block_size: columns,
             softcap: self.options.softcap,
             ahead: None,
         };
         (Passes::get().gradient)(self.launch.isa, pass);
         Ok(())
+    }
+
+    /// The gradient of `columns` of `token`, of [`Self::columns_softmax`] with `origin`. `label_logit` is
+    /// the label's logit, if the label is one of them.
+    pub(crate) fn scaled(
+        &self,
+        token: usize,
+        columns: &Range<usize>,
+        origin: f64,
+        label_logit: f32,
+        lse: f64,
+        cotangents: [f64; 3],
+    ) -> Scaled {
+        if cotangents == [0.0; 3] {
+            return Scaled::Fill(0.0);
+        }
+        let Some(column) = self.column(token) else {
+            return Scaled::Fill(self.without_label(token));
+        };
+        let label = columns.contains(&column).then(|| self.label_of(column, label_logit));
+        match self.coefficients(lse, cotangents, label.unwrap_or(ELSEWHERE)) {
+            None => Scaled::Fill(f32::NAN),
+            Some(of) => Scaled::Times {
+                factor: to_f32(of.probability * (origin - lse).exp()),
+                constant: to_f32(of.constant),
+                label: label.map(|label| label.column - columns.start),
+                at_label: to_f32(of.at_label),
+            },
+        }
+    }
+
+    /// Whether `token` counts, and has a labelled column.
+    pub(crate) fn has_label(&self, token: usize) -> bool {
+        self.column(token).is_some()
+    }
+
+    /// The label of `token`, where it is one of `columns`, counted from the first of these.
+    pub(crate) fn label_within(&self, token: usize, columns: &Range<usize>) -> Option<usize> {
+        let column = self.column(token).filter(|column| columns.contains(column))?;
+        Some(column - columns.start)
+    }
+
+    /// A logit after softcap, if there is one.
+    pub(crate) fn cap(&self, logit: f32) -> f64 {
+        self.options.cap(logit.into())
+    }
+
+    /// Whether gradients have a constant in each column.
+    pub(crate) fn smooths(&self) -> bool {
+        self.options.label_smoothing != 0.0
+    }
+
+    /// Whether gradients are a factor of the row times [`Self::columns_softmax`], with a constant at
+    /// most: not where the constant has a softcap's derivative.
+    pub(crate) fn scales(&self) -> bool {
+        !(self.smooths() && self.options.softcap.is_some())
     }
 
     /// [`Self::row_gradient`] over `columns`, of which these are the logits.
@@ -103,8 +199,7 @@ impl Kernel<'_> {
             let column = column - columns.start;
             self.label_of(column, logits[column])
         } else {
-            // Whatever its logit, no column here is the label's.
-            Label { column: NO_COLUMN, logit: f64::NEG_INFINITY }
+            ELSEWHERE
         };
         self.formula(lse, cotangents, label)
     }

@@ -61,20 +61,14 @@ fn elements_mut<E: Element>(numbers: &mut [f32]) -> &mut [E] {
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), length) }
 }
 
-/// Rounds each number to one of `E`.
-pub(super) fn round<E: Element>(isa: Isa, numbers: &mut [f32]) {
-    match E::DTYPE {
-        DType::F32 => {}
-        DType::Bf16 => isa.run(Round { numbers }),
-        DType::F16 => {
-            let mut piece = [f16::ZERO; PIECE];
-            for numbers in numbers.chunks_mut(PIECE) {
-                let piece = &mut piece[..numbers.len()];
-                piece.convert_from_f32_slice(numbers);
-                piece.convert_to_f32_slice(numbers);
-            }
-        }
-    }
+/// The largest number, NaN left aside; -inf of none.
+pub(super) fn largest(isa: Isa, numbers: &[f32]) -> f32 {
+    isa.run(Largest { numbers })
+}
+
+/// The sum of a few numbers, in f32.
+pub(super) fn sum(isa: Isa, numbers: &[f32]) -> f64 {
+    isa.run(Sum { numbers })
 }
 
 /// Sets each number of `to` to the bits of two bf16 of `E`, the first of them in the lower half: of as
@@ -199,17 +193,70 @@ impl Job for Narrow<'_> {
     }
 }
 
-struct Round<'a> {
-    numbers: &'a mut [f32],
+/// Sums, or maxima, that are taken beside one another.
+const LANES: usize = 32;
+
+struct Largest<'a> {
+    numbers: &'a [f32],
 }
 
-impl Job for Round<'_> {
+impl Job for Largest<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> f32 {
+        let larger = |a: f32, b: f32| if b > a { b } else { a };
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        let (all, rest) = self.numbers.as_chunks::<LANES>();
+        for numbers in all {
+            for (lane, &x) in lanes.iter_mut().zip(numbers) {
+                *lane = larger(*lane, x);
+            }
+        }
+        lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| larger(a, b))
+    }
+}
+
+struct Sum<'a> {
+    numbers: &'a [f32],
+}
+
+impl Job for Sum<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> f64 {
+        let mut lanes = [0.0; LANES];
+        let (all, rest) = self.numbers.as_chunks::<LANES>();
+        for numbers in all {
+            for (lane, &x) in lanes.iter_mut().zip(numbers) {
+                *lane += x;
+            }
+        }
+        lanes.iter().chain(rest).map(|&x| f64::from(x)).sum()
+    }
+}
+
+/// Multiplies numbers with a factor and adds a constant, but to those whose sign is negative, which
+/// become 0.
+pub(super) struct Expand<'a> {
+    pub(super) numbers: &'a mut [f32],
+    pub(super) factor: f32,
+    pub(super) constant: f32,
+}
+
+impl Job for Expand<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        for number in self.numbers {
-            *number = f32::from_bits(rounded(*number) & 0xffff_0000);
+        let Self { numbers, factor, constant } = self;
+        if constant == 0.0 {
+            return numbers.iter_mut().for_each(|x| *x *= factor);
+        }
+        for x in numbers {
+            let scaled = *x * factor + constant;
+            *x = if x.is_sign_negative() { 0.0 } else { scaled };
         }
     }
 }
@@ -227,14 +274,30 @@ mod tests {
         narrow(isa, &numbers, &mut narrowed);
         let mut widened = vec![0.0; numbers.len()];
         widen(isa, &narrowed, &mut widened);
-        let mut in_place = numbers.clone();
-        round::<E>(isa, &mut in_place);
         for (i, &x) in numbers.iter().enumerate() {
             let expected = E::from_f32(x).to_f32();
-            for found in [narrowed[i].to_f32(), widened[i], in_place[i]] {
+            for found in [narrowed[i].to_f32(), widened[i]] {
                 let same = found.to_bits() == expected.to_bits();
                 assert!(same || found.is_nan() && x.is_nan(), "{isa}: {x:e} became {found:e}");
             }
+        }
+    }
+
+    #[test]
+    fn sums_and_maxima() {
+        for isa in Isa::available() {
+            assert_eq!(largest(isa, &[]), f32::NEG_INFINITY);
+            for count in [1, 31, 32, 100] {
+                let mut numbers: Vec<_> = (0..count).map(|i| (i * 37 % 101) as f32).collect();
+                let expected: f32 = numbers.iter().sum();
+                assert_eq!(sum(isa, &numbers), f64::from(expected));
+                let expected = numbers.iter().copied().fold(0.0, f32::max);
+                numbers.insert(count / 2, f32::NAN);
+                assert_eq!(largest(isa, &numbers), expected);
+            }
+            let mut numbers = [2.0, 0.0, -0.0];
+            isa.run(Expand { numbers: &mut numbers, factor: 3.0, constant: -1.0 });
+            assert_eq!(numbers, [5.0, -1.0, 0.0]);
         }
     }
 

@@ -7,7 +7,7 @@ use xentile::{DType, Error, Result};
 
 use super::product::Panels;
 
-/// Where logits of a slab wait for their gradient, counted in elements.
+/// Where what stands for the logits of a slab waits for their gradient, counted in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kept {
     /// In the memory of dweight, which is written later.
@@ -28,8 +28,8 @@ pub(super) fn slabs(shape: LinearShape, columns: usize) -> Vec<Slab> {
     pieces(0..shape.vocab(), columns).collect()
 }
 
-/// Slabs whose logits are kept where there is room: in the memory of dweight `[V, D]`, and in `room`
-/// elements of the scratch.
+/// Slabs of which an element a logit is kept where there is room: in the memory of dweight `[V, D]`, and
+/// in `room` elements of the scratch.
 ///
 /// In the memory of dweight a slab is kept where its own gradient goes. Where there are more tokens
 /// than hidden columns that is not enough for it, and it takes the place of the next columns' too,
@@ -84,6 +84,9 @@ pub(super) struct Layout {
     pub(super) logits: usize,
     /// Sums of the gradient of hidden states; nothing where these are f32.
     pub(super) dhidden: usize,
+    /// What is known of a token beside the softmax that is kept: its label's logit, and its origin in
+    /// each slab. Nothing where logits are kept themselves.
+    pub(super) origins: usize,
 }
 
 impl Layout {
@@ -97,20 +100,23 @@ impl Layout {
         let for_logits = Panels::most_words(width, columns);
         let logits = tokens * columns;
         if !makes_gradients {
-            return Self { hidden: 0, weight: for_logits, logits, dhidden: 0 };
+            return Self { hidden: 0, weight: for_logits, logits, dhidden: 0, origins: 0 };
         }
+        let is_f32 = dtype == DType::F32;
+        let slabs = keeping(shape, columns, 0).len();
         Self {
             hidden: Panels::most_words(tokens, width),
             weight: for_logits.max(Panels::most_words(columns, width)),
             logits,
-            dhidden: if dtype == DType::F32 { 0 } else { tokens * width },
+            dhidden: if is_f32 { 0 } else { tokens * width },
+            origins: if is_f32 { 0 } else { tokens * (slabs + 1) },
         }
     }
 
     pub(super) fn bytes(self) -> usize {
-        let Self { hidden, weight, logits, dhidden } = self;
+        let Self { hidden, weight, logits, dhidden, origins } = self;
         // Scratch that begins within an f32 loses the rest of that.
-        (hidden + weight + logits + dhidden + 1) * size_of::<f32>()
+        (hidden + weight + logits + dhidden + origins + 1) * size_of::<f32>()
     }
 
     /// Checks that `actual` bytes are enough.
@@ -124,11 +130,12 @@ impl Layout {
     }
 
     /// The pieces of `scratch`, and what is left of it.
-    pub(super) fn split(self, scratch: &mut [u8]) -> Result<([&mut [f32]; 4], &mut [u8])> {
+    pub(super) fn split(self, scratch: &mut [u8]) -> Result<([&mut [f32]; 5], &mut [u8])> {
         self.check(scratch.len())?;
         let offset = scratch.as_ptr().align_offset(align_of::<f32>());
         let (mut rest, kept) = scratch[offset..].split_at_mut(self.bytes() - size_of::<f32>());
-        let pieces = [self.hidden, self.weight, self.logits, self.dhidden].map(|length| {
+        let lengths = [self.hidden, self.weight, self.logits, self.dhidden, self.origins];
+        let pieces = lengths.map(|length| {
             let (piece, others) = std::mem::take(&mut rest).split_at_mut(length * size_of::<f32>());
             rest = others;
             numbers::<f32>(piece)
