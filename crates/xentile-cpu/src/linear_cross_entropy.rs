@@ -28,11 +28,12 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{DType, Element, Error, Labels, Result, Tile};
 
+use crate::Isa;
 use crate::cross_entropy::{
-    Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, TokenOutputs, split,
+    Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, Scaled, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{as_f32_mut, elements, narrow, narrow_rows};
+use convert::{Expand, as_f32_mut, elements, narrow, narrow_rows};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
 use product::{Matrix, Panels, multiply};
 
@@ -585,6 +586,10 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// As [`Self::gradients`], those of hidden states in f32. Products take those of logits as `Z`.
+    ///
+    /// Where `Z` has 16 bits, what was kept is rounded once more to be an operand, but not for hidden
+    /// states: of these a row's sums are in units of its own, one in each slab, by which the row of dlogits
+    /// is what was kept times a power of two.
     fn summed<Z: Element>(
         &self,
         slabs: &[Slab],
@@ -596,6 +601,8 @@ impl<'a, E: Element> Work<'a, E> {
         let isa = self.linear.launch.isa;
         let [tokens, width] = self.linear.shape.hidden();
         let dhidden = Shared::new(dhidden);
+        let mut units = vec![1.0_f32; tokens];
+        let units = Shared::new(&mut units);
         self.pack_hidden(cotangents);
         for (index, slab) in slabs.iter().enumerate() {
             let columns = &slab.columns;
@@ -616,11 +623,33 @@ impl<'a, E: Element> Work<'a, E> {
             self.share(tokens, &|first, count| {
                 // SAFETY: as before.
                 unsafe {
-                    let dz = self.logits_gradient((index, slab), first, count, saved, cotangents);
+                    let of = (saved, cotangents);
+                    let (dz, sums, units) = (
+                        self.logits.slice(first * columns.len(), count * columns.len()),
+                        dhidden.slice(first * width, count * width),
+                        units.slice(first, count),
+                    );
+                    let rounds_kept = slab.kept.is_some() && Z::DTYPE != DType::F32;
+                    let old = units.to_vec();
+                    match rounds_kept {
+                        true => self.expand((index, slab), first, of, dz, |row, scaled| {
+                            let (scaled, unit) = scaled.by_unit();
+                            units[row] = unit;
+                            scaled
+                        }),
+                        false => {
+                            units.fill(1.0);
+                            self.logits_gradient((index, slab), first, of, dz);
+                        }
+                    }
                     narrow_rows::<Z>(isa, columns.len(), dz);
-                    let sums = dhidden.slice(first * width, count * width);
+                    change_units(isa, &old, units, sums);
                     let weight = self.panels(&self.weight, [columns.len(), width]);
                     multiply(isa, &rows::<Z>(dz, columns.len()), weight, columns.start > 0, sums);
+                    if rounds_kept {
+                        self.logits_gradient((index, slab), first, of, dz);
+                        narrow_rows::<Z>(isa, columns.len(), dz);
+                    }
                 }
             });
             // SAFETY: what follows writes no logits.
@@ -631,53 +660,77 @@ impl<'a, E: Element> Work<'a, E> {
                 self.bias_gradient(dz, &mut dbias[columns.clone()]);
             }
         }
+        self.share(tokens, &|first, count| {
+            // SAFETY: tasks have tokens of their own.
+            unsafe {
+                let sums = dhidden.slice(first * width, count * width);
+                change_units(isa, units.read(first, count), &vec![1.0; count], sums);
+            }
+        });
     }
 
-    /// The gradient of the logits of some tokens of a slab, in the place of logits, where those that
-    /// are not kept are.
+    /// Writes the gradient of the logits of the tokens from `first` to `dz`, where logits that are not
+    /// kept are.
     ///
     /// # Safety
     /// Nobody else has those tokens.
-    #[allow(clippy::mut_from_ref)] // the contract replaces the borrow
     unsafe fn logits_gradient(
         &self,
         (index, slab): (usize, &Slab),
         first: usize,
-        count: usize,
-        saved: SavedLse<'_>,
-        cotangents: &TokenCotangents<'_>,
-    ) -> &mut [f32] {
-        let Linear { kernel, launch, shape, .. } = self.linear;
-        let width = slab.columns.len();
-        let (at, length) = (first * width, count * width);
-        // SAFETY: passed on from this function's contract.
-        let logits = unsafe { self.logits.slice(at, length) };
+        of: (SavedLse<'_>, &TokenCotangents<'_>),
+        dz: &mut [f32],
+    ) {
         if let Some(kept) = slab.kept {
+            let at = first * slab.columns.len();
             // SAFETY: passed on from this function's contract.
-            let kept = unsafe { self.kept(kept, at, length) };
-            if let Some(kept) = as_f32_mut(kept) {
-                logits.copy_from_slice(kept);
-            } else {
-                // SAFETY: written in the pass before.
-                let (of_labels, origins) = unsafe {
-                    let at = (index + 1) * shape.tokens() + first;
-                    (self.origins.read(first, count), self.origins.read(at, count))
-                };
-                let rows = kept.chunks_exact(width).zip(logits.chunks_exact_mut(width));
-                for (row, (kept, to)) in rows.enumerate() {
-                    let (token, origin) = (first + row, origins[row].into());
-                    let (lse, of) = (saved.exact(token), cotangents(token));
-                    let scaled =
-                        kernel.scaled(token, &slab.columns, origin, of_labels[row], lse, of);
-                    kept::expand(launch.isa, kept, scaled, to);
-                }
-                return logits;
+            let kept = unsafe { self.kept(kept, at, dz.len()) };
+            match as_f32_mut(kept) {
+                Some(kept) => dz.copy_from_slice(kept),
+                // SAFETY: passed on from this function's contract.
+                None => unsafe {
+                    return self.expand((index, slab), first, of, dz, |_, scaled| scaled);
+                },
             }
         }
-        kernel
-            .columns_gradient(logits, first, &slab.columns, saved, cotangents)
+        let (saved, cotangents) = of;
+        self.linear
+            .kernel
+            .columns_gradient(dz, first, &slab.columns, saved, cotangents)
             .expect("whole rows");
-        logits
+    }
+
+    /// Writes what `scale` makes of the gradient of each row to `dz`, of the softmax that is kept.
+    ///
+    /// # Safety
+    /// Nobody else has those tokens.
+    unsafe fn expand(
+        &self,
+        (index, slab): (usize, &Slab),
+        first: usize,
+        (saved, cotangents): (SavedLse<'_>, &TokenCotangents<'_>),
+        dz: &mut [f32],
+        mut scale: impl FnMut(usize, Scaled) -> Scaled,
+    ) {
+        let Linear { kernel, launch, shape, .. } = self.linear;
+        let columns = &slab.columns;
+        let (width, count) = (columns.len(), dz.len() / columns.len());
+        let place = slab.kept.expect("the slab is kept");
+        // SAFETY: passed on from this function's contract; the pass before wrote these.
+        let (kept, of_labels, origins) = unsafe {
+            (
+                self.kept(place, first * width, dz.len()),
+                self.origins.read(first, count),
+                self.origins.read((index + 1) * shape.tokens() + first, count),
+            )
+        };
+        let rows = kept.chunks_exact(width).zip(dz.chunks_exact_mut(width));
+        for (row, (kept, to)) in rows.enumerate() {
+            let (token, origin) = (first + row, origins[row].into());
+            let (lse, of) = (saved.exact(token), cotangents(token));
+            let scaled = kernel.scaled(token, columns, origin, of_labels[row], lse, of);
+            kept::expand(launch.isa, kept, scale(row, scaled), to);
+        }
     }
 
     /// Writes the gradient of a slab of the weight, of `dz` `[T, columns]`.
@@ -744,6 +797,16 @@ impl<'a, E: Element> Work<'a, E> {
                 }
             }
         });
+    }
+}
+
+/// Puts `sums`, rows that are in `old` units, in `new` ones.
+fn change_units(isa: Isa, old: &[f32], new: &[f32], sums: &mut [f32]) {
+    let width = sums.len() / old.len().max(1);
+    for ((old, new), sums) in old.iter().zip(new).zip(sums.chunks_exact_mut(width)) {
+        if old != new {
+            isa.run(Expand { numbers: sums, factor: old / new, constant: 0.0 });
+        }
     }
 }
 

@@ -28,6 +28,22 @@ pub(crate) enum Scaled {
     Times { factor: f32, constant: f32, label: Option<usize>, at_label: f32 },
 }
 
+impl Scaled {
+    /// The same by a unit in [1, 2), which is returned, such that the factor becomes a power of two:
+    /// it then rounds nothing that has been rounded.
+    pub(crate) fn by_unit(self) -> (Self, f32) {
+        match self {
+            Self::Times { factor, constant, label, at_label } if factor.is_normal() => {
+                let bits_of_mantissa = (1 << (f32::MANTISSA_DIGITS - 1)) - 1;
+                let unit = f32::from_bits(factor.to_bits() & bits_of_mantissa | 1_f32.to_bits());
+                let [factor, constant, at_label] = [factor, constant, at_label].map(|x| x / unit);
+                (Self::Times { factor, constant, label, at_label }, unit)
+            }
+            _ => (self, 1.0),
+        }
+    }
+}
+
 impl Kernel<'_> {
     /// Adds `columns` of the tokens from `first` to `rows`, which are of these tokens. `logits` are
     /// those columns, row after row. Columns come in order, from the first of the vocabulary.

@@ -1,9 +1,10 @@
 """Where a program is for CPUs: one call of the library's for all chunks of columns.
 
 XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
-The library widens a slab of the weight at a time, and keeps logits in the memory of dweight until
-their gradient is made, which in f32 too saves a product where the budget is small. Where gradients
-have to wait for the backward pass, the forward pass hands it that memory, and the scratch.
+The library widens a slab of the weight at a time, and keeps logits, or in 16 bits their
+unnormalised softmax, in the memory of dweight until their gradient is made, which in f32 too saves a
+product where the budget is small. Where gradients have to wait for the backward pass, the forward
+pass hands it that memory, and the scratch.
 """
 
 import math
@@ -78,7 +79,9 @@ def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bo
     column_bytes = problem.tokens * problem.hidden_bytes
     room, again = (limit - least) // column_bytes, 0
     kept = 0
-    for count in _not_in_place(problem, columns):
+    for is_in_place, count in _slabs(problem, columns):
+        if is_in_place:
+            continue
         if kept + count <= room:
             kept += count
         else:
@@ -89,17 +92,19 @@ def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bo
     return replace(plan, products=products, scratch_bytes=scratch, hands_over=hands_over)
 
 
-def _not_in_place(problem: Problem, most: int) -> Iterator[int]:
-    """The columns of each slab that finds no room in the memory of dweight.
+def _slabs(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
+    """Each slab's columns, and whether they find room in the memory of dweight.
 
     As `keeping` in crates/xentile-cpu/src/linear_cross_entropy/cut.rs.
     """
     n, d, left = problem.tokens, problem.hidden, problem.vocab
     while left > 0:
         in_place = 0 if problem.vocab_is_last else min(most, left, left * d // n)
-        taken = max(math.ceil(in_place * n / d), in_place) if in_place else left
+        taken = max(-(-in_place * n // d), in_place) if in_place else left
+        if in_place:
+            yield True, in_place
         for start in range(in_place, taken, most):
-            yield min(most, taken - start)
+            yield False, min(most, taken - start)
         left -= taken
 
 
@@ -109,7 +114,10 @@ def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
     weight, logits = _panels(d, columns), n * columns
     if not makes_gradients:
         return 4 * (weight + logits + 1)
-    of_hidden = _panels(n, d) + (problem.hidden_bytes < 4) * n * d
+    of_hidden = _panels(n, d)
+    if problem.hidden_bytes < 4:
+        # Sums of dhidden; labels' logits, and origins of each slab.
+        of_hidden += n * d + n * (1 + sum(1 for _ in _slabs(problem, columns)))
     return 4 * (of_hidden + max(weight, _panels(columns, d)) + logits + 1)
 
 
