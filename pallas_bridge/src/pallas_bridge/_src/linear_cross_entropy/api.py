@@ -44,9 +44,18 @@ def linear_cross_entropy(
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
-    f32, rounded to the dtype of `hidden` once; gradients are summed in f32 and rounded once, to the
-    dtypes of what they belong to. It is differentiable in reverse mode with respect to `hidden`,
-    `weight`, `bias` and `weights`.
+    f32, with the bias added in f32, and never rounded. Their softmax, or its gradient, is rounded
+    once to be an operand of the gradients' products; gradients are sums in f32, rounded once, to
+    the dtypes of what they belong to. It is differentiable in reverse mode with respect to
+    `hidden`, `weight`, `bias` and `weights`.
+
+    `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. Products then take the
+    narrower dtype, to which the wider array is rounded first, and the gradient of an array in f32
+    is its sums, never rounded.
+
+    Tokens that are ignored or whose factor is 0 add 0 to every gradient, whatever their hidden
+    state holds. A NaN in that of another token stays in its loss and its row of dhidden, and makes
+    dweight NaN; one in the weight reaches every token that counts.
 
     Where the reduction is inside, gradients are made in the forward pass: three products of N x D
     x V, which is the least. With reduction "none", for float16, and where memory is short, logits
@@ -56,7 +65,7 @@ def linear_cross_entropy(
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
-      weight: [V, D] or [D, V], in the dtype of `hidden`.
+      weight: [V, D] or [D, V], in the dtype of `hidden`, or f32 beside 16 bits either way.
       labels: [..], of any integer dtype.
       bias: [V], of any float dtype, or None.
       reduction: "mean", "sum" or "none", as for `cross_entropy`.
@@ -68,8 +77,9 @@ def linear_cross_entropy(
       softcap: c > 0 replaces z by c * tanh(z / c); None for none.
       return_lse: whether to return lse too, that of ignored tokens included.
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
-        what chunks of 4096 tokens take: 4096 * V logits and, for more tokens than that and a weight
-        of 16 bits, V * D sums in f32.
+        what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
+        beside them if the operands have these, and, for more tokens than that and a weight of 16
+        bits, V * D sums in f32. On GPUs logits count as wide as operands.
       block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a slab, which
         is narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels, a
         multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes chunks, of the
@@ -275,10 +285,12 @@ def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> 
     """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
     if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden has dtype {hidden.dtype}; it must be bfloat16, float16 or float32")
-    if weight.dtype != hidden.dtype:
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"weight has dtype {weight.dtype}; it must be bfloat16, float16 or float32")
+    if weight.dtype != hidden.dtype and jnp.float32 not in (weight.dtype, hidden.dtype):
         raise TypeError(
-            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; they must be of one: cast "
-            "the one that may be rounded"
+            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; of two dtypes one must be "
+            "float32: cast the one that may be rounded"
         )
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
@@ -333,9 +345,11 @@ def _plans(
     has_bias = bias is not None
     problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
     plan = plans.choose(problem, max_scratch_bytes)
-    # There logits are no wider with a bias, so that the usual budget is none the larger for it.
-    without = plans.choose(dataclasses.replace(problem, bias=False), max_scratch_bytes)
-    on_gpus = on_cuda.choose(problem, without.max_scratch_bytes)
+    # There the usual budget is no larger with a bias.
+    limit = max_scratch_bytes
+    if limit is None:
+        limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
+    on_gpus = on_cuda.choose(problem, limit)
     # What is handed over takes memory on every platform, unless one program has both passes.
     hands_over = jax.default_backend() == "cpu"
     on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 
 from ..cross_entropy.options import Options, is_ignored
 from . import two_passes
-from .product import Products, blank, each
-from .tokens import Bias, Gradients, put, rows
-
-FLOAT32 = jnp.dtype(jnp.float32)
+from .product import FLOAT32, Products, blank, each, operand_dtype, without_rows
+from .tokens import Bias, Gradients, idle_tokens, put, rows
 
 
 def forward(
@@ -32,9 +30,11 @@ def forward(
     """Returns loss, logps, lse and zeros for lse_low, each [N] in f32."""
     tokens, columns = chunk
     vocab = weight.shape[products.vocab_axis]
+    dtype = operand_dtype(hidden, weight)
 
     def of_tokens(first: Any, count: int, outputs: Any) -> Any:
         x, y = rows(first, count, hidden, labels)
+        x = x.astype(dtype)
 
         def of_columns(start: Any, width: int, state: Any) -> Any:
             highest, total, at_label, plain = state
@@ -92,38 +92,52 @@ def backward(
     per_token = (labels, saved[0], *cotangents)
     dweight = blank(weight, dtype=weight.dtype)
     dbias = None if bias is None else blank(bias, dtype=bias.dtype)
+    dtype = operand_dtype(hidden, weight)
+    idle = idle_tokens(options, labels, *cotangents)
+
+    def operands(x: Any, out: Any) -> jax.Array:
+        """Hidden states, but none of idle tokens, whose logits matter no more."""
+        return without_rows(out, x).astype(dtype)
+
+    def add_of_hidden(total: Any, dz: Any, start: Any, width: int) -> jax.Array:
+        part = products.columns(weight, start, width).astype(dtype)
+        summed: jax.Array = total + products.of_hidden(dz, part, FLOAT32)
+        return summed
 
     def dlogits(x: Any, y: Any, lse: Any, given: Any, start: Any, width: int) -> jax.Array:
         z = _logits(options, products, x, weight, bias, start, width)
-        return _dlogits(options, vocab, z, y, lse, given, start).astype(hidden.dtype)
+        return _dlogits(options, vocab, z, y, lse, given, start)
 
     if tokens >= len(labels):
+        x = operands(hidden, idle)
 
         def at_once(start: Any, width: int, sums: Any) -> Any:
             total, others = sums
             y, lse, *given = per_token
-            dz = dlogits(hidden, y, lse, given, start, width)
-            total += products.of_hidden(dz, products.columns(weight, start, width), FLOAT32)
-            part = (products.of_weight(dz, hidden, FLOAT32), dz.sum(0, dtype=jnp.float32))
+            dz = dlogits(x, y, lse, given, start, width)
+            total = add_of_hidden(total, dz, start, width)
+            part = (products.of_weight(dz, x, FLOAT32), dz.sum(0, dtype=jnp.float32))
             return total, _ended(products, others, *part, start)
 
         sums = (blank(hidden), (dweight, dbias))
         total, (dweight, dbias) = each(vocab, columns, at_once, sums)
-        return total.astype(hidden.dtype), dweight, dbias
+        return without_rows(idle, total).astype(hidden.dtype), dweight, dbias
 
     def for_hidden(first: Any, count: int, outputs: Any) -> Any:
-        x, y, lse, *given = rows(first, count, hidden, *per_token)
+        x, out, y, lse, *given = rows(first, count, hidden, idle, *per_token)
+        x = x.astype(dtype)
 
         def add(start: Any, width: int, total: Any) -> Any:
             dz = dlogits(x, y, lse, given, start, width)
-            return total + products.of_hidden(dz, products.columns(weight, start, width), FLOAT32)
+            return add_of_hidden(total, dz, start, width)
 
         total = each(vocab, columns, add, blank(x))
-        return put(outputs, (total,), first)
+        return put(outputs, (without_rows(out, total),), first)
 
     def for_weight(start: Any, width: int, others: Any) -> Any:
         def add(first: Any, count: int, totals: Any) -> Any:
-            x, y, lse, *given = rows(first, count, hidden, *per_token)
+            x, out, y, lse, *given = rows(first, count, hidden, idle, *per_token)
+            x = operands(x, out)
             dz = dlogits(x, y, lse, given, start, width)
             of_weight, of_bias = totals
             of_weight += products.of_weight(dz, x, FLOAT32)
@@ -158,10 +172,9 @@ def _logits(
     width: int,
 ) -> jax.Array:
     """Returns logits of columns from `start` on, in f32 and after softcap."""
-    part = products.columns(weight, start, width)
+    part = products.columns(weight, start, width).astype(x.dtype)
     of_part = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
-    # Rounded as the other schedules round, so that no budget changes what a model learns from.
-    z = products.logits(x, part, of_part, x.dtype).astype(jnp.float32)
+    z = products.logits(x, part, of_part)
     return z if options.softcap is None else options.softcap * jnp.tanh(z / options.softcap)
 
 

@@ -13,6 +13,7 @@ from .. import library
 from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
 from . import standing
+from .product import operands as as_operands
 
 # The calls, by the name of the pass that follows.
 TARGET = "xentile_linear_cross_entropy"
@@ -37,7 +38,9 @@ def make(
     hidden, weight, bias, labels, *others = operands
     # A bias is the last argument and its gradient the last result, both in f32.
     of_bias = [] if bias is None else [bias.astype(jnp.float32)]
-    flat = [hidden, weight, labels, *jax.tree.leaves(others), *of_bias]
+    # Both matrices come in the dtype of products, and each gradient goes in that of its array.
+    x, w = as_operands(hidden, weight)
+    flat = [x, w, labels, *jax.tree.leaves(others), *of_bias]
     per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
     of_hidden, of_weight = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight))
     results = {

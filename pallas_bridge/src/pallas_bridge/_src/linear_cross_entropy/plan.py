@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from .product import operand_dtype
+
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
 # is worth an accumulator the size of the weight.
@@ -16,7 +18,7 @@ STEP = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned for; bytes are those of one element."""
+    """What is planned for; bytes are those of one element of an array as it is given."""
 
     tokens: int
     hidden: int
@@ -43,15 +45,23 @@ class Problem:
             weight_bytes=weight.dtype.itemsize,
             bias=bias,
             # The gradient of a mean is below what float16 holds: as for logits.
-            reduced=reduced and hidden.dtype != jnp.float16,
+            reduced=reduced and operand_dtype(hidden, weight) != jnp.float16,
             vocab_is_last=vocab_axis == 1,
         )
 
     @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element as products take it, which is that of the narrower array."""
+        return min(self.hidden_bytes, self.weight_bytes)
+
+    @property
     def row_bytes(self) -> int:
-        """What a token's logits take; a bias is added to them in f32."""
-        wide = 4 if self.bias and self.hidden_bytes < 4 else 0
-        return self.vocab * (self.hidden_bytes + wide)
+        """What a token's logits take in f32, and beside them their gradient as an operand.
+
+        Where that is f32 too it lies in their place, but for a bias: then XLA's CPU has both.
+        """
+        beside = self.operand_bytes if self.operand_bytes < 4 or self.bias else 0
+        return self.vocab * (4 + beside)
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,16 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     )
 
 
+def usual_budget(problem: Problem) -> int:
+    """What stands for no budget where a call of the library's holds logits of 16 bits.
+
+    That is logits of 4096 tokens as operands, and sums of the weight's gradient.
+    """
+    tokens = min(USUAL_TOKENS, problem.tokens)
+    logits = tokens * problem.vocab * problem.operand_bytes
+    return logits + _weight_sums(problem, tokens) + _per_token(problem)
+
+
 def of_kernels(
     problem: Problem,
     plan: Plan,
@@ -157,21 +177,44 @@ def _held(total: int, chunk: int) -> int:
 
 def _by_tokens(problem: Problem, tokens: int) -> int:
     """Scratch of chunks of so many tokens: logits, and sums of the weight's gradient in f32."""
-    sums = 0
+    narrowed = 0
+    if problem.weight_bytes > problem.operand_bytes:
+        narrowed = problem.vocab * problem.hidden * problem.operand_bytes
+    held = _held(problem.tokens, tokens) * (problem.row_bytes + _hidden_row(problem, tokens))
+    return held + narrowed + _weight_sums(problem, tokens) + _per_token(problem)
+
+
+def _hidden_row(problem: Problem, tokens: int) -> int:
+    """What chunks of so many tokens take beside a token's logits.
+
+    A copy of its hidden state that is 0 where it is idle, and, unless one chunk holds all, one that
+    is not, and its gradient.
+    """
+    operand = problem.hidden * problem.operand_bytes
     if tokens < problem.tokens:
-        sums = 4 * problem.vocab * problem.hidden if problem.weight_bytes < 4 else 0
-        sums += 4 * problem.vocab if problem.bias else 0
-    return _held(problem.tokens, tokens) * problem.row_bytes + sums + _per_token(problem)
+        return 2 * operand + problem.hidden * problem.hidden_bytes
+    return operand * (1 if problem.hidden_bytes == problem.operand_bytes else 2)
+
+
+def _weight_sums(problem: Problem, tokens: int) -> int:
+    if tokens >= problem.tokens:
+        return 0
+    sums = 4 * problem.vocab * problem.hidden if problem.weight_bytes < 4 else 0
+    return sums + (4 * problem.vocab if problem.bias else 0)
 
 
 def _by_columns(problem: Problem, tokens: int, columns: int) -> int:
-    """Scratch of chunks of columns: logits in f32, their gradient, and sums of gradients in f32."""
+    """Scratch of chunks of columns: logits in f32, their gradient, and sums of gradients in f32.
+
+    And hidden states that are 0 where they are idle.
+    """
     whole = tokens == problem.tokens and columns == problem.vocab
     sums = 0 if whole else 4 * tokens * problem.hidden
     if tokens < problem.tokens:
         sums = max(sums, 4 * columns * problem.hidden)
     held = _held(problem.tokens, tokens) * _held(problem.vocab, columns)
-    return held * (4 + problem.hidden_bytes) + sums + _per_token(problem)
+    held *= 4 + problem.operand_bytes
+    return held + tokens * problem.hidden * problem.operand_bytes + sums + _per_token(problem)
 
 
 def _even(total: int, most: int) -> int:
@@ -191,7 +234,8 @@ def _tokens(problem: Problem, limit: int) -> Plan | None:
     products = 3 if problem.reduced else 4
     chunk = problem.tokens
     if _by_tokens(problem, chunk) > limit:
-        most = (limit - _by_tokens(problem, 0)) // problem.row_bytes
+        token_bytes = problem.row_bytes + _hidden_row(problem, 0)
+        most = (limit - _by_tokens(problem, 0)) // token_bytes
         if most < LEAST_TOKENS:
             return None
         chunk = _even(problem.tokens, most)
@@ -203,7 +247,7 @@ def _tokens(problem: Problem, limit: int) -> Plan | None:
 
 def _vocabulary(problem: Problem, limit: int) -> Plan | None:
     tokens = problem.tokens
-    column = tokens * (4 + problem.hidden_bytes)
+    column = tokens * (4 + problem.operand_bytes)
     most = (limit - _by_columns(problem, tokens, 0)) // max(column, 1)
     columns = _even(problem.vocab, max(most, STEP))
     scratch = _by_columns(problem, tokens, columns)

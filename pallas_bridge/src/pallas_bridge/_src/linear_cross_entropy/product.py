@@ -6,11 +6,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..compat import varying_axes
 
 # Columns of the vocabulary in a part of a product.
 BLOCK = 1024
+FLOAT32 = np.dtype(np.float32)
+
+
+def operand_dtype(hidden: Any, weight: Any) -> Any:
+    """Returns the dtype that products take: the narrower one of both arrays."""
+    return min(hidden.dtype, weight.dtype, key=lambda dtype: int(dtype.itemsize))
+
+
+def operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns hidden and weight as products take them: the wider one is rounded."""
+    dtype = operand_dtype(hidden, weight)
+    return hidden.astype(dtype), weight.astype(dtype)
+
+
+def without_rows(idle: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns `rows` [N, ..] with zeros for tokens that are idle [N].
+
+    Their gradient is 0, which times a NaN would be NaN.
+    """
+    return jnp.where(idle[:, None], jnp.zeros((), rows.dtype), rows)
 
 
 def blank(
@@ -37,25 +58,26 @@ def each(total: int, chunk: int, body: Callable[[Any, int, Any], Any], carry: An
 
 @dataclass(frozen=True)
 class Products:
-    """The three products, for hidden [N, D] and a weight whose axis `vocab_axis` is V."""
+    """The three products, for hidden [N, D] and a weight whose axis `vocab_axis` is V.
+
+    Both are of one dtype, that of `operands`. Sums are f32, rounded once to the dtype that is asked
+    for.
+    """
 
     vocab_axis: int
 
-    def logits(
-        self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Returns hidden x weight + bias [N, V], summed in f32 and rounded once to `dtype`."""
-        if bias is None:
-            return _dot(hidden, weight, 1, 1 - self.vocab_axis, dtype)
-        z = _dot(hidden, weight, 1, 1 - self.vocab_axis, jnp.dtype(jnp.float32))
-        return (z + bias).astype(dtype)
+    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Returns hidden x weight + bias [N, V] in f32."""
+        z = _dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32)
+        return z if bias is None else z + bias.astype(FLOAT32)
 
-    def of_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Returns the gradient of hidden [N, D]."""
-        return _dot(dlogits, weight, 1, self.vocab_axis, dtype)
+    def of_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+        """Returns the gradient of hidden [N, D]; dlogits are rounded to the dtype of `weight`."""
+        return _dot(dlogits.astype(weight.dtype), weight, 1, self.vocab_axis, dtype)
 
-    def of_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Returns the gradient of the weight, lying as the weight does."""
+    def of_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: Any) -> jax.Array:
+        """Returns the gradient of the weight, lying as the weight does; dlogits are rounded too."""
+        dlogits = dlogits.astype(hidden.dtype)
         if self.vocab_axis == 0:
             return _dot(dlogits, hidden, 0, 0, dtype)
         return _dot(hidden, dlogits, 0, 0, dtype)
@@ -91,7 +113,7 @@ class Products:
         return jax.lax.dynamic_update_slice_in_dim(whole, part, first, self.vocab_axis)
 
 
-def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int, dtype: jnp.dtype) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int, dtype: Any) -> jax.Array:
     # Sums are f32 on every backend, whatever the dtype that they are rounded to.
     axes = (((of_a,), (of_b,)), ((), ()))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)

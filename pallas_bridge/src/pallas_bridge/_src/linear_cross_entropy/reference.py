@@ -1,10 +1,16 @@
 """The dense program: all logits, and the reference of cross-entropy over them."""
 
+from functools import partial
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from ..cross_entropy import reference
-from ..cross_entropy.options import Options
-from .product import Products
+from ..cross_entropy.options import Options, is_ignored
+from ..cross_entropy.reduction import weighted
+from ..custom_call import vary_alike
+from .product import Products, operands, without_rows
 from .tokens import Bias
 
 
@@ -17,7 +23,7 @@ def per_token(
     labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [N] in f32."""
-    logits = products.logits(hidden, weight, bias, hidden.dtype)
+    logits = _logits(products, is_ignored(options, labels), hidden, weight, bias)
     return reference.per_token(options, logits, labels)
 
 
@@ -31,5 +37,47 @@ def reduced(
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [N]."""
-    logits = products.logits(hidden, weight, bias, hidden.dtype)
-    return reference.reduced(options, logits, labels, factors)
+    # Tokens with a factor of 0 have no part in the sum, but their lse may have a gradient.
+    *_, lse = per_token(options, products, hidden, weight, bias, labels)
+    idle = is_ignored(options, labels) | (factors == 0)
+    loss, *_ = reference.per_token(options, _logits(products, idle, hidden, weight, bias), labels)
+    return weighted(loss, factors).sum(), lse
+
+
+def _logits(
+    products: Products, idle: jax.Array, hidden: jax.Array, weight: jax.Array, bias: Bias
+) -> jax.Array:
+    """Returns logits [N, V] in f32, whose gradient is taken to be 0 for tokens that are idle [N].
+
+    JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
+    the operands' dtype, as kernels round them.
+    """
+    arrays = [idle, hidden, weight, *([] if bias is None else [bias])]
+    idle, hidden, weight, *of_bias = vary_alike(arrays)
+    logits: jax.Array = _product(products, idle, hidden, weight, of_bias[0] if of_bias else None)
+    return logits
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    products: Products, idle: jax.Array, hidden: jax.Array, weight: jax.Array, bias: Bias
+) -> jax.Array:
+    return products.logits(*operands(hidden, weight), bias)
+
+
+def _forward(products: Products, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _product(products, *arrays), arrays
+
+
+def _backward(products: Products, arrays: Any, dlogits: jax.Array) -> tuple[Any, ...]:
+    idle, hidden, weight, bias = arrays
+    x, w = operands(hidden, weight)
+    dlogits = without_rows(idle, dlogits)
+    dz = dlogits.astype(x.dtype)
+    dhidden = without_rows(idle, products.of_hidden(dz, w, hidden.dtype))
+    dweight = products.of_weight(dz, without_rows(idle, x), weight.dtype)
+    dbias = None if bias is None else dlogits.sum(0, dtype=jnp.float32).astype(bias.dtype)
+    return None, dhidden, dweight, dbias
+
+
+_product.defvjp(_forward, _backward)

@@ -2,19 +2,21 @@
 
 A chunk's logits are a product, their gradient takes their place, and two more products take it from
 there to hidden and weight (the chunks are those of Liger, Hsu et al., 2024). Where the reduction is
-inside, that happens in the forward pass: 3 products of that size instead of 4. Gradients of the
-weight are summed in f32.
+inside, that happens in the forward pass: 3 products of that size instead of 4. Logits and their
+gradient are f32, the latter rounded once as an operand, and gradients of the weight are summed in
+f32.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..cross_entropy import custom_call as kernels
-from ..cross_entropy.options import Options
-from .product import Products, blank, each
+from ..cross_entropy.options import Options, is_ignored
+from .product import Products, blank, each, operand_dtype, without_rows
 
 Bias = jax.Array | None
 Gradients = tuple[jax.Array, jax.Array, Bias]
@@ -30,10 +32,11 @@ def forward(
     labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
+    w = weight.astype(operand_dtype(hidden, weight))
 
     def body(first: Any, count: int, outputs: Any) -> Any:
         x, y = rows(first, count, hidden, labels)
-        z = products.logits(x, weight, bias, hidden.dtype)
+        z = products.logits(x.astype(w.dtype), w, bias)
         return put(outputs, kernels.forward(options, z, y), first)
 
     outputs = (blank(labels),) * 4
@@ -52,14 +55,17 @@ def fused(
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
     """Returns loss, lse and lse_low, each [N] in f32, and gradients for cotangents of the loss."""
+    w = weight.astype(operand_dtype(hidden, weight))
+    idle = idle_tokens(options, labels, factors)
 
     def body(first: Any, count: int, carry: Any) -> Any:
         outputs, sums = carry
-        x, y, g = rows(first, count, hidden, labels, factors)
-        z = products.logits(x, weight, bias, hidden.dtype)
+        x, y, g, out = rows(first, count, hidden, labels, factors, idle)
+        z = products.logits(x.astype(w.dtype), w, bias)
         *found, dlogits = kernels.fused(_in_place(options), options.every_token, z, y, g)
-        return put(outputs, found, first), _add(products, sums, dlogits, x, weight, bias, first)
+        return put(outputs, found, first), add(sums, dlogits, x, out, first)
 
+    add = partial(_add, products, weight, w, bias)
     outputs = (blank(labels),) * 3
     outputs, sums = each(len(labels), chunk, body, (outputs, _zeros(hidden, weight, bias, chunk)))
     return *outputs, _rounded(sums, hidden, weight, bias)
@@ -77,13 +83,17 @@ def backward(
     cotangents: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Gradients:
     """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N]."""
+    w = weight.astype(operand_dtype(hidden, weight))
+    idle = idle_tokens(options, labels, *cotangents)
 
     def body(first: Any, count: int, sums: Any) -> Any:
-        x, y, lse, lse_low, g, h, k = rows(first, count, hidden, labels, *saved, *cotangents)
-        z = products.logits(x, weight, bias, hidden.dtype)
-        dlogits = kernels.backward(_in_place(options), z, y, (lse, lse_low), (g, h, k))
-        return _add(products, sums, dlogits, x, weight, bias, first)
+        x, y, out, lse, low, *given = rows(first, count, hidden, labels, idle, *saved, *cotangents)
+        z = products.logits(x.astype(w.dtype), w, bias)
+        g, h, k = given
+        dlogits = kernels.backward(_in_place(options), z, y, (lse, low), (g, h, k))
+        return add(sums, dlogits, x, out, first)
 
+    add = partial(_add, products, weight, w, bias)
     sums = each(len(labels), chunk, body, _zeros(hidden, weight, bias, chunk))
     return _rounded(sums, hidden, weight, bias)
 
@@ -91,6 +101,12 @@ def backward(
 def _in_place(options: Options) -> Options:
     # Nothing else reads a chunk's logits.
     return dataclasses.replace(options, donate_logits=True)
+
+
+def idle_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
+    """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
+    nothing = [one == 0 for one in cotangents]
+    return is_ignored(options, labels) | jnp.stack(nothing).all(0)
 
 
 def rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -116,15 +132,19 @@ def _zeros(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
 
 def _add(
     products: Products,
+    weight: jax.Array,
+    w: jax.Array,
+    bias: Bias,
     sums: Any,
     dlogits: jax.Array,
     x: jax.Array,
-    weight: jax.Array,
-    bias: Bias,
+    idle: jax.Array,
     first: Any,
 ) -> Any:
+    """Adds gradients of a chunk with hidden states `x`; `w` is the weight as an operand."""
     of_bias = [] if bias is None else [dlogits.sum(0, dtype=jnp.float32)]
-    of_hidden = products.of_hidden(dlogits, weight, x.dtype)
+    of_hidden = without_rows(idle, products.of_hidden(dlogits, w, x.dtype))
+    x = without_rows(idle, x).astype(w.dtype)
     if sums is None:  # one chunk: nothing to add to, and one rounding
         return of_hidden, products.of_weight(dlogits, x, weight.dtype), *of_bias
     dhidden, dweight, *dbias = sums
