@@ -165,6 +165,12 @@ pub enum Error {
         /// D, or V where that is last.
         row: usize,
     },
+    /// Running sums of a gradient that would be rounded at every step.
+    #[error("the weight's gradient that is added to is in {dtype}; it must be in f32")]
+    RunningSums {
+        /// Of the gradient.
+        dtype: DType,
+    },
     /// Numerators that a dtype cannot hold, or options that need logits.
     #[error(
         "there are no numerators of {tokens} tokens in {dtype} or for these options; they need bf16, \

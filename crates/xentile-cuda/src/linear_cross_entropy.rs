@@ -39,6 +39,12 @@ pub struct Linear {
     pub vocab_is_last: bool,
     /// Of hidden and weight.
     pub dtype: DType,
+    /// Of the gradient of hidden: as hidden, or f32, whose sums are stored as they are.
+    pub hidden_gradient: DType,
+    /// Of the gradient of the weight, likewise.
+    pub weight_gradient: DType,
+    /// Whether the fused pass adds to a gradient of the weight that is there, in f32.
+    pub adds_to_weight: bool,
     /// The chunks that logits are made in. Of those of the fused pass one extent at least is whole,
     /// but for `once`.
     pub chunk: Extents,
@@ -251,6 +257,9 @@ impl Linear {
         }
         if columns < self.vocab && tokens < self.tokens {
             return Err(Error::FusedChunk { tokens, columns });
+        }
+        if self.adds_to_weight && self.weight_gradient != DType::F32 {
+            return Err(Error::RunningSums { dtype: self.weight_gradient });
         }
         if let Some(kept) = self.kept.filter(|&kept| !self.has_room(kept)) {
             return Err(Error::Kept { columns: kept.columns, slot: kept.slot });
@@ -477,6 +486,9 @@ mod tests {
             vocab: 1000,
             vocab_is_last: false,
             dtype: DType::Bf16,
+            hidden_gradient: DType::Bf16,
+            weight_gradient: DType::Bf16,
+            adds_to_weight: false,
             chunk: Extents { tokens: 2, columns: 500 },
             apart: None,
             kept: None,

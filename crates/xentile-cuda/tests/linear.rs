@@ -61,6 +61,9 @@ struct Memory {
     bytes: usize,
 }
 
+/// What every sum that is added to is before.
+const RUNNING: f32 = 0.25;
+
 const GUARD: u128 = 0x5a5a_5a5a_5a5a_5a5a_5a5a_5a5a_5a5a_5a5a;
 /// Words before the memory, and after it.
 const MARGIN: usize = 64;
@@ -84,6 +87,22 @@ impl Memory {
         let first = self.words[MARGIN..].as_ptr().cast::<T>();
         // SAFETY: there are so many bytes, of numbers for which any will do, at a multiple of 16.
         (0..count).map(|index| unsafe { first.add(index).read() }).collect()
+    }
+
+    /// Its first elements, of f32 or of `E`.
+    fn numbers<E: Element>(&self, dtype: DType, count: usize) -> Vec<f32> {
+        match dtype {
+            DType::F32 => self.read::<f32>(count),
+            _ => self.read::<E>(count).into_iter().map(E::to_f32).collect(),
+        }
+    }
+
+    /// Has its first elements be `value`.
+    fn fill(&mut self, count: usize, value: f32) {
+        assert!(4 * count <= self.bytes);
+        let first = self.at().cast::<f32>();
+        // SAFETY: there is memory for so many, at a multiple of 16.
+        (0..count).for_each(|index| unsafe { first.add(index).write(value) });
     }
 
     fn check(&self, name: &str) {
@@ -172,8 +191,14 @@ impl<E: Element> Problem<E> {
         println!("{linear:?} {pass:?} {:?} bias {}", self.options, self.bias.is_some());
         let tokens = linear.tokens;
         let mut scratch = Memory::new(linear.scratch_bytes(pass));
-        let [mut of_hidden, mut of_weight] =
-            [&self.hidden, &self.weight].map(|like| Memory::new(size_of_val(like.as_slice())));
+        let [mut of_hidden, mut of_weight] = [
+            (linear.hidden_gradient, self.hidden.len()),
+            (linear.weight_gradient, self.weight.len()),
+        ]
+        .map(|(dtype, count)| Memory::new(dtype.size_bytes() * count));
+        if linear.adds_to_weight && pass == Pass::Fused {
+            of_weight.fill(self.weight.len(), RUNNING);
+        }
         let mut numbers = [(); 4].map(|()| Memory::new(4 * tokens));
         let operands = Operands {
             hidden: self.hidden.as_ptr().cast(),
@@ -238,9 +263,14 @@ impl<E: Element> Problem<E> {
         }
         if pass != Pass::Forward {
             let wanted = &self.gradients[usize::from(pass == Pass::Fused)];
-            let found = error(&of_hidden.read::<E>(self.hidden.len()), &wanted.hidden);
+            let found = of_hidden.numbers::<E>(linear.hidden_gradient, self.hidden.len());
+            let found = error(&found, &wanted.hidden);
             assert!(found < of_gradient, "dhidden {found}");
-            let found = error(&of_weight.read::<E>(self.weight.len()), &wanted.weight);
+            let mut found = of_weight.numbers::<E>(linear.weight_gradient, self.weight.len());
+            if linear.adds_to_weight && pass == Pass::Fused {
+                found.iter_mut().for_each(|x| *x -= RUNNING);
+            }
+            let found = error(&found, &wanted.weight);
             assert!(found < of_gradient, "dweight {found}");
             if let Some(of_bias) = of_bias {
                 of_bias.check("dbias");
@@ -279,6 +309,9 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 vocab,
                 vocab_is_last: axis == VocabAxis::Last,
                 dtype: E::DTYPE,
+                hidden_gradient: [E::DTYPE, DType::F32][rng.random_range(0..2)],
+                weight_gradient: [E::DTYPE, DType::F32][rng.random_range(0..2)],
+                adds_to_weight: false,
                 chunk: extents(rng),
                 apart: rng.random::<bool>().then(|| extents(rng)),
                 kept: None,
@@ -304,7 +337,14 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
             // Any columns but all, in any chunks, and the others in any.
             let first = whole(some_of(rng, tokens), rng.random_range(1..vocab));
             let once = (axis == VocabAxis::First).then_some(Linear { once: Some(first), ..linear });
-            for linear in [by_tokens, by_columns, most_kept(kept)].into_iter().chain(once) {
+            let running = Linear {
+                weight_gradient: DType::F32,
+                adds_to_weight: true,
+                ..[by_tokens, by_columns][rng.random_range(0..2)]
+            };
+            let once = once.filter(|linear| linear.weight_gradient == linear.dtype);
+            let all = [by_tokens, by_columns, most_kept(kept), running];
+            for linear in all.into_iter().chain(once) {
                 problem.check(&linear, Pass::Fused);
                 ran += 1;
             }
@@ -339,6 +379,9 @@ fn with_numerators(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16>,
         vocab,
         vocab_is_last: false,
         dtype: DType::Bf16,
+        hidden_gradient: DType::Bf16,
+        weight_gradient: DType::Bf16,
+        adds_to_weight: false,
         chunk: Extents { tokens, columns: vocab },
         apart: None,
         kept: None,
@@ -392,6 +435,9 @@ fn too_little_for_logits() {
         vocab: 130,
         vocab_is_last: false,
         dtype: DType::Bf16,
+        hidden_gradient: DType::Bf16,
+        weight_gradient: DType::Bf16,
+        adds_to_weight: false,
         chunk: Extents { tokens: 3, columns: 130 },
         apart: None,
         kept: None,

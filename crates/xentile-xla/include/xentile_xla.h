@@ -120,6 +120,8 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -60,6 +60,7 @@ const Expected kExpected[] = {
     EXECUTE(linear_cross_entropy_forward),
     EXECUTE(linear_cross_entropy_backward),
     EXECUTE(linear_cross_entropy_fused),
+    EXECUTE(linear_cross_entropy_add),
 #endif
 };
 

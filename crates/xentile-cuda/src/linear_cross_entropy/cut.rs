@@ -162,10 +162,10 @@ impl Linear {
         let only = |condition: bool, wanted: usize| if condition { wanted } else { 0 };
         let Extents { tokens, columns } = sweep.chunk;
         let cut_columns = columns < self.vocab;
-        // Of f32 gradients are their own sums, as those that one product gives are.
-        let sums = self.dtype != DType::F32 && pass != Pass::Forward;
-        let of_hidden = sums && sweep.of_hidden && cut_columns;
-        let of_weight = sums && sweep.of_weight && tokens < self.tokens;
+        // Gradients in f32 are their own sums, as those that one product gives are.
+        let has_sums = |gradient: DType| gradient != DType::F32 && pass != Pass::Forward;
+        let of_hidden = has_sums(self.hidden_gradient) && sweep.of_hidden && cut_columns;
+        let of_weight = has_sums(self.weight_gradient) && sweep.of_weight && tokens < self.tokens;
         let [rows, row] = self.weight_sums(sweep);
         // A few rows of a gradient pass through this place too.
         let passing = only(of_weight, row).max(only(of_hidden, self.width));
@@ -183,7 +183,7 @@ impl Linear {
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
         let wide = take(only(self.wide, wide));
-        let scaled = take(only(sweep.once, scaled));
+        let scaled = take(only(sweep.once || (pass == Pass::Fused && self.keeps_scaled()), scaled));
         let lifts = take(only(pass == Pass::Fused && !self.wide, self.lifts_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
         Layout {
@@ -208,6 +208,16 @@ impl Linear {
         }
         let kept = self.columns().kept.into_iter().map(|kept| kept.count);
         lifts_bytes(tokens, kept.chain([columns]))
+    }
+
+    /// Whether scaled hidden states are kept apart from the gradient, which is not of their dtype.
+    pub(super) fn keeps_scaled(&self) -> bool {
+        self.hidden_gradient != self.dtype
+    }
+
+    /// Whether something else may be in the memory of the weight's gradient until that is written.
+    fn lends_weight(&self) -> bool {
+        self.weight_gradient == self.dtype && !self.adds_to_weight
     }
 
     /// Whether logits are in memory in f32.
@@ -257,7 +267,7 @@ impl Linear {
     /// dweight lie over rows that the latter have not written yet.
     pub(super) fn has_once(&self, Extents { tokens, columns }: Extents) -> bool {
         let some = tokens > 0 && (1..self.vocab).contains(&columns);
-        some && !self.vocab_is_last && self.kept.is_none()
+        some && !self.vocab_is_last && self.kept.is_none() && self.lends_weight()
     }
 
     /// The chunks of columns of a pass that keeps what logits it can.
@@ -295,6 +305,7 @@ impl Linear {
         let Some(last) = columns.checked_sub(1) else { return true };
         let end = self.kept_at(last, slot.max(1)) + self.tokens * self.stride(slot);
         slot > 0
+            && self.lends_weight()
             && !self.vocab_is_last
             && self.chunk.tokens >= self.tokens
             && columns + self.chunk.columns <= self.vocab
@@ -313,6 +324,9 @@ mod tests {
         vocab: 5000,
         vocab_is_last: false,
         dtype: DType::Bf16,
+        hidden_gradient: DType::Bf16,
+        weight_gradient: DType::Bf16,
+        adds_to_weight: false,
         chunk: Extents { tokens: 1000, columns: 5000 },
         apart: None,
         kept: None,
@@ -393,7 +407,18 @@ mod tests {
             wide.scratch_bytes(Pass::Fused),
             logits.next_multiple_of(256) + of_tokens + sums
         );
-        let f32 = Linear { dtype: DType::F32, ..both };
+        // A gradient in f32 is its own sum; scaled hidden states go elsewhere then.
+        let master = Linear { weight_gradient: DType::F32, ..tokens };
+        assert_eq!(master.scratch_bytes(Pass::Fused), tokens.scratch_bytes(Pass::Fused) - sums);
+        let of_hidden = Linear { hidden_gradient: DType::F32, ..tokens };
+        let scaled = 2 * 500 * 64;
+        assert_eq!(
+            of_hidden.scratch_bytes(Pass::Fused),
+            tokens.scratch_bytes(Pass::Fused) + scaled
+        );
+        let f32 = [DType::F32; 3];
+        let [dtype, hidden_gradient, weight_gradient] = f32;
+        let f32 = Linear { dtype, hidden_gradient, weight_gradient, ..both };
         assert_eq!(f32.scratch_bytes(Pass::Backward), WORKSPACE_BYTES + 500 * 1024 * 4);
     }
 

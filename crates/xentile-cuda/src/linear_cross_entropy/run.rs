@@ -120,13 +120,13 @@ impl<'a> Run<'a> {
 
     pub(super) fn of_hidden(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
-        let sums = linear.dtype != DType::F32 && chunk.columns < linear.vocab;
+        let sums = linear.hidden_gradient != DType::F32 && chunk.columns < linear.vocab;
         let of_one_chunk = !self.sweep.of_weight;
         let [rows, _] = linear.hidden_sums(self.sweep);
         let shares = linear.shares_hidden(self.sweep);
         let at = self.at(self.layout.of_hidden);
         Total {
-            gradient: Matrix { at: gradients.hidden, ..self.hidden },
+            gradient: Matrix { at: gradients.hidden, dtype: linear.hidden_gradient, ..self.hidden },
             sums: sums.then_some(Sums { at, rows, of_one_chunk, shares }),
             by_columns: false,
         }
@@ -134,12 +134,12 @@ impl<'a> Run<'a> {
 
     pub(super) fn of_weight(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
-        let sums = linear.dtype != DType::F32 && chunk.tokens < linear.tokens;
+        let sums = linear.weight_gradient != DType::F32 && chunk.tokens < linear.tokens;
         let [rows, _] = linear.weight_sums(self.sweep);
         let at = self.at(self.layout.of_weight);
         let shares = linear.is_without_gaps(chunk.columns);
         Total {
-            gradient: Matrix { at: gradients.weight, ..self.weight },
+            gradient: Matrix { at: gradients.weight, dtype: linear.weight_gradient, ..self.weight },
             sums: sums.then_some(Sums { at, rows, of_one_chunk: true, shares }),
             by_columns: linear.vocab_is_last,
         }
@@ -380,15 +380,23 @@ impl<'a> Run<'a> {
         let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
         let of_tokens = self.at(self.layout.of_tokens);
         let columns: usize = blocks.iter().map(|block| block.columns.count).sum();
+        // Scaled hidden states are where their gradient goes in the end, if that is of their dtype.
+        let scaled = match self.linear.keeps_scaled() {
+            true => self.scaled(tokens),
+            false => dhidden,
+        };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            // Scaled hidden states are where their gradient goes in the end.
-            self.numerators(blocks, dloss, outputs, dhidden)?;
+            self.numerators(blocks, dloss, outputs, scaled)?;
             if let [block] = blocks
                 && columns == self.linear.vocab
             {
                 self.add_numerators_to_bias(gradients, block, tokens.first == 0)?;
-                self.add_scaled_to_weight(of_weight, block, dhidden, gradients.bias)?;
+                self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
+                if self.linear.keeps_scaled() {
+                    self.add_to_hidden(of_hidden, block, true)?;
+                    return self.scale_sums(of_hidden, tokens);
+                }
                 if self.multiplies_numerators(tokens)? {
                     let from = (block.place(), of_tokens);
                     return product.times_weight(self.stream, self.weight.at, from, dhidden.at);
@@ -405,15 +413,21 @@ impl<'a> Run<'a> {
             for (index, block) in blocks.iter().enumerate() {
                 self.add_to_hidden(of_hidden, block, index == 0)?;
                 self.add_numerators_to_bias(gradients, block, true)?;
-                self.add_scaled_to_weight(of_weight, block, dhidden, gradients.bias)?;
+                self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
             }
-            if columns < self.linear.vocab {
+            if columns < self.linear.vocab || self.linear.keeps_scaled() {
                 return self.scale_sums(of_hidden, tokens);
             }
             let from =
                 (self.at(self.layout.of_hidden).cast_const().cast(), self.weight.at.cast_const());
             product.scale_sums(self.stream, from, of_tokens, dhidden.at)
         }
+    }
+
+    /// The scratch's place for scaled hidden states.
+    fn scaled(&self, tokens: Chunk) -> Matrix {
+        let Linear { dtype, width, .. } = *self.linear;
+        Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width)
     }
 
     /// Makes numerators of the rows that `blocks` have the first columns of, and hidden states that
@@ -470,8 +484,7 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let Block { tokens, .. } = *block;
         let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
-        let Linear { dtype, width, .. } = *self.linear;
-        let scaled = Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width);
+        let scaled = self.scaled(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.numerators(std::slice::from_ref(block), dloss, outputs, scaled)?;
@@ -509,7 +522,7 @@ impl<'a> Run<'a> {
         };
         // Sums take it after the product. What is rounded takes it before: the product adds to it
         // what it has in f32, and rounds once.
-        if total.sums.is_some() {
+        if total.sums.is_some() || total.gradient.dtype == DType::F32 {
             // SAFETY: passed on from this function's contract.
             unsafe { self.add_product_to_weight(total, block, scaled, tokens.first == 0) }?;
             let parts = || total.parts(columns);
@@ -707,6 +720,7 @@ impl<'a> Run<'a> {
         first: bool,
     ) -> Result<()> {
         let [left, right] = self.factors_of_weight(block, hidden);
+        let first = first && !self.linear.adds_to_weight;
         for (rows, place) in total.parts(block.columns) {
             let left = left.columns(rows.first, rows.count).transposed();
             // SAFETY: passed on from this function's contract.

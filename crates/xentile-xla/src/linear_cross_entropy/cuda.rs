@@ -42,6 +42,13 @@ target_list! {
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, context,
     ), traits = TRAITS;
+
+    /// The same, with running sums of dweight in f32 in the place of which the new ones come.
+    "xentile_linear_cross_entropy_add", Execute:
+    fn xentile_linear_cross_entropy_add_cuda = add(
+        hidden, weight, labels, dloss, sums, bias, loss, lse, lse_low, dhidden, dweight, scratch,
+        dbias, options, cut, every_token, context,
+    ), traits = TRAITS;
 }
 
 /// How the problem is cut.
@@ -146,7 +153,7 @@ fn backward(
     cut: Cut,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
+    let mut call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
     check_tokens(
         labels.dims(),
         &[
@@ -157,7 +164,7 @@ fn backward(
             ("dlse", dlse.dims()),
         ],
     )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
+    let gradients = call.gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
     let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
     let cotangents = Cotangents {
         loss: dloss.as_ptr().cast(),
@@ -170,6 +177,17 @@ fn backward(
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     unsafe { linear.backward(contract, stream, operands, saved, cotangents, gradients, scratch) }
         .map_err(failed)
+}
+
+/// What the fused pass gives of each token, and its gradients.
+struct Fused<'a> {
+    loss: FloatsMut<'a>,
+    lse: FloatsMut<'a>,
+    lse_low: FloatsMut<'a>,
+    dhidden: AnyMut<'a>,
+    dweight: AnyMut<'a>,
+    scratch: AnyMut<'a>,
+    dbias: Option<FloatsMut<'a>>,
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]
@@ -191,30 +209,38 @@ fn fused(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
-    check_tokens(
-        labels.dims(),
-        &[
-            ("dloss", dloss.dims()),
-            ("loss", loss.dims()),
-            ("lse", lse.dims()),
-            ("lse_low", lse_low.dims()),
-        ],
-    )?;
-    let gradients = gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
-    let outputs = TokenOutputs {
-        loss: loss.as_ptr().cast(),
-        logps: null_mut(),
-        lse: lse.as_ptr().cast(),
-        lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
-    };
-    let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
-    let Call { linear, operands, scratch } = call;
-    let contract = options.contract;
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
-    unsafe { linear.fused(contract, stream, operands, dloss, outputs, gradients, scratch) }
-        .map_err(failed)
+    let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
+    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    call.fused(hidden, weight, labels, dloss, bias, results, &options, every_token, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn add(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    dloss: Floats,
+    sums: Any,
+    bias: Option<Floats>,
+    loss: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    dhidden: AnyMut,
+    dweight: AnyMut,
+    scratch: AnyMut,
+    dbias: Option<FloatsMut>,
+    options: Options,
+    cut: Cut,
+    every_token: bool,
+    context: Context,
+) -> Result {
+    if sums.as_ptr().cast_const().cast() != dweight.as_ptr().cast_const() {
+        return Err(invalid("dweight must lie in the place of the sums that it adds to"));
+    }
+    let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
+    let mut call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    call.linear.adds_to_weight = true;
+    call.fused(hidden, weight, labels, dloss, bias, results, &options, every_token, &context)
 }
 
 /// What every pass has.
@@ -255,6 +281,9 @@ impl Call {
             vocab,
             vocab_is_last: cut.vocab_axis == VocabAxis::Last,
             dtype,
+            hidden_gradient: dtype,
+            weight_gradient: dtype,
+            adds_to_weight: false,
             chunk: within(cut.chunk),
             apart: cut.apart.map(within),
             kept: cut.kept,
@@ -275,26 +304,73 @@ impl Call {
     }
 }
 
-/// Where gradients go, each of the shape and dtype of its operand.
-fn gradients(
-    hidden: (&AnyMut, Any),
-    weight: (&AnyMut, Any),
-    bias: (Option<FloatsMut>, Option<Floats>),
-) -> Result<Gradients> {
-    for (name, (gradient, operand)) in [("dhidden", hidden), ("dweight", weight)] {
-        check_shape(name, gradient.dims(), operand.dims())?;
-        let expected: DType = operand.dtype();
-        if gradient.dtype() != expected {
-            return Err(dtype::wrong(name, gradient.dtype(), &expected.to_string()));
+impl Call {
+    #[expect(clippy::too_many_arguments, reason = "they are the call's")]
+    fn fused(
+        mut self,
+        hidden: Any,
+        weight: Any,
+        labels: Any,
+        dloss: Floats,
+        bias: Option<Floats>,
+        results: Fused,
+        options: &Options,
+        every_token: bool,
+        context: &Context,
+    ) -> Result {
+        let Fused { loss, lse, lse_low, dhidden, dweight, dbias, .. } = results;
+        check_tokens(
+            labels.dims(),
+            &[
+                ("dloss", dloss.dims()),
+                ("loss", loss.dims()),
+                ("lse", lse.dims()),
+                ("lse_low", lse_low.dims()),
+            ],
+        )?;
+        let gradients = self.gradients((&dhidden, hidden), (&dweight, weight), (dbias, bias))?;
+        let outputs = TokenOutputs {
+            loss: loss.as_ptr().cast(),
+            logps: null_mut(),
+            lse: lse.as_ptr().cast(),
+            lse_low: lse_low.as_ptr().cast(),
+            zero_idle: !every_token,
+        };
+        let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
+        let Self { linear, operands, scratch } = self;
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe {
+            linear.fused(options.contract, stream, operands, dloss, outputs, gradients, scratch)
         }
+        .map_err(failed)
     }
-    let bias = match bias {
-        (Some(gradient), Some(operand)) => {
-            check_shape("dbias", gradient.dims(), operand.dims())?;
-            gradient.as_ptr().cast()
-        }
-        (None, None) => null_mut(),
-        _ => return Err(invalid("the call must have both `bias` and `dbias`, or neither")),
-    };
-    Ok(Gradients { hidden: hidden.0.as_ptr(), weight: weight.0.as_ptr(), bias })
+
+    /// Where gradients go, each of the shape of its operand and of its dtype or f32, which is told to the
+    /// problem.
+    fn gradients(
+        &mut self,
+        hidden: (&AnyMut, Any),
+        weight: (&AnyMut, Any),
+        bias: (Option<FloatsMut>, Option<Floats>),
+    ) -> Result<Gradients> {
+        let dtype = |name, (gradient, operand): (&AnyMut, Any)| {
+            check_shape(name, gradient.dims(), operand.dims())?;
+            let (found, expected) = (gradient.dtype(), operand.dtype());
+            if found != expected && found != DType::F32 {
+                return Err(dtype::wrong(name, found, &format!("{expected} or f32")));
+            }
+            to_dtype(name, found)
+        };
+        self.linear.hidden_gradient = dtype("dhidden", hidden)?;
+        self.linear.weight_gradient = dtype("dweight", weight)?;
+        let bias = match bias {
+            (Some(gradient), Some(operand)) => {
+                check_shape("dbias", gradient.dims(), operand.dims())?;
+                gradient.as_ptr().cast()
+            }
+            (None, None) => null_mut(),
+            _ => return Err(invalid("the call must have both `bias` and `dbias`, or neither")),
+        };
+        Ok(Gradients { hidden: hidden.0.as_ptr(), weight: weight.0.as_ptr(), bias })
+    }
 }
