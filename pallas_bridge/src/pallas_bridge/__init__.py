@@ -20,6 +20,7 @@ from ._src.linear_cross_entropy.api import (  # noqa: E402
     explain,
     linear_cross_entropy,
     linear_cross_entropy_per_token,
+    linear_cross_entropy_value_and_grad,
 )
 
 __version__ = versions.PACKAGE
@@ -33,6 +34,7 @@ __all__ = [
     "info",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "linear_cross_entropy_value_and_grad",
 ]
 
 # Programs that were exported elsewhere call the library too. Where that cannot be loaded, the first

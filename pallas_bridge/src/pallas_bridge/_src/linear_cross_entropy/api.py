@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -118,6 +119,98 @@ def linear_cross_entropy(
         factors = token_factors(call.options, reduction, call.arrays[-1], given)
         loss, lse = run.reduced(*call.arrays, factors)
     return (loss, lse.reshape(call.shape)) if return_lse else loss
+
+
+def linear_cross_entropy_value_and_grad(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    dweight_sums: ArrayLike,
+    bias: ArrayLike | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    weights: ArrayLike | None = None,
+    vocab_axis: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_scratch_bytes: int | None = None,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Loss and gradients of a microbatch, with the weight's added to running sums in f32.
+
+    Equivalent to `jax.value_and_grad` of `linear_cross_entropy`, whose other arguments these are,
+    and `dweight_sums + dweight`, where dweight is not rounded. On GPUs products add to the sums
+    where they lie, so that a step takes no other array of the weight's size: donate them
+    (`jax.jit(.., donate_argnames=..)`) or carry them through `jax.lax.scan`. It cannot be
+    differentiated.
+
+    Args:
+      hidden: [.., D].
+      weight: [V, D] or [D, V].
+      labels: [..].
+      dweight_sums: the sums so far, in float32 and of the shape of `weight`; zeros at first.
+      bias: [V], or None.
+      reduction: "mean" or "sum".
+      weights: as for `linear_cross_entropy`, and so are all that follow.
+      vocab_axis: which axis of `weight` is V.
+      ignore_index: the label of tokens that take no part.
+      label_smoothing: the share of the target spread evenly over the vocabulary.
+      z_loss: the weight of lse^2.
+      softcap: c > 0 replaces z by c * tanh(z / c).
+      max_scratch_bytes: what may be held beyond operands and results, in bytes.
+      block_size: vocabulary columns of a tile.
+      time_block: tokens of a tile.
+      implementation: "reference" for the dense program of XLA.
+
+    Returns:
+      (loss, (dhidden, dweight_sums)), or (loss, (dhidden, dweight_sums, dbias)) with a bias.
+
+    Raises:
+      TypeError: sums that are not float32, a dtype that is not taken, or an option that is no
+        number.
+      ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    options = check_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=False,
+        donate_logits=False,
+    )
+    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
+    x, w, b, y = call.arrays
+    sums = jnp.asarray(dweight_sums)
+    if sums.dtype != jnp.float32:
+        raise TypeError(f"dweight_sums have dtype {sums.dtype}; it must be float32")
+    if sums.shape != w.shape:
+        raise ValueError(
+            f"dweight_sums have shape {sums.shape}; it must be that of weight, {w.shape}"
+        )
+    given = None if weights is None else call.per_token("weights", weights).astype(jnp.float32)
+    factors = token_factors(call.options, reduction, y, given)
+    if call.implementation == "reference":
+        run = call.functions(True, max_scratch_bytes)
+        of = (x, w.astype(jnp.float32), *(() if b is None else (b,)))
+
+        def loss_of(x: Any, w: Any, b: Any = None) -> Any:
+            return run.reduced(x, w, b, y, factors)[0]
+
+        loss, (dhidden, dweight, *dbias) = jax.value_and_grad(loss_of, tuple(range(len(of))))(*of)
+        return loss, (dhidden.reshape(jnp.shape(hidden)), sums + dweight, *dbias)
+    chosen = _plans(x, w, b, call.axis, True, max_scratch_bytes, call.options.tile, running=True)
+    schedule = schedules.Schedule(call.options, Products(call.axis), *chosen)
+    loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
+    dhidden = dhidden.reshape(jnp.shape(hidden))
+    return loss, (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
 
 
 def linear_cross_entropy_per_token(
@@ -333,6 +426,8 @@ def _plans(
     reduced: bool,
     max_scratch_bytes: int | None,
     tile: Tile,
+    *,
+    running: bool = False,
 ) -> tuple[Plan, Plan | None, Plan | None]:
     """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything."""
     if max_scratch_bytes is not None:
@@ -343,8 +438,11 @@ def _plans(
                 f"max_scratch_bytes is {max_scratch_bytes!r}; it must be an integer, in bytes"
             ) from None
     has_bias = bias is not None
-    problem = Problem.of(hidden, weight, vocab_axis, bias=has_bias, reduced=reduced)
-    plan = plans.choose(problem, max_scratch_bytes)
+    of = partial(Problem.of, hidden, vocab_axis=vocab_axis, bias=has_bias, reduced=reduced)
+    # XLA adds to running sums what it makes of a weight in f32.
+    taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
+    plan = plans.choose(of(taken), max_scratch_bytes)
+    problem = of(weight, running=running)
     # There the usual budget is no larger with a bias.
     limit = max_scratch_bytes
     if limit is None:
@@ -352,5 +450,7 @@ def _plans(
     on_gpus = on_cuda.choose(problem, limit)
     # What is handed over takes memory on every platform, unless one program has both passes.
     hands_over = jax.default_backend() == "cpu"
-    on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
+    on_cpus = None
+    if hidden.dtype == taken.dtype:
+        on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
     return plan, on_gpus, on_cpus

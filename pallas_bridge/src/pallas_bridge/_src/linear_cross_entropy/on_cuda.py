@@ -90,7 +90,9 @@ class Cut:
         if self.wide:
             numbers += math.ceil(4 * tokens * columns / 256) * 256 + 16 * tokens
         elif self.fused:
-            numbers += _lifts(problem, self.once or self.chunk, self.kept)
+            numbers += _scaled(problem, tokens) + _lifts(
+                problem, self.once or self.chunk, self.kept
+            )
         if self.once is not None:
             sums = _chunk_sums(problem, _scratch_rows(problem.tokens))
             chunks = max(_made_once(problem, self.once), _again(problem, self.chunk))
@@ -154,14 +156,14 @@ class Cut:
         for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
             for count in columns:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
-                total += (passes * problem.hidden_bytes * n * count + SUM * n * d) / BYTES
+                total += (passes * problem.operand_bytes * n * count + SUM * n * d) / BYTES
         return total
 
 
 def _made_once(problem: Problem, once: Extents) -> int:
     """Bytes of a chunk of the columns that are made once, and their sums that dweight lacks."""
     tokens, _ = once
-    scaled = tokens * problem.hidden * problem.hidden_bytes
+    scaled = tokens * problem.hidden * problem.operand_bytes
     return _logits(problem, once) + scaled + 4 * problem.hidden * _beyond(problem, once)
 
 
@@ -187,7 +189,7 @@ def _once(problem: Problem, once: Extents) -> float:
     chunks = math.ceil(n / tokens)
     beyond = _beyond(problem, once)
     each += sum(product(part, d, tokens) for part in (columns - beyond, beyond) if part)
-    moved = NUMERATORS * problem.hidden_bytes * n * columns + SUM * n * d
+    moved = NUMERATORS * problem.operand_bytes * n * columns + SUM * n * d
     moved += SUM * columns * d * chunks * (chunks > 1)
     return chunks * each + moved / BYTES
 
@@ -197,9 +199,21 @@ def _numbers(problem: Problem) -> int:
     return 32 * problem.tokens + problem.vocab // 8 + 4096
 
 
+def _scaled(problem: Problem, tokens: int) -> int:
+    """Bytes of scaled hidden states, where their gradient is not of their dtype."""
+    if problem.hidden_bytes == problem.operand_bytes:
+        return 0
+    return math.ceil(tokens * problem.hidden * problem.operand_bytes / 256) * 256
+
+
+def _is_alike(problem: Problem) -> bool:
+    """Whether every gradient is of the dtype of products."""
+    return problem.hidden_bytes == problem.weight_bytes and not problem.running
+
+
 def _lifts(problem: Problem, chunk: Extents, kept: Extents | None) -> int:
     """Bytes of the origins of numerators: two for each token and tile."""
-    if problem.hidden_bytes == 4:
+    if problem.operand_bytes == 4:
         return 0
     tokens, columns = chunk
     in_place, slot = kept or (0, 1)
@@ -216,7 +230,7 @@ def _passes(problem: Problem) -> tuple[int, int]:
 def _are_in_product(problem: Problem) -> bool:
     """Whether the product that makes logits has the cross-entropy in it."""
     row = problem.vocab if problem.vocab_is_last else problem.hidden
-    return problem.hidden_bytes == 2 and problem.hidden % 8 == 0 and row % 8 == 0
+    return problem.operand_bytes == 2 and problem.hidden % 8 == 0 and row % 8 == 0
 
 
 def _pieces(total: int, chunk: int) -> list[int]:
@@ -230,11 +244,11 @@ def _pieces(total: int, chunk: int) -> list[int]:
 def _logits(problem: Problem, chunk: Extents) -> int:
     """Bytes of a chunk of logits, whose rows are whole lines."""
     tokens, columns = chunk
-    return tokens * _stride(problem, columns) * problem.hidden_bytes
+    return tokens * _stride(problem, columns) * problem.operand_bytes
 
 
 def _stride(problem: Problem, columns: int) -> int:
-    line = 128 // problem.hidden_bytes
+    line = 128 // problem.operand_bytes
     return math.ceil(columns / line) * line
 
 
@@ -256,7 +270,7 @@ def _chunk_sums(problem: Problem, rows: int) -> int:
 
 def _weight_sums(problem: Problem, columns: int) -> int:
     """Bytes in the scratch of sums of so many columns' dweight."""
-    if problem.hidden_bytes == 4:
+    if problem.weight_bytes == 4 or problem.running:
         return 0
     rows, row = columns, problem.hidden
     if problem.vocab_is_last:
@@ -267,7 +281,7 @@ def _weight_sums(problem: Problem, columns: int) -> int:
 
 def _product(problem: Problem, splits: bool, m: int, n: int, k: int) -> float:
     """Seconds of a product; `splits` is whether there is room for parts of sums."""
-    flops = FLOPS if problem.hidden_bytes < 4 else FLOPS_F32
+    flops = FLOPS if problem.operand_bytes < 4 else FLOPS_F32
     waves = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) / TILES
     # Where tiles are few, long sums are cut among what they leave idle, at some loss.
     few = min(1.0, waves / SPLIT) if splits else 1.0
@@ -302,7 +316,7 @@ def _sweep(
     halved = rows > 1 and 2 * columns > v and _weight_sums(problem, columns) < 4 * columns * d
     halves = 2 if halved else 1
     each += of_weight * halves * product(math.ceil(columns / halves), d, tokens)
-    moved = passes * problem.hidden_bytes * n * v
+    moved = passes * problem.operand_bytes * n * v
     moved += SUM * n * d * parts * (of_hidden and parts > 1)
     moved += SUM * v * d * rows * (of_weight and rows > 1)
     return rows * parts * each + moved / BYTES
@@ -313,13 +327,14 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
-    found = _fastest(problem, limit + SLACK)
+    room = limit - problem.narrowed_weight - problem.narrowed_hidden
+    found = _fastest(problem, room + SLACK)
     if found is None:
         return None
-    cut, most = found, limit
+    cut, most = found, room
     if limit < SMALL:
         # Beside the scratch there are a token's outputs.
-        room = limit - 32 * problem.tokens
+        room -= 32 * problem.tokens
         tight = _fastest(problem, room)
         if tight is not None and tight.products(problem) <= cut.products(problem):
             cut, most = tight, room
@@ -349,7 +364,9 @@ def planned(problem: Problem, limit: int, cut: Cut, most: int) -> Plan:
 
 def _beside(problem: Problem) -> int:
     """Bytes that are held beside a call's scratch."""
-    return PER_BIAS * problem.bias * problem.vocab
+    return (
+        PER_BIAS * problem.bias * problem.vocab + problem.narrowed_weight + problem.narrowed_hidden
+    )
 
 
 def _fastest(problem: Problem, room: int) -> Cut | None:
@@ -360,7 +377,7 @@ def _fastest(problem: Problem, room: int) -> Cut | None:
 
 
 def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
-    is_wide = problem.hidden_bytes < 4
+    is_wide = problem.operand_bytes < 4
     has_fused = not is_wide or _are_in_product(problem)
     for tokens in _extents(problem.tokens):
         if problem.reduced and has_fused:
@@ -372,23 +389,25 @@ def _cuts(problem: Problem, room: int) -> Iterator[Cut]:
                 yield Cut((tokens, columns), fused=False)
     if problem.reduced:
         yield from _fused_by_columns(problem, room)
-        yield from _fused_by_both(problem, room)
+        # Another array's gradient is no place for what is kept of these.
+        if _is_alike(problem):
+            yield from _fused_by_both(problem, room)
 
 
 def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     """Those that make no logits again that there is room for."""
     tokens = problem.tokens
-    if problem.hidden_bytes < 4 and (problem.vocab_is_last or not _are_in_product(problem)):
+    if problem.operand_bytes < 4 and (problem.vocab_is_last or not _are_in_product(problem)):
         return
     without = Cut((tokens, 1), fused=True).scratch(problem)
-    most = (room - without) // (tokens * problem.hidden_bytes) // STEP * STEP
+    most = (room - without) // (tokens * problem.operand_bytes) // STEP * STEP
     columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
     # A few columns fewer may be a turn of tiles fewer.
     columns |= {most - STEP * fewer for fewer in range(1, 8)}
     columns |= {*_extents(problem.vocab)}
     for count in sorted(count for count in columns if 0 < count < problem.vocab):
         yield Cut((tokens, count), fused=True)
-        for slots in () if problem.vocab_is_last else SLOTS:
+        for slots in SLOTS if _is_alike(problem) and not problem.vocab_is_last else ():
             kept = _kept(problem, count, slots)
             if kept is not None:
                 yield Cut((tokens, count), fused=True, kept=kept)
@@ -406,12 +425,12 @@ def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
         chunk = _made_again(problem, left + _made_once(problem, (tokens, 0)))
         if chunk is None:
             continue
-        most = left // (tokens * problem.hidden_bytes)
+        most = left // (tokens * problem.operand_bytes)
         half = problem.vocab // 2
         if most > half and tokens < problem.tokens:
             # Beyond half of the vocabulary a column has sums in the scratch as well.
-            per_column = tokens * problem.hidden_bytes + 4 * problem.hidden
-            most = half + (left - half * tokens * problem.hidden_bytes) // per_column
+            per_column = tokens * problem.operand_bytes + 4 * problem.hidden
+            most = half + (left - half * tokens * problem.operand_bytes) // per_column
         # Somewhat fewer leave products a place.
         for part in range(8, 17):
             columns = most * part // 16 // STEP * STEP
@@ -492,9 +511,9 @@ def _extents(total: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def has_library() -> bool:
-    """Whether the library is there and has the calls; where not, lowering the others says why."""
-    return one_call.has_library("CUDA")
+def has_library(name: str = "fused") -> bool:
+    """Whether the library is there and has the call; where not, lowering the others says why."""
+    return one_call.has_library("CUDA", name)
 
 
 def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
@@ -507,7 +526,10 @@ def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any
 
 def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: Any) -> Any:
     hidden, weight, bias, *_ = operands
-    problem = Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
+    running = name == "add"
+    problem = Problem.of(
+        hidden, weight, vocab_axis, bias=bias is not None, reduced=False, running=running
+    )
     scratch = plan.scratch_bytes - _beside(problem)
     made = Cut.of(plan)
     cut = {

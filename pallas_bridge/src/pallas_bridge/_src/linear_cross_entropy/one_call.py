@@ -49,6 +49,7 @@ def make(
         "backward": [of_hidden, of_weight],
         "resume": [of_hidden, of_weight],
         "fused": [per_token] * 3 + [of_hidden, of_weight],
+        "add": [per_token] * 3 + [of_hidden, jax.ShapeDtypeStruct(weight.shape, jnp.float32)],
     }[name]
     results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
     is_forward, is_backward = name in ("forward", "keep"), name in ("backward", "resume")
@@ -56,7 +57,7 @@ def make(
         results.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_bias)
     # What `keep` left, the last but a bias, becomes dweight and the scratch.
     left = len(flat) - len(of_bias) - 2
-    aliases = {left: 1, left + 1: 2} if name == "resume" else None
+    aliases = {"resume": {left: 1, left + 1: 2}, "add": {4: 4}}.get(name)
     call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
     every_token = None if is_backward else options.every_token
     numbers = {

@@ -14,6 +14,8 @@ MIB = 2**20
 USUAL_TOKENS, LEAST_TOKENS = 4096, 256
 # Chunks are multiples of this where they can be, which matrix units like.
 STEP = 128
+# Where no budget is given, calls of the library's may take this much of any GPU.
+LEAST_BUDGET = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,19 @@ class Problem:
     reduced: bool
     # Whether the weight is [D, V] rather than [V, D].
     vocab_is_last: bool = False
+    # Whether the weight's gradient is added to sums in f32 that are there.
+    running: bool = False
 
     @classmethod
     def of(
-        cls, hidden: Any, weight: Any, vocab_axis: int, *, bias: bool, reduced: bool
+        cls,
+        hidden: Any,
+        weight: Any,
+        vocab_axis: int,
+        *,
+        bias: bool,
+        reduced: bool,
+        running: bool = False,
     ) -> "Problem":
         """For hidden [.., D] and a weight whose axis `vocab_axis` is V."""
         *leading, width = hidden.shape
@@ -47,12 +58,25 @@ class Problem:
             # The gradient of a mean is below what float16 holds: as for logits.
             reduced=reduced and operand_dtype(hidden, weight) != jnp.float16,
             vocab_is_last=vocab_axis == 1,
+            running=running,
         )
 
     @property
     def operand_bytes(self) -> int:
         """Bytes of an element as products take it, which is that of the narrower array."""
         return min(self.hidden_bytes, self.weight_bytes)
+
+    @property
+    def narrowed_weight(self) -> int:
+        """Bytes of what products take of a weight in f32 beside 16 bits."""
+        is_wider = self.weight_bytes > self.operand_bytes
+        return self.vocab * self.hidden * self.operand_bytes if is_wider else 0
+
+    @property
+    def narrowed_hidden(self) -> int:
+        """Bytes of what products take of hidden states in f32 beside 16 bits."""
+        is_wider = self.hidden_bytes > self.operand_bytes
+        return self.tokens * self.hidden * self.operand_bytes if is_wider else 0
 
     @property
     def row_bytes(self) -> int:
@@ -134,11 +158,15 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
 def usual_budget(problem: Problem) -> int:
     """What stands for no budget where a call of the library's holds logits of 16 bits.
 
-    That is logits of 4096 tokens as operands, and sums of the weight's gradient.
+    That is logits of 4096 tokens as operands with what is kept beside them, what is narrowed, and
+    sums of the weight's gradient; and as much as nobody misses.
     """
     tokens = min(USUAL_TOKENS, problem.tokens)
     logits = tokens * problem.vocab * problem.operand_bytes
-    return logits + _weight_sums(problem, tokens) + _per_token(problem)
+    beside = problem.tokens * problem.vocab // 128
+    beside += problem.narrowed_weight + problem.narrowed_hidden
+    usual = logits + beside + _weight_sums(problem, tokens) + _per_token(problem)
+    return max(usual, LEAST_BUDGET)
 
 
 def of_kernels(
@@ -177,9 +205,7 @@ def _held(total: int, chunk: int) -> int:
 
 def _by_tokens(problem: Problem, tokens: int) -> int:
     """Scratch of chunks of so many tokens: logits, and sums of the weight's gradient in f32."""
-    narrowed = 0
-    if problem.weight_bytes > problem.operand_bytes:
-        narrowed = problem.vocab * problem.hidden * problem.operand_bytes
+    narrowed = problem.narrowed_weight
     held = _held(problem.tokens, tokens) * (problem.row_bytes + _hidden_row(problem, tokens))
     return held + narrowed + _weight_sums(problem, tokens) + _per_token(problem)
 

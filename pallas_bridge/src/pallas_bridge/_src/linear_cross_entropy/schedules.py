@@ -94,6 +94,23 @@ class Schedule:
             "fused", dataclasses.replace(self.options, every_token=every_token), *arrays
         )
 
+    def add(self, *arrays: Any) -> Any:
+        """What `fused` gives for its arrays, but dweight added to sums in f32, the last of them."""
+
+        def usual(*arrays: Any) -> Any:
+            hidden, weight, *others, sums = arrays
+            # As an array in f32, whose gradient is its sums.
+            wide = weight.astype(jnp.float32)
+            *numbers, (dhidden, dweight, dbias) = self.fused(False, hidden, wide, *others)
+            return *numbers, (dhidden, sums + dweight, dbias)
+
+        plan = self.cuda
+        if plan is None or plan.products >= 4 or not on_cuda.has_library("add"):
+            return usual(*arrays)
+        call = partial(on_cuda.run, "add", self.options, self.products.vocab_axis, plan)
+        call = partial(one_call.choose, call, usual)
+        return jax.lax.platform_dependent(*arrays, cuda=call, default=usual)
+
     def _run(self, name: Any, options: Options, *arrays: Any) -> Any:
         products, plan = self.products, self.plan
         hidden, weight, bias, *_ = arrays
@@ -175,6 +192,21 @@ def reduced(
         return value, lse
     loss, _, lse = per_token(schedule, hidden, weight, bias, labels)
     return weighted(loss, factors).sum(), lse
+
+
+def running(
+    schedule: Schedule,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+    sums: jax.Array,
+) -> tuple[jax.Array, Gradients]:
+    """Returns the scalar sum of factor * loss, and gradients, dweight added to `sums` in f32."""
+    arrays = _alike(hidden, weight, bias, labels, factors, sums)
+    loss, *_, gradients = schedule.add(*arrays)
+    return weighted(loss, factors).sum(), gradients
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
