@@ -33,7 +33,7 @@ use crate::cross_entropy::{
     Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, Scaled, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{Expand, as_f32_mut, elements, narrow, narrow_rows};
+use convert::{as_f32_mut, elements, elements_mut, multiply_by, narrow, narrow_rows, widen};
 use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
 use product::{Matrix, Panels, multiply};
 
@@ -589,7 +589,7 @@ impl<'a, E: Element> Work<'a, E> {
     ///
     /// Where `Z` has 16 bits, what was kept is rounded once more to be an operand, but not for hidden
     /// states: of these a row's sums are in units of its own, one in each slab, by which the row of dlogits
-    /// is what was kept times a power of two.
+    /// is what was kept times a power of two. Its label's would not be, and is added in f32.
     fn summed<Z: Element>(
         &self,
         slabs: &[Slab],
@@ -631,24 +631,28 @@ impl<'a, E: Element> Work<'a, E> {
                     );
                     let rounds_kept = slab.kept.is_some() && Z::DTYPE != DType::F32;
                     let old = units.to_vec();
+                    let mut left_out = Vec::new();
                     match rounds_kept {
-                        true => self.expand((index, slab), first, of, dz, |row, scaled| {
-                            let (scaled, unit) = scaled.by_unit();
-                            units[row] = unit;
+                        true => self.expand::<Z>((index, slab), first, of, dz, |row, scaled| {
+                            let (scaled, by_unit) = scaled.by_unit();
+                            units[row] = by_unit.unit;
+                            left_out.extend(by_unit.left_out.map(|(label, dz)| (row, label, dz)));
                             scaled
                         }),
                         false => {
                             units.fill(1.0);
-                            self.logits_gradient((index, slab), first, of, dz);
+                            self.logits_gradient::<Z>((index, slab), first, of, dz);
                         }
                     }
-                    narrow_rows::<Z>(isa, columns.len(), dz);
                     change_units(isa, &old, units, sums);
                     let weight = self.panels(&self.weight, [columns.len(), width]);
                     multiply(isa, &rows::<Z>(dz, columns.len()), weight, columns.start > 0, sums);
+                    for (row, label, dz) in left_out {
+                        let sums = &mut sums[row * width..][..width];
+                        self.add_weights(columns.start + label, dz, sums);
+                    }
                     if rounds_kept {
-                        self.logits_gradient((index, slab), first, of, dz);
-                        narrow_rows::<Z>(isa, columns.len(), dz);
+                        self.logits_gradient::<Z>((index, slab), first, of, dz);
                     }
                 }
             });
@@ -670,11 +674,11 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// Writes the gradient of the logits of the tokens from `first` to `dz`, where logits that are not
-    /// kept are.
+    /// kept are, as elements at the beginning of each row's memory.
     ///
     /// # Safety
     /// Nobody else has those tokens.
-    unsafe fn logits_gradient(
+    unsafe fn logits_gradient<Z: Element>(
         &self,
         (index, slab): (usize, &Slab),
         first: usize,
@@ -689,7 +693,7 @@ impl<'a, E: Element> Work<'a, E> {
                 Some(kept) => dz.copy_from_slice(kept),
                 // SAFETY: passed on from this function's contract.
                 None => unsafe {
-                    return self.expand((index, slab), first, of, dz, |_, scaled| scaled);
+                    return self.expand::<Z>((index, slab), first, of, dz, |_, scaled| scaled);
                 },
             }
         }
@@ -698,13 +702,14 @@ impl<'a, E: Element> Work<'a, E> {
             .kernel
             .columns_gradient(dz, first, &slab.columns, saved, cotangents)
             .expect("whole rows");
+        narrow_rows::<Z>(self.linear.launch.isa, slab.columns.len(), dz);
     }
 
-    /// Writes what `scale` makes of the gradient of each row to `dz`, of the softmax that is kept.
+    /// As [`Self::logits_gradient`], what `scale` makes of each row's, of the softmax that is kept.
     ///
     /// # Safety
     /// Nobody else has those tokens.
-    unsafe fn expand(
+    unsafe fn expand<Z: Element>(
         &self,
         (index, slab): (usize, &Slab),
         first: usize,
@@ -729,7 +734,29 @@ impl<'a, E: Element> Work<'a, E> {
             let (token, origin) = (first + row, origins[row].into());
             let (lse, of) = (saved.exact(token), cotangents(token));
             let scaled = kernel.scaled(token, columns, origin, of_labels[row], lse, of);
+            let to = &mut elements_mut::<Z>(to)[..width];
             kept::expand(launch.isa, kept, scale(row, scaled), to);
+        }
+    }
+
+    /// Adds `dz` times the weights of `column` to `sums` `[D]`.
+    fn add_weights(&self, column: usize, dz: f32, sums: &mut [f32]) {
+        let Linear { launch, shape, .. } = self.linear;
+        let weight = self.operands.weight;
+        match shape.vocab_axis() {
+            VocabAxis::First => {
+                let mut weights = vec![0.0; sums.len()];
+                widen(launch.isa, &weight[column * sums.len()..][..sums.len()], &mut weights);
+                for (sum, weight) in sums.iter_mut().zip(weights) {
+                    *sum += dz * weight;
+                }
+            }
+            VocabAxis::Last => {
+                let weights = weight[column..].iter().step_by(shape.vocab());
+                for (sum, weight) in sums.iter_mut().zip(weights) {
+                    *sum += dz * weight.to_f32();
+                }
+            }
         }
     }
 
@@ -805,7 +832,7 @@ fn change_units(isa: Isa, old: &[f32], new: &[f32], sums: &mut [f32]) {
     let width = sums.len() / old.len().max(1);
     for ((old, new), sums) in old.iter().zip(new).zip(sums.chunks_exact_mut(width)) {
         if old != new {
-            isa.run(Expand { numbers: sums, factor: old / new, constant: 0.0 });
+            multiply_by(isa, old / new, sums);
         }
     }
 }

@@ -28,18 +28,30 @@ pub(crate) enum Scaled {
     Times { factor: f32, constant: f32, label: Option<usize>, at_label: f32 },
 }
 
+/// What [`Scaled::by_unit`] leaves of a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ByUnit {
+    pub(crate) unit: f32,
+    /// The label's column, and the gradient of its logit in that unit.
+    pub(crate) left_out: Option<(usize, f32)>,
+}
+
 impl Scaled {
-    /// The same by a unit in [1, 2), which is returned, such that the factor becomes a power of two:
-    /// it then rounds nothing that has been rounded.
-    pub(crate) fn by_unit(self) -> (Self, f32) {
+    /// The same by a `unit` in [1, 2) such that the factor becomes a power of two, which rounds nothing
+    /// that has been rounded, and with 0 for the label's.
+    pub(crate) fn by_unit(self) -> (Self, ByUnit) {
         match self {
-            Self::Times { factor, constant, label, at_label } if factor.is_normal() => {
+            Self::Times { factor, constant, label, at_label } => {
                 let bits_of_mantissa = (1 << (f32::MANTISSA_DIGITS - 1)) - 1;
-                let unit = f32::from_bits(factor.to_bits() & bits_of_mantissa | 1_f32.to_bits());
-                let [factor, constant, at_label] = [factor, constant, at_label].map(|x| x / unit);
-                (Self::Times { factor, constant, label, at_label }, unit)
+                let unit = match factor.is_normal() {
+                    true => f32::from_bits(factor.to_bits() & bits_of_mantissa | 1_f32.to_bits()),
+                    false => 1.0,
+                };
+                let left_out = label.map(|label| (label, at_label / unit));
+                let (factor, constant, at_label) = (factor / unit, constant / unit, 0.0);
+                (Self::Times { factor, constant, label, at_label }, ByUnit { unit, left_out })
             }
-            _ => (self, 1.0),
+            Self::Fill(_) => (self, ByUnit { unit: 1.0, left_out: None }),
         }
     }
 }
@@ -104,26 +116,19 @@ impl Kernel<'_> {
         self.write_rows(logits, &rows, columns.len())
     }
 
-    /// Puts `exp(z - origin)` in the place of the `columns` logits z of each row, times the derivative of
-    /// softcap where there is one; 0 where a row has no origin. (Origins are of capped logits.)
-    ///
-    /// # Errors
-    /// Logits that are no whole rows.
-    pub(crate) fn columns_softmax(
-        &self,
-        logits: &mut [f32],
-        columns: usize,
-        origins: &[Option<f64>],
-    ) -> Result<()> {
-        let row = |origin: &Option<f64>| {
-            origin.map_or(RowGradient::Fill(0.0), |origin| {
-                let (shift, factor) = shift_near(origin);
-                let probability = to_f32(factor) / EXP_SCALE;
-                let (label, at_label) = (NO_COLUMN, 0.0);
-                RowGradient::Formula { shift, probability, constant: 0.0, label, at_label }
-            })
+    /// Puts `exp(z - origin)` in the place of some logits z of a row, times the derivative of softcap where
+    /// there is one. (Then z is capped, and so is what `origin` is near.)
+    pub(crate) fn row_softmax(&self, logits: &mut [f32], origin: f64) {
+        let (shift, factor) = shift_near(origin);
+        let row = RowGradient::Formula {
+            shift,
+            probability: to_f32(factor) / EXP_SCALE,
+            constant: 0.0,
+            label: NO_COLUMN,
+            at_label: 0.0,
         };
-        self.write_rows(logits, &origins.iter().map(row).collect::<Vec<_>>(), columns)
+        let columns = logits.len();
+        self.write_rows(logits, &[row], columns).expect("a whole row");
     }
 
     fn write_rows(&self, logits: &mut [f32], rows: &[RowGradient], columns: usize) -> Result<()> {
@@ -140,7 +145,7 @@ impl Kernel<'_> {
         Ok(())
     }
 
-    /// The gradient of `columns` of `token`, of [`Self::columns_softmax`] with `origin`. `label_logit` is
+    /// The gradient of `columns` of `token`, of [`Self::row_softmax`] with `origin`. `label_logit` is
     /// the label's logit, if the label is one of them.
     pub(crate) fn scaled(
         &self,
@@ -190,7 +195,7 @@ impl Kernel<'_> {
         self.options.label_smoothing != 0.0
     }
 
-    /// Whether gradients are a factor of the row times [`Self::columns_softmax`], with a constant at
+    /// Whether gradients are a factor of the row times [`Self::row_softmax`], with a constant at
     /// most: not where the constant has a softcap's derivative.
     pub(crate) fn scales(&self) -> bool {
         !(self.smooths() && self.options.softcap.is_some())

@@ -47,6 +47,29 @@ pub(super) fn narrow_rows<E: Element>(isa: Isa, columns: usize, numbers: &mut [f
     }
 }
 
+/// Sets `to` to `from` times `factor` with `constant` added, but to 0 where the sign of `from` is
+/// negative; rounded, if `Z` is bf16, which `E` then is too.
+pub(super) fn scale<E: Element, Z: Element>(
+    isa: Isa,
+    from: &[E],
+    [factor, constant]: [f32; 2],
+    to: &mut [Z],
+) {
+    match Z::DTYPE {
+        DType::F32 => {
+            let to = cast_mut(to);
+            widen(isa, from, to);
+            isa.run(Scale { numbers: to, factor, constant });
+        }
+        _ => isa.run(Rescale { from: cast(from), to: cast_mut(to), factor, constant }),
+    }
+}
+
+/// Multiplies numbers with a factor.
+pub(super) fn multiply_by(isa: Isa, factor: f32, numbers: &mut [f32]) {
+    isa.run(Scale { numbers, factor, constant: 0.0 });
+}
+
 /// The memory of f32 as elements.
 pub(super) fn elements<E: Element>(numbers: &[f32]) -> &[E] {
     let length = size_of_val(numbers) / size_of::<E>();
@@ -55,7 +78,7 @@ pub(super) fn elements<E: Element>(numbers: &[f32]) -> &[E] {
 }
 
 /// As [`elements`].
-fn elements_mut<E: Element>(numbers: &mut [f32]) -> &mut [E] {
+pub(super) fn elements_mut<E: Element>(numbers: &mut [f32]) -> &mut [E] {
     let length = size_of_val(numbers) / size_of::<E>();
     // SAFETY: as for `elements`.
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), length) }
@@ -237,15 +260,13 @@ impl Job for Sum<'_> {
     }
 }
 
-/// Multiplies numbers with a factor and adds a constant, but to those whose sign is negative, which
-/// become 0.
-pub(super) struct Expand<'a> {
-    pub(super) numbers: &'a mut [f32],
-    pub(super) factor: f32,
-    pub(super) constant: f32,
+struct Scale<'a> {
+    numbers: &'a mut [f32],
+    factor: f32,
+    constant: f32,
 }
 
-impl Job for Expand<'_> {
+impl Job for Scale<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -255,10 +276,42 @@ impl Job for Expand<'_> {
             return numbers.iter_mut().for_each(|x| *x *= factor);
         }
         for x in numbers {
-            let scaled = *x * factor + constant;
-            *x = if x.is_sign_negative() { 0.0 } else { scaled };
+            *x = scaled_with(*x, factor, constant);
         }
     }
+}
+
+struct Rescale<'a> {
+    from: &'a [bf16],
+    to: &'a mut [bf16],
+    factor: f32,
+    constant: f32,
+}
+
+impl Job for Rescale<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Self { from, to, factor, constant } = self;
+        let widened = |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16);
+        let narrowed = |x: f32| bf16::from_bits((rounded(x) >> 16) as u16);
+        if constant == 0.0 {
+            for (to, &from) in to.iter_mut().zip(from) {
+                *to = narrowed(widened(from) * factor);
+            }
+            return;
+        }
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = narrowed(scaled_with(widened(from), factor, constant));
+        }
+    }
+}
+
+#[inline(always)]
+fn scaled_with(x: f32, factor: f32, constant: f32) -> f32 {
+    let scaled = x * factor + constant;
+    if x.is_sign_negative() { 0.0 } else { scaled }
 }
 
 #[cfg(test)]
@@ -284,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_and_maxima() {
+    fn sums_maxima_and_multiples() {
         for isa in Isa::available() {
             assert_eq!(largest(isa, &[]), f32::NEG_INFINITY);
             for count in [1, 31, 32, 100] {
@@ -295,9 +348,13 @@ mod tests {
                 numbers.insert(count / 2, f32::NAN);
                 assert_eq!(largest(isa, &numbers), expected);
             }
-            let mut numbers = [2.0, 0.0, -0.0];
-            isa.run(Expand { numbers: &mut numbers, factor: 3.0, constant: -1.0 });
-            assert_eq!(numbers, [5.0, -1.0, 0.0]);
+            let numbers = [2.0, 0.0, -0.0].map(bf16::from_f32);
+            let mut scaled = ([f32::NAN; 3], [bf16::NAN; 3]);
+            scale(isa, &numbers, [3.0, -1.0], &mut scaled.0);
+            scale(isa, &numbers, [3.0, -1.0], &mut scaled.1);
+            assert_eq!((scaled.0, scaled.1.map(f32::from)), ([5.0, -1.0, 0.0], scaled.0));
+            scale(isa, &numbers, [3.0, 0.0], &mut scaled.1);
+            assert_eq!(scaled.1.map(f32::from), [6.0, 0.0, 0.0]);
         }
     }
 

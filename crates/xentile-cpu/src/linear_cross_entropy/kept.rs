@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use xentile::{DType, Element};
 
-use super::convert::{Expand, largest, narrow, sum, widen};
+use super::convert::{largest, narrow, scale, sum, widen};
 use crate::Isa;
 use crate::cross_entropy::{Kernel, Scaled};
 
@@ -29,7 +29,7 @@ fn exponent(dtype: DType) -> f64 {
 }
 
 /// Sets `kept` to the unnormalised softmax of `columns` of the tokens from `first`, and `origins` to the
-/// origin of each, of `logits`, whose place is lost. Rows that do not `count` hold no numbers to go by.
+/// origin of each, of `logits`, whose place is lost. Rows that do not `count` are 0.
 pub(super) fn keep<E: Element>(
     isa: Isa,
     kernel: &Kernel<'_>,
@@ -40,58 +40,55 @@ pub(super) fn keep<E: Element>(
     origins: &mut [f32],
 ) {
     let width = columns.len();
-    let mut masked = Vec::new();
-    let mut tops = Vec::with_capacity(origins.len());
-    for (row, logits) in logits.chunks_exact(width).enumerate() {
-        if !counts(first + row) {
-            tops.push(None);
-            continue;
-        }
-        let top = kernel.cap(largest(isa, logits));
-        tops.push(top.is_finite().then(|| top - exponent(E::DTYPE) * std::f64::consts::LN_2));
-        if kernel.smooths() {
-            let is_masked = |&(_, &z): &(usize, &f32)| z == f32::NEG_INFINITY;
-            let found = logits.iter().enumerate().filter(is_masked);
-            masked.extend(found.map(|(column, _)| row * width + column));
-        }
-    }
-    kernel.columns_softmax(logits, width, &tops).expect("whole rows");
-    let rows = logits.chunks_exact(width).zip(kept.chunks_exact_mut(width));
-    for ((exact, kept), (top, origin)) in rows.zip(tops.iter().zip(origins)) {
-        let Some(top) = top else {
+    let rows = logits.chunks_exact_mut(width).zip(kept.chunks_exact_mut(width));
+    for (token, ((logits, kept), origin)) in (first..).zip(rows.zip(origins)) {
+        let top = kernel.cap(if counts(token) { largest(isa, logits) } else { f32::NAN });
+        if !top.is_finite() {
+            // No gradient is made of it.
             kept.fill(E::from_f32(0.0));
             *origin = f32::NEG_INFINITY;
             continue;
-        };
-        let [mut all, mut of_rounded] = [0.0; 2];
-        let mut back = [0.0; PIECE];
-        for (exact, kept) in exact.chunks(PIECE).zip(kept.chunks_mut(PIECE)) {
-            let back = &mut back[..exact.len()];
-            narrow(isa, exact, kept);
-            widen(isa, kept, back);
-            all += sum(isa, exact);
-            of_rounded += sum(isa, back);
         }
+        let is_masked = |&(_, &z): &(usize, &f32)| z == f32::NEG_INFINITY;
+        let masked: Vec<_> = match kernel.smooths() {
+            true => logits.iter().enumerate().filter(is_masked).map(|(column, _)| column).collect(),
+            false => Vec::new(),
+        };
+        let top = top - exponent(E::DTYPE) * std::f64::consts::LN_2;
+        kernel.row_softmax(logits, top);
+        let ratio = round(isa, logits, kept);
         // What rounding made of the sum, which no more than a unit of it can be, is put right with the
         // factor. It is more only where a softcap leaves nothing but numbers with few bits.
-        let ratio = all / of_rounded;
         let is_rounding = (ratio - 1.0).abs() <= E::DTYPE.ulp(1.0);
         *origin = (top + if is_rounding { ratio.ln() } else { 0.0 }) as f32;
-    }
-    for index in masked {
-        kept[index] = E::from_f32(MASKED);
+        for column in masked {
+            kept[column] = E::from_f32(MASKED);
+        }
     }
 }
 
+/// Sets `kept` to `exact`, rounded, and returns the ratio of the latter's sum to that of the former.
+fn round<E: Element>(isa: Isa, exact: &[f32], kept: &mut [E]) -> f64 {
+    let [mut all, mut of_rounded] = [0.0; 2];
+    let mut back = [0.0; PIECE];
+    for (exact, kept) in exact.chunks(PIECE).zip(kept.chunks_mut(PIECE)) {
+        let back = &mut back[..exact.len()];
+        narrow(isa, exact, kept);
+        widen(isa, kept, back);
+        all += sum(isa, exact);
+        of_rounded += sum(isa, back);
+    }
+    all / of_rounded
+}
+
 /// Sets `to` to the gradient of a row, of what is `kept` of it.
-pub(super) fn expand<E: Element>(isa: Isa, kept: &[E], scaled: Scaled, to: &mut [f32]) {
+pub(super) fn expand<E: Element, Z: Element>(isa: Isa, kept: &[E], scaled: Scaled, to: &mut [Z]) {
     match scaled {
-        Scaled::Fill(value) => to.fill(value),
+        Scaled::Fill(value) => to.fill(Z::from_f32(value)),
         Scaled::Times { factor, constant, label, at_label } => {
-            widen(isa, kept, to);
-            isa.run(Expand { numbers: to, factor, constant });
+            scale(isa, kept, [factor, constant], to);
             if let Some(label) = label {
-                to[label] = at_label;
+                to[label] = Z::from_f32(at_label);
             }
         }
     }

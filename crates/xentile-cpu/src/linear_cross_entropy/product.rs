@@ -23,8 +23,9 @@ use factors::Words;
 pub(super) use factors::{Left, Matrix, Panels};
 use tiled::Cut;
 
-/// Words of a sum that are taken at a time: strips of so many stay in the caches closest by.
-const DEPTH: usize = 512;
+/// Words of a sum that are taken at a time, before they are added to those before: strips of so many
+/// stay in the caches closest by, and a logit is off by what so many additions round.
+const DEPTH: usize = 128;
 
 /// Strips of the left factor that are multiplied by each panel of the right one while they are near.
 const STRIPS: usize = 21;
