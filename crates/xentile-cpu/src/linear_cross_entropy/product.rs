@@ -23,9 +23,12 @@ use factors::Words;
 pub(super) use factors::{Left, Matrix, Panels};
 use tiled::Cut;
 
-/// Words of a sum that are taken at a time, before they are added to those before: strips of so many
-/// stay in the caches closest by, and a logit is off by what so many additions round.
-const DEPTH: usize = 128;
+/// Words of a sum that are taken at a time: strips of so many stay in the caches closest by.
+const DEPTH: usize = 512;
+
+/// As many where a word has two terms, each of which rounds the sum: logits would be further off than
+/// those of dense programs.
+const DEPTH_OF_PAIRS: usize = 128;
 
 /// Strips of the left factor that are multiplied by each panel of the right one while they are near.
 const STRIPS: usize = 21;
@@ -106,9 +109,13 @@ impl Multiply<'_> {
         let ([rows, terms], columns) = (left.extents(), right.columns);
         let words = right.words.count(terms);
         let width = CHUNKS * S::CHUNK;
-        let mut packed = vec![0.0; STRIPS.min(rows.div_ceil(ROWS)) * ROWS * words.min(DEPTH)];
-        for start in (0..words).step_by(DEPTH) {
-            let count = DEPTH.min(words - start);
+        let depth = match right.words {
+            Words::Terms => DEPTH,
+            Words::Pairs(_) => DEPTH_OF_PAIRS,
+        };
+        let mut packed = vec![0.0; STRIPS.min(rows.div_ceil(ROWS)) * ROWS * words.min(depth)];
+        for start in (0..words).step_by(depth) {
+            let count = depth.min(words - start);
             let add = add || start > 0;
             for first in (0..rows).step_by(STRIPS * ROWS) {
                 let end = rows.min(first + STRIPS * ROWS);
