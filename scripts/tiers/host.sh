@@ -8,7 +8,7 @@ if [[ -n ${XENTILE_NVCC:-} ]]; then
 else
     echo "left out: what the feature cuda adds, as CUDA's compiler has wheels for Linux only"
 fi
-for flag in avx2 avx512f avx512_bf16; do
+for flag in avx2 avx512f avx512_bf16 amx_bf16; do
     grep --quiet --word-regexp $flag /proc/cpuinfo 2>/dev/null ||
         echo "left out: what is written for $flag, which this processor has not"
 done

@@ -70,8 +70,9 @@ void xentile_ffi_version(int32_t* major, int32_t* minor);
 /* The table, and the number of its targets in *count unless that is null. */
 const xentile_target* xentile_targets(size_t* count);
 
-/* The instruction set that the kernels use on this processor: "avx512_bf16", "avx512", "avx2", "neon"
- * or "portable". */
+/* The instruction set that the kernels use on this processor: "amx_bf16", "avx512_bf16", "avx512", "avx2",
+ * "neon" or "portable". On Linux the first call may ask the system for leave to use AMX, which holds for the
+ * whole process. */
 const char* xentile_cpu_isa(void);
 
 /* The tile that a sweep found quickest for `vocab` columns of `dtype` ("f32", "bf16", "f16"), by the name of

@@ -111,7 +111,8 @@ void CheckTable() {
 }
 
 void CheckIsa() {
-  const std::set<std::string> names = {"avx512_bf16", "avx512", "avx2", "neon", "portable"};
+  const std::set<std::string> names = {"amx_bf16", "avx512_bf16", "avx512",
+                                       "avx2",     "neon",        "portable"};
   Check(names.count(xentile_cpu_isa()) == 1, xentile_cpu_isa(), "xentile_cpu_isa");
 }
 

@@ -67,8 +67,9 @@ impl Tiles {
 }
 
 impl Configured {
-    /// Takes a block of sums: in f32, of pairs first and then of words in their order. Numbers below
-    /// the normal range count as 0.
+    /// Takes a block of sums in f32, step after step: products of the first numbers of a step's words
+    /// are added up, and those of the second, and both to the sum. Numbers below the normal range
+    /// count as 0.
     pub(crate) fn multiply(&self, factors: Factors<'_>, sums: Sums<'_>) {
         let steps = factors.left.len() / (BLOCK * TILE);
         assert_eq!(factors.left.len(), steps * BLOCK * TILE);

@@ -88,7 +88,8 @@ struct Measure {
     /// Threads; 0 is one a core.
     #[arg(long)]
     threads: Option<usize>,
-    /// Instruction set: avx512_bf16, avx512, avx2, neon or portable; the best of this processor by default.
+    /// Instruction set: amx_bf16, avx512_bf16, avx512, avx2, neon or portable; the best of this
+    /// processor by default.
     #[arg(long)]
     isa: Option<String>,
     /// The PJRT plug-in's file, for xla: backends; looked for by default.

@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use xentile::{DType, Element};
 
 use super::*;
-use crate::simd::{BLOCK, TILE, Tiles};
+use crate::simd::{BLOCK, Factors, LINE_BYTES, Sums, TILE, Tiles};
 
 /// Numbers whose products and sums are whole.
 fn numbers<E: Element>(count: usize, step: usize) -> Vec<E> {
@@ -34,12 +34,23 @@ fn forms<E: Element>() -> Vec<Form> {
 fn panels<E: Element>(form: Form, matrix: Matrix<'_, E>) -> Vec<f32> {
     let [terms, columns] = matrix.extents();
     let mut to = vec![f32::NAN; Panels::most_words(terms, columns)];
+    pack(form, matrix, &mut to);
+    to
+}
+
+fn pack<E: Element>(form: Form, matrix: Matrix<'_, E>, to: &mut [f32]) {
     let [count, length] = Panels::extents_as(form, matrix.extents());
     assert!(count * length <= to.len());
     for (panel, to) in to.chunks_exact_mut(length).take(count).enumerate() {
         Panels::pack_as(form, matrix, panel, to);
     }
-    to
+}
+
+/// Some numbers of `memory` that begin with a cache line, as XLA's memory does.
+fn aligned(memory: &mut Vec<f32>, count: usize) -> &mut [f32] {
+    memory.resize(count + LINE_BYTES / size_of::<f32>(), f32::NAN);
+    let start = memory.as_ptr().align_offset(LINE_BYTES);
+    &mut memory[start..][..count]
 }
 
 /// As [`multiply`], with words of tiles in pieces of `cut`.
@@ -189,6 +200,23 @@ fn products_follow_float64() {
     check::<f16>(&mut rng);
 }
 
+/// GFLOP/s of blocks whose factors and sums stay in the cache closest by.
+fn blocks_alone(tiles: Tiles) -> f64 {
+    const TIMES: usize = 20_000;
+    let (steps, [mut left, mut right, mut sums]) = (Cut::BEST.steps, [(); 3].map(|()| Vec::new()));
+    let [left, right] = [&mut left, &mut right].map(|memory| aligned(memory, steps * TILE * BLOCK));
+    let to = aligned(&mut sums, BLOCK * BLOCK);
+    [&mut *left, right, to].into_iter().for_each(|numbers| numbers.fill(0.0));
+    // SAFETY: this thread multiplies nothing else meanwhile.
+    let tiles = unsafe { tiles.configure(TILE) };
+    let start = Instant::now();
+    for _ in 0..TIMES {
+        tiles.multiply(Factors { left, right }, Sums { to, step: BLOCK, add: true });
+    }
+    let operations = 2 * TIMES * steps * BLOCK * BLOCK * 2 * TILE;
+    1e-9 * operations as f64 / start.elapsed().as_secs_f64()
+}
+
 /// What products of a task make on one thread, of bf16, in every instruction set and in tiles cut
 /// one way or another: `cargo test --release -p xentile-cpu rates -- --ignored --nocapture`.
 #[test]
@@ -197,37 +225,46 @@ fn rates() {
     let mut rng = common::fresh_rng("rates");
     let mut rate = |form: Form, cut: Cut, [rows, terms, columns]: [usize; 3], turned: bool| {
         let (a, b) = (drawn::<bf16>(&mut rng, rows * terms), drawn(&mut rng, terms * columns));
-        let left = match turned {
-            false => Matrix::new(&a, terms),
-            true => Matrix::new(&a, rows).transposed(),
+        // As for logits, or for the gradient of the weight.
+        let (left, right) = match turned {
+            false => (Matrix::new(&a, terms), Matrix::<bf16>::new(&b, terms).transposed()),
+            true => (Matrix::new(&a, rows).transposed(), Matrix::new(&b, columns)),
         };
-        let right = Matrix::<bf16>::new(&b, columns);
+        let (mut memory, mut sums) = (Vec::new(), Vec::new());
+        let data = aligned(&mut memory, Panels::most_words(terms, columns));
+        pack(form, right, data);
         let packing = Instant::now();
-        let data = panels(form, right);
+        pack(form, right, data);
         let packing = packing.elapsed().as_secs_f64();
-        let panels = Panels { data: &data, words: form.1, columns, terms };
-        let mut to = vec![f32::NAN; rows * columns];
+        let panels = Panels { data, words: form.1, columns, terms };
+        let to = aligned(&mut sums, rows * columns);
         let mut times: Vec<_> = (0..15)
             .map(|_| {
                 let start = Instant::now();
-                multiply_in(form, cut, &left, panels, false, &mut to);
+                multiply_in(form, cut, &left, panels, false, to);
                 start.elapsed().as_secs_f64()
             })
             .collect();
         times.sort_by(f64::total_cmp);
-        let farthest = farthest([left, right], &to, (0..rows * columns).step_by(97));
+        let farthest = farthest([left, right], to, (0..rows * columns).step_by(97));
         assert!(farthest < 1e-6, "{form:?} is off by {farthest:e}");
         let name = match form.1 {
-            Words::Tiles(tiles) => format!("{tiles:?} {cut:?}"),
+            Words::Tiles(_) => format!("{}, {cut:?}", form.0),
             _ => form.0.to_string(),
         };
         println!(
-            "{rows} x {terms} x {columns}{}: {:7.1} GFLOP/s, panels in {:6.3} ms, off by                  {farthest:.1e}, {name}",
+            "{rows} x {terms} x {columns}{}: {:7.1} GFLOP/s, panels in {:6.3} ms, off by \
+             {farthest:.1e}, {name}",
             if turned { ", turned" } else { "" },
             2e-9 * (rows * terms * columns) as f64 / times[times.len() / 2],
             1e3 * packing,
         );
     };
+    for isa in Isa::available() {
+        if let Some(tiles) = isa.tiles() {
+            println!("{:7.1} GFLOP/s, blocks alone, {isa}", blocks_alone(tiles));
+        }
+    }
     for extents in [[256, 1024, 1024], [256, 2048, 1024], [256, 896, 1024], [256, 512, 896]] {
         for turned in [false, true] {
             for isa in Isa::available() {
