@@ -111,7 +111,7 @@ impl Multiply<'_> {
         let width = CHUNKS * S::CHUNK;
         let depth = match right.words {
             Words::Terms => DEPTH,
-            Words::Pairs(_) => DEPTH_OF_PAIRS,
+            Words::Pairs(_) | Words::Tiles(_) => DEPTH_OF_PAIRS,
         };
         let mut packed = vec![0.0; STRIPS.min(rows.div_ceil(ROWS)) * ROWS * words.min(depth)];
         for start in (0..words).step_by(depth) {

@@ -2,8 +2,8 @@
 
 XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
 The library widens a slab of the weight at a time, and keeps logits, or in 16 bits their
-unnormalised softmax, in the memory of dweight until their gradient is made, which in f32 too saves a
-product where the budget is small. Where gradients have to wait for the backward pass, the forward
+unnormalised softmax, in the memory of dweight until their gradient is made, which in f32 too saves
+a product where the budget is small. Where gradients have to wait for the backward pass, the forward
 pass hands it that memory, and the scratch.
 """
 
