@@ -170,9 +170,11 @@ def hold_against_the_dense_program(
     for actual, other, want, like in zip(found, dense, expected, of, strict=False):
         assert actual.dtype == like.dtype
         distances = [np.linalg.norm(np.asarray(x, np.float64) - want) for x in (actual, other)]
-        assert distances[0] <= 1.25 * distances[1]
-        # Which entry is the worst is luck, of both programs; and a unit in the last place.
         eps = float(jnp.finfo(hidden.dtype).eps)
+        # Calls of the library sum dbias of what is an operand, rounded as it is.
+        of_terms = eps / 16 * np.linalg.norm(want) if like is bias else 0
+        assert distances[0] <= 1.25 * distances[1] + of_terms
+        # Which entry is the worst is luck, of both programs; and a unit in the last place.
         assert error(actual, want) <= 2 * error(other, want) + eps / 4
 
 
@@ -712,9 +714,11 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
     assert both.columns < 151936 - both.once[1] and both.kept is None
     # Here that is all of them.
     assert plan_of(4096, 4096, 128256, 256).products == 3
-    # Gradients of columns of [D, V] have gaps: the last chunk is all there is.
+    # Gradients of columns of [D, V] have gaps: nothing is kept.
     other = plan_of(8192, 2048, 128256, 256, axis=1)
-    assert other.kept is None and other.products == 4 - other.columns / 128256
+    assert other.kept is None and other.products == 4
+    # Few logits go through memory, where long sums are cut.
+    assert plan_of(256, 1024, 2048, 256).wide and not plan_of(4096, 1024, 4096, 256).wide
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ WIDE = (4, 9, 9)
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 # Kernels beside the products of a chunk that has numerators.
 SMALL_KERNELS, KERNELS_OF_PLACE = 8, 3
+# Kernels of logits that pass through the workspace, forward and backward.
+KERNELS_OF_SLAB = 5
 # A part of a tile that there is time for whatever its sums are cut into.
 LEAST_WAVE = 0.05
 LEAST = 128
@@ -135,7 +137,7 @@ class Cut:
         if self.fused:
             return self._columns(problem)
         forward, backward = _passes(problem)
-        total = _sweep(problem, self.chunk, forward, (False, False))
+        total = _slabs(problem) + _sweep(problem, self.chunk, forward, (False, False))
         if self.apart is None:
             return total + _sweep(problem, self.chunk, backward, (True, True))
         total += _sweep(problem, self.chunk, backward, (True, False))
@@ -158,6 +160,13 @@ class Cut:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
                 total += (passes * problem.operand_bytes * n * count + SUM * n * d) / BYTES
         return total
+
+
+def _slabs(problem: Problem) -> float:
+    """Seconds between kernels over logits of 16-bit operands, few of which have room at a time."""
+    if _are_in_product(problem) or problem.operand_bytes == 4:
+        return 0.0
+    return 4 * problem.tokens * problem.vocab / WORKSPACE * KERNELS_OF_SLAB * LAUNCH
 
 
 def _made_once(problem: Problem, once: Extents) -> int:

@@ -17,6 +17,7 @@ from . import columns, on_cpu, on_cuda, on_tpu, one_call, tokens
 from . import plan as plans
 from .plan import Plan, Problem
 from .product import Products
+from .product import operands as as_operands
 from .tokens import Bias, Gradients
 
 
@@ -99,8 +100,10 @@ class Schedule:
 
         def usual(*arrays: Any) -> Any:
             hidden, weight, *others, sums = arrays
-            # As an array in f32, whose gradient is its sums.
-            wide = weight.astype(jnp.float32)
+            # As an array in f32, whose gradient is its sums; and hidden states that are wider, rounded.
+            wide, dtype = weight.astype(jnp.float32), hidden.dtype
+            hidden, _ = as_operands(hidden, weight)
+            hidden = hidden.astype(dtype)
             *numbers, (dhidden, dweight, dbias) = self.fused(False, hidden, wide, *others)
             return *numbers, (dhidden, sums + dweight, dbias)
 
