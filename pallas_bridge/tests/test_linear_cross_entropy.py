@@ -172,7 +172,7 @@ def hold_against_the_dense_program(
         distances = [np.linalg.norm(np.asarray(x, np.float64) - want) for x in (actual, other)]
         eps = float(jnp.finfo(hidden.dtype).eps)
         # Calls of the library sum dbias of what is an operand, rounded as it is.
-        of_terms = eps / 16 * np.linalg.norm(want) if like is bias else 0
+        of_terms = eps / 4 * np.linalg.norm(want) if like is bias else 0
         assert distances[0] <= 1.25 * distances[1] + of_terms
         # Which entry is the worst is luck, of both programs; and a unit in the last place.
         assert error(actual, want) <= 2 * error(other, want) + eps / 4

@@ -100,7 +100,7 @@ class Schedule:
 
         def usual(*arrays: Any) -> Any:
             hidden, weight, *others, sums = arrays
-            # As an array in f32, whose gradient is its sums; and hidden states that are wider, rounded.
+            # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
             wide, dtype = weight.astype(jnp.float32), hidden.dtype
             hidden, _ = as_operands(hidden, weight)
             hidden = hidden.astype(dtype)
