@@ -20,7 +20,7 @@ use crate::{Device, Result};
 const MOST_SIDE_BY_SIDE: usize = 4;
 
 /// Terms of a short sum, at most: a tile's writing takes a large part of its time.
-const MOST_OF_SHORT: usize = 2048;
+const MOST_OF_SHORT: usize = 256;
 
 /// The product of two factors.
 #[derive(Clone, Copy, Debug)]
