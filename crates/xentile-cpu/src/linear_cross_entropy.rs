@@ -34,7 +34,7 @@ use crate::cross_entropy::{
 };
 use crate::parallel::Shared;
 use convert::{as_f32_mut, elements, elements_mut, multiply_by, narrow, narrow_rows, widen};
-use cut::{Kept, Layout, Slab, keeping, numbers, slabs};
+use cut::{Kept, Layout, Slab, keeping, keeps, numbers, slabs};
 use product::{Matrix, Panels, multiply};
 
 /// The name of this operation's table of tuned tiles.
@@ -268,7 +268,8 @@ impl<'a> Linear<'a> {
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
         let ([hidden, weight, logits, sums, origins], kept) = layout.split(scratch)?;
         let kept = numbers::<E>(kept);
-        let slabs = match E::DTYPE == DType::F32 || self.kernel.scales() {
+        let can_keep = E::DTYPE == DType::F32 || self.kernel.scales();
+        let slabs = match can_keep && keeps(self.shape, E::DTYPE, self.columns) {
             true => keeping(self.shape, self.columns, kept.len()),
             false => slabs(self.shape, self.columns),
         };

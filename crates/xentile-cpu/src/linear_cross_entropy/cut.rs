@@ -23,6 +23,15 @@ pub(super) struct Slab {
     pub(super) kept: Option<Kept>,
 }
 
+/// The fewest columns of a slab that is kept in 16 bits, if there are more: origins take too much beside
+/// fewer.
+const FEWEST_KEPT: usize = 16;
+
+/// Whether slabs of `columns` are kept, where there is room.
+pub(super) fn keeps(shape: LinearShape, dtype: DType, columns: usize) -> bool {
+    dtype == DType::F32 || columns >= FEWEST_KEPT.min(shape.vocab())
+}
+
 /// Slabs of at most `columns` columns, none of them kept.
 pub(super) fn slabs(shape: LinearShape, columns: usize) -> Vec<Slab> {
     pieces(0..shape.vocab(), columns).collect()
@@ -103,13 +112,16 @@ impl Layout {
             return Self { hidden: 0, weight: for_logits, logits, dhidden: 0, origins: 0 };
         }
         let is_f32 = dtype == DType::F32;
-        let slabs = keeping(shape, columns, 0).len();
+        let origins = match is_f32 || !keeps(shape, dtype, columns) {
+            true => 0,
+            false => tokens * (keeping(shape, columns, 0).len() + 1),
+        };
         Self {
             hidden: Panels::most_words(tokens, width),
             weight: for_logits.max(Panels::most_words(columns, width)),
             logits,
             dhidden: if is_f32 { 0 } else { tokens * width },
-            origins: if is_f32 { 0 } else { tokens * (slabs + 1) },
+            origins,
         }
     }
 

@@ -29,6 +29,8 @@ NARROWER = (1024, 768, 512, 384, 256, 128, 64)
 # A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are
 # read and written, and hidden states and logits are put in order.
 PER_SLAB = 32
+# The fewest columns of a slab that is kept in 16 bits, if there are more; as in cut.rs.
+FEWEST_KEPT = 16
 # The most columns that a panel of a factor has.
 PANEL = 64
 # What the library allocates for a token.
@@ -74,7 +76,7 @@ def _choose(problem: Problem, usual: Plan, tile: Tile, tuned: int, hands_over: b
 
 def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bool) -> Plan:
     plan = Plan("library", problem.tokens, columns, 4, least, limit)
-    if not (problem.reduced or hands_over):
+    if not (problem.reduced or hands_over) or not _keeps(problem, columns):
         return plan
     column_bytes = problem.tokens * problem.hidden_bytes
     room, again = (limit - least) // column_bytes, 0
@@ -90,6 +92,10 @@ def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bo
         return plan
     products, scratch = 3 + again / problem.vocab, least + kept * column_bytes
     return replace(plan, products=products, scratch_bytes=scratch, hands_over=hands_over)
+
+
+def _keeps(problem: Problem, columns: int) -> bool:
+    return problem.hidden_bytes == 4 or columns >= min(FEWEST_KEPT, problem.vocab)
 
 
 def _slabs(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
@@ -116,8 +122,10 @@ def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
         return 4 * (weight + logits + 1)
     of_hidden = _panels(n, d)
     if problem.hidden_bytes < 4:
-        # Sums of dhidden; labels' logits, and origins of each slab.
-        of_hidden += n * d + n * (1 + sum(1 for _ in _slabs(problem, columns)))
+        of_hidden += n * d
+        if _keeps(problem, columns):
+            # Labels' logits, and origins of each slab.
+            of_hidden += n * (1 + sum(1 for _ in _slabs(problem, columns)))
     return 4 * (of_hidden + max(weight, _panels(columns, d)) + logits + 1)
 
 
