@@ -347,6 +347,8 @@ __device__ inline bool is_first(const GradientOfToken& token) {
 
 // Rows and columns of a weight's gradient [D, V] that a CTA writes.
 inline constexpr int kRowsOfPlace = kOfLane, kColumnsOfPlace = 2048;
+// Tokens whose labels it looks at before it writes for those that are its own.
+inline constexpr int kLookedAt = 4096;
 
 // Writes what tokens' labels' numerators and hidden states lack of the weight's gradient [D, V], and 0
 // to the columns of no label: each row whole, by way of shared memory. Alone, a label's columns are as
@@ -360,17 +362,31 @@ __device__ inline void write_lacking(const FusedProductArguments& a) {
   for (int i = threadIdx.x; i < kRowsOfPlace * kVectors; i += kTokenThreads) {
     reinterpret_cast<uint4*>(place)[i] = make_uint4(0, 0, 0, 0);
   }
-  __syncthreads();
-  for (int64_t index = threadIdx.x; index < a.row.tokens; index += kTokenThreads) {
-    const int64_t column = label_at(a.row, index) - first;
-    if (static_cast<uint64_t>(column) >= kColumnsOfPlace || !is_first(a.gradients[index])) continue;
-    float x[kOfLane] = {};
-    const float of_bias = add_tokens(a, index, d, x);
-    if (d == 0 && a.dbias != nullptr) a.dbias[first + column] += of_bias;
+  __shared__ uint16_t own[kLookedAt];
+  __shared__ uint32_t count;
+  for (int64_t begin = 0; begin < a.row.tokens; begin += kLookedAt) {
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int tokens = static_cast<int>(min(static_cast<int64_t>(kLookedAt), a.row.tokens - begin));
+#pragma unroll 8
+    for (int i = threadIdx.x; i < tokens; i += kTokenThreads) {
+      const int64_t column = label_at(a.row, begin + i) - first;
+      if (static_cast<uint64_t>(column) < kColumnsOfPlace) own[atomicAdd(&count, 1)] = i;
+    }
+    __syncthreads();
+    // In any order: a label's first token has its columns to itself.
+    for (uint32_t i = threadIdx.x; i < count; i += kTokenThreads) {
+      const int64_t index = begin + own[i];
+      if (!is_first(a.gradients[index])) continue;
+      const int64_t column = a.gradients[index].target - first;
+      float x[kOfLane] = {};
+      const float of_bias = add_tokens(a, index, d, x);
+      if (d == 0 && a.dbias != nullptr) a.dbias[first + column] += of_bias;
 #pragma unroll
-    for (int i = 0; i < kRowsOfPlace; ++i) place[i][column] = from_float<E>(x[i]);
+      for (int row = 0; row < kRowsOfPlace; ++row) place[row][column] = from_float<E>(x[row]);
+    }
+    __syncthreads();
   }
-  __syncthreads();
   for (int i = threadIdx.x; i < kRowsOfPlace * kVectors; i += kTokenThreads) {
     const int64_t column = first + i % kVectors * kPerVector<E>;
     if (row + i / kVectors >= a.part_count || column >= a.row.vocab) continue;

@@ -353,6 +353,11 @@ fn every_dtype_reduction_and_plan_passes() {
         ("bf16", &["options.weights=random", "input.synthetic.distribution=peaked"]),
         ("f16", &["options.reduction=sum", "bias=true", "input.synthetic.ignored=0.3"]),
         ("f32", &["tile.block_size=100", "tile.time_block=3", "shape.vocab=1003"]),
+        (
+            "bf16",
+            &["options.reduction=none", "input.synthetic.scale=64", "max_scratch_bytes=2000000"],
+        ),
+        ("f16", &["options.softcap=30", "input.synthetic.scale=8", "max_scratch_bytes=2000000"]),
     ] {
         let dtype = format!("dtype={dtype}");
         for implementation in ["kernel", "reference"] {

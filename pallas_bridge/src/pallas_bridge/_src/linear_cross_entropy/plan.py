@@ -145,7 +145,7 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     """
     limit = max_scratch_bytes
     if limit is None:
-        limit = _by_tokens(problem, min(USUAL_TOKENS, problem.tokens))
+        limit = by_tokens(problem, min(USUAL_TOKENS, problem.tokens))
     for fitting in (_tokens(problem, limit), _vocabulary(problem, limit), _both(problem, limit)):
         if fitting is not None:
             return fitting
@@ -203,7 +203,7 @@ def _held(total: int, chunk: int) -> int:
     return chunk + total % chunk if 0 < chunk < total else chunk
 
 
-def _by_tokens(problem: Problem, tokens: int) -> int:
+def by_tokens(problem: Problem, tokens: int) -> int:
     """Scratch of chunks of so many tokens: logits, and sums of the weight's gradient in f32."""
     narrowed = problem.narrowed_weight
     held = _held(problem.tokens, tokens) * (problem.row_bytes + _hidden_row(problem, tokens))
@@ -259,15 +259,15 @@ def _even(total: int, most: int) -> int:
 def _tokens(problem: Problem, limit: int) -> Plan | None:
     products = 3 if problem.reduced else 4
     chunk = problem.tokens
-    if _by_tokens(problem, chunk) > limit:
+    if by_tokens(problem, chunk) > limit:
         token_bytes = problem.row_bytes + _hidden_row(problem, 0)
-        most = (limit - _by_tokens(problem, 0)) // token_bytes
+        most = (limit - by_tokens(problem, 0)) // token_bytes
         if most < LEAST_TOKENS:
             return None
         chunk = _even(problem.tokens, most)
-        if chunk < min(LEAST_TOKENS, problem.tokens) or _by_tokens(problem, chunk) > limit:
+        if chunk < min(LEAST_TOKENS, problem.tokens) or by_tokens(problem, chunk) > limit:
             return None
-    scratch = _by_tokens(problem, chunk)
+    scratch = by_tokens(problem, chunk)
     return Plan("tokens", max(chunk, 1), problem.vocab, products, scratch, limit)
 
 
