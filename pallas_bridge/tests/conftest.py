@@ -36,6 +36,14 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@pytest.fixture(autouse=True)
+def calls_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has programs for GPUs take calls of the library where logits are few too, as tests' are."""
+    from pallas_bridge._src.linear_cross_entropy import on_cuda
+
+    monkeypatch.setattr(on_cuda, "FEW_LOGITS", 0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(platform, reason): applies on one platform")
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")

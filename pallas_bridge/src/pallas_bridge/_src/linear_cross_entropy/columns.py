@@ -27,7 +27,7 @@ def forward(
     bias: Bias,
     labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps, lse and zeros for lse_low, each [N] in f32."""
+    """Returns loss, logps, lse and lse_low, each [N] in f32."""
     tokens, columns = chunk
     vocab = weight.shape[products.vocab_axis]
     dtype = operand_dtype(hidden, weight)
@@ -50,14 +50,19 @@ def forward(
         zero = blank(x, (count,))
         state = (zero - jnp.inf, zero, zero, zero)
         highest, total, at_label, plain = each(vocab, columns, of_columns, state)
-        lse = jnp.log(total) + highest
+        log = jnp.log(total)
+        lse = highest + log
         # A row of -inf alone is no row, and neither is one with +inf.
         lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
-        return put(outputs, _outputs(options, vocab, y, lse, at_label, plain / vocab), first)
+        # The error of a sum, whichever term is larger.
+        is_larger = jnp.abs(highest) >= jnp.abs(log)
+        low = jnp.where(is_larger, (highest - lse) + log, (log - lse) + highest)
+        found = _outputs(options, vocab, y, lse, low, at_label, plain / vocab)
+        return put(outputs, found, first)
 
-    outputs = (blank(labels),) * 3
-    loss, logps, lse = each(len(labels), tokens, of_tokens, outputs)
-    return loss, logps, lse, jnp.zeros_like(lse)
+    outputs = (blank(labels),) * 4
+    loss, logps, lse, low = each(len(labels), tokens, of_tokens, outputs)
+    return loss, logps, lse, low
 
 
 def fused(
@@ -70,7 +75,7 @@ def fused(
     labels: jax.Array,
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Gradients]:
-    """Returns loss, lse and zeros for lse_low, each [N] in f32, and gradients for `factors`."""
+    """Returns loss, lse and lse_low, each [N] in f32, and gradients for `factors`."""
     passes = (partial(one, options, products, chunk) for one in (forward, backward))
     return two_passes.fused(*passes, hidden, weight, bias, labels, factors)
 
@@ -86,10 +91,10 @@ def backward(
     saved: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Gradients:
-    """Returns gradients for saved (lse, zeros) and cotangents of (loss, logps, lse), each [N]."""
+    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N]."""
     tokens, columns = chunk
     vocab = weight.shape[products.vocab_axis]
-    per_token = (labels, saved[0], *cotangents)
+    per_token = (labels, *saved, *cotangents)
     dweight = blank(weight, dtype=weight.dtype)
     dbias = None if bias is None else blank(bias, dtype=bias.dtype)
     dtype = operand_dtype(hidden, weight)
@@ -104,17 +109,17 @@ def backward(
         summed: jax.Array = total + products.of_hidden(dz, part, FLOAT32)
         return summed
 
-    def dlogits(x: Any, y: Any, lse: Any, given: Any, start: Any, width: int) -> jax.Array:
+    def dlogits(x: Any, per_token: Any, start: Any, width: int) -> jax.Array:
+        y, lse, low, *given = per_token
         z = _logits(options, products, x, weight, bias, start, width)
-        return _dlogits(options, vocab, z, y, lse, given, start)
+        return _dlogits(options, vocab, z, y, (lse, low), given, start)
 
     if tokens >= len(labels):
         x = operands(hidden, idle)
 
         def at_once(start: Any, width: int, sums: Any) -> Any:
             total, others = sums
-            y, lse, *given = per_token
-            dz = dlogits(x, y, lse, given, start, width)
+            dz = dlogits(x, per_token, start, width)
             total = add_of_hidden(total, dz, start, width)
             part = (products.of_weight(dz, x, FLOAT32), dz.sum(0, dtype=jnp.float32))
             return total, _ended(products, others, *part, start)
@@ -124,11 +129,11 @@ def backward(
         return without_rows(idle, total).astype(hidden.dtype), dweight, dbias
 
     def for_hidden(first: Any, count: int, outputs: Any) -> Any:
-        x, out, y, lse, *given = rows(first, count, hidden, idle, *per_token)
+        x, out, *of_rows = rows(first, count, hidden, idle, *per_token)
         x = x.astype(dtype)
 
         def add(start: Any, width: int, total: Any) -> Any:
-            dz = dlogits(x, y, lse, given, start, width)
+            dz = dlogits(x, of_rows, start, width)
             return add_of_hidden(total, dz, start, width)
 
         total = each(vocab, columns, add, blank(x))
@@ -136,9 +141,9 @@ def backward(
 
     def for_weight(start: Any, width: int, others: Any) -> Any:
         def add(first: Any, count: int, totals: Any) -> Any:
-            x, out, y, lse, *given = rows(first, count, hidden, idle, *per_token)
+            x, out, *of_rows = rows(first, count, hidden, idle, *per_token)
             x = operands(x, out)
-            dz = dlogits(x, y, lse, given, start, width)
+            dz = dlogits(x, of_rows, start, width)
             of_weight, of_bias = totals
             of_weight += products.of_weight(dz, x, FLOAT32)
             return of_weight, of_bias + dz.sum(0, dtype=jnp.float32)
@@ -188,18 +193,19 @@ def _outputs(
     vocab: int,
     labels: jax.Array,
     lse: jax.Array,
+    low: jax.Array,
     at_label: jax.Array,
     mean: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Loss, logps and lse of whole rows, as the contract has them."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Loss, logps, lse and lse_low of whole rows, as the contract has them."""
     ignored = is_ignored(options, labels)
     valid = jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
     smoothing = options.label_smoothing
-    logps = at_label - lse
+    logps = (at_label - lse) - low
     loss = (1 - smoothing) * -logps + options.z_loss * lse**2
     if smoothing:
-        loss += smoothing * (lse - mean)
-    return jnp.where(ignored, 0, loss * valid), jnp.where(ignored, 0, logps * valid), lse
+        loss += smoothing * ((lse - mean) + low)
+    return jnp.where(ignored, 0, loss * valid), jnp.where(ignored, 0, logps * valid), lse, low
 
 
 def _dlogits(
@@ -207,17 +213,17 @@ def _dlogits(
     vocab: int,
     z: jax.Array,
     labels: jax.Array,
-    lse: jax.Array,
+    saved: Any,
     cotangents: Any,
     start: Any,
 ) -> jax.Array:
     """The gradient of a chunk of logits, in f32."""
-    g, h, k = cotangents
+    (lse, low), (g, h, k) = saved, cotangents
     ignored = is_ignored(options, labels)
     idle = ignored | ((g == 0) & (h == 0) & (k == 0))
     valid = jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
     smoothing = options.label_smoothing
-    of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * valid
+    of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * valid * jnp.exp(-low)
     at_label = (h - g * (1 - smoothing)) * valid
     p = jnp.exp(z - lse[:, None])
     dz = of_p[:, None] * p + jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)

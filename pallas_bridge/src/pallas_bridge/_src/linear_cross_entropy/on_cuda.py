@@ -36,9 +36,9 @@ WIDE = (4, 9, 9)
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
 # Kernels beside the products of a chunk that has numerators.
 SMALL_KERNELS, KERNELS_OF_PLACE = 8, 3
-# So few logits are left to XLA, where they fit: its programs are launched as one, and its products cut
-# long sums of few tiles. 1024 x 1024 x 4096 takes 0.082 ms there and 0.096 in the library, 2048 x 1024
-# x 8192 0.248 and 0.203 (NVIDIA H200, 2026-11-24).
+# So few logits are left to XLA, where they fit: its programs are launched as one, and its products
+# cut long sums of few tiles. 1024 x 1024 x 4096 takes 0.082 ms there and 0.096 in the library,
+# 2048 x 1024 x 8192 0.248 and 0.203 (NVIDIA H200, 2026-11-24).
 FEW_LOGITS = 1 << 22
 # Kernels of logits that pass through the workspace, forward and backward.
 KERNELS_OF_SLAB = 5
@@ -340,10 +340,10 @@ def choose(problem: Problem, limit: int) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where the library has none."""
     if 0 in (problem.tokens, problem.hidden, problem.vocab):
         return None
-    if problem.tokens * problem.vocab <= FEW_LOGITS:
-        if by_tokens(problem, problem.tokens) <= limit and not problem.running:
-            return None
-    room = limit - problem.narrowed_weight - problem.narrowed_hidden
+    is_few = problem.tokens * problem.vocab <= FEW_LOGITS and not problem.running
+    if is_few and by_tokens(problem, problem.tokens) <= limit:
+        return None
+    room = limit - problem.narrowed_bytes
     found = _fastest(problem, room + SLACK)
     if found is None:
         return None
@@ -380,9 +380,7 @@ def planned(problem: Problem, limit: int, cut: Cut, most: int) -> Plan:
 
 def _beside(problem: Problem) -> int:
     """Bytes that are held beside a call's scratch."""
-    return (
-        PER_BIAS * problem.bias * problem.vocab + problem.narrowed_weight + problem.narrowed_hidden
-    )
+    return PER_BIAS * problem.bias * problem.vocab + problem.narrowed_bytes
 
 
 def _fastest(problem: Problem, room: int) -> Cut | None:

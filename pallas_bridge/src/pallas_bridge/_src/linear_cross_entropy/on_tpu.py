@@ -21,6 +21,7 @@ from ..cross_entropy.options import Options, Tile
 from ..pallas import Target
 from . import one_call, standing, two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
+from .product import operand_dtype
 
 # A tiling and which gradients it makes: of hidden, of the weight and bias.
 Kernels = tuple[tuple[Any, bool, bool], ...]
@@ -69,7 +70,7 @@ def tiles(
     """
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    if hidden.dtype not in pallas_tpu.DTYPES or 0 in hidden.shape:
+    if operand_dtype(hidden, weight) not in pallas_tpu.DTYPES or 0 in hidden.shape:
         return None
     cut = partial(pallas_tpu.cut, target, hidden, weight, vocab_axis, bias=bias, named=named)
     forward = cut()

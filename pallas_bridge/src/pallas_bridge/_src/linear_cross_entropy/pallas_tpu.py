@@ -24,6 +24,8 @@ from ..compat import varying_like
 from ..cross_entropy.options import Options, Tile
 from ..cross_entropy.pallas_tpu import LANES, LEAST, NUMBERS, cotangents_of, outputs_of
 from ..pallas import Target
+from .product import operand_dtype
+from .product import operands as as_operands
 from .tokens import Bias, Gradients
 
 SUBLANES = 8
@@ -48,7 +50,9 @@ class Tiles:
     tokens: int
     hidden: int
     vocab: int
+    # What products take, and the dtypes of the gradients of hidden and weight.
     dtype: Any
+    dtypes: tuple[Any, Any]
     vocab_axis: int
     bias: bool
     # Tokens and columns of a tile, and columns whose arithmetic is one straight line: while the
@@ -82,7 +86,9 @@ class Tiles:
         """
         row = self.hidden * int(np.dtype(self.dtype).itemsize)
         hidden, weight = self.tokens * row, self.vocab * row
-        gradients = makes_hidden * hidden + makes_weight * weight
+        of_hidden, of_weight = (int(np.dtype(one).itemsize) for one in self.dtypes)
+        gradients = makes_hidden * self.tokens * of_hidden + makes_weight * self.vocab * of_weight
+        gradients *= self.hidden
         if not makes_weight:
             return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
         sums = 2 * (self.steps - 1) * self.spilled_bytes
@@ -98,13 +104,15 @@ class Tiles:
         """Bytes of VMEM of the forward kernel, or of the one that makes such gradients."""
         width = -(-self.hidden // LANES) * LANES
         size = int(np.dtype(self.dtype).itemsize)
+        of_hidden, of_weight = (int(np.dtype(one).itemsize) for one in self.dtypes)
         across, down = self.rows * width, self.columns * width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
         if makes_hidden:
-            total += self.sums(makes_weight=makes_weight) * 4 * across + 2 * size * across
+            total += self.sums(makes_weight=makes_weight) * 4 * across
+            total += 2 * of_hidden * across
         if makes_weight:
-            total += 4 * down + 2 * size * down
+            total += 4 * down + 2 * of_weight * down
         if self.bias:
             total += 2 * 4 * self.columns * LANES
         return total
@@ -149,7 +157,8 @@ def cut(
             tokens,
             width,
             vocab,
-            hidden.dtype,
+            operand_dtype(hidden, weight),
+            (hidden.dtype, weight.dtype),
             vocab_axis,
             bias,
             -(-rows // LANES) * LANES,
@@ -199,8 +208,6 @@ class _Tile:
             # A row for all tokens, turned into a column.
             wide = jnp.broadcast_to(self.bias[0:1, pl.ds(start, self.tiles.part)], (LANES, len(z)))
             z = z + wide.T[:, :1]
-        # Rounded as under every other schedule.
-        z = z.astype(self.tiles.dtype).astype(jnp.float32)
         cap = self.options.softcap
         return z, z if cap is None else cap * jnp.tanh(z * (1 / cap))
 
@@ -214,6 +221,18 @@ def _clear(ref: Any, axis: int, count: Any) -> None:
     """Zeroes what a block has beyond the end of its array, where there is anything."""
     index = lax.broadcasted_iota(jnp.int32, ref.shape, axis)
     ref[...] = jnp.where(index < count, ref[...], jnp.zeros((), ref.dtype))
+
+
+def _clear_idle(ref: Any, active: jax.Array) -> None:
+    """Zeroes rows of tokens that take no part: 0 times what they hold could be NaN."""
+    ref[...] = _active(ref[...], active)
+
+
+def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
+    """[tokens, ..] with zeros where `active` [1, tokens] is 0."""
+    # A row turned into a column.
+    column = jnp.broadcast_to(active, (LANES, active.shape[1])).T[:, :1]
+    return jnp.where(column != 0, rows, jnp.zeros((), rows.dtype))
 
 
 def _clear_last(tiles: Tiles, x: Any, weight: Any, block: Any, step: Any) -> None:
@@ -284,6 +303,7 @@ def _backward_kernel(
     *refs: Any, tiles: Tiles, options: Options, makes_hidden: bool, makes_weight: bool
 ) -> None:
     x, weight, labels, numbers, *rest = refs
+    leaks: Any = rest.pop(0) if makes_weight else None
     bias: Any = rest.pop(0) if tiles.bias else None
     dhidden: Any = rest.pop(0) if makes_hidden else None
     dweight: Any = rest.pop(0) if makes_weight else None
@@ -324,6 +344,9 @@ def _backward_kernel(
         )
 
     _clear_last(tiles, x, weight, block, step)
+    of_p, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
+    if makes_weight:
+        pl.when(leaks[block] != 0)(lambda: _clear_idle(x, active))
     if rest:
         turned = rest[0]
 
@@ -349,7 +372,6 @@ def _backward_kernel(
         pl.when(block == 0)(lambda: blank(of_weight, of_bias))
 
     tile = _Tile(tiles, options, step, labels, bias, rows_of_weight, x)
-    of_p, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
     for start in range(0, tiles.columns, tiles.part):
         plain, z = tile.logits(start)
         d = of_p * jnp.exp(z - lse)
@@ -378,7 +400,7 @@ def _backward_kernel(
 
         @pl.when(step == tiles.steps - 1)
         def _() -> None:
-            dhidden[...] = of_hidden[here].astype(dhidden.dtype)
+            dhidden[...] = _active(of_hidden[here], active).astype(dhidden.dtype)
 
     if tiles.spills:
         pl.when(turn <= last_to_go)(lambda: goes(turn).start())
@@ -504,6 +526,13 @@ def _shared(
     return [(hidden, grid.hidden()), (weight, grid.weight()), (places, grid.tokens(1))]
 
 
+def _leaks(tiles: Tiles, x: jax.Array, active: jax.Array) -> list[tuple[Any, Any]]:
+    """Which blocks have idle tokens whose hidden states would make dweight NaN."""
+    bad = (~active & ~jnp.isfinite(x).all(1))[None]
+    blocks = _padded(tiles, bad, fill=False).reshape(tiles.blocks, tiles.rows).any(1)
+    return [(blocks.astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))]
+
+
 def _bias(tiles: Tiles, grid: _Grid, bias: Bias) -> list[tuple[Any, Any]]:
     if bias is None:
         return []
@@ -523,6 +552,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
     grid = _Grid(tiles, by_columns=False)
+    hidden, weight = as_operands(hidden, weight)
     found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
     operands = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
@@ -560,15 +590,17 @@ def backward(
     smoothing = options.label_smoothing
     of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
     even = g * (smoothing / kernels[0][0].vocab)
-    active = ((g != 0) | (h != 0) | (k != 0)).astype(jnp.float32)
-    rows = [of_p, lse, h - g * (1 - smoothing), even, active]
+    active = (g != 0) | (h != 0) | (k != 0)
+    rows = [of_p, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
     numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
+    x, w = as_operands(hidden, weight)
     for tiles, makes_hidden, makes_weight in kernels:
         grid = _Grid(tiles, by_columns=makes_weight)
         operands = [
-            *_shared(tiles, grid, hidden, weight, labels),
+            *_shared(tiles, grid, x, w, labels),
             (_padded(tiles, numbers, 0), grid.tokens(NUMBERS)),
+            *(_leaks(tiles, x, active) if makes_weight else []),
             *_bias(tiles, grid, bias),
         ]
         results: dict[str, tuple[Any, Any]] = {}

@@ -67,16 +67,12 @@ class Problem:
         return min(self.hidden_bytes, self.weight_bytes)
 
     @property
-    def narrowed_weight(self) -> int:
-        """Bytes of what products take of a weight in f32 beside 16 bits."""
-        is_wider = self.weight_bytes > self.operand_bytes
-        return self.vocab * self.hidden * self.operand_bytes if is_wider else 0
-
-    @property
-    def narrowed_hidden(self) -> int:
-        """Bytes of what products take of hidden states in f32 beside 16 bits."""
-        is_wider = self.hidden_bytes > self.operand_bytes
-        return self.tokens * self.hidden * self.operand_bytes if is_wider else 0
+    def narrowed_bytes(self) -> int:
+        """What the wider array takes in the dtype of the other."""
+        operand = self.hidden * self.operand_bytes
+        if self.hidden_bytes > self.operand_bytes:
+            return self.tokens * operand
+        return self.vocab * operand if self.weight_bytes > self.operand_bytes else 0
 
     @property
     def row_bytes(self) -> int:
@@ -164,7 +160,7 @@ def usual_budget(problem: Problem) -> int:
     tokens = min(USUAL_TOKENS, problem.tokens)
     logits = tokens * problem.vocab * problem.operand_bytes
     beside = problem.tokens * problem.vocab // 128
-    beside += problem.narrowed_weight + problem.narrowed_hidden
+    beside += problem.narrowed_bytes
     usual = logits + beside + _weight_sums(problem, tokens) + _per_token(problem)
     return max(usual, LEAST_BUDGET)
 
@@ -179,7 +175,7 @@ def of_kernels(
 ) -> Plan:
     """Returns the plan of kernels with such a tile and bytes of sums, in the place of `plan`."""
     # Numbers of a token, in rows of as many as a register has, given and found.
-    scratch = 2 * _per_token(problem) + sums
+    scratch = 2 * _per_token(problem) + sums + problem.narrowed_bytes
     most = plan.max_scratch_bytes
     return Plan("kernels", *tile, products, scratch, most, moved=tuple(moved.items()))
 
@@ -205,7 +201,8 @@ def _held(total: int, chunk: int) -> int:
 
 def by_tokens(problem: Problem, tokens: int) -> int:
     """Scratch of chunks of so many tokens: logits, and sums of the weight's gradient in f32."""
-    narrowed = problem.narrowed_weight
+    # Hidden states are narrowed by chunks.
+    narrowed = problem.narrowed_bytes if problem.weight_bytes > problem.operand_bytes else 0
     held = _held(problem.tokens, tokens) * (problem.row_bytes + _hidden_row(problem, tokens))
     return held + narrowed + _weight_sums(problem, tokens) + _per_token(problem)
 
