@@ -16,7 +16,10 @@ from pallas_bridge._src.linear_cross_entropy import on_cpu
 
 from pallas_bridge import explain, linear_cross_entropy
 
-pytestmark = pytest.mark.numbers
+pytestmark = [
+    pytest.mark.numbers,
+    pytest.mark.only("cpu", "schedules are chosen as CPUs have them"),
+]
 
 TOKENS, WIDTH, VOCAB = 520, 256, 2003
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "ignore_index": 7}

@@ -30,6 +30,9 @@ namespace xentile {
 // Columns of a hidden state that a lane has, and a warp.
 inline constexpr int kOfLane = 8, kOfWarp = 32 * kOfLane;
 
+// Rows and columns of a weight's gradient [D, V] that a CTA writes.
+inline constexpr int kRowsOfPlace = kOfLane, kColumnsOfPlace = 2048;
+
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 inline constexpr uint32_t kTokenWarps = kTokenThreads / 32;
@@ -345,8 +348,6 @@ __device__ inline bool is_first(const GradientOfToken& token) {
   return token.target >= 0 && (__float_as_uint(token.c) & kIsLater) == 0;
 }
 
-// Rows and columns of a weight's gradient [D, V] that a CTA writes.
-inline constexpr int kRowsOfPlace = kOfLane, kColumnsOfPlace = 2048;
 // Tokens whose labels it looks at before it writes for those that are its own.
 inline constexpr int kLookedAt = 4096;
 

@@ -61,7 +61,7 @@ pub struct Numerators<'a> {
     /// nothing else writes between [`numerators`](FusedProduct::numerators) and
     /// [`times_weight`](FusedProduct::times_weight).
     pub of_tokens: *mut c_void,
-    /// Room for [`lifts_bytes`] of all places, at a multiple of 256.
+    /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
     pub lifts: *mut c_void,
 }
 
