@@ -98,7 +98,7 @@ def test_hidden_states_have_a_plan_and_a_program_a_platform(
         assert manifest["arguments"] == [*arrays, labels]
         assert manifest["results"] == [{"dtype": "f32", "shape": []}, *arrays]
     # In the memory of dweight [D, V] no logits are kept, so that some are made again.
-    how = "3.21 products, "
+    how = "3.15 products, "
     if reduction == "none":
         hands_over = jax.default_backend() == "cpu"
         how = f"logits handed to the backward pass, {how}" if hands_over else "4 products, "
