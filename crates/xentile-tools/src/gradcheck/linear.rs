@@ -522,7 +522,7 @@ mod tests {
         let rows: Vec<u64> = (0..40).collect();
         let seed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().subsec_nanos().into();
         println!("seed {seed}");
-        let seeded = Synthetic { std, seed, ..Synthetic::default() };
+        let seeded = Synthetic { std: Some(std), seed, ..Synthetic::default() };
         let linear = Linear { hidden: 64, bias: true, vocab_axis: 0, max_scratch_bytes: None };
         let states = HiddenStates::<E>::synthetic(&seeded, &rows, 500, linear, -100).unwrap();
         let HiddenStates { shape, hidden, weight, bias, labels } = &states;
