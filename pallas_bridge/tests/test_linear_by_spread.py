@@ -191,16 +191,19 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         chunk = plan.tokens, plan.columns
     other_losses, others = dense(arrays, factors, axis, options, chunk)
     off, other = (np.abs(np.asarray(one) - exact.losses) for one in (losses, other_losses))
-    assert off.max() <= 1.2 * other.max() + 2e-5
+    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's.
+    is_call = schedule == "library"
+    in_longer_runs = is_call and narrow(arrays)[0].dtype != jnp.bfloat16
+    assert off.max() <= (2.4 if in_longer_runs else 1.2) * other.max() + 2e-5
     for actual, like in zip(gradients, arrays, strict=False):
         assert actual.dtype == like.dtype
     matrices = zip(gradients, others, exact.gradients, exact.once, arrays, strict=False)
     if narrow(arrays)[0].dtype == jnp.float32:
         for actual, dense_one, want, *_ in matrices:
             # Whose worst entry is worse is luck.
-            assert error(actual, want) <= 1.5 * error(dense_one, want)
+            assert error(actual, want) <= (4 if is_call else 1.5) * error(dense_one, want)
             norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
-            assert norms[0] <= 1.1 * norms[1]
+            assert norms[0] <= (2.5 if is_call else 1.1) * norms[1]
     else:
         for (actual, dense_one, want, once, like), bound in zip(
             matrices, BOUNDS_OF_16_BITS, strict=True
@@ -214,7 +217,9 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
                 norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
                 assert norms[0] <= bound * norms[1]
     if arrays[2] is not None:
-        assert error(gradients[2], exact.gradients[2]) < 4e-6
+        # The call sums dbias of what is an operand, rounded as it is.
+        eps = float(jnp.finfo(narrow(arrays)[0].dtype).eps)
+        assert error(gradients[2], exact.gradients[2]) < (4e-6 + eps if is_call else 4e-6)
 
 
 @pytest.mark.parametrize("std", [0.5, 8.0, 64.0])
