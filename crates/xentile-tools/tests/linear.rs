@@ -355,9 +355,9 @@ fn every_dtype_reduction_and_plan_passes() {
         ("f32", &["tile.block_size=100", "tile.time_block=3", "shape.vocab=1003"]),
         (
             "bf16",
-            &["options.reduction=none", "input.synthetic.scale=64", "max_scratch_bytes=2000000"],
+            &["options.reduction=none", "input.synthetic.std=64", "max_scratch_bytes=2000000"],
         ),
-        ("f16", &["options.softcap=30", "input.synthetic.scale=8", "max_scratch_bytes=2000000"]),
+        ("f16", &["options.softcap=30", "input.synthetic.std=8", "max_scratch_bytes=2000000"]),
     ] {
         let dtype = format!("dtype={dtype}");
         for implementation in ["kernel", "reference"] {
@@ -391,7 +391,7 @@ fn microbench_reports_the_plan_and_what_it_takes() {
     assert!(temporaries(&tight) < temporaries(&roomy));
     assert!(temporaries(&roomy) < temporaries(&dense));
     assert!(dense["exported"]["plan"].is_null());
-    for (report, expected) in [(&roomy, "x 256 columns"), (&tight, "x 128 columns")] {
+    for (report, expected) in [(&roomy, "x 768 columns"), (&tight, "x 128 columns")] {
         let plan = report["exported"]["plan"].as_str().unwrap();
         assert!(plan.contains(expected), "{plan}");
         assert_eq!(report["hidden"], 64);
@@ -425,7 +425,7 @@ fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
     let least = "max_scratch_bytes is 10; the least for 300 tokens";
     assert!(rows[2]["error"].as_str().unwrap().starts_with(least), "{}", rows[2]);
     let plan = |row: &Value| row["report"]["exported"]["plan"].as_str().unwrap().to_owned();
-    for (row, expected) in [(0, "x 768 columns"), (1, "x 128 columns"), (3, "x 256 columns")] {
+    for (row, expected) in [(0, "x 768 columns"), (1, "x 128 columns"), (3, "x 768 columns")] {
         assert!(plan(&rows[row]).contains(expected), "{}", rows[row]);
     }
     let temporaries = |row: &Value| row["report"]["compiled"]["temporary_bytes"].as_u64().unwrap();
