@@ -376,7 +376,7 @@ fn every_dtype_reduction_and_plan_passes() {
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains("FAILED: outside tolerance in dhidden/relative, dweight/relative"));
-    assert!(text.contains("plan: tokens: 16 tokens x 300 columns at a time, 3 products"), "{text}");
+    assert!(text.contains("plan: library: 16 tokens x 64 columns at a time, 3 products"), "{text}");
 }
 
 #[test]
