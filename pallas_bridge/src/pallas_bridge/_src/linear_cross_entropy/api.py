@@ -55,8 +55,9 @@ def linear_cross_entropy(
     is its sums, never rounded.
 
     Tokens that are ignored or whose factor is 0 add 0 to every gradient, whatever their hidden
-    state holds. A NaN in that of another token stays in its loss and its row of dhidden, and makes
-    dweight NaN; one in the weight reaches every token that counts.
+    state holds (on GPUs, where logits are made again, one that is not finite makes dweight NaN).
+    A NaN in that of another token stays in its loss and its row of dhidden, and makes dweight NaN;
+    one in the weight reaches every token that counts.
 
     Where the reduction is inside, gradients are made in the forward pass: three products of N x D
     x V, which is the least. With reduction "none", for float16, and where memory is short, logits
@@ -80,7 +81,7 @@ def linear_cross_entropy(
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
-        bits, V * D sums in f32. On GPUs logits count as wide as operands.
+        bits, V * D sums in f32. On GPUs logits count as wide as operands, and 256 MiB is the least.
       block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a slab, which
         is narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels, a
         multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes chunks, of the
