@@ -201,9 +201,11 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
     if narrow(arrays)[0].dtype == jnp.float32:
         for actual, dense_one, want, *_ in matrices:
             # Whose worst entry is worse is luck.
-            assert error(actual, want) <= (4 if is_call else 1.5) * error(dense_one, want)
+            assert error(actual, want) <= (4 if is_call else 2) * error(dense_one, want)
             norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
-            assert norms[0] <= (2.5 if is_call else 1.1) * norms[1]
+            # Chunks, and the call, add in another order.
+            of_sums = {"one": 1.1, "reference": 1.1, "library": 2.5}.get(schedule, 1.4)
+            assert norms[0] <= of_sums * norms[1]
     else:
         for (actual, dense_one, want, once, like), bound in zip(
             matrices, BOUNDS_OF_16_BITS, strict=True
