@@ -4,7 +4,7 @@
 #
 #     scripts/pytest_in_shares.sh PYTEST_ARGUMENTS
 #
-# With THIN=3 only every third test is run, or so.
+# With THIN=3 a third of each test's cases are run, or so; scripts/pytest_share.py tells which.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -12,11 +12,12 @@ jobs=$(nproc)
 ((jobs <= ${JOBS:-4})) || jobs=${JOBS:-4}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-thin=${THIN:-1}
-((thin == 1)) || echo "left out: $((thin - 1)) of $thin tests, which another tier runs"
+export XENTILE_TEST_THIN=${THIN:-1}
+((XENTILE_TEST_THIN == 1)) ||
+    echo "left out: $((XENTILE_TEST_THIN - 1)) of $XENTILE_TEST_THIN cases of a test, where it has so many"
 pids=() status=0
 for ((job = 0; job < jobs; job++)); do
-    XENTILE_TEST_SHARE=$job/$((jobs * thin)) python -m pytest -p scripts.pytest_share "$@" >"$scratch/$job" 2>&1 &
+    XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_share "$@" >"$scratch/$job" 2>&1 &
     pids+=($!)
 done
 for ((job = 0; job < jobs; job++)); do

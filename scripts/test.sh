@@ -1,34 +1,50 @@
 #!/usr/bin/env bash
-# Runs every test that this machine can run:
+# Runs the tests:
 #
-#     scripts/test.sh            all tiers but those that run by name
-#     scripts/test.sh lint host  these only
+#     scripts/test.sh            what ten minutes hold: five tiers, a part of the largest
+#     scripts/test.sh --all      all tiers, whole, but those that run by name
+#     scripts/test.sh lint host  these tiers, whole
 #
 # A tier is a script in scripts/tiers/. It ends with 77 where the machine lacks what it needs. One
 # that fails does not stop those after it. Each ends up as one line of the summary, and the last line
 # holds the totals. Exits 1 when anything failed; what a tier printed is kept in target/test-logs/.
+#
+# A tier of the default takes a part where XENTILE_TEST_QUICK is 1, and prints `left out: ..` for each
+# thing that it leaves out. XENTILE_TEST_DRAW is a number that tells which cases of a test are run there;
+# it is printed, and drawn where it is not set.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # Left out unless they are named, for time: the versions of JAX between the oldest and the newest.
 by_name=(xla-cpu-{0.10.2,0.11.2})
 # In the order of what fails soonest.
+quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
 all=(lint host xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme asan miri fuzz neon)
 
 tiers=("$@")
 left_out=()
-((${#tiers[@]})) || tiers=("${all[@]}") left_out=("${by_name[@]}")
+unset XENTILE_TEST_QUICK
+if (($# == 0)); then
+    export XENTILE_TEST_QUICK=1
+    tiers=("${quick[@]}")
+    for tier in "${all[@]}" "${by_name[@]}"; do
+        [[ " ${quick[*]} " == *" $tier "* ]] || left_out+=("$tier")
+    done
+elif [[ $* == --all ]]; then
+    tiers=("${all[@]}") left_out=("${by_name[@]}")
+fi
 for tier in "${tiers[@]}"; do
     if [[ ! -f scripts/tiers/$tier.sh ]]; then
-        printf 'test: error: no tier %s: choose from %s\n' "$tier" "${all[*]} ${by_name[*]}" >&2
+        printf 'test: error: no tier %s: choose from %s, or --all alone\n' \
+            "$tier" "${all[*]} ${by_name[*]}" >&2
         exit 2
     fi
 done
 
 scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
 export PATH=$PWD/.venv/bin:$PATH
-# One compiler for all tiers, so that kernels are compiled once.
-if [[ -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
+# One compiler for all tiers, so that kernels are compiled once. The default compiles none of them.
+if [[ -z ${XENTILE_TEST_QUICK:-} && -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
     scripts/setup.sh scripts/requirements-cuda.txt
     XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
     export XENTILE_NVCC
@@ -39,9 +55,14 @@ if [[ -n ${CI:-} ]]; then
 fi
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
+export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
+[[ -z ${XENTILE_TEST_QUICK:-} ]] || echo "draw of cases: set XENTILE_TEST_DRAW=$XENTILE_TEST_DRAW to repeat"
 
 logs=target/test-logs
 mkdir -p "$logs"
+XENTILE_TEST_WHEELS=$(mktemp -d)
+export XENTILE_TEST_WHEELS
+trap 'rm -rf "$XENTILE_TEST_WHEELS"' EXIT
 total_passed=0 total_failed=0 absent=() summary=() failures=""
 for tier in "${tiers[@]}"; do
     log=$logs/$tier.log
@@ -79,6 +100,9 @@ printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
 printf 'tiers: %d run, %d absent here%s\n' \
     $((${#tiers[@]} - ${#absent[@]})) ${#absent[@]} "${absent[*]:+ (${absent[*]})}"
-((${#left_out[@]} == 0)) || printf 'left out, to be run by name: %s\n' "${left_out[*]}"
+((${#left_out[@]} == 0)) || printf 'left out, to be run by name%s: %s\n' \
+    "${XENTILE_TEST_QUICK:+ or with --all}" "${left_out[*]}"
+parts=$(cd "$logs" && grep -H '^left out: ' "${tiers[@]/%/.log}" 2>/dev/null | sed 's/\.log:left out:/, left out:/' | sort -u || true)
+[[ -z $parts ]] || printf '%s\n' "$parts"
 printf '%d passed, %d failed\n' "$total_passed" "$total_failed"
 ((total_failed == 0))

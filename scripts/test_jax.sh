@@ -3,7 +3,7 @@
 #
 #     scripts/test_jax.sh 0.10.2
 #
-# Installs pallas_bridge there as a user would, and holds the ABI of xla-ffi against the header that this
+# Installs pallas_bridge there from its wheel, and holds the ABI of xla-ffi against the header that this
 # jaxlib carries. What follows the version is passed on to pytest. Exits 77 where no Python is found that
 # this version runs on.
 set -euo pipefail
@@ -61,8 +61,20 @@ python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.s
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
 export XLA_FFI_JAXLIB_INCLUDE
 cargo test -p xla-ffi --test abi -- --include-ignored
-# --force-reinstall, as the version stays the same from one change to the next.
-pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./pallas_bridge
+if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
+    echo "left out: pallas_bridge as it is installed; tests read the checkout, and the library that was built for them"
+    cargo build --workspace
+    pip uninstall --quiet --disable-pip-version-check --yes pallas_bridge
+    export XENTILE_XLA_LIBRARY=${CARGO_TARGET_DIR:-$PWD/target}/debug/libxentile_xla.so
+    export PYTHONPATH=$PWD/pallas_bridge/src
+else
+    # One wheel serves every version of JAX of a run of scripts/test.sh.
+    wheels=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
+    compgen -G "$wheels/pallas_bridge-*.whl" >/dev/null ||
+        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" ./pallas_bridge
+    # --force-reinstall, as the version stays the same from one change to the next.
+    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pallas_bridge-*.whl
+fi
 # In two runs: these want two devices, those do not know of it.
 pytest crates/xla-ffi/tests/jax "$@"
 pytest crates/xentile-programs/tests/jax "$@"

@@ -40,6 +40,16 @@ use_sanitizers() {
     export RUSTC_BOOTSTRAP=1
 }
 
+# Builds all that there is, as in the README's first command: a package by itself has other features, and
+# is compiled again for them. The default has what the tests of the tier host were built with.
+build_binaries() {
+    if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
+        cargo build --workspace
+    else
+        cargo build --release
+    fi
+}
+
 # Whether gradcheck can have pallas_bridge export programs and run them on XLA's CPU, which it is then
 # set up for; a line says why not. Builds the library of custom calls, as programs have its calls.
 use_exported_programs() {
@@ -48,13 +58,11 @@ use_exported_programs() {
         return 1
     fi
     scripts/setup.sh scripts/requirements-{jax,pjrt}.txt
-    # All that there is, as in the README's first command: a package by itself has other features, and
-    # is compiled again for them.
-    cargo build --release
+    build_binaries
     local packages
     packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
     export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
-    export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
+    export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
     export XENTILE_PYTHON=python PYTHONPATH=$PWD/pallas_bridge/src
     export XENTILE_CACHE=$target_dir/programs
 }
@@ -74,5 +82,7 @@ host_triple() {
     rustc -vV | sed -n 's/^host: //p'
 }
 
-# shellcheck disable=SC2034 # the tiers read it
 target_dir=${CARGO_TARGET_DIR:-$PWD/target}
+# Where `build_binaries` puts what it makes.
+binaries=$target_dir/release
+[[ -z ${XENTILE_TEST_QUICK:-} ]] || binaries=$target_dir/debug

@@ -5,8 +5,8 @@ source scripts/tiers/common.sh
 status=0
 pytest scripts/tests/test_make_real_logits.py || status=1
 check "make_real_logits" scripts/make_real_logits
-cargo build --release
-gradcheck=$target_dir/release/gradcheck
+build_binaries
+gradcheck=$binaries/gradcheck
 check "configs/gradcheck/real_text.yaml" "$gradcheck" --config configs/gradcheck/real_text.yaml
 if use_exported_programs; then
     # Two gradients of [30522, 384] in float64 take a while for each token.
