@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use crate::{
     DType, Element, Error, Pred, Result, abi,
-    frame::{Names, list, reference, sized},
+    pointers::{Names, list, reference, sized},
 };
 
 /// The value of an attribute.

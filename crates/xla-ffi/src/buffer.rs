@@ -4,173 +4,14 @@ use std::{
     ffi::c_void,
     fmt,
     marker::PhantomData,
-    ops::{Deref, DerefMut, Range},
+    ops::{Deref, DerefMut},
 };
 
 use crate::{
-    DType, Element, Error, Result, Stage, abi,
-    frame::{Decoder, Frame, list},
-    handler::Parameter,
+    DType, Element, Error, Result,
+    decoder::{Decoder, Parameter},
+    raw::{ANY_RANK, Raw},
 };
-
-/// As `RANK` of a buffer: any number of axes.
-pub const ANY_RANK: usize = usize::MAX;
-
-/// Where a buffer stands in the call.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    pub(crate) result: bool,
-    pub(crate) index: usize,
-    /// Empty for one that is looked at beside the handler's parameters.
-    pub(crate) name: &'static str,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { result, index, name } = self;
-        write!(f, "{} {index}", if *result { "result" } else { "argument" })?;
-        if name.is_empty() { Ok(()) } else { write!(f, " (`{name}`)") }
-    }
-}
-
-/// A checked buffer of any type, whose memory nothing has touched yet.
-#[derive(Clone, Copy, Debug)]
-pub struct Raw<'a> {
-    place: Place,
-    dtype: DType,
-    data: *mut u8,
-    dims: &'a [usize],
-    elements: usize,
-}
-
-impl<'a> Raw<'a> {
-    /// # Safety
-    /// `dims` is null, misaligned, or leads to `rank` extents alive for `'a`.
-    pub(crate) unsafe fn new(place: Place, buffer: &abi::Buffer) -> Result<Self> {
-        let abi::Buffer { dtype, data, rank, dims, .. } = *buffer;
-        let dtype = DType::from_u32(dtype).ok_or_else(|| {
-            Error::invalid_argument(format!("{place} has dtype {dtype}, which is unknown here"))
-        })?;
-        // SAFETY: passed on from this function's contract.
-        let dims = unsafe { list(dims, rank, format_args!("dimensions of {place}")) }?;
-        if dims.iter().any(|&extent| extent < 0) {
-            return Err(Error::invalid_argument(format!(
-                "{place} has shape {dims:?}; no extent may be below 0"
-            )));
-        }
-        // SAFETY: none is negative, and the two types have one layout where pointers have 64 bits.
-        let dims: &[usize] =
-            unsafe { std::slice::from_raw_parts(dims.as_ptr().cast(), dims.len()) };
-        let elements = if dims.contains(&0) {
-            0
-        } else {
-            dims.iter()
-                .try_fold(1_usize, |product, &extent| product.checked_mul(extent))
-                .filter(|&elements| elements <= isize::MAX as usize / dtype.size().max(1))
-                .ok_or_else(|| {
-                    Error::invalid_argument(format!(
-                        "{place} has shape {dims:?} of {dtype}, more than memory holds"
-                    ))
-                })?
-        };
-        let data = data.cast::<u8>();
-        if data.is_null() && elements * dtype.size() > 0 {
-            return Err(Error::invalid_argument(format!(
-                "the data of {place} is null, and its shape is {dims:?}"
-            )));
-        }
-        Ok(Self { place, dtype, data, dims, elements })
-    }
-
-    /// The addresses that the buffer covers.
-    fn range(&self) -> Range<usize> {
-        let start = self.data.addr();
-        start..start.saturating_add(self.elements * self.dtype.size())
-    }
-
-    fn overlaps(&self, other: &Self) -> bool {
-        let (a, b) = (self.range(), other.range());
-        !a.is_empty() && !b.is_empty() && a.start < b.end && b.start < a.end
-    }
-
-    /// Checks type, rank and alignment.
-    fn check<T: Element, const RANK: usize>(&self) -> Result {
-        let Self { place, dtype, data, dims, elements } = self;
-        if *dtype != T::DTYPE {
-            return Err(Error::invalid_argument(format!(
-                "{place} has dtype {dtype}; it must be {}",
-                T::DTYPE
-            )));
-        }
-        if RANK != ANY_RANK && dims.len() != RANK {
-            return Err(Error::invalid_argument(format!(
-                "{place} has shape {dims:?}, of rank {}; its rank must be {RANK}",
-                dims.len()
-            )));
-        }
-        if *elements > 0 && !data.cast::<T>().is_aligned() {
-            return Err(Error::invalid_argument(format!(
-                "the data of {place} is at {data:p}, which is no multiple of {}",
-                align_of::<T>()
-            )));
-        }
-        Ok(())
-    }
-
-    /// Checks that the handler may touch the memory: not before `Execute`, and not while a result
-    /// lies over it. `tolerate` is the result that may.
-    fn check_memory(&self, frame: &Frame<'a>, tolerate: Option<usize>) -> Result {
-        let Self { place, .. } = self;
-        if frame.stage != Stage::Execute {
-            return Err(Error::failed_precondition(format!(
-                "{place} has no contents in stage {}; take it as OnDevice",
-                frame.stage
-            )));
-        }
-        for index in 0..frame.results() {
-            if tolerate == Some(index) || (place.result && place.index == index) {
-                continue;
-            }
-            let result = frame.buffer(Place { result: true, index, name: "" })?;
-            if self.overlaps(&result) {
-                return Err(Error::invalid_argument(format!(
-                    "{place} shares memory with result {index}; the handler needs them apart"
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    /// The first result that shares memory.
-    fn shared_with(&self, frame: &Frame<'a>) -> Result<Option<usize>> {
-        for index in 0..frame.results() {
-            if self.overlaps(&frame.buffer(Place { result: true, index, name: "" })?) {
-                return Ok(Some(index));
-            }
-        }
-        Ok(None)
-    }
-
-    /// # Safety
-    /// The memory is the host's, is not written during `'a`, and the type was checked.
-    unsafe fn slice<T>(&self) -> &'a [T] {
-        if self.elements == 0 {
-            return &[];
-        }
-        // SAFETY: `new` checked null and extent, `check` type and alignment.
-        unsafe { std::slice::from_raw_parts(self.data.cast(), self.elements) }
-    }
-
-    /// # Safety
-    /// The memory is the host's, nothing else touches it during `'a`, and the type was checked.
-    unsafe fn slice_mut<T>(&self) -> &'a mut [T] {
-        if self.elements == 0 {
-            return &mut [];
-        }
-        // SAFETY: `new` checked null and extent, `check` type and alignment.
-        unsafe { std::slice::from_raw_parts_mut(self.data.cast(), self.elements) }
-    }
-}
 
 /// A kind of buffer: a handler takes it as itself, [`OnDevice`], or as [`MayAlias`].
 pub trait BufferKind<'a>: Sized + sealed::Sealed {
@@ -296,7 +137,7 @@ macro_rules! kinds {
             impl<'a, $($generics)*> Parameter<'a> for $type<'a, $($names)*> {
                 fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
                     let buffer = Self::from_raw(decoder.buffer(name, $result)?)?;
-                    buffer.raw.check_memory(&decoder.frame, None)?;
+                    decoder.frame.check_memory(&buffer.raw, None)?;
                     Ok(buffer)
                 }
             }
@@ -495,12 +336,12 @@ impl<'a, T: Element, const RANK: usize> MayAlias<Buffer<'a, T, RANK>> {
             None => {
                 Ok(Aliased::Apart { argument: self.kind.as_slice(), result: result.into_slice() })
             }
-            Some(index) if index == other.place.index && argument.range() == other.range() => {
+            Some(index) if index == other.position.index && argument.range() == other.range() => {
                 Ok(Aliased::InPlace(result.into_slice()))
             }
             Some(index) => Err(Error::invalid_argument(format!(
                 "{} lies over a part of result {index}; it must lie exactly in {}, or apart",
-                argument.place, other.place,
+                argument.position, other.position,
             ))),
         }
     }
@@ -510,8 +351,8 @@ impl<'a, B: BufferKind<'a>> Parameter<'a> for MayAlias<B> {
     fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
         const { assert!(!B::RESULT, "MayAlias is for arguments") };
         let kind = B::from_raw(decoder.buffer(name, B::RESULT)?)?;
-        let shared_with = kind.raw().shared_with(&decoder.frame)?;
-        kind.raw().check_memory(&decoder.frame, shared_with)?;
+        let shared_with = decoder.frame.shares(kind.raw())?;
+        decoder.frame.check_memory(kind.raw(), shared_with)?;
         Ok(Self { kind, shared_with })
     }
 }

@@ -17,8 +17,7 @@ use std::{
 use crate::{
     Element, Error, Result, Stage, abi,
     api::{Api, function},
-    frame::Decoder,
-    handler::Parameter,
+    decoder::{Decoder, Parameter},
 };
 
 /// The call in progress, from which the others come.

@@ -2,107 +2,17 @@
 
 use std::{
     any::Any,
-    fmt,
     mem::offset_of,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr::null_mut,
 };
 
 use crate::{
-    Dictionary, Error, FromAttribute, Result, abi,
+    Decoder, Error, Result, Stage, Traits, abi,
     api::Api,
-    frame::{Decoder, Frame},
+    frame::Frame,
+    pointers::{reference, sized},
 };
-
-/// When a handler is called.
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
-#[repr(u32)]
-pub enum Stage {
-    /// Once, as the program is built. There are attributes, no arguments, and no device.
-    Instantiate = abi::STAGE_INSTANTIATE,
-    /// Before every run of the program. Buffers have addresses, and no contents.
-    Prepare = abi::STAGE_PREPARE,
-    /// Before every run, after `Prepare` of all: the place to load what `Execute` must not.
-    Initialize = abi::STAGE_INITIALIZE,
-    /// The call itself.
-    #[default]
-    Execute = abi::STAGE_EXECUTE,
-}
-
-impl Stage {
-    pub(crate) const fn from_u32(value: u32) -> Option<Self> {
-        match value {
-            abi::STAGE_INSTANTIATE => Some(Self::Instantiate),
-            abi::STAGE_PREPARE => Some(Self::Prepare),
-            abi::STAGE_INITIALIZE => Some(Self::Initialize),
-            abi::STAGE_EXECUTE => Some(Self::Execute),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for Stage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Instantiate => "instantiate",
-            Self::Prepare => "prepare",
-            Self::Initialize => "initialize",
-            Self::Execute => "execute",
-        })
-    }
-}
-
-/// What a runtime may assume of a handler.
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
-pub struct Traits(u32);
-
-impl Traits {
-    /// Nothing.
-    pub const NONE: Self = Self(0);
-    /// Every call with the same attributes launches the same work on the stream, so that it may be
-    /// captured once, into a CUDA graph for instance, and replayed.
-    pub const COMMAND_BUFFER_COMPATIBLE: Self = Self(abi::TRAIT_COMMAND_BUFFER_COMPATIBLE);
-
-    /// The bits, as XLA numbers them.
-    #[must_use]
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-}
-
-/// The type of a parameter of a handler: a buffer, an attribute, or something of the
-/// [`Context`](crate::Context).
-pub trait Parameter<'a>: Sized {
-    /// Takes the parameter called `name` from the frame.
-    ///
-    /// # Errors
-    /// The frame has none that fits.
-    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self>;
-}
-
-impl<'a, T: FromAttribute<'a>> Parameter<'a> for T {
-    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
-        decoder.attribute(name).get(name)
-    }
-}
-
-/// All attributes of the call, whatever their names.
-#[derive(Clone, Copy, Debug)]
-pub struct Attributes<'a>(Dictionary<'a>);
-
-impl<'a> std::ops::Deref for Attributes<'a> {
-    type Target = Dictionary<'a>;
-
-    fn deref(&self) -> &Dictionary<'a> {
-        &self.0
-    }
-}
-
-impl<'a> Parameter<'a> for Attributes<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self(decoder.all_attributes()))
-    }
-}
 
 /// What a handler may return.
 pub trait Outcome {
@@ -309,7 +219,7 @@ unsafe fn answer_metadata(mut extension: *mut abi::ExtensionBase, traits: Traits
             return Ok(false);
         }
         // SAFETY: passed on from this function's contract.
-        let base = *unsafe { crate::frame::sized(extension.cast_const(), &"an extension") }?;
+        let base = *unsafe { sized(extension.cast_const(), &"an extension") }?;
         if base.r#type != abi::EXTENSION_METADATA {
             extension = base.next;
             continue;
@@ -317,11 +227,11 @@ unsafe fn answer_metadata(mut extension: *mut abi::ExtensionBase, traits: Traits
         // SAFETY: an extension of this type is this struct, if it is as long.
         let metadata = unsafe {
             let what = &"the metadata extension";
-            crate::frame::sized(extension.cast_const().cast::<abi::MetadataExtension>(), what)?
+            sized(extension.cast_const().cast::<abi::MetadataExtension>(), what)?
         }
         .metadata;
         // SAFETY: metadata begins with its size.
-        let size = *unsafe { crate::frame::reference(metadata.cast::<usize>(), &"the metadata") }?;
+        let size = *unsafe { reference(metadata.cast::<usize>(), &"the metadata") }?;
         if size < LEAST {
             return Err(Error::invalid_argument(format!(
                 "XLA_FFI_Metadata has struct_size {size}; it must be at least {LEAST}"

@@ -35,22 +35,28 @@ mod api;
 mod attributes;
 mod buffer;
 mod context;
+mod decoder;
 mod dtype;
 mod error;
 mod frame;
 mod handler;
+mod pointers;
+mod raw;
+mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
 
 pub use attributes::{Array, Attribute, Dictionary, FromAttribute, Scalar};
 pub use buffer::{
-    ANY_RANK, Aliased, AnyBuffer, AnyBufferMut, Buffer, BufferKind, BufferMut, MayAlias, OnDevice,
+    Aliased, AnyBuffer, AnyBufferMut, Buffer, BufferKind, BufferMut, MayAlias, OnDevice,
 };
 pub use context::{Context, Scratch, Stream, ThreadPool};
+pub use decoder::{Attributes, Decoder, Parameter};
 pub use dtype::{DType, Element, Pred};
 pub use error::{Error, ErrorCode, Result};
-pub use frame::Decoder;
-pub use handler::{Attributes, Outcome, Parameter, Stage, Traits, call};
+pub use handler::{Outcome, call};
+pub use raw::ANY_RANK;
+pub use stage::{Stage, Traits};
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("XLA runs on platforms with pointers of 64 bits");
