@@ -16,6 +16,7 @@ mod dtype;
 mod linear_cross_entropy;
 mod scale;
 mod table;
+mod target;
 
 use std::ffi::{CStr, CString, c_char};
 use std::sync::LazyLock;
@@ -24,7 +25,8 @@ use xentile::tuned_tile;
 use xentile_cpu::Isa;
 use xla_ffi::abi;
 
-pub use table::{TABLE_VERSION, Target, targets};
+pub use table::{TABLE_VERSION, targets};
+pub use target::Target;
 
 /// The version of this library, ending with a null.
 #[unsafe(no_mangle)]

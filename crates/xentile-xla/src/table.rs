@@ -1,39 +1,12 @@
 //! The table of what there is to register with XLA.
 
-use std::ffi::{CStr, c_char};
 use std::sync::LazyLock;
 
-use xla_ffi::{Stage, abi};
-
+use crate::target::Target;
 use crate::{cross_entropy, linear_cross_entropy, scale};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
 pub const TABLE_VERSION: u32 = 2;
-
-/// XLA's name of the platform of CPUs, in its registries.
-pub(crate) const HOST: &CStr = c"Host";
-
-/// That of NVIDIA's GPUs.
-#[cfg(feature = "cuda")]
-pub(crate) const CUDA: &CStr = c"CUDA";
-
-/// A handler to register: `xentile_target` in C. Texts end with a null and live as long as the
-/// library.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Target {
-    struct_size: usize,
-    target: *const c_char,
-    platform: *const c_char,
-    stage: u32,
-    symbol: *const c_char,
-    handler: abi::Handler,
-}
-
-// SAFETY: texts and functions that never change.
-unsafe impl Send for Target {}
-// SAFETY: as above.
-unsafe impl Sync for Target {}
 
 /// The lists, one for each operation and platform.
 const LISTS: &[&[Target]] = &[
@@ -53,97 +26,4 @@ const LISTS: &[&[Target]] = &[
 pub fn targets() -> &'static [Target] {
     static TABLE: LazyLock<Vec<Target>> = LazyLock::new(|| LISTS.concat());
     &TABLE
-}
-
-impl Target {
-    pub(crate) const fn new(
-        target: &'static CStr,
-        platform: &'static CStr,
-        stage: Stage,
-        symbol: &'static CStr,
-        handler: abi::Handler,
-    ) -> Self {
-        Self {
-            struct_size: size_of::<Self>(),
-            target: target.as_ptr(),
-            platform: platform.as_ptr(),
-            stage: stage as u32,
-            symbol: symbol.as_ptr(),
-            handler,
-        }
-    }
-
-    /// The target's name, which a program calls it by.
-    #[must_use]
-    pub fn target(&self) -> &'static str {
-        text(self.target)
-    }
-
-    /// The platform, by the name that XLA's registries have for it.
-    #[must_use]
-    pub fn platform(&self) -> &'static str {
-        text(self.platform)
-    }
-
-    /// The stage of a call that the handler is for, as XLA numbers it.
-    #[must_use]
-    pub fn stage(&self) -> u32 {
-        self.stage
-    }
-
-    /// The handler's name in this library.
-    #[must_use]
-    pub fn symbol(&self) -> &'static str {
-        text(self.symbol)
-    }
-
-    /// The handler.
-    #[must_use]
-    pub fn handler(&self) -> abi::Handler {
-        self.handler
-    }
-}
-
-/// A text of a [`Target`].
-fn text(text: *const c_char) -> &'static str {
-    // SAFETY: `Target::new` made it from a `CStr` that lives for ever.
-    let text = unsafe { CStr::from_ptr(text) };
-    text.to_str().expect("names are ASCII")
-}
-
-/// Makes handlers, as [`xla_ffi::handler!`] does, and `TARGETS`, the list of them.
-macro_rules! target_list {
-    ($platform:expr; $(
-        $(#[$doc:meta])*
-        $target:literal, $stage:ident: fn $symbol:ident = $function:ident($($parameter:ident),* $(,)?)
-            $(, traits = $traits:expr)?;
-    )*) => {
-        xla_ffi::handler! {
-            $(
-                $(#[$doc])*
-                pub fn $symbol = $function($($parameter),*),
-                    stage = xla_ffi::Stage::$stage $(, traits = $traits)?;
-            )*
-        }
-
-        /// What this file adds to the table.
-        pub(crate) const TARGETS: &[$crate::table::Target] = &[$(
-            $crate::table::Target::new(
-                $crate::table::c_str(concat!($target, "\0")),
-                $platform,
-                xla_ffi::Stage::$stage,
-                $crate::table::c_str(concat!(stringify!($symbol), "\0")),
-                $symbol,
-            )
-        ),*];
-    };
-}
-pub(crate) use target_list;
-
-/// `text`, which ends with a null.
-pub(crate) const fn c_str(text: &'static str) -> &'static CStr {
-    match CStr::from_bytes_with_nul(text.as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("a name ends with its only null"),
-    }
 }

@@ -12,7 +12,7 @@ use xla_ffi::{
 use super::{Options, invalid, shape_of, wrong_labels};
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
-use crate::table::{HOST, target_list};
+use crate::target::{HOST, target_list};
 
 target_list! {
     HOST;

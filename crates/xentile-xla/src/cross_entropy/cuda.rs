@@ -8,7 +8,7 @@ use xla_ffi::{Context, DType, Result, Stage};
 
 use super::{Options, shape_of, wrong_labels};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
-use crate::table::{CUDA, target_list};
+use crate::target::{CUDA, target_list};
 
 target_list! {
     CUDA;

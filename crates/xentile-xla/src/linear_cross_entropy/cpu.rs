@@ -15,7 +15,7 @@ use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::cross_entropy::cpu::to_labels;
 use crate::cross_entropy::{Extent, Options};
 use crate::dtype::with_element;
-use crate::table::{HOST, target_list};
+use crate::target::{HOST, target_list};
 
 target_list! {
     HOST;

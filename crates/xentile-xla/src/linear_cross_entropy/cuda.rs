@@ -12,7 +12,7 @@ use crate::cross_entropy::cuda::to_labels;
 use crate::cross_entropy::{Extent, Options};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
-use crate::table::{CUDA, target_list};
+use crate::target::{CUDA, target_list};
 
 /// What cuBLASLt loads for a product it loads when it is first called, which a recording does not
 /// allow.

@@ -6,7 +6,7 @@ use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, Error, MayAlias, Result
 use super::check;
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
-use crate::table::{HOST, target_list};
+use crate::target::{HOST, target_list};
 
 target_list! {
     HOST;

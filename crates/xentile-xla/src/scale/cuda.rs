@@ -5,7 +5,7 @@ use xla_ffi::{Context, Result, Stage};
 
 use super::check;
 use crate::cuda::{Any, AnyMut, Floats, TRAITS, check_result, failed, to_dtype};
-use crate::table::{CUDA, target_list};
+use crate::target::{CUDA, target_list};
 
 target_list! {
     CUDA;
