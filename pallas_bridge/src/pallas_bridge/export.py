@@ -33,7 +33,7 @@ from pallas_bridge import (
 )
 from pallas_bridge._src import library, pallas
 from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
-from pallas_bridge._src.cross_entropy import pallas_tpu
+from pallas_bridge._src.cross_entropy import tpu_plan
 from pallas_bridge._src.linear_cross_entropy.plan import Plan
 
 MANIFEST_VERSION = 1
@@ -336,11 +336,9 @@ def tile(cell: Cell) -> dict[str, int | None]:
     target = pallas.ANY if cell.kind is None else pallas.TARGETS[cell.kind]
     dtype = jnp.dtype(DTYPES[cell.dtype])
     wanted: Any = {"time_block": cell.time_block, "block_size": cell.block_size}
-    chosen = pallas_tpu.plan(
+    chosen = tpu_plan.plan(
         target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=True
-    ) or pallas_tpu.plan(
-        target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=False
-    )
+    ) or tpu_plan.plan(target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=False)
     assert chosen is not None
     return {
         "time_block": cell.time_block or chosen.time_block,

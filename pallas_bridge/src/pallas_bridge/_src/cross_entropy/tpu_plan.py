@@ -1,0 +1,132 @@
+"""How the kernels for TPUs cut logits, and what lies in VMEM."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.experimental import pallas as pl
+
+from ..pallas import Target
+from .options import OPERATION
+
+LANES = 128
+# Tiles that may be on their way out before the slot of the oldest is used again.
+LAG = 2
+# Rows of the array of numbers a token, for the kernel and from it. Eight is what a register has.
+NUMBERS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How logits [tokens, vocab] are cut, and what lies in VMEM."""
+
+    tokens: int
+    vocab: int
+    dtype: Any
+    time_block: int
+    block_size: int
+    # Whether a block of rows stays in VMEM between its two sweeps.
+    resident: bool
+    slots: int
+    # What ragged copies are rounded up to: how HBM pads an array.
+    multiples: tuple[int, int] = (8, LANES)
+    # Rows and lanes that are one register as memory has them.
+    piece: tuple[int, int] = (8, LANES)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows."""
+        return pl.cdiv(self.tokens, self.time_block)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block of rows."""
+        return pl.cdiv(self.vocab, self.block_size)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.time_block * self.block_size * int(np.dtype(self.dtype).itemsize)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Bytes of VMEM, of which the kernel's own stack is a guess."""
+        return self.slots * self.tile_bytes + _working_bytes(self.time_block)
+
+
+def _working_bytes(time_block: int) -> int:
+    # State a row and lane, blocks of numbers (twice, as they are fetched ahead), and the stack:
+    # what turns rows into columns is [time_block, time_block].
+    rows = 9 * time_block * LANES * 4
+    turning = 4 * time_block * max(time_block, LANES) * 4
+    return rows + turning + 4 * NUMBERS * max(time_block, LANES) * 4 + (1 << 20)
+
+
+def sublanes(dtype: Any) -> int:
+    """Returns the rows of a register of `dtype`."""
+    return 32 // int(np.dtype(dtype).itemsize)
+
+
+def plan(
+    target: Target,
+    tokens: int,
+    vocab: int,
+    dtype: Any,
+    *,
+    time_block: int | None,
+    block_size: int | None,
+    reduces: bool,
+    writes: bool,
+) -> Plan | None:
+    """Returns how to cut logits for the sweeps wanted; None where both do not fit at once.
+
+    Raises:
+        ValueError: a tile that is not made of whole registers, or that does not fit in VMEM.
+    """
+    unit = sublanes(dtype)
+    for name, extent, multiple in (
+        ("time_block", time_block, unit),
+        ("block_size", block_size, LANES),
+    ):
+        if extent is not None and extent % multiple:
+            raise ValueError(
+                f"{OPERATION}: {name} is {extent}; on TPU, with logits of {np.dtype(dtype).name}, "
+                f"it must be a multiple of {multiple}, such as {-(-extent // multiple) * multiple}"
+            )
+    padded = 8 if np.dtype(dtype).itemsize == 4 else target.rows_of_16_bits
+    # Interpreted arrays are not padded.
+    multiples = (1, 1) if target.interpret else (padded, LANES)
+    # Two registers' worth of 8 rows of 16 bits lie side by side, where rows are padded to 8.
+    packed = np.dtype(dtype).itemsize == 2
+    piece = (unit, LANES) if not packed or target.rows_of_16_bits == 16 else (8, 2 * LANES)
+    whole = -(-vocab // LANES) * LANES
+    columns = min(block_size or 32768, whole)
+    both = reduces and writes
+
+    def cut(rows: int, columns: int) -> Plan | None:
+        tiles = -(-vocab // columns)
+        least = tiles + 2 * LAG if both else 2 * LAG
+        wanted = 2 * tiles if both else 4 * LAG
+        one = Plan(tokens, vocab, dtype, rows, columns, both, 1, multiples, piece)
+        room = (target.vmem_bytes - _working_bytes(rows)) // one.tile_bytes
+        if room < least:
+            return None
+        return dataclasses.replace(one, slots=min(max(wanted, least), room))
+
+    enough = -(-max(tokens, 1) // unit) * unit
+    candidates = (64, 32, 16, 8) if time_block is None else (time_block,)
+    for rows in candidates:
+        if rows % unit == 0 and (found := cut(min(rows, enough), columns)) is not None:
+            return found
+    if both:
+        return None
+    rows = min(candidates[-1] if time_block is not None else unit, enough)
+    largest = (target.vmem_bytes - _working_bytes(rows)) // (2 * LAG * rows) // LANES * LANES
+    largest //= int(np.dtype(dtype).itemsize)
+    largest = max(largest // LANES * LANES, LANES)
+    raise ValueError(
+        f"{OPERATION}: a tile of time_block {rows} and block_size {columns} does not fit "
+        f"{2 * LAG} times in the {target.vmem_bytes >> 20} MiB of VMEM of {target.name}; with that "
+        f"time_block the largest block_size is {largest}"
+    )
