@@ -109,27 +109,10 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
         }
     }
 
-    /// `count` elements of `row` from `column`, zeros after them.
+    /// `count` elements from `column`, zeros after them.
     ///
     /// # Safety
     /// The columns lie in the row.
-    #[inline(always)]
-    unsafe fn load<const WHOLE: bool>(
-        &self,
-        row: *const E,
-        column: usize,
-        count: usize,
-    ) -> [S::Vector; 2] {
-        let s = self.simd;
-        // SAFETY: passed on from this function's contract.
-        unsafe {
-            let from = row.add(column);
-            if WHOLE { s.load(from) } else { ragged::load(s, from, count) }
-        }
-    }
-
-    /// # Safety
-    /// As for [`Self::load`].
     #[inline(always)]
     unsafe fn chunk<const WHOLE: bool>(&self, column: usize, count: usize) -> Chunk<S::Vector> {
         let (s, rstd) = (self.simd, self.simd.splat(self.rstd));
@@ -137,16 +120,53 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
         // SAFETY: passed on from this function's contract; the slice is a chunk long.
         let (x, dy, weight) = unsafe {
             (
-                self.load::<WHOLE>(self.x, column, count),
-                self.load::<WHOLE>(self.dy, column, count),
+                ragged::load::<S, E, WHOLE>(s, self.x.add(column), count),
+                ragged::load::<S, E, WHOLE>(s, self.dy.add(column), count),
                 s.load(weight.as_ptr()),
             )
         };
         Chunk {
             dy,
             g: [s.mul(dy[0], weight[0]), s.mul(dy[1], weight[1])],
-            xhat: x.map(|x| s.mul(x, rstd)),
+            xhat: [s.mul(x[0], rstd), s.mul(x[1], rstd)],
         }
+    }
+
+    /// Adds `dy xhat` to `sums`.
+    #[inline(always)]
+    fn add(&self, column: usize, chunk: &Chunk<S::Vector>, sums: &mut [f32]) {
+        let s = self.simd;
+        let sums = &mut sums[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        unsafe {
+            let [a, b] = s.load(sums.as_ptr());
+            let a = s.mul_add(chunk.dy[0], chunk.xhat[0], a);
+            let b = s.mul_add(chunk.dy[1], chunk.xhat[1], b);
+            s.store([a, b], sums.as_mut_ptr());
+        }
+    }
+
+    /// dx of a chunk, from `column`.
+    ///
+    /// # Safety
+    /// The columns lie in the row.
+    #[inline(always)]
+    unsafe fn gradient<const WHOLE: bool>(
+        &self,
+        column: usize,
+        count: usize,
+        minus_mean: S::Vector,
+    ) -> [S::Vector; 2] {
+        let (s, rstd) = (self.simd, self.simd.splat(self.rstd));
+        // SAFETY: passed on from this function's contract.
+        let Chunk { g, xhat, .. } = unsafe { self.chunk::<WHOLE>(column, count) };
+        let across = [s.mul_add(xhat[0], minus_mean, g[0]), s.mul_add(xhat[1], minus_mean, g[1])];
+        if !ADD {
+            return [s.mul(across[0], rstd), s.mul(across[1], rstd)];
+        }
+        // SAFETY: as above.
+        let dsum = unsafe { ragged::load::<S, E, WHOLE>(s, self.dsum.add(column), count) };
+        [s.mul_add(across[0], rstd, dsum[0]), s.mul_add(across[1], rstd, dsum[1])]
     }
 
     /// The sum of `g xhat`. Adds `dy xhat` to `sums`, in the order of chunks.
@@ -158,16 +178,6 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
         let s = self.simd;
         let mut sum = 0.0;
         let mut column = 0;
-        let mut add = |column: usize, chunk: &Chunk<S::Vector>| {
-            let sums = &mut sums[column..column + S::CHUNK];
-            // SAFETY: the slice is a chunk long.
-            unsafe {
-                let [a, b] = s.load(sums.as_ptr());
-                let a = s.mul_add(chunk.dy[0], chunk.xhat[0], a);
-                let b = s.mul_add(chunk.dy[1], chunk.xhat[1], b);
-                s.store([a, b], sums.as_mut_ptr());
-            }
-        };
         while column < self.columns {
             let end = self.columns.min(column + LANE_TERMS * 2 * S::CHUNK);
             let mut lanes = [s.splat(0.0); 4];
@@ -183,8 +193,8 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
                     lanes[i] = s.mul_add(first.g[i], first.xhat[i], lanes[i]);
                     lanes[i + 2] = s.mul_add(second.g[i], second.xhat[i], lanes[i + 2]);
                 }
-                add(column, &first);
-                add(column + S::CHUNK, &second);
+                self.add(column, &first, sums);
+                self.add(column + S::CHUNK, &second, sums);
                 column += 2 * S::CHUNK;
             }
             while column < end {
@@ -193,7 +203,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
                 let chunk = unsafe { self.chunk::<false>(column, count) };
                 lanes[0] = s.mul_add(chunk.g[0], chunk.xhat[0], lanes[0]);
                 lanes[1] = s.mul_add(chunk.g[1], chunk.xhat[1], lanes[1]);
-                add(column, &chunk);
+                self.add(column, &chunk, sums);
                 column += count;
             }
             let pairs = [s.add(lanes[0], lanes[1]), s.add(lanes[2], lanes[3])];
@@ -209,16 +219,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     #[inline(always)]
     unsafe fn write<const STREAM: bool>(&self, mean: f32, later: usize) {
         let s = self.simd;
-        let (minus_mean, rstd) = (s.splat(-mean), s.splat(self.rstd));
-        let gradient = |chunk: Chunk<S::Vector>, dsum: [S::Vector; 2]| {
-            let mut dx = chunk.g;
-            for i in 0..2 {
-                let across = s.mul_add(chunk.xhat[i], minus_mean, chunk.g[i]);
-                dx[i] = if ADD { s.mul_add(across, rstd, dsum[i]) } else { s.mul(across, rstd) };
-            }
-            dx
-        };
-        let none = [s.splat(0.0); 2];
+        let minus_mean = s.splat(-mean);
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             if later > 0 {
@@ -227,8 +228,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
             }
             // SAFETY: the chunk ends within the row.
             unsafe {
-                let dsum = if ADD { self.load::<true>(self.dsum, column, S::CHUNK) } else { none };
-                let dx = gradient(self.chunk::<true>(column, S::CHUNK), dsum);
+                let dx = self.gradient::<true>(column, S::CHUNK, minus_mean);
                 s.put::<E, STREAM>(dx, self.dx.add(column));
             }
         }
@@ -236,8 +236,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
             let count = self.columns - whole;
             // SAFETY: the columns lie in the row.
             unsafe {
-                let dsum = if ADD { self.load::<false>(self.dsum, whole, count) } else { none };
-                let dx = gradient(self.chunk::<false>(whole, count), dsum);
+                let dx = self.gradient::<false>(whole, count, minus_mean);
                 ragged::store(s, dx, self.dx.add(whole), count);
             }
         }

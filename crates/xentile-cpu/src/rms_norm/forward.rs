@@ -111,19 +111,24 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     #[inline(always)]
     unsafe fn load<const WHOLE: bool>(&self, column: usize, count: usize) -> [S::Vector; 2] {
         let s = self.simd;
-        let of = |row: *const E| {
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                let from = row.add(column);
-                if WHOLE { s.load(from) } else { ragged::load(s, from, count) }
-            }
-        };
-        let [a, b] = of(self.x);
+        // SAFETY: passed on from this function's contract.
+        let x = unsafe { ragged::load::<S, E, WHOLE>(s, self.x.add(column), count) };
         if !ADD {
-            return [a, b];
+            return x;
         }
-        let [c, d] = of(self.residual);
-        rounded::<S, E>(s, [s.add(a, c), s.add(b, d)])
+        // SAFETY: as above.
+        let residual = unsafe { ragged::load::<S, E, WHOLE>(s, self.residual.add(column), count) };
+        rounded::<S, E>(s, [s.add(x[0], residual[0]), s.add(x[1], residual[1])])
+    }
+
+    /// The norm of `h`, from `column`.
+    #[inline(always)]
+    fn norm(&self, column: usize, h: [S::Vector; 2], rstd: S::Vector) -> [S::Vector; 2] {
+        let s = self.simd;
+        let weight = &self.weight[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        let weight = unsafe { s.load(weight.as_ptr()) };
+        [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])]
     }
 
     /// # Safety
@@ -198,12 +203,6 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     unsafe fn write<const STREAM: bool>(&self, rstd: f32, later: usize) {
         let s = self.simd;
         let rstd = s.splat(rstd);
-        let scaled = |column: usize, h: [S::Vector; 2]| {
-            let weight = &self.weight[column..column + S::CHUNK];
-            // SAFETY: the slice is a chunk long.
-            let weight = unsafe { s.load(weight.as_ptr()) };
-            [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])]
-        };
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             if later > 0 {
@@ -218,7 +217,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
                 if ADD {
                     s.put::<E, STREAM>(h, self.sum.add(column));
                 }
-                s.put::<E, STREAM>(scaled(column, h), self.y.add(column));
+                s.put::<E, STREAM>(self.norm(column, h, rstd), self.y.add(column));
             }
         }
         if whole < self.columns {
@@ -229,7 +228,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
                 if ADD {
                     ragged::store(s, h, self.sum.add(whole), count);
                 }
-                ragged::store(s, scaled(whole, h), self.y.add(whole), count);
+                ragged::store(s, self.norm(whole, h, rstd), self.y.add(whole), count);
             }
         }
     }
@@ -240,7 +239,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
 fn rounded<S: Simd, E: Element>(s: S, chunk: [S::Vector; 2]) -> [S::Vector; 2] {
     match E::DTYPE {
         DType::F32 => chunk,
-        DType::Bf16 => chunk.map(|x| s.to_bf16(x)),
+        DType::Bf16 => [s.to_bf16(chunk[0]), s.to_bf16(chunk[1])],
         DType::F16 => {
             let mut buffer = [E::from_f32(0.0); MAX_CHUNK];
             // SAFETY: the buffer holds the largest chunk there is.

@@ -4,16 +4,20 @@ use xentile::Element;
 
 use crate::simd::{MAX_CHUNK, Simd};
 
-/// Reads `count` elements as a chunk, zeros after them.
+/// Reads `count` elements as a chunk, zeros after them; with `WHOLE` a chunk of them.
 ///
 /// # Safety
 /// `from` is valid for reads of `count` elements, at most a chunk.
 #[inline(always)]
-pub(super) unsafe fn load<S: Simd, E: Element>(
+pub(super) unsafe fn load<S: Simd, E: Element, const WHOLE: bool>(
     s: S,
     from: *const E,
     count: usize,
 ) -> [S::Vector; 2] {
+    if WHOLE {
+        // SAFETY: passed on from this function's contract.
+        return unsafe { s.load(from) };
+    }
     let mut buffer = [E::from_f32(0.0); MAX_CHUNK];
     // SAFETY: the buffer holds the largest chunk there is.
     unsafe {

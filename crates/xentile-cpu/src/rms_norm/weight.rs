@@ -104,7 +104,8 @@ impl Arranged {
 pub(super) fn order<S: Simd, E: Element>(s: S) -> [usize; MAX_CHUNK] {
     let numbers: [E; MAX_CHUNK] = std::array::from_fn(|index| E::from_f32(index as f32));
     // SAFETY: the array holds the largest chunk there is.
-    let lanes = unsafe { s.load(numbers.as_ptr()) }.map(|vector| s.to_array(vector));
+    let [first, second] = unsafe { s.load(numbers.as_ptr()) };
+    let lanes = [s.to_array(first), s.to_array(second)];
     std::array::from_fn(|lane| match lane {
         lane if lane < S::CHUNK => lanes[lane / S::LANES][lane % S::LANES] as usize,
         lane => lane,
@@ -148,9 +149,10 @@ impl<E: Element> Arrange<'_, E> {
         let offset = s.splat(if self.zero_centred { 1.0 } else { 0.0 });
         for (weight, to) in weight.chunks(S::CHUNK).zip(self.to.chunks_exact_mut(S::CHUNK)) {
             // SAFETY: at most a chunk.
-            let mut chunk = unsafe { ragged::load(s, weight.as_ptr(), weight.len()) };
+            let mut chunk =
+                unsafe { ragged::load::<S, W, false>(s, weight.as_ptr(), weight.len()) };
             if self.zero_centred {
-                chunk = chunk.map(|weight| s.add(weight, offset));
+                chunk = [s.add(chunk[0], offset), s.add(chunk[1], offset)];
             }
             let mut wide = [0.0_f32; MAX_CHUNK];
             // SAFETY: the array holds the largest chunk there is.
