@@ -28,6 +28,12 @@ pub(crate) use weight::{Arrange, Arranged};
 /// Bytes of a row's dtype in a task: large enough to stream, small enough to share out.
 const TASK_BYTES: usize = 1 << 18;
 
+/// Rows that are walked together where registers are many.
+const TOGETHER: usize = 4;
+
+/// Bytes of a row's dtype that memory is asked for ahead.
+const AHEAD_BYTES: usize = 1 << 13;
+
 /// Terms that a lane sums in f32 before the sum goes to float64, which the contract's error bounds are
 /// made of.
 const LANE_TERMS: usize = 32;
@@ -267,9 +273,24 @@ fn streams<S: Simd, E>(shape: NormShape, output: *const E) -> bool {
         && output.addr().is_multiple_of(LINE_BYTES)
 }
 
+/// Rows that are walked together, so that the weight, and sums of dweight, come from the caches once for
+/// all of them. With few registers it is one: their state would not stay in them, and lines that are
+/// written in halves would be so many at a time.
+const fn together<S: Simd>() -> usize {
+    if S::REGISTERS == 32 { TOGETHER } else { 1 }
+}
+
+/// How many elements before they are read memory is asked for those of `count` rows of `columns`: whole
+/// groups of them, and far enough for its latency.
+#[inline(always)]
+fn elements_ahead<E>(count: usize, columns: usize) -> usize {
+    let group = count * columns;
+    group * (AHEAD_BYTES / (group * size_of::<E>())).max(1)
+}
+
 /// Asks for a chunk that is soon to be read.
 #[inline(always)]
-fn ahead<S: Simd, E>(s: S, chunk: *const E) {
+fn fetch<S: Simd, E>(s: S, chunk: *const E) {
     for line in (0..S::CHUNK * size_of::<E>()).step_by(LINE_BYTES) {
         s.prefetch(chunk.cast::<u8>().wrapping_add(line));
     }

@@ -4,7 +4,7 @@ use xentile::Element;
 use xentile::rms_norm::NormShape;
 
 use super::weight::{Arranged, in_columns};
-use super::{LANE_TERMS, ahead, ragged, streams};
+use super::{LANE_TERMS, TOGETHER, elements_ahead, fetch, ragged, streams, together};
 use crate::Job;
 use crate::simd::{MAX_CHUNK, Simd};
 
@@ -51,15 +51,22 @@ impl<E: Element> Job for Backward<'_, E> {
 impl<E: Element> Backward<'_, E> {
     #[inline(always)]
     fn rows<S: Simd, const ADD: bool, const STREAM: bool>(self, s: S) {
-        let shape = self.rows.shape;
-        let mut sums = vec![0.0; shape.columns().next_multiple_of(MAX_CHUNK)];
-        for index in self.first..self.end {
-            let row = Row::<S, E, ADD>::new(s, self.rows, index);
-            let ahead = if index + 1 < shape.rows() { shape.columns() } else { 0 };
-            // SAFETY: the row is this task's.
-            unsafe {
-                let mean = row.sum(&mut sums) / shape.columns() as f64;
-                row.write::<STREAM>(mean as f32, ahead);
+        let columns = self.rows.shape.columns();
+        let mut sums = vec![0.0; columns.next_multiple_of(MAX_CHUNK)];
+        let mut index = self.first;
+        while index < self.end {
+            let end = self.end.min(self.rows.weight.end(index));
+            while together::<S>() > 1 && index + TOGETHER <= end {
+                let group = Group::<S, E, ADD, TOGETHER>::new(s, self.rows, index);
+                // SAFETY: the rows are this task's.
+                unsafe { group.run::<STREAM>(&mut sums) };
+                index += TOGETHER;
+            }
+            while index < end {
+                let group = Group::<S, E, ADD, 1>::new(s, self.rows, index);
+                // SAFETY: as above.
+                unsafe { group.run::<STREAM>(&mut sums) };
+                index += 1;
             }
         }
         if STREAM {
@@ -69,16 +76,16 @@ impl<E: Element> Backward<'_, E> {
     }
 }
 
-/// One row: D elements from each pointer. Without `ADD` dsum is null.
-struct Row<'a, S, E, const ADD: bool> {
+/// `R` rows from `first`, which have one weight.
+struct Group<'a, S: Simd, E, const ADD: bool, const R: usize> {
     simd: S,
+    rows: &'a Rows<'a, E>,
     columns: usize,
-    x: *const E,
-    dy: *const E,
-    dsum: *const E,
-    dx: *mut E,
-    rstd: f32,
+    first: usize,
     weight: &'a [f32],
+    rstd: [S::Vector; R],
+    /// Where what is read later lies, counted from what is read now; 0 for none.
+    ahead: usize,
 }
 
 /// A chunk of a row.
@@ -88,25 +95,24 @@ struct Chunk<V> {
     xhat: [V; 2],
 }
 
-impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
+impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, ADD, R> {
     #[inline(always)]
-    fn new(simd: S, rows: &'a Rows<'_, E>, index: usize) -> Self {
-        let columns = rows.shape.columns();
-        let start = index * columns;
-        let dsum = match rows.dsum {
-            Some(dsum) if ADD => dsum.wrapping_add(start),
-            _ => std::ptr::null(),
-        };
-        Self {
-            simd,
-            columns,
-            x: rows.x.wrapping_add(start),
-            dy: rows.dy.wrapping_add(start),
-            dsum,
-            dx: rows.dx.wrapping_add(start),
-            rstd: rows.rstd[index],
-            weight: rows.weight.of(index),
+    fn new(simd: S, rows: &'a Rows<'_, E>, first: usize) -> Self {
+        let (columns, weight) = (rows.shape.columns(), rows.weight.of(first));
+        let mut rstd = [simd.splat(0.0); R];
+        for (row, rstd) in rstd.iter_mut().enumerate() {
+            *rstd = simd.splat(rows.rstd[first + row]);
         }
+        let ahead = elements_ahead::<E>(R, columns);
+        let last = (first + R - 1) * columns;
+        let ahead = if last + ahead < rows.shape.elements() { ahead } else { 0 };
+        Self { simd, rows, columns, first, weight, rstd, ahead }
+    }
+
+    /// Where `column` of row `row` of the group lies.
+    #[inline(always)]
+    fn at(&self, row: usize, column: usize) -> usize {
+        (self.first + row) * self.columns + column
     }
 
     /// `count` elements from `column`, zeros after them.
@@ -114,15 +120,19 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     /// # Safety
     /// The columns lie in the row.
     #[inline(always)]
-    unsafe fn chunk<const WHOLE: bool>(&self, column: usize, count: usize) -> Chunk<S::Vector> {
-        let (s, rstd) = (self.simd, self.simd.splat(self.rstd));
-        let weight = &self.weight[column..column + S::CHUNK];
-        // SAFETY: passed on from this function's contract; the slice is a chunk long.
-        let (x, dy, weight) = unsafe {
+    unsafe fn chunk<const WHOLE: bool>(
+        &self,
+        row: usize,
+        column: usize,
+        count: usize,
+        weight: [S::Vector; 2],
+    ) -> Chunk<S::Vector> {
+        let (s, rstd, at) = (self.simd, self.rstd[row], self.at(row, column));
+        // SAFETY: passed on from this function's contract.
+        let (x, dy) = unsafe {
             (
-                ragged::load::<S, E, WHOLE>(s, self.x.add(column), count),
-                ragged::load::<S, E, WHOLE>(s, self.dy.add(column), count),
-                s.load(weight.as_ptr()),
+                ragged::load::<S, E, WHOLE>(s, self.rows.x.add(at), count),
+                ragged::load::<S, E, WHOLE>(s, self.rows.dy.add(at), count),
             )
         };
         Chunk {
@@ -132,113 +142,162 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
         }
     }
 
-    /// Adds `dy xhat` to `sums`.
+    /// Writes dx of the rows, and adds their part of dweight to `sums`, in the order of chunks.
+    ///
+    /// # Safety
+    /// The rows are the task's alone, and with `STREAM` dx lies on lines.
     #[inline(always)]
-    fn add(&self, column: usize, chunk: &Chunk<S::Vector>, sums: &mut [f32]) {
-        let s = self.simd;
-        let sums = &mut sums[column..column + S::CHUNK];
-        // SAFETY: the slice is a chunk long.
+    unsafe fn run<const STREAM: bool>(&self, sums: &mut [f32]) {
+        // SAFETY: passed on from this function's contract.
         unsafe {
-            let [a, b] = s.load(sums.as_ptr());
-            let a = s.mul_add(chunk.dy[0], chunk.xhat[0], a);
-            let b = s.mul_add(chunk.dy[1], chunk.xhat[1], b);
-            s.store([a, b], sums.as_mut_ptr());
+            let totals = self.sum(sums);
+            self.write::<STREAM>(totals);
         }
     }
 
-    /// dx of a chunk, from `column`.
+    /// The sum of `g xhat` of each row. Adds `dy xhat` to `sums`.
+    ///
+    /// # Safety
+    /// The rows may be read.
+    #[inline(always)]
+    unsafe fn sum(&self, sums: &mut [f32]) -> [f64; R] {
+        let s = self.simd;
+        let mut totals = [0.0; R];
+        let mut column = 0;
+        while column < self.columns {
+            let end = self.columns.min(column + LANE_TERMS * S::CHUNK);
+            let mut lanes = [[s.splat(0.0); 2]; R];
+            while column + S::CHUNK <= end {
+                for row in 0..R {
+                    let at = self.at(row, column);
+                    if self.ahead > 0 {
+                        // dy is asked for as rows are written.
+                        fetch(s, self.rows.x.wrapping_add(at + self.ahead));
+                    }
+                    if let Some(dsum) = self.rows.dsum
+                        && ADD
+                    {
+                        fetch(s, dsum.wrapping_add(at));
+                    }
+                }
+                // SAFETY: the chunk ends within the row.
+                unsafe { self.add::<true>(column, S::CHUNK, &mut lanes, sums) };
+                column += S::CHUNK;
+            }
+            if column < end {
+                // SAFETY: the columns lie in the row.
+                unsafe { self.add::<false>(column, end - column, &mut lanes, sums) };
+                column = end;
+            }
+            for row in 0..R {
+                totals[row] += s.sum(s.add(lanes[row][0], lanes[row][1]));
+            }
+        }
+        totals
+    }
+
+    /// Adds a chunk of each row to `lanes` and to `sums`.
+    ///
+    /// # Safety
+    /// The columns lie in the row.
+    #[inline(always)]
+    unsafe fn add<const WHOLE: bool>(
+        &self,
+        column: usize,
+        count: usize,
+        lanes: &mut [[S::Vector; 2]; R],
+        sums: &mut [f32],
+    ) {
+        let (s, weight) = (self.simd, self.weight(column));
+        let sums = &mut sums[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        let [mut a, mut b] = unsafe { s.load(sums.as_ptr()) };
+        for row in 0..R {
+            // SAFETY: passed on from this function's contract.
+            let Chunk { dy, g, xhat } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
+            lanes[row][0] = s.mul_add(g[0], xhat[0], lanes[row][0]);
+            lanes[row][1] = s.mul_add(g[1], xhat[1], lanes[row][1]);
+            a = s.mul_add(dy[0], xhat[0], a);
+            b = s.mul_add(dy[1], xhat[1], b);
+        }
+        // SAFETY: as above.
+        unsafe { s.store([a, b], sums.as_mut_ptr()) };
+    }
+
+    /// Writes dx, for the sums of `g xhat`.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    #[inline(always)]
+    unsafe fn write<const STREAM: bool>(&self, totals: [f64; R]) {
+        let s = self.simd;
+        let mut minus_means = [s.splat(0.0); R];
+        for row in 0..R {
+            minus_means[row] = s.splat(-(totals[row] / self.columns as f64) as f32);
+        }
+        let whole = self.columns - self.columns % S::CHUNK;
+        for column in (0..whole).step_by(S::CHUNK) {
+            let weight = self.weight(column);
+            for row in 0..R {
+                let at = self.at(row, column);
+                if self.ahead > 0 {
+                    fetch(s, self.rows.dy.wrapping_add(at + self.ahead));
+                }
+                // SAFETY: the chunk ends within the row.
+                unsafe {
+                    let mean = minus_means[row];
+                    let dx = self.gradient::<true>(row, column, S::CHUNK, weight, mean);
+                    s.put::<E, STREAM>(dx, self.rows.dx.add(at));
+                }
+            }
+        }
+        if whole < self.columns {
+            let (count, weight) = (self.columns - whole, self.weight(whole));
+            for row in 0..R {
+                // SAFETY: the columns lie in the row.
+                unsafe {
+                    let mean = minus_means[row];
+                    let dx = self.gradient::<false>(row, whole, count, weight, mean);
+                    ragged::store(s, dx, self.rows.dx.add(self.at(row, whole)), count);
+                }
+            }
+        }
+    }
+
+    /// dx of a chunk.
     ///
     /// # Safety
     /// The columns lie in the row.
     #[inline(always)]
     unsafe fn gradient<const WHOLE: bool>(
         &self,
+        row: usize,
         column: usize,
         count: usize,
+        weight: [S::Vector; 2],
         minus_mean: S::Vector,
     ) -> [S::Vector; 2] {
-        let (s, rstd) = (self.simd, self.simd.splat(self.rstd));
+        let (s, rstd) = (self.simd, self.rstd[row]);
         // SAFETY: passed on from this function's contract.
-        let Chunk { g, xhat, .. } = unsafe { self.chunk::<WHOLE>(column, count) };
-        let across = [s.mul_add(xhat[0], minus_mean, g[0]), s.mul_add(xhat[1], minus_mean, g[1])];
-        if !ADD {
-            return [s.mul(across[0], rstd), s.mul(across[1], rstd)];
+        let Chunk { g, xhat, .. } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
+        let a = s.mul_add(xhat[0], minus_mean, g[0]);
+        let b = s.mul_add(xhat[1], minus_mean, g[1]);
+        match self.rows.dsum {
+            Some(dsum) if ADD => {
+                let dsum = dsum.wrapping_add(self.at(row, column));
+                // SAFETY: as above.
+                let dsum = unsafe { ragged::load::<S, E, WHOLE>(s, dsum, count) };
+                [s.mul_add(a, rstd, dsum[0]), s.mul_add(b, rstd, dsum[1])]
+            }
+            _ => [s.mul(a, rstd), s.mul(b, rstd)],
         }
-        // SAFETY: as above.
-        let dsum = unsafe { ragged::load::<S, E, WHOLE>(s, self.dsum.add(column), count) };
-        [s.mul_add(across[0], rstd, dsum[0]), s.mul_add(across[1], rstd, dsum[1])]
     }
 
-    /// The sum of `g xhat`. Adds `dy xhat` to `sums`, in the order of chunks.
-    ///
-    /// # Safety
-    /// The row may be read.
+    /// The factors of a chunk.
     #[inline(always)]
-    unsafe fn sum(&self, sums: &mut [f32]) -> f64 {
-        let s = self.simd;
-        let mut sum = 0.0;
-        let mut column = 0;
-        while column < self.columns {
-            let end = self.columns.min(column + LANE_TERMS * 2 * S::CHUNK);
-            let mut lanes = [s.splat(0.0); 4];
-            while column + 2 * S::CHUNK <= end {
-                // SAFETY: both chunks end within the row.
-                let (first, second) = unsafe {
-                    (
-                        self.chunk::<true>(column, S::CHUNK),
-                        self.chunk::<true>(column + S::CHUNK, S::CHUNK),
-                    )
-                };
-                for i in 0..2 {
-                    lanes[i] = s.mul_add(first.g[i], first.xhat[i], lanes[i]);
-                    lanes[i + 2] = s.mul_add(second.g[i], second.xhat[i], lanes[i + 2]);
-                }
-                self.add(column, &first, sums);
-                self.add(column + S::CHUNK, &second, sums);
-                column += 2 * S::CHUNK;
-            }
-            while column < end {
-                let count = S::CHUNK.min(end - column);
-                // SAFETY: the chunk ends within the row.
-                let chunk = unsafe { self.chunk::<false>(column, count) };
-                lanes[0] = s.mul_add(chunk.g[0], chunk.xhat[0], lanes[0]);
-                lanes[1] = s.mul_add(chunk.g[1], chunk.xhat[1], lanes[1]);
-                self.add(column, &chunk, sums);
-                column += count;
-            }
-            let pairs = [s.add(lanes[0], lanes[1]), s.add(lanes[2], lanes[3])];
-            sum += s.sum(s.add(pairs[0], pairs[1]));
-        }
-        sum
-    }
-
-    /// Writes dx. Asks for what lies `later` elements after.
-    ///
-    /// # Safety
-    /// The row may be read and written, and with `STREAM` dx lies on a line.
-    #[inline(always)]
-    unsafe fn write<const STREAM: bool>(&self, mean: f32, later: usize) {
-        let s = self.simd;
-        let minus_mean = s.splat(-mean);
-        let whole = self.columns - self.columns % S::CHUNK;
-        for column in (0..whole).step_by(S::CHUNK) {
-            if later > 0 {
-                ahead(s, self.x.wrapping_add(column + later));
-                ahead(s, self.dy.wrapping_add(column + later));
-            }
-            // SAFETY: the chunk ends within the row.
-            unsafe {
-                let dx = self.gradient::<true>(column, S::CHUNK, minus_mean);
-                s.put::<E, STREAM>(dx, self.dx.add(column));
-            }
-        }
-        if whole < self.columns {
-            let count = self.columns - whole;
-            // SAFETY: the columns lie in the row.
-            unsafe {
-                let dx = self.gradient::<false>(whole, count, minus_mean);
-                ragged::store(s, dx, self.dx.add(whole), count);
-            }
-        }
+    fn weight(&self, column: usize) -> [S::Vector; 2] {
+        let weight = &self.weight[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        unsafe { self.simd.load(weight.as_ptr()) }
     }
 }

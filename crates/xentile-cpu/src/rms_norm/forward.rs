@@ -4,7 +4,7 @@ use xentile::rms_norm::{NormShape, RmsNorm};
 use xentile::{DType, Element};
 
 use super::weight::Arranged;
-use super::{LANE_TERMS, ahead, ragged, streams};
+use super::{LANE_TERMS, TOGETHER, elements_ahead, fetch, ragged, streams, together};
 use crate::Job;
 use crate::simd::{MAX_CHUNK, Simd};
 
@@ -54,16 +54,18 @@ impl<E: Element> Job for Forward<'_, E> {
 impl<E: Element> Forward<'_, E> {
     #[inline(always)]
     fn rows<S: Simd, const ADD: bool, const STREAM: bool>(&self, s: S) {
-        let shape = self.rows.shape;
-        for index in self.first..self.end {
-            let row = Row::<S, E, ADD>::new(s, self.rows, index);
-            // SAFETY: the row is this task's.
-            unsafe {
-                let mean = row.sum_of_squares(self.rows.options.eps) / shape.columns() as f64;
-                let rstd = self.rows.options.rstd(mean) as f32;
-                self.rows.rstd.add(index).write(rstd);
-                let ahead = if index + 1 < shape.rows() { shape.columns() } else { 0 };
-                row.write::<STREAM>(rstd, ahead);
+        let mut index = self.first;
+        while index < self.end {
+            let end = self.end.min(self.rows.weight.end(index));
+            while together::<S>() > 1 && index + TOGETHER <= end {
+                // SAFETY: the rows are this task's.
+                unsafe { Group::<S, E, ADD, TOGETHER>::new(s, self.rows, index).run::<STREAM>() };
+                index += TOGETHER;
+            }
+            while index < end {
+                // SAFETY: as above.
+                unsafe { Group::<S, E, ADD, 1>::new(s, self.rows, index).run::<STREAM>() };
+                index += 1;
             }
         }
         if STREAM {
@@ -72,36 +74,31 @@ impl<E: Element> Forward<'_, E> {
     }
 }
 
-/// One row: D elements from each pointer. Without `ADD` residual and sum are null.
-struct Row<'a, S, E, const ADD: bool> {
+/// `R` rows from `first`, which have one weight.
+struct Group<'a, S, E, const ADD: bool, const R: usize> {
     simd: S,
+    rows: &'a Rows<'a, E>,
     columns: usize,
-    x: *const E,
-    residual: *const E,
-    y: *mut E,
-    sum: *mut E,
+    first: usize,
     weight: &'a [f32],
+    /// Where what is read later lies, counted from what is read now; 0 for none.
+    ahead: usize,
 }
 
-impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
+impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, ADD, R> {
     #[inline(always)]
-    fn new(simd: S, rows: &'a Rows<'_, E>, index: usize) -> Self {
-        let columns = rows.shape.columns();
-        assert!(index < rows.shape.rows());
-        let start = index * columns;
-        let (residual, sum) = match rows.add {
-            Some((residual, sum)) if ADD => (residual.wrapping_add(start), sum.wrapping_add(start)),
-            _ => (std::ptr::null(), std::ptr::null_mut()),
-        };
-        Self {
-            simd,
-            columns,
-            x: rows.x.wrapping_add(start),
-            residual,
-            y: rows.y.wrapping_add(start),
-            sum,
-            weight: rows.weight.of(index),
-        }
+    fn new(simd: S, rows: &'a Rows<'_, E>, first: usize) -> Self {
+        let (columns, weight) = (rows.shape.columns(), rows.weight.of(first));
+        let ahead = elements_ahead::<E>(R, columns);
+        let last = (first + R - 1) * columns;
+        let ahead = if last + ahead < rows.shape.elements() { ahead } else { 0 };
+        Self { simd, rows, columns, first, weight, ahead }
+    }
+
+    /// Where `column` of row `row` of the group lies.
+    #[inline(always)]
+    fn at(&self, row: usize, column: usize) -> usize {
+        (self.first + row) * self.columns + column
     }
 
     /// What is normalised, from `column`: `count` elements, zeros after them.
@@ -109,32 +106,61 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     /// # Safety
     /// The columns lie in the row.
     #[inline(always)]
-    unsafe fn load<const WHOLE: bool>(&self, column: usize, count: usize) -> [S::Vector; 2] {
-        let s = self.simd;
+    unsafe fn load<const WHOLE: bool>(
+        &self,
+        row: usize,
+        column: usize,
+        count: usize,
+    ) -> [S::Vector; 2] {
+        let (s, at) = (self.simd, self.at(row, column));
         // SAFETY: passed on from this function's contract.
-        let x = unsafe { ragged::load::<S, E, WHOLE>(s, self.x.add(column), count) };
-        if !ADD {
-            return x;
+        let x = unsafe { ragged::load::<S, E, WHOLE>(s, self.rows.x.add(at), count) };
+        match self.rows.add {
+            Some((residual, _)) if ADD => {
+                // SAFETY: as above.
+                let [a, b] = unsafe { ragged::load::<S, E, WHOLE>(s, residual.add(at), count) };
+                rounded::<S, E>(s, [s.add(x[0], a), s.add(x[1], b)])
+            }
+            _ => x,
         }
-        // SAFETY: as above.
-        let residual = unsafe { ragged::load::<S, E, WHOLE>(s, self.residual.add(column), count) };
-        rounded::<S, E>(s, [s.add(x[0], residual[0]), s.add(x[1], residual[1])])
     }
 
-    /// The norm of `h`, from `column`.
+    /// Asks for what is read later in the place of this chunk.
     #[inline(always)]
-    fn norm(&self, column: usize, h: [S::Vector; 2], rstd: S::Vector) -> [S::Vector; 2] {
-        let s = self.simd;
-        let weight = &self.weight[column..column + S::CHUNK];
-        // SAFETY: the slice is a chunk long.
-        let weight = unsafe { s.load(weight.as_ptr()) };
-        [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])]
+    fn fetch(&self, row: usize, column: usize) {
+        let at = self.at(row, column) + self.ahead;
+        if self.ahead > 0 {
+            fetch(self.simd, self.rows.x.wrapping_add(at));
+            if let Some((residual, _)) = self.rows.add
+                && ADD
+            {
+                fetch(self.simd, residual.wrapping_add(at));
+            }
+        }
+    }
+
+    /// # Safety
+    /// The rows are the task's alone, and with `STREAM` outputs lie on lines.
+    #[inline(always)]
+    unsafe fn run<const STREAM: bool>(&self) {
+        let options = &self.rows.options;
+        let mut rstd = [0.0; R];
+        for (row, rstd) in rstd.iter_mut().enumerate() {
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                let mean = self.sum_of_squares(row) / self.columns as f64;
+                *rstd = options.rstd(mean) as f32;
+                self.rows.rstd.add(self.first + row).write(*rstd);
+            }
+        }
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.write::<STREAM>(rstd) };
     }
 
     /// # Safety
     /// The row may be read.
     #[inline(always)]
-    unsafe fn sum_of_squares(&self, eps: f64) -> f64 {
+    unsafe fn sum_of_squares(&self, row: usize) -> f64 {
         let s = self.simd;
         let mut sum = 0.0;
         let mut column = 0;
@@ -142,11 +168,13 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
             let end = self.columns.min(column + LANE_TERMS * 2 * S::CHUNK);
             let mut lanes = [s.splat(0.0); 4];
             while column + 2 * S::CHUNK <= end {
+                // The other half of what is read later is asked for as this row is written.
+                self.fetch(row, column);
                 // SAFETY: both chunks end within the row.
                 let (first, second) = unsafe {
                     (
-                        self.load::<true>(column, S::CHUNK),
-                        self.load::<true>(column + S::CHUNK, S::CHUNK),
+                        self.load::<true>(row, column, S::CHUNK),
+                        self.load::<true>(row, column + S::CHUNK, S::CHUNK),
                     )
                 };
                 for i in 0..2 {
@@ -158,7 +186,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
             while column < end {
                 let count = S::CHUNK.min(end - column);
                 // SAFETY: the chunk ends within the row.
-                let x = unsafe { self.load::<false>(column, count) };
+                let x = unsafe { self.load::<false>(row, column, count) };
                 lanes[0] = s.mul_add(x[0], x[0], lanes[0]);
                 lanes[1] = s.mul_add(x[1], x[1], lanes[1]);
                 column += count;
@@ -169,11 +197,12 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
         // What squares lose below f32's range is at most 2^-126 each, which is nothing beside a mean or
         // an eps of 2^-100.
         let least = 2f64.powi(-100);
-        if sum.is_finite() && (sum >= least * self.columns as f64 || eps >= least) {
+        if sum.is_finite() && (sum >= least * self.columns as f64 || self.rows.options.eps >= least)
+        {
             return sum;
         }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.exact_sum_of_squares() }
+        unsafe { self.exact_sum_of_squares(row) }
     }
 
     /// The same where squares leave the range of f32: in f64, whose range holds them.
@@ -181,57 +210,92 @@ impl<'a, S: Simd, E: Element, const ADD: bool> Row<'a, S, E, ADD> {
     /// # Safety
     /// The row may be read.
     #[inline(never)]
-    unsafe fn exact_sum_of_squares(&self) -> f64 {
-        let element = |column: usize| {
-            // SAFETY: the column lies in the row.
-            let x = unsafe { *self.x.add(column) };
-            if !ADD {
-                return x.to_f64();
+    unsafe fn exact_sum_of_squares(&self, row: usize) -> f64 {
+        let mut sum = 0.0;
+        for at in self.at(row, 0)..self.at(row, self.columns) {
+            // SAFETY: passed on from this function's contract.
+            let mut h = unsafe { *self.rows.x.add(at) };
+            if let Some((residual, _)) = self.rows.add
+                && ADD
+            {
+                // SAFETY: as above.
+                h = E::from_f32(h.to_f32() + unsafe { *residual.add(at) }.to_f32());
             }
-            // SAFETY: as above.
-            let residual = unsafe { *self.residual.add(column) };
-            E::from_f32(x.to_f32() + residual.to_f32()).to_f64()
-        };
-        (0..self.columns).map(element).map(|x| x * x).sum()
+            sum += h.to_f64() * h.to_f64();
+        }
+        sum
     }
 
-    /// Writes the norm, and the sum where there is one. Asks for what lies `ahead` elements after.
+    /// Writes norms, and sums where there are any.
     ///
     /// # Safety
-    /// The row may be read and written, and with `STREAM` outputs lie on lines.
+    /// As for [`Self::run`].
     #[inline(always)]
-    unsafe fn write<const STREAM: bool>(&self, rstd: f32, later: usize) {
+    unsafe fn write<const STREAM: bool>(&self, rstd: [f32; R]) {
         let s = self.simd;
-        let rstd = s.splat(rstd);
+        let mut factors = [s.splat(0.0); R];
+        for row in 0..R {
+            factors[row] = s.splat(rstd[row]);
+        }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
-            if later > 0 {
-                ahead(s, self.x.wrapping_add(column + later));
-                if ADD {
-                    ahead(s, self.residual.wrapping_add(column + later));
+            let later = column / S::CHUNK % 2 == 1;
+            let weight = self.weight(column);
+            for row in 0..R {
+                if later {
+                    self.fetch(row, column);
                 }
-            }
-            // SAFETY: the chunk ends within the row.
-            unsafe {
-                let h = self.load::<true>(column, S::CHUNK);
-                if ADD {
-                    s.put::<E, STREAM>(h, self.sum.add(column));
+                let at = self.at(row, column);
+                // SAFETY: the chunk ends within the row.
+                unsafe {
+                    let h = self.load::<true>(row, column, S::CHUNK);
+                    if let Some((_, sum)) = self.rows.add
+                        && ADD
+                    {
+                        s.put::<E, STREAM>(h, sum.add(at));
+                    }
+                    let y = norm(s, h, factors[row], weight);
+                    s.put::<E, STREAM>(y, self.rows.y.add(at));
                 }
-                s.put::<E, STREAM>(self.norm(column, h, rstd), self.y.add(column));
             }
         }
         if whole < self.columns {
-            let count = self.columns - whole;
-            // SAFETY: the columns lie in the row.
-            unsafe {
-                let h = self.load::<false>(whole, count);
-                if ADD {
-                    ragged::store(s, h, self.sum.add(whole), count);
+            let (count, weight) = (self.columns - whole, self.weight(whole));
+            for row in 0..R {
+                let at = self.at(row, whole);
+                // SAFETY: the columns lie in the row.
+                unsafe {
+                    let h = self.load::<false>(row, whole, count);
+                    if let Some((_, sum)) = self.rows.add
+                        && ADD
+                    {
+                        ragged::store(s, h, sum.add(at), count);
+                    }
+                    let y = norm(s, h, factors[row], weight);
+                    ragged::store(s, y, self.rows.y.add(at), count);
                 }
-                ragged::store(s, self.norm(whole, h, rstd), self.y.add(whole), count);
             }
         }
     }
+
+    /// The factors of a chunk.
+    #[inline(always)]
+    fn weight(&self, column: usize) -> [S::Vector; 2] {
+        let weight = &self.weight[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        unsafe { self.simd.load(weight.as_ptr()) }
+    }
+}
+
+/// The norm of a chunk.
+#[inline(always)]
+fn norm<S: Simd>(
+    s: S,
+    h: [S::Vector; 2],
+    rstd: S::Vector,
+    weight: [S::Vector; 2],
+) -> [S::Vector; 2] {
+    [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])]
 }
 
 /// The nearest numbers of `E`, a tie going to even.

@@ -92,6 +92,12 @@ impl Arranged {
         Self { factors, padded, rows: shape.rows().checked_div(count).unwrap_or(0) }
     }
 
+    /// The first row after `row` with another weight.
+    #[inline(always)]
+    pub(super) fn end(&self, row: usize) -> usize {
+        (row / self.rows + 1) * self.rows
+    }
+
     /// The factors of `row`.
     #[inline(always)]
     pub(super) fn of(&self, row: usize) -> &[f32] {
