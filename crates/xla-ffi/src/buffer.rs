@@ -347,6 +347,27 @@ impl<'a, T: Element, const RANK: usize> MayAlias<Buffer<'a, T, RANK>> {
     }
 }
 
+impl<B> MayAlias<B> {
+    /// Whether the argument shares memory with some result.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.shared_with.is_some()
+    }
+}
+
+impl<'a, T: Element, const RANK: usize> MayAlias<Buffer<'a, T, RANK>> {
+    /// The argument, where the result that it might have lain in lies elsewhere.
+    ///
+    /// # Errors
+    /// It shares memory with a result.
+    pub fn apart(self) -> Result<Buffer<'a, T, RANK>> {
+        match self.shared_with {
+            None => Ok(self.kind),
+            Some(index) => Err(self.kind.raw.must_be_apart(index)),
+        }
+    }
+}
+
 impl<'a, B: BufferKind<'a>> Parameter<'a> for MayAlias<B> {
     fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
         const { assert!(!B::RESULT, "MayAlias is for arguments") };

@@ -134,9 +134,7 @@ impl<'a> Frame<'a> {
             }
             let result = self.buffer(Position { result: true, index, name: "" })?;
             if buffer.overlaps(&result) {
-                return Err(Error::invalid_argument(format!(
-                    "{position} shares memory with result {index}; the handler needs them apart"
-                )));
+                return Err(buffer.must_be_apart(index));
             }
         }
         Ok(())

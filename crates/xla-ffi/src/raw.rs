@@ -108,6 +108,14 @@ impl<'a> Raw<'a> {
         Ok(())
     }
 
+    /// The error for memory that result `index` has too.
+    pub(crate) fn must_be_apart(&self, index: usize) -> Error {
+        Error::invalid_argument(format!(
+            "{} shares memory with result {index}; the handler needs them apart",
+            self.position
+        ))
+    }
+
     /// # Safety
     /// The memory is the host's, is not written during `'a`, and the type was checked.
     pub(crate) unsafe fn slice<T>(&self) -> &'a [T] {
