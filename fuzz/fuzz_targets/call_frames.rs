@@ -177,8 +177,7 @@ fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
     let [dtype, of_weight] = [(); 2].map(|()| *choices.of(&DTYPES));
     let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
     let columns = 1 + choices.below(80) as i64;
-    let [batch, groups] =
-        [(); 2].map(|()| leading[..choices.below(leading.len() + 1)].to_vec());
+    let [batch, groups] = [(); 2].map(|()| leading[..choices.below(leading.len() + 1)].to_vec());
     let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
     let weight = Array::new(of_weight, &[&batch[..], &[columns]].concat());
     let rstd = Array::new(DType::F32, &leading);
@@ -188,9 +187,7 @@ fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
         "forward" => (vec![wide(), weight], vec![wide(), rstd]),
         "add_forward" => (vec![wide(), wide(), weight], vec![wide(), wide(), rstd]),
         "backward" => (vec![wide(), weight, rstd, wide()], vec![wide(), dweight()]),
-        "add_backward" => {
-            (vec![wide(), weight, rstd, wide(), wide()], vec![wide(), dweight()])
-        }
+        "add_backward" => (vec![wide(), weight, rstd, wide(), wide()], vec![wide(), dweight()]),
         _ => panic!("{pass} has no right frame here"),
     };
     Call::new(arguments, results)

