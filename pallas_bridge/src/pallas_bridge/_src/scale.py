@@ -2,7 +2,8 @@
 
 import jax
 
-from .custom_call import Call, Like, bind
+from .arrays import Result
+from .custom_call import Call, bind
 
 
 def scale(
@@ -18,7 +19,8 @@ def scale(
     call = Call(
         operation=operation,
         target="xentile_scale",
-        results=(Like(0),),
+        operands=("*batch N", "*batch"),
+        results=(Result("*batch N", like=0),),
         reuses=(0, 0),
         implementation=implementation,
         is_product=True,

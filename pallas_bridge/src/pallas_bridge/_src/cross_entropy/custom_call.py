@@ -15,10 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ..custom_call import Call, Lighter, Like, PerToken, bind
+from ..arrays import Result
+from ..custom_call import Call, Lighter, bind
 from ..scale import scale
 from .options import OPERATION, Options
 from .reduction import countable, weighted
+
+# Operands and results: logits and their gradient, and a number a token.
+LOGITS, TOKENS = "*batch V", "*batch"
+GRADIENT, NUMBER = Result(LOGITS, like=0), Result(TOKENS)
 
 
 def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
@@ -39,7 +44,8 @@ def _forward_call(options: Options, every_token: bool) -> Call:
     return Call(
         operation=OPERATION,
         target="xentile_cross_entropy_forward",
-        results=(PerToken(),) * 4,
+        operands=(LOGITS, TOKENS),
+        results=(NUMBER,) * 4,
         attributes=attributes(options, every_token),
         implementation=options.implementation,
     )
@@ -64,7 +70,8 @@ def backward(
     call = Call(
         operation=OPERATION,
         target="xentile_cross_entropy_backward",
-        results=(Like(0),),
+        operands=(LOGITS, *[TOKENS] * 6),
+        results=(GRADIENT,),
         attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
@@ -80,7 +87,8 @@ def fused(
     call = Call(
         operation=OPERATION,
         target="xentile_cross_entropy_fused",
-        results=(PerToken(), PerToken(), PerToken(), Like(0)),
+        operands=(LOGITS, TOKENS, TOKENS),
+        results=(NUMBER, NUMBER, NUMBER, GRADIENT),
         attributes=attributes(options, every_token),
         reuses=(0, 3) if options.donate_logits else None,
         lighter=Lighter(
