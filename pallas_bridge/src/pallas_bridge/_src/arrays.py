@@ -106,7 +106,7 @@ class Signature:
             shape = (*kept, *(extents[name] for name in one.names))
             more: dict[str, Any] = {}
             sharding = getattr(tokens, "sharding", None)
-            if isinstance(sharding, NamedSharding) and len(shape) != tokens.ndim:
+            if isinstance(sharding, NamedSharding):
                 spec = [*_spec(tokens)[: len(kept)], *[None] * len(one.names)]
                 more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))

@@ -54,9 +54,10 @@ class Call:
     is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
-    # The same in JAX, of the operands as they are declared, for platforms that have no kernel of
-    # it; None where there is none such that would go unnoticed.
-    dense: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
+    # XLA's own program for the same operands, where platforms without a kernel are to have it.
+    dense: Callable[..., Sequence[jax.Array]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @cached_property
     def signature(self) -> Signature:
@@ -190,8 +191,8 @@ def _lower(
             return _lower_for_each(
                 ctx, *operands, **params, of=dict.fromkeys(kernels, "custom_call")
             )
-        can_be_cut = partitioning.keeps_cuts(call.signature, ctx.avals_in)
-        if not can_be_cut and not partitioning.is_whole(module):
+        if call.signature.mapped_axes(ctx.avals_in) and not partitioning.is_whole(module):
+            # It would be cut as tokens are, of which it has some axes only.
             _check_platforms(call, platforms)
             return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
