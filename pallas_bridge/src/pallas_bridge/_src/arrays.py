@@ -112,7 +112,7 @@ class Signature:
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found
 
-    def check_sharding(self, operation: str, target: str, avals: Sequence[Any]) -> None:
+    def check_sharding(self, operation: object, target: str, avals: Sequence[Any]) -> None:
         """Refuses what XLA's partitioner may do in silence, gathering an axis that is cut.
 
         Only meshes of explicit axes tell, whose users have asked to be told.

@@ -23,6 +23,7 @@ from jax.interpreters import xla as xla_interpreter
 from . import library, pallas, partitioning
 from .arrays import Result, Signature, reshaped
 from .compat import varying_axes
+from .operation import Operation
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Lighter:
 class Call:
     """A custom call: its target, what it takes and gives, and its attributes."""
 
-    # The function of this package that it belongs to, for messages.
-    operation: str
+    # What it belongs to.
+    operation: Operation
     target: str
     operands: tuple[str, ...]
     results: tuple[Result, ...]
@@ -54,6 +55,10 @@ class Call:
     is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
+    # Returns the kernel in Pallas of a call for a TPU, a function of the operands.
+    for_tpu: Callable[[pallas.Target, "Call"], Callable[..., Sequence[jax.Array]]] | None = field(
+        default=None, repr=False, compare=False
+    )
     # XLA's own program for the same operands, where platforms without a kernel are to have it.
     dense: Callable[..., Sequence[jax.Array]] | None = field(
         default=None, repr=False, compare=False
@@ -191,15 +196,17 @@ def _lower(
             return _lower_for_each(
                 ctx, *operands, **params, of=dict.fromkeys(kernels, "custom_call")
             )
-        if call.signature.mapped_axes(ctx.avals_in) and not partitioning.is_whole(module):
-            # It would be cut as tokens are, of which it has some axes only.
-            _check_platforms(call, platforms)
+        is_mapped = call.signature.mapped_axes(ctx.avals_in) > 0
+        if call.implementation is None and is_mapped and not partitioning.is_whole(module):
+            # XLA would gather the tokens for its kernel, since what some of them share is cut.
             return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
     if call.implementation is None and others != platforms and others:
         return _lower_for_each(
             ctx, *operands, **params, of={"tpu": "pallas"}, default="custom_call"
         )
+    if call.for_tpu is None and not others:
+        _check_platforms(call, platforms)
     if not others or (call.implementation == "pallas" and others != platforms):
         return _lower_pallas(ctx, *operands, call=call, keep=keep)
     if call.implementation == "pallas":
@@ -274,6 +281,8 @@ def _lower_dense(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
 
 def _has_kernel(call: Call, platform: str) -> bool:
     """Whether a call has a kernel for a platform, as far as can be told."""
+    if platform == "tpu":
+        return call.for_tpu is not None
     outcome = library.attempt()
     return not isinstance(outcome, library.LibraryError) and platform in outcome[1].platforms_of(
         call.target
@@ -319,7 +328,8 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     names, have = ", ".join(platforms), ", ".join(sorted(kernels)) or "none"
     dense = 'implementation="reference" runs everywhere, as the dense program'
     for platform in platforms:
-        if platform in library.BUILDS and platform not in loaded.platforms:
+        has_none = platform not in loaded.platforms and not call.operation.falls_back
+        if platform in library.BUILDS and has_none:
             raise library.LibraryError(
                 f"{call.operation}: no kernel for platform {names}: {loaded.path} was built "
                 f"without (it has kernels for {have}): {library.BUILDS[platform]}; {dense}"

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..implementations import Implementation, choose
+from ..implementations import choose
+from ..operation import Implementation
 from . import custom_call, reference
-from .options import OPERATION, Options, check_arrays, check_options, narrow_labels
+from .declaration import OPERATION
+from .options import Options, check_arrays, check_options, narrow_labels
 from .reduction import token_factors, weighted
 
 Reduction = Literal["none", "mean", "sum"]

@@ -25,7 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..custom_call import Call
 from ..pallas import Target
-from .options import OPERATION, Options, is_ignored
+from .declaration import OPERATION
+from .options import Options, is_ignored
 
 LANES = 128
 # Lanes start from here and not from -inf, so that no difference of shifts is inf - inf.

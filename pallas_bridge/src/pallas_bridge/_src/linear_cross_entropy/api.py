@@ -12,13 +12,14 @@ from jax.typing import ArrayLike
 from .. import pallas
 from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
-from ..implementations import Implementation, choose
+from ..implementations import choose
+from ..operation import Implementation
 from . import on_cpu, on_cuda, on_tpu, reference, schedules
 from . import plan as plans
+from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
 
-OPERATION = "linear_cross_entropy"
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 Reduction = Literal["none", "mean", "sum"]
 

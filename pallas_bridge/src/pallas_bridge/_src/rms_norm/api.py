@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..implementations import Implementation, choose
+from ..implementations import choose
+from ..operation import Implementation
 from . import custom_call, reference
-from .options import OPERATION, check_arrays, check_options
+from .declaration import OPERATION
+from .options import check_arrays, check_options
 
 IMPLEMENTATIONS = {"custom_call": custom_call, "reference": reference}
 

@@ -11,7 +11,8 @@ from .. import linear
 from ..arrays import Result
 from ..custom_call import Call, bind, vary_alike
 from . import reference
-from .options import OPERATION, Options
+from .declaration import OPERATION
+from .options import Options
 
 # A row a token, a number a token, and what all tokens share.
 ROWS, TOKENS, COLUMNS = "*batch D", "*batch", "D"
@@ -124,8 +125,9 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     moving = [one for one in (of_x, *of_residual) if one is not None]
     of_total = sum(moving[1:], moving[0]) if moving else None
     apply, transpose = partial(_apply, options), partial(_transpose, options)
-    residuals = total, primals[1], rstd
-    return results, tuple(linear.bind(apply, transpose, residuals, (of_total, of_weight)))
+    residuals, dims = (total, primals[1], rstd), ((ROWS, COLUMNS, TOKENS), (ROWS, COLUMNS))
+    found = linear.bind(apply, transpose, residuals, (of_total, of_weight), dims)
+    return results, tuple(found)
 
 
 def _apply(options: Options, residuals: Any, tangents: Any) -> tuple[jax.Array, ...]:

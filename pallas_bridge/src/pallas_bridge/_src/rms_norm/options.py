@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-OPERATION = "rms_norm"
-
 
 @dataclass(frozen=True)
 class Options:

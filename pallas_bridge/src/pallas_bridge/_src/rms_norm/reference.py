@@ -19,8 +19,9 @@ def norm(
     """
     if residual is not None:
         x = (wide(x) + wide(residual)).astype(x.dtype)
-    rstd = jax.lax.rsqrt(jnp.square(wide(x)).mean(-1) + options.eps)
-    y = wide(x) * rstd[..., None] * scale(options, weight)
+    z = wide(x)  # once, so that what comes back is rounded once
+    rstd = jax.lax.rsqrt(jnp.square(z).mean(-1) + options.eps)
+    y = z * rstd[..., None] * scale(options, weight)
     return y.astype(x.dtype), x, rstd
 
 
