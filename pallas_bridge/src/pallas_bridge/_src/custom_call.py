@@ -146,10 +146,7 @@ batching.primitive_batchers[_custom_call] = _batch
 
 
 def _refuse_derivative(*_: Any, call: Call, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"{call.operation}: second derivatives (grad of grad, hessian, jvp of grad) have no "
-        'kernel; implementation="reference" has them'
-    )
+    call.operation.refuse_derivative()
 
 
 ad.primitive_jvps[_custom_call] = _refuse_derivative

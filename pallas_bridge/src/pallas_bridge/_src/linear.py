@@ -8,7 +8,7 @@ what a rule of its own (`jax.custom_vjp`) would.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from .arrays import Dims
+from .operation import Operation
 
 # Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
 # may be wider than its tangent, to be rounded once.
@@ -26,6 +27,21 @@ Transpose = Callable[[Any, Sequence[Any]], Sequence[Any]]
 def given(tangent: Any) -> Any:
     """Returns a tangent that `jax.custom_jvp` hands to a rule, or None for one of zeros."""
     return None if isinstance(tangent, SymbolicZero) else tangent
+
+
+def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns function(*arrays), of which JAX takes nothing apart as it makes reverse mode.
+
+    It would move out of a loop what is the same in every turn, and keep all of that at once: the
+    pieces of a weight, say, of which the loop is there to have one at a time.
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        operation.refuse_derivative()
+
+    in_one = jax.custom_vjp(function)
+    in_one.defvjp(refuse, refuse)
+    return in_one(*arrays)
 
 
 def along(gradients: Sequence[Any], tangents: Sequence[Any]) -> jax.Array:

@@ -1,12 +1,12 @@
 """What an operation is to the rest of the package: a declaration, in its own folder."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 Implementation = Literal["reference", "custom_call", "pallas"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Operation:
     """An operation: which implementations it has, and what runs where there is no kernel."""
 
@@ -20,6 +20,17 @@ class Operation:
     # every library, and where there is none that is said.
     falls_back: bool = False
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Its name."""
         return self.name
+
+    def refuse_derivative(self) -> NoReturn:
+        """Refuses derivatives of what a kernel gives as a derivative.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{self}: second derivatives (grad of grad, hessian, jvp of grad) have no kernel; "
+            'implementation="reference" has them'
+        )

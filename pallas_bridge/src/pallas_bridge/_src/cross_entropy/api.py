@@ -81,7 +81,7 @@ def cross_entropy(
 
     (label smoothing: Szegedy et al., 2016; z-loss: de Brébisson and Vincent, 2016, and Chowdhery et
     al., 2022). Sums are taken in f32 or wider, whatever the dtype of logits. It is differentiable
-    in reverse mode with respect to `logits` and `weights`.
+    in both modes with respect to `logits` and `weights`.
 
     A token whose label is `ignore_index`, or whose weight is 0, takes no part: it adds nothing, and
     its gradient is 0 whatever its logits. A label outside [0, V) that is not `ignore_index` makes

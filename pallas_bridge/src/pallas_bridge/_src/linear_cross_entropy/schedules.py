@@ -15,6 +15,7 @@ from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
 from . import columns, on_cpu, on_cuda, on_tpu, one_call, reference, tokens
 from . import plan as plans
+from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
 from .product import operands as as_operands
@@ -170,7 +171,7 @@ def _per_token(
 
 @partial(_per_token.defjvp, symbolic_zeros=True)
 def _per_token_jvp(schedule: Schedule, arrays: Any, tangents: Any) -> tuple[Any, Any]:
-    loss, logps, lse, lse_low, left = schedule.keep(*arrays)
+    loss, logps, lse, lse_low, left = linear.whole(OPERATION, schedule.keep, *arrays)
     residuals = arrays, (lse, lse_low), left
     apply, transpose = partial(_per_token_tangents, schedule), partial(_per_token_pull, schedule)
     *moving, _ = map(linear.given, tangents)
@@ -239,7 +240,8 @@ def _fused_jvp(schedule: Schedule, primals: Any, tangents: Any) -> tuple[Any, An
     *arrays, factors = primals
     *moving, _, of_factors = map(linear.given, tangents)
     wants_losses = of_factors is not None
-    loss, lse, lse_low, gradients = schedule.fused(wants_losses, *arrays, factors)
+    fused = partial(schedule.fused, wants_losses)
+    loss, lse, lse_low, gradients = linear.whole(OPERATION, fused, *arrays, factors)
     # As for logits: a cotangent of lse, which is rare, takes the pass again.
     again = (arrays, factors, (lse, lse_low)) if schedule.options.every_token else None
     losses = countable(loss, factors) if wants_losses else None
