@@ -78,7 +78,8 @@ def test_info_says_what_runs_where() -> None:
     )
     everywhere |= {f"xentile_linear_cross_entropy_{name}" for name in passes}
     halves = {f"xentile_linear_cross_entropy_{name}" for name in ("keep", "resume")}
-    assert of_host == everywhere | halves
+    norms = {"forward", "add_forward", "backward", "add_backward"}
+    assert of_host == everywhere | halves | {f"xentile_rms_norm_{name}" for name in norms}
     assert of_cuda in (everywhere | {"xentile_linear_cross_entropy_add"}, set())
     rows = {row.platform: row for row in info.platforms}
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
 from oracle import Oracle
 from pallas_bridge._src import library
 from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda
@@ -808,3 +809,27 @@ def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPat
     least = int(str(refusal.value).rpartition(" ")[2])
     plan = explain(hidden, weight, max_scratch_bytes=least, platform="cpu")
     assert plan.schedule == "both"
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_both_modes_of_differentiation(
+    rng: np.random.Generator, reduction: Any, implementation: Any
+) -> None:
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / 2, jnp.float32)
+
+    arrays = draw(6, 8), draw(33, 8), draw(33), jnp.abs(draw(6)) + 0.5
+    labels = jnp.asarray(rng.integers(0, 33, 6))
+
+    def f(hidden: Any, weight: Any, bias: Any, weights: Any) -> Any:
+        options: dict[str, Any] = {"bias": bias, "weights": weights, "reduction": reduction}
+        options |= {"return_lse": True, "implementation": implementation}
+        return linear_cross_entropy(hidden, weight, labels, **options)
+
+    def one(hidden: Any) -> Any:
+        return jax.vmap(lambda x: f(x, *arrays[1:]))(jnp.stack([hidden, 2 * hidden]))
+
+    for function in (f, jax.jit(f)):
+        check_grads(function, arrays, 1, rtol=2e-2, atol=2e-2, eps=1e-2)
+    check_grads(one, arrays[:1], 1, rtol=2e-2, atol=2e-2, eps=1e-2)

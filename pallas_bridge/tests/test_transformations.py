@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 from oracle import Oracle, assert_gradient, assert_tokens
 from placement import PLATFORM
 from test_values import problem
@@ -263,13 +264,56 @@ def test_the_schedule_follows_the_reduction_and_the_dtype(rng: np.random.Generat
     assert calls("float16", "mean") == {"forward", "backward"}
 
 
-def test_forward_mode_is_refused(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_forward_mode_and_reverse_mode(rng: np.random.Generator, reduction: Any) -> None:
+    logits, labels = batch(rng, "float32", 2, 3, 30)
+    # An ignored token has an lse, whose gradient is 0 all the same.
+    labels = jnp.abs(labels) % 30
+    weights = jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32)
+
+    def f(x: jax.Array, y: jax.Array, w: jax.Array) -> Any:
+        options: dict[str, Any] = {"z_loss": 1e-2, "softcap": 20.0, "return_lse": True}
+        return cross_entropy(x, y, weights=w, reduction=reduction, **options)
+
+    def of(x: jax.Array, w: jax.Array) -> Any:
+        return f(x, labels, w)
+
+    def mapped(x: jax.Array, w: jax.Array) -> Any:
+        return jax.vmap(f)(x, labels, w)
+
+    for function in (of, jax.jit(of), mapped):
+        check_grads(function, (logits, weights), 1, rtol=2e-2, atol=2e-2, eps=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_forward_mode_gives_what_the_reference_gives(rng: np.random.Generator, dtype: str) -> None:
+    logits, labels = batch(rng, dtype, 9, 300)
+    labels = labels.at[2].set(-100)
+    tangent = jnp.asarray(rng.normal(size=logits.shape), dtype)
+    for f in (cross_entropy, partial(cross_entropy_per_token, return_lse=True)):
+        found, expected = (
+            jax.jit(partial(jax.jvp, lambda x, g=g: g(x, labels)))((logits,), (tangent,))
+            for g in (f, partial(f, implementation="reference"))
+        )
+        for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            # A gradient that was made beforehand was rounded.
+            rtol = 1e-5 if dtype == "float32" else 4e-3
+            np.testing.assert_allclose(actual, wanted, rtol=rtol, atol=rtol * 0.3)
+    value, along = jax.linearize(lambda x: cross_entropy(x, labels), logits)
+    same_bits(value, cross_entropy(logits, labels))
+    gradient = jax.grad(lambda x: cross_entropy(x, labels))(logits)
+    wanted = np.vdot(*(np.asarray(one, np.float64) for one in (gradient, tangent)))
+    np.testing.assert_allclose(along(tangent), wanted, rtol=4e-3, atol=1e-3)
+
+
+def test_forward_mode_alone_makes_no_gradient_of_every_token(rng: np.random.Generator) -> None:
     logits, labels = batch(rng, "float32", 4, 30)
-    for f in (cross_entropy, cross_entropy_per_token):
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(lambda x: f(x, labels), (logits,), (logits,))  # noqa: B023
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jit(jax.jacfwd(lambda x: f(x, labels)))(logits)  # noqa: B023
+
+    def along(x: jax.Array, t: jax.Array) -> Any:
+        return jax.jvp(lambda x: cross_entropy_per_token(x, labels), (x,), (t,))
+
+    program = jax.jit(along).lower(logits, logits).as_text()
+    assert "cross_entropy_forward" in program and "cross_entropy_backward" not in program
 
 
 def test_second_derivatives_are_refused(rng: np.random.Generator) -> None:

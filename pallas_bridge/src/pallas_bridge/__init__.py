@@ -22,6 +22,7 @@ from ._src.linear_cross_entropy.api import (  # noqa: E402
     linear_cross_entropy_per_token,
     linear_cross_entropy_value_and_grad,
 )
+from ._src.rms_norm.api import rms_norm  # noqa: E402
 
 __version__ = versions.PACKAGE
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "linear_cross_entropy_value_and_grad",
+    "rms_norm",
 ]
 
 # Programs that were exported elsewhere call the library too. Where that cannot be loaded, the first

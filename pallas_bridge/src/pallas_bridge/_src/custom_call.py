@@ -1,41 +1,29 @@
 """One JAX primitive for every custom call of the library.
 
-A call here follows one rule, which docs/custom-calls.md explains: all operands and results have the
-same leading axes, and the handler treats what lies behind them one by one. From that rule alone
-come `vmap` without a loop or a transpose, partitioning over a mesh, and lowering; an operation says
-only what its calls take and give.
+An operation says what its calls take and give (`arrays`), and which program of XLA's does the same.
+From that come abstract values, `vmap` without a loop or a transpose, partitioning over a mesh
+(`partitioning`), what dead code leaves, and lowering; docs/custom-calls.md explains the rules.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
-from jax.sharding import NamedSharding, PartitionSpec
 
-from . import library, pallas
+from . import library, pallas, partitioning
+from .arrays import Result, Signature, reshaped
 from .compat import varying_axes
-
-
-@dataclass(frozen=True)
-class Like:
-    """A result of the shape and dtype of an operand."""
-
-    operand: int
-
-
-@dataclass(frozen=True)
-class PerToken:
-    """A result of the leading axes alone, in f32."""
+from .operation import Operation
 
 
 @dataclass(frozen=True)
@@ -51,15 +39,13 @@ class Lighter:
 
 @dataclass(frozen=True)
 class Call:
-    """A custom call: its target, what it gives, and its attributes.
+    """A custom call: its target, what it takes and gives, and its attributes."""
 
-    The last operand has the leading axes alone; every other begins with them.
-    """
-
-    # The function of this package that it belongs to, for messages.
-    operation: str
+    # What it belongs to.
+    operation: Operation
     target: str
-    results: tuple[Like | PerToken, ...]
+    operands: tuple[str, ...]
+    results: tuple[Result, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
     # The operand whose memory a result takes. Where something else reads it later, XLA copies it
     # first.
@@ -69,6 +55,19 @@ class Call:
     is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
+    # Returns the kernel in Pallas of a call for a TPU, a function of the operands.
+    for_tpu: Callable[[pallas.Target, "Call"], Callable[..., Sequence[jax.Array]]] | None = field(
+        default=None, repr=False, compare=False
+    )
+    # XLA's own program for the same operands, where platforms without a kernel are to have it.
+    dense: Callable[..., Sequence[jax.Array]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @cached_property
+    def signature(self) -> Signature:
+        """What `operands` and `results` declare."""
+        return Signature.of(self.operands, self.results)
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -77,7 +76,7 @@ def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         return tuple(pallas.kernel(None, call)(*operands))
     keep = tuple(range(len(call.results)))
-    return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep))
+    return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep, mapped=0))
 
 
 _custom_call = Primitive("xentile_custom_call")
@@ -97,33 +96,9 @@ def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _result_avals(call: Call, avals: Sequence[Any]) -> list[Any]:
-    return [
-        avals[result.operand]
-        if isinstance(result, Like)
-        else avals[-1].update(dtype=np.dtype(np.float32), weak_type=False)
-        for result in call.results
-    ]
-
-
-def _abstract_eval(*avals: Any, call: Call, keep: tuple[int, ...]) -> list[Any]:
-    leading = avals[-1]
-    for index, aval in enumerate(avals):
-        # What XLA's partitioner may do in silence, gathering a cut axis, is refused where the user
-        # has asked to be told (meshes of explicit axes).
-        sharding = getattr(aval, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.spec:
-            spec = [*sharding.spec, *[None] * (aval.ndim - len(sharding.spec))]
-            own = [*leading.sharding.spec, *[None] * (leading.ndim - len(leading.sharding.spec))]
-            if spec[: leading.ndim] != own or any(
-                axis is not None for axis in spec[leading.ndim :]
-            ):
-                raise ValueError(
-                    f"{call.operation}: operand {index} of {call.target} is sharded as "
-                    f"{PartitionSpec(*spec)}; its leading axes must be sharded as "
-                    f"{PartitionSpec(*own)} and the others not at all: reshard it first"
-                )
-    results = _result_avals(call, avals)
+def _abstract_eval(*avals: Any, call: Call, keep: tuple[int, ...], mapped: int) -> list[Any]:
+    call.signature.check_sharding(call.operation, call.target, avals)
+    results = call.signature.result_avals(call.results, avals, mapped)
     return [results[index] for index in keep]
 
 
@@ -131,29 +106,47 @@ _custom_call.def_abstract_eval(_abstract_eval)
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, keep: tuple[int, ...]
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    call: Call,
+    keep: tuple[int, ...],
+    mapped: int,
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    """Makes the mapped axis a leading one, where the first operand has it if that can be."""
+    """Makes the mapped axis one of those of tokens, which shared operands need not have."""
+    signature = call.signature
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    leading = operands[-1].ndim - (axes[-1] is not None)
-    place = axes[0] if axes[0] is not None and axes[0] <= leading else 0
-    moved = [
-        jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size, *x.shape[place:]))
-        if axis is None
-        else jnp.moveaxis(x, axis, place)
-        for x, axis in zip(operands, axes, strict=True)
+    shared = [not dims.has_tokens for dims in signature.operands]
+    leading = [
+        dims.leading(x) - (axis is not None)
+        for dims, x, axis in zip(signature.operands, operands, axes, strict=True)
     ]
-    return _custom_call.bind(*vary_alike(moved), call=call, keep=keep), [place] * len(keep)
+    # The axes of tokens begin with those that shared operands have, and with those that sums have.
+    if any(one and axis is not None for one, axis in zip(shared, axes, strict=True)):
+        place = 0
+    else:
+        first = max((count for one, count in zip(shared, leading, strict=True) if one), default=0)
+        last = mapped if signature.sums else leading[shared.index(False)]
+        place = axes[0] if axes[0] is not None and first <= axes[0] <= last else first
+    given = []
+    for x, axis, is_shared, count in zip(operands, axes, shared, leading, strict=True):
+        if axis is not None:
+            x = jnp.moveaxis(x, axis, place)
+        elif not is_shared or count > place:
+            x = jnp.expand_dims(x, place)
+            x = jnp.broadcast_to(x, (*x.shape[:place], size, *x.shape[place + 1 :]))
+        given.append(x)
+    results = _custom_call.bind(
+        *vary_alike(given), call=call, keep=keep, mapped=mapped + signature.sums
+    )
+    return results, [place] * len(keep)
 
 
 batching.primitive_batchers[_custom_call] = _batch
 
 
 def _refuse_derivative(*_: Any, call: Call, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"{call.operation}: second derivatives (grad of grad, hessian, jvp of grad) have no "
-        'kernel; implementation="reference" has them'
-    )
+    call.operation.refuse_derivative()
 
 
 ad.primitive_jvps[_custom_call] = _refuse_derivative
@@ -175,7 +168,7 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     lean = equation.replace(
         invars=[equation.invars[index] for index in operands],
         outvars=[var for var, is_used in zip(equation.outvars, used, strict=True) if is_used],
-        params={"call": call, "keep": tuple(wanted)},
+        params={**equation.params, "call": call, "keep": tuple(wanted)},
     )
     return [index in operands for index in range(len(equation.invars))], lean
 
@@ -183,13 +176,34 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 pe.dce_rules[_custom_call] = _dead_code
 
 
-def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
+def _lower(
+    ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
+) -> Sequence[Any]:
     if call.is_product and _is_one(operands[-1]):
         return [operands[0]]
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    module = ctx.module_context
+    platforms = tuple(ctx.platforms or module.platforms)
+    params: dict[str, Any] = {"call": call, "keep": keep, "mapped": mapped}
+    if call.dense is not None:
+        without = {one for one in platforms if one != "cpu" and not _has_kernel(call, one)}
+        if call.implementation is None and without == {*platforms}:
+            return _lower_dense(ctx, *operands, **params)
+        if call.implementation is None and without:
+            kernels = tuple(one for one in platforms if one not in without)
+            return _lower_for_each(
+                ctx, *operands, **params, of=dict.fromkeys(kernels, "custom_call")
+            )
+        is_mapped = call.signature.mapped_axes(ctx.avals_in) > 0
+        if call.implementation is None and is_mapped and not partitioning.is_whole(module):
+            # XLA would gather the tokens for its kernel, since what some of them share is cut.
+            return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
     if call.implementation is None and others != platforms and others:
-        return _lower_for_each(ctx, *operands, call=call, keep=keep)
+        return _lower_for_each(
+            ctx, *operands, **params, of={"tpu": "pallas"}, default="custom_call"
+        )
+    if call.for_tpu is None and not others:
+        _check_platforms(call, platforms)
     if not others or (call.implementation == "pallas" and others != platforms):
         return _lower_pallas(ctx, *operands, call=call, keep=keep)
     if call.implementation == "pallas":
@@ -198,14 +212,78 @@ def _lower(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Seque
             f'{", ".join(platforms)}: "custom_call" runs where info() says, "reference" everywhere'
         )
     _check_platforms(call, others)
-    results = _result_avals(call, ctx.avals_in)
+    results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
+    how = partitioning.layout(
+        call.signature, ctx.avals_in, results, mapped, partitioning.device_count(module)
+    )
+    given = list(map(reshaped, ctx.avals_in, how.operands))
+    found = list(map(reshaped, results, how.results))
     lowering = jax.ffi.ffi_lowering(
         call.target,
         operand_output_aliases=dict([call.reuses] if call.reuses else []),
-        extra_attributes=_partitioning([*ctx.avals_in], results),
+        extra_attributes=how.attributes,
     )
-    outputs = lowering(ctx.replace(avals_out=results), *operands, **dict(call.attributes))
-    return [outputs[index] for index in keep]
+    values = lowering(
+        ctx.replace(avals_in=given, avals_out=found),
+        *map(_reshape, operands, ctx.avals_in, given),
+        **dict(call.attributes),
+    )
+    outputs = []
+    for index in keep:
+        value, made, aval = values[index], found[index], results[index]
+        if call.signature.results[index].has_tokens:
+            outputs.append(_reshape(value, made, aval))
+        else:
+            add = mlir.lower_fun(partial(jnp.sum, axis=how.summed), multiple_results=False)
+            outputs.extend(add(ctx.replace(avals_in=[made], avals_out=[aval]), value))
+    return outputs
+
+
+def _reshape(value: Any, before: Any, after: Any) -> Any:
+    """Returns an `ir.Value` of the type `before` in the shape of `after`."""
+    if before.shape == after.shape:
+        return value
+    element = ir.RankedTensorType(value.type).element_type
+    return stablehlo.reshape(ir.RankedTensorType.get(after.shape, element), value)
+
+
+def _dense(
+    call: Call, keep: tuple[int, ...], mapped: int, avals: Sequence[Any]
+) -> Callable[..., list[jax.Array]]:
+    """Returns XLA's own program for a call with operands of such types."""
+    signature = call.signature
+    assert call.dense is not None
+    leading = [
+        None if dims.has_tokens else dims.leading(aval)
+        for dims, aval in zip(signature.operands, avals, strict=True)
+    ]
+    function: Callable[..., Sequence[jax.Array]] = call.dense
+    for axis in reversed(range(max(mapped, signature.mapped_axes(avals)))):
+        axes = [0 if count is None or count > axis else None for count in leading]
+        function = jax.vmap(function, in_axes=axes)
+
+    def kept(*arrays: jax.Array) -> list[jax.Array]:
+        results = function(*arrays)
+        return [results[index] for index in keep]
+
+    return kept
+
+
+def _lower_dense(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+    """Puts XLA's own program in the call's place."""
+    lower = mlir.lower_fun(_dense(**params, avals=ctx.avals_in), multiple_results=True)
+    results: Sequence[Any] = lower(ctx, *operands)
+    return results
+
+
+def _has_kernel(call: Call, platform: str) -> bool:
+    """Whether a call has a kernel for a platform, as far as can be told."""
+    if platform == "tpu":
+        return call.for_tpu is not None
+    outcome = library.attempt()
+    return not isinstance(outcome, library.LibraryError) and platform in outcome[1].platforms_of(
+        call.target
+    )
 
 
 # What carries a constant's ones on.
@@ -230,31 +308,6 @@ def _is_one(value: Any, steps: int = 8) -> bool:
     )
 
 
-def _partitioning(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, ir.Attribute]:
-    """Tells XLA that the leading axes may be cut, and no others."""
-    avals = [*operands, *results]
-    widest = max(avals, key=lambda aval: aval.ndim)
-    if not all(isinstance(extent, int) for extent in widest.shape):
-        return {}  # neither notation has extents that are not known yet
-    leading = operands[-1].ndim
-    batch: dict[str, ir.Attribute] = {"num_batch_dims": ir.StringAttr.get(str(leading))}
-    attributes: dict[str, ir.Attribute] = {"mhlo.frontend_attributes": ir.DictAttr.get(batch)}
-    if jax.config.values["jax_use_shardy_partitioner"]:
-        # Axis n of every operand and result is one factor, the letters are its notation.
-        names = "ijklmnopqrstuvwxyz"[: widest.ndim]
-
-        def axes(avals: Sequence[Any]) -> str:
-            return ", ".join(f"[{', '.join(names[: aval.ndim])}]" for aval in avals)
-
-        extents = ", ".join(map("{}={}".format, names, widest.shape))
-        whole = ", ".join(names[leading:])
-        attributes["sdy.sharding_rule"] = ir.Attribute.parse(
-            f"#sdy.op_sharding_rule<({axes(operands)})->({axes(results)}) {{{extents}}}"
-            f"{f' need_replication={{{whole}}},' if whole else ','} custom>"
-        )
-    return attributes
-
-
 def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     """Refuses to compile for platforms of which the library has kernels for none.
 
@@ -266,12 +319,14 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
         NotImplementedError: there are no kernels for such a platform.
     """
     loaded = library.require()
-    if loaded.platforms & {*platforms}:
+    kernels = loaded.platforms_of(call.target)
+    if kernels & {*platforms}:
         return
-    names, have = ", ".join(platforms), ", ".join(sorted(loaded.platforms)) or "none"
+    names, have = ", ".join(platforms), ", ".join(sorted(kernels)) or "none"
     dense = 'implementation="reference" runs everywhere, as the dense program'
     for platform in platforms:
-        if platform in library.BUILDS:
+        has_none = platform not in loaded.platforms and not call.operation.falls_back
+        if platform in library.BUILDS and has_none:
             raise library.LibraryError(
                 f"{call.operation}: no kernel for platform {names}: {loaded.path} was built "
                 f"without (it has kernels for {have}): {library.BUILDS[platform]}; {dense}"
@@ -281,17 +336,29 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     )
 
 
-def _lower_for_each(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    """Puts a conditional over the platform in the call's place: TPUs have no custom calls."""
+def _lower_for_each(
+    ctx: Any,
+    *operands: Any,
+    call: Call,
+    keep: tuple[int, ...],
+    mapped: int,
+    of: Mapping[str, str],
+    default: str | None = None,
+) -> Sequence[Any]:
+    """Puts a conditional over the platform in the call's place.
 
-    def of(implementation: str) -> Any:
-        named = dataclasses.replace(call, implementation=implementation)
-        return lambda *arrays: tuple(_custom_call.bind(*arrays, call=named, keep=keep))
+    `of` has the implementation on a platform, and `default` that on others, or None for XLA's.
+    """
 
+    def named(implementation: str | None) -> Callable[..., Any]:
+        if implementation is None:
+            return _dense(call, keep, mapped, ctx.avals_in)
+        one = dataclasses.replace(call, implementation=implementation)
+        return partial(_custom_call.bind, call=one, keep=keep, mapped=mapped)
+
+    branches = {platform: named(implementation) for platform, implementation in of.items()}
     lower = mlir.lower_fun(
-        lambda *arrays: jax.lax.platform_dependent(
-            *arrays, tpu=of("pallas"), default=of("custom_call")
-        ),
+        lambda *arrays: jax.lax.platform_dependent(*arrays, **branches, default=named(default)),
         multiple_results=True,
     )
     results: Sequence[Any] = lower(ctx, *operands)

@@ -1,16 +1,15 @@
 """Which implementation of an operation runs, and why."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import jax
 
 from . import library, versions
+from .operation import Implementation, Operation
+from .operations import OPERATIONS
 
-Implementation = Literal["reference", "custom_call", "pallas"]
 
-
-def choose(operation: str, implementation: Implementation | None) -> Implementation:
+def choose(operation: Operation, implementation: Implementation | None) -> Implementation:
     """Returns the implementation to trace; the platform is chosen as the program is compiled.
 
     Raises:
@@ -18,8 +17,8 @@ def choose(operation: str, implementation: Implementation | None) -> Implementat
     """
     if implementation is None:
         return "custom_call"
-    if implementation not in get_args(Implementation):
-        names = ", ".join(map(repr, get_args(Implementation)))
+    if implementation not in operation.implementations:
+        names = ", ".join(map(repr, operation.implementations))
         raise ValueError(
             f"{operation}: implementation is {implementation!r}; it must be one of {names}, or None"
         )
@@ -45,7 +44,10 @@ class Info:
     library: library.Library | None
     # Why there is no library.
     library_error: str | None
+    # Of the first operation of the package.
     platforms: tuple[PlatformInfo, ...]
+    # Of each, by its name.
+    operations: dict[str, tuple[PlatformInfo, ...]]
 
     def __str__(self) -> str:
         """A line for everything that decides what runs."""
@@ -59,6 +61,12 @@ class Info:
             lines.append(f"targets: {', '.join(targets)}")
         for platform in self.platforms:
             lines.append(f"{platform.platform}: {platform.implementation}: {platform.reason}")
+        for name, platforms in self.operations.items():
+            lines.extend(
+                f"{name} on {row.platform}: {row.implementation}: {row.reason}"
+                for row in platforms
+                if row not in self.platforms
+            )
         return "\n".join(lines)
 
 
@@ -66,25 +74,34 @@ def info() -> Info:
     """Returns which implementation runs on which platform, and why; `print(info())` shows it."""
     outcome = library.attempt()
     loaded = None if isinstance(outcome, library.LibraryError) else outcome[1]
-    platforms = []
-    for platform in ("cpu", "cuda", "tpu"):
-        if loaded is not None and platform in loaded.platforms:
-            detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
-            row = PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
-        elif loaded is None and platform in library.JAX_PLATFORMS.values():
-            row = PlatformInfo(platform, None, "the library cannot be used")
-        elif platform == "tpu":
-            row = PlatformInfo(platform, "pallas", "kernels in Pallas")
-        elif platform in library.BUILDS:
-            reason = f"the library was built without: {library.BUILDS[platform]}"
-            row = PlatformInfo(platform, None, reason)
-        else:
-            row = PlatformInfo(platform, None, 'no kernels yet; ask for "reference" by name')
-        platforms.append(row)
+    operations = {
+        operation.name: tuple(
+            _platform(operation, platform, loaded) for platform in ("cpu", "cuda", "tpu")
+        )
+        for operation in OPERATIONS
+    }
     return Info(
         version=versions.PACKAGE,
         jax=jax.__version__,
         library=loaded,
         library_error=str(outcome) if isinstance(outcome, library.LibraryError) else None,
-        platforms=tuple(platforms),
+        platforms=operations[OPERATIONS[0].name],
+        operations=operations,
     )
+
+
+def _platform(operation: Operation, platform: str, loaded: library.Library | None) -> PlatformInfo:
+    """Returns what runs of an operation on a platform."""
+    if loaded is not None and platform in loaded.platforms_of(operation.target):
+        detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
+        return PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
+    if platform == "tpu" and "pallas" in operation.implementations:
+        return PlatformInfo(platform, "pallas", "kernels in Pallas")
+    if operation.falls_back and platform != "cpu":
+        return PlatformInfo(platform, "reference", "XLA's own program; there is no kernel")
+    if loaded is None and platform in library.JAX_PLATFORMS.values():
+        return PlatformInfo(platform, None, "the library cannot be used")
+    if platform in library.BUILDS:
+        reason = f"the library was built without: {library.BUILDS[platform]}"
+        return PlatformInfo(platform, None, reason)
+    return PlatformInfo(platform, None, 'no kernels yet; ask for "reference" by name')

@@ -76,7 +76,11 @@ class Library:
     @property
     def platforms(self) -> frozenset[str]:
         """The platforms that it has handlers for, as JAX calls them."""
-        names = {target.platform for target in self.targets}
+        return frozenset().union(*(self.platforms_of(row.target) for row in self.targets))
+
+    def platforms_of(self, target: str) -> frozenset[str]:
+        """The platforms that it has handlers of a target for, as JAX calls them."""
+        names = {row.platform for row in self.targets if row.target == target}
         return frozenset(JAX_PLATFORMS.get(name, name.lower()) for name in names)
 
 

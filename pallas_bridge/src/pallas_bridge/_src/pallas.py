@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from .custom_call import Call
@@ -83,13 +82,5 @@ def kernel(module_context: Any, call: "Call") -> Callable[..., Sequence[jax.Arra
         )
     else:
         chosen = target(module_context)
-    if call.target == "xentile_scale":
-        return _scale
-    from .cross_entropy import pallas_tpu  # late: it takes as long to import as all the rest
-
-    return pallas_tpu.kernel(chosen, call)
-
-
-def _scale(x: jax.Array, factors: jax.Array) -> tuple[jax.Array]:
-    # XLA knows that a factor of 1 changes nothing, and mostly sees that it is 1.
-    return ((x.astype(jnp.float32) * factors[..., None]).astype(x.dtype),)
+    assert call.for_tpu is not None
+    return call.for_tpu(chosen, call)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..implementations import Implementation, choose
+from ..implementations import choose
+from ..operation import Implementation
 from . import custom_call, reference
-from .options import OPERATION, Options, check_arrays, check_options, narrow_labels
+from .declaration import OPERATION
+from .options import Options, check_arrays, check_options, narrow_labels
 from .reduction import token_factors, weighted
 
 Reduction = Literal["none", "mean", "sum"]
@@ -79,7 +81,7 @@ def cross_entropy(
 
     (label smoothing: Szegedy et al., 2016; z-loss: de Brébisson and Vincent, 2016, and Chowdhery et
     al., 2022). Sums are taken in f32 or wider, whatever the dtype of logits. It is differentiable
-    in reverse mode with respect to `logits` and `weights`.
+    in both modes with respect to `logits` and `weights`.
 
     A token whose label is `ignore_index`, or whose weight is 0, takes no part: it adds nothing, and
     its gradient is 0 whatever its logits. A label outside [0, V) that is not `ignore_index` makes

@@ -7,18 +7,27 @@
   backward pass reads the logits again.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from ..custom_call import Call, Lighter, Like, PerToken, bind
+from .. import linear
+from ..arrays import Result
+from ..custom_call import Call, Lighter, bind
+from ..pallas import Target
 from ..scale import scale
-from .options import OPERATION, Options
+from . import reference
+from .declaration import OPERATION
+from .options import Options
 from .reduction import countable, weighted
+
+# Operands and results: logits and their gradient, and a number a token.
+LOGITS, TOKENS = "*batch V", "*batch"
+GRADIENT, NUMBER = Result(LOGITS, like=0), Result(TOKENS)
 
 
 def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
@@ -35,13 +44,21 @@ def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, A
     return tuple((name, value) for name, value in attributes.items() if value is not None)
 
 
+def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
+    from . import pallas_tpu  # late: it takes as long to import as all the rest
+
+    return pallas_tpu.kernel(target, call)
+
+
 def _forward_call(options: Options, every_token: bool) -> Call:
     return Call(
         operation=OPERATION,
         target="xentile_cross_entropy_forward",
-        results=(PerToken(),) * 4,
+        operands=(LOGITS, TOKENS),
+        results=(NUMBER,) * 4,
         attributes=attributes(options, every_token),
         implementation=options.implementation,
+        for_tpu=_in_pallas,
     )
 
 
@@ -64,10 +81,12 @@ def backward(
     call = Call(
         operation=OPERATION,
         target="xentile_cross_entropy_backward",
-        results=(Like(0),),
+        operands=(LOGITS, *[TOKENS] * 6),
+        results=(GRADIENT,),
         attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
+        for_tpu=_in_pallas,
     )
     (dlogits,) = bind(call, logits, labels, *saved, *cotangents)
     return dlogits
@@ -80,7 +99,8 @@ def fused(
     call = Call(
         operation=OPERATION,
         target="xentile_cross_entropy_fused",
-        results=(PerToken(), PerToken(), PerToken(), Like(0)),
+        operands=(LOGITS, TOKENS, TOKENS),
+        results=(NUMBER, NUMBER, NUMBER, GRADIENT),
         attributes=attributes(options, every_token),
         reuses=(0, 3) if options.donate_logits else None,
         lighter=Lighter(
@@ -90,12 +110,13 @@ def fused(
             results=(0, 2, 3),
         ),
         implementation=options.implementation,
+        for_tpu=_in_pallas,
     )
     loss, lse, lse_low, dlogits = bind(call, logits, labels, dloss)
     return loss, lse, lse_low, dlogits
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def per_token(
     options: Options, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -104,17 +125,27 @@ def per_token(
     return loss, logps, lse
 
 
-def _per_token_forward(options: Options, logits: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-    loss, logps, lse, lse_low = forward(options, logits, labels)
-    return (loss, logps, lse), (logits, labels, lse, lse_low)
+@partial(per_token.defjvp, symbolic_zeros=True)
+def _per_token_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    loss, logps, lse, lse_low = forward(options, *primals)
+    residuals = *primals, lse, lse_low
+    apply, transpose = partial(_per_token_tangents, options), partial(_per_token_pull, options)
+    of_logits, _ = map(linear.given, tangents)
+    found = linear.bind(apply, transpose, residuals, [of_logits])
+    return (loss, logps, lse), tuple(found)
 
 
-def _per_token_backward(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _per_token_tangents(options: Options, residuals: Any, tangents: Any) -> Any:
+    logits, labels, *_ = residuals
+    return linear.tangents_of(
+        partial(reference.per_token, options), (logits, labels), (*tangents, None)
+    )
+
+
+def _per_token_pull(options: Options, residuals: Any, cotangents: Any) -> tuple[jax.Array]:
     logits, labels, *saved = residuals
-    return backward(options, logits, labels, tuple(saved), cotangents), None
-
-
-per_token.defvjp(_per_token_forward, _per_token_backward)
+    g, h, k = (jnp.zeros_like(saved[0]) if one is None else one for one in cotangents)
+    return (backward(options, logits, labels, tuple(saved), (g, h, k)),)
 
 
 def reduced(
@@ -132,7 +163,7 @@ def reduced(
     return _fused(options, logits, labels, factors)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(
     options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -140,33 +171,44 @@ def _fused(
     return weighted(loss, factors).sum(), lse
 
 
-def _fused_forward(options: Options, logits: Any, labels: Any, factors: Any) -> tuple[Any, Any]:
+@partial(_fused.defjvp, symbolic_zeros=True)
+def _fused_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    logits, labels, factors = primals
+    of_logits, _, of_factors = map(linear.given, tangents)
     # The derivative with respect to a factor is the token's loss, of tokens with factor 0 as well.
-    wants_losses = factors.perturbed
+    wants_losses = of_factors is not None
     every_token = options.every_token or wants_losses
-    logits, labels, factors = logits.value, labels.value, factors.value
     loss, lse, lse_low, dlogits = fused(options, every_token, logits, labels, factors)
     # A cotangent of lse needs the pass over the logits after all; there is none unless lse is given
     # out, and then mostly none too, since lse is mostly looked at only.
     again = (logits, labels, factors, lse, lse_low) if options.every_token else None
     losses = countable(loss, factors) if wants_losses else None
-    return (weighted(loss, factors).sum(), lse), (dlogits, jnp.ones_like(loss), losses, again)
+    residuals = dlogits, jnp.ones_like(loss), losses, again
+    apply, transpose = partial(_fused_tangents, options), partial(_fused_pull, options)
+    found = linear.bind(apply, transpose, residuals, (of_logits, of_factors))
+    return (weighted(loss, factors).sum(), lse), tuple(found)
 
 
-def _fused_backward(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _fused_tangents(options: Options, residuals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (dlogits, ones, losses, again), (of_logits, of_factors) = residuals, tangents
+    of_loss = linear.along((dlogits, losses), (of_logits, of_factors))
+    if again is None or of_logits is None:
+        return of_loss, jnp.zeros_like(ones)
+    *_, of_lse = _per_token_tangents(options, again, [of_logits])
+    return of_loss, of_lse
+
+
+def _fused_pull(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
     (dlogits, ones, losses, again), (dloss, dlse) = residuals, cotangents
-    if isinstance(dloss, SymbolicZero):
-        dloss = jnp.zeros(dloss.shape, dloss.dtype)
+    if dloss is None:
+        dloss = jnp.zeros((), ones.dtype)
     dfactors = None if losses is None else dloss * losses
-    if isinstance(dlse, SymbolicZero):
+    if dlse is None:
         # A factor a token, so that tokens may be cut over a mesh.
-        return scale(OPERATION, dlogits, dloss * ones, options.implementation), None, dfactors
+        return scale(OPERATION, dlogits, dloss * ones, options.implementation), dfactors
     logits, labels, factors, *saved = again
     given = (dloss * factors, jnp.zeros_like(dlse), dlse)
-    return backward(options, logits, labels, tuple(saved), given), None, dfactors
-
-
-_fused.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
+    return backward(options, logits, labels, tuple(saved), given), dfactors
 
 
 def check_dtype(logits: jax.Array) -> None:

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OPERATION = "cross_entropy"
-
 # Tokens and columns of a tile, None for what is tuned.
 Tile = tuple[int | None, int | None]
 

@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..custom_call import Call
 from ..pallas import Target
 from . import tpu_kernel
-from .options import OPERATION, Options, is_ignored
+from .declaration import OPERATION
+from .options import Options, is_ignored
 from .tpu_kernel import Formula
 from .tpu_plan import LANES, NUMBERS, Plan, plan, sublanes
 

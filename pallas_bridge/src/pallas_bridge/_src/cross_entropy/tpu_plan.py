@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ..pallas import Target
-from .options import OPERATION
+from .declaration import OPERATION
 
 LANES = 128
 # Tiles that may be on their way out before the slot of the oldest is used again.

@@ -12,13 +12,14 @@ from jax.typing import ArrayLike
 from .. import pallas
 from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
-from ..implementations import Implementation, choose
+from ..implementations import choose
+from ..operation import Implementation
 from . import on_cpu, on_cuda, on_tpu, reference, schedules
 from . import plan as plans
+from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
 
-OPERATION = "linear_cross_entropy"
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 Reduction = Literal["none", "mean", "sum"]
 
@@ -47,8 +48,9 @@ def linear_cross_entropy(
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
     f32, with the bias added in f32, and never rounded. Their softmax, or its gradient, is rounded
     once to be an operand of the gradients' products; gradients are sums in f32, rounded once, to
-    the dtypes of what they belong to. It is differentiable in reverse mode with respect to
-    `hidden`, `weight`, `bias` and `weights`.
+    the dtypes of what they belong to. It is differentiable in both modes with respect to `hidden`,
+    `weight`, `bias` and `weights`; forward mode of per-token outputs, of lse, and of a loss whose
+    plan makes logits again, is the dense program's, with all logits in memory.
 
     `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. Products then take the
     narrower dtype, to which the wider array is rounded first, and the gradient of an array in f32

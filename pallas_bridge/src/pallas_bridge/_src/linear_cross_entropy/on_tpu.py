@@ -19,6 +19,7 @@ from .. import pallas
 from ..compat import tell_devices
 from ..cross_entropy.options import Options, Tile
 from ..pallas import Target
+from ..partitioning import is_whole
 from . import one_call, standing, two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
 from .product import operand_dtype
@@ -176,7 +177,7 @@ mlir.register_lowering(_kernels, _lower)
 
 def _target(module: Any) -> Target | None:
     """What a module is for; None where it is nothing that kernels are known to run on."""
-    if not standing.is_whole(module):
+    if not is_whole(module):
         return None
     try:
         return pallas.target(module)

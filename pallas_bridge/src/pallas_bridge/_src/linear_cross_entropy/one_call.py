@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 from .. import library
 from ..cross_entropy.custom_call import attributes
 from ..cross_entropy.options import Options
+from ..partitioning import is_whole
 from . import standing
 from .product import operands as as_operands
 
@@ -85,7 +86,7 @@ def _lower(
     ctx: Any, *operands: Any, without: Any, call: Any, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
     function: Any = jaxpr_as_fun(without)
-    if standing.is_whole(ctx.module_context):
+    if is_whole(ctx.module_context):
 
         def function(*flat: Any) -> Any:
             return jax.tree.leaves(call(*jax.tree.unflatten(tree, flat)))

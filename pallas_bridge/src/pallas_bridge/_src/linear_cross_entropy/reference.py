@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import linear
 from ..cross_entropy import reference
 from ..cross_entropy.options import Options, is_ignored
 from ..cross_entropy.reduction import weighted
@@ -58,26 +59,42 @@ def _logits(
     return logits
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(
     products: Products, idle: jax.Array, hidden: jax.Array, weight: jax.Array, bias: Bias
 ) -> jax.Array:
     return products.logits(*operands(hidden, weight), bias)
 
 
-def _forward(products: Products, *arrays: Any) -> tuple[jax.Array, Any]:
-    return _product(products, *arrays), arrays
+@partial(_product.defjvp, symbolic_zeros=True)
+def _product_jvp(products: Products, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+    _, *moving = map(linear.given, tangents)
+    apply, transpose = partial(_tangents, products), partial(_pull, products)
+    (found,) = linear.bind(apply, transpose, arrays, moving)
+    return _product(products, *arrays), found
 
 
-def _backward(products: Products, arrays: Any, dlogits: jax.Array) -> tuple[Any, ...]:
-    idle, hidden, weight, bias = arrays
+def _tangents(products: Products, arrays: Any, tangents: Any) -> tuple[jax.Array]:
+    idle, hidden, weight, _ = arrays
+    of_hidden, of_weight, of_bias = tangents
+    parts = []
+    if of_hidden is not None:
+        parts.append(products.logits(*operands(of_hidden, weight), None))
+    if of_weight is not None:
+        parts.append(products.logits(*operands(hidden, of_weight), None))
+    if of_bias is not None:
+        parts.append(of_bias.astype(jnp.float32))
+    shape = len(hidden), weight.shape[products.vocab_axis]
+    total = jnp.broadcast_to(sum(parts[1:], parts[0]), shape)
+    return (without_rows(idle, total),)
+
+
+def _pull(products: Products, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    (idle, hidden, weight, bias), (dlogits,) = arrays, cotangents
     x, w = operands(hidden, weight)
     dlogits = without_rows(idle, dlogits)
     dz = dlogits.astype(x.dtype)
     dhidden = without_rows(idle, products.of_hidden(dz, w, hidden.dtype))
     dweight = products.of_weight(dz, without_rows(idle, x), weight.dtype)
     dbias = None if bias is None else dlogits.sum(0, dtype=jnp.float32).astype(bias.dtype)
-    return None, dhidden, dweight, dbias
-
-
-_product.defvjp(_forward, _backward)
+    return dhidden, dweight, dbias

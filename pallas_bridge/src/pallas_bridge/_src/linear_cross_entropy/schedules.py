@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
+from .. import linear
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from . import columns, on_cpu, on_cuda, on_tpu, one_call, tokens
+from . import columns, on_cpu, on_cuda, on_tpu, one_call, reference, tokens
 from . import plan as plans
+from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
 from .product import operands as as_operands
@@ -160,7 +161,7 @@ def _alike(*arrays: jax.Array | None) -> list[jax.Array | None]:
     return [None if array is None else next(varying) for array in arrays]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _per_token(
     schedule: Schedule, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,17 +169,26 @@ def _per_token(
     return loss, logps, lse
 
 
-def _per_token_forward(schedule: Schedule, *arrays: Any) -> tuple[Any, Any]:
-    loss, logps, lse, lse_low, left = schedule.keep(*arrays)
-    return (loss, logps, lse), (arrays, (lse, lse_low), left)
+@partial(_per_token.defjvp, symbolic_zeros=True)
+def _per_token_jvp(schedule: Schedule, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+    loss, logps, lse, lse_low, left = linear.whole(OPERATION, schedule.keep, *arrays)
+    residuals = arrays, (lse, lse_low), left
+    apply, transpose = partial(_per_token_tangents, schedule), partial(_per_token_pull, schedule)
+    *moving, _ = map(linear.given, tangents)
+    found = linear.bind(apply, transpose, residuals, moving)
+    return (loss, logps, lse), tuple(found)
 
 
-def _per_token_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _per_token_tangents(schedule: Schedule, residuals: Any, tangents: Any) -> Any:
+    arrays, *_ = residuals
+    dense = partial(reference.per_token, schedule.options, schedule.products)
+    return linear.tangents_of(dense, arrays, (*tangents, None))
+
+
+def _per_token_pull(schedule: Schedule, residuals: Any, cotangents: Any) -> Gradients:
     arrays, saved, left = residuals
-    return *schedule.resume(*arrays, saved, cotangents, left), None
-
-
-_per_token.defvjp(_per_token_forward, _per_token_backward)
+    given = tuple(jnp.zeros_like(saved[0]) if one is None else one for one in cotangents)
+    return schedule.resume(*arrays, saved, given, left)
 
 
 def reduced(
@@ -212,7 +222,7 @@ def running(
     return weighted(loss, factors).sum(), gradients
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(
     schedule: Schedule,
     hidden: jax.Array,
@@ -225,34 +235,45 @@ def _fused(
     return weighted(loss, factors).sum(), lse
 
 
-def _fused_forward(
-    schedule: Schedule, hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any
-) -> tuple[Any, Any]:
-    wants_losses = factors.perturbed
-    factors = factors.value
-    arrays = (hidden.value, weight.value, None if bias is None else bias.value, labels.value)
-    options = schedule.options
-    loss, lse, lse_low, gradients = schedule.fused(wants_losses, *arrays, factors)
+@partial(_fused.defjvp, symbolic_zeros=True)
+def _fused_jvp(schedule: Schedule, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    *arrays, factors = primals
+    *moving, _, of_factors = map(linear.given, tangents)
+    wants_losses = of_factors is not None
+    fused = partial(schedule.fused, wants_losses)
+    loss, lse, lse_low, gradients = linear.whole(OPERATION, fused, *arrays, factors)
     # As for logits: a cotangent of lse, which is rare, takes the pass again.
-    again = (arrays, factors, (lse, lse_low)) if options.every_token else None
+    again = (arrays, factors, (lse, lse_low)) if schedule.options.every_token else None
     losses = countable(loss, factors) if wants_losses else None
-    return (weighted(loss, factors).sum(), lse), (gradients, losses, again)
+    residuals = gradients, lse, losses, again
+    apply, transpose = partial(_fused_tangents, schedule), partial(_fused_pull, schedule)
+    found = linear.bind(apply, transpose, residuals, (*moving, of_factors))
+    return (weighted(loss, factors).sum(), lse), tuple(found)
 
 
-def _fused_backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (gradients, losses, again), (dloss, dlse) = residuals, cotangents
-    if isinstance(dloss, SymbolicZero):
-        dloss = jnp.zeros(dloss.shape, dloss.dtype)
+def _fused_tangents(
+    schedule: Schedule, residuals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    gradients, lse, losses, again = residuals
+    of_loss = linear.along((*gradients, losses), tangents)
+    *moving, _ = tangents
+    if again is None or all(one is None for one in moving):
+        return of_loss, jnp.zeros_like(lse)
+    *_, of_lse = _per_token_tangents(schedule, again, moving)
+    return of_loss, of_lse
+
+
+def _fused_pull(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    (gradients, lse, losses, again), (dloss, dlse) = residuals, cotangents
+    if dloss is None:
+        dloss = jnp.zeros((), lse.dtype)
     dfactors = None if losses is None else dloss * losses
-    if isinstance(dlse, SymbolicZero):
+    if dlse is None:
         # XLA leaves a product with 1 out.
         scaled = jax.tree.map(
             lambda one: (one.astype(jnp.float32) * dloss).astype(one.dtype), gradients
         )
-        return *scaled, None, dfactors
+        return *scaled, dfactors
     arrays, factors, saved = again
     given = (dloss * factors, jnp.zeros_like(dlse), dlse)
-    return *schedule.backward(*arrays, saved, given), None, dfactors
-
-
-_fused.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)
+    return *schedule.backward(*arrays, saved, given), dfactors

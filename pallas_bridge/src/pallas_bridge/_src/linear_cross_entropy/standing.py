@@ -44,18 +44,6 @@ def bind(made: Primitive, without: Callable[..., Any], *operands: Any, **how: An
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def is_whole(module: Any) -> bool:
-    """Whether a module is for one device, or within `shard_map` for each of a mesh by itself.
-
-    Elsewhere XLA cuts arrays over the mesh, but not over a kernel or a call of the library's.
-    """
-    context = module.axis_context
-    manual = getattr(context, "manual_axes", None)
-    if manual is None:
-        return getattr(context, "num_devices", None) in (None, 1)
-    return {*manual} == {*context.mesh.axis_names}
-
-
 def _avals(*_: Any, without: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
     return [without.out_avals[index] for index in keep]
 

@@ -1,0 +1,152 @@
+"""How a call's arrays are declared, and what follows for their shapes.
+
+An array is declared by its dimensions, such as "*batch V". `*batch` stands for the axes of tokens,
+any number of them, none included. An operand without it is shared by all tokens, and a result
+without it is a sum over them. Where `vmap` maps a shared operand, or a sum, its mapped axes stand
+before its own; they are the first of the tokens' axes too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+BATCH = "*batch"
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The dimensions of an operand or a result: tokens' axes or not, and the axes behind them."""
+
+    names: tuple[str, ...]
+    has_tokens: bool
+
+    @staticmethod
+    def of(text: str) -> "Dims":
+        """Returns what a text such as "*batch V" declares."""
+        first, *rest = [*text.split(), ""]
+        has_tokens = first == BATCH
+        names = rest if has_tokens else [first, *rest]
+        return Dims(tuple(name for name in names if name), has_tokens)
+
+    def leading(self, aval: Any) -> int:
+        """Returns how many axes an array has before those that are named."""
+        return int(aval.ndim) - len(self.names)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result's dimensions, and the operand that it has its dtype from; f32 if from none."""
+
+    dims: str
+    like: int | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call takes and gives."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+
+    @staticmethod
+    def of(operands: Sequence[str], results: Sequence[Result]) -> "Signature":
+        """Returns what texts declare."""
+        return Signature(
+            tuple(map(Dims.of, operands)), tuple(Dims.of(result.dims) for result in results)
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether tokens share an operand."""
+        return not all(dims.has_tokens for dims in self.operands)
+
+    @property
+    def sums(self) -> bool:
+        """Whether a result is a sum over tokens."""
+        return not all(dims.has_tokens for dims in self.results)
+
+    def leading(self, avals: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the extents of the axes of tokens."""
+        dims, aval = self._tokens(avals)
+        return tuple(aval.shape[: dims.leading(aval)])
+
+    def mapped_axes(self, avals: Sequence[Any]) -> int:
+        """Returns how many of these a shared operand has, the one with the most."""
+        shared = zip(self.operands, avals, strict=True)
+        return max((dims.leading(aval) for dims, aval in shared if not dims.has_tokens), default=0)
+
+    def _tokens(self, avals: Sequence[Any]) -> tuple[Dims, Any]:
+        """Returns the operand that tells the axes of tokens: the one with the fewest others."""
+        pairs = zip(self.operands, avals, strict=True)
+        return min(
+            (pair for pair in pairs if pair[0].has_tokens), key=lambda pair: len(pair[0].names)
+        )
+
+    def result_avals(
+        self, results: Sequence[Result], avals: Sequence[Any], mapped: int
+    ) -> list[Any]:
+        """Returns the results of operands; `mapped` of the tokens' axes are kept apart in sums."""
+        dims, tokens = self._tokens(avals)
+        leading = tokens.shape[: dims.leading(tokens)]
+        extents = {
+            name: extent
+            for one, aval in zip(self.operands, avals, strict=True)
+            for name, extent in zip(one.names, aval.shape[one.leading(aval) :], strict=True)
+        }
+        found = []
+        for one, result in zip(self.results, results, strict=True):
+            if result.like is not None and self.operands[result.like] == one:
+                found.append(avals[result.like])
+                continue
+            kept = leading if one.has_tokens else leading[:mapped]
+            dtype = np.dtype(np.float32) if result.like is None else avals[result.like].dtype
+            shape = (*kept, *(extents[name] for name in one.names))
+            more: dict[str, Any] = {}
+            sharding = getattr(tokens, "sharding", None)
+            if isinstance(sharding, NamedSharding):
+                spec = [*_spec(tokens)[: len(kept)], *[None] * len(one.names)]
+                more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
+            found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))
+        return found
+
+    def check_sharding(self, operation: object, target: str, avals: Sequence[Any]) -> None:
+        """Refuses what XLA's partitioner may do in silence, gathering an axis that is cut.
+
+        Only meshes of explicit axes tell, whose users have asked to be told.
+
+        Raises:
+            ValueError: an axis behind those of tokens is cut, or operands are cut differently.
+        """
+        dims, tokens = self._tokens(avals)
+        own = _spec(tokens)[: dims.leading(tokens)]
+        for index, (one, aval) in enumerate(zip(self.operands, avals, strict=True)):
+            sharding = getattr(aval, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or not sharding.spec:
+                continue
+            spec, leading = _spec(aval), one.leading(aval)
+            if spec[:leading] != own[:leading] or any(axis is not None for axis in spec[leading:]):
+                raise ValueError(
+                    f"{operation}: operand {index} of {target} is sharded as "
+                    f"{PartitionSpec(*spec)}; its leading axes must be sharded as "
+                    f"{PartitionSpec(*own[:leading])} and the others not at all: reshard it first"
+                )
+
+
+def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
+    """Returns the type of an array in another shape; how that is cut is not told."""
+    if aval.shape == shape:
+        return aval
+    more: dict[str, Any] = {}
+    if isinstance(getattr(aval, "sharding", None), NamedSharding):
+        more["sharding"] = aval.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, **more)
+
+
+def _spec(aval: Any) -> list[Any]:
+    """Returns how every axis of an array is cut."""
+    sharding = getattr(aval, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    return [*spec, *[None] * (aval.ndim - len(spec))]

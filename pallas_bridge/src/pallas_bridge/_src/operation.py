@@ -1,0 +1,36 @@
+"""What an operation is to the rest of the package: a declaration, in its own folder."""
+
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+Implementation = Literal["reference", "custom_call", "pallas"]
+
+
+@dataclass(frozen=True, repr=False)
+class Operation:
+    """An operation: which implementations it has, and what runs where there is no kernel."""
+
+    # That of its function, for messages.
+    name: str
+    # The target of which there is a handler on every platform that has kernels.
+    target: str
+    # Those that may be asked for by name.
+    implementations: tuple[Implementation, ...] = ("reference", "custom_call")
+    # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in
+    # every library, and where there is none that is said.
+    falls_back: bool = False
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return self.name
+
+    def refuse_derivative(self) -> NoReturn:
+        """Refuses derivatives of what a kernel gives as a derivative.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{self}: second derivatives (grad of grad, hessian, jvp of grad) have no kernel; "
+            'implementation="reference" has them'
+        )

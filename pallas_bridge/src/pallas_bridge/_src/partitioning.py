@@ -1,0 +1,139 @@
+"""How a call's arrays are laid out for XLA to cut their tokens over a mesh, and how it is told.
+
+Both of XLA's partitioners are told: Shardy, which chooses how arrays are cut, by a rule that names
+every axis, and the one that then cuts the program by the number of axes that all arrays begin with.
+It takes an array of fewer axes for one that all devices have, which is what shared operands are.
+
+A sum over tokens is a result of partial sums, which XLA adds up, over devices too. For each device
+to have a whole number of sums, the last axis of tokens becomes two: the first may be cut, and has
+as many entries as the parts that there can be; the kernel sums over the second.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from .arrays import Dims, Signature
+
+# Partial sums of one problem: enough for many threads, of so many tokens at the least that they are
+# few beside the tokens.
+MOST_BLOCKS = 128
+FEWEST_ROWS = 32
+
+
+def device_count(module: Any) -> int:
+    """Returns how many devices XLA cuts a module's arrays over.
+
+    It is 1 where a module is for one device, or within `shard_map` for each of a mesh by itself.
+    """
+    context = module.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", None) or 1
+    return math.prod(size for name, size in context.mesh.shape.items() if name not in manual)
+
+
+def is_whole(module: Any) -> bool:
+    """Whether XLA cuts no array of a module; it does not cut over a kernel or a linear call."""
+    context = module.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", None) in (None, 1)
+    return {*manual} == {*context.mesh.axis_names}
+
+
+# An axis by its name, a number where it may be cut, and its extent.
+Axis = tuple[int | str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shapes of arrays as a call takes and gives them, and what tells XLA how to cut them."""
+
+    operands: Sequence[tuple[Any, ...]]
+    results: Sequence[tuple[Any, ...]]
+    attributes: dict[str, ir.Attribute] = field(default_factory=dict)
+    # Which axes of a result that is a sum XLA sums.
+    summed: tuple[int, ...] = ()
+
+
+def layout(
+    signature: Signature, operands: Sequence[Any], results: Sequence[Any], mapped: int, devices: int
+) -> Layout:
+    """Returns how a call's arrays are laid out in a program for so many `devices`.
+
+    `mapped` of the axes of tokens, the first, are kept apart in sums.
+    """
+    tokens = signature.leading(operands)
+    extents = {extent for aval in (*operands, *results) for extent in aval.shape}
+    is_known = all(isinstance(extent, int) for extent in extents) and 0 not in extents
+    if not is_known or signature.mapped_axes(operands) or (signature.sums and devices == 1):
+        few = (*tokens[:mapped], _blocks(tokens[mapped:]))
+        found = [
+            aval.shape if dims.has_tokens else (*few, *aval.shape[mapped:])
+            for dims, aval in zip(signature.results, results, strict=True)
+        ]
+        return Layout([aval.shape for aval in operands], found, {}, (mapped,))
+    cut, behind, sums = tokens, tokens[:0], 1
+    if signature.sums and mapped < len(tokens):
+        *others, last = tokens
+        parts = math.gcd(last, devices)
+        cut, behind = (*others, parts), (last // parts,)
+        sums = max(_blocks(tokens) // math.prod(cut), 1)
+    shared = [len(dims.names) for dims in signature.operands if not dims.has_tokens]
+    units = max(max(shared, default=-1) + 1 - len(cut), 0) if cut else 0
+    cut = (*[1] * units, *cut)
+
+    def axes(dims: Dims, aval: Any, leading: Sequence[Axis]) -> list[Axis]:
+        own = zip(dims.names, aval.shape[dims.leading(aval) :], strict=True)
+        if dims.has_tokens:
+            leading = [*enumerate(cut), *(("behind", extent) for extent in behind)]
+        return [*leading, *own]
+
+    taken = [axes(*pair, []) for pair in zip(signature.operands, operands, strict=True)]
+    of_sums: list[Axis] = [*enumerate(cut), ("sums", sums)]
+    made = [axes(*pair, of_sums) for pair in zip(signature.results, results, strict=True)]
+    # XLA sums what was put before, too.
+    summed = (*range(units), *range(units + mapped, len(cut) + 1))
+    given, found = ([tuple(n for _, n in axes) for axes in side] for side in (taken, made))
+    return Layout(given, found, _attributes(taken, made, len(cut)), summed)
+
+
+def _attributes(
+    operands: Sequence[Sequence[Axis]], results: Sequence[Sequence[Axis]], count: int
+) -> dict[str, ir.Attribute]:
+    """Returns what tells XLA that the first `count` axes may be cut, and no others."""
+    batch: dict[str, ir.Attribute] = {"num_batch_dims": ir.StringAttr.get(str(count))}
+    attributes: dict[str, ir.Attribute] = {"mhlo.frontend_attributes": ir.DictAttr.get(batch)}
+    if jax.config.values["jax_use_shardy_partitioner"]:
+        extents = dict(axis for axes in (*operands, *results) for axis in axes)
+        letters = dict(zip(extents, _letters(len(extents)), strict=True))
+
+        def side(arrays: Sequence[Sequence[Axis]]) -> str:
+            names = (", ".join(letters[name] for name, _ in axes) for axes in arrays)
+            return f"({', '.join(map('[{}]'.format, names))})"
+
+        factors = ", ".join(f"{letters[name]}={extent}" for name, extent in extents.items())
+        whole = ", ".join(letters[name] for name in extents if isinstance(name, str))
+        attributes["sdy.sharding_rule"] = ir.Attribute.parse(
+            f"#sdy.op_sharding_rule<{side(operands)}->{side(results)} {{{factors}}}"
+            f"{f' need_replication={{{whole}}},' if whole else ','} custom>"
+        )
+    return attributes
+
+
+def _letters(count: int) -> list[str]:
+    """Returns Shardy's names of so many factors."""
+    letters = "ijklmnopqrstuvwxyz"
+    return [*letters, *(f"z_{index + 1}" for index in range(count - len(letters)))][:count]
+
+
+def _blocks(leading: Sequence[Any]) -> int:
+    """Returns how many partial sums there are of so many tokens."""
+    rows = math.prod(leading)
+    # A block may be empty, for all that is known of tokens.
+    return min(max(rows // FEWEST_ROWS, 1), MOST_BLOCKS) if isinstance(rows, int) else MOST_BLOCKS

@@ -1,0 +1,1 @@
+"""RMSNorm: a module an implementation, and what they share."""

@@ -1,0 +1,95 @@
+"""RMSNorm: what users call."""
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..implementations import choose
+from ..operation import Implementation
+from . import custom_call, reference
+from .declaration import OPERATION
+from .options import check_arrays, check_options
+
+IMPLEMENTATIONS = {"custom_call": custom_call, "reference": reference}
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    eps: float = ...,
+    residual: None = ...,
+    zero_centred: bool = ...,
+    return_rstd: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    eps: float = ...,
+    residual: ArrayLike | None = ...,
+    zero_centred: bool = ...,
+    return_rstd: bool = ...,
+    implementation: Implementation | None = ...,
+) -> Any: ...
+
+
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    eps: float = 1e-6,
+    residual: ArrayLike | None = None,
+    zero_centred: bool = False,
+    return_rstd: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Root-mean-square normalisation of rows, scaled by column (Zhang and Sennrich, 2019).
+
+    For a row x of D numbers, in f32 whatever the dtype:
+
+        y = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + eps)
+
+    with 1 + weight in the place of weight where `zero_centred` is set. y is rounded once. With a
+    residual, x + residual takes the place of x, rounded to the dtype of x before anything is made
+    of it, and is returned too. It is differentiable in both modes with respect to `x`, `weight` and
+    `residual`; gradients are sums in f32, rounded once to the dtypes of what they belong to. For
+    them x, or the sum, is kept, and rstd.
+
+    NaN and infinity in a row make that row of y and of its gradient NaN, and the gradient of the
+    weight; where eps is 0, so does a row of zeros.
+
+    Args:
+      x: [.., D] in bfloat16, float16 or float32.
+      weight: [D] in any of these dtypes.
+      eps: finite and at least 0.
+      residual: of the shape and dtype of x, or None.
+      zero_centred: whether weight is what scales, less 1.
+      return_rstd: whether to return rstd too.
+      implementation: "custom_call" (kernels of the library), "reference" (the program of XLA, which
+        takes wider dtypes too), or None for what `pallas_bridge.info()` says of the platform: the
+        kernels on CPUs, and elsewhere XLA's program.
+
+    Returns:
+      y [.., D] in the dtype of x; with a residual, the sum [.., D] in that dtype after it; with
+      `return_rstd`, rstd [..] in float32 after these. A tuple where there is more than y.
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option that is no number or is traced.
+      ValueError: shapes that disagree, or an option outside its range.
+    """
+    module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
+    options = check_options(eps, zero_centred, implementation)
+    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    residual = None if residual is None else jnp.asarray(residual)
+    check_arrays(x, weight, residual)
+    y, total, rstd = module.norm(options, x, weight, residual)
+    results = (y, *([] if residual is None else [total]), *([rstd] if return_rstd else []))
+    return y if len(results) == 1 else results

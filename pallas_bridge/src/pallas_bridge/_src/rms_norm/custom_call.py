@@ -1,0 +1,147 @@
+"""RMSNorm by the library's kernels, and its derivative."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import linear
+from ..arrays import Result
+from ..custom_call import Call, bind, vary_alike
+from . import reference
+from .declaration import OPERATION
+from .options import Options
+
+# A row a token, a number a token, and what all tokens share.
+ROWS, TOKENS, COLUMNS = "*batch D", "*batch", "D"
+
+
+# Of what is normalised, and what is given and taken.
+ROW, NUMBER, SUMS = Result(ROWS, like=0), Result(TOKENS), Result(COLUMNS)
+
+
+def _bind(
+    options: Options,
+    name: str,
+    operands: tuple[str, ...],
+    results: tuple[Result, ...],
+    dense: Any,
+    *arrays: jax.Array,
+) -> tuple[jax.Array, ...]:
+    call = Call(
+        operation=OPERATION,
+        target=f"xentile_rms_norm_{name}",
+        operands=operands,
+        results=results,
+        attributes=(
+            ("eps", np.float64(options.eps)),
+            ("zero_centred", np.bool_(options.zero_centred)),
+        ),
+        implementation=options.implementation,
+        dense=dense,
+    )
+    return bind(call, *arrays)
+
+
+def forward(
+    options: Options, x: jax.Array, weight: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns y, what was normalised, and rstd, as `reference.norm` does."""
+    if residual is None:
+
+        def dense(x: jax.Array, weight: jax.Array) -> Any:
+            y, _, rstd = reference.norm(options, x, weight, None)
+            return y, rstd
+
+        y, rstd = _bind(options, "forward", (ROWS, COLUMNS), (ROW, NUMBER), dense, x, weight)
+        return y, x, rstd
+
+    def dense_of_sum(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        return reference.norm(options, x, weight, residual)
+
+    operands, results = (ROWS, ROWS, COLUMNS), (ROW, ROW, NUMBER)
+    y, total, rstd = _bind(
+        options, "add_forward", operands, results, dense_of_sum, x, residual, weight
+    )
+    return y, total, rstd
+
+
+def backward(
+    options: Options,
+    x: jax.Array,
+    weight: jax.Array,
+    rstd: jax.Array,
+    dy: jax.Array,
+    dsum: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gradients of x, as it was normalised, and in f32 of weight.
+
+    `dsum` is the cotangent of x itself, where it was given too.
+    """
+    name, more = ("backward", ()) if dsum is None else ("add_backward", (dsum,))
+    operands = (ROWS, COLUMNS, TOKENS, ROWS, *[ROWS] * len(more))
+    dense = partial(reference.gradients, options)
+    dx, dweight = _bind(options, name, operands, (ROW, SUMS), dense, x, weight, rstd, dy, *more)
+    return dx, dweight
+
+
+def norm(
+    options: Options, x: jax.Array, weight: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns y [.., D], what was normalised [.., D], and rstd [..] in f32.
+
+    Raises:
+        TypeError: a dtype that no kernel reads.
+    """
+    arrays = [x, weight, *([] if residual is None else [residual])]
+    for name, array in zip(("x", "weight", "residual"), arrays, strict=False):
+        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32 "
+                '(implementation="reference" takes others)'
+            )
+    # Within `shard_map`, what transposes this for the weight is the sum over devices.
+    x, weight, *of_residual = vary_alike(arrays)
+    results: tuple[jax.Array, jax.Array, jax.Array] = _norm(
+        options, x, weight, of_residual[0] if of_residual else None
+    )
+    return results
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _norm(
+    options: Options, x: jax.Array, weight: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return forward(options, x, weight, residual)
+
+
+@partial(_norm.defjvp, symbolic_zeros=True)
+def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    results = forward(options, *primals)
+    _, total, rstd = results
+    of_x, of_weight, *of_residual = map(linear.given, tangents)
+    moving = [one for one in (of_x, *of_residual) if one is not None]
+    of_total = sum(moving[1:], moving[0]) if moving else None
+    apply, transpose = partial(_apply, options), partial(_transpose, options)
+    residuals, dims = (total, primals[1], rstd), ((ROWS, COLUMNS, TOKENS), (ROWS, COLUMNS))
+    found = linear.bind(apply, transpose, residuals, (of_total, of_weight), dims)
+    return results, tuple(found)
+
+
+def _apply(options: Options, residuals: Any, tangents: Any) -> tuple[jax.Array, ...]:
+    (x, weight, rstd), (of_total, of_weight) = residuals, tangents
+    of_y, of_rstd = reference.tangents(options, x, weight, rstd, of_total, of_weight)
+    return of_y, jnp.zeros_like(of_y) if of_total is None else of_total, of_rstd
+
+
+def _transpose(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+    (x, weight, rstd), (dy, dsum, drstd) = residuals, cotangents
+    if drstd is not None:
+        # It is rare, and XLA's.
+        more = -(drstd * rstd**3 / x.shape[-1])[..., None] * reference.wide(x)
+        dsum = (more if dsum is None else reference.wide(dsum) + more).astype(x.dtype)
+    if dy is None:
+        return dsum, None
+    return backward(options, x, weight, rstd, dy, dsum)

@@ -1,0 +1,78 @@
+"""RMSNorm written plainly, for XLA to make the dense program of.
+
+It is what kernels are held against, and what runs where there is none.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .options import Options
+
+
+def norm(
+    options: Options, x: jax.Array, weight: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns y [.., D], what was normalised [.., D], and rstd [..], of x and weight [D].
+
+    The formulas are those of crates/xentile/src/rms_norm.rs. Numbers are f32, or x's or weight's
+    dtype where that is wider, and rounded to x's dtype where they are given.
+    """
+    if residual is not None:
+        x = (wide(x) + wide(residual)).astype(x.dtype)
+    z = wide(x)  # once, so that what comes back is rounded once
+    rstd = jax.lax.rsqrt(jnp.square(z).mean(-1) + options.eps)
+    y = z * rstd[..., None] * scale(options, weight)
+    return y.astype(x.dtype), x, rstd
+
+
+def tangents(
+    options: Options,
+    x: jax.Array,
+    weight: jax.Array,
+    rstd: jax.Array,
+    dx: jax.Array | None,
+    dweight: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the tangents of y and rstd for those of x, as it was normalised, and of weight.
+
+    One that is None is 0.
+    """
+    z, r = wide(x), rstd[..., None]
+    drstd = jnp.zeros_like(rstd)
+    dy = jnp.zeros_like(z)
+    if dx is not None:
+        drstd = -(rstd**3) * (z * wide(dx)).mean(-1)
+        dy += (wide(dx) * r + z * drstd[..., None]) * scale(options, weight)
+    if dweight is not None:
+        dy += z * r * wide(dweight)
+    return dy.astype(x.dtype), drstd
+
+
+def gradients(
+    options: Options,
+    x: jax.Array,
+    weight: jax.Array,
+    rstd: jax.Array,
+    dy: jax.Array,
+    dsum: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gradients of x, as it was normalised, in its dtype, and of weight [D] in f32.
+
+    `dsum` is the cotangent of x itself, where it was given too.
+    """
+    normalised, g = wide(x) * rstd[..., None], wide(dy) * scale(options, weight)
+    dx = rstd[..., None] * (g - normalised * (normalised * g).mean(-1, keepdims=True))
+    if dsum is not None:
+        dx += wide(dsum)
+    dweight = (wide(dy) * normalised).reshape(-1, x.shape[-1]).sum(0)
+    return dx.astype(x.dtype), dweight
+
+
+def scale(options: Options, weight: jax.Array) -> jax.Array:
+    """Returns what multiplies the columns."""
+    return wide(weight) + 1 if options.zero_centred else wide(weight)
+
+
+def wide(array: jax.Array) -> jax.Array:
+    """Returns an array in f32, or as it is where that is wider."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
