@@ -12,19 +12,20 @@
 
 mod gradient;
 mod matrix;
+mod passes;
 mod slab;
 mod statistics;
 
 use xentile::cross_entropy::{CrossEntropy, Reduction, Target, TokenFactors};
 use xentile::{Element, Labels, LogitsShape, Result, Tile};
 
-use crate::compiled::Passes;
 use crate::math::EXP_SCALE;
 use crate::parallel::Shared;
 use crate::{InOut, Isa, Parallel};
 pub(crate) use gradient::Gradient;
 use gradient::RowGradient;
 use matrix::Matrix;
+use passes::Passes;
 pub(crate) use slab::Scaled;
 use statistics::Label;
 pub(crate) use statistics::{RowStatistics, Statistics};

@@ -10,20 +10,21 @@
 
 mod backward;
 mod forward;
+mod passes;
 mod ragged;
 mod weight;
 
 use xentile::rms_norm::{NormShape, RmsNorm, block_rows};
 use xentile::{Element, Error, Result};
 
-use crate::compiled::Passes;
 use crate::parallel::Shared;
 use crate::simd::{LINE_BYTES, STREAM_BYTES, Simd};
 use crate::{InOut, Isa, Parallel};
 pub(crate) use backward::Backward;
 pub(crate) use forward::Forward;
+use passes::Passes;
+pub(crate) use weight::Arranged;
 pub use weight::Weight;
-pub(crate) use weight::{Arrange, Arranged};
 
 /// Bytes of a row's dtype in a task: large enough to stream, small enough to share out.
 const TASK_BYTES: usize = 1 << 18;
@@ -163,7 +164,7 @@ impl<'a> Kernel<'a> {
         self.launch.pool.run(shape.rows().div_ceil(task), &|index| {
             let first = index * task;
             let end = shape.rows().min(first + task);
-            (Passes::get().rms_norm_forward)(self.launch.isa, Forward { rows: &rows, first, end });
+            (Passes::get().forward)(self.launch.isa, Forward { rows: &rows, first, end });
         });
         Ok(())
     }
@@ -225,7 +226,7 @@ impl<'a> Kernel<'a> {
                 // SAFETY: tasks have distinct indices, so their pieces are disjoint.
                 sums: unsafe { sums.slice(index * columns, columns) },
             };
-            (Passes::get().rms_norm_backward)(self.launch.isa, pass);
+            (Passes::get().backward)(self.launch.isa, pass);
         });
         Ok(())
     }

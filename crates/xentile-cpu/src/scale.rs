@@ -3,9 +3,13 @@
 
 use xentile::{Element, Error, Result};
 
-use crate::compiled::Passes;
 use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 use crate::{InOut, Isa, Job, Parallel};
+
+crate::compiled::passes! {
+    /// The pass over elements `E`.
+    struct Passes { scale: Scale }
+}
 
 /// Bytes of a task: large enough to stream, small enough to share out.
 const TASK_BYTES: usize = 1 << 18;

@@ -6,10 +6,10 @@ use xentile::{LogitsShape, Result};
 
 use super::gradient::{Gradient, RowGradient};
 use super::matrix::Matrix;
+use super::passes::Passes;
 use super::statistics::{Label, RowStatistics, Statistics};
 use super::{Kernel, SavedLse, shift_near, to_f32};
 use crate::InOut;
-use crate::compiled::Passes;
 use crate::math::EXP_SCALE;
 
 /// No column of a slab.

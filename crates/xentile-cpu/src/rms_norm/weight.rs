@@ -5,9 +5,13 @@ use xentile::Element;
 
 use super::{Kernel, ragged};
 use crate::Job;
-use crate::compiled::Passes;
 use crate::parallel::Shared;
 use crate::simd::{MAX_CHUNK, Simd};
+
+crate::compiled::passes! {
+    /// The pass over a weight of `E`.
+    struct Passes { arrange: Arrange }
+}
 
 /// A weight of any dtype.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +87,7 @@ impl Arranged {
                 to: unsafe { to.slice(index * padded, padded) },
                 of_rows: std::marker::PhantomData::<E>,
             };
-            (Passes::get().rms_norm_weight)(isa, pass);
+            (Passes::get().arrange)(isa, pass);
         };
         match count {
             1 => arrange(0),

@@ -1,0 +1,9 @@
+//! The passes over logits.
+
+use super::gradient::Gradient;
+use super::statistics::Statistics;
+
+crate::compiled::passes! {
+    /// Each pass over logits `E`.
+    pub(super) struct Passes { statistics: Statistics, gradient: Gradient }
+}
