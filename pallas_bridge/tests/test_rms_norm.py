@@ -1,5 +1,6 @@
 """RMSNorm against its formulas in float64, under everything that JAX does to functions."""
 
+import json
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from oracle import Floats, ulp
 from placement import PLATFORM
 
 import pallas_bridge
-from pallas_bridge import rms_norm
+from pallas_bridge import export, rms_norm
 
 DTYPES = ("float32", "bfloat16", "float16")
 TARGETS = [
@@ -532,6 +533,45 @@ def test_elsewhere_it_is_the_program_of_xla() -> None:
     assert lowered(None, "cpu", "tpu") == both
     info = str(pallas_bridge.info())
     assert "rms_norm on cuda: reference" in info and "rms_norm on tpu: reference" in info
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_programs_for_tools(tmp_path: Path, residual: bool, platform: str) -> None:
+    config: dict[str, Any] = {"op": "rms_norm", "backend": f"xla:{platform}", "dtype": "bf16"}
+    config |= {"time": 32, "hidden": 24, "residual": residual, "options": {"zero_centred": True}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "weight_dtype": "f32"}))
+    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
+    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
+    rows, columns = {"dtype": "bf16", "shape": [32, 24]}, {"dtype": "f32", "shape": [24]}
+    more = [rows] if residual else []
+    assert manifest["arguments"] == [rows, columns, *more, rows, *more]
+    rstd = {"dtype": "f32", "shape": [32]}
+    assert manifest["results"] == [rows, *more, rstd, rows, columns]
+    assert manifest["settings"] == {"hidden": 24, "residual": residual, "weight_dtype": "f32"}
+    calls = b"xentile_rms_norm" in (tmp_path / manifest["file"]).read_bytes()
+    assert calls == (platform == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": None}, "hidden is None; it must be an integer of at least 1"),
+        ({"weight_dtype": "f64"}, "weight_dtype is 'f64'; it must be one of f32, bf16, f16"),
+        ({"options": {"epsilon": 1}}, "unknown key options.epsilon; the options are eps, zero_c"),
+        ({"options": {"eps": -1}}, "eps is -1.0; it must be finite and at least 0"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_no_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"op": "rms_norm", "time": 8, "hidden": 4, **change}))
+    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error, error
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

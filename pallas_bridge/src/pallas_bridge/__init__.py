@@ -1,4 +1,4 @@
-"""Large-vocabulary training losses for JAX.
+"""Large-vocabulary training losses, and norms, for JAX.
 
     from pallas_bridge import cross_entropy
     loss, grads = jax.value_and_grad(lambda x: cross_entropy(x, labels))(logits)

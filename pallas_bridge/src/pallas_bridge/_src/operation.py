@@ -1,6 +1,8 @@
 """What an operation is to the rest of the package: a declaration, in its own folder."""
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NoReturn
 
 Implementation = Literal["reference", "custom_call", "pallas"]
@@ -10,7 +12,7 @@ Implementation = Literal["reference", "custom_call", "pallas"]
 class Operation:
     """An operation: which implementations it has, and what runs where there is no kernel."""
 
-    # That of its function, for messages.
+    # That of its function and of its folder.
     name: str
     # The target of which there is a handler on every platform that has kernels.
     target: str
@@ -19,6 +21,10 @@ class Operation:
     # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in
     # every library, and where there is none that is said.
     falls_back: bool = False
+
+    def exports(self) -> ModuleType:
+        """Returns the module `exported` of its folder, loaded late: tools alone want it."""
+        return importlib.import_module(f"{__package__}.{self.name}.exported")
 
     def __repr__(self) -> str:
         """Its name."""

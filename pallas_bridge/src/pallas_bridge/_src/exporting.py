@@ -1,0 +1,75 @@
+"""What an operation says of its programs for tools that run no Python.
+
+Its module `exported` has `PLATFORMS`, the platforms of its programs, the default first;
+`settings(config)`, what its own keys of a config say; `program(cell)`; `tile(cell)`, the tile that
+kernels take, None where they choose for where they run; and `described(cell, program)`, what its
+manifest has of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+class ConfigError(ValueError):
+    """A config that cannot be exported, and what would do."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program: a problem, its platform and its tile."""
+
+    op: str
+    platform: str
+    # Whether XLA's own program is asked for.
+    is_dense: bool
+    tokens: int
+    vocab: int
+    dtype: str
+    # None for the kernels' own choice.
+    time_block: int | None
+    block_size: int | None
+    options: Mapping[str, Any]
+    # What keys say that the operation alone has.
+    settings: Any
+    # Of device, or None for a program that fits every TPU.
+    kind: str | None
+    path: Path
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program before it is written."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Sequence[jax.ShapeDtypeStruct]
+    # How it is cut, if that is planned.
+    plan: Any = None
+
+
+def check_extent(name: str, extent: Any, where: str = "") -> None:
+    """Checks an extent of a config.
+
+    Raises:
+        ConfigError: it is no integer of at least 1.
+    """
+    if not isinstance(extent, int) or isinstance(extent, bool) or extent < 1:
+        raise ConfigError(f"{name} is {extent!r}; it must be an integer of at least 1{where}")
+
+
+def check_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Checks the names of options.
+
+    Raises:
+        ConfigError: one that is not known.
+    """
+    if unknown := sorted({*options} - {*known}):
+        names = ", ".join(known)
+        raise ConfigError(f"unknown key options.{unknown[0]}; the options are {names}")
