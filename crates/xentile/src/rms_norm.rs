@@ -20,9 +20,9 @@
 //!
 //! # Error bounds
 //!
-//! In units of `u = 2^-24`, half the spacing of f32 after 1. A kernel adds at most 32 squares after one
-//! another in f32 before it goes to f64, whatever D, so that the sum, whose terms have one sign, is
-//! within `36 u` of itself and `rstd` within [`RSTD_ROUNDINGS`]. Offsets cost nothing: nothing is
+//! In units of `u = 2^-24`, half the spacing of f32 after 1. A square is in at most 34 additions in f32
+//! before its sum goes to f64, whatever D, so that the sum, whose terms have one sign, is within
+//! `36 u` of itself and `rstd` within [`RSTD_ROUNDINGS`]. Offsets cost nothing: nothing is
 //! subtracted. `1 + w` and the two products of `y` round once each: `y` is within [`Y_ROUNDINGS`] of
 //! itself before it is rounded to E. In the backward pass, which reads `rstd` in f32, `mean(g xhat)` is
 //! within `64 u` of `mean |g xhat|`, and `dx` before its rounding within [`DX_ROUNDINGS`] of
