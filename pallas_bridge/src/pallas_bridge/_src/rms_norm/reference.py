@@ -3,6 +3,8 @@
 It is what kernels are held against, and what runs where there is none.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,7 +20,7 @@ def norm(
     dtype where that is wider, and rounded to x's dtype where they are given.
     """
     if residual is not None:
-        x = (wide(x) + wide(residual)).astype(x.dtype)
+        x = rounded(wide(x) + wide(residual), x.dtype)
     z = wide(x)  # once, so that what comes back is rounded once
     rstd = jax.lax.rsqrt(jnp.square(z).mean(-1) + options.eps)
     y = z * rstd[..., None] * scale(options, weight)
@@ -71,6 +73,22 @@ def gradients(
 def scale(options: Options, weight: jax.Array) -> jax.Array:
     """Returns what multiplies the columns."""
     return wide(weight) + 1 if options.zero_centred else wide(weight)
+
+
+def rounded(array: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in `dtype`, of which XLA keeps the rounding.
+
+    It may leave out a conversion to 16 bits and back (`xla_allow_excess_precision`, as on GPUs),
+    and then statistics would be of another sum than the one that is returned.
+    """
+    to = jnp.finfo(dtype)
+    if to.bits == 16:
+        kept = jax.lax.reduce_precision(array, to.nexp, to.nmant)
+        if dtype == jnp.float16:
+            # That flushes subnormal numbers to 0; this adds and takes off what leaves their steps.
+            kept = jnp.where(jnp.abs(array) < to.tiny, (array + 0.75) - 0.75, kept)
+        array = kept
+    return array.astype(dtype)
 
 
 def wide(array: jax.Array) -> jax.Array:
