@@ -5,7 +5,6 @@
 
 pub mod cli;
 pub mod config;
-mod dense;
 pub mod draft;
 pub mod estimate;
 mod exported;
@@ -18,6 +17,7 @@ pub mod microbench;
 pub mod plot;
 pub mod plugins;
 pub mod schedule;
+mod setup;
 #[cfg(feature = "sweep")]
 pub mod sweep;
 mod timing;
