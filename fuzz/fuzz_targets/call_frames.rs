@@ -19,7 +19,7 @@ const MOST_BYTES: usize = 1 << 16;
 
 /// Numbers that frames get wrong.
 const ODD: [i64; 12] = [0, 1, 2, 3, 7, 8, 1 << 20, 1 << 31, 1 << 61, i64::MAX, i64::MIN, -1];
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 13] = [
     "ignore_index",
     "label_smoothing",
     "z_loss",
@@ -29,6 +29,8 @@ const NAMES: [&str; 11] = [
     "every_token",
     "vocab_axis",
     "chunk_columns",
+    "eps",
+    "zero_centred",
     "",
     "no such attribute",
 ];
@@ -98,6 +100,9 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
     if let Some(pass) = target.strip_prefix("xentile_linear_cross_entropy_") {
         return right_linear(pass, choices);
     }
+    if let Some(pass) = target.strip_prefix("xentile_rms_norm_") {
+        return right_rms_norm(pass, choices);
+    }
     let dtype = *choices.of(&DTYPES);
     let label = *choices.of(&LABELS);
     let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
@@ -165,6 +170,32 @@ fn right_linear(pass: &str, choices: &mut Choices<'_>) -> Call {
         .scalar("vocab_axis", axis as i64)
         .scalar("chunk_columns", *choices.of(&[1_i64, 7, 64, i64::MAX]));
     with_options(call, matches!(pass, "backward" | "resume"), choices)
+}
+
+/// The same of RMSNorm.
+fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let [dtype, of_weight] = [(); 2].map(|()| *choices.of(&DTYPES));
+    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
+    let columns = 1 + choices.below(80) as i64;
+    let [batch, groups] =
+        [(); 2].map(|()| leading[..choices.below(leading.len() + 1)].to_vec());
+    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
+    let weight = Array::new(of_weight, &[&batch[..], &[columns]].concat());
+    let rstd = Array::new(DType::F32, &leading);
+    let blocks = 1 + choices.below(7) as i64;
+    let dweight = || Array::new(DType::F32, &[&groups[..], &[blocks, columns]].concat());
+    let (arguments, results): (Vec<_>, Vec<_>) = match pass {
+        "forward" => (vec![wide(), weight], vec![wide(), rstd]),
+        "add_forward" => (vec![wide(), wide(), weight], vec![wide(), wide(), rstd]),
+        "backward" => (vec![wide(), weight, rstd, wide()], vec![wide(), dweight()]),
+        "add_backward" => {
+            (vec![wide(), weight, rstd, wide(), wide()], vec![wide(), dweight()])
+        }
+        _ => panic!("{pass} has no right frame here"),
+    };
+    Call::new(arguments, results)
+        .scalar("eps", *choices.of(&[1e-6, 0.0, f64::MAX]))
+        .scalar("zero_centred", xla_ffi::Pred::from(*choices.of(&[false, true])))
 }
 
 /// With the attributes that every pass over logits has.

@@ -11,6 +11,7 @@ use xentile::{DType, Element};
 
 use crate::Isa;
 use crate::cross_entropy::{Gradient, Statistics};
+use crate::rms_norm::{Arrange, Backward, Forward};
 use crate::scale::Scale;
 
 /// Each pass over elements `E`.
@@ -18,6 +19,9 @@ pub(crate) struct Passes<E> {
     pub(crate) statistics: fn(Isa, Statistics<'_, E>),
     pub(crate) gradient: fn(Isa, Gradient<'_, E>),
     pub(crate) scale: fn(Isa, Scale<'_, E>),
+    pub(crate) rms_norm_weight: fn(Isa, Arrange<'_, E>),
+    pub(crate) rms_norm_forward: fn(Isa, Forward<'_, E>),
+    pub(crate) rms_norm_backward: fn(Isa, Backward<'_, E>),
 }
 
 static F32: Passes<f32> = Passes::new();
@@ -30,6 +34,9 @@ impl<E: Element> Passes<E> {
             statistics: |isa, pass| isa.run(pass),
             gradient: |isa, pass| isa.run(pass),
             scale: |isa, pass| isa.run(pass),
+            rms_norm_weight: |isa, pass| isa.run(pass),
+            rms_norm_forward: |isa, pass| isa.run(pass),
+            rms_norm_backward: |isa, pass| isa.run(pass),
         }
     }
 

@@ -1,8 +1,8 @@
-//! CPU kernels for large-vocabulary training losses.
+//! CPU kernels for training language models.
 //!
-//! Each operation is one file ([`cross_entropy`], [`linear_cross_entropy`], [`scale`](mod@scale))
-//! written once over the [`simd`](Simd) trait and compiled for every instruction set in [`Isa`],
-//! chosen at run time. Rows of logits are spread over the threads of a [`Parallel`]; which thread
+//! Each operation is one file ([`cross_entropy`], [`linear_cross_entropy`], [`rms_norm`],
+//! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction set in [`Isa`],
+//! chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
 //! takes a row never changes a bit of it.
 //!
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
@@ -19,6 +19,7 @@ pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
 mod parallel;
+pub mod rms_norm;
 pub mod scale;
 mod simd;
 

@@ -95,6 +95,10 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* Those for NVIDIA GPUs, two for most targets, which libraries built with CUDA have. A library that has them

@@ -14,6 +14,7 @@ mod cross_entropy;
 mod cuda;
 mod dtype;
 mod linear_cross_entropy;
+mod rms_norm;
 mod scale;
 mod table;
 

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use xla_ffi::{Stage, abi};
 
-use crate::{cross_entropy, linear_cross_entropy, scale};
+use crate::{cross_entropy, linear_cross_entropy, rms_norm, scale};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
 pub const TABLE_VERSION: u32 = 2;
@@ -40,6 +40,7 @@ const LISTS: &[&[Target]] = &[
     cross_entropy::cpu::TARGETS,
     scale::cpu::TARGETS,
     linear_cross_entropy::cpu::TARGETS,
+    rms_norm::cpu::TARGETS,
     #[cfg(feature = "cuda")]
     cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]

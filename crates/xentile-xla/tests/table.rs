@@ -29,15 +29,44 @@ fn run(command: &mut Command) {
     assert!(output.status.success(), "{command:?}:\n{}", text.concat());
 }
 
+/// The handlers that the header declares, which is the list that everything is held to; those of GPUs
+/// only where the library has them.
+fn handlers() -> Vec<String> {
+    let header = include_str!("../include/xentile_xla.h");
+    let names = header.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+    let of_cuda = |name: &str| name.contains("_cuda");
+    let is =
+        |name: &str| name.starts_with("xentile_") && (name.ends_with("_host") || of_cuda(name));
+    names
+        .filter(|name| is(name) && (cfg!(feature = "cuda") || !of_cuda(name)))
+        .map(String::from)
+        .collect()
+}
+
+/// The page that says what targets take and give has a row for each of those of this build.
+#[test]
+fn every_target_is_documented() {
+    let page = include_str!("../../../docs/custom-calls.md");
+    let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `xentile_")).collect();
+    for target in xentile_xla::targets() {
+        let start = format!("| `{}`", target.target());
+        let count = rows.iter().filter(|row| row.starts_with(&start)).count();
+        assert_eq!(count, 1, "rows of docs/custom-calls.md that start with {start}");
+    }
+}
+
 #[test]
 fn a_program_in_cpp_finds_every_target() {
     let folder = tempfile::tempdir().unwrap();
     let (program, library) = (folder.path().join("table"), library_folder());
     let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
     rpath.push(&library);
-    let platforms = if cfg!(feature = "cuda") { "-DXENTILE_CUDA" } else { "-UXENTILE_CUDA" };
+    let list: String = handlers().iter().map(|name| format!("HANDLER({name})\n")).collect();
+    std::fs::write(folder.path().join("handlers.inc"), list).unwrap();
     run(compiler("CXX", "c++")
-        .args(["-std=c++17", platforms])
+        .arg("-std=c++17")
+        .arg("-I")
+        .arg(folder.path())
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/table.cpp"))
         .arg("-o")
         .arg(&program)

@@ -1,9 +1,10 @@
 //! What an operation of xentile *is*, for every backend: problem shapes, the [`Tile`], options and
-//! their validation, typed errors, and the float64 references of [logits](cross_entropy::reference)
-//! and of [hidden states](linear_cross_entropy::reference).
+//! their validation, typed errors, and the float64 references of cross-entropy over
+//! [logits](cross_entropy::reference) and over [hidden states](linear_cross_entropy::reference), and of
+//! [RMSNorm](rms_norm::reference).
 //!
-//! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); all of
-//! them answer to the contract written in [`cross_entropy`].
+//! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); they answer
+//! to the contract written in each operation's module.
 
 pub mod cross_entropy;
 mod dtype;
@@ -14,6 +15,7 @@ pub mod linear_cross_entropy;
 pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
+pub mod rms_norm;
 mod shape;
 mod tile;
 mod tuned;

@@ -133,12 +133,18 @@ impl<'a> Raw<'a> {
             }
             let result = frame.buffer(Place { result: true, index, name: "" })?;
             if self.overlaps(&result) {
-                return Err(Error::invalid_argument(format!(
-                    "{place} shares memory with result {index}; the handler needs them apart"
-                )));
+                return Err(self.must_be_apart(index));
             }
         }
         Ok(())
+    }
+
+    /// The error for memory that result `index` has too.
+    fn must_be_apart(&self, index: usize) -> Error {
+        Error::invalid_argument(format!(
+            "{} shares memory with result {index}; the handler needs them apart",
+            self.place
+        ))
     }
 
     /// The first result that shares memory.
@@ -502,6 +508,27 @@ impl<'a, T: Element, const RANK: usize> MayAlias<Buffer<'a, T, RANK>> {
                 "{} lies over a part of result {index}; it must lie exactly in {}, or apart",
                 argument.place, other.place,
             ))),
+        }
+    }
+}
+
+impl<B> MayAlias<B> {
+    /// Whether the argument shares memory with some result.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.shared_with.is_some()
+    }
+}
+
+impl<'a, T: Element, const RANK: usize> MayAlias<Buffer<'a, T, RANK>> {
+    /// The argument, where the result that it might have lain in lies elsewhere.
+    ///
+    /// # Errors
+    /// It shares memory with a result.
+    pub fn apart(self) -> Result<Buffer<'a, T, RANK>> {
+        match self.shared_with {
+            None => Ok(self.kind),
+            Some(index) => Err(self.kind.raw.must_be_apart(index)),
         }
     }
 }

@@ -235,6 +235,17 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn to_bf16(self, x: __m256) -> __m256 {
+        register!({
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let upper = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            _mm256_castsi256_ps(_mm256_and_si256(rounded, upper))
+        })
+    }
+
+    #[inline(always)]
     fn prefetch(self, at: *const u8) {
         register!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
     }

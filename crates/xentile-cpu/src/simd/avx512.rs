@@ -291,6 +291,17 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn to_bf16(self, x: __m512) -> __m512 {
+        register!({
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            _mm512_castsi512_ps(_mm512_and_si512(rounded, upper))
+        })
+    }
+
+    #[inline(always)]
     fn prefetch(self, at: *const u8) {
         register!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
     }

@@ -148,6 +148,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
         unsafe { if STREAM { self.stream(chunk, to) } else { self.store(chunk, to) } };
     }
 
+    /// The nearest number of bf16, a tie going to even; a NaN stays one that has any of its upper bits
+    /// of payload set.
+    fn to_bf16(self, x: Self::Vector) -> Self::Vector;
+
     /// Asks for the cache line of `at`, which need not be readable, in the second-level cache.
     fn prefetch(self, at: *const u8);
 

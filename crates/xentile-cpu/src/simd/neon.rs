@@ -184,6 +184,16 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn to_bf16(self, x: float32x4_t) -> float32x4_t {
+        register!({
+            let bits = vreinterpretq_u32_f32(x);
+            let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
+            let rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+            vreinterpretq_f32_u32(vandq_u32(rounded, vdupq_n_u32(0xffff_0000)))
+        })
+    }
+
+    #[inline(always)]
     fn prefetch(self, _at: *const u8) {}
 
     #[inline(always)]

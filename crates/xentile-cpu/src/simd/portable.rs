@@ -137,6 +137,14 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn to_bf16(self, x: Self::Vector) -> Self::Vector {
+        map(x, |x| {
+            let bits = x.to_bits();
+            f32::from_bits(bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
+        })
+    }
+
+    #[inline(always)]
     fn prefetch(self, _at: *const u8) {}
 
     #[inline(always)]

@@ -114,6 +114,37 @@ fn stores_round_to_nearest_f16() {
     stores_round_to_nearest::<f16>();
 }
 
+/// Rounds a number in every lane to bf16.
+struct ToBf16(f32);
+
+impl Job for ToBf16 {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let lanes = s.to_array(s.to_bf16(s.splat(self.0)));
+        let same = |lane: &f32| lane.to_bits() == lanes[0].to_bits();
+        assert!(lanes[..S::LANES].iter().all(same));
+        lanes[0]
+    }
+}
+
+#[test]
+fn to_bf16_rounds_ties_to_even() {
+    for isa in Isa::available() {
+        for x in every::<f32>().into_iter().chain([f32::MAX, f32::INFINITY]) {
+            for x in [x, f32::from_bits(x.to_bits() & 0xffff_0000 | 0x8000)] {
+                if x.is_nan() {
+                    continue;
+                }
+                let (found, expected) = (isa.run(ToBf16(x)), bf16::from_f32(x).to_f32());
+                assert_eq!(found.to_bits(), expected.to_bits(), "{x:e} on {isa}");
+            }
+        }
+        assert!(isa.run(ToBf16(f32::NAN)).is_nan() && isa.run(ToBf16(-f32::NAN)).is_nan());
+    }
+}
+
 /// Comparison, selection and bounds, in every lane and with NaN.
 struct Bounds(f32, f32);
 

@@ -1,0 +1,303 @@
+//! The backward pass: of a row the mean of `g xhat` and its part of dweight, then dx.
+
+use xentile::Element;
+use xentile::rms_norm::NormShape;
+
+use super::weight::{Arranged, in_columns};
+use super::{LANE_TERMS, TOGETHER, elements_ahead, fetch, ragged, streams, together};
+use crate::Job;
+use crate::simd::{MAX_CHUNK, Simd};
+
+/// What all tasks share.
+pub(crate) struct Rows<'a, E> {
+    pub(super) shape: NormShape,
+    pub(super) x: *const E,
+    pub(super) dy: *const E,
+    pub(super) dsum: Option<*const E>,
+    pub(super) dx: *mut E,
+    pub(super) rstd: &'a [f32],
+    pub(super) weight: &'a Arranged,
+    /// Whether dx lies in the place of x or of dy.
+    pub(super) in_place: bool,
+}
+
+// SAFETY: tasks read and write disjoint ranges of rows.
+unsafe impl<E: Element> Sync for Rows<'_, E> {}
+
+/// A block of rows, `first` to `end`, with its sums `[D]` of dweight. Whoever makes one vouches that
+/// the rows are the task's alone, and that all pointers lead to as much as the shape says.
+pub(crate) struct Backward<'a, E> {
+    pub(super) rows: &'a Rows<'a, E>,
+    pub(super) first: usize,
+    pub(super) end: usize,
+    pub(super) sums: &'a mut [f32],
+}
+
+impl<E: Element> Job for Backward<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Rows { shape, dx, in_place, dsum, .. } = *self.rows;
+        match (dsum.is_some(), !in_place && streams::<S, E>(shape, dx)) {
+            (false, false) => self.rows::<S, false, false>(s),
+            (false, true) => self.rows::<S, false, true>(s),
+            (true, false) => self.rows::<S, true, false>(s),
+            (true, true) => self.rows::<S, true, true>(s),
+        }
+    }
+}
+
+impl<E: Element> Backward<'_, E> {
+    #[inline(always)]
+    fn rows<S: Simd, const ADD: bool, const STREAM: bool>(self, s: S) {
+        let columns = self.rows.shape.columns();
+        let mut sums = vec![0.0; columns.next_multiple_of(MAX_CHUNK)];
+        let mut index = self.first;
+        while index < self.end {
+            let end = self.end.min(self.rows.weight.end(index));
+            while together::<S>() > 1 && index + TOGETHER <= end {
+                let group = Group::<S, E, ADD, TOGETHER>::new(s, self.rows, index);
+                // SAFETY: the rows are this task's.
+                unsafe { group.run::<STREAM>(&mut sums) };
+                index += TOGETHER;
+            }
+            while index < end {
+                let group = Group::<S, E, ADD, 1>::new(s, self.rows, index);
+                // SAFETY: as above.
+                unsafe { group.run::<STREAM>(&mut sums) };
+                index += 1;
+            }
+        }
+        if STREAM {
+            s.fence();
+        }
+        in_columns::<S, E>(s, &sums, self.sums);
+    }
+}
+
+/// `R` rows from `first`, which have one weight.
+struct Group<'a, S: Simd, E, const ADD: bool, const R: usize> {
+    simd: S,
+    rows: &'a Rows<'a, E>,
+    columns: usize,
+    first: usize,
+    weight: &'a [f32],
+    rstd: [S::Vector; R],
+    /// Where what is read later lies, counted from what is read now; 0 for none.
+    ahead: usize,
+}
+
+/// A chunk of a row.
+struct Chunk<V> {
+    dy: [V; 2],
+    g: [V; 2],
+    xhat: [V; 2],
+}
+
+impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, ADD, R> {
+    #[inline(always)]
+    fn new(simd: S, rows: &'a Rows<'_, E>, first: usize) -> Self {
+        let (columns, weight) = (rows.shape.columns(), rows.weight.of(first));
+        let mut rstd = [simd.splat(0.0); R];
+        for (row, rstd) in rstd.iter_mut().enumerate() {
+            *rstd = simd.splat(rows.rstd[first + row]);
+        }
+        let ahead = elements_ahead::<E>(R, columns);
+        let last = (first + R - 1) * columns;
+        let ahead = if last + ahead < rows.shape.elements() { ahead } else { 0 };
+        Self { simd, rows, columns, first, weight, rstd, ahead }
+    }
+
+    /// Where `column` of row `row` of the group lies.
+    #[inline(always)]
+    fn at(&self, row: usize, column: usize) -> usize {
+        (self.first + row) * self.columns + column
+    }
+
+    /// `count` elements from `column`, zeros after them.
+    ///
+    /// # Safety
+    /// The columns lie in the row.
+    #[inline(always)]
+    unsafe fn chunk<const WHOLE: bool>(
+        &self,
+        row: usize,
+        column: usize,
+        count: usize,
+        weight: [S::Vector; 2],
+    ) -> Chunk<S::Vector> {
+        let (s, rstd, at) = (self.simd, self.rstd[row], self.at(row, column));
+        // SAFETY: passed on from this function's contract.
+        let (x, dy) = unsafe {
+            (
+                ragged::load::<S, E, WHOLE>(s, self.rows.x.add(at), count),
+                ragged::load::<S, E, WHOLE>(s, self.rows.dy.add(at), count),
+            )
+        };
+        Chunk {
+            dy,
+            g: [s.mul(dy[0], weight[0]), s.mul(dy[1], weight[1])],
+            xhat: [s.mul(x[0], rstd), s.mul(x[1], rstd)],
+        }
+    }
+
+    /// Writes dx of the rows, and adds their part of dweight to `sums`, in the order of chunks.
+    ///
+    /// # Safety
+    /// The rows are the task's alone, and with `STREAM` dx lies on lines.
+    #[inline(always)]
+    unsafe fn run<const STREAM: bool>(&self, sums: &mut [f32]) {
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            let totals = self.sum(sums);
+            self.write::<STREAM>(totals);
+        }
+    }
+
+    /// The sum of `g xhat` of each row. Adds `dy xhat` to `sums`.
+    ///
+    /// # Safety
+    /// The rows may be read.
+    #[inline(always)]
+    unsafe fn sum(&self, sums: &mut [f32]) -> [f64; R] {
+        let s = self.simd;
+        let mut totals = [0.0; R];
+        let mut column = 0;
+        while column < self.columns {
+            let end = self.columns.min(column + LANE_TERMS * S::CHUNK);
+            let mut lanes = [[s.splat(0.0); 2]; R];
+            while column + S::CHUNK <= end {
+                for row in 0..R {
+                    let at = self.at(row, column);
+                    if self.ahead > 0 {
+                        // dy is asked for as rows are written.
+                        fetch(s, self.rows.x.wrapping_add(at + self.ahead));
+                    }
+                    if let Some(dsum) = self.rows.dsum
+                        && ADD
+                    {
+                        fetch(s, dsum.wrapping_add(at));
+                    }
+                }
+                // SAFETY: the chunk ends within the row.
+                unsafe { self.add::<true>(column, S::CHUNK, &mut lanes, sums) };
+                column += S::CHUNK;
+            }
+            if column < end {
+                // SAFETY: the columns lie in the row.
+                unsafe { self.add::<false>(column, end - column, &mut lanes, sums) };
+                column = end;
+            }
+            for row in 0..R {
+                totals[row] += s.sum(s.add(lanes[row][0], lanes[row][1]));
+            }
+        }
+        totals
+    }
+
+    /// Adds a chunk of each row to `lanes` and to `sums`.
+    ///
+    /// # Safety
+    /// The columns lie in the row.
+    #[inline(always)]
+    unsafe fn add<const WHOLE: bool>(
+        &self,
+        column: usize,
+        count: usize,
+        lanes: &mut [[S::Vector; 2]; R],
+        sums: &mut [f32],
+    ) {
+        let (s, weight) = (self.simd, self.weight(column));
+        let sums = &mut sums[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        let [mut a, mut b] = unsafe { s.load(sums.as_ptr()) };
+        for row in 0..R {
+            // SAFETY: passed on from this function's contract.
+            let Chunk { dy, g, xhat } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
+            lanes[row][0] = s.mul_add(g[0], xhat[0], lanes[row][0]);
+            lanes[row][1] = s.mul_add(g[1], xhat[1], lanes[row][1]);
+            a = s.mul_add(dy[0], xhat[0], a);
+            b = s.mul_add(dy[1], xhat[1], b);
+        }
+        // SAFETY: as above.
+        unsafe { s.store([a, b], sums.as_mut_ptr()) };
+    }
+
+    /// Writes dx, for the sums of `g xhat`.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    #[inline(always)]
+    unsafe fn write<const STREAM: bool>(&self, totals: [f64; R]) {
+        let s = self.simd;
+        let mut minus_means = [s.splat(0.0); R];
+        for row in 0..R {
+            minus_means[row] = s.splat(-(totals[row] / self.columns as f64) as f32);
+        }
+        let whole = self.columns - self.columns % S::CHUNK;
+        for column in (0..whole).step_by(S::CHUNK) {
+            let weight = self.weight(column);
+            for row in 0..R {
+                let at = self.at(row, column);
+                if self.ahead > 0 {
+                    fetch(s, self.rows.dy.wrapping_add(at + self.ahead));
+                }
+                // SAFETY: the chunk ends within the row.
+                unsafe {
+                    let mean = minus_means[row];
+                    let dx = self.gradient::<true>(row, column, S::CHUNK, weight, mean);
+                    s.put::<E, STREAM>(dx, self.rows.dx.add(at));
+                }
+            }
+        }
+        if whole < self.columns {
+            let (count, weight) = (self.columns - whole, self.weight(whole));
+            for row in 0..R {
+                // SAFETY: the columns lie in the row.
+                unsafe {
+                    let mean = minus_means[row];
+                    let dx = self.gradient::<false>(row, whole, count, weight, mean);
+                    ragged::store(s, dx, self.rows.dx.add(self.at(row, whole)), count);
+                }
+            }
+        }
+    }
+
+    /// dx of a chunk.
+    ///
+    /// # Safety
+    /// The columns lie in the row.
+    #[inline(always)]
+    unsafe fn gradient<const WHOLE: bool>(
+        &self,
+        row: usize,
+        column: usize,
+        count: usize,
+        weight: [S::Vector; 2],
+        minus_mean: S::Vector,
+    ) -> [S::Vector; 2] {
+        let (s, rstd) = (self.simd, self.rstd[row]);
+        // SAFETY: passed on from this function's contract.
+        let Chunk { g, xhat, .. } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
+        let a = s.mul_add(xhat[0], minus_mean, g[0]);
+        let b = s.mul_add(xhat[1], minus_mean, g[1]);
+        match self.rows.dsum {
+            Some(dsum) if ADD => {
+                let dsum = dsum.wrapping_add(self.at(row, column));
+                // SAFETY: as above.
+                let dsum = unsafe { ragged::load::<S, E, WHOLE>(s, dsum, count) };
+                [s.mul_add(a, rstd, dsum[0]), s.mul_add(b, rstd, dsum[1])]
+            }
+            _ => [s.mul(a, rstd), s.mul(b, rstd)],
+        }
+    }
+
+    /// The factors of a chunk.
+    #[inline(always)]
+    fn weight(&self, column: usize) -> [S::Vector; 2] {
+        let weight = &self.weight[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        unsafe { self.simd.load(weight.as_ptr()) }
+    }
+}

@@ -1,0 +1,221 @@
+//! RMSNorm: every row over its root mean square, times a weight (Zhang and Sennrich, "Root Mean
+//! Square Layer Normalization", 2019). The contract of every backend.
+//!
+//! Of a row `x` `[D]`, of one dtype E (f32, bf16 or f16), and a weight `w` `[D]` of a dtype of its own:
+//!
+//! - `r = 1 / sqrt(mean(x^2) + eps)`, the row's `rstd`, given in f32;
+//! - `y = x r w`, or `x r (1 + w)` where the weight is [`zero_centred`](RmsNorm::zero_centred), in E.
+//!
+//! With a residual the row that is normalised is `h`, the sum of the two: added in f32, rounded to E
+//! at once, a tie to even, and given as a second output. Statistics and `y` are of `h` as it was
+//! rounded, so that the backward pass, which reads `h`, sees what the forward pass saw.
+//!
+//! The backward pass, with `g = dy w` (or `dy (1 + w)`) and `xhat = x r`:
+//!
+//! - `dx = r (g - xhat mean(g xhat))`, plus the cotangent of `h`, where there is one, before the one
+//!   rounding to E. With a residual it is the gradient of both terms of the sum;
+//! - `dweight = sum over rows of dy xhat`, in f32, as *partial sums* over blocks of rows that follow
+//!   one another ([`block_rows`]). In a block rows are added in order, and the blocks are the caller's
+//!   choice, so that no number of threads changes a bit.
+//!
+//! # Error bounds
+//!
+//! In units of `u = 2^-24`, half the spacing of f32 after 1. A kernel adds at most 32 squares after one
+//! another in f32 before it goes to f64, whatever D, so that the sum, whose terms have one sign, is
+//! within `36 u` of itself and `rstd` within [`RSTD_ROUNDINGS`]. Offsets cost nothing: nothing is
+//! subtracted. `1 + w` and the two products of `y` round once each: `y` is within [`Y_ROUNDINGS`] of
+//! itself before it is rounded to E. In the backward pass, which reads `rstd` in f32, `mean(g xhat)` is
+//! within `64 u` of `mean |g xhat|`, and `dx` before its rounding within [`DX_ROUNDINGS`] of
+//! [`reference::dx_scale`], `r (|g| + |xhat| mean |g xhat|)`, plus `u |dx|` for the cotangent that is
+//! added. A partial sum of `n` rows is within `n` + [`DWEIGHT_ROUNDINGS`] of `sum |dy xhat|`.
+//!
+//! This holds where products stay in f32's normal range: what falls below it may be lost, `2^-126` a
+//! product. The sum of squares is exempt, and right for every finite row; its root is not where it lies
+//! above `2^126`, since `rstd` is then subnormal in f32.
+//!
+//! # Special rows
+//!
+//! Rows never touch one another, but in dweight, which sums over them.
+//!
+//! - **NaN** anywhere in a row: `rstd`, and all of `y`, `dx` and dweight are NaN;
+//! - **infinity**: `rstd` is 0, `y` is NaN there and 0 elsewhere; `dx` is NaN, and so is dweight there;
+//! - **zeros**: `y` is 0, `rstd` is `1 / sqrt(eps)`. With `eps` 0 that is infinite, and `y`, `dx` and
+//!   dweight are NaN: a row without a direction has no norm. The same holds, but for infinities in
+//!   the place of some NaN, where `rstd` is more than f32 holds: `mean(x^2) + eps` below `2^-256`.
+
+pub mod reference;
+
+use crate::error::check_length;
+use crate::{Error, Result};
+
+/// How far `rstd` may be off, in units of 2^-24 of itself: half of what the sum is, and a rounding.
+pub const RSTD_ROUNDINGS: f64 = 20.0;
+/// The same of `y`, before it is rounded to its dtype.
+pub const Y_ROUNDINGS: f64 = 24.0;
+/// The same of `dx`, of [`reference::dx_scale`].
+pub const DX_ROUNDINGS: f64 = 112.0;
+/// The same of a partial sum of dweight, beside its number of rows, of `sum |dy xhat|`.
+pub const DWEIGHT_ROUNDINGS: f64 = 24.0;
+
+/// The options of RMSNorm, the same for every backend.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RmsNorm {
+    /// What is added to the mean of squares, at least 0.
+    pub eps: f64,
+    /// Whether the weight is what a factor is above 1, as Gemma's is.
+    pub zero_centred: bool,
+}
+
+impl Default for RmsNorm {
+    fn default() -> Self {
+        Self { eps: 1e-6, zero_centred: false }
+    }
+}
+
+impl RmsNorm {
+    /// Checks the range of every option.
+    ///
+    /// # Errors
+    /// `eps` is negative, infinite or NaN.
+    pub fn validate(&self) -> Result<()> {
+        if self.eps >= 0.0 && self.eps.is_finite() {
+            return Ok(());
+        }
+        Err(Error::Option { name: "eps", value: self.eps, requirement: "finite and at least 0" })
+    }
+
+    /// `rstd` of a row with this mean of squares: infinite where f32 holds no such number.
+    #[must_use]
+    pub fn rstd(&self, mean_of_squares: f64) -> f64 {
+        let rstd = 1.0 / (mean_of_squares + self.eps).sqrt();
+        if rstd > f64::from(f32::MAX) { f64::INFINITY } else { rstd }
+    }
+
+    /// The factor that an entry of the weight stands for.
+    #[must_use]
+    pub fn factor(&self, weight: f64) -> f64 {
+        if self.zero_centred { 1.0 + weight } else { weight }
+    }
+}
+
+/// The shape `[T, D]` of what is normalised: rows (all leading axes, flattened) by columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NormShape {
+    rows: usize,
+    columns: usize,
+}
+
+impl NormShape {
+    /// A shape of `rows` of `columns`. No row at all is a valid (empty) problem.
+    ///
+    /// # Errors
+    /// No column, or more elements than memory can address.
+    pub fn new(rows: usize, columns: usize) -> Result<Self> {
+        let wrong = |requirement| Err(Error::Shape { tokens: rows, vocab: columns, requirement });
+        if columns == 0 {
+            return wrong("a row must have at least 1 column");
+        }
+        // Four bytes is the widest element.
+        match rows.checked_mul(columns).and_then(|n| n.checked_mul(4)) {
+            Some(bytes) if isize::try_from(bytes).is_ok() => Ok(Self { rows, columns }),
+            _ => wrong("rows x columns must fit the address space"),
+        }
+    }
+
+    /// T, the number of rows.
+    #[must_use]
+    pub fn rows(self) -> usize {
+        self.rows
+    }
+
+    /// D, the number of columns.
+    #[must_use]
+    pub fn columns(self) -> usize {
+        self.columns
+    }
+
+    /// T x D.
+    #[must_use]
+    pub fn elements(self) -> usize {
+        self.rows * self.columns
+    }
+
+    /// Checks the length of a `[T, D]` buffer called `name`.
+    ///
+    /// # Errors
+    /// The length is not T x D.
+    pub fn check_matrix(self, name: &'static str, length: usize) -> Result<()> {
+        check_length(name, length, "[T, D]", self.elements())
+    }
+
+    /// Checks the length of a `[T]` buffer called `name`.
+    ///
+    /// # Errors
+    /// The length is not T.
+    pub fn check_rows(self, name: &'static str, length: usize) -> Result<()> {
+        check_length(name, length, "[T]", self.rows)
+    }
+
+    /// The number of weights `[D]` that a buffer of `length` elements holds, each for as many rows.
+    ///
+    /// # Errors
+    /// It holds no whole number of weights, or one that does not divide T.
+    pub fn weights(self, length: usize) -> Result<usize> {
+        let count = length / self.columns;
+        let divides = if count == 0 { self.rows == 0 } else { self.rows.is_multiple_of(count) };
+        let expected = if divides { count * self.columns } else { self.columns };
+        check_length("weight", length, "[D] (or [G, D], where G divides T,)", expected)?;
+        Ok(count)
+    }
+}
+
+/// The rows of each of `blocks` blocks that `rows` are cut into for partial sums of dweight: all but
+/// the last ones have so many, and these fewer or none.
+///
+/// # Panics
+/// There are rows and no block.
+#[must_use]
+pub fn block_rows(rows: usize, blocks: usize) -> usize {
+    if rows == 0 { 0 } else { rows.div_ceil(blocks) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_eps_outside_its_range_is_named() {
+        let refuse = |eps| RmsNorm { eps, zero_centred: true }.validate().unwrap_err().to_string();
+        for eps in [0.0, 1e-300, 1e-6, 3.0] {
+            assert_eq!(RmsNorm { eps, zero_centred: false }.validate(), Ok(()));
+        }
+        assert_eq!(refuse(-1e-6), "eps is -0.000001; it must be finite and at least 0");
+        assert!(refuse(f64::NAN).starts_with("eps is NaN;"));
+        assert!(refuse(f64::INFINITY).starts_with("eps is inf;"));
+    }
+
+    #[test]
+    fn shapes_that_no_kernel_takes_are_refused() {
+        let message = NormShape::new(3, 0).unwrap_err().to_string();
+        assert_eq!(message, "shape [3, 0]: a row must have at least 1 column");
+        assert!(NormShape::new(usize::MAX / 8, 3).is_err());
+        let shape = NormShape::new(4, 3).unwrap();
+        assert_eq!((shape.weights(3), shape.weights(6), shape.weights(12)), (Ok(1), Ok(2), Ok(4)));
+        for wrong in [0, 2, 4, 9, 15] {
+            let message = shape.weights(wrong).unwrap_err().to_string();
+            let says =
+                format!("weight holds {wrong} elements; [D] (or [G, D], where G divides T,)");
+            assert!(message.starts_with(&says), "{message}");
+        }
+        let empty = NormShape::new(0, 3).unwrap();
+        assert_eq!((empty.weights(0), empty.weights(3), empty.weights(6)), (Ok(0), Ok(1), Ok(2)));
+    }
+
+    #[test]
+    fn blocks_cover_every_row() {
+        for (rows, blocks, each) in [(0, 0, 0), (0, 3, 0), (1, 4, 1), (7, 3, 3), (8, 2, 4)] {
+            assert_eq!(block_rows(rows, blocks), each);
+            assert!(each * blocks >= rows);
+        }
+    }
+}
