@@ -10,6 +10,8 @@
 
 mod backward;
 mod forward;
+#[cfg(feature = "operation")]
+pub(crate) mod operation;
 mod ragged;
 mod weight;
 

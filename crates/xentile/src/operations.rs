@@ -1,11 +1,14 @@
 //! Every operation there is.
 
 use crate::operation::Operation;
-use crate::{cross_entropy, linear_cross_entropy};
+use crate::{cross_entropy, linear_cross_entropy, rms_norm};
 
 /// Every operation, the default first.
-const OPERATIONS: &[&dyn Operation] =
-    &[&cross_entropy::operation::OPERATION, &linear_cross_entropy::operation::OPERATION];
+const OPERATIONS: &[&dyn Operation] = &[
+    &cross_entropy::operation::OPERATION,
+    &linear_cross_entropy::operation::OPERATION,
+    &rms_norm::operation::OPERATION,
+];
 
 /// Every operation, the default first.
 #[must_use]

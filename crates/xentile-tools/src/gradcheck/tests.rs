@@ -11,11 +11,12 @@ use xentile::cross_entropy::{CrossEntropy, Target};
 use xentile::linear_cross_entropy::reference::{Factors, Gradients, map_rows, pull_back};
 use xentile::linear_cross_entropy::{LinearShape, Operands, VocabAxis};
 use xentile::operation::{
-    Array, ArrayElement, Arrays, Distribution, Pass, Problem, Synthetic, TileExtents, Value,
+    Array, ArrayElement, Arrays, Distribution, Kind, OptionSpec, Pass, Problem, Synthetic,
+    TileExtents, Value,
 };
-use xentile::{DType, Element};
+use xentile::{DType, Element, operations};
 
-use super::judge::Judge;
+use super::judge::{Judge, poisoned};
 use super::report::Report;
 use crate::config::Op;
 
@@ -92,6 +93,56 @@ fn one_wrong_gradient_of_logits_is_found() {
         let place = &json["worst"]["dlogits_rounded/excess"];
         assert_eq!(*place, serde_json::json!({"token": 1, "column": 17}));
         dlogits[57] = kept;
+    }
+}
+
+/// Of every operation that has kernels to call, each result is held: with its largest entry off by a
+/// tenth, forgotten or NaN it fails, and is named.
+#[test]
+fn one_wrong_entry_of_any_result_is_found() {
+    let native = operations().iter().filter_map(|of| xentile_cpu::kernels(of.name()));
+    for kernels in native {
+        let op = Op::named(kernels.name()).unwrap();
+        let flags = op.options().iter().filter(|option| option.kind == Kind::Bool);
+        let mut more: Vec<_> = flags.map(|option| (option.name, Value::Bool(true))).collect();
+        // Gradients for cotangents of every output.
+        let none = |option: &&OptionSpec| matches!(option.kind, Kind::Word(words) if words.contains(&"none"));
+        more.extend(op.options().iter().filter(none).map(|of| (of.name, Value::Word("none"))));
+        for dtype in DType::ALL {
+            let problem = problem(op, dtype, &[9, 70, 24], &more);
+            let rows: Vec<u64> = (0..9).collect();
+            let from = Synthetic { seed: seed(), ..Synthetic::default() };
+            let inputs = op.inputs(&problem, &from, &rows).unwrap();
+            let pass = Pass::ForwardAndBackward;
+            let given = op.given(&problem, pass, &from, &rows);
+            let (pool, isa) = (xentile_cpu::Threads::new(2).unwrap(), xentile_cpu::Isa::detect());
+            let launch = xentile_cpu::operation::Launch { isa, pool: &pool };
+            let mut found = poisoned(op, &problem, pass);
+            kernels.open(&problem, &inputs, launch).unwrap().run(pass, &given, &mut found).unwrap();
+            let judge = |found: &Arrays<'_>| judged(op, &problem, &inputs, pass, &given, found);
+            let right = judge(&found);
+            assert!(right.passed(), "{op} {dtype}: {}", right.to_json());
+            for spec in op.signature(&problem, pass).results {
+                let array = found.get(spec.name).unwrap().clone();
+                let size = |index: &usize| array.at(*index).abs();
+                let all = 0..array.len();
+                let index = all.max_by(|a, b| size(a).total_cmp(&size(b))).unwrap();
+                for factor in [0.0, 0.9, f64::NAN] {
+                    let mut wrong = array.clone();
+                    let value = (array.at(index) * factor) as f32;
+                    match &mut wrong {
+                        Array::F32(all) => all.to_mut()[index] = value,
+                        Array::Bf16(all) => all.to_mut()[index] = bf16::from_f32(value),
+                        Array::F16(all) => all.to_mut()[index] = f16::from_f32(value),
+                        other => panic!("{other:?}"),
+                    }
+                    let mut results = found.clone();
+                    results.insert(spec.name, wrong);
+                    let report = judge(&results);
+                    assert!(!report.passed(), "{op} {dtype}: {} times {factor}", spec.name);
+                }
+            }
+        }
     }
 }
 
