@@ -2,38 +2,38 @@
 
 #![no_main]
 
-use half::{bf16, f16};
 use libfuzzer_sys::fuzz_target;
-use xentile::DType;
-use xentile_tools::config::Shape;
-use xentile_tools::input::Tokens;
+use xentile::operation::{Problem, TileExtents};
+use xentile::{DType, operations};
 use xentile_tools::input::file::Tensors;
 
 fuzz_target!(|bytes: &[u8]| {
     let Ok(tensors) = Tensors::from_bytes(bytes) else { return };
-    let dtype = tensors.dtype().unwrap_or(DType::F32);
-    // A product may be far larger than its factors; the binaries ask this too before they make it.
-    if tensors.needed_bytes(dtype).is_none_or(|needed| needed > 1 << 20) {
-        return;
+    for operation in operations() {
+        let Ok(found) = operation.stored_dims(&tensors) else { continue };
+        let [batch, seq_len] = found.sequences;
+        let used = seq_len.saturating_sub(usize::from(operation.predicts_next()));
+        let Some(tokens) = batch.checked_mul(used) else { continue };
+        let mut dims = found.dims;
+        dims.push(("T", tokens));
+        let options = operation.options().iter().map(|option| (option.name, option.default));
+        let problem = Problem {
+            dims,
+            dtype: DType::F32,
+            options: options.collect(),
+            tile: TileExtents::default(),
+            cotangent: 1.0,
+        };
+        // A product may be far larger than its factors; the binaries ask this too before they make it.
+        if operation.stored_bytes(&problem, &tensors).is_none_or(|needed| needed > 1 << 20) {
+            continue;
+        }
+        // What is refused is of another dtype.
+        let Ok(inputs) = operation.stored(&problem, &tensors) else { continue };
+        for spec in operation.signature(&problem, operation.passes()[0]).operands {
+            // What files do not have is drawn.
+            let Some(array) = inputs.get(spec.name) else { continue };
+            assert_eq!(array.len(), spec.extents(&problem).iter().product::<usize>());
+        }
     }
-    let shape = tensors.shape();
-    if let Some(width) = tensors.width() {
-        let (hidden, weight, labels) = tensors.hidden::<f32>().unwrap();
-        assert_eq!(labels.len(), shape.batch * shape.seq_len.saturating_sub(1));
-        assert_eq!(hidden.len(), labels.len() * width);
-        assert_eq!(weight.len(), shape.vocab * width);
-    }
-    match dtype {
-        DType::F32 => tensors.tokens::<f32>().map(|tokens| check(&tokens, shape)),
-        DType::Bf16 => tensors.tokens::<bf16>().map(|tokens| check(&tokens, shape)),
-        DType::F16 => tensors.tokens::<f16>().map(|tokens| check(&tokens, shape)),
-    }
-    .unwrap();
 });
-
-/// Every sequence gives its tokens but the last, and each has a row.
-fn check<E: Clone>(tokens: &Tokens<'_, E>, shape: Shape) {
-    assert_eq!(tokens.vocab, shape.vocab);
-    assert_eq!(tokens.labels.len(), shape.batch * shape.seq_len.saturating_sub(1));
-    assert_eq!(tokens.logits.len(), tokens.labels.len() * shape.vocab);
-}

@@ -10,8 +10,12 @@
 //!
 //! What falls between the passes is a few float64 operations a token.
 
+#[cfg(feature = "operation")]
+mod dense;
 mod gradient;
 mod matrix;
+#[cfg(feature = "operation")]
+pub(crate) mod operation;
 mod passes;
 mod slab;
 mod statistics;

@@ -14,6 +14,10 @@ mod in_out;
 mod isa;
 pub mod linear_cross_entropy;
 pub mod math;
+#[cfg(feature = "operation")]
+pub mod operation;
+#[cfg(feature = "operation")]
+mod operations;
 mod parallel;
 pub mod rms_norm;
 pub mod scale;
@@ -21,6 +25,8 @@ mod simd;
 
 pub use in_out::InOut;
 pub use isa::{Isa, Job};
+#[cfg(feature = "operation")]
+pub use operations::kernels;
 pub use parallel::{Parallel, Threads};
 pub(crate) use simd::PairsOfBf16;
 pub use simd::Simd;

@@ -10,6 +10,8 @@
 
 mod backward;
 mod forward;
+#[cfg(feature = "operation")]
+pub(crate) mod operation;
 mod passes;
 mod ragged;
 mod weight;

@@ -17,16 +17,8 @@ mod kernel;
 use xentile::cross_entropy::{CrossEntropy, Reduction};
 use xentile::{DType, LogitsShape};
 
+pub use crate::Implementation;
 use crate::stablehlo::{Builder, Comparison, ElementType, Program, TensorType, Value};
-
-/// By which program.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Implementation {
-    /// Plain operations, which XLA fuses as it can.
-    Dense,
-    /// Custom calls of `libxentile_xla`.
-    Kernel,
-}
 
 /// The problem that a program is for.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +46,41 @@ pub struct Reduced {
     pub weights: bool,
     /// Whether the cotangent of the loss is an argument of the program, rather than 1.
     pub cotangent: bool,
+}
+
+/// The program of `pass`, with labels of 32 bits.
+///
+/// # Errors
+/// More elements than memory can address.
+#[cfg(feature = "operation")]
+pub fn program(
+    problem: &xentile::operation::Problem,
+    pass: xentile::operation::Pass,
+    implementation: Implementation,
+) -> xentile::Result<Program> {
+    use xentile::cross_entropy::operation::{has_weights, logits_shape, options, reduction};
+    use xentile::operation::Pass;
+
+    let of = Problem {
+        shape: logits_shape(problem)?,
+        dtype: problem.dtype,
+        labels: ElementType::S32,
+        options: options(problem),
+        time_block: problem.tile.time_block,
+        block_size: problem.tile.block_size,
+    };
+    Ok(match pass {
+        Pass::Forward => forward(&of, implementation),
+        Pass::Backward | Pass::ForwardAndBackward => forward_and_backward(&of, implementation),
+        Pass::Fused => {
+            let reduced = Reduced {
+                reduction: reduction(problem).unwrap_or(Reduction::Mean),
+                weights: has_weights(problem),
+                cotangent: problem.cotangent != 1.0,
+            };
+            value_and_grad(&of, reduced, implementation)
+        }
+    })
 }
 
 /// The program of the per-token outputs.

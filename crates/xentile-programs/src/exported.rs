@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
@@ -40,8 +40,9 @@ struct Manifest {
     platforms: Vec<String>,
     jax_version: String,
     calling_convention_version: u32,
-    #[serde(default)]
-    linear: Option<Linear>,
+    /// Manifests of linear cross-entropy have had it by that name from the first.
+    #[serde(default, alias = "linear")]
+    settings: Option<Map<String, Value>>,
     #[serde(default)]
     plan: Option<String>,
     #[serde(default)]
@@ -65,20 +66,6 @@ pub struct Tile {
     /// Vocabulary columns of a tile.
     #[serde(deserialize_with = "Option::deserialize")]
     pub block_size: Option<usize>,
-}
-
-/// What a program of linear cross-entropy has beyond tokens, vocabulary and dtype.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Linear {
-    /// D, the columns of hidden states.
-    pub hidden: usize,
-    /// Whether there is a bias.
-    pub bias: bool,
-    /// Which axis of the weight is V: 0 or 1.
-    pub vocab_axis: usize,
-    /// What may be held beyond operands and results; the operation's own choice where absent.
-    pub max_scratch_bytes: Option<u64>,
 }
 
 /// A program that JAX exported for one platform, with what its manifest says.
@@ -105,8 +92,8 @@ pub struct Exported {
     pub calling_convention_version: u32,
     /// The SHA-256 of the bytecode, in lower-case hexadecimal digits.
     pub sha256: String,
-    /// Of linear cross-entropy; none for operations over logits.
-    pub linear: Option<Linear>,
+    /// Extents and options that are keys of their own in configs; none where the manifest tells of none.
+    pub settings: Option<Map<String, Value>>,
     /// How it is cut, in words, where that is planned.
     pub plan: Option<String>,
     /// Bytes that kernels move between HBM and VMEM, by their names, where that is planned.
@@ -214,7 +201,7 @@ impl Exported {
             jax_version: manifest.jax_version,
             calling_convention_version: convention,
             sha256: found,
-            linear: manifest.linear,
+            settings: manifest.settings,
             plan: manifest.plan,
             moved: manifest.moved,
             bytecode,
@@ -310,7 +297,7 @@ mod tests {
         assert_eq!(exported.arguments[0], TensorType::new(&[16, 256], ElementType::Bf16));
         assert_eq!(exported.results[0], TensorType::new(&[], ElementType::F32));
         assert_eq!(exported.tile, Tile { time_block: Some(8), block_size: Some(128) });
-        assert_eq!((exported.linear, exported.plan), (None, None));
+        assert_eq!((exported.settings, exported.plan), (None, None));
         assert_eq!((exported.platform.as_str(), exported.sha256.len()), ("tpu", 64));
         assert_eq!(exported.options["reduction"], "mean");
     }
@@ -373,11 +360,14 @@ mod tests {
         assert_eq!(exported.tile, Tile { time_block: None, block_size: None });
         assert_eq!(exported.plan.as_deref(), Some("tokens: 16 at a time"));
         assert_eq!(exported.moved, BTreeMap::from([("a_kernel".to_owned(), 7)]));
-        let linear = Linear { hidden: 8, bias: true, vocab_axis: 1, max_scratch_bytes: None };
-        assert_eq!(exported.linear, Some(linear));
-        manifest["linear"]["width"] = json!(8);
-        let error = load(&manifest.to_string(), Some(BYTECODE)).unwrap_err();
-        assert!(error.contains("unknown field `width`"), "{error}");
+        let settings = exported.settings.unwrap();
+        assert_eq!((&settings["hidden"], &settings["bias"]), (&json!(8), &json!(true)));
+        assert!(settings["max_scratch_bytes"].is_null());
+        let by_its_name = manifest.as_object_mut().unwrap();
+        let moved = by_its_name.remove("linear").unwrap();
+        by_its_name.insert("settings".into(), moved);
+        let exported = load(&manifest.to_string(), Some(BYTECODE)).unwrap();
+        assert_eq!(exported.settings, Some(settings));
     }
 
     #[test]

@@ -3,11 +3,18 @@
 //! exported, as bytecode.
 //!
 //! An operation is a module ([`cross_entropy`]); [`stablehlo`] writes the text and [`exported`] reads
-//! what JAX wrote, and neither knows of operations.
+//! what JAX wrote, and neither knows of operations. With the feature `operation`, tools find programs
+//! by an operation's name.
 
 pub mod cross_entropy;
 pub mod exported;
+mod implementation;
+#[cfg(feature = "operation")]
+mod operations;
 pub mod stablehlo;
 
 pub use exported::Exported;
+pub use implementation::Implementation;
+#[cfg(feature = "operation")]
+pub use operations::{WriteProgram, programs};
 pub use stablehlo::{ElementType, Program, TensorType};

@@ -1,206 +1,25 @@
-//! YAML configs: reading, `--set` overrides, and errors that name the key and the nearest valid one.
+//! What configs of both tools have: operations, backends, shapes, tiles.
 
+mod op;
+mod read;
+mod settings;
+
+use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 use pjrt_client::Platform;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
-use serde_yaml::{Mapping, Value};
-use xentile::cross_entropy::{CrossEntropy, Reduction};
-use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
-use xentile::{DType, LogitsShape, Tile};
-use xentile_programs::exported::Linear;
+use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use xentile::operation::{DimSpec, Problem, TileExtents};
+use xentile::{DType, Tile, operations};
 
-/// The largest config read; the shipped ones are under 1 KiB.
-const MAX_BYTES: u64 = 1 << 20;
-
-/// Keys that had another name: the old one, the new one.
-const RENAMED: [(&str, &str); 1] = [("scale", "std")];
-
-/// Reads the config at `path` and applies `sets`, each `key.subkey=value` with a YAML value.
-///
-/// # Errors
-/// The file cannot be read, is not YAML, or has a key or value that `T` does not know.
-pub fn load<T: DeserializeOwned>(path: &Path, sets: &[String]) -> Result<T> {
-    let text = read(path)?;
-    parse(&text, sets).with_context(|| format!("config {}", path.display()))
-}
-
-/// The text of the config at `path`.
-///
-/// # Errors
-/// It cannot be read, or is longer than any config.
-pub fn read(path: &Path) -> Result<String> {
-    let shown = path.display();
-    let bytes =
-        std::fs::metadata(path).with_context(|| format!("cannot read config {shown}"))?.len();
-    ensure!(bytes <= MAX_BYTES, "config {shown} has {bytes} bytes; the most is {MAX_BYTES}");
-    std::fs::read_to_string(path).with_context(|| format!("cannot read config {shown}"))
-}
-
-/// [`load`] for a config that has been read.
-///
-/// # Errors
-/// As for [`load`].
-pub fn parse<T: DeserializeOwned>(text: &str, sets: &[String]) -> Result<T> {
-    parse_over(Value::Null, text, sets)
-}
-
-/// [`parse`], with the values of `base` for keys that text and `sets` leave out.
-///
-/// # Errors
-/// As for [`load`].
-pub fn parse_over<T: DeserializeOwned>(base: Value, text: &str, sets: &[String]) -> Result<T> {
-    let mut tree: Value = serde_yaml::from_str(text).context("not valid YAML")?;
-    ensure!(tree.is_mapping(), "a config is a mapping of keys to values");
-    for set in sets {
-        let Some((key, value)) = set.split_once('=') else {
-            bail!("--set {set} has no `=`; write key=value, such as tile.time_block=8");
-        };
-        let value = serde_yaml::from_str(value)
-            .with_context(|| format!("--set {set}: the value is not valid YAML"))?;
-        set_key(&mut tree, key, value).with_context(|| format!("--set {set}"))?;
-    }
-    fill(&mut tree, base);
-    serde_path_to_error::deserialize(tree).map_err(|error| {
-        let path = error.path().to_string();
-        explain(&path, &error.into_inner().to_string())
-    })
-}
-
-/// Puts what `tree` lacks there from `base`.
-fn fill(tree: &mut Value, base: Value) {
-    let (Some(tree), Value::Mapping(base)) = (tree.as_mapping_mut(), base) else { return };
-    for (key, value) in base {
-        fill(tree.entry(key).or_insert_with(|| value.clone()), value);
-    }
-}
-
-/// A value that was read from the key `name` of a JSON file.
-pub(crate) fn from_json<T: DeserializeOwned>(name: &str, json: serde_json::Value) -> Result<T> {
-    serde_path_to_error::deserialize(json).map_err(|error| {
-        let path = format!("{name}.{}", error.path());
-        explain(&path, &error.into_inner().to_string())
-    })
-}
-
-fn set_key(tree: &mut Value, key: &str, value: Value) -> Result<()> {
-    let mut place = tree;
-    for part in key.split('.') {
-        ensure!(!part.is_empty(), "`{key}` has an empty part");
-        if place.is_null() {
-            *place = Value::Mapping(Mapping::new());
-        }
-        let Some(mapping) = place.as_mapping_mut() else {
-            bail!("`{part}` lies below a value that is not a mapping");
-        };
-        place = mapping.entry(Value::from(part)).or_insert(Value::Null);
-    }
-    *place = value;
-    Ok(())
-}
-
-/// Rewords serde's message about the value at `path`, adding the nearest key where one is unknown.
-fn explain(path: &str, message: &str) -> anyhow::Error {
-    for kind in ["field", "variant"] {
-        let Some(rest) = message.strip_prefix(&format!("unknown {kind} ")) else { continue };
-        // serde quotes first what it met, then what it knows.
-        let mut quoted = rest.split('`').skip(1).step_by(2);
-        let Some(met) = quoted.next() else { continue };
-        let known: Vec<_> = quoted.collect();
-        let what = match kind {
-            "field" => format!("unknown key `{}`", path.trim_start_matches("?.")),
-            _ => format!("unknown value `{met}` for `{path}`"),
-        };
-        let renamed = |(old, new): &&(&str, &str)| *old == met && known.contains(new);
-        if let Some((_, new)) = RENAMED.iter().find(renamed) {
-            return anyhow::anyhow!("{what}; it is called `{new}` now");
-        }
-        let near = |name: &&&str| strsim::damerau_levenshtein(name, met);
-        let hint = match known.iter().min_by_key(near) {
-            Some(name) if near(&name) <= 1 + met.len() / 3 => format!("did you mean `{name}`?"),
-            _ => format!("the choices are {}", known.join(", ")),
-        };
-        return anyhow::anyhow!("{what}; {hint}");
-    }
-    match path {
-        "." | "?" => anyhow::anyhow!("{message}"),
-        _ => anyhow::anyhow!("`{path}`: {message}"),
-    }
-}
-
-/// What is computed.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum Op {
-    /// Cross-entropy over logits.
-    #[default]
-    CrossEntropy,
-    /// Cross-entropy of hidden states against an output matrix.
-    LinearCrossEntropy,
-}
-
-impl Op {
-    /// Refuses a backend that has no programs of the operation.
-    ///
-    /// # Errors
-    /// It has none.
-    pub(crate) fn check_backend(self, backend: Backend) -> Result<()> {
-        ensure!(
-            self == Self::CrossEntropy || backend != Backend::Cpu,
-            "backend is cpu; linear_cross_entropy has programs for backends of XLA alone: set backend \
-             to xla:cpu"
-        );
-        Ok(())
-    }
-}
-
-/// What [`Op::LinearCrossEntropy`] is asked for, from the keys of a config; none for an operation over
-/// logits.
-///
-/// # Errors
-/// A key that the operation does not have, or a value out of range.
-pub(crate) fn linear(
-    op: Op,
-    hidden: Option<usize>,
-    bias: bool,
-    vocab_axis: Option<usize>,
-    max_scratch_bytes: Option<u64>,
-) -> Result<Option<Linear>> {
-    if op == Op::CrossEntropy {
-        for (name, is_set) in [
-            ("hidden", hidden.is_some()),
-            ("bias", bias),
-            ("vocab_axis", vocab_axis.is_some()),
-            ("max_scratch_bytes", max_scratch_bytes.is_some()),
-        ] {
-            ensure!(!is_set, "{name} is set; op cross_entropy has none, linear_cross_entropy has");
-        }
-        return Ok(None);
-    }
-    let Some(hidden) = hidden else {
-        bail!("op linear_cross_entropy needs hidden: the number of columns of hidden states");
-    };
-    ensure!(hidden >= 1, "hidden is 0; it must be at least 1");
-    let vocab_axis = vocab_axis.unwrap_or(0);
-    VocabAxis::try_from(vocab_axis)?;
-    Ok(Some(Linear { hidden, bias, vocab_axis, max_scratch_bytes }))
-}
-
-/// The shape of hidden states and weight, whose logits have the shape `logits`.
-///
-/// # Errors
-/// More elements than memory can address.
-pub(crate) fn linear_shape(logits: LogitsShape, linear: Linear) -> Result<LinearShape> {
-    let axis = VocabAxis::try_from(linear.vocab_axis)?;
-    let hidden = [logits.tokens(), linear.hidden];
-    let weight = axis.weight(logits.vocab(), linear.hidden);
-    Ok(LinearShape::new(hidden, weight, Some(axis))?)
-}
+pub use op::Op;
+pub use read::{Schema, load, parse, parse_over, read};
+pub use settings::{Scope, Settings, Taken};
 
 /// Where it is computed.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
@@ -235,6 +54,18 @@ impl Backend {
         }
     }
 
+    /// Refuses an operation that has no kernels to call directly where these are what runs.
+    ///
+    /// # Errors
+    /// It has none.
+    pub(crate) fn check_kernels(self, op: Op) -> Result<()> {
+        ensure!(
+            self.platform().is_some() || xentile_cpu::kernels(op.name()).is_some(),
+            "backend is cpu; {op} has programs for backends of XLA alone: set backend to xla:cpu"
+        );
+        Ok(())
+    }
+
     /// Refuses what is not the user's to choose on this backend.
     ///
     /// # Errors
@@ -253,7 +84,7 @@ impl Backend {
             }
             return Ok(());
         }
-        let backend = crate::microbench::name(&self);
+        let backend = name(&self);
         for (name, is_set) in [("isa", isa.is_some()), ("threads", threads != 0)] {
             ensure!(!is_set, "{name} is set; on {backend} it is XLA's to choose");
         }
@@ -261,16 +92,122 @@ impl Backend {
     }
 }
 
-/// `shape`: logits are `[batch, seq_len, vocab]`.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-#[serde(deny_unknown_fields)]
+/// Which program computes it.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Implementation {
+    /// The dense program: plain f32 code that keeps every probability in memory.
+    Reference,
+    /// The tiled kernel.
+    #[default]
+    Kernel,
+}
+
+impl Implementation {
+    /// The program for XLA.
+    pub(crate) fn program(self) -> xentile_programs::Implementation {
+        match self {
+            Self::Reference => xentile_programs::Implementation::Dense,
+            Self::Kernel => xentile_programs::Implementation::Kernel,
+        }
+    }
+}
+
+/// The name that flags, configs and reports use.
+pub(crate) fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// `shape`: sequences, tokens of each, and the extents of dims that are in it.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
     /// Sequences.
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Vocabulary columns.
-    pub vocab: usize,
+    /// Extents of dims by their keys.
+    pub dims: BTreeMap<&'static str, usize>,
+}
+
+impl Shape {
+    /// The keys of dims that a shape may have.
+    fn keys() -> impl Iterator<Item = &'static str> {
+        let dims = operations().iter().flat_map(|operation| operation.dims());
+        dims.filter(|dim| dim.in_shape).map(|dim| dim.key)
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "[{}, {}", self.batch, self.seq_len)?;
+        self.dims.values().try_for_each(|extent| write!(f, ", {extent}"))?;
+        f.write_str("]")
+    }
+}
+
+impl Serialize for Shape {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(2 + self.dims.len()))?;
+        map.serialize_entry("batch", &self.batch)?;
+        map.serialize_entry("seq_len", &self.seq_len)?;
+        for (key, extent) in &self.dims {
+            map.serialize_entry(key, extent)?;
+        }
+        map.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ShapeVisitor)
+    }
+}
+
+/// Refuses a key that no shape has.
+struct UnknownKey<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for UnknownKey<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, _: D) -> Result<(), D::Error> {
+        let mut all = vec!["batch", "seq_len"];
+        all.extend(Shape::keys());
+        all.dedup();
+        let all: Vec<_> = all.iter().map(|key| format!("`{key}`")).collect();
+        let (key, all) = (self.0, all.join(", "));
+        Err(D::Error::custom(format!("unknown field `{key}`, expected one of {all}")))
+    }
+}
+
+struct ShapeVisitor;
+
+impl<'de> Visitor<'de> for ShapeVisitor {
+    type Value = Shape;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a mapping of extents")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Shape, A::Error> {
+        let [mut batch, mut seq_len] = [None; 2];
+        let mut dims = BTreeMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "batch" => batch = Some(map.next_value()?),
+                "seq_len" => seq_len = Some(map.next_value()?),
+                key => match Shape::keys().find(|known| *known == key) {
+                    Some(known) => _ = dims.insert(known, map.next_value()?),
+                    // Refused as its value is read, so that the error has its path.
+                    None => map.next_value_seed(UnknownKey(key))?,
+                },
+            }
+        }
+        Ok(Shape {
+            batch: batch.ok_or_else(|| A::Error::missing_field("batch"))?,
+            seq_len: seq_len.ok_or_else(|| A::Error::missing_field("seq_len"))?,
+            dims,
+        })
+    }
 }
 
 /// `tile`: either extent may be left to the tuned default.
@@ -319,103 +256,118 @@ impl fmt::Display for TileConfig {
     }
 }
 
-/// How per-token losses become one number, or do not.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ReductionConfig {
-    /// They do not: per-token outputs with per-token cotangents.
-    None,
-    /// `sum(w * loss) / sum(w)`.
-    #[default]
-    Mean,
-    /// `sum(w * loss)`.
-    Sum,
-}
-
-impl ReductionConfig {
-    /// The reduction, if there is one.
-    #[must_use]
-    pub fn reduction(self) -> Option<Reduction> {
-        match self {
-            Self::None => None,
-            Self::Mean => Some(Reduction::Mean),
-            Self::Sum => Some(Reduction::Sum),
-        }
+impl From<TileConfig> for TileExtents {
+    fn from(TileConfig { time_block, block_size }: TileConfig) -> Self {
+        Self { time_block, block_size }
     }
 }
 
-/// Per-token weights.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Weights {
-    /// Every token weighs 1.
-    #[default]
-    None,
-    /// Uniform in [0, 1), from the input's seed.
-    Random,
-}
-
-/// `options` of cross-entropy.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Options {
-    /// Tokens with this label are skipped.
-    pub ignore_index: i64,
-    /// In [0, 1].
-    pub label_smoothing: f64,
-    /// At least 0.
-    pub z_loss: f64,
-    /// Above 0, or absent.
-    pub softcap: Option<f64>,
-    /// Mean where absent.
-    pub reduction: ReductionConfig,
-    /// None where absent.
-    pub weights: Weights,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        let CrossEntropy { ignore_index, label_smoothing, z_loss, softcap } =
-            CrossEntropy::default();
-        let (reduction, weights) = Default::default();
-        Self { ignore_index, label_smoothing, z_loss, softcap, reduction, weights }
+/// The problem that a config asks for, its options not yet checked.
+///
+/// # Errors
+/// A dim of the operation without an extent; a key of another operation.
+pub(crate) fn problem(
+    op: Op,
+    extent: impl Fn(&DimSpec) -> Option<usize>,
+    dtype: DType,
+    tile: TileConfig,
+    [top, options]: [&Settings; 2],
+    cotangent: f64,
+) -> Result<Problem> {
+    top.check_owners()?;
+    options.check_owners()?;
+    let mut dims = Vec::new();
+    for dim in op.dims() {
+        let Some(extent) = extent(dim) else {
+            let key = if dim.in_shape { format!("shape.{}", dim.key) } else { dim.key.to_owned() };
+            bail!("op {op} needs {key}: the number of {}", dim.about);
+        };
+        ensure!(extent >= 1, "{} is 0; it must be at least 1", dim.key);
+        dims.push((dim.letter, extent));
     }
-}
-
-impl Options {
-    /// The options that kernels take.
-    ///
-    /// # Errors
-    /// An option outside its range, or weights without a reduction.
-    pub fn cross_entropy(&self) -> Result<CrossEntropy> {
-        let &Self { ignore_index, label_smoothing, z_loss, softcap, .. } = self;
-        let options = CrossEntropy { ignore_index, label_smoothing, z_loss, softcap };
-        options.validate().context("options")?;
+    for (key, is_set) in
+        [("time_block", tile.time_block.is_some()), ("block_size", tile.block_size.is_some())]
+    {
         ensure!(
-            self.reduction != ReductionConfig::None || self.weights == Weights::None,
-            "options.weights has no part in reduction none, which takes a cotangent a token; set \
-             options.weights to none or options.reduction to mean or sum"
+            !is_set || op.tile().iter().any(|dim| dim.key == key),
+            "tile.{key} is set; op {op} has no such extent"
         );
-        Ok(options)
     }
+    let value = |name| top.get(name).or(options.get(name));
+    let options = op.options().iter();
+    let options =
+        options.map(|option| (option.name, value(option.name).unwrap_or(option.default))).collect();
+    Ok(Problem { dims, dtype, options, tile: tile.into(), cotangent })
+}
+
+/// What to do where memory is short: which keys to lower.
+pub(crate) fn remedy(keys: &[String]) -> String {
+    match keys {
+        [] => "ask for less".to_owned(),
+        [one] => format!("lower {one}"),
+        [most @ .., last] => format!("lower {} or {last}", most.join(", ")),
+    }
+}
+
+/// Refuses a program from JAX where it could not run, or would not be what is asked for.
+///
+/// # Errors
+/// Another backend than one of XLA's, or the dense program.
+pub(crate) fn check_program(
+    program: Option<&Path>,
+    backend: Backend,
+    implementation: Implementation,
+) -> Result<()> {
+    if program.is_some() {
+        ensure!(
+            backend != Backend::Cpu,
+            "program is set; backend cpu runs no programs, those named xla: do"
+        );
+        ensure!(
+            implementation == Implementation::Kernel,
+            "program is set, which is the kernel; set impl to kernel or leave program out"
+        );
+    }
+    Ok(())
+}
+
+/// The manifest that `program` names, with the tile in the place of `{time_block}` and
+/// `{block_size}`.
+///
+/// # Errors
+/// The name has a place for an extent of the tile that is left open.
+pub(crate) fn manifest(program: &Path, tile: TileConfig) -> Result<PathBuf> {
+    let Some(text) = program.to_str() else { return Ok(program.into()) };
+    let mut text = text.to_owned();
+    for (key, extent) in [("time_block", tile.time_block), ("block_size", tile.block_size)] {
+        let place = format!("{{{key}}}");
+        if !text.contains(&place) {
+            continue;
+        }
+        let Some(extent) = extent else {
+            bail!("program {text} has a place for {key}, which is left open; set tile.{key}");
+        };
+        text = text.replace(&place, &extent.to_string());
+    }
+    Ok(text.into())
 }
 
 /// Reads a dtype by name.
-pub(crate) fn dtype<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<DType, D::Error> {
+pub(crate) fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<DType, D::Error> {
     let name = String::deserialize(deserializer)?;
-    name.parse().map_err(serde::de::Error::custom)
+    name.parse().map_err(D::Error::custom)
 }
 
 /// Writes a dtype by name.
-pub(crate) fn dtype_name<S: serde::Serializer>(
-    dtype: &DType,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
+pub(crate) fn dtype_name<S: Serializer>(dtype: &DType, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(dtype.name())
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_yaml::{Mapping, Value};
+    use xentile::operation;
+
     use super::*;
 
     #[derive(Debug, Deserialize)]
@@ -424,8 +376,18 @@ mod tests {
         shape: Shape,
         #[serde(default)]
         tile: TileConfig,
-        #[serde(default)]
-        options: Options,
+        #[serde(skip_deserializing)]
+        options: Settings,
+    }
+
+    impl Schema for Example {
+        fn take(tree: &mut Mapping) -> Result<Taken> {
+            Taken::out_of(tree, Scope::Checked, "")
+        }
+
+        fn put(&mut self, taken: Taken) {
+            self.options = taken.options;
+        }
     }
 
     const TEXT: &str = "shape: {batch: 1, seq_len: 2, vocab: 3}";
@@ -440,9 +402,9 @@ mod tests {
         let sets = ["shape.vocab=50257", "tile.block_size=64", "options.reduction=sum"];
         let sets: Vec<_> = sets.iter().map(ToString::to_string).collect();
         let example: Example = parse(TEXT, &sets).unwrap();
-        assert_eq!(example.shape.vocab, 50257);
+        assert_eq!(example.shape.dims["vocab"], 50257);
         assert_eq!(example.tile, TileConfig { time_block: None, block_size: Some(64) });
-        assert_eq!(example.options.reduction, ReductionConfig::Sum);
+        assert_eq!(example.options.get("reduction"), Some(operation::Value::Word("sum")));
     }
 
     #[test]
@@ -454,8 +416,9 @@ mod tests {
         let sets = ["shape.vocab=4".to_owned(), "options.softcap=null".to_owned()];
         let text = "shape: {batch: 1}";
         let example: Example = parse_over(base, text, &sets).unwrap();
-        assert_eq!(example.shape, Shape { batch: 1, seq_len: 9, vocab: 4 });
-        assert_eq!((example.options.z_loss, example.options.softcap), (0.5, None));
+        assert_eq!(example.shape.to_string(), "[1, 9, 4]");
+        let options = &example.options;
+        assert_eq!((options.number("z_loss"), options.number("softcap")), (Some(0.5), None));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use xentile::Tile;
+use xentile::operation::{Cost, KernelTraffic, Operation, Problem};
 
 use crate::schedule::{Computation, Schedule};
 
@@ -48,13 +49,6 @@ impl Chip {
         self.flops / (4.0 * 2.0 * self.mxu * self.mxu)
     }
 }
-
-/// The names that our kernels over logits have, and how often each moves as many bytes as these have.
-const KERNELS: [(&str, f64); 3] = [
-    ("xentile_cross_entropy_fused", 2.0),
-    ("xentile_cross_entropy_forward", 1.0),
-    ("xentile_cross_entropy_backward", 2.0),
-];
 
 /// Which of the two a kernel waits for.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
@@ -147,34 +141,52 @@ pub struct KernelEstimate {
     pub kernel_ms: f64,
 }
 
-/// The problem that a program is for.
-#[derive(Clone, Copy, Debug)]
-pub struct Problem {
-    /// T.
-    pub tokens: usize,
-    /// V.
-    pub vocab: usize,
-    /// D; none where logits are what is given.
-    pub hidden: Option<usize>,
-    /// Bytes of a logit.
+/// What a program does.
+#[derive(Clone, Debug)]
+pub struct Work {
+    /// Rows and columns of the first operand.
+    pub matrix: [usize; 2],
+    /// Bytes of an entry of it.
     pub width: usize,
     /// None where there are no tiles.
     pub tile: Option<Tile>,
+    /// What a step cannot take less than.
+    pub cost: Cost,
+    /// Kernels that are known by name.
+    pub traffic: &'static [KernelTraffic],
 }
 
-/// Estimates a step, where hidden states are given that of the kernels in `moved`; none for a chip
-/// that nothing is known of, where the schedule does not tell how many bundles run, or without kernels
-/// of hidden states.
+impl Work {
+    /// That of an operation.
+    #[must_use]
+    pub fn of(operation: &dyn Operation, problem: &Problem, tile: Option<Tile>) -> Self {
+        let signature = operation.signature(problem, operation.whole(problem));
+        let first = signature.operands.first();
+        let extents = first.map_or(Vec::new(), |spec| spec.extents(problem));
+        let columns = extents.last().copied().unwrap_or(1);
+        let rows = extents.iter().rev().skip(1).product();
+        Self {
+            matrix: [rows, columns],
+            width: problem.dtype.size_bytes(),
+            tile,
+            cost: operation.cost(problem),
+            traffic: operation.traffic(),
+        }
+    }
+}
+
+/// Estimates a step, where it is held to products that of the kernels in `moved`; none for a chip that
+/// nothing is known of, where the schedule does not tell how many bundles run, or without such kernels.
 #[must_use]
 pub fn estimate(
     topology: &str,
     schedule: &Schedule,
-    problem: Problem,
+    work: &Work,
     moved: &[Known],
 ) -> Option<Estimate> {
     let chip = Chip::of(topology)?;
     let clock = chip.clock();
-    let Problem { tokens, vocab, hidden, width, tile } = problem;
+    let &Work { matrix: [tokens, vocab], width, tile, cost, traffic } = work;
     let logits = (tokens * vocab * width) as f64;
     let mut kernels = Vec::new();
     let mut rest = 0.0;
@@ -194,7 +206,7 @@ pub fn estimate(
             });
             continue;
         }
-        match kernel(part).zip(tile) {
+        match kernel(part, traffic).zip(tile) {
             Some(((name, passes), tile)) => {
                 let bundles = bundles + (tokens as u64 * part.data_bundles?) as f64;
                 let [rows, columns] = [tile.time_block(), tile.block_size()];
@@ -221,15 +233,15 @@ pub fn estimate(
             }
         }
     }
-    if hidden.is_some() && kernels.is_empty() {
+    if cost.flops > 0 && kernels.is_empty() {
         return None;
     }
-    let (floor, floor_s) = match hidden {
-        None => (Floor::TwoPasses, 2.0 * logits / chip.hbm_bytes_per_second),
-        Some(hidden) => {
-            let operations = 3.0 * 2.0 * (tokens * vocab * hidden) as f64;
-            (Floor::ThreeProducts, operations / chip.flops)
+    let (floor, floor_s) = match cost.flops {
+        0 => {
+            let bytes = (cost.bytes_read + cost.bytes_written) as f64;
+            (Floor::TwoPasses, bytes / chip.hbm_bytes_per_second)
         }
+        flops => (Floor::ThreeProducts, flops as f64 / chip.flops),
     };
     let floor_ms = floor_s * 1e3;
     let rest_ms = rest * 1e3;
@@ -308,8 +320,9 @@ fn part_of(chip: &Chip, part: &Computation, known: Option<&Known>) -> Option<Par
 }
 
 /// Which of our kernels a computation is; JAX may have named it after the transformations around it.
-fn kernel(part: &Computation) -> Option<(&'static str, f64)> {
-    KERNELS.iter().find(|(name, _)| part.name.contains(name)).copied()
+fn kernel(part: &Computation, traffic: &'static [KernelTraffic]) -> Option<(&'static str, f64)> {
+    let known = traffic.iter().find(|known| part.name.contains(known.name));
+    known.map(|known| (known.name, known.passes))
 }
 
 #[cfg(test)]
@@ -327,10 +340,24 @@ mod tests {
         }
     }
 
+    /// The work of an operation in bf16, with every option at its default.
+    fn work(name: &str, dims: &[(&'static str, usize)], tile: Option<Tile>) -> Work {
+        let operation = xentile::operation(name).unwrap();
+        let options = operation.options().iter().map(|option| (option.name, option.default));
+        let problem = Problem {
+            dims: dims.to_vec(),
+            dtype: xentile::DType::Bf16,
+            options: options.collect(),
+            tile: Default::default(),
+            cotangent: 1.0,
+        };
+        Work::of(operation, &problem, tile)
+    }
+
     fn of(parts: Vec<Computation>, topology: &str) -> Option<Estimate> {
         let tile = Tile::new(32, 512).ok();
-        let problem = Problem { tokens: 64, vocab: 1000, hidden: None, width: 2, tile };
-        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, problem, &[])
+        let work = work("cross_entropy", &[("T", 64), ("V", 1000)], tile);
+        estimate(topology, &Schedule { computations: parts, ..Schedule::default() }, &work, &[])
     }
 
     #[test]
@@ -391,9 +418,9 @@ mod tests {
         let of = |named: &str, moved: &[Known]| {
             let schedule =
                 Schedule { computations: vec![part(named, 10, 3, 7)], ..Schedule::default() };
-            let (tokens, vocab, hidden) = (8192, 128_256, Some(2048));
-            let problem = Problem { tokens, vocab, hidden, width: 2, tile: None };
-            estimate("v6e:2x2", &schedule, problem, moved)
+            let dims = [("T", 8192), ("V", 128_256), ("D", 2048)];
+            let work = work("linear_cross_entropy", &dims, None);
+            estimate("v6e:2x2", &schedule, &work, moved)
         };
         let found = of(&format!("jvp_{name}.1"), &known).unwrap();
         let near = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-9);

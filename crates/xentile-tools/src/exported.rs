@@ -1,6 +1,5 @@
-//! Programs that JAX exported: the one that a config names or, for kernels on TPUs and for linear
-//! cross-entropy, the one that the Python package `pallas_bridge` makes of it; and whether a program is
-//! for the config.
+//! Programs that JAX exported: the one that a config names or, where this build writes none, the one
+//! that the Python package `pallas_bridge` makes of it; and whether a program is for the config.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -8,83 +7,48 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use pjrt_client::Platform;
-use serde_json::json;
-use xentile::{DType, LogitsShape, Tile};
-use xentile_programs::cross_entropy::{self, Problem, Reduced};
-use xentile_programs::exported::Linear;
-use xentile_programs::{ElementType, Exported, Program, TensorType};
+use serde_json::{Map, Value, json};
+use xentile::operation::{ArraySpec, ElementRule, Pass, Problem, TileExtents};
+use xentile_programs::{ElementType, Exported, Program, TensorType, programs};
 
-use crate::config::{self, Backend, Op, Options, ReductionConfig, TileConfig, Weights};
-use crate::microbench::{Implementation, name};
+use crate::config::{Backend, Implementation, Op, Scope, Settings, TileConfig, manifest, name};
 
 /// Names the Python that has `pallas_bridge`.
 const PYTHON: &str = "XENTILE_PYTHON";
 
-/// Refuses a program from JAX where it could not run, or would not be what is asked for.
-///
-/// # Errors
-/// Another backend than one of XLA's, or the dense program.
-pub(crate) fn check_choice(
-    program: Option<&Path>,
-    backend: Backend,
-    implementation: Implementation,
-) -> Result<()> {
-    if program.is_some() {
-        ensure!(
-            backend != Backend::Cpu,
-            "program is set; backend cpu runs no programs, those named xla: do"
-        );
-        ensure!(
-            implementation == Implementation::Kernel,
-            "program is set, which is the kernel; set impl to kernel or leave program out"
-        );
-    }
-    Ok(())
-}
+/// What the names of our custom calls begin with.
+const CALLS: &[u8] = b"xentile_";
 
-/// The manifest that `program` names, with the tile in the place of `{time_block}` and
-/// `{block_size}`.
-///
-/// # Errors
-/// The name has a place for an extent of the tile that is left open.
-pub(crate) fn manifest(program: &Path, tile: TileConfig) -> Result<PathBuf> {
-    let Some(text) = program.to_str() else { return Ok(program.into()) };
-    let mut text = text.to_owned();
-    for (key, extent) in [("time_block", tile.time_block), ("block_size", tile.block_size)] {
-        let place = format!("{{{key}}}");
-        if !text.contains(&place) {
-            continue;
-        }
-        let Some(extent) = extent else {
-            bail!("program {text} has a place for {key}, which is left open; set tile.{key}");
-        };
-        text = text.replace(&place, &extent.to_string());
-    }
-    Ok(text.into())
-}
-
-/// What a config asks of a program that gives the loss and its gradient.
+/// What a config asks of a program that gives all that the operation has.
 pub(crate) struct Asked<'a> {
     pub(crate) op: Op,
     pub(crate) backend: Backend,
     pub(crate) implementation: Implementation,
     /// TPUs to compile for; none to run on what is there.
     pub(crate) topology: Option<&'a str>,
-    pub(crate) shape: LogitsShape,
-    /// None for an operation over logits.
-    pub(crate) linear: Option<Linear>,
-    pub(crate) dtype: DType,
+    pub(crate) problem: &'a Problem,
+    /// As the config has it.
     pub(crate) tile: TileConfig,
-    pub(crate) options: &'a Options,
+    pub(crate) options: &'a Settings,
     /// As the config names it.
     pub(crate) program: Option<&'a Path>,
     /// Where programs are kept that are exported here.
     pub(crate) cache: Option<&'a Path>,
 }
 
+/// The type of an array on a device.
+pub(crate) fn tensor_type(spec: &ArraySpec, problem: &Problem) -> TensorType {
+    let element = match spec.element {
+        ElementRule::Compute => problem.dtype.into(),
+        ElementRule::Is(dtype) => dtype.into(),
+        ElementRule::Index => ElementType::S32,
+    };
+    TensorType::new(&spec.extents(problem), element)
+}
+
 /// What a program takes and gives.
 pub(crate) struct Signature {
-    /// The name of the function that made it.
+    /// The name of the pass.
     pub(crate) called: &'static str,
     pub(crate) arguments: Vec<TensorType>,
     pub(crate) results: Vec<TensorType>,
@@ -92,87 +56,104 @@ pub(crate) struct Signature {
     pub(crate) gradients: usize,
 }
 
-/// What this build writes for a config over logits. A program from JAX has the same signature.
-pub(crate) struct Own {
-    pub(crate) signature: Signature,
-    pub(crate) program: Program,
-    pub(crate) tile: TileConfig,
+impl Signature {
+    /// That of `pass`.
+    pub(crate) fn of(op: Op, problem: &Problem, pass: Pass) -> Self {
+        let signature = op.signature(problem, pass);
+        let types = |specs: &[ArraySpec]| {
+            specs.iter().map(|spec| tensor_type(spec, problem)).collect::<Vec<_>>()
+        };
+        Self {
+            called: pass.name(),
+            arguments: types(&signature.operands),
+            results: types(&signature.results),
+            gradients: signature.gradients(),
+        }
+    }
+}
+
+/// The tile that a program of this build names: with the tuned one for what is left open, but on a GPU,
+/// where kernels choose for the device that they find themselves on. None where there are no tiles.
+pub(crate) fn own_tile(op: Op, problem: &Problem, backend: Backend) -> Result<Option<TileConfig>> {
+    let TileExtents { time_block, block_size } = problem.tile;
+    let Some(kernels) = xentile_cpu::kernels(op.name()) else { return Ok(None) };
+    let resolved = kernels.tile(problem)?.map(TileConfig::from);
+    let asked = TileConfig { time_block, block_size };
+    Ok(resolved.map(|resolved| if backend == Backend::XlaCuda { asked } else { resolved }))
+}
+
+/// The program of `pass` that this build writes, with the tile that it names; none where it writes none.
+pub(crate) fn own_program(
+    op: Op,
+    problem: &Problem,
+    pass: Pass,
+    backend: Backend,
+    implementation: Implementation,
+) -> Result<Option<(Program, Option<TileConfig>)>> {
+    let Some(write) = programs(op.name()) else { return Ok(None) };
+    let tile = own_tile(op, problem, backend)?;
+    let tile = tile.filter(|_| implementation == Implementation::Kernel);
+    let tiled = Problem { tile: tile.unwrap_or_default().into(), ..problem.clone() };
+    Ok(Some((write(&tiled, pass, implementation.program())?, tile)))
+}
+
+/// Whether a program calls kernels that have to be registered.
+pub(crate) fn calls_kernels(exported: &Exported, backend: Backend) -> bool {
+    backend != Backend::XlaTpu && exported.bytecode.windows(CALLS.len()).any(|part| part == CALLS)
+}
+
+/// What of a config a program tells: all but what a file or `shape` says.
+///
+/// # Errors
+/// Its arguments are not those of its operation.
+pub(crate) fn base(exported: &Exported) -> Result<Map<String, Value>> {
+    let first = exported.arguments.first().context("the program takes no arguments")?;
+    let mut base = Map::new();
+    base.insert("op".into(), json!(exported.op));
+    base.insert("backend".into(), json!(format!("xla:{}", exported.platform)));
+    base.insert("dtype".into(), json!(first.element.to_string()));
+    base.insert("options".into(), exported.options.clone().into());
+    base.extend(exported.settings.clone().unwrap_or_default());
+    // What follows says that there is no such operation.
+    let Some(op) = Op::named(&exported.op) else { return Ok(base) };
+    let options = Settings::from_json(Scope::Options, "options", op, &exported.options)?;
+    let top: Map<_, _> = exported.settings.clone().unwrap_or_default();
+    let top = Settings::from_json(Scope::Measured, "settings", op, &top)?;
+    let value = |name| top.get(name).or(options.get(name));
+    let options = op.options().iter();
+    let problem = Problem {
+        dims: Vec::new(),
+        dtype: xentile::DType::F32,
+        options: options
+            .map(|option| (option.name, value(option.name).unwrap_or(option.default)))
+            .collect(),
+        tile: TileExtents::default(),
+        cotangent: 1.0,
+    };
+    for (spec, found) in
+        op.signature(&problem, op.whole(&problem)).operands.iter().zip(&exported.arguments)
+    {
+        ensure!(
+            spec.dims.len() == found.dims.len(),
+            "the program's argument {} is {found}; it must be [{}]",
+            spec.name,
+            spec.dims.join(", ")
+        );
+        for (letter, extent) in spec.dims.iter().zip(&found.dims) {
+            if let Some(dim) = op.dims().iter().find(|dim| dim.letter == *letter) {
+                base.entry(dim.key).or_insert(json!(extent));
+            }
+        }
+    }
+    Ok(base)
 }
 
 impl Asked<'_> {
-    /// What this build writes; `default` is the tile for what the config leaves open.
-    pub(crate) fn own(&self, default: Tile) -> Result<Own> {
-        let tile = self.tile.of_program(self.backend, default)?;
-        let problem = Problem {
-            shape: self.shape,
-            dtype: self.dtype,
-            labels: ElementType::S32,
-            options: self.options.cross_entropy()?,
-            time_block: tile.time_block,
-            block_size: tile.block_size,
-        };
-        let by = self.implementation.program();
-        let (called, program) = match self.options.reduction.reduction() {
-            Some(reduction) => {
-                let weights = self.options.weights == Weights::Random;
-                let reduced = Reduced { reduction, weights, cotangent: false };
-                ("value_and_grad", cross_entropy::value_and_grad(&problem, reduced, by))
-            }
-            None => ("forward_and_backward", cross_entropy::forward_and_backward(&problem, by)),
-        };
-        let signature = Signature {
-            called,
-            arguments: program.arguments.clone(),
-            results: program.results.clone(),
-            gradients: program.results.len() - 1,
-        };
-        Ok(Own { signature, program, tile })
-    }
-
-    /// The signature of a program of hidden states: of hidden, weight, bias if any, and labels.
-    ///
-    /// # Errors
-    /// Shapes that disagree.
-    pub(crate) fn linear_signature(&self, linear: Linear) -> Result<Signature> {
-        let shape = config::linear_shape(self.shape, linear)?;
-        let of = |dims: &[usize]| TensorType::new(dims, self.dtype.into());
-        let mut gradients = vec![of(&shape.hidden()), of(&shape.weight())];
-        if linear.bias {
-            gradients.push(of(&[shape.vocab()]));
-        }
-        let labels = TensorType::new(&[shape.tokens()], ElementType::S32);
-        let numbers = TensorType::new(&[shape.tokens()], ElementType::F32);
-        let mut arguments = gradients.clone();
-        arguments.push(labels);
-        let (called, mut results) = match self.options.reduction {
-            ReductionConfig::None => {
-                arguments.extend(vec![numbers.clone(); 3]);
-                ("forward_and_backward", vec![numbers; 3])
-            }
-            ReductionConfig::Mean | ReductionConfig::Sum => {
-                if self.options.weights == Weights::Random {
-                    arguments.push(numbers);
-                }
-                ("value_and_grad", vec![TensorType::new(&[], ElementType::F32)])
-            }
-        };
-        let first = results.len();
-        results.extend(gradients);
-        Ok(Signature { called, arguments, results, gradients: first })
-    }
-
     /// Whether the program has to be exported.
     pub(crate) fn needs_export(&self) -> bool {
         let is_kernel = self.implementation == Implementation::Kernel;
         self.program.is_none()
-            && (self.op == Op::LinearCrossEntropy || self.backend == Backend::XlaTpu && is_kernel)
-    }
-
-    /// Whether the program, of hidden states, calls kernels that have to be registered.
-    pub(crate) fn calls_kernels(&self) -> bool {
-        self.op == Op::LinearCrossEntropy
-            && self.implementation == Implementation::Kernel
-            && self.backend != Backend::XlaTpu
+            && (programs(self.op.name()).is_none() || self.backend == Backend::XlaTpu && is_kernel)
     }
 
     /// The program that the config names, if any.
@@ -183,32 +164,45 @@ impl Asked<'_> {
         self.program.map(|program| self.load(&manifest(program, self.tile)?, wanted)).transpose()
     }
 
+    /// Extents and options that are keys of their own, but for those that every operation has.
+    fn settings(&self) -> Map<String, Value> {
+        let mut settings = Map::new();
+        for dim in Scope::Checked.dims(self.op) {
+            settings.insert(dim.key.into(), json!(self.problem.dim(dim.letter)));
+        }
+        for option in self.op.options().iter().filter(|option| Scope::Checked.has(option)) {
+            settings.insert(option.name.into(), json!(self.problem.option(option.name)));
+        }
+        settings
+    }
+
     /// The program, exported unless it is kept already.
     ///
     /// # Errors
     /// There is no Python with `pallas_bridge`, or it refuses the config: what it says.
     pub(crate) fn export(&self, wanted: &Signature) -> Result<Exported> {
-        let mut cell = json!({
-            "op": self.op,
-            "backend": self.backend,
-            "impl": self.implementation,
-            "topology": self.topology,
-            "time": self.shape.tokens(),
-            "vocab": self.shape.vocab(),
-            "dtype": self.dtype.name(),
-            "tile": self.tile,
-            "options": self.options,
-        });
-        if let (Some(linear), Some(cell)) = (self.linear, cell.as_object_mut()) {
-            let linear = serde_json::to_value(linear)?;
-            cell.extend(linear.as_object().cloned().unwrap_or_default());
+        let mut cell = Map::new();
+        cell.insert("op".into(), json!(self.op));
+        cell.insert("backend".into(), json!(self.backend));
+        cell.insert("impl".into(), json!(self.implementation));
+        cell.insert("topology".into(), json!(self.topology));
+        for dim in self.op.dims() {
+            cell.insert(dim.key.into(), json!(self.problem.dim(dim.letter)));
         }
+        // Beside options that are keys of their own.
+        let more = self.settings();
+        cell.retain(|key, _| !more.contains_key(key));
+        cell.insert("dtype".into(), json!(self.problem.dtype.name()));
+        cell.insert("tile".into(), json!(self.tile));
+        cell.insert("options".into(), json!(self.options));
+        cell.extend(more);
+        let mut cell = Value::Object(cell);
         let mut hasher = DefaultHasher::new();
         cell.to_string().hash(&mut hasher);
         let folder = folder(self.cache)?;
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot make {} for exported programs", folder.display()))?;
-        let stem = format!("{}_{:016x}", name(&self.op), hasher.finish());
+        let stem = format!("{}_{:016x}", self.op, hasher.finish());
         let path = folder.join(format!("{stem}.json"));
         cell["program"] = json!(path);
         // Configs have the endings of programs' other files, so that nothing else is named like them.
@@ -231,7 +225,7 @@ impl Asked<'_> {
             ensure!(found == wanted, "its {what} is {found}; the config's is {wanted}");
             Ok(())
         };
-        agree("op", &exported.op, &name(&self.op))?;
+        agree("op", &exported.op, self.op.name())?;
         agree("program", &exported.program, signature.called)?;
         agree("platform", &exported.platform, self.backend.platform().map_or("", Platform::name))?;
         for (what, found, wanted) in [
@@ -256,21 +250,29 @@ impl Asked<'_> {
             let found = found.map_or("the kernel's choice".to_owned(), |found| found.to_string());
             bail!("its tile.{what} is {found}; the config's is {wanted}");
         }
-        ensure!(
-            exported.linear == self.linear,
-            "it is of {}; the config's is of {}",
-            serde_json::to_string(&exported.linear)?,
-            serde_json::to_string(&self.linear)?
-        );
-        let options: Options = config::from_json("options", exported.options.clone().into())?;
-        ensure!(
-            options == *self.options,
-            "its options are {}; the config's are {}",
-            serde_json::to_string(&options)?,
-            serde_json::to_string(self.options)?
-        );
+        if let Some(found) = &exported.settings {
+            let wanted = self.settings();
+            ensure!(
+                is_set(found) == is_set(&wanted),
+                "it is of {}; the config's is of {}",
+                serde_json::to_string(found)?,
+                serde_json::to_string(&wanted)?
+            );
+        }
+        let options = Settings::from_json(Scope::Options, "options", self.op, &exported.options)?;
+        let [found, wanted] = [&options, self.options].map(serde_json::to_string);
+        let (found, wanted) = (found?, wanted?);
+        ensure!(found == wanted, "its options are {found}; the config's are {wanted}");
         Ok(())
     }
+}
+
+/// What is neither absent nor nothing.
+fn is_set(settings: &Map<String, Value>) -> Map<String, Value> {
+    let mut set = settings.clone();
+    set.retain(|_, value| !value.is_null() && *value != json!(0) && *value != json!(false));
+    set.sort_keys();
+    set
 }
 
 /// The tile that a program was made with.
@@ -305,9 +307,9 @@ fn export(config: &Path, asked: &Asked<'_>) -> Result<()> {
         .env("JAX_PLATFORMS", "cpu")
         .stdin(Stdio::null())
         .output();
-    let (what_for, dense) = match asked.op {
-        Op::CrossEntropy => (name(&asked.backend), ", or take the dense one with --impl reference"),
-        Op::LinearCrossEntropy => (name(&asked.op), ""),
+    let (what_for, dense) = match programs(asked.op.name()) {
+        Some(_) => (name(&asked.backend), ", or take the dense one with --impl reference"),
+        None => (asked.op.to_string(), ""),
     };
     let missing = |what: &str| {
         format!(

@@ -1,43 +1,39 @@
 //! Holds a kernel, or the dense program, against the float64 reference and says whether it may be trusted.
 //!
-//! Both schedules are run: the one that the reduction asks for, whose figures have plain names, and
-//! beside a reduction the recomputing pair with random cotangents of loss, logps and lse, whose
-//! figures start with `recompute/`. The reference is evaluated a token at a time. A program from JAX
-//! is run in the place of a kernel; it has one of the schedules, and figures of what it does not give
-//! are left out.
+//! Where passes can be run one by one, both schedules are run: the one that the operation asks for, whose
+//! metrics have plain names, and beside a scalar and its gradient the recomputing pair with random
+//! cotangents of every output, whose metrics start with `recompute/`. A program from JAX has one of the
+//! schedules, and metrics of what it does not give are left out.
 
-mod compare;
-mod kernels;
-mod linear;
-mod program;
+mod judge;
 mod report;
+mod runner;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use bytemuck::Pod;
-use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
-use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
-use xentile::{DType, Element, Labels, LogitsShape};
-use xentile_cpu::cross_entropy::Reduce;
+use serde_yaml::Mapping;
+use xentile::DType;
+use xentile::operation::{
+    ArraySpec, Arrays, DimSpec, Pass, Problem, Reference, Stored, Synthetic, TOKENS,
+};
 use xentile_programs::Exported;
-use xentile_programs::exported::Linear;
 
-use crate::config::{self, Backend, Op, Options, Shape, TileConfig, Weights};
+use crate::config::{
+    self, Backend, Implementation, Op, Schema, Scope, Settings, Shape, Taken, TileConfig,
+};
 use crate::input::file::Mapped;
-use crate::input::synthetic::Synthetic;
-use crate::input::{Tokens, predicting_rows};
+use crate::input::rows;
 use crate::machine::Machine;
-use crate::microbench::{self, Implementation};
 use crate::timing::timed;
 use crate::{exported, memory};
-use compare::{Outputs, Problem};
-use kernels::Kernels;
-use program::Program;
-pub use report::{Figure, Place, Report};
+use judge::{Judge, poisoned};
+pub use report::{Index, Metric, Report};
+use runner::Runner;
 
 /// What gradcheck is asked to do.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -50,22 +46,12 @@ pub struct Config {
     /// By which program; the kernel where absent.
     #[serde(rename = "impl", default)]
     pub implementation: Implementation,
-    /// `[batch, seq_len, vocab]`; may be absent where a file tells.
+    /// Sequences, tokens of each, and extents beside; may be absent where a file tells.
     pub shape: Option<Shape>,
-    /// D, columns of hidden states: of linear cross-entropy, as are the next three. May be absent
-    /// where a file tells.
-    #[serde(default)]
-    pub hidden: Option<usize>,
-    /// Whether there is a bias.
-    #[serde(default)]
-    pub bias: bool,
-    /// Which axis of the weight is V: 0, the default, or 1.
-    #[serde(default)]
-    pub vocab_axis: Option<usize>,
-    /// What may be held beyond operands and results; the operation's own choice where absent.
-    #[serde(default)]
-    pub max_scratch_bytes: Option<u64>,
-    /// The dtype of logits, or of hidden states and weight, and of their gradients.
+    /// Other extents, and options of the operation that are keys of their own.
+    #[serde(flatten, skip_deserializing)]
+    pub top: Settings,
+    /// The dtype of arrays that have no other.
     #[serde(deserialize_with = "config::dtype", serialize_with = "config::dtype_name")]
     pub dtype: DType,
     /// The tile; the tuned one where absent.
@@ -80,33 +66,43 @@ pub struct Config {
     /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
     #[serde(default)]
     pub plugin: Option<PathBuf>,
-    /// The manifest of a program that JAX exported, as the kernel: see
-    /// [`microbench::Config::program`].
-    ///
-    /// [`microbench::Config::program`]: crate::microbench::Config::program
+    /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
+    /// in its name stand for the tile.
     #[serde(default)]
     pub program: Option<PathBuf>,
-    /// Where compiled programs are kept, for `xla:` backends: see [`microbench::Config::cache`].
-    ///
-    /// [`microbench::Config::cache`]: crate::microbench::Config::cache
+    /// Where compiled programs are kept, for `xla:` backends; only these tools may write there.
     #[serde(default)]
     pub cache: Option<PathBuf>,
     /// The operation's options.
-    #[serde(default)]
-    pub options: Options,
-    /// The cotangent of the reduced loss.
+    #[serde(skip_deserializing)]
+    pub options: Settings,
+    /// The cotangent of the scalar.
     #[serde(default = "one")]
     pub cotangent: f64,
     /// What the kernel is run on.
     #[serde(default, with = "serde_yaml::with::singleton_map")]
     pub input: Input,
-    /// What is still right; by dtype where absent.
-    #[serde(default)]
-    pub tolerances: Tolerances,
+    /// What is still right; by the operation's defaults where absent.
+    #[serde(skip_deserializing)]
+    pub tolerances: Settings,
 }
 
 fn one() -> f64 {
     1.0
+}
+
+impl Schema for Config {
+    fn take(tree: &mut Mapping) -> Result<Taken> {
+        Taken::out_of(tree, Scope::Checked, "")
+    }
+
+    fn put(&mut self, taken: Taken) {
+        let Taken { top, options, tolerances, .. } = taken;
+        (self.top, self.options, self.tolerances) = (top, options, tolerances);
+        for settings in [&mut self.top, &mut self.options, &mut self.tolerances] {
+            settings.of_op(self.op);
+        }
+    }
 }
 
 /// What the kernel is run on.
@@ -125,112 +121,94 @@ impl Default for Input {
     }
 }
 
-/// What is still right. Every absent limit has a default for the dtype.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Tolerances {
-    /// Loss, logps and lse: error relative to `max(|lse|, |z_y|, 1)`. Default 2e-6.
-    pub forward_rel: Option<f64>,
-    /// dlogits: units in the last place from the rounded reference. Default 1, for f32 16.
-    pub dlogits_ulp: Option<f64>,
-    /// dlogits: or this share of the token's cotangent, where that is more. Default 2^-23.
-    pub dlogits_cotangent: Option<f64>,
-    /// dlogits: the least share of entries equal to the rounded reference. Default 0.999, for f32 0.
-    pub dlogits_equal: Option<f64>,
-    /// Linear cross-entropy: what a sum of n products in f32 may be off by, in sqrt(n) units of
-    /// rounding of the sum of their magnitudes. Default 1.
-    pub sum_roundings: Option<f64>,
-    /// Linear cross-entropy: error of a whole gradient relative to it, in units of rounding of the
-    /// dtype and norms of all entries, beside what a typical logit is off by. Default 1.5, for f32 32.
-    pub gradient_roundings: Option<f64>,
-}
-
-/// [`Tolerances`] with every default filled in.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Limits {
-    /// See [`Tolerances::forward_rel`].
-    pub forward_rel: f64,
-    /// See [`Tolerances::dlogits_ulp`].
-    pub dlogits_ulp: f64,
-    /// See [`Tolerances::dlogits_cotangent`].
-    pub dlogits_cotangent: f64,
-    /// See [`Tolerances::dlogits_equal`].
-    pub dlogits_equal: f64,
-    /// See [`Tolerances::sum_roundings`].
-    pub sum_roundings: f64,
-    /// See [`Tolerances::gradient_roundings`].
-    pub gradient_roundings: f64,
-}
-
-impl Tolerances {
-    fn resolve(self, op: Op, dtype: DType, softcap: Option<f64>) -> Result<Limits> {
-        for (name, of, is_set) in [
-            ("dlogits_equal", Op::CrossEntropy, self.dlogits_equal.is_some()),
-            ("sum_roundings", Op::LinearCrossEntropy, self.sum_roundings.is_some()),
-            ("gradient_roundings", Op::LinearCrossEntropy, self.gradient_roundings.is_some()),
-        ] {
-            let (of, name_of_op) = (microbench::name(&of), microbench::name(&op));
-            ensure!(
-                !is_set || of == name_of_op,
-                "tolerances.{name} is set; op {name_of_op} has none, {of} has"
-            );
-        }
-        let is_f32 = dtype == DType::F32;
-        // Only f32 is fine enough to show that exp is up to 3 units in the last place off, once in
-        // the sum and once in the gradient, and that a capped logit is a few off, which exp turns
-        // into a relative error.
-        let f32_ulps = 16.0 + 4.0 * softcap.unwrap_or(0.0);
-        let limits = Limits {
-            forward_rel: self.forward_rel.unwrap_or(2e-6),
-            dlogits_ulp: self.dlogits_ulp.unwrap_or(if is_f32 { f32_ulps } else { 1.0 }),
-            dlogits_cotangent: self.dlogits_cotangent.unwrap_or(2f64.powi(-23)),
-            dlogits_equal: self.dlogits_equal.unwrap_or(if is_f32 { 0.0 } else { 0.999 }),
-            sum_roundings: self.sum_roundings.unwrap_or(1.0),
-            gradient_roundings: self.gradient_roundings.unwrap_or(if is_f32 { 32.0 } else { 1.5 }),
-        };
-        let all = [
-            ("forward_rel", limits.forward_rel),
-            ("dlogits_ulp", limits.dlogits_ulp),
-            ("dlogits_cotangent", limits.dlogits_cotangent),
-            ("dlogits_equal", limits.dlogits_equal),
-            ("sum_roundings", limits.sum_roundings),
-            ("gradient_roundings", limits.gradient_roundings),
-        ];
-        for (name, value) in all {
-            ensure!(value >= 0.0, "tolerances.{name} is {value}; it must be at least 0");
-        }
-        Ok(limits)
-    }
-}
-
 impl Config {
-    /// What is asked of linear cross-entropy; none for an operation over logits.
-    fn linear(&self) -> Result<Option<Linear>> {
-        let Self { op, hidden, bias, vocab_axis, max_scratch_bytes, .. } = *self;
-        config::linear(op, hidden, bias, vocab_axis, max_scratch_bytes)
+    /// The extents of `sequences`, with those that `of` has.
+    fn problem(
+        &self,
+        [batch, seq_len]: [usize; 2],
+        of: impl Fn(&DimSpec) -> Option<usize>,
+    ) -> Result<Problem> {
+        let used = seq_len.saturating_sub(usize::from(self.op.predicts_next()));
+        // What is too much is said where memory is asked for.
+        let tokens = batch.saturating_mul(used);
+        let extent = |dim: &DimSpec| match dim.letter == TOKENS.letter {
+            true => Some(tokens),
+            false => of(dim),
+        };
+        let settings = [&self.top, &self.options];
+        let problem =
+            config::problem(self.op, extent, self.dtype, self.tile, settings, self.cotangent)?;
+        self.op.validate(&problem)?;
+        Ok(problem)
     }
 
     /// The shape of made-up input.
-    fn synthetic_shape(&self) -> Result<Shape> {
-        let Some(shape) = self.shape else {
-            bail!("synthetic input needs shape: {{batch: .., seq_len: .., vocab: ..}}");
+    fn synthetic_shape(&self) -> Result<&Shape> {
+        let dims = || self.op.dims().iter().filter(|dim| dim.in_shape).map(|dim| dim.key);
+        let Some(shape) = &self.shape else {
+            let keys = ["batch", "seq_len"].into_iter().chain(dims());
+            let keys: Vec<_> = keys.map(|key| format!("{key}: ..")).collect();
+            bail!("synthetic input needs shape: {{{}}}", keys.join(", "));
         };
-        check_shape(shape)?;
+        if let Some(key) = shape.dims.keys().find(|key| dims().all(|dim| dim != **key)) {
+            bail!("shape.{key} is set; op {} has no such extent", self.op);
+        }
+        self.check_shape(shape)?;
         Ok(shape)
     }
 
     /// The shape `found` in a file, held against what the config says.
     fn agree(&self, found: Shape) -> Result<Shape> {
-        if let Some(expected) = self.shape {
+        if let Some(expected) = &self.shape {
             ensure!(
-                expected == found,
-                "it holds {} and the config asks for {}; drop `shape` or mend it",
-                describe(found),
-                describe(expected)
+                *expected == found,
+                "it holds {found} and the config asks for {expected}; drop `shape` or mend it"
             );
         }
-        check_shape(found)?;
+        self.check_shape(&found)?;
         Ok(found)
+    }
+
+    fn check_shape(&self, shape: &Shape) -> Result<()> {
+        let Shape { batch, seq_len, dims } = shape;
+        ensure!(*batch >= 1, "shape.batch is 0; it must be at least 1");
+        let (least, why) =
+            if self.op.predicts_next() { (2, ", a token and its next") } else { (1, "") };
+        ensure!(*seq_len >= least, "shape.seq_len is {seq_len}; it must be at least {least}{why}");
+        for (key, extent) in dims {
+            ensure!(*extent >= 1, "shape.{key} is 0; it must be at least 1");
+        }
+        Ok(())
+    }
+
+    /// What to lower where memory is short.
+    fn remedy(&self) -> String {
+        let beside = self.op.dims().iter().filter(|dim| dim.letter != TOKENS.letter);
+        let beside = beside.map(|dim| match dim.in_shape {
+            true => format!("shape.{}", dim.key),
+            false => dim.key.to_owned(),
+        });
+        let keys = ["shape.batch".to_owned(), "shape.seq_len".to_owned()].into_iter();
+        config::remedy(&keys.chain(beside).collect::<Vec<_>>())
+    }
+
+    /// Bytes for what is compared, on the host and where the device's memory is the host's there too,
+    /// and for the reference; without inputs where a file has them.
+    fn needed_bytes(&self, problem: &Problem, inputs: bool) -> Option<u64> {
+        let signature = self.op.signature(problem, self.op.whole(problem));
+        let sum = |specs: &[ArraySpec]| {
+            specs.iter().try_fold(0_u64, |sum, spec| sum.checked_add(spec.bytes(problem)?))
+        };
+        let (operands, results) = (sum(&signature.operands)?, sum(&signature.results)?);
+        let on_device =
+            if self.backend == Backend::XlaCpu { operands.checked_add(results)? } else { 0 };
+        let dense = match self.implementation {
+            Implementation::Reference => self.op.dense_bytes(problem)?,
+            Implementation::Kernel => 0,
+        };
+        let reference = self.op.reference_bytes(problem, rayon::current_num_threads())?;
+        let inputs = if inputs { operands } else { 0 };
+        [inputs, results, on_device, dense].iter().try_fold(reference, |sum, n| sum.checked_add(*n))
     }
 }
 
@@ -247,13 +225,16 @@ pub fn load(path: &Path, sets: &[String], program: Option<&Path>) -> Result<Conf
         #[serde(default)]
         tile: TileConfig,
     }
+
+    impl Schema for Names {}
+
     let text = config::read(path)?;
     let in_config = || format!("config {}", path.display());
     let names: Names = config::parse(&text, sets).with_context(in_config)?;
     let program = program.map(Path::to_path_buf).or(names.program);
     let base = match &program {
         None => serde_yaml::Value::Null,
-        Some(program) => base(&Exported::load(&exported::manifest(program, names.tile)?)?)?,
+        Some(program) => base(&Exported::load(&config::manifest(program, names.tile)?)?)?,
     };
     let mut config: Config = config::parse_over(base, &text, sets).with_context(in_config)?;
     config.program = program;
@@ -263,11 +244,14 @@ pub fn load(path: &Path, sets: &[String], program: Option<&Path>) -> Result<Conf
 /// What of a config a program tells: all but the shape, as it knows tokens and not how many a
 /// sequence has.
 fn base(exported: &Exported) -> Result<serde_yaml::Value> {
-    let mut base = microbench::Config::base(exported)?;
-    if let Some(base) = base.as_mapping_mut() {
-        base.retain(|key, _| key != "time" && key != "vocab");
+    let mut base = exported::base(exported)?;
+    if let Some(op) = Op::named(&exported.op) {
+        let of_shape = |dim: &&DimSpec| dim.in_shape || dim.letter == TOKENS.letter;
+        for dim in op.dims().iter().filter(of_shape) {
+            base.shift_remove(dim.key);
+        }
     }
-    Ok(base)
+    Ok(serde_yaml::to_value(base)?)
 }
 
 /// Runs what `config` asks for.
@@ -275,275 +259,199 @@ fn base(exported: &Exported) -> Result<serde_yaml::Value> {
 /// # Errors
 /// Bad input: a value out of range, a file that does not fit, too little memory.
 pub fn run(config: &Config) -> Result<Report> {
-    match config.dtype {
-        DType::F32 => run_as::<f32>(config),
-        DType::Bf16 => run_as::<bf16>(config),
-        DType::F16 => run_as::<f16>(config),
+    config.tolerances.check_owners()?;
+    for tolerance in config.op.tolerances() {
+        let name = tolerance.name;
+        let value = config.tolerances.number(name).unwrap_or(0.0);
+        ensure!(value >= 0.0, "tolerances.{name} is {value}; it must be at least 0");
     }
-}
-
-fn run_as<E: Element + Pod + pjrt_client::Element>(config: &Config) -> Result<Report> {
-    let options = config.options.cross_entropy()?;
-    let limits = config.tolerances.resolve(config.op, config.dtype, options.softcap)?;
     ensure!(config.cotangent.is_finite(), "cotangent is {}; it must be finite", config.cotangent);
     let (plugin, isa) = (config.plugin.as_deref(), config.isa.as_deref());
     config.backend.check_choices(plugin, config.cache.as_deref(), isa, config.threads)?;
-    program::check_choices(config)?;
-    match config.op {
-        Op::CrossEntropy => of_logits::<E>(config, options, limits),
-        Op::LinearCrossEntropy => linear::run::<E>(config, options, limits),
-    }
-}
-
-fn of_logits<E: Element + Pod + pjrt_client::Element>(
-    config: &Config,
-    options: CrossEntropy,
-    limits: Limits,
-) -> Result<Report> {
-    // For what it refuses.
-    _ = config.linear()?;
+    runner::check_choices(config)?;
     match &config.input {
         Input::Synthetic(synthetic) => {
             let shape = config.synthetic_shape()?;
+            let sequences = [shape.batch, shape.seq_len];
+            let problem = config.problem(sequences, |dim| match dim.in_shape {
+                true => shape.dims.get(dim.key).copied(),
+                false => config.top.extent(dim),
+            })?;
             synthetic.validate().context("input.synthetic")?;
-            memory::require(needed_bytes(shape, config, true), REMEDY)?;
-            let rows = predicting_rows(shape.batch, shape.seq_len);
-            let mut logits = vec![E::from_f32(0.0); rows.len() * shape.vocab];
-            synthetic.fill_logits(&rows, shape.vocab, &mut logits);
-            let labels = synthetic.labels(&rows, shape.vocab, options.ignore_index);
-            let tokens = Tokens { vocab: shape.vocab, logits: logits.into(), labels };
-            check(config, options, limits, shape, synthetic, &tokens)
+            memory::require(config.needed_bytes(&problem, true), &config.remedy())?;
+            let rows = rows(shape.batch, shape.seq_len, config.op.predicts_next());
+            let inputs = config.op.inputs(&problem, synthetic, &rows).context("input.synthetic")?;
+            check(config, &problem, sequences, synthetic, &inputs)
         }
         Input::File(path) => {
             let in_file = || format!("input file {}", path.display());
             let mapped = Mapped::open(path)?;
             let tensors = mapped.tensors().with_context(in_file)?;
-            let shape = config.agree(tensors.shape()).with_context(in_file)?;
-            let own = tensors.needed_bytes(config.dtype);
-            let outputs = needed_bytes(shape, config, false);
-            let needed = own.zip(outputs).and_then(|(a, b)| a.checked_add(b));
-            memory::require(needed, "make a smaller file").with_context(in_file)?;
-            let tokens = tensors.tokens::<E>().with_context(in_file)?;
-            // Weights and cotangents are not in files.
-            let seeded = Synthetic::default();
-            check(config, options, limits, shape, &seeded, &tokens).with_context(in_file)
+            check_file(config, &tensors).with_context(in_file)
         }
     }
 }
 
-/// What to do where memory is short.
-const REMEDY: &str = "lower shape.batch, shape.seq_len or shape.vocab";
-
-fn describe(shape: Shape) -> String {
-    format!("[{}, {}, {}]", shape.batch, shape.seq_len, shape.vocab)
+fn check_file(config: &Config, file: &dyn Stored) -> Result<Report> {
+    let found = config.op.stored_dims(file)?;
+    let [batch, seq_len] = found.sequences;
+    let of_file = |dim: &DimSpec| {
+        found.dims.iter().find(|(letter, _)| *letter == dim.letter).map(|(_, extent)| *extent)
+    };
+    let in_shape = config.op.dims().iter().filter(|dim| dim.in_shape);
+    let dims = in_shape.filter_map(|dim| Some((dim.key, of_file(dim)?))).collect();
+    config.agree(Shape { batch, seq_len, dims })?;
+    let problem = config.problem(found.sequences, |dim| match dim.in_shape {
+        true => of_file(dim),
+        false => config.top.extent(dim).or_else(|| of_file(dim)),
+    })?;
+    let own = config.op.stored_bytes(&problem, file);
+    let needed = own.zip(config.needed_bytes(&problem, false));
+    let needed = needed.and_then(|(own, needed)| own.checked_add(needed));
+    memory::require(needed, "make a smaller file")?;
+    let inputs = config.op.stored(&problem, file)?;
+    // Weights and cotangents are not in files.
+    check(config, &problem, found.sequences, &Synthetic::default(), &inputs)
 }
 
-fn check_shape(shape: Shape) -> Result<()> {
-    let Shape { batch, seq_len, vocab } = shape;
-    ensure!(batch >= 1, "shape.batch is 0; it must be at least 1");
-    ensure!(
-        seq_len >= 2,
-        "shape.seq_len is {seq_len}; it must be at least 2, a token and its next"
-    );
-    ensure!(vocab >= 1, "shape.vocab is 0; it must be at least 1");
-    Ok(())
-}
-
-/// Bytes for dlogits, for logits where they are made, for both once more where the device's memory
-/// is the host's, for the dense program's probabilities, and for the rows in float64.
-fn needed_bytes(shape: Shape, config: &Config, logits: bool) -> Option<u64> {
-    let tokens = (shape.batch as u64).checked_mul(shape.seq_len as u64)?;
-    let copies = if logits { 2 } else { 1 } + if config.backend == Backend::XlaCpu { 2 } else { 0 };
-    let is_dense = config.implementation == Implementation::Reference;
-    let matrices = copies * config.dtype.size_bytes() + if is_dense { size_of::<f32>() } else { 0 };
-    let rows = 32 * rayon::current_num_threads() as u64;
-    let columns = tokens.checked_mul(matrices as u64)?.checked_add(rows)?;
-    columns.checked_mul(shape.vocab as u64)?.checked_add(tokens.checked_mul(128)?)
-}
-
-fn check<E: Element + Pod + pjrt_client::Element>(
+fn check(
     config: &Config,
-    options: CrossEntropy,
-    limits: Limits,
-    shape: Shape,
+    problem: &Problem,
+    sequences: [usize; 2],
     seeded: &Synthetic,
-    tokens: &Tokens<'_, E>,
+    inputs: &Arrays<'_>,
 ) -> Result<Report> {
     let began = Instant::now();
-    let problem_shape = LogitsShape::new(tokens.labels.len(), tokens.vocab)?;
-    let labels = Labels::from(tokens.labels.as_slice());
-    options.check_labels(labels, problem_shape)?;
-    let subject = match Program::of_logits(config, tokens)? {
-        Some(program) => Subject::Program(Box::new(program)),
-        None => Subject::Kernels(kernels::open(config, options, tokens)?),
-    };
-
-    let rows = predicting_rows(shape.batch, shape.seq_len);
-    let weights = match config.options.weights {
-        Weights::None => None,
-        Weights::Random => Some(seeded.weights(&rows)),
-    };
-    let cotangents = seeded.cotangents(&rows);
-    drop(rows);
-
-    let mut run = Run {
-        config,
-        problem: Problem { options, tokens, limits },
-        weights,
-        cotangents,
-        outputs: Outputs::poisoned(problem_shape.tokens()),
-        dlogits: vec![E::from_f32(0.0); problem_shape.elements()],
-        report: Report::new(config, describe(shape), &subject.setup()),
-    };
-    match subject {
-        Subject::Kernels(mut kernels) => run.kernels(&mut *kernels)?,
-        Subject::Program(program) => run.program(&program)?,
+    let op = config.op;
+    let tolerances = op.tolerance_values(problem, |name| config.tolerances.number(name));
+    let mut reference = op.reference(problem, inputs, tolerances)?;
+    let pool = runner::threads(config)?;
+    let mut runner = runner::open(config, problem, inputs, pool.as_ref())?;
+    let shape = op.shape(problem, Some(sequences));
+    let config_json = serde_json::to_value(config).context("a config is plain data")?;
+    let report = Report::new(config_json, config.implementation, &shape, &runner.setup());
+    let rows = rows(sequences[0], sequences[1], op.predicts_next());
+    let given = |pass| op.given(problem, pass, seeded, &rows);
+    let mut run = Run { op, problem, report };
+    match runner.is_split() {
+        true => run.each_pass(&mut *runner, &mut *reference, given)?,
+        false => run.whole(&mut *runner, &mut *reference, given)?,
     }
     let mut report = run.report;
-    report.seconds("time/total_s", began.elapsed().as_secs_f64());
+    report.seconds("total_s", began.elapsed().as_secs_f64());
     report.finish(&Machine::current(), memory::peak_resident_bytes());
     Ok(report)
 }
 
-/// What is held against the reference.
-enum Subject<'a, E> {
-    Kernels(Box<dyn Kernels<E> + 'a>),
-    Program(Box<Program>),
-}
-
-impl<E> Subject<'_, E> {
-    fn setup(&self) -> kernels::Setup {
-        match self {
-            Self::Kernels(kernels) => kernels.setup(),
-            Self::Program(program) => program.setup(),
-        }
-    }
-}
-
-/// A problem, what it is run with, and what is found.
-struct Run<'a, E: Clone> {
-    config: &'a Config,
-    problem: Problem<'a, E>,
-    weights: Option<Vec<f32>>,
-    /// Of loss, logps and lse.
-    cotangents: [Vec<f32>; 3],
-    outputs: Outputs,
-    dlogits: Vec<E>,
+/// A problem, and what is found of it.
+struct Run<'a> {
+    op: Op,
+    problem: &'a Problem,
     report: Report,
 }
 
-impl<E: Element + pjrt_client::Element> Run<'_, E> {
-    /// Both schedules of kernels.
-    fn kernels(&mut self, kernels: &mut dyn Kernels<E>) -> Result<()> {
-        let (elapsed, result) = timed(|| kernels.forward(&mut self.outputs));
-        result?;
-        self.report.seconds("time/forward_s", elapsed);
-        let reference = self.reference();
-        self.problem.compare_forward(&mut self.report, &self.outputs, &reference);
-        let reduction = self.config.options.reduction.reduction();
-        match reduction {
-            Some(reduction) => self.reduced(reduction, &reference, &mut |reduce, dlogits| {
-                kernels.value_and_grad(reduce, dlogits)
-            })?,
-            None => self.compare_mean(&reference),
+impl Run<'_> {
+    fn judge<'b>(&'b mut self, pass: Pass, found: &'b Arrays<'b>) -> Judge<'b> {
+        Judge {
+            report: &mut self.report,
+            op: self.op,
+            problem: self.problem,
+            pass,
+            found,
+            is_timed: true,
         }
-        compare::poison(&mut self.dlogits);
-        let backward = || kernels.backward(&self.outputs, &self.cotangents, &mut self.dlogits);
-        let (elapsed, result) = timed(backward);
+    }
+
+    /// Runs `pass` on memory that holds no result.
+    fn run(
+        &self,
+        runner: &mut dyn Runner,
+        pass: Pass,
+        given: &Arrays<'_>,
+    ) -> Result<(f64, Arrays<'static>)> {
+        let mut found = poisoned(self.op, self.problem, pass);
+        let (elapsed, result) = timed(|| runner.run(pass, given, &mut found));
         result?;
-        if reduction.is_none() {
-            self.recomputed("", elapsed, &reference);
-        } else {
-            self.recomputed("recompute/", elapsed, &reference);
+        Ok((elapsed, found))
+    }
+
+    fn reference_forward(&mut self, reference: &mut dyn Reference) {
+        let (elapsed, ()) = timed(|| reference.forward());
+        self.report.seconds("ref_forward_s", elapsed);
+    }
+
+    /// A scalar and its gradients.
+    fn fused(
+        &mut self,
+        runner: &mut dyn Runner,
+        reference: &mut dyn Reference,
+        given: &Arrays<'_>,
+        has_forward: bool,
+    ) -> Result<()> {
+        let (elapsed, found) = self.run(runner, Pass::Fused, given)?;
+        self.report.seconds("kernel_grad_s", elapsed);
+        if !has_forward {
+            self.reference_forward(reference);
         }
+        let mut judge = self.judge(Pass::Fused, &found);
+        reference.scalar(Pass::Fused, given, &mut judge);
+        reference.gradients(Pass::Fused, given, "", &mut judge);
         Ok(())
     }
 
-    /// The one schedule that a program from JAX has.
-    fn program(&mut self, program: &Program) -> Result<()> {
-        if let Some(reduction) = self.config.options.reduction.reduction() {
-            let reference = self.reference();
-            self.reduced(reduction, &reference, &mut |reduce, dlogits| {
-                let (loss, gradients) = program.value_and_grad(reduce.weights)?;
-                gradients[0].copy_to(dlogits)?;
-                Ok(loss)
-            })?;
-            self.report.leave_out(&["fwd/", "recompute/"], "a program of value_and_grad");
+    /// Each pass by itself.
+    fn each_pass(
+        &mut self,
+        runner: &mut dyn Runner,
+        reference: &mut dyn Reference,
+        given: impl Fn(Pass) -> Arrays<'static>,
+    ) -> Result<()> {
+        let (elapsed, mut found) = self.run(runner, Pass::Forward, &Arrays::default())?;
+        self.report.seconds("forward_s", elapsed);
+        self.reference_forward(reference);
+        reference.outputs(&mut self.judge(Pass::Forward, &found));
+        let cotangents = given(Pass::Backward);
+        let is_fused = self.op.is_fused(self.problem);
+        let prefix = if is_fused {
+            self.fused(runner, reference, &given(Pass::Fused), true)?;
+            "recompute/"
+        } else {
+            reference.scalar(Pass::Backward, &cotangents, &mut self.judge(Pass::Forward, &found));
+            ""
+        };
+        let (elapsed, gradients) = self.run(runner, Pass::Backward, &cotangents)?;
+        found.extend(gradients);
+        let mut judge = self.judge(Pass::ForwardAndBackward, &found);
+        judge.is_timed = !is_fused;
+        reference.gradients(Pass::Backward, &cotangents, prefix, &mut judge);
+        let name = if is_fused { "recompute_backward_s" } else { "kernel_grad_s" };
+        self.report.seconds(name, elapsed);
+        Ok(())
+    }
+
+    /// The one pass that a program from JAX has.
+    fn whole(
+        &mut self,
+        runner: &mut dyn Runner,
+        reference: &mut dyn Reference,
+        given: impl Fn(Pass) -> Arrays<'static>,
+    ) -> Result<()> {
+        let pass = self.op.whole(self.problem);
+        let given = given(pass);
+        if pass == Pass::Fused {
+            self.fused(runner, reference, &given, false)?;
+            let has_backward = self.op.passes().contains(&Pass::Backward);
+            let left_out = if has_backward { &["fwd/", "recompute/"][..] } else { &["fwd/"] };
+            self.report.leave_out(left_out, "a program of value_and_grad");
             return Ok(());
         }
-        compare::poison(&mut self.dlogits);
-        let (elapsed, result) = timed(|| {
-            let gradients = program.forward_and_backward(&mut self.outputs, &self.cotangents)?;
-            Ok::<_, anyhow::Error>(gradients[0].copy_to(&mut self.dlogits)?)
-        });
-        result?;
-        let reference = self.reference();
-        self.problem.compare_forward(&mut self.report, &self.outputs, &reference);
-        self.compare_mean(&reference);
-        self.recomputed("", elapsed, &reference);
+        let (elapsed, found) = self.run(runner, pass, &given)?;
+        self.report.seconds("kernel_grad_s", elapsed);
+        self.reference_forward(reference);
+        let mut judge = self.judge(pass, &found);
+        reference.outputs(&mut judge);
+        reference.scalar(pass, &given, &mut judge);
+        reference.gradients(pass, &given, "", &mut judge);
         Ok(())
-    }
-
-    fn reference(&mut self) -> Vec<TokenForward> {
-        let (elapsed, reference) = timed(|| self.problem.reference_forward());
-        self.report.seconds("time/ref_forward_s", elapsed);
-        reference
-    }
-
-    /// The mean of the losses, where nothing reduces them.
-    fn compare_mean(&mut self, reference: &[TokenForward]) {
-        let mean =
-            |losses: &mut dyn Iterator<Item = f64>| losses.sum::<f64>() / reference.len() as f64;
-        let actual = mean(&mut self.outputs.loss.iter().map(|&loss| f64::from(loss)));
-        let expected = mean(&mut reference.iter().map(|reference| reference.loss));
-        self.problem.compare_loss(&mut self.report, actual, expected);
-    }
-
-    /// The reduced loss and its gradient, as `value_and_grad` gives them.
-    fn reduced(
-        &mut self,
-        reduction: Reduction,
-        reference: &[TokenForward],
-        value_and_grad: &mut dyn FnMut(Reduce<'_>, &mut [E]) -> Result<f64>,
-    ) -> Result<()> {
-        let weights = self.weights.as_deref();
-        let labels = Labels::from(self.problem.tokens.labels.as_slice());
-        let factors = TokenFactors::new(self.problem.options, reduction, labels, weights)?;
-        let cotangent = self.config.cotangent;
-        let reduce = Reduce { reduction, weights, cotangent };
-        compare::poison(&mut self.dlogits);
-        let (elapsed, loss) = timed(|| value_and_grad(reduce, &mut self.dlogits));
-        self.report.seconds("time/kernel_grad_s", elapsed);
-        let expected = factors.reduce(reference.iter().map(|r| r.loss));
-        self.problem.compare_loss(&mut self.report, loss?, expected);
-        let of_token = |token: usize| match factors.of(token) {
-            0.0 => None,
-            factor => Some(TokenCotangents { loss: cotangent * factor, ..Default::default() }),
-        };
-        let (elapsed, ()) = timed(|| {
-            let report = &mut self.report;
-            self.problem.compare_gradient(report, "", reference, of_token, &self.dlogits);
-        });
-        self.report.seconds("time/ref_grad_s", elapsed);
-        Ok(())
-    }
-
-    /// The gradient for the cotangents of every token, which took `elapsed` seconds to make.
-    fn recomputed(&mut self, prefix: &str, elapsed: f64, reference: &[TokenForward]) {
-        let [g, h, k] = &self.cotangents;
-        let of_token = |token: usize| {
-            let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
-            Some(TokenCotangents { loss, logps, lse })
-        };
-        let (reference_elapsed, ()) = timed(|| {
-            let report = &mut self.report;
-            self.problem.compare_gradient(report, prefix, reference, of_token, &self.dlogits);
-        });
-        if prefix.is_empty() {
-            self.report.seconds("time/kernel_grad_s", elapsed);
-            self.report.seconds("time/ref_grad_s", reference_elapsed);
-        } else {
-            self.report.seconds("time/recompute_backward_s", elapsed);
-        }
     }
 }

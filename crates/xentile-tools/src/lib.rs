@@ -1,11 +1,11 @@
 //! The tools that prove kernels right (`gradcheck`) and fast (`microbench` and its sweep).
 //!
-//! [`config`] reads what the user asks for, [`input`] makes or maps it, [`gradcheck`] compares,
-//! [`microbench`] times, [`sweep`] repeats, [`plot`] draws. The binaries only parse flags.
+//! [`config`] reads what the user asks for, [`gradcheck`] compares, [`microbench`] times, [`sweep`]
+//! repeats, [`plot`] draws, [`ops`] tells what there is. The binaries only parse flags. No operation is
+//! known here by name: `xentile::operations` lists them.
 
 pub mod cli;
 pub mod config;
-mod dense;
 pub mod draft;
 pub mod estimate;
 mod exported;
@@ -14,10 +14,12 @@ pub mod input;
 pub mod machine;
 pub mod memory;
 pub mod microbench;
+pub mod ops;
 #[cfg(feature = "sweep")]
 pub mod plot;
 pub mod plugins;
 pub mod schedule;
+mod setup;
 #[cfg(feature = "sweep")]
 pub mod sweep;
 mod timing;

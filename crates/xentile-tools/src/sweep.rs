@@ -16,18 +16,21 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pjrt_client::Platform;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use serde_yaml::Mapping;
 use xentile::TunedTile;
+use xentile::operation::{ArraySpec, Cost, Problem};
+use xentile_programs::programs;
 
 use crate::cli;
-use crate::config::{self, Backend, Op, TileConfig};
+use crate::config::{self, Backend, Implementation, Schema, Scope, Taken, TileConfig, name};
 use crate::draft::{Draft, write_whole};
 use crate::estimate::{Binds, Floor};
 use crate::machine::Machine;
 use crate::memory;
-use crate::microbench::{self, Implementation, name};
+use crate::microbench;
 use crate::plot::{Figure, Panel, Series};
 
-/// A grid to measure: of tiles or, of `linear_cross_entropy`, of budgets.
+/// A grid to measure: of tiles or, where an operation plans what it holds, of budgets.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
@@ -79,7 +82,7 @@ struct Axis {
 }
 
 /// A cell's value on every axis.
-type Place = Vec<Option<usize>>;
+type Index = Vec<Option<usize>>;
 
 /// A value as configs have it.
 fn shown(value: Option<usize>) -> String {
@@ -87,7 +90,7 @@ fn shown(value: Option<usize>) -> String {
 }
 
 /// The names and values of a place.
-fn told(axes: &[Axis], place: &Place) -> String {
+fn told(axes: &[Axis], place: &Index) -> String {
     let values = axes.iter().zip(place);
     values
         .map(|(axis, &value)| format!("{} {}", axis.name, shown(value)))
@@ -96,10 +99,20 @@ fn told(axes: &[Axis], place: &Place) -> String {
 }
 
 impl Config {
+    /// Whether the operation has a budget to vary.
+    fn has_budgets(&self) -> bool {
+        self.cell.op.option("max_scratch_bytes").is_some_and(|option| option.is_swept)
+    }
+
     /// Whether it is of budgets, and of tiles if not.
     fn is_of_budgets(&self) -> bool {
         let has_tiles = !(self.time_blocks.is_empty() && self.block_sizes.is_empty());
-        self.cell.op == Op::LinearCrossEntropy && !has_tiles
+        self.has_budgets() && !has_tiles
+    }
+
+    /// Whether programs of the operation come from JAX.
+    fn is_exported(&self) -> bool {
+        programs(self.cell.op.name()).is_none()
     }
 
     /// What the sweep varies: what goes across the plot first.
@@ -134,11 +147,13 @@ impl Config {
         ensure!(
             is_of_budgets || self.max_scratch_bytes.is_empty(),
             "max_scratch_bytes is set; a sweep of {} varies time_blocks and block_sizes{}",
-            name(&self.cell.op),
-            match self.cell.op {
-                Op::CrossEntropy => "",
-                Op::LinearCrossEntropy => ", or max_scratch_bytes alone",
-            }
+            self.cell.op,
+            if self.has_budgets() { ", or max_scratch_bytes alone" } else { "" }
+        );
+        ensure!(
+            is_of_budgets || !self.cell.op.tile().is_empty(),
+            "op {} has no tile to vary; measure it without a sweep",
+            self.cell.op
         );
         ensure!(self.rounds >= 1, "rounds is 0; it must be at least 1");
         for Axis { list, values, .. } in &axes {
@@ -153,7 +168,7 @@ impl Config {
         }
         let (varied, is_set) = match is_of_budgets {
             false => ("tile", self.cell.tile != TileConfig::default()),
-            true => ("max_scratch_bytes", self.cell.max_scratch_bytes.is_some()),
+            true => ("max_scratch_bytes", self.cell.top.get("max_scratch_bytes").is_some()),
         };
         ensure!(!is_set, "cell.{varied} is what the sweep varies; remove it");
         ensure!(
@@ -162,7 +177,7 @@ impl Config {
             name(&self.cell.implementation)
         );
         ensure!(
-            self.cell.op == Op::CrossEntropy || self.cell.program.is_none(),
+            !self.is_exported() || self.cell.program.is_none(),
             "cell.program is set, which is of one {}; remove it, and each cell exports its own",
             if is_of_budgets { "budget" } else { "tile" }
         );
@@ -175,11 +190,11 @@ impl Config {
             );
             // Elsewhere nothing reads one.
             ensure!(
-                self.cell.op == Op::CrossEntropy || self.cell.backend == Backend::XlaCpu,
+                !self.is_exported() || self.cell.backend == Backend::XlaCpu,
                 "update_tuned is true, and cell.backend is {}; {} has tuned tiles on xla:cpu alone: \
                  set update_tuned to false",
                 name(&self.cell.backend),
-                name(&self.cell.op)
+                self.cell.op
             );
             ensure!(
                 self.cell.topology.is_none(),
@@ -200,8 +215,21 @@ impl Config {
     fn tuned_file(&self) -> PathBuf {
         // The kernels of `xla:cpu` are those of `cpu`, and so is their tile.
         let kernels = self.cell.backend.platform().map_or("cpu", Platform::name);
-        let table = format!("{}.{kernels}.yaml", name(&self.cell.op));
+        let table = format!("{}.{kernels}.yaml", self.cell.op);
         self.tuned_dir.join(table)
+    }
+}
+
+impl Schema for Config {
+    fn take(tree: &mut Mapping) -> Result<Taken> {
+        match tree.get_mut("cell") {
+            Some(serde_yaml::Value::Mapping(cell)) => Taken::out_of(cell, Scope::Measured, "cell."),
+            _ => Ok(Taken::default()),
+        }
+    }
+
+    fn put(&mut self, taken: Taken) {
+        self.cell.put(taken);
     }
 }
 
@@ -350,7 +378,7 @@ impl Memory {
 
 /// One cell: what its process said, or why it said nothing.
 struct Row {
-    place: Place,
+    place: Index,
     outcome: Result<(Measured, Value), String>,
 }
 
@@ -416,8 +444,8 @@ fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<Row>> {
         .with_context(|| format!("cannot write {}", cell.path().display()))?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
 
-    let grid = axes.iter().fold(vec![Place::new()], |places, axis| {
-        let beside = |place: &Place| {
+    let grid = axes.iter().fold(vec![Index::new()], |places, axis| {
+        let beside = |place: &Index| {
             let all = axis.values.iter().map(|&value| [&place[..], &[value]].concat());
             all.collect::<Vec<_>>()
         };
@@ -598,16 +626,37 @@ impl Sweep<'_> {
         self.config.cell.topology.is_some()
     }
 
+    /// What every cell is asked for, and what a step of it cannot take less than.
+    fn problem(&self) -> Option<(Problem, Cost)> {
+        let problem = self.config.cell.problem().ok()?;
+        let cost = self.config.cell.op.cost(&problem);
+        Some((problem, cost))
+    }
+
+    fn kind(&self) -> tables::Kind {
+        tables::Kind {
+            of_products: self.problem().is_some_and(|(_, cost)| cost.flops > 0),
+            is_compiled: self.is_compiled(),
+        }
+    }
+
+    /// The first operand, and its bytes.
+    fn first_operand(&self) -> Option<(&'static str, u64)> {
+        let (problem, _) = self.problem()?;
+        let op = self.config.cell.op;
+        let operands = op.signature(&problem, op.whole(&problem)).operands;
+        let first: &ArraySpec = operands.first()?;
+        Some((first.name, first.bytes(&problem)?))
+    }
+
     /// Operation, shape and dtype.
-    fn subject(&self) -> String {
+    fn title(&self) -> String {
         let cell = &self.config.cell;
         let topology = cell.topology.as_ref();
         let topology = topology.map_or(String::new(), |name| format!(", compiled for {name}"));
-        let operands = match cell.hidden {
-            None => format!("logits [{}, {}]", cell.time, cell.vocab),
-            Some(hidden) => format!("{} x {hidden} x {}", cell.time, cell.vocab),
-        };
-        let (op, backend) = (name(&cell.op), name(&cell.backend));
+        let operands =
+            self.problem().map_or(String::new(), |(problem, _)| cell.op.shape(&problem, None));
+        let (op, backend) = (cell.op, name(&cell.backend));
         format!("{op} on {backend}{topology}, {operands} {}", cell.dtype)
     }
 
@@ -639,7 +688,7 @@ impl Sweep<'_> {
     }
 
     fn csv(&self) -> String {
-        let columns = tables::csv(self.config.cell.op, self.is_compiled());
+        let columns = tables::csv(self.kind());
         let heads = columns.iter().map(|column| column.0);
         let axes = self.axes.iter().map(|axis| axis.name);
         let heads: Vec<_> = axes.chain(["status"]).chain(heads).chain(["error"]).collect();
@@ -692,7 +741,7 @@ impl Sweep<'_> {
         let machine = self.machine;
         let mut table = format!(
             "# {}\n\n{}, {} cores, {}; xentile {} at {}, {}.\n\n",
-            self.subject(),
+            self.title(),
             machine.processor,
             machine.cores,
             machine.platform,
@@ -703,7 +752,7 @@ impl Sweep<'_> {
         if self.is_compiled() {
             table += tables::NOTHING_RAN;
         }
-        let columns = tables::markdown(self.config.cell.op, self.is_compiled());
+        let columns = tables::markdown(self.kind());
         let heads = columns.iter().map(|column| column.0);
         let heads: Vec<_> = self.axes.iter().map(|axis| axis.name).chain(heads).collect();
         _ = writeln!(table, "| {} |", heads.join(" | "));
@@ -742,32 +791,32 @@ impl Sweep<'_> {
         let best = self.best();
         let device = format!("{}, {} cores", self.machine.processor, self.machine.cores);
         let found = best.map(|(row, best)| self.best_told(row, best));
-        let time = Panel {
-            y_label: match compiled {
-                true => "step time, estimated and not measured (ms)".to_owned(),
-                false => "step time, median (ms)".to_owned(),
-            },
-            series: self.lines(height),
-            level: match compiled {
-                true => {
-                    self.rows.iter().find_map(|row| row.measured()?.estimate.as_ref()).map(|of| {
-                        (of.floor_ms, format!("{}: {:.2} ms", of.floor.name(), of.floor_ms))
-                    })
-                }
-                false if is_budget => self.without_budget(height, "ms"),
-                false => self.copy_ms().map(|ms| (ms, format!("copy of the logits: {ms:.2} ms"))),
-            },
-            mark: best.and_then(|(row, best)| Some((row.place[0]?, best.median_step_ms?))),
-        };
+        let time =
+            Panel {
+                y_label: match compiled {
+                    true => "step time, estimated and not measured (ms)".to_owned(),
+                    false => "step time, median (ms)".to_owned(),
+                },
+                series: self.lines(height),
+                level: match compiled {
+                    true => self.rows.iter().find_map(|row| row.measured()?.estimate.as_ref()).map(
+                        |of| (of.floor_ms, format!("{}: {:.2} ms", of.floor.name(), of.floor_ms)),
+                    ),
+                    false if is_budget => self.without_budget(height, "ms"),
+                    false => self
+                        .copy_ms()
+                        .zip(self.first_operand())
+                        .map(|(ms, (name, _))| (ms, format!("copy of the {name}: {ms:.2} ms"))),
+                },
+                mark: best.and_then(|(row, best)| Some((row.place[0]?, best.median_step_ms?))),
+            };
         let memory = self.memory_panel(&Memory::WHOLE);
-        let panels = match self.config.cell.op {
-            Op::CrossEntropy => vec![time, memory],
-            Op::LinearCrossEntropy => {
-                vec![time, self.memory_panel(&[Memory::Temporaries]), memory]
-            }
+        let panels = match self.kind().of_products {
+            false => vec![time, memory],
+            true => vec![time, self.memory_panel(&[Memory::Temporaries]), memory],
         };
         Figure {
-            title: self.subject(),
+            title: self.title(),
             subtitles: [Some(device), found].into_iter().flatten().collect(),
             x_label: match is_budget {
                 false => "time_block (tokens a tile)".to_owned(),
@@ -826,14 +875,13 @@ impl Sweep<'_> {
         };
         let has_gaps = self.rows.iter().filter_map(Row::measured).any(|m| figure.of(m).is_none());
         let gaps = if has_gaps { "; gaps: not told" } else { "" };
-        let cell = &self.config.cell;
         let height = |m: &Measured| figure.of(m).map(mib);
-        let level = match cell.op {
-            Op::CrossEntropy => {
-                let least = mib(2 * (cell.time * cell.vocab * cell.dtype.size_bytes()) as u64);
-                Some((least, format!("logits and gradient: {least:.1} MiB")))
-            }
-            Op::LinearCrossEntropy => self.without_budget(height, "MiB"),
+        let level = match self.kind().of_products {
+            false => self.first_operand().map(|(name, bytes)| {
+                let least = mib(2 * bytes);
+                (least, format!("{name} and gradient: {least:.1} MiB"))
+            }),
+            true => self.without_budget(height, "MiB"),
         };
         Panel {
             y_label: format!("{} (MiB{gaps})", figure.label()),
@@ -841,6 +889,12 @@ impl Sweep<'_> {
             level,
             mark: None,
         }
+    }
+
+    /// The extent that the last extent of a tile cuts, which tuned tiles are found by.
+    fn columns(&self) -> Option<usize> {
+        let (problem, _) = self.problem()?;
+        Some(problem.dim(self.config.cell.op.tile().last()?.letter))
     }
 
     /// Puts the tile of `best` into `file` in the place of the one for the same dtype and vocabulary.
@@ -851,7 +905,7 @@ impl Sweep<'_> {
         };
         let tile = TunedTile {
             dtype: cell.dtype.name().to_owned(),
-            vocab: cell.vocab,
+            vocab: self.columns().context("the cell names no extent that tiles cut")?,
             time_block,
             block_size,
             device: self.machine.processor.clone(),

@@ -5,16 +5,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::ptr::null;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use pjrt_client::{
     Buffer, Cache, Cached, Client, Code, CompileOptions, Element, Error, Handlers,
     LoadedExecutable, Platform, Plugin, Value,
 };
+use xentile::operation::{Array, ArraySpec, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{Program, TensorType};
 use xentile_xla::TABLE_VERSION;
 
 use crate::cli::one_line;
+use crate::exported::tensor_type;
 use crate::{memory, tpu};
 
 /// A plug-in with a client.
@@ -177,6 +179,47 @@ impl Session {
             fits(needed, available).map_err(anyhow::Error::from)
         })
     }
+}
+
+/// An array on the device, as `spec` has it there.
+pub(crate) fn upload(
+    session: &Session,
+    spec: &ArraySpec,
+    problem: &Problem,
+    array: &Array<'_>,
+) -> Result<Buffer> {
+    let ty = tensor_type(spec, problem);
+    let floats = |session: &Session| match array {
+        Array::F32(elements) => of_rank(session, elements, &ty),
+        Array::Bf16(elements) => of_rank(session, elements, &ty),
+        Array::F16(elements) => of_rank(session, elements, &ty),
+        Array::F64(_) => bail!("{} is in float64, which no device takes", spec.name),
+        Array::I64(elements) => session.upload_labels(elements),
+    };
+    floats(session)
+}
+
+fn of_rank<T: Element>(session: &Session, elements: &[T], ty: &TensorType) -> Result<Buffer> {
+    match ty.dims.len() {
+        2 => session.upload_matrix(elements, ty),
+        _ => session.upload(elements, &ty.dims),
+    }
+}
+
+/// Copies a result to the host. A scalar that is there in float64 comes in f32.
+pub(crate) fn read(buffer: &Buffer, array: &mut Array<'_>) -> Result<()> {
+    match array {
+        Array::F32(elements) => buffer.copy_to(elements.to_mut())?,
+        Array::Bf16(elements) => buffer.copy_to(elements.to_mut())?,
+        Array::F16(elements) => buffer.copy_to(elements.to_mut())?,
+        Array::F64(elements) => {
+            for (to, from) in elements.to_mut().iter_mut().zip(buffer.to_vec::<f32>()?) {
+                *to = from.into();
+            }
+        }
+        Array::I64(_) => bail!("no program gives integers"),
+    }
+    Ok(())
 }
 
 /// The same matrix with its rows in order, however they come.

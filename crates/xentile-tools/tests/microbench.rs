@@ -240,7 +240,10 @@ fn shipped_configs_are_valid() {
         }
         let here = ["--backend", "cpu", "--set", "topology=null"];
         let config = [&["--config", path.to_str().unwrap()][..], &here].concat();
-        let output = microbench(&[&SMALL[..], &config].concat());
+        // Of a small shape, in what extents it has.
+        let text = std::fs::read_to_string(&path).unwrap();
+        let small = if text.contains("vocab") { &SMALL[..] } else { &SMALL[..2] };
+        let output = microbench(&[small, &config].concat());
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{}: {stderr}", path.display());
         count += 1;

@@ -24,7 +24,13 @@
 //!   row are NaN. A -inf logit among others is a masked entry, and its gradient is exactly 0.
 //!   (With softcap both infinities are capped to finite values before any of this.)
 
+#[cfg(feature = "operation")]
+mod draw;
+#[cfg(feature = "operation")]
+pub mod operation;
 pub mod reference;
+#[cfg(feature = "operation")]
+pub(crate) mod trained;
 
 use crate::{Error, Labels, LogitsShape, Result};
 

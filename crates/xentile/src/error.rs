@@ -94,6 +94,9 @@ pub enum Error {
         /// The label that is skipped.
         ignore_index: i64,
     },
+    /// Anything else that is asked for and cannot be, in words.
+    #[error("{0}")]
+    Invalid(String),
     /// A word that names no member of a closed set.
     #[error("{what} `{value}` is unknown; it must be one of {choices}")]
     Unknown {

@@ -11,14 +11,23 @@ mod dtype;
 mod error;
 mod labels;
 pub mod linear_cross_entropy;
+#[cfg(feature = "operation")]
+pub mod operation;
+#[cfg(feature = "operation")]
+mod operations;
 pub mod rms_norm;
 mod shape;
 mod tile;
 mod tuned;
 
+#[doc(hidden)]
+pub use half;
+
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use labels::Labels;
+#[cfg(feature = "operation")]
+pub use operations::{operation, operations};
 pub use shape::LogitsShape;
 pub use tile::Tile;
 pub use tuned::{TunedTile, tuned_tile, tuned_tiles};

@@ -15,6 +15,10 @@
 //! normalised by the sum of what was rounded. A label's own `dz` is made in one piece, not as the
 //! difference of a rounded probability and 1.
 
+#[cfg(feature = "operation")]
+mod draw;
+#[cfg(feature = "operation")]
+pub mod operation;
 pub mod reference;
 
 use crate::cross_entropy::CrossEntropy;

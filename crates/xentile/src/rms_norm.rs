@@ -43,6 +43,8 @@
 //!   dweight are NaN: a row without a direction has no norm. The same holds, but for infinities in
 //!   the place of some NaN, where `rstd` is more than f32 holds: `mean(x^2) + eps` below `2^-256`.
 
+#[cfg(feature = "operation")]
+pub mod operation;
 pub mod reference;
 
 use crate::error::check_length;

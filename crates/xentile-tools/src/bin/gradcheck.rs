@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use xentile_tools::config::Implementation;
 use xentile_tools::gradcheck;
-use xentile_tools::microbench::Implementation;
 use xentile_tools::{cli, draft};
 
 /// Hold a kernel against the float64 reference and say whether it may be trusted

@@ -7,14 +7,12 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand};
-use serde::Deserialize;
-use serde::de::IntoDeserializer;
-use serde::de::value::{Error, StrDeserializer};
 use serde_yaml::Value;
 use xentile::DType;
+use xentile::operation;
 use xentile_programs::Exported;
-use xentile_tools::config::{self, Backend, Op, ReductionConfig};
-use xentile_tools::microbench::{Config, Implementation, Logits, Report};
+use xentile_tools::config::{self, Backend, Implementation, Op};
+use xentile_tools::microbench::{Config, Logits, Report};
 use xentile_tools::{cli, microbench, sweep, tpu};
 
 /// Times value_and_grad of the scalar loss against a copy measured in the same process.
@@ -53,7 +51,7 @@ struct Measure {
     #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
     /// What is computed.
-    #[arg(long)]
+    #[arg(long, value_parser = op())]
     op: Option<Op>,
     /// Where.
     #[arg(long)]
@@ -108,7 +106,7 @@ struct Measure {
     cache: Option<PathBuf>,
     /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
     #[arg(long, value_parser = reduction())]
-    reduction: Option<ReductionConfig>,
+    reduction: Option<&'static str>,
     /// What logits hold.
     #[arg(long)]
     logits: Option<Logits>,
@@ -121,11 +119,14 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(DType::ALL.map(DType::name)).try_map(|name| name.parse::<DType>())
 }
 
-fn reduction() -> impl TypedValueParser<Value = ReductionConfig> {
-    PossibleValuesParser::new(["mean", "sum", "none"]).try_map(|name| {
-        let name: StrDeserializer<'_, Error> = name.as_str().into_deserializer();
-        ReductionConfig::deserialize(name)
-    })
+fn op() -> impl TypedValueParser<Value = Op> {
+    PossibleValuesParser::new(Op::names()).map(|name| Op::named(&name).unwrap_or_default())
+}
+
+fn reduction() -> impl TypedValueParser<Value = &'static str> {
+    const WORDS: [&str; 3] = ["mean", "sum", "none"];
+    PossibleValuesParser::new(WORDS)
+        .map(|name| WORDS.into_iter().find(|word| *word == name).unwrap_or_default())
 }
 
 impl Measure {
@@ -149,11 +150,16 @@ impl Measure {
                 key.clone_from(value);
             }
         }
-        set(&mut config.op, &self.op);
+        if let Some(op) = self.op {
+            config.of_op(op);
+        }
         set(&mut config.backend, &self.backend);
         set(&mut config.implementation, &self.implementation);
-        set(&mut config.time, &self.time);
-        set(&mut config.vocab, &self.vocab);
+        for (key, extent) in [("time", self.time), ("vocab", self.vocab)] {
+            if let Some(extent) = extent {
+                config.top.set(key, operation::Value::Integer(i64::try_from(extent)?));
+            }
+        }
         set(&mut config.dtype, &self.dtype);
         config.tile.time_block = self.time_block.or(config.tile.time_block);
         config.tile.block_size = self.block_size.or(config.tile.block_size);
@@ -166,7 +172,9 @@ impl Measure {
         config.topology = self.topology.clone().or(config.topology);
         config.program = self.program.clone().or(config.program);
         config.cache = self.cache.clone().or(config.cache);
-        set(&mut config.options.reduction, &self.reduction);
+        if let Some(reduction) = self.reduction {
+            config.options.set("reduction", operation::Value::Word(reduction));
+        }
         set(&mut config.logits, &self.logits);
         Ok(config)
     }

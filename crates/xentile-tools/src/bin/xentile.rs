@@ -1,11 +1,11 @@
-//! What there is to run on: `xentile plugins`.
+//! What there is to run, and to run on: `xentile ops`, `xentile plugins`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use xentile_tools::{cli, plugins, tpu};
+use xentile_tools::{cli, ops, plugins, tpu};
 
 /// Tells what xentile finds on this machine.
 #[derive(Parser)]
@@ -17,6 +17,12 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Lists the operations there are. With a NAME: what that one takes and gives, its dims and options
+    /// with their defaults, and what runs it on this machine.
+    Ops {
+        /// An operation.
+        name: Option<String>,
+    },
     /// Lists the PJRT plug-ins that were found: path, platform, versions, extensions, devices,
     /// memory. Exit code 2 where there is none.
     Plugins {
@@ -28,8 +34,14 @@ enum Command {
 
 fn main() -> ExitCode {
     cli::finish(match Cli::parse().command {
+        Command::Ops { name } => operations(name.as_deref()),
         Command::Plugins { plugin } => list(plugin),
     })
+}
+
+fn operations(name: Option<&str>) -> Result<u8> {
+    print!("{}", name.map_or_else(|| Ok(ops::list()), ops::describe)?);
+    Ok(cli::PASSED)
 }
 
 fn list(plugin: Option<PathBuf>) -> Result<u8> {

@@ -1,63 +1,44 @@
-//! Named figures, which of them are limited, and the verdict.
+//! Named metrics, which of them are limited, and the verdict.
 
 use std::fmt::Write as _;
 
-use super::kernels::Setup;
 use serde_json::{Map, Value, json};
 
-use super::Config;
-use crate::config::TileConfig;
+use crate::config::{Implementation, TileConfig};
 use crate::machine::Machine;
 use crate::memory;
-use crate::microbench::{ExportedBy, Implementation};
+use crate::setup::{ExportedBy, Setup};
 
-/// Where a figure is worst.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// The token, counted over all sequences; none for figures of dweight and dbias.
-    pub token: Option<usize>,
-    /// The vocabulary column; none for figures of tokens and of dhidden.
-    pub column: Option<usize>,
-    /// The column of hidden states, for figures of dhidden and dweight.
-    pub hidden: Option<usize>,
-}
+/// Where a metric is worst: an index along each dim, by what indices along it are called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Index(pub(super) Vec<(&'static str, usize)>);
 
-impl Place {
-    /// What there is of it, by name.
-    fn axes(self) -> impl Iterator<Item = (&'static str, usize)> {
-        let Self { token, column, hidden } = self;
-        [("token", token), ("column", column), ("hidden", hidden)]
-            .into_iter()
-            .filter_map(|(name, index)| Some((name, index?)))
-    }
-}
-
-/// A bound that a figure is judged by.
+/// A bound that a metric is judged by.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Bound {
     AtMost(f64),
     AtLeast(f64),
 }
 
-/// One named figure.
+/// One named metric.
 #[derive(Clone, Debug)]
-pub struct Figure {
+pub struct Metric {
     name: String,
     value: f64,
-    place: Option<Place>,
+    index: Option<Index>,
     bound: Option<Bound>,
 }
 
-impl Figure {
-    /// A figure that is only reported.
+impl Metric {
+    /// A metric that is only reported.
     pub fn plain(name: impl Into<String>, value: f64) -> Self {
-        Self { name: name.into(), value, place: None, bound: None }
+        Self { name: name.into(), value, index: None, bound: None }
     }
 
-    /// With the place where it is worst.
+    /// With the index where it is worst.
     #[must_use]
-    pub fn at(self, place: Option<Place>) -> Self {
-        Self { place, ..self }
+    pub fn at(self, index: Option<Index>) -> Self {
+        Self { index, ..self }
     }
 
     /// Judged: it must not exceed `limit`.
@@ -86,19 +67,24 @@ impl Figure {
 #[derive(Clone, Debug)]
 pub struct Report {
     title: String,
-    figures: Vec<Figure>,
+    metrics: Vec<Metric>,
     setup: Map<String, Value>,
     left_out: Option<String>,
 }
 
 impl Report {
-    pub(super) fn new(config: &Config, shape: String, runs: &Setup) -> Self {
-        let config_json = serde_json::to_value(config).expect("a config is plain data");
-        let name = |key: &str| config_json[key].as_str().unwrap_or_default().to_owned();
+    /// A report of nothing yet, of `config` as JSON.
+    pub(super) fn new(
+        config: Value,
+        implementation: Implementation,
+        shape: &str,
+        runs: &Setup,
+    ) -> Self {
+        let name = |key: &str| config[key].as_str().unwrap_or_default().to_owned();
         let Setup { tile, isa, threads, plugin, exported } = runs;
         let by = isa.map(str::to_owned).or_else(|| plugin.clone()).unwrap_or_default();
         let by = if by.is_empty() { by } else { format!(" ({by})") };
-        let program = match (exported, config.implementation) {
+        let program = match (exported, implementation) {
             (Some(ExportedBy { jax_version, .. }), Implementation::Kernel) => {
                 format!(", program of JAX {jax_version},")
             }
@@ -108,8 +94,8 @@ impl Report {
             (None, Implementation::Kernel) => String::new(),
             (None, Implementation::Reference) => ", dense program,".into(),
         };
-        let (op, backend) = (name("op"), name("backend"));
-        let title = format!("{op}{program} on {backend}{by}, {shape} {}", config.dtype);
+        let [op, backend, dtype] = ["op", "backend", "dtype"].map(name);
+        let title = format!("{op}{program} on {backend}{by}, {shape} {dtype}");
         let setup = json!({
             "shape": shape,
             "tile": tile,
@@ -118,23 +104,23 @@ impl Report {
             "plugin": plugin,
             "exported": exported,
             "not_given": [],
-            "config": config_json,
+            "config": config,
         });
         let Value::Object(setup) = setup else { unreachable!("json! of braces is an object") };
-        Self { title, figures: Vec::new(), setup, left_out: None }
+        Self { title, metrics: Vec::new(), setup, left_out: None }
     }
 
     /// A report of nothing yet, for tests of what fills it.
     #[cfg(test)]
     pub(super) fn empty() -> Self {
-        Self { title: String::new(), figures: Vec::new(), setup: Map::new(), left_out: None }
+        Self { title: String::new(), metrics: Vec::new(), setup: Map::new(), left_out: None }
     }
 
-    pub(super) fn add(&mut self, figure: Figure) {
-        self.figures.push(figure);
+    pub(super) fn add(&mut self, metric: Metric) {
+        self.metrics.push(metric);
     }
 
-    /// Says that figures whose names start with `prefixes` are left out, as `whose` has none of what
+    /// Says that metrics whose names start with `prefixes` are left out, as `whose` has none of what
     /// they are of.
     pub(super) fn leave_out(&mut self, prefixes: &[&str], whose: &str) {
         self.setup.insert("not_given".into(), json!(prefixes));
@@ -145,7 +131,7 @@ impl Report {
     }
 
     pub(super) fn seconds(&mut self, name: &str, value: f64) {
-        self.add(Figure::plain(name, value));
+        self.add(Metric::plain(format!("time/{name}"), value));
     }
 
     pub(super) fn finish(&mut self, machine: &Machine, peak_bytes: Option<u64>) {
@@ -154,20 +140,20 @@ impl Report {
         self.setup.insert("peak_resident_bytes".into(), json!(peak_bytes));
     }
 
-    /// Whether every judged figure keeps its bound.
+    /// Whether every judged metric keeps its bound.
     #[must_use]
     pub fn passed(&self) -> bool {
-        self.figures.iter().all(Figure::passes)
+        self.metrics.iter().all(Metric::passes)
     }
 
-    /// The figure called `name`.
+    /// The metric called `name`.
     #[must_use]
-    pub fn figure(&self, name: &str) -> Option<f64> {
-        self.figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
+    pub fn metric(&self, name: &str) -> Option<f64> {
+        self.metrics.iter().find(|metric| metric.name == name).map(|metric| metric.value)
     }
 
-    /// All of it as JSON: `passed`, `figures` by name, `limits`, `worst` places, and the setup. A
-    /// figure that is not finite is a string, since JSON has no such numbers.
+    /// All of it as JSON: `passed`, `figures` by name, `limits`, where each is `worst`, and the setup. A
+    /// metric that is not finite is a string, since JSON has no such numbers.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let number = |x: f64| if x.is_finite() { json!(x) } else { json!(x.to_string()) };
@@ -175,18 +161,18 @@ impl Report {
         map.insert("passed".into(), json!(self.passed()));
         let mut sections = ["figures", "limits", "worst"].map(|name| (name, Map::new()));
         let [(_, figures), (_, limits), (_, worst)] = &mut sections;
-        for figure in &self.figures {
-            figures.insert(figure.name.clone(), number(figure.value));
-            if let Some(bound) = figure.bound {
+        for metric in &self.metrics {
+            figures.insert(metric.name.clone(), number(metric.value));
+            if let Some(bound) = metric.bound {
                 let bound = match bound {
                     Bound::AtMost(limit) => json!({"at_most": limit}),
                     Bound::AtLeast(limit) => json!({"at_least": limit}),
                 };
-                limits.insert(figure.name.clone(), bound);
+                limits.insert(metric.name.clone(), bound);
             }
-            if let Some(place) = figure.place {
-                let axes = place.axes().map(|(name, index)| (name.to_owned(), json!(index)));
-                worst.insert(figure.name.clone(), axes.collect());
+            if let Some(Index(axes)) = &metric.index {
+                let axes = axes.iter().map(|&(name, index)| (name.to_owned(), json!(index)));
+                worst.insert(metric.name.clone(), axes.collect());
             }
         }
         map.extend(sections.map(|(name, section)| (name.to_owned(), Value::Object(section))));
@@ -206,27 +192,27 @@ impl Report {
         if let Some(plan) = self.setup["exported"]["plan"].as_str() {
             _ = writeln!(text, "plan: {plan}");
         }
-        let width = self.figures.iter().map(|figure| figure.name.len()).max().unwrap_or(0);
-        for figure in &self.figures {
-            let Figure { name, value, .. } = figure;
+        let width = self.metrics.iter().map(|metric| metric.name.len()).max().unwrap_or(0);
+        for metric in &self.metrics {
+            let Metric { name, value, .. } = metric;
             let value = if name.starts_with("time/") || name.ends_with("equal") || name == "loss" {
                 format!("{value:.6}")
             } else {
                 format!("{value:.3e}")
             };
             let mut line = format!("  {name:width$}  {value:>10}");
-            if let Some(bound) = figure.bound {
-                let mark = if figure.passes() { "ok" } else { "FAILED" };
+            if let Some(bound) = metric.bound {
+                let mark = if metric.passes() { "ok" } else { "FAILED" };
                 let bound = match bound {
                     Bound::AtMost(limit) => format!("<= {limit:.3e}"),
                     Bound::AtLeast(limit) => format!(">= {limit}"),
                 };
                 _ = write!(line, "  {mark:6} {bound:13}");
-            } else if figure.place.is_some() {
+            } else if metric.index.is_some() {
                 line.push_str(&" ".repeat(22));
             }
-            if let Some(place) = figure.place {
-                let axes = place.axes().map(|(name, index)| format!("{name} {index}"));
+            if let Some(Index(axes)) = &metric.index {
+                let axes = axes.iter().map(|(name, index)| format!("{name} {index}"));
                 _ = write!(line, "  {}", axes.collect::<Vec<_>>().join(", "));
             }
             text.push_str(line.trim_end());
@@ -241,8 +227,8 @@ impl Report {
         let verdict = if self.passed() {
             "PASSED: within tolerance of the float64 reference".to_owned()
         } else {
-            let failed: Vec<_> = self.figures.iter().filter(|figure| !figure.passes()).collect();
-            let names: Vec<_> = failed.iter().map(|figure| figure.name.as_str()).collect();
+            let failed: Vec<_> = self.metrics.iter().filter(|metric| !metric.passes()).collect();
+            let names: Vec<_> = failed.iter().map(|metric| metric.name.as_str()).collect();
             format!("FAILED: outside tolerance in {}", names.join(", "))
         };
         text.push_str(&verdict);

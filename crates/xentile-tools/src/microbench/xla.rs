@@ -4,44 +4,34 @@
 //! program from JAX has no argument for that memory, and makes new.
 
 use anyhow::{Context, Result};
-use half::{bf16, f16};
 use pjrt_client::{
     Buffer, CompileOptions, Event, ExecuteOptions, Execution, LoadedExecutable, Platform, Plugin,
     Topology,
 };
-use xentile::{DType, Element, LogitsShape, Tile};
-use xentile_cpu::cross_entropy::default_tile;
+use xentile::Tile;
+use xentile::operation::{Array, ArraySpec, Arrays, ElementRule, Pass, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{ElementType, Program, TensorType};
 
-use super::{
-    CompiledMemory, Config, DeviceMemory, ExportedBy, Found, Implementation, Logits, Setup, Subject,
-};
-use crate::config::{Backend, TileConfig, Weights};
+use super::{Benchmark, CompiledMemory, Config, DeviceMemory, Found, Logits, Setup, first_output};
+use crate::config::{Backend, Implementation, TileConfig};
 use crate::estimate::{self, Known};
-use crate::exported::{self, Asked, Own, Signature};
-use crate::input::linear::HiddenStates;
+use crate::exported::{self, Asked, Signature};
 use crate::schedule::Dump;
+use crate::setup::ExportedBy;
 use crate::timing::timed;
 use crate::tpu;
-use crate::xla::{self, Compiled, Session};
+use crate::xla::{self, Compiled, Session, read, upload};
 
 /// The operation with the inputs that `config` describes.
-pub(super) fn subject(config: &Config) -> Result<Box<dyn Subject>> {
-    Ok(match config.dtype {
-        DType::F32 => Box::new(OnXla::new::<f32>(config)?),
-        DType::Bf16 => Box::new(OnXla::new::<bf16>(config)?),
-        DType::F16 => Box::new(OnXla::new::<f16>(config)?),
-    })
+pub(super) fn benchmark(config: &Config) -> Result<Box<dyn Benchmark>> {
+    Ok(Box::new(OnXla::new(config)?))
 }
 
 /// Compiles for TPUs that need not be there.
 pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
-    let plan = match config.dtype {
-        DType::F32 => Plan::new::<f32>(config)?,
-        DType::Bf16 => Plan::new::<bf16>(config)?,
-        DType::F16 => Plan::new::<f16>(config)?,
-    };
+    let problem = config.problem()?;
+    let plan = Plan::new(config, &problem)?;
     let plugin = Plugin::find(Platform::Tpu, config.plugin.as_deref())?;
     let devices = Topology::new(plugin, topology, &[]).with_context(|| tpu::explain(topology))?;
     let setup = Setup {
@@ -55,14 +45,8 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         )),
         exported: plan.exported.clone(),
     };
-    let shape = config.shape()?;
-    let problem = estimate::Problem {
-        tokens: shape.tokens(),
-        vocab: shape.vocab(),
-        hidden: config.hidden,
-        width: config.dtype.size_bytes(),
-        tile: plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok()),
-    };
+    let tile = plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok());
+    let work = estimate::Work::of(&*config.op, &problem, tile);
     let dump = Dump::of_environment();
     let program = pjrt_client::Program::mlir(&plan.code);
     let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
@@ -75,7 +59,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         compiled: Some(executable.memory_stats()?.into()),
         estimate: schedule
             .as_ref()
-            .and_then(|schedule| estimate::estimate(topology, schedule, problem, &plan.moved)),
+            .and_then(|schedule| estimate::estimate(topology, schedule, &work, &plan.moved)),
         schedule,
         run: None,
     })
@@ -98,30 +82,22 @@ struct Plan {
 }
 
 impl Plan {
-    fn new<E: Element>(config: &Config) -> Result<Self> {
-        let shape = config.shape()?;
-        let linear = config.linear()?;
+    fn new(config: &Config, problem: &Problem) -> Result<Self> {
+        let (op, pass) = (config.op, config.op.whole(problem));
         let asked = Asked {
-            op: config.op,
+            op,
             backend: config.backend,
             implementation: config.implementation,
             topology: config.topology.as_deref(),
-            shape,
-            linear,
-            dtype: config.dtype,
+            problem,
             tile: config.tile,
             options: &config.options,
             program: config.program.as_deref(),
             cache: config.cache.as_deref(),
         };
-        let (signature, own) = match linear {
-            Some(linear) => (asked.linear_signature(linear)?, None),
-            None => {
-                let Own { signature, program, tile } =
-                    asked.own(default_tile::<E>(shape.vocab()))?;
-                (signature, Some((program, tile)))
-            }
-        };
+        let signature = Signature::of(op, problem, pass);
+        // What it refuses is said before anything is exported.
+        exported::own_tile(op, problem, config.backend)?;
         let exported = match asked.needs_export() {
             true => Some(asked.export(&signature)?),
             false => asked.named(&signature)?,
@@ -132,19 +108,21 @@ impl Plan {
                 tile: is_kernel.then(|| exported::tile(&exported)),
                 exported: Some((&exported).into()),
                 moved: Known::of_kernels(&exported.moved),
+                calls_kernels: exported::calls_kernels(&exported, config.backend),
                 code: exported.bytecode,
-                calls_kernels: asked.calls_kernels(),
                 signature,
             });
         }
-        let (program, tile) = own.context("a program of hidden states comes from JAX")?;
-        let platform = config.backend.platform().context("the backend has a platform")?;
+        let (backend, implementation) = (config.backend, config.implementation);
+        let own = exported::own_program(op, problem, pass, backend, implementation)?;
+        let (program, tile) = own.context("this build writes the program, or JAX does")?;
+        let platform = backend.platform().context("the backend has a platform")?;
         let program = xla::for_platform(platform, program.recycling(signature.gradients));
         Ok(Self {
             code: program.text.into_bytes(),
             exported: None,
             moved: Vec::new(),
-            tile: is_kernel.then_some(tile),
+            tile,
             calls_kernels: is_kernel,
             signature,
         })
@@ -160,58 +138,47 @@ struct OnXla {
     session: Session,
     setup: Setup,
     plan: Plan,
-    /// Logits first, or hidden states.
+    /// In the order of the program's arguments.
     inputs: Vec<Buffer>,
-    /// Of each token's loss, where nothing reduces it.
-    cotangents: Option<Vec<f32>>,
+    /// The first output as it comes to the host, and the cotangent of it, if any.
+    output: Array<'static>,
+    cotangent: Option<Array<'static>>,
     compiled: Option<Compiled>,
-    /// None where there are no logits.
+    /// None where a step is held to products.
     copy: Option<LoadedExecutable>,
     /// The last gradient, for the next to take its place.
     recycled: Option<Buffer>,
-    /// The last loss, a scalar or one a token.
+    /// The last first output.
     loss: Option<Buffer>,
     /// The end of the last run.
     last: Option<Event>,
 }
 
 impl OnXla {
-    fn new<E: Element + pjrt_client::Element>(config: &Config) -> Result<Self> {
-        let shape = config.shape()?;
+    fn new(config: &Config) -> Result<Self> {
+        let (op, problem) = (config.op, config.problem()?);
         let platform = config.backend.platform().context("the backend has a platform")?;
         if platform == Platform::Tpu {
             // Before a program is made that could not run.
             tpu::require()?;
         }
-        let plan = Plan::new::<E>(config)?;
+        let plan = Plan::new(config, &problem)?;
         let session = Session::open(platform, config.plugin.as_deref(), config.cache.as_deref())?;
         if plan.calls_kernels {
             session.register_kernels()?;
         }
 
-        let rows: Vec<u64> = (0..shape.tokens() as u64).collect();
+        let pass = op.whole(&problem);
+        let rows: Vec<u64> = (0..problem.dim("T") as u64).collect();
         let input = &config.input;
-        let mut inputs = match config.linear()? {
-            None => of_logits::<E>(config, &session, plan.gradient_type(), &rows)?,
-            Some(linear) => {
-                let ignore_index = config.options.ignore_index;
-                HiddenStates::<E>::synthetic(input, &rows, shape.vocab(), linear, ignore_index)
-                    .context("input")?
-                    .upload(&session)?
-            }
+        let mut arrays = match config.logits {
+            Logits::Random => op.inputs(&problem, input, &rows).context("input")?,
+            Logits::Zeros => op.zeros(&problem, input, &rows)?,
         };
-        let tokens = [shape.tokens()];
-        let mut cotangents = None;
-        if config.options.reduction.reduction().is_none() {
-            let [loss, ..] = input.cotangents(&rows);
-            let zeros = vec![0.0_f32; shape.tokens()];
-            for cotangents in [&loss, &zeros, &zeros] {
-                inputs.push(session.upload(cotangents, &tokens)?);
-            }
-            cotangents = Some(loss);
-        } else if config.options.weights == Weights::Random {
-            inputs.push(session.upload(&input.weights(&rows), &tokens)?);
-        }
+        arrays.extend(op.measured(&problem, pass, input, &rows));
+        let inputs = uploaded(config, &session, &problem, pass, &arrays)?;
+        let (output, cotangent) = first_output(config, &problem, pass);
+        let cotangent = arrays.get(cotangent).cloned();
         let setup = Setup {
             tile: plan.tile,
             threads: None,
@@ -220,14 +187,30 @@ impl OnXla {
             plugin: Some(session.describe()?),
             exported: plan.exported.clone(),
         };
-        let copy = match config.hidden {
-            None => Some(session.compile(&copy_of(shape, config))?.executable),
-            Some(_) => None,
+        let copy = match op.cost(&problem).flops {
+            0 => {
+                let ty = plan.signature.arguments[0].clone();
+                Some(session.compile(&copy_of(ty, config.backend))?.executable)
+            }
+            _ => None,
         };
+        let output = room_for(config, &problem, pass, output);
         let compiled = None;
         let recycled = None;
         let (loss, last) = (None, None);
-        Ok(Self { session, setup, plan, inputs, cotangents, compiled, copy, recycled, loss, last })
+        Ok(Self {
+            session,
+            setup,
+            plan,
+            inputs,
+            output,
+            cotangent,
+            compiled,
+            copy,
+            recycled,
+            loss,
+            last,
+        })
     }
 
     /// Memory for a gradient: that of the last, else new.
@@ -245,23 +228,33 @@ impl OnXla {
     }
 }
 
-/// Logits, whose type is `ty`, and labels on the device.
-fn of_logits<E: Element + pjrt_client::Element>(
+/// What a pass takes, on the device.
+fn uploaded(
     config: &Config,
     session: &Session,
-    ty: &TensorType,
-    rows: &[u64],
+    problem: &Problem,
+    pass: Pass,
+    arrays: &Arrays<'_>,
 ) -> Result<Vec<Buffer>> {
-    let shape = config.shape()?;
-    let mut logits = vec![E::from_f32(0.0); shape.elements()];
-    if config.logits == Logits::Random {
-        config.input.fill_logits(rows, shape.vocab(), &mut logits);
-    }
-    let labels = config.input.labels(rows, shape.vocab(), config.options.ignore_index);
-    Ok(vec![session.upload_matrix(&logits, ty)?, session.upload_labels(&labels)?])
+    let operand = |spec: &ArraySpec| {
+        let array = arrays.get(spec.name).with_context(|| format!("{} is drawn", spec.name))?;
+        upload(session, spec, problem, array)
+    };
+    config.op.signature(problem, pass).operands.iter().map(operand).collect()
 }
 
-impl Subject for OnXla {
+/// Room on the host for the result `name`.
+fn room_for(config: &Config, problem: &Problem, pass: Pass, name: &str) -> Array<'static> {
+    let signature = config.op.signature(problem, pass);
+    let Some(spec) = signature.get(name) else { return Array::of(Vec::<f32>::new()) };
+    let length = spec.extents(problem).iter().product();
+    match spec.element {
+        ElementRule::Is(dtype) => Array::filled(dtype, length, 0.0),
+        _ => Array::filled(problem.dtype, length, 0.0),
+    }
+}
+
+impl Benchmark for OnXla {
     fn compile(&mut self) -> Result<()> {
         self.compiled = Some(self.session.compile_code(&self.plan.code)?);
         Ok(())
@@ -295,12 +288,10 @@ impl Subject for OnXla {
     }
 
     fn loss(&self) -> Result<f64> {
-        let loss = self.loss.as_ref().context("a step gives the loss")?.to_vec::<f32>()?;
-        let term = |(index, &loss): (usize, &f32)| {
-            let cotangent = self.cotangents.as_ref().map_or(1.0, |cotangents| cotangents[index]);
-            f64::from(cotangent) * f64::from(loss)
-        };
-        Ok(loss.iter().enumerate().map(term).sum())
+        let mut output = self.output.clone();
+        read(self.loss.as_ref().context("a step gives its first output")?, &mut output)?;
+        let of = |index| self.cotangent.as_ref().map_or(1.0, |cotangent| cotangent.at(index));
+        Ok((0..output.len()).map(|index| of(index) * output.at(index)).sum())
     }
 
     /// Into memory that is there already.
@@ -312,7 +303,7 @@ impl Subject for OnXla {
             for _ in 0..count {
                 let recycled = self.take_recycled()?;
                 let arguments = [&self.inputs[0], &recycled];
-                let copy = self.copy.as_ref().context("there are logits")?;
+                let copy = self.copy.as_ref().context("a step is held to copies")?;
                 let Execution { mut outputs, done } =
                     copy.execute_async(&arguments, &ExecuteOptions::default())?;
                 self.recycled = Some(outputs.swap_remove(0));
@@ -350,12 +341,11 @@ impl Subject for OnXla {
     }
 }
 
-/// Reads as many bytes as logits have and writes as many, in the quicker of XLA's ways: on a GPU a
-/// copy by the driver, elsewhere a negation, which XLA has threads for.
-fn copy_of(shape: LogitsShape, config: &Config) -> Program {
-    let ty = TensorType::new(&[shape.tokens(), shape.vocab()], config.dtype.into());
+/// Reads as many bytes as an array of this type has and writes as many, in the quicker of XLA's ways: on
+/// a GPU a copy by the driver, elsewhere a negation, which XLA has threads for.
+fn copy_of(ty: TensorType, backend: Backend) -> Program {
     let mut b = Builder::new("copy", &[ty]);
     let x = b.argument(0);
-    let y = if config.backend == Backend::XlaCuda { x } else { b.unary("negate", &x) };
+    let y = if backend == Backend::XlaCuda { x } else { b.unary("negate", &x) };
     b.finish(&[&y]).recycling(0)
 }

@@ -3,7 +3,6 @@
 use std::fmt::Display;
 
 use super::{Estimated, Measured, Memory, ProgramMemory, figure};
-use crate::config::Op;
 use crate::memory;
 
 /// A column: its head, and what it says of a cell.
@@ -13,23 +12,32 @@ pub(super) type Column = (&'static str, fn(&Measured) -> String);
 pub(super) const NOTHING_RAN: &str = "Times are estimates from the compiler's schedule and what is \
     published of the chip; nothing ran.\n\n";
 
+/// What decides which columns there are.
+#[derive(Clone, Copy)]
+pub(super) struct Kind {
+    /// Whether a step is held to products, and their plan told; else to copies.
+    pub(super) of_products: bool,
+    /// Whether programs are compiled and none run.
+    pub(super) is_compiled: bool,
+}
+
 /// The columns of `sweep.csv`, between the status and the error.
-pub(super) fn csv(op: Op, is_compiled: bool) -> Vec<Column> {
-    match (op, is_compiled) {
-        (Op::CrossEntropy, false) => [CSV_STEP, CSV_COPY, CSV_RUN].concat(),
-        (Op::LinearCrossEntropy, false) => [CSV_STEP, CSV_PRODUCTS, CSV_RUN, CSV_PLAN].concat(),
-        (Op::CrossEntropy, true) => [CSV_PROGRAM, CSV_TILE, CSV_ESTIMATE].concat(),
-        (Op::LinearCrossEntropy, true) => [CSV_PROGRAM, CSV_ESTIMATE, CSV_PLAN].concat(),
+pub(super) fn csv(kind: Kind) -> Vec<Column> {
+    match (kind.of_products, kind.is_compiled) {
+        (false, false) => [CSV_STEP, CSV_COPY, CSV_RUN].concat(),
+        (true, false) => [CSV_STEP, CSV_PRODUCTS, CSV_RUN, CSV_PLAN].concat(),
+        (false, true) => [CSV_PROGRAM, CSV_TILE, CSV_ESTIMATE].concat(),
+        (true, true) => [CSV_PROGRAM, CSV_ESTIMATE, CSV_PLAN].concat(),
     }
 }
 
 /// The columns of `sweep.md`.
-pub(super) fn markdown(op: Op, is_compiled: bool) -> Vec<Column> {
-    match (op, is_compiled) {
-        (Op::CrossEntropy, false) => [STEP, COPY, RUN].concat(),
-        (Op::LinearCrossEntropy, false) => [STEP, PRODUCTS, RUN, PLAN].concat(),
-        (Op::CrossEntropy, true) => [PROGRAM, TILE, ESTIMATE].concat(),
-        (Op::LinearCrossEntropy, true) => [PROGRAM, ESTIMATE, PLAN].concat(),
+pub(super) fn markdown(kind: Kind) -> Vec<Column> {
+    match (kind.of_products, kind.is_compiled) {
+        (false, false) => [STEP, COPY, RUN].concat(),
+        (true, false) => [STEP, PRODUCTS, RUN, PLAN].concat(),
+        (false, true) => [PROGRAM, TILE, ESTIMATE].concat(),
+        (true, true) => [PROGRAM, ESTIMATE, PLAN].concat(),
     }
 }
 

@@ -1,18 +1,11 @@
-//! Hidden states, an output matrix and labels: made up from a seed, or read from a file.
+//! Hidden states, an output matrix and labels, made up from a seed.
 
-use anyhow::{Result, bail, ensure};
-use pjrt_client::Buffer;
 use rayon::prelude::*;
-use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
-use xentile::{Element, LogitsShape};
-use xentile_programs::TensorType;
-use xentile_programs::exported::Linear;
 
-use super::file::Tensors;
-use super::synthetic::{Distribution, Purpose, Synthetic};
-use super::trained;
-use crate::config::linear_shape;
-use crate::xla::Session;
+use super::{LinearShape, VocabAxis};
+use crate::cross_entropy::trained;
+use crate::operation::{Distribution, Purpose, Synthetic};
+use crate::{Element, Error, Result};
 
 /// The distributions that products have.
 const CHOICES: &str = "hidden states are normal, uniform, peaked or trained";
@@ -23,35 +16,14 @@ const SEED_OF_WEIGHT: u64 = 0x9e37_79b9_7f4a_7c15;
 /// What a loss of hidden states is of.
 #[derive(Clone, Debug)]
 pub struct HiddenStates<E> {
-    /// `[T, D]` and `[V, D]` or `[D, V]`.
-    pub shape: LinearShape,
     /// `[T, D]`.
     pub hidden: Vec<E>,
-    /// As the shape says.
+    /// `[V, D]` or `[D, V]`.
     pub weight: Vec<E>,
     /// `[V]`.
     pub bias: Option<Vec<E>>,
     /// `[T]`.
     pub labels: Vec<i64>,
-}
-
-impl<E: Element + pjrt_client::Element> HiddenStates<E> {
-    /// All of it on the device, in the order of a program's arguments.
-    ///
-    /// # Errors
-    /// The device has no memory for it, or a label does not fit 32 bits.
-    pub(crate) fn upload(&self, session: &Session) -> Result<Vec<Buffer>> {
-        let of = |dims: &[usize]| TensorType::new(dims, <E as Element>::DTYPE.into());
-        let mut buffers = vec![
-            session.upload_matrix(&self.hidden, &of(&self.shape.hidden()))?,
-            session.upload_matrix(&self.weight, &of(&self.shape.weight()))?,
-        ];
-        if let Some(bias) = &self.bias {
-            buffers.push(session.upload(bias, &[bias.len()])?);
-        }
-        buffers.push(session.upload_labels(&self.labels)?);
-        Ok(buffers)
-    }
 }
 
 impl<E: Element> HiddenStates<E> {
@@ -65,20 +37,20 @@ impl<E: Element> HiddenStates<E> {
     pub fn synthetic(
         synthetic: &Synthetic,
         rows: &[u64],
-        vocab: usize,
-        linear: Linear,
+        shape: LinearShape,
+        has_bias: bool,
         ignore_index: i64,
     ) -> Result<Self> {
+        let wrong = |name| Err(Error::Invalid(format!("distribution is {name}; {CHOICES}")));
         let distribution = match synthetic.distribution {
             Distribution::Normal | Distribution::Peaked | Distribution::Trained => {
                 Distribution::Normal
             }
             Distribution::Uniform => Distribution::Uniform,
-            Distribution::Offset => bail!("distribution is offset; {CHOICES}"),
-            Distribution::Masked => bail!("distribution is masked; {CHOICES}"),
+            Distribution::Offset => return wrong("offset"),
+            Distribution::Masked => return wrong("masked"),
         };
-        let shape = linear_shape(LogitsShape::new(rows.len(), vocab)?, linear)?;
-        let width = shape.width();
+        let (width, vocab) = (shape.width(), shape.vocab());
         let seed = synthetic.seed;
         let of_unit = Synthetic { distribution, std: Some(1.0), seed, ..Synthetic::default() };
         let of_weight = Synthetic {
@@ -92,17 +64,17 @@ impl<E: Element> HiddenStates<E> {
         let mut weight = zeros(vocab * width);
         if is_trained {
             weight.par_chunks_mut(width).zip(&columns).for_each(|(out, &column)| {
-                trained::fill_weight(&mut of_weight.rng(column, Purpose::Logits), out);
+                trained::fill_weight(&mut of_weight.rng(column, Purpose::Entries), out);
             });
         } else {
-            of_weight.fill_logits(&columns, width, &mut weight);
+            of_weight.fill(&columns, width, &mut weight);
         }
         let of_column = |column: usize| &weight[column * width..][..width];
         let mut hidden = zeros(rows.len() * width);
         hidden.par_chunks_mut(width).zip(rows).for_each(|(out, &row)| {
             let mut state = vec![0_f32; width];
             if let Some(of_row) = synthetic.trained(row, vocab) {
-                let rng = &mut synthetic.rng(row, Purpose::Logits);
+                let rng = &mut synthetic.rng(row, Purpose::Entries);
                 let mean = trained::fill_hidden(&of_row, rng, &mut state);
                 for (column, height) in of_row.rising() {
                     let weight = floats(of_column(column));
@@ -112,7 +84,7 @@ impl<E: Element> HiddenStates<E> {
                     point(&mut state, &direction, &weight, mean + height);
                 }
             } else {
-                of_unit.fill_logits(&[row], width, &mut state);
+                of_unit.fill(&[row], width, &mut state);
                 if let Some(peak) = synthetic.peak(row, vocab) {
                     let [top, label] = [peak.column, peak.label].map(|at| floats(of_column(at)));
                     let over: Vec<_> = top.iter().zip(label).map(|(w, y)| w - y).collect();
@@ -124,29 +96,11 @@ impl<E: Element> HiddenStates<E> {
             }
         });
         let labels = synthetic.labels(rows, vocab, ignore_index);
-        Ok(Self::of(shape, hidden, weight, labels, &of_unit, linear.bias))
-    }
-
-    /// Those of a file; a bias, which files do not have, is made up.
-    ///
-    /// # Errors
-    /// The file holds logits, or hidden states of another width than `linear` says.
-    pub fn of_file(tensors: &Tensors<'_>, linear: Linear) -> Result<Self> {
-        let (hidden, weight, labels) = tensors.hidden()?;
-        let found = tensors.width();
-        ensure!(
-            found == Some(linear.hidden),
-            "it has hidden states of {} columns and the config asks for {}; drop `hidden` or mend it",
-            found.unwrap_or_default(),
-            linear.hidden
-        );
-        let logits = LogitsShape::new(labels.len(), tensors.shape().vocab)?;
-        let shape = linear_shape(logits, linear)?;
-        Ok(Self::of(shape, hidden, weight, labels, &Synthetic::default(), linear.bias))
+        Ok(Self::of(shape, hidden, weight, labels, &of_unit, has_bias))
     }
 
     /// With `weight` `[V, D]` as it comes.
-    fn of(
+    pub(super) fn of(
         shape: LinearShape,
         hidden: Vec<E>,
         weight: Vec<E>,
@@ -166,10 +120,10 @@ impl<E: Element> HiddenStates<E> {
             let of_bias = Synthetic { seed: of_bias.seed ^ SEED_OF_WEIGHT, ..of_bias.clone() };
             let mut bias = vec![E::from_f32(0.0); vocab];
             // The row after those of the weight.
-            of_bias.fill_logits(&[vocab as u64], vocab, &mut bias);
+            of_bias.fill(&[vocab as u64], vocab, &mut bias);
             bias
         });
-        Self { shape, hidden, weight, bias, labels }
+        Self { hidden, weight, bias, labels }
     }
 }
 
@@ -195,23 +149,24 @@ fn point(state: &mut [f32], direction: &[f32], factor: &[f32], product: f32) {
 mod tests {
     use super::*;
 
-    const LINEAR: Linear =
-        Linear { hidden: 64, bias: true, vocab_axis: 0, max_scratch_bytes: None };
+    fn shape(rows: usize, vocab: usize, width: usize, axis: VocabAxis) -> LinearShape {
+        LinearShape::new([rows, width], axis.weight(vocab, width), Some(axis)).unwrap()
+    }
 
-    fn made(synthetic: &Synthetic, linear: Linear) -> HiddenStates<f32> {
+    fn made(synthetic: &Synthetic, axis: VocabAxis) -> HiddenStates<f32> {
         let rows: Vec<u64> = (0..40).collect();
-        HiddenStates::synthetic(synthetic, &rows, 500, linear, -100).unwrap()
+        HiddenStates::synthetic(synthetic, &rows, shape(40, 500, 64, axis), true, -100).unwrap()
     }
 
     fn logit(made: &HiddenStates<f32>, row: usize, column: usize) -> f32 {
-        let width = made.shape.width();
+        let width = made.hidden.len() / 40;
         let weight = &made.weight[column * width..][..width];
         made.hidden[row * width..][..width].iter().zip(weight).map(|(x, w)| x * w).sum()
     }
 
     #[test]
     fn logits_are_as_wide_as_asked_for() {
-        let made = made(&Synthetic::default(), LINEAR);
+        let made = made(&Synthetic::default(), VocabAxis::First);
         let cells = (0..40).flat_map(|row| (0..500).map(move |column| (row, column)));
         let squares: f32 = cells.map(|(row, column)| logit(&made, row, column).powi(2)).sum();
         let deviation = (squares / 2e4).sqrt();
@@ -224,22 +179,29 @@ mod tests {
     #[test]
     fn a_peaked_row_points_at_a_column_that_is_not_its_label() {
         let peaked = Synthetic { distribution: Distribution::Peaked, ..Synthetic::default() };
-        let made = made(&peaked, LINEAR);
+        let made = made(&peaked, VocabAxis::First);
         for row in 0..40 {
             let label = logit(&made, row, made.labels[row] as usize);
             let top = (0..500).map(|column| logit(&made, row, column)).fold(f32::MIN, f32::max);
             assert!((top - label - 38.0).abs() < 1e-3, "row {row}: {top} above {label}");
         }
         let masked = Synthetic { distribution: Distribution::Masked, ..Synthetic::default() };
-        let refused = HiddenStates::<f32>::synthetic(&masked, &[0], 500, LINEAR, -100);
+        let refused = HiddenStates::<f32>::synthetic(
+            &masked,
+            &[0],
+            shape(1, 500, 64, VocabAxis::First),
+            true,
+            -100,
+        );
         assert!(refused.unwrap_err().to_string().contains("normal, uniform, peaked or trained"));
     }
 
     #[test]
     fn a_trained_row_has_outliers_and_often_its_label_on_top() {
         let trained = Synthetic { distribution: Distribution::Trained, ..Synthetic::default() };
-        let (rows, linear): (Vec<u64>, _) = ((0..40).collect(), Linear { hidden: 576, ..LINEAR });
-        let made = HiddenStates::<f32>::synthetic(&trained, &rows, 4000, linear, -100).unwrap();
+        let rows: Vec<u64> = (0..40).collect();
+        let shape = shape(40, 4000, 576, VocabAxis::First);
+        let made = HiddenStates::<f32>::synthetic(&trained, &rows, shape, true, -100).unwrap();
         let (mut on_top, mut square) = (0, 0.0);
         for row in 0..40 {
             let logits: Vec<_> = (0..4000).map(|column| logit(&made, row, column)).collect();
@@ -257,9 +219,8 @@ mod tests {
 
     #[test]
     fn either_way_round_it_is_the_same_weight() {
-        let first = made(&Synthetic::default(), LINEAR);
-        let last = made(&Synthetic::default(), Linear { vocab_axis: 1, ..LINEAR });
-        assert_eq!(last.shape.weight(), [64, 500]);
+        let first = made(&Synthetic::default(), VocabAxis::First);
+        let last = made(&Synthetic::default(), VocabAxis::Last);
         assert_eq!(first.weight[3 * 64 + 7], last.weight[7 * 500 + 3]);
     }
 }

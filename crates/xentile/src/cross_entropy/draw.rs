@@ -1,130 +1,25 @@
-//! Logits, labels, weights and cotangents made up from a seed. Every row has a generator of its
-//! own, so that rows come out the same whichever others are made and on however many threads.
+//! Logits, labels, weights and cotangents made up from a seed.
 
-use anyhow::{Result, ensure};
-use clap::ValueEnum;
-use rand::{RngExt, SeedableRng};
+use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
-use xentile::Element;
 
 use super::trained;
-
-/// How logits are distributed.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-#[value(rename_all = "lowercase")]
-pub enum Distribution {
-    /// Normal around 0.
-    #[default]
-    Normal,
-    /// Uniform around 0.
-    Uniform,
-    /// Normal, but of a share of tokens one column, not the label, is so many nats above the label.
-    Peaked,
-    /// Shaped like those of trained language models.
-    Trained,
-    /// Normal around 10000.
-    Offset,
-    /// Normal, with one entry in eight -inf, never the label's.
-    Masked,
-}
-
-/// Made-up inputs.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Synthetic {
-    /// How logits are distributed.
-    pub distribution: Distribution,
-    /// The logits' standard deviation, 2 where absent. A trained distribution has its own.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub std: Option<f64>,
-    /// Of a peaked distribution: the share of tokens that have a peak, in `[0, 1]`; 1 where absent.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub share: Option<f64>,
-    /// Of a peaked distribution: by how many nats the peak is above the label; 38 where absent.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub height: Option<f64>,
-    /// What everything is derived from.
-    pub seed: u64,
-    /// The share of tokens whose label is `ignore_index`, in `[0, 1]`.
-    pub ignored: f64,
-}
+use crate::Element;
+use crate::operation::{Distribution, Purpose, Synthetic};
 
 /// The stream of what all rows have in common: that of no row.
 const OF_COLUMNS: u64 = u64::MAX;
 
 /// A column that is not the label, and by how much its logit is above the label's.
-pub(super) struct Peak {
-    pub(super) label: usize,
-    pub(super) column: usize,
-    pub(super) height: f32,
-}
-
-/// Generators of one row that must not run into one another.
-#[derive(Clone, Copy)]
-pub(super) enum Purpose {
-    Logits,
-    Label,
-    Weight,
-    Cotangents,
+pub(crate) struct Peak {
+    pub(crate) label: usize,
+    pub(crate) column: usize,
+    pub(crate) height: f32,
 }
 
 impl Synthetic {
-    /// Checks the range of every field, and that the distribution has it.
-    ///
-    /// # Errors
-    /// The first outside its range, or of another distribution.
-    pub fn validate(&self) -> Result<()> {
-        let Self { distribution, ignored, .. } = *self;
-        let name = crate::microbench::name(&distribution);
-        let trained = distribution == Distribution::Trained;
-        ensure!(
-            self.std.is_none() || !trained,
-            "std is set; distribution trained has its own, the others have std"
-        );
-        for (key, is_set) in [("share", self.share.is_some()), ("height", self.height.is_some())] {
-            ensure!(
-                !is_set || distribution == Distribution::Peaked,
-                "{key} is set; distribution {name} has none, peaked has"
-            );
-        }
-        for (key, value) in [("std", self.std()), ("height", self.height())] {
-            ensure!(
-                value > 0.0 && value.is_finite(),
-                "{key} is {value}; it must be finite and above 0"
-            );
-        }
-        for (key, value) in [("share", self.share()), ("ignored", ignored)] {
-            ensure!((0.0..=1.0).contains(&value), "{key} is {value}; it must be in [0, 1]");
-        }
-        Ok(())
-    }
-
-    pub(super) fn std(&self) -> f64 {
-        self.std.unwrap_or(2.0)
-    }
-
-    fn share(&self) -> f64 {
-        self.share.unwrap_or(1.0)
-    }
-
-    fn height(&self) -> f64 {
-        self.height.unwrap_or(38.0)
-    }
-
-    pub(super) fn rng(&self, row: u64, purpose: Purpose) -> ChaCha8Rng {
-        self.stream(row * 4 + purpose as u64)
-    }
-
-    fn stream(&self, stream: u64) -> ChaCha8Rng {
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        rng.set_stream(stream);
-        rng
-    }
-
     /// The label of `row` before any is ignored.
     fn column(&self, row: u64, vocab: usize) -> usize {
         match self.trained(row, vocab) {
@@ -134,13 +29,13 @@ impl Synthetic {
     }
 
     /// What a `row` of a trained distribution says of its next token.
-    pub(super) fn trained(&self, row: u64, vocab: usize) -> Option<trained::Row> {
+    pub(crate) fn trained(&self, row: u64, vocab: usize) -> Option<trained::Row> {
         let is_trained = self.distribution == Distribution::Trained;
         is_trained.then(|| trained::Row::draw(&mut self.rng(row, Purpose::Label), vocab))
     }
 
     /// The peak of a `row` of a peaked distribution, where it has one.
-    pub(super) fn peak(&self, row: u64, vocab: usize) -> Option<Peak> {
+    pub(crate) fn peak(&self, row: u64, vocab: usize) -> Option<Peak> {
         let mut rng = self.rng(row, Purpose::Label);
         let label = rng.random_range(0..vocab);
         let is_peaked = self.distribution == Distribution::Peaked && vocab > 1;
@@ -150,27 +45,25 @@ impl Synthetic {
         })
     }
 
-    /// Fills `out` with `rows`, `vocab` columns each.
+    /// Fills `out` with `rows` of logits, `vocab` columns each.
     ///
     /// # Panics
     /// `out` is not `rows.len() * vocab` long.
     pub fn fill_logits<E: Element>(&self, rows: &[u64], vocab: usize, out: &mut [E]) {
         assert_eq!(out.len(), rows.len() * vocab);
-        out.par_chunks_mut(vocab.max(1)).zip(rows).for_each(|(out, &row)| self.fill_row(row, out));
+        out.par_chunks_mut(vocab.max(1)).zip(rows).for_each(|(out, &row)| {
+            self.fill_row_of_logits(row, out);
+        });
     }
 
-    fn fill_row<E: Element>(&self, row: u64, out: &mut [E]) {
-        let mut rng = self.rng(row, Purpose::Logits);
+    fn fill_row_of_logits<E: Element>(&self, row: u64, out: &mut [E]) {
+        let mut rng = self.rng(row, Purpose::Entries);
         let std = self.std() as f32;
         let normal = |rng: &mut ChaCha8Rng| std * rng.sample::<f32, _>(StandardNormal);
         let rng = &mut rng;
         match self.distribution {
-            Distribution::Normal => out.fill_with(|| E::from_f32(normal(rng))),
-            Distribution::Offset => out.fill_with(|| E::from_f32(normal(rng) + 1e4)),
-            Distribution::Uniform => {
-                // A uniform distribution's standard deviation is its half-width over sqrt(3).
-                let end = std * 3_f32.sqrt();
-                out.fill_with(|| E::from_f32(end * rng.random_range(-1.0_f32..1.0)));
+            Distribution::Normal | Distribution::Uniform | Distribution::Offset => {
+                self.fill_row(row, out);
             }
             Distribution::Masked => {
                 out.fill_with(|| {

@@ -2,12 +2,12 @@
 //! probability of every column in f32; the backward pass reads them. Rows are spread over the same
 //! threads as the kernel's; nothing is tiled, and `exp` is the standard library's.
 
-use std::sync::{Mutex, PoisonError};
-
 use xentile::Element;
 use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
 use xentile::cross_entropy::{CrossEntropy, Target};
-use xentile_cpu::Parallel;
+
+use crate::Parallel;
+use crate::operation::for_each;
 
 /// Logits `[T, V]` and labels `[T]`.
 pub(crate) struct Dense<'a, E> {
@@ -100,28 +100,12 @@ impl<E: Element> Dense<'_, E> {
     }
 }
 
-/// Calls `work` with every one of `pieces` and its number, spread over `pool`.
-pub(crate) fn for_each<T: Send>(
-    pool: &dyn Parallel,
-    pieces: impl Iterator<Item = T>,
-    work: impl Fn(usize, T) + Sync,
-) {
-    // A lock that nobody else ever wants hands each piece to the one task that has its number.
-    let pieces: Vec<_> = pieces.map(|piece| Mutex::new(Some(piece))).collect();
-    pool.run(pieces.len(), &|index| {
-        let piece = pieces[index].lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(piece) = piece {
-            work(index, piece);
-        }
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::input::synthetic::Synthetic;
+    use crate::Threads;
     use xentile::cross_entropy::reference;
-    use xentile_cpu::Threads;
+    use xentile::operation::Synthetic;
 
     #[test]
     fn the_dense_program_agrees_with_the_float64_reference() {

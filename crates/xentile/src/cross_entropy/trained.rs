@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use rand::{Rng, RngExt};
 use rand_distr::StandardNormal;
-use xentile::Element;
+
+use crate::Element;
 
 /// Columns that stand above the others: those at the ranks 0, 1, 2, 4, .. 64 of a row, and one that is
 /// the label where none of those is.
@@ -48,14 +49,14 @@ fn column(rng: &mut impl Rng, vocab: usize) -> usize {
 }
 
 /// What a token's row says of its next token.
-pub(super) struct Row {
-    pub(super) label: usize,
+pub(crate) struct Row {
+    pub(crate) label: usize,
     /// Columns, and by how much their logits lie above the row's mean; the top one first.
     candidates: [(usize, f32); CANDIDATES],
 }
 
 impl Row {
-    pub(super) fn draw(rng: &mut impl Rng, vocab: usize) -> Self {
+    pub(crate) fn draw(rng: &mut impl Rng, vocab: usize) -> Self {
         let sharpness = normal(rng, [0.0, 0.7]).exp();
         let top = 13.0 + 3.5 * sharpness;
         let mut candidates = std::array::from_fn(|index| {
@@ -76,13 +77,13 @@ impl Row {
     }
 
     /// The candidates, the top one last.
-    pub(super) fn rising(&self) -> impl Iterator<Item = (usize, f32)> {
+    pub(crate) fn rising(&self) -> impl Iterator<Item = (usize, f32)> {
         self.candidates.into_iter().rev()
     }
 }
 
 /// A row's logits. `columns` is the same for every row.
-pub(super) fn fill_logits<E: Element>(
+pub(crate) fn fill_logits<E: Element>(
     row: &Row,
     rng: &mut impl Rng,
     columns: &mut impl Rng,
@@ -98,13 +99,13 @@ pub(super) fn fill_logits<E: Element>(
 }
 
 /// Where the leading dimensions of so many are.
-pub(super) fn leading(width: usize) -> impl Iterator<Item = usize> {
+pub(crate) fn leading(width: usize) -> impl Iterator<Item = usize> {
     let count = LEADING.len().min(width / 4);
     (0..count).map(move |index| index * width / count)
 }
 
 /// A column's row of weights.
-pub(super) fn fill_weight<E: Element>(rng: &mut impl Rng, out: &mut [E]) {
+pub(crate) fn fill_weight<E: Element>(rng: &mut impl Rng, out: &mut [E]) {
     let norm = WEIGHT_NORM * normal(rng, [0.0, WEIGHT_NORMS]).exp();
     let deviation = norm / (out.len() as f32).sqrt();
     out.fill_with(|| E::from_f32(normal(rng, [0.0, deviation])));
@@ -115,7 +116,7 @@ pub(super) fn fill_weight<E: Element>(rng: &mut impl Rng, out: &mut [E]) {
 }
 
 /// The hidden state of a row's token before it points at its candidates, and the mean of its logits.
-pub(super) fn fill_hidden(row: &Row, rng: &mut impl Rng, out: &mut [f32]) -> f32 {
+pub(crate) fn fill_hidden(row: &Row, rng: &mut impl Rng, out: &mut [f32]) -> f32 {
     // What leading dimensions, and candidates' rows of weights where they meet others, do to logits
     // is not for the other dimensions to do.
     let of_leading: f32 = LEADING.iter().map(|[_, of]| (of * LEADING_WEIGHTS[1]).powi(2)).sum();

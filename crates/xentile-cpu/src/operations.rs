@@ -1,0 +1,14 @@
+//! Kernels by an operation's name, a line each.
+
+use crate::operation::Kernels;
+use crate::{cross_entropy, rms_norm};
+
+/// The kernels of each operation that has any here.
+const KERNELS: &[&dyn Kernels] =
+    &[&cross_entropy::operation::KERNELS, &rms_norm::operation::KERNELS];
+
+/// The kernels of the operation called `name`.
+#[must_use]
+pub fn kernels(name: &str) -> Option<&'static dyn Kernels> {
+    KERNELS.iter().copied().find(|kernels| kernels.name() == name)
+}

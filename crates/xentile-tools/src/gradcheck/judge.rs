@@ -1,0 +1,298 @@
+//! The comparison itself: every entry of every result against the reference.
+
+use std::sync::{Mutex, PoisonError};
+
+use xentile::Element;
+use xentile::operation::{
+    Array, ArrayElement, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor,
+};
+
+use super::report::{Index, Metric, Report};
+use crate::config::Op;
+
+/// The largest of a metric so far, and where. A NaN is larger than every number.
+#[derive(Clone, Copy, Debug, Default)]
+struct Worst {
+    value: f64,
+    index: Option<usize>,
+}
+
+impl Worst {
+    /// Of equal values that of the first entry is kept, in whichever order rows come.
+    fn see(&mut self, value: f64, index: usize) {
+        let is_first = self.index.is_some_and(|found| index < found);
+        let ties = value == self.value || value.is_nan() && self.value.is_nan();
+        if value > self.value || value.is_nan() && !self.value.is_nan() || ties && is_first {
+            *self = Self { value, index: Some(index) };
+        }
+    }
+
+    fn merge(&mut self, other: Self) {
+        if let Some(index) = other.index {
+            self.see(other.value, index);
+        }
+    }
+}
+
+/// The distance of two numbers; 0 where both are NaN or the same infinity, infinite where only one
+/// of them is finite.
+fn distance(actual: f64, expected: f64) -> f64 {
+    if actual == expected || actual.is_nan() && expected.is_nan() {
+        0.0
+    } else if actual.is_finite() && expected.is_finite() {
+        (actual - expected).abs()
+    } else {
+        f64::INFINITY
+    }
+}
+
+/// What a row, or many rows, differ by.
+#[derive(Clone, Copy, Debug, Default)]
+struct Errors {
+    abs: Worst,
+    rel: Worst,
+    rounded_abs: Worst,
+    rounded_ulp: Worst,
+    excess: Worst,
+    unequal: u64,
+    /// Of errors, and of what was expected.
+    squares: f64,
+    total: f64,
+}
+
+impl Errors {
+    fn merge(&mut self, other: Self) {
+        self.abs.merge(other.abs);
+        self.rel.merge(other.rel);
+        self.rounded_abs.merge(other.rounded_abs);
+        self.rounded_ulp.merge(other.rounded_ulp);
+        self.excess.merge(other.excess);
+        self.unequal += other.unequal;
+        self.squares += other.squares;
+        self.total += other.total;
+    }
+}
+
+/// One result that is being judged.
+struct OfResult<'a> {
+    found: &'a Array<'a>,
+    judged: Judged,
+    errors: Mutex<Errors>,
+}
+
+impl OfResult<'_> {
+    fn errors<E: Element>(
+        &self,
+        found: &[E],
+        first: usize,
+        expected: &[f64],
+        bound: Bound<'_>,
+    ) -> Errors {
+        let mut errors = Errors::default();
+        for (offset, (&expected, actual)) in expected.iter().zip(&found[first..]).enumerate() {
+            let (index, bound) = (first + offset, bound.of(offset));
+            let actual = actual.to_f64();
+            let raw = distance(actual, expected);
+            errors.abs.see(raw, index);
+            match self.judged {
+                Judged::Relative { .. } => errors.rel.see(raw / bound, index),
+                Judged::Within => errors.excess.see(raw / bound, index),
+                Judged::Rounded { ulps, .. } => {
+                    // Below the bound an entry has no digits that anyone promised.
+                    if expected.abs() > bound {
+                        errors.rel.see(raw / expected.abs(), index);
+                    }
+                    let rounded = E::from_f64(expected).to_f64();
+                    let error = distance(actual, rounded);
+                    if error != 0.0 {
+                        let ulp = E::DTYPE.ulp(rounded);
+                        errors.unequal += 1;
+                        errors.rounded_abs.see(error, index);
+                        errors.rounded_ulp.see(error / ulp, index);
+                        errors.excess.see(error / (ulps * ulp).max(bound), index);
+                    }
+                }
+                Judged::WithinRounding { .. } => {
+                    let bound = bound + 0.5 * E::DTYPE.ulp(expected.abs() + bound);
+                    // What is NaN as it should be is within any bound, though that is NaN too.
+                    let excess = if raw == 0.0 { 0.0 } else { raw / bound };
+                    errors.excess.see(excess, index);
+                    errors.unequal += u64::from(actual != E::from_f64(expected).to_f64());
+                    errors.squares += raw * raw;
+                    errors.total += expected * expected;
+                }
+            }
+        }
+        errors
+    }
+}
+
+impl Rows for OfResult<'_> {
+    fn row(&self, first: usize, expected: &[f64], bound: Bound<'_>) {
+        fn of<'b, E: ArrayElement>(found: &'b Array<'_>) -> &'b [E] {
+            E::elements(found).expect("an array of this element")
+        }
+        let found = self.found;
+        let errors = match found {
+            Array::F32(_) => self.errors(of::<f32>(found), first, expected, bound),
+            Array::Bf16(_) => self.errors(of::<half::bf16>(found), first, expected, bound),
+            Array::F16(_) => self.errors(of::<half::f16>(found), first, expected, bound),
+            Array::F64(_) | Array::I64(_) => return,
+        };
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner).merge(errors);
+    }
+}
+
+/// Judges the results of one pass, and reports.
+pub(super) struct Judge<'a> {
+    pub(super) report: &'a mut Report,
+    pub(super) op: Op,
+    pub(super) problem: &'a Problem,
+    pub(super) pass: Pass,
+    pub(super) found: &'a Arrays<'a>,
+    /// Whether times of the reference are reported.
+    pub(super) is_timed: bool,
+}
+
+impl Judge<'_> {
+    /// Where the entry `index` of the result `array` is.
+    fn place(&self, array: &str, mut index: usize) -> Index {
+        let signature = self.op.signature(self.problem, self.pass);
+        let spec = signature.get(array).expect("a result of the pass");
+        let mut axes: Vec<_> = spec
+            .dims
+            .iter()
+            .rev()
+            .map(|letter| {
+                let extent = self.problem.dim(letter).max(1);
+                let at = index % extent;
+                index /= extent;
+                let dim = self.op.dims().iter().find(|dim| dim.letter == *letter);
+                (dim.map_or(*letter, |dim| dim.index), at)
+            })
+            .collect();
+        // As reports have always had them: tokens, columns, hidden.
+        let order = |name: &str| self.op.dims().iter().position(|dim| dim.index == name);
+        axes.sort_by_key(|(name, _)| order(name));
+        Index(axes)
+    }
+}
+
+impl Visitor for Judge<'_> {
+    fn found(&self) -> &Arrays<'_> {
+        self.found
+    }
+
+    fn scalar(&mut self, name: &str, found: f64, expected: f64, bound: f64) {
+        self.report.add(Metric::plain(name, found));
+        let error = Metric::plain(format!("abs_diff_{name}"), distance(found, expected));
+        self.report.add(error.at_most(bound));
+    }
+
+    fn result(
+        &mut self,
+        array: &'static str,
+        name: &str,
+        judged: Judged,
+        rows: &(dyn Fn(&dyn Rows) + Sync),
+    ) {
+        let Some(found) = self.found.get(array) else { return };
+        let result = OfResult { found, judged, errors: Mutex::default() };
+        rows(&result);
+        let count = found.len().max(1) as f64;
+        let errors = result.errors.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let worst = |suffix: &str, worst: Worst| {
+            let place = worst.index.map(|index| self.place(array, index));
+            Metric::plain(format!("{name}{suffix}"), worst.value).at(place)
+        };
+        let share = |suffix: &str| {
+            Metric::plain(format!("{name}{suffix}"), 1.0 - errors.unequal as f64 / count)
+        };
+        let metrics = match judged {
+            Judged::Relative { limit } => {
+                vec![worst("_max_abs", errors.abs), worst("_max_rel", errors.rel).at_most(limit)]
+            }
+            Judged::Within => {
+                vec![worst("_max_abs", errors.abs), worst("_excess", errors.excess).at_most(1.0)]
+            }
+            Judged::Rounded { equal, .. } => vec![
+                worst("_max_abs", errors.abs),
+                worst("_max_rel", errors.rel),
+                worst("_rounded/max_abs", errors.rounded_abs),
+                worst("_rounded/max_ulp", errors.rounded_ulp),
+                worst("_rounded/excess", errors.excess).at_most(1.0),
+                share("_rounded/equal").at_least(equal),
+            ],
+            Judged::WithinRounding { relative } => {
+                // Of nothing at all no share can be off.
+                let error = match errors.squares {
+                    0.0 => 0.0,
+                    squares => (squares / errors.total).sqrt(),
+                };
+                vec![
+                    worst("_max_abs", errors.abs),
+                    worst("/excess", errors.excess).at_most(1.0),
+                    Metric::plain(format!("{name}/relative"), error).at_most(relative),
+                    share("/equal"),
+                ]
+            }
+        };
+        metrics.into_iter().for_each(|metric| self.report.add(metric));
+    }
+
+    fn seconds(&mut self, name: &str, seconds: f64) {
+        if self.is_timed {
+            self.report.seconds(name, seconds);
+        }
+    }
+}
+
+/// Room for results, which holds nothing that a kernel would give. Scalars are in float64.
+pub(super) fn poisoned(op: Op, problem: &Problem, pass: Pass) -> Arrays<'static> {
+    /// No result looks like it.
+    const POISON: f32 = 7.25e3;
+    let mut results = Arrays::default();
+    for spec in op.signature(problem, pass).results {
+        let length = spec.extents(problem).iter().product();
+        let array = match spec.element {
+            _ if spec.dims.is_empty() => Array::of(vec![f64::from(POISON)]),
+            ElementRule::Is(dtype) => Array::filled(dtype, length, POISON),
+            _ => Array::filled(problem.dtype, length, POISON),
+        };
+        results.insert(spec.name, array);
+    }
+    results
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_know_what_is_not_a_number() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        assert_eq!(distance(nan, nan), 0.0);
+        assert_eq!(distance(inf, inf), 0.0);
+        assert_eq!(distance(nan, 1.0), inf);
+        assert_eq!(distance(1.0, nan), inf);
+        assert_eq!(distance(-inf, inf), inf);
+        assert_eq!(distance(1.0, 3.0), 2.0);
+    }
+
+    #[test]
+    fn the_worst_is_kept_with_its_place() {
+        let mut worst = Worst::default();
+        worst.see(1.0, 42);
+        worst.see(0.5, 53);
+        worst.see(1.0, 60);
+        assert_eq!((worst.value, worst.index), (1.0, Some(42)));
+        worst.see(1.0, 7);
+        assert_eq!(worst.index, Some(7));
+        worst.see(f64::NAN, 60);
+        worst.see(f64::INFINITY, 70);
+        assert!(worst.value.is_nan());
+        let mut merged = Worst::default();
+        merged.merge(worst);
+        assert_eq!(merged.index, Some(60));
+    }
+}

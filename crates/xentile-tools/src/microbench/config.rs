@@ -1,0 +1,237 @@
+//! What microbench is asked for.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use serde_yaml::Mapping;
+use xentile::DType;
+use xentile::operation::{DimSpec, Problem, Synthetic};
+use xentile_cpu::Isa;
+use xentile_programs::Exported;
+
+use crate::config::{
+    self, Backend, Implementation, Op, Schema, Scope, Settings, Taken, TileConfig, name,
+};
+use crate::{exported, memory};
+
+/// What the first input holds.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Logits {
+    /// What `input` describes.
+    #[default]
+    Random,
+    /// Zeros, which are made in no time.
+    Zeros,
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// What is computed.
+    pub op: Op,
+    /// Where.
+    pub backend: Backend,
+    /// By which program.
+    #[serde(rename = "impl")]
+    pub implementation: Implementation,
+    /// Extents of dims, and options of the operation that are keys of their own.
+    #[serde(flatten, skip_deserializing)]
+    pub top: Settings,
+    /// The dtype of arrays that have no other.
+    #[serde(
+        deserialize_with = "crate::config::dtype",
+        serialize_with = "crate::config::dtype_name"
+    )]
+    pub dtype: DType,
+    /// The kernel's tile; tuned where left open.
+    pub tile: TileConfig,
+    /// Timed steps.
+    pub iters: usize,
+    /// Steps between the first call and the timed ones.
+    pub warmup: usize,
+    /// Steps that are started before the last of them is waited for, of which each then counts for
+    /// its share. Where absent 1 on processors; 10 on a device that takes work ahead, as a training
+    /// loop gives it.
+    pub in_flight: Option<usize>,
+    /// Threads; 0 is one a core.
+    pub threads: usize,
+    /// Instruction set; the best of this processor where absent.
+    pub isa: Option<String>,
+    /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
+    pub plugin: Option<PathBuf>,
+    /// TPUs to compile for, none of which need be there, such as `v6e:2x2`; nothing runs.
+    pub topology: Option<String>,
+    /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
+    /// in its name stand for the tile.
+    pub program: Option<PathBuf>,
+    /// Where compiled programs are kept, for `xla:` backends. Only these tools may write there, as
+    /// what lies there is run. Where absent it is what the variable `XENTILE_CACHE` names, and
+    /// programs are compiled each time where nothing does.
+    pub cache: Option<PathBuf>,
+    /// The operation's options.
+    #[serde(skip_deserializing)]
+    pub options: Settings,
+    /// What the first input holds.
+    pub logits: Logits,
+    /// What random inputs, weights and cotangents are derived from.
+    pub input: Synthetic,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            op: Op::default(),
+            backend: Backend::default(),
+            implementation: Implementation::default(),
+            top: Settings::of(Scope::Measured),
+            dtype: DType::Bf16,
+            tile: TileConfig::default(),
+            iters: 20,
+            warmup: 3,
+            in_flight: None,
+            threads: 0,
+            isa: None,
+            plugin: None,
+            topology: None,
+            program: None,
+            cache: None,
+            options: Settings::of(Scope::Options),
+            logits: Logits::default(),
+            input: Synthetic::default(),
+        }
+    }
+}
+
+/// More threads than any machine has cores; past this the system may die before it refuses.
+const MAX_THREADS: usize = 4096;
+
+impl Schema for Config {
+    fn take(tree: &mut Mapping) -> Result<Taken> {
+        Taken::out_of(tree, Scope::Measured, "")
+    }
+
+    fn put(&mut self, taken: Taken) {
+        (self.top, self.options) = (taken.top, taken.options);
+        self.of_op(self.op);
+    }
+}
+
+impl Config {
+    /// With another operation.
+    pub fn of_op(&mut self, op: Op) {
+        self.op = op;
+        self.top.of_op(op);
+        self.options.of_op(op);
+    }
+
+    /// Checks everything but the tile, and that the measurement fits in memory.
+    ///
+    /// # Errors
+    /// The first value that cannot be measured.
+    pub fn validate(&self) -> Result<()> {
+        for dim in self.op.dims() {
+            let is_empty = self.top.extent(dim) == Some(0);
+            ensure!(!is_empty, "{} is 0; it must be at least 1", dim.key);
+        }
+        ensure!(self.iters > 0, "iters is 0; it must be at least 1");
+        if let Some(steps) = self.in_flight {
+            let most = if self.in_order() { 1 } else { self.iters };
+            ensure!(
+                (1..=most).contains(&steps),
+                "in_flight is {steps}; here it must be 1 to {most}: the most is iters, and 1 on \
+                 processors, where a step is complete when its call is"
+            );
+        }
+        ensure!(
+            self.threads <= MAX_THREADS,
+            "threads is {}; the most is {MAX_THREADS}, and 0 is one a core",
+            self.threads
+        );
+        self.input.validate().context("input")?;
+        self.isa()?;
+        let (plugin, isa) = (self.plugin.as_deref(), self.isa.as_deref());
+        self.backend.check_choices(plugin, self.cache.as_deref(), isa, self.threads)?;
+        config::check_program(self.program.as_deref(), self.backend, self.implementation)?;
+        let problem = self.problem()?;
+        self.backend.check_kernels(self.op)?;
+        ensure!(
+            self.logits == Logits::Random || self.op.has_zeros(),
+            "logits is {}; op {} makes random ones",
+            name(&self.logits),
+            self.op
+        );
+        if let Some(topology) = &self.topology {
+            // Nothing is put in memory.
+            ensure!(
+                self.backend == Backend::XlaTpu,
+                "topology is {topology}; only backend xla:tpu compiles for one, and backend is {}",
+                name(&self.backend)
+            );
+            return Ok(());
+        }
+        let keys: Vec<_> = self.op.dims().iter().map(|dim| dim.key.to_owned()).collect();
+        memory::require(self.needed_bytes(&problem), &config::remedy(&keys))
+    }
+
+    /// Bytes of what is larger than a number a token, and of what a program that is not tiled holds.
+    fn needed_bytes(&self, problem: &Problem) -> Option<u64> {
+        let signature = self.op.signature(problem, self.op.whole(problem));
+        let matrices = signature.operands.iter().chain(&signature.results);
+        let matrices = matrices.filter(|spec| spec.dims.len() > 1);
+        let dense = match self.implementation {
+            Implementation::Kernel => 0,
+            Implementation::Reference => self.op.dense_bytes(problem)?,
+        };
+        let mut all = matrices.map(|spec| spec.bytes(problem));
+        all.try_fold(dense, |sum, bytes| sum.checked_add(bytes?))
+    }
+
+    /// What is asked of the operation.
+    ///
+    /// # Errors
+    /// A key that the operation does not have, an extent that it needs, or a value out of range.
+    pub(crate) fn problem(&self) -> Result<Problem> {
+        let extent = |dim: &DimSpec| self.top.extent(dim);
+        let settings = [&self.top, &self.options];
+        let problem = config::problem(self.op, extent, self.dtype, self.tile, settings, 1.0)?;
+        self.op.validate(&problem)?;
+        Ok(problem)
+    }
+
+    /// The manifest of the program, with the tile in its name; none where there is no program.
+    ///
+    /// # Errors
+    /// The name has a place for an extent of the tile that is left open.
+    pub fn manifest(&self) -> Result<Option<PathBuf>> {
+        let manifest = |program: &PathBuf| config::manifest(program, self.tile);
+        self.program.as_ref().map(manifest).transpose()
+    }
+
+    /// What a config with a program leaves out, as the program has it.
+    ///
+    /// # Errors
+    /// The program's arguments are not those of its operation.
+    pub fn base(exported: &Exported) -> Result<serde_yaml::Value> {
+        Ok(serde_yaml::to_value(exported::base(exported)?)?)
+    }
+
+    /// Whether the backend completes a step before it takes another.
+    fn in_order(&self) -> bool {
+        matches!(self.backend, Backend::Cpu | Backend::XlaCpu)
+    }
+
+    /// Steps under way at a time.
+    pub(super) fn steps_in_flight(&self) -> usize {
+        const ON_DEVICES: usize = 10;
+        let usual = if self.in_order() { 1 } else { ON_DEVICES.min(self.iters) };
+        self.in_flight.unwrap_or(usual)
+    }
+
+    pub(super) fn isa(&self) -> Result<Isa> {
+        self.isa.as_deref().map_or_else(|| Ok(Isa::detect()), |name| Ok(name.parse()?))
+    }
+}

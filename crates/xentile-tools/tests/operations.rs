@@ -1,0 +1,262 @@
+//! Every operation by the tools, as a user runs them: what `xentile::operations` lists is served, and what
+//! an operation does not have is said.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use xentile::operation::{DimSpec, Kind, Operation, OptionSpec, Section};
+use xentile::{DType, operations};
+
+const GRADCHECK: &str = env!("CARGO_BIN_EXE_gradcheck");
+const MICROBENCH: &str = env!("CARGO_BIN_EXE_microbench");
+const XENTILE: &str = env!("CARGO_BIN_EXE_xentile");
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn run(binary: &str, arguments: &[String]) -> Output {
+    Command::new(binary).args(arguments).output().expect("the binary starts")
+}
+
+/// Operations whose kernels are called directly.
+fn native() -> impl Iterator<Item = &'static dyn Operation> {
+    operations().iter().copied().filter(|of| xentile_cpu::kernels(of.name()).is_some())
+}
+
+fn is_beside(dim: &&DimSpec) -> bool {
+    !dim.in_shape && dim.letter != "T"
+}
+
+/// A small config of gradcheck, odd in every extent.
+fn config(of: &dyn Operation) -> String {
+    let mut shape = "batch: 2, seq_len: 9".to_owned();
+    for dim in of.dims().iter().filter(|dim| dim.in_shape) {
+        shape += &format!(", {}: 103", dim.key);
+    }
+    let mut config = format!("op: {}\nbackend: cpu\nshape: {{{shape}}}\ndtype: bf16\n", of.name());
+    for dim in of.dims().iter().filter(is_beside) {
+        config += &format!("{}: 37\n", dim.key);
+    }
+    config
+}
+
+/// Each value of an option that is one of a few, as `--set` has it.
+fn values(option: &OptionSpec) -> Vec<String> {
+    let path = match option.section {
+        Section::Options => format!("options.{}", option.name),
+        Section::Top => option.name.to_owned(),
+    };
+    let words: Vec<&str> = match option.kind {
+        Kind::Bool => vec!["false", "true"],
+        Kind::Word(words) => words.to_vec(),
+        _ => vec![],
+    };
+    words.iter().map(|word| format!("{path}={word}")).collect()
+}
+
+/// The report of a gradcheck of `config` that passes.
+fn passes(config: &str, sets: &[String]) -> Value {
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("config.yaml"), config).unwrap();
+    let mut arguments = vec!["--config".into(), path("config.yaml")];
+    arguments.extend(["--json".into(), path("out.json")]);
+    arguments.push("--set".into());
+    arguments.extend(sets.iter().cloned());
+    let output = run(GRADCHECK, &arguments);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(0), "{config}{sets:?}: {text}{}", stderr(&output));
+    serde_json::from_str(&std::fs::read_to_string(path("out.json")).unwrap()).unwrap()
+}
+
+/// The error of a gradcheck of `config` that must refuse it.
+fn refuses(config: &str, set: &str) -> String {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("config.yaml");
+    std::fs::write(&path, config).unwrap();
+    let path = path.to_str().unwrap().to_owned();
+    let output = run(GRADCHECK, &["--config".into(), path, "--set".into(), set.into()]);
+    assert_eq!(output.status.code(), Some(2), "{set}: {}", stderr(&output));
+    stderr(&output)
+}
+
+/// Whether the values of two options go together.
+fn go_together(sets: &[String]) -> bool {
+    let has = |set: &str| sets.iter().any(|has| has == set);
+    !(has("options.reduction=none") && has("options.weights=random"))
+}
+
+#[test]
+fn every_option_passes_gradcheck_in_every_dtype() {
+    for of in native() {
+        for option in of.options() {
+            for value in values(option) {
+                for dtype in DType::ALL {
+                    let sets = [format!("dtype={dtype}"), value.clone()];
+                    if !go_together(&sets) {
+                        continue;
+                    }
+                    let report = passes(&config(of), &sets);
+                    assert_eq!(report["config"]["op"], of.name());
+                    assert_eq!(report["config"]["dtype"], dtype.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_distribution_and_instruction_set_passes_gradcheck() {
+    for of in native() {
+        for distribution in of.distributions() {
+            let set = format!("input.synthetic.distribution={}", distribution.name());
+            passes(&config(of), &[set]);
+        }
+        for isa in xentile_cpu::Isa::available() {
+            let report = passes(&config(of), &[format!("isa={isa}")]);
+            assert_eq!(report["isa"], isa.name());
+        }
+    }
+}
+
+/// Every input that has a gradient has metrics of it, or shares another's.
+#[test]
+fn results_have_metrics() {
+    for of in native() {
+        let report = passes(&config(of), &["threads=1".to_owned()]);
+        let metrics = report["figures"].as_object().unwrap();
+        for option in of.options() {
+            assert!(report["config"].get("options").unwrap().get(option.name).is_some());
+        }
+        for name in ["time/forward_s", "time/kernel_grad_s", "time/ref_grad_s", "time/total_s"] {
+            assert!(metrics[name].as_f64().unwrap() >= 0.0, "{name} of {}", of.name());
+        }
+        assert!(!report["limits"].as_object().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn every_operation_is_measured() {
+    for of in native() {
+        let mut arguments: Vec<String> = vec!["--op".into(), of.name().into()];
+        arguments.extend(["--iters", "3", "--warmup", "0", "--time", "19"].map(Into::into));
+        arguments.extend(["--json".into(), "-".into(), "--set".into()]);
+        arguments.extend(
+            of.dims().iter().filter(|dim| dim.letter != "T").map(|dim| format!("{}=205", dim.key)),
+        );
+        let output = run(MICROBENCH, &arguments);
+        assert!(output.status.success(), "{}: {}", of.name(), stderr(&output));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["op"], of.name());
+        for dim in of.dims() {
+            assert!(report[dim.key].as_u64().unwrap() > 0, "{}", dim.key);
+        }
+        for name in ["median_step_ms", "copy_ms", "ratio_to_copy", "gb_per_s"] {
+            assert!(report[name].as_f64().unwrap() > 0.0, "{name} of {}", of.name());
+        }
+        assert!(report["loss"].as_f64().unwrap().is_finite());
+    }
+}
+
+#[test]
+fn what_an_operation_does_not_have_is_said_to_be_whose() {
+    let norm = xentile::operation("rms_norm").unwrap();
+    let logits = xentile::operation("cross_entropy").unwrap();
+    for (of, set, expected) in [
+        (
+            norm,
+            "options.z_loss=1",
+            "options.z_loss is set; op rms_norm has none, cross_entropy has",
+        ),
+        (norm, "bias=true", "bias is set; op rms_norm has none, linear_cross_entropy has"),
+        (norm, "shape.vocab=7", "shape.vocab is set; op rms_norm has no such extent"),
+        (norm, "tile.block_size=7", "tile.block_size is set; op rms_norm has no such extent"),
+        (norm, "tolerances.dlogits_ulp=1", "tolerances.dlogits_ulp is set; op rms_norm has none"),
+        (norm, "hidden=null", "op rms_norm needs hidden: the number of columns of hidden states"),
+        (norm, "options.eps=-1", "options: eps is -1; it must be finite and at least 0"),
+        (norm, "options.epss=1", "unknown key `options.epss`; did you mean `eps`?"),
+        (norm, "hiden=1", "unknown key `hiden`; did you mean `hidden`?"),
+        (norm, "options.residual=7", "`options.residual`: invalid type"),
+        (
+            norm,
+            "options.weight_dtype=f61",
+            "unknown value `f61` for `options.weight_dtype`; did you mean `f16`?",
+        ),
+        (
+            norm,
+            "input.synthetic.ignored=0.5",
+            "ignored is 0.5; op rms_norm has no labels to ignore",
+        ),
+        (norm, "input.synthetic.distribution=masked", "rows are normal, uniform or offset"),
+        (norm, "input={file: x.safetensors}", "cannot open x.safetensors"),
+        (
+            norm,
+            "impl=reference",
+            "impl is reference; op rms_norm has no dense program on backend cpu",
+        ),
+        (norm, "op=rms_nrom", "unknown value `rms_nrom` for `op`; did you mean `rms_norm`?"),
+        (logits, "options.eps=1", "options.eps is set; op cross_entropy has none, rms_norm has"),
+        (logits, "options=7", "`options`: it must be a mapping of keys to values"),
+        (
+            logits,
+            "shape={batch: 1, seq_len: 3}",
+            "op cross_entropy needs shape.vocab: the number of",
+        ),
+    ] {
+        let error = refuses(&config(of), set);
+        assert!(error.contains(expected), "{set}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+}
+
+#[test]
+fn operations_are_told_of() {
+    let list = run(XENTILE, &["ops".into()]);
+    let list = String::from_utf8(list.stdout).unwrap();
+    for of in operations() {
+        assert!(list.contains(of.about()), "{list}");
+        let output = run(XENTILE, &["ops".into(), of.name().into()]);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let text = String::from_utf8(output.stdout).unwrap();
+        for option in of.options() {
+            assert!(text.contains(option.about), "{} is not in {text}", option.name);
+        }
+        for dim in of.dims() {
+            assert!(text.contains(dim.key), "{} is not in {text}", dim.key);
+        }
+        assert!(text.contains("xla:cpu"));
+    }
+    let output = run(XENTILE, &["ops".into(), "corss_entropy".into()]);
+    assert_eq!(output.status.code(), Some(2));
+    let expected = "error: unknown operation `corss_entropy`; did you mean `cross_entropy`?\n";
+    assert_eq!(stderr(&output), expected);
+}
+
+/// No operation's name is in the sources of the tools but in tests: what is declared is served.
+#[test]
+fn tools_know_no_operation_by_name() {
+    fn read(folder: &Path, found: &mut Vec<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                read(&path, found);
+            } else if path.file_name().is_none_or(|name| name != "tests.rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                // Tests end a file.
+                let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+                let lines = text.lines().enumerate().map(|(at, line)| (at + 1, line));
+                for (at, line) in lines {
+                    if operations().iter().any(|of| line.contains(of.name())) {
+                        found.push(format!("{}:{at}: {}", path.display(), line.trim()));
+                    }
+                }
+            }
+        }
+    }
+    let mut found = Vec::new();
+    read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}

@@ -1,0 +1,100 @@
+//! One problem of an operation.
+
+use std::collections::BTreeMap;
+
+use super::{DimSpec, Value};
+use crate::{DType, Result, Tile};
+
+/// The extents of a tile that were named.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TileExtents {
+    /// Tokens of a tile.
+    pub time_block: Option<usize>,
+    /// Columns of a tile.
+    pub block_size: Option<usize>,
+}
+
+impl TileExtents {
+    /// The tile, with `default` for what is left open.
+    ///
+    /// # Errors
+    /// An extent of 0.
+    pub fn resolve(self, default: Tile) -> Result<Tile> {
+        default.with(self.time_block, self.block_size)
+    }
+}
+
+impl From<Tile> for TileExtents {
+    fn from(tile: Tile) -> Self {
+        Self { time_block: Some(tile.time_block()), block_size: Some(tile.block_size()) }
+    }
+}
+
+/// What an operation is asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problem {
+    /// Extents by the letters of dims.
+    pub dims: Vec<(&'static str, usize)>,
+    /// The dtype of arrays that have no other.
+    pub dtype: DType,
+    /// Every option of the operation, by name.
+    pub options: BTreeMap<&'static str, Value>,
+    /// The tile.
+    pub tile: TileExtents,
+    /// The cotangent of the scalar, where there is one.
+    pub cotangent: f64,
+}
+
+impl Problem {
+    /// The extent of the dim `letter`; 1 for a letter that the problem does not have.
+    #[must_use]
+    pub fn dim(&self, letter: &str) -> usize {
+        self.dims.iter().find(|(name, _)| *name == letter).map_or(1, |(_, extent)| *extent)
+    }
+
+    /// The product of the extents of `dims`, as far as there are addresses.
+    #[must_use]
+    pub fn elements(&self, dims: &[DimSpec]) -> Option<u64> {
+        dims.iter().try_fold(1_u64, |n, dim| n.checked_mul(self.dim(dim.letter) as u64))
+    }
+
+    /// An option; [`Value::Absent`] where the operation has none of that name.
+    #[must_use]
+    pub fn option(&self, name: &str) -> Value {
+        self.options.get(name).copied().unwrap_or(Value::Absent)
+    }
+
+    /// Whether the option `name` is set to true.
+    #[must_use]
+    pub fn flag(&self, name: &str) -> bool {
+        self.option(name) == Value::Bool(true)
+    }
+
+    /// An option that is a number; none where it is absent.
+    #[must_use]
+    pub fn number(&self, name: &str) -> Option<f64> {
+        match self.option(name) {
+            Value::Number(number) => Some(number),
+            Value::Integer(number) => Some(number as f64),
+            _ => None,
+        }
+    }
+
+    /// An option that is an integer; none where it is absent.
+    #[must_use]
+    pub fn integer(&self, name: &str) -> Option<i64> {
+        match self.option(name) {
+            Value::Integer(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    /// An option that is one of a few words; empty where it is absent.
+    #[must_use]
+    pub fn word(&self, name: &str) -> &'static str {
+        match self.option(name) {
+            Value::Word(word) => word,
+            _ => "",
+        }
+    }
+}

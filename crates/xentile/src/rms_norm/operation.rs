@@ -1,0 +1,464 @@
+//! RMSNorm, as tools see it. Entries are judged by the contract's error bounds.
+
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use super::reference::{add, backward, dx_scale, forward};
+use super::{DWEIGHT_ROUNDINGS, DX_ROUNDINGS, NormShape, RSTD_ROUNDINGS, RmsNorm, Y_ROUNDINGS};
+use crate::operation::{
+    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
+    HIDDEN, Judged, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature,
+    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor,
+};
+use crate::{DType, Element, Error, Result, by_dtype};
+
+/// RMSNorm of rows, with a residual or without.
+pub const OPERATION: Norm = Norm;
+
+/// The operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm;
+
+/// Half the distance of 1 and the next f32.
+const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
+
+/// What keeps the generators of arrays apart.
+const SEEDS: [u64; 4] =
+    [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb, 0xd6e8_feb8_6659_fd93];
+
+const OPTIONS: [OptionSpec; 4] = [
+    OptionSpec::new(
+        "eps",
+        Kind::Number,
+        Value::Number(1e-6),
+        "finite and at least 0",
+        "what is added to the mean of squares",
+    ),
+    OptionSpec::new(
+        "zero_centred",
+        Kind::Bool,
+        Value::Bool(false),
+        "true or false",
+        "whether the weight is what a factor is above 1",
+    ),
+    OptionSpec::new(
+        "residual",
+        Kind::Bool,
+        Value::Bool(false),
+        "true or false",
+        "whether a residual is added first, and the sum given",
+    ),
+    OptionSpec::new(
+        "weight_dtype",
+        Kind::Word(&["f32", "bf16", "f16"]),
+        Value::Absent,
+        "f32, bf16 or f16",
+        "the dtype of the weight; that of rows where absent",
+    ),
+];
+
+/// The options that kernels take.
+#[must_use]
+pub fn options(problem: &Problem) -> RmsNorm {
+    let default = RmsNorm::default();
+    RmsNorm {
+        eps: problem.number("eps").unwrap_or(default.eps),
+        zero_centred: problem.flag("zero_centred"),
+    }
+}
+
+/// The dtype of the weight.
+#[must_use]
+pub fn weight_dtype(problem: &Problem) -> DType {
+    problem.word("weight_dtype").parse().unwrap_or(problem.dtype)
+}
+
+/// The shape of rows.
+///
+/// # Errors
+/// More elements than memory can address.
+pub fn shape(problem: &Problem) -> Result<NormShape> {
+    NormShape::new(problem.dim("T"), problem.dim("D"))
+}
+
+/// Rows of `[T, D]` from a distribution.
+fn rows_of(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Array<'static> {
+    let width = problem.dim("D");
+    by_dtype!(problem.dtype, E => {
+        let mut all = vec![E::from_f32(0.0); rows.len() * width];
+        from.fill(rows, width, &mut all);
+        Array::of(all)
+    })
+}
+
+impl Operation for Norm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn about(&self) -> &'static str {
+        "rows over their root mean square, times a weight"
+    }
+
+    fn dims(&self) -> &'static [DimSpec] {
+        &[TOKENS, HIDDEN]
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &OPTIONS
+    }
+
+    fn tolerances(&self) -> &'static [ToleranceSpec] {
+        const ALL: [ToleranceSpec; 2] = [
+            ToleranceSpec {
+                name: "sum_roundings",
+                about: "what sums over a row and over tokens may be off by beside what kernels may, in \
+                        sqrt(n) units of rounding of f32",
+                default: |_| 0.0,
+            },
+            ToleranceSpec {
+                name: "gradient_roundings",
+                about: "error of all of y, and of a whole gradient, relative to it, in units of rounding \
+                        of the dtype, beside what entries may be off by",
+                default: |_| 1.5,
+            },
+        ];
+        &ALL
+    }
+
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
+
+    fn distributions(&self) -> &'static [Distribution] {
+        &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
+    }
+
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
+    }
+
+    fn validate(&self, problem: &Problem) -> Result<()> {
+        options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))
+    }
+
+    fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
+        let has_residual = problem.flag("residual");
+        let weight = match problem.option("weight_dtype") {
+            Value::Absent => ElementRule::Compute,
+            _ => ElementRule::Is(weight_dtype(problem)),
+        };
+        let rows = |name, role| ArraySpec::new(name, &["T", "D"], ElementRule::Compute, role);
+        let mut operands = vec![ArraySpec::input("x", &["T", "D"])];
+        operands.push(ArraySpec::new(
+            "weight",
+            &["D"],
+            weight,
+            Role::Input { differentiable: true },
+        ));
+        if has_residual {
+            operands.push(ArraySpec::input("residual", &["T", "D"]));
+        }
+        let mut results = Vec::new();
+        if pass != Pass::Backward {
+            results.push(rows("y", Role::Output));
+            if has_residual {
+                results.push(rows("sum", Role::Output));
+            }
+        }
+        if pass == Pass::Forward {
+            results.push(ArraySpec::number("rstd", &["T"], Role::Output));
+        }
+        if pass.has_gradients() {
+            operands.push(rows("dy", Role::Cotangent("y")));
+            if has_residual {
+                operands.push(rows("dsum", Role::Cotangent("sum")));
+            }
+            // That of the residual, too.
+            results.push(rows("dx", Role::Gradient("x")));
+            results.push(ArraySpec::new("dweight", &["D"], weight, Role::Gradient("weight")));
+        }
+        Signature { operands, results }
+    }
+
+    fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        shape(problem)?;
+        if !self.distributions().contains(&from.distribution) {
+            return Err(Error::Invalid(format!(
+                "distribution is {}; rows are normal, uniform or offset",
+                from.distribution.name()
+            )));
+        }
+        if from.ignored != 0.0 {
+            return Err(Error::Invalid(format!(
+                "ignored is {}; op {} has no labels to ignore",
+                from.ignored,
+                self.name()
+            )));
+        }
+        let mut inputs = Arrays::default();
+        inputs.insert("x", rows_of(problem, from, rows));
+        // As in training, weights are near the factor 1.
+        let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
+        let of_weight =
+            Synthetic { distribution: Distribution::Normal, std: Some(0.25), ..of_weight };
+        let mut weight = vec![0_f32; problem.dim("D")];
+        of_weight.fill(&[0], problem.dim("D"), &mut weight);
+        let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
+        let weight = by_dtype!(weight_dtype(problem), W => {
+            Array::of(weight.iter().map(|w| W::from_f32(centre + w)).collect::<Vec<W>>())
+        });
+        inputs.insert("weight", weight);
+        if problem.flag("residual") {
+            inputs.insert("residual", rows_of(problem, &of_residual, rows));
+        }
+        Ok(inputs)
+    }
+
+    /// Standard normal cotangents.
+    fn given(
+        &self,
+        problem: &Problem,
+        pass: Pass,
+        from: &Synthetic,
+        rows: &[u64],
+    ) -> Arrays<'static> {
+        let mut given = Arrays::default();
+        if !pass.has_gradients() {
+            return given;
+        }
+        let of_unit = Synthetic { std: Some(1.0), seed: from.seed, ..Synthetic::default() };
+        given.insert("dy", rows_of(problem, &of_unit.apart(SEEDS[2]), rows));
+        if problem.flag("residual") {
+            given.insert("dsum", rows_of(problem, &of_unit.apart(SEEDS[3]), rows));
+        }
+        given
+    }
+
+    fn reference<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Result<Box<dyn Reference + 'a>> {
+        let shape = shape(problem)?;
+        let weight = inputs.get("weight").expect("a weight is an input");
+        let weight = (0..weight.len()).map(|column| weight.at(column)).collect();
+        Ok(by_dtype!(problem.dtype, E => Box::new(OfRows {
+            problem,
+            options: options(problem),
+            shape,
+            x: inputs.expect::<E>("x"),
+            residual: inputs.slice::<E>("residual"),
+            weight,
+            tolerances,
+        })))
+    }
+
+    /// Rows in float64, of each thread.
+    fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
+        (problem.dim("D") as u64).checked_mul((10 * size_of::<f64>() * threads) as u64)
+    }
+
+    /// Both passes: x is read twice, or with a residual what was added up and the sum.
+    fn cost(&self, problem: &Problem) -> Cost {
+        let pass = |pass| self.signature(problem, pass);
+        let bytes = |specs: &[ArraySpec]| -> u64 {
+            specs.iter().filter_map(|spec| spec.bytes(problem)).sum()
+        };
+        let whole = pass(Pass::ForwardAndBackward);
+        let again = whole.operands.iter().filter(|spec| ["x", "weight"].contains(&spec.name));
+        let again: u64 = again.filter_map(|spec| spec.bytes(problem)).sum();
+        let rstd = 4 * problem.dim("T") as u64;
+        Cost {
+            bytes_read: bytes(&whole.operands) + again + rstd,
+            bytes_written: bytes(&whole.results) + rstd,
+            flops: 0,
+        }
+    }
+
+    fn shape(&self, problem: &Problem, _: Option<[usize; 2]>) -> String {
+        format!("[{}, {}]", problem.dim("T"), problem.dim("D"))
+    }
+
+    fn headline(&self, problem: &Problem) -> (&'static str, String) {
+        let residual = if problem.flag("residual") { ", with a residual" } else { "" };
+        ("rows", format!("{} {}{residual}", self.shape(problem, None), problem.dtype))
+    }
+}
+
+/// The reference on rows of one dtype.
+struct OfRows<'a, E> {
+    problem: &'a Problem,
+    options: RmsNorm,
+    shape: NormShape,
+    x: &'a [E],
+    residual: Option<&'a [E]>,
+    weight: Vec<f64>,
+    tolerances: Tolerances,
+}
+
+/// The arrays of one row in float64.
+struct Row<E> {
+    stored: Vec<E>,
+    /// What is normalised.
+    x: Vec<f64>,
+    dy: Vec<f64>,
+    dsum: Option<Vec<f64>>,
+    out: Vec<f64>,
+    bound: Vec<f64>,
+}
+
+impl<E> Default for Row<E> {
+    fn default() -> Self {
+        let [x, dy, out, bound] = [const { Vec::new() }; 4];
+        Self { stored: Vec::new(), x, dy, dsum: None, out, bound }
+    }
+}
+
+impl<E: Element + ArrayElement> OfRows<'_, E> {
+    fn of<'b>(&self, all: &'b [E], row: usize) -> &'b [E] {
+        let width = self.shape.columns();
+        &all[row * width..][..width]
+    }
+
+    /// What is normalised of a row, as it is stored.
+    fn read(&self, row: usize, into: &mut Row<E>) {
+        let x = self.of(self.x, row);
+        into.stored.clear();
+        into.stored.extend(x);
+        if let Some(residual) = self.residual {
+            add(x, self.of(residual, row), &mut into.stored);
+        }
+        into.x.clear();
+        into.x.extend(into.stored.iter().map(|x| x.to_f64()));
+        for all in [&mut into.out, &mut into.bound] {
+            all.clear();
+            all.resize(self.shape.columns(), 0.0);
+        }
+    }
+
+    /// The cotangents of a row.
+    fn read_given(&self, row: usize, [dy, dsum]: [Option<&[E]>; 2], into: &mut Row<E>) {
+        let wide = |all: &[E]| self.of(all, row).iter().map(|x| x.to_f64()).collect::<Vec<_>>();
+        into.dy = dy.map_or_else(|| vec![0.0; self.shape.columns()], wide);
+        into.dsum = dsum.map(wide);
+    }
+
+    /// dx of a row in its `out`, with how far each entry may be off, and dweight added to.
+    fn gradient(&self, row: &mut Row<E>, dweight: &mut [f64]) {
+        let Row { x, dy, dsum, out, bound, .. } = row;
+        backward(&self.options, x, &self.weight, dy, dsum.as_deref(), out, dweight);
+        dx_scale(&self.options, x, &self.weight, dy, bound);
+        let of_scale = DX_ROUNDINGS + self.of_sum(self.shape.columns());
+        for (bound, dx) in bound.iter_mut().zip(out) {
+            *bound = FLUSHED + F32_ROUNDING * (of_scale * *bound + dx.abs());
+        }
+    }
+
+    /// What a sum of `count` terms may be off by beside what kernels may, in units of rounding.
+    fn of_sum(&self, count: usize) -> f64 {
+        self.tolerances.get("sum_roundings") * (count as f64).sqrt()
+    }
+
+    /// What the error of a whole result may be relative to it, where its entries may be off by so much.
+    fn relative(&self, dtype: DType, [bounds, total]: [f64; 2]) -> f64 {
+        let of_entries = if total == 0.0 { 0.0 } else { (bounds / total).sqrt() };
+        self.tolerances.get("gradient_roundings") * dtype.ulp(1.0) / 2.0 + of_entries
+    }
+
+    fn rows(&self) -> rayon::range::Iter<usize> {
+        (0..self.shape.rows()).into_par_iter()
+    }
+}
+
+/// What a few products that fall below f32's normal range may lose.
+const FLUSHED: f64 = 8.0 * f32::MIN_POSITIVE as f64;
+
+impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
+    /// Rows are quickly made again: nothing is kept.
+    fn forward(&mut self) {}
+
+    fn outputs(&self, visitor: &mut dyn Visitor) {
+        let width = self.shape.columns();
+        let of_sum = self.of_sum(width);
+        let relative = self.relative(E::DTYPE, [0.0; 2]) + Y_ROUNDINGS * F32_ROUNDING;
+        let within = Judged::WithinRounding { relative: relative + of_sum * F32_ROUNDING };
+        visitor.result("y", "fwd/y", within, &|rows| {
+            self.rows().for_each_init(Row::default, |row, token| {
+                self.read(token, row);
+                forward(&self.options, &row.x, &self.weight, &mut row.out);
+                for (bound, y) in row.bound.iter_mut().zip(&row.out) {
+                    *bound = FLUSHED + (Y_ROUNDINGS + of_sum) * F32_ROUNDING * y.abs();
+                }
+                rows.row(token * width, &row.out, Bound::Each(&row.bound));
+            });
+        });
+        if self.residual.is_some() {
+            visitor.result("sum", "fwd/sum", within, &|rows| {
+                self.rows().for_each_init(Row::default, |row, token| {
+                    self.read(token, row);
+                    rows.row(token * width, &row.x, Bound::All(0.0));
+                });
+            });
+        }
+        visitor.result("rstd", "fwd/rstd", Judged::Within, &|rows| {
+            self.rows().for_each_init(Row::default, |row, token| {
+                self.read(token, row);
+                let rstd = forward(&self.options, &row.x, &self.weight, &mut row.out);
+                let bound = (RSTD_ROUNDINGS + of_sum) * F32_ROUNDING * rstd;
+                rows.row(token, &[rstd], Bound::All(bound + f64::from(f32::MIN_POSITIVE)));
+            });
+        });
+    }
+
+    fn gradients(&self, _: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
+        let began = Instant::now();
+        let width = self.shape.columns();
+        let cotangents = ["dy", "dsum"].map(|name| given.slice::<E>(name));
+        // dweight, the sum of magnitudes of its terms, and squares of dx and of its bounds.
+        let mut dweight = vec![0.0; width];
+        let mut magnitudes = vec![0.0; width];
+        let [mut total, mut bounds] = [0.0; 2];
+        let mut row = Row::default();
+        for token in 0..self.shape.rows() {
+            self.read(token, &mut row);
+            self.read_given(token, cotangents, &mut row);
+            let mut of_row = vec![0.0; width];
+            self.gradient(&mut row, &mut of_row);
+            for (column, of_row) in of_row.into_iter().enumerate() {
+                dweight[column] += of_row;
+                magnitudes[column] += of_row.abs();
+            }
+            total += row.out.iter().map(|dx| dx * dx).sum::<f64>();
+            bounds += row.bound.iter().map(|bound| bound * bound).sum::<f64>();
+        }
+        let judged = Judged::WithinRounding { relative: self.relative(E::DTYPE, [bounds, total]) };
+        visitor.result("dx", &format!("{prefix}dx"), judged, &|rows| {
+            self.rows().for_each_init(
+                || (Row::default(), vec![0.0; width]),
+                |(row, unused), token| {
+                    self.read(token, row);
+                    self.read_given(token, cotangents, row);
+                    self.gradient(row, unused);
+                    rows.row(token * width, &row.out, Bound::Each(&row.bound));
+                },
+            );
+        });
+        // A sum over all rows, in blocks that are added up, and a rounding of xhat's statistics.
+        let terms = self.shape.rows() as f64 + DWEIGHT_ROUNDINGS + 1.0;
+        let roundings = terms + self.of_sum(self.shape.rows()) + self.of_sum(width);
+        for bound in &mut magnitudes {
+            *bound = FLUSHED * self.shape.rows() as f64 + roundings * F32_ROUNDING * *bound;
+        }
+        let squares = |all: &[f64]| all.iter().map(|x| x * x).sum::<f64>();
+        let dtype = weight_dtype(self.problem);
+        let relative = self.relative(dtype, [squares(&magnitudes), squares(&dweight)]);
+        let judged = Judged::WithinRounding { relative };
+        visitor.result("dweight", &format!("{prefix}dweight"), judged, &|rows| {
+            rows.row(0, &dweight, Bound::Each(&magnitudes));
+        });
+        visitor.seconds("ref_grad_s", began.elapsed().as_secs_f64());
+    }
+}
