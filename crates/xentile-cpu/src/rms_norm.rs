@@ -35,7 +35,7 @@ const TASK_BYTES: usize = 1 << 18;
 const TOGETHER: usize = 4;
 
 /// Bytes of a row's dtype that memory is asked for ahead.
-const AHEAD_BYTES: usize = 1 << 14;
+const AHEAD_BYTES: usize = 1 << 13;
 
 /// Terms that a lane sums in f32 before the sum goes to float64, which the contract's error bounds are
 /// made of.
