@@ -8,12 +8,13 @@ what a rule of its own (`jax.custom_vjp`) would.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .arrays import Dims
@@ -76,9 +77,10 @@ def bind(
     transpose: Transpose,
     residuals: Any,
     tangents: Sequence[Any],
+    primals: Sequence[jax.Array],
     dims: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> list[jax.Array]:
-    """Returns apply(residuals, tangents), which is linear in tangents.
+    """Returns apply(residuals, tangents), which is linear in tangents: the tangents of `primals`.
 
     Tangents of zeros are None, for `apply` too, and not all are. `dims` declares residuals and
     tangents where both functions take any axes of tokens, and every result has these: then `vmap`
@@ -101,7 +103,12 @@ def bind(
     if dims is not None:
         declared = tuple(map(Dims.of, [*dims[0], *(dims[1][index] for index in places)]))
     operands = [*flat, *(tangents[index] for index in places)]
-    return _bind(_Map(of_flat, of_cotangents, len(flat), declared), operands)
+    linear = _Map(of_flat, of_cotangents, len(flat), declared)
+    # Reverse mode never traces `apply`.
+    results: list[jax.Array] = _linear.bind(
+        *operands, linear=linear, avals=tuple(map(jax.typeof, primals))
+    )
+    return results
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,8 @@ class _Map:
 
 
 def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
-    closed = jax.make_jaxpr(linear.apply)(*operands)
-    results: list[jax.Array] = _linear.bind(*operands, closed=closed, linear=linear)
+    avals = tuple(jax.make_jaxpr(linear.apply)(*operands).out_avals)
+    results: list[jax.Array] = _linear.bind(*operands, linear=linear, avals=avals)
     return results
 
 
@@ -125,13 +132,12 @@ _linear = Primitive("xentile_linear")
 _linear.multiple_results = True
 
 
-def _apply(*operands: Any, closed: Any, **_: Any) -> list[Any]:
-    results: list[Any] = jaxpr_as_fun(closed)(*operands)
-    return results
+def _apply(*operands: Any, linear: _Map, **_: Any) -> list[Any]:
+    return list(linear.apply(*operands))
 
 
 _linear.def_impl(_apply)
-_linear.def_abstract_eval(lambda *_, closed, **__: closed.out_avals)
+_linear.def_abstract_eval(lambda *_, avals, **__: avals)
 mlir.register_lowering(_linear, mlir.lower_fun(_apply, multiple_results=True))
 
 
@@ -143,13 +149,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         values = _linear.bind(*primals, **params)
         return values, _linear.bind(*primals[:count], *moving, **params)
     every = [ad.instantiate_zeros(one) for one in tangents]
-    return jax.jvp(jaxpr_as_fun(params["closed"]), [*primals], every)
+    return jax.jvp(partial(_apply, **params), [*primals], every)
 
 
 ad.primitive_jvps[_linear] = _jvp
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, closed: Any, linear: _Map) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Map, **_: Any) -> list[Any]:
     count = linear.count
     given = [None if isinstance(one, ad.Zero) else one for one in cotangents]
     found = linear.transpose(operands[:count], given)
@@ -198,7 +204,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[int | None], *, closed: Any, linear: _Map
+    operands: Sequence[Any], axes: Sequence[int | None], *, linear: _Map, avals: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
     # A result is mapped where the first operand is, as the results of custom calls are, so that
     # nothing is transposed.
@@ -207,8 +213,8 @@ def _batch(
         pairs = zip(linear.dims, axes, strict=True)
         if all(axis is None for dims, axis in pairs if not dims.has_tokens):
             return _batch_tokens(operands, axes, place, linear)
-    places = tuple(min(place, aval.ndim) for aval in closed.out_avals)
-    function = jax.vmap(jaxpr_as_fun(closed), in_axes=tuple(axes), out_axes=[*places])
+    places = tuple(min(place, aval.ndim) for aval in avals)
+    function = jax.vmap(partial(_apply, linear=linear), in_axes=tuple(axes), out_axes=[*places])
     of_residuals, of_tangents = tuple(axes[: linear.count]), tuple(axes[linear.count :])
     pull = _Mapped(linear.transpose, of_residuals, of_tangents, places)
     return _bind(_Map(function, pull, linear.count), operands), places

@@ -131,8 +131,8 @@ def _per_token_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, 
     residuals = *primals, lse, lse_low
     apply, transpose = partial(_per_token_tangents, options), partial(_per_token_pull, options)
     of_logits, _ = map(linear.given, tangents)
-    found = linear.bind(apply, transpose, residuals, [of_logits])
-    return (loss, logps, lse), tuple(found)
+    results = loss, logps, lse
+    return results, tuple(linear.bind(apply, transpose, residuals, [of_logits], results))
 
 
 def _per_token_tangents(options: Options, residuals: Any, tangents: Any) -> Any:
@@ -185,8 +185,8 @@ def _fused_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]
     losses = countable(loss, factors) if wants_losses else None
     residuals = dlogits, jnp.ones_like(loss), losses, again
     apply, transpose = partial(_fused_tangents, options), partial(_fused_pull, options)
-    found = linear.bind(apply, transpose, residuals, (of_logits, of_factors))
-    return (weighted(loss, factors).sum(), lse), tuple(found)
+    results, moving = (weighted(loss, factors).sum(), lse), (of_logits, of_factors)
+    return results, tuple(linear.bind(apply, transpose, residuals, moving, results))
 
 
 def _fused_tangents(options: Options, residuals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:

@@ -70,8 +70,9 @@ def _product(
 def _product_jvp(products: Products, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     _, *moving = map(linear.given, tangents)
     apply, transpose = partial(_tangents, products), partial(_pull, products)
-    (found,) = linear.bind(apply, transpose, arrays, moving)
-    return _product(products, *arrays), found
+    logits = _product(products, *arrays)
+    (found,) = linear.bind(apply, transpose, arrays, moving, [logits])
+    return logits, found
 
 
 def _tangents(products: Products, arrays: Any, tangents: Any) -> tuple[jax.Array]:

@@ -175,8 +175,8 @@ def _per_token_jvp(schedule: Schedule, arrays: Any, tangents: Any) -> tuple[Any,
     residuals = arrays, (lse, lse_low), left
     apply, transpose = partial(_per_token_tangents, schedule), partial(_per_token_pull, schedule)
     *moving, _ = map(linear.given, tangents)
-    found = linear.bind(apply, transpose, residuals, moving)
-    return (loss, logps, lse), tuple(found)
+    results = loss, logps, lse
+    return results, tuple(linear.bind(apply, transpose, residuals, moving, results))
 
 
 def _per_token_tangents(schedule: Schedule, residuals: Any, tangents: Any) -> Any:
@@ -247,8 +247,8 @@ def _fused_jvp(schedule: Schedule, primals: Any, tangents: Any) -> tuple[Any, An
     losses = countable(loss, factors) if wants_losses else None
     residuals = gradients, lse, losses, again
     apply, transpose = partial(_fused_tangents, schedule), partial(_fused_pull, schedule)
-    found = linear.bind(apply, transpose, residuals, (*moving, of_factors))
-    return (weighted(loss, factors).sum(), lse), tuple(found)
+    results, given = (weighted(loss, factors).sum(), lse), (*moving, of_factors)
+    return results, tuple(linear.bind(apply, transpose, residuals, given, results))
 
 
 def _fused_tangents(

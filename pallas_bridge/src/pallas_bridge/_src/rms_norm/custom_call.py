@@ -122,11 +122,12 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     results = forward(options, *primals)
     _, total, rstd = results
     of_x, of_weight, *of_residual = map(linear.given, tangents)
-    moving = [one for one in (of_x, *of_residual) if one is not None]
-    of_total = sum(moving[1:], moving[0]) if moving else None
+    added = [one for one in (of_x, *of_residual) if one is not None]
+    of_total = sum(added[1:], added[0]) if added else None
     apply, transpose = partial(_apply, options), partial(_transpose, options)
     residuals, dims = (total, primals[1], rstd), ((ROWS, COLUMNS, TOKENS), (ROWS, COLUMNS))
-    found = linear.bind(apply, transpose, residuals, (of_total, of_weight), dims)
+    moving = (of_total, of_weight)
+    found = linear.bind(apply, transpose, residuals, moving, results, dims)
     return results, tuple(found)
 
 
