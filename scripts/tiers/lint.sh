@@ -29,5 +29,6 @@ check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
+check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check shellcheck shellcheck --external-sources "${shell[@]}"
 finish_checks
