@@ -171,7 +171,8 @@ impl Asked<'_> {
             settings.insert(dim.key.into(), json!(self.problem.dim(dim.letter)));
         }
         for option in self.op.options().iter().filter(|option| Scope::Checked.has(option)) {
-            settings.insert(option.name.into(), json!(self.problem.option(option.name)));
+            let value = self.op.meant(self.problem, option.name);
+            settings.insert(option.name.into(), json!(value));
         }
         settings
     }

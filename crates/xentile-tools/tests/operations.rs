@@ -66,7 +66,13 @@ fn passes(config: &str, sets: &[String]) -> Value {
     arguments.extend(["--json".into(), path("out.json")]);
     arguments.push("--set".into());
     arguments.extend(sets.iter().cloned());
-    let output = run(GRADCHECK, &arguments);
+    let output = Command::new(GRADCHECK)
+        .args(&arguments)
+        .env("XENTILE_CACHE", folder.path())
+        .env("XENTILE_PYTHON", "python")
+        .env("PYTHONPATH", concat!(env!("CARGO_MANIFEST_DIR"), "/../../pallas_bridge/src"))
+        .output()
+        .expect("the binary starts");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(0), "{config}{sets:?}: {text}{}", stderr(&output));
     serde_json::from_str(&std::fs::read_to_string(path("out.json")).unwrap()).unwrap()
@@ -129,7 +135,11 @@ fn results_have_metrics() {
         let report = passes(&config(of), &["threads=1".to_owned()]);
         let metrics = report["figures"].as_object().unwrap();
         for option in of.options() {
-            assert!(report["config"].get("options").unwrap().get(option.name).is_some());
+            let options = match option.section {
+                Section::Options => &report["config"]["options"],
+                Section::Top => &report["config"],
+            };
+            assert!(options.get(option.name).is_some(), "{}", option.name);
         }
         for name in ["time/forward_s", "time/kernel_grad_s", "time/ref_grad_s", "time/total_s"] {
             assert!(metrics[name].as_f64().unwrap() >= 0.0, "{name} of {}", of.name());
@@ -179,12 +189,8 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
         (norm, "options.eps=-1", "options: eps is -1; it must be finite and at least 0"),
         (norm, "options.epss=1", "unknown key `options.epss`; did you mean `eps`?"),
         (norm, "hiden=1", "unknown key `hiden`; did you mean `hidden`?"),
-        (norm, "options.residual=7", "`options.residual`: invalid type"),
-        (
-            norm,
-            "options.weight_dtype=f61",
-            "unknown value `f61` for `options.weight_dtype`; did you mean `f16`?",
-        ),
+        (norm, "residual=7", "`residual`: invalid type"),
+        (norm, "weight_dtype=f61", "unknown value `f61` for `weight_dtype`; did you mean `f16`?"),
         (
             norm,
             "input.synthetic.ignored=0.5",
@@ -233,6 +239,40 @@ fn operations_are_told_of() {
     assert_eq!(output.status.code(), Some(2));
     let expected = "error: unknown operation `corss_entropy`; did you mean `cross_entropy`?\n";
     assert_eq!(stderr(&output), expected);
+}
+
+/// On XLA, by this build's programs or by those that `pallas_bridge` has of the operation.
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn every_operation_passes_gradcheck_on_xla() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pallas_bridge/src");
+    for of in operations().iter().copied() {
+        let exported = source.join("pallas_bridge/_src").join(of.name()).join("exported.py");
+        if xentile_programs::programs(of.name()).is_none() && !exported.exists() {
+            continue;
+        }
+        for implementation in ["kernel", "reference"] {
+            for option in of.options() {
+                for value in values(option) {
+                    let sets = [
+                        "backend=xla:cpu".to_owned(),
+                        format!("impl={implementation}"),
+                        // XLA's programs add rows up as they come.
+                        "tolerances.sum_roundings=1".to_owned(),
+                        value,
+                    ];
+                    let has_sums = of.tolerances().iter().any(|of| of.name == "sum_roundings");
+                    let sets: Vec<_> = sets
+                        .into_iter()
+                        .filter(|set| has_sums || !set.starts_with("tolerances"))
+                        .collect();
+                    if go_together(&sets) {
+                        passes(&config(of), &sets);
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// No operation's name is in the sources of the tools but in tests: what is declared is served.

@@ -276,6 +276,12 @@ pub trait Operation: Sync {
     /// What it computes, in a line.
     fn about(&self) -> &'static str;
 
+    /// The name of its family. What is written of a config of one operation has the keys of all that are
+    /// of its family, null where it has no such thing itself.
+    fn family(&self) -> &'static str {
+        self.name()
+    }
+
     /// The dims of its arrays.
     fn dims(&self) -> &'static [DimSpec];
 
@@ -305,6 +311,11 @@ pub trait Operation: Sync {
     /// # Errors
     /// The first value that cannot be.
     fn validate(&self, problem: &Problem) -> Result<()>;
+
+    /// What an option stands for in `problem`, which may leave it out.
+    fn meant(&self, problem: &Problem, option: &str) -> Value {
+        problem.option(option)
+    }
 
     /// Whether what `problem` asks for is a scalar, and so [`Pass::Fused`].
     fn is_fused(&self, problem: &Problem) -> bool {

@@ -98,9 +98,20 @@ impl Scope {
         dims.chain(options).chain(tolerances).collect()
     }
 
-    /// The keys of all operations, dims first, each once.
+    /// The keys of all operations.
     fn all(self) -> Vec<Key> {
-        let keys = || operations().iter().flat_map(|operation| self.keys(*operation));
+        self.of(|_| true)
+    }
+
+    /// The keys of all operations of a family.
+    fn of_family(self, op: Op) -> Vec<Key> {
+        self.of(|operation| operation.family() == op.family())
+    }
+
+    /// The keys of operations, dims first, each once.
+    fn of(self, is_of: impl Fn(&dyn Operation) -> bool) -> Vec<Key> {
+        let operations = || operations().iter().filter(|operation| is_of(**operation));
+        let keys = || operations().flat_map(|operation| self.keys(*operation));
         let mut all: Vec<Key> = Vec::new();
         for key in keys().filter(|key| key.is_dim).chain(keys().filter(|key| !key.is_dim)) {
             if all.iter().all(|has| has.name != key.name) {
@@ -234,8 +245,7 @@ impl Settings {
 }
 
 impl Serialize for Settings {
-    /// All that there are: of `options` those of the operation, else of all, so that a file has the same
-    /// keys whatever its operation is.
+    /// All that there are: of `options` those of the operation, else of its family.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let own = self.scope.keys(&*self.op);
         let is_own = |name: &str| own.iter().any(|own| own.name == name);
@@ -247,7 +257,7 @@ impl Serialize for Settings {
                 }
             }
             _ => {
-                for key in self.scope.all() {
+                for key in self.scope.of_family(self.op) {
                     let has_default = !key.is_dim || is_own(key.name);
                     let default = if has_default { key.default } else { Value::Absent };
                     let value = self.get(key.name).unwrap_or(default);

@@ -26,7 +26,7 @@ pub struct Report {
     /// By which program.
     #[serde(rename = "impl")]
     pub implementation: Implementation,
-    /// Extents of all dims that any operation has; null for those that this one has not.
+    /// Extents of all dims that the operation's family has; null for those that it has not itself.
     #[serde(flatten)]
     pub extents: Map<String, Value>,
     /// Of arrays that have no other.
@@ -312,10 +312,11 @@ impl fmt::Display for Report {
 }
 
 impl Report {
-    /// The extents of all dims that any operation has, by key.
+    /// The extents of all dims that the operation's family has, by key.
     pub(super) fn extents(config: &Config) -> Map<String, Value> {
         let mut extents = Map::new();
-        for dim in operations().iter().flat_map(|operation| operation.dims()) {
+        let family = operations().iter().filter(|of| of.family() == config.op.family());
+        for dim in family.flat_map(|operation| operation.dims()) {
             let extent = config.op.dim(dim.key).and_then(|dim| config.top.extent(dim));
             extents.insert(dim.key.into(), extent.into());
         }

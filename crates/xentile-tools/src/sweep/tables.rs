@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::{Estimated, Measured, Memory, ProgramMemory, figure};
+use super::cell::{Estimated, Measured, Memory, ProgramMemory, figure};
 use crate::memory;
 
 /// A column: its head, and what it says of a cell.

@@ -7,8 +7,9 @@ use super::draw::HiddenStates;
 use super::reference::{Factors, Gradients, map_rows, pull_back};
 use super::{LinearShape, Operands, VocabAxis};
 use crate::cross_entropy::operation::{
-    DLOGITS, FORWARD_REL, OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE, cotangents, factors, given,
-    measured, options, reduction, signature, stored_extents, stored_labels, validate, widened,
+    DLOGITS, FORWARD_REL, OPERATION as LOGITS, OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE, cotangents,
+    factors, given, measured, options, reduction, signature, stored_extents, stored_labels,
+    validate, widened,
 };
 use crate::cross_entropy::reference::{TokenCotangents, TokenForward, forward, gradient};
 use crate::cross_entropy::{CrossEntropy, Target};
@@ -107,6 +108,10 @@ impl Operation for Hidden {
         "cross-entropy of hidden states against an output matrix"
     }
 
+    fn family(&self) -> &'static str {
+        LOGITS.name()
+    }
+
     fn dims(&self) -> &'static [DimSpec] {
         &[TOKENS, VOCAB, HIDDEN]
     }
@@ -156,6 +161,13 @@ impl Operation for Hidden {
     fn validate(&self, problem: &Problem) -> Result<()> {
         validate(problem)?;
         vocab_axis(problem).map(|_| ())
+    }
+
+    fn meant(&self, problem: &Problem, option: &str) -> Value {
+        match problem.option(option) {
+            Value::Absent if option == "vocab_axis" => Value::Integer(0),
+            value => value,
+        }
     }
 
     fn is_fused(&self, problem: &Problem) -> bool {

@@ -48,14 +48,16 @@ const OPTIONS: [OptionSpec; 4] = [
         Value::Bool(false),
         "true or false",
         "whether a residual is added first, and the sum given",
-    ),
+    )
+    .on_top(),
     OptionSpec::new(
         "weight_dtype",
         Kind::Word(&["f32", "bf16", "f16"]),
         Value::Absent,
         "f32, bf16 or f16",
         "the dtype of the weight; that of rows where absent",
-    ),
+    )
+    .on_top(),
 ];
 
 /// The options that kernels take.
@@ -143,6 +145,13 @@ impl Operation for Norm {
         options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))
     }
 
+    fn meant(&self, problem: &Problem, option: &str) -> Value {
+        match option {
+            "weight_dtype" => Value::Word(weight_dtype(problem).name()),
+            _ => problem.option(option),
+        }
+    }
+
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
         let has_residual = problem.flag("residual");
         let weight = match problem.option("weight_dtype") {
@@ -166,8 +175,6 @@ impl Operation for Norm {
             if has_residual {
                 results.push(rows("sum", Role::Output));
             }
-        }
-        if pass == Pass::Forward {
             results.push(ArraySpec::number("rstd", &["T"], Role::Output));
         }
         if pass.has_gradients() {
@@ -273,7 +280,7 @@ impl Operation for Norm {
         let rstd = 4 * problem.dim("T") as u64;
         Cost {
             bytes_read: bytes(&whole.operands) + again + rstd,
-            bytes_written: bytes(&whole.results) + rstd,
+            bytes_written: bytes(&whole.results),
             flops: 0,
         }
     }
