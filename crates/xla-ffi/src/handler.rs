@@ -44,9 +44,9 @@ impl<E: Into<Error>> Outcome for Result<(), E> {
 ///   `Option` of one of them: the next, if any is left; a `Vec`: all that are left; in
 ///   [`OnDevice`](crate::OnDevice), around which `Option` may be: its address only; in
 ///   [`MayAlias`](crate::MayAlias): an argument that the caller may donate to a result;
-/// - numbers, [`bool`], `&str`, `&[T]`, [`Dictionary`], `Option` of these, and what implements
-///   [`FromAttribute`]: the attribute of that name;
-///   [`Attributes`]: all of them;
+/// - numbers, [`bool`], `&str`, `&[T]`, [`Dictionary`](crate::Dictionary), `Option` of these, and what implements
+///   [`FromAttribute`](crate::FromAttribute): the attribute of that name;
+///   [`Attributes`](crate::Attributes): all of them;
 /// - [`Context`](crate::Context), [`Stream`](crate::Stream), [`Scratch`](crate::Scratch),
 ///   [`ThreadPool`](crate::ThreadPool): what the runtime lends.
 ///
