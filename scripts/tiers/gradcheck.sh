@@ -8,7 +8,7 @@ cargo build --release
 exported=""
 if use_exported_programs; then
     exported=1
-    cargo test "${like_workspace[@]}" --test linear --test face -- --include-ignored || status=1
+    cargo test "${like_workspace[@]}" --test linear --test face --test operations -- --include-ignored || status=1
 fi
 for config in configs/gradcheck/*.yaml; do
     [[ $config == *real_text* || ($config == */linear_* && -z $exported) ]] ||
