@@ -10,7 +10,7 @@ use std::env::args;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use xentile_tools::estimate::Known;
+use xentile_tools::estimate::Traffic;
 use xentile_tools::{estimate, schedule};
 
 fn main() -> Result<()> {
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
                 Some((bytes, steps)) => (bytes, Some(number(steps)?)),
                 None => (counts, None),
             };
-            Ok(Known { name: name.to_owned(), bytes: number(bytes)?, steps })
+            Ok(Traffic { name: name.to_owned(), bytes: number(bytes)?, steps })
         })
         .collect::<Result<Vec<_>>>()?;
     let schedule = schedule::of_folder(Path::new(&folder))?;

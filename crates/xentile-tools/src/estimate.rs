@@ -1,11 +1,11 @@
-//! What a compiled program of cross-entropy would take on a TPU: an estimate, from the compiler's
+//! What a compiled program would take on a TPU: an estimate, from the compiler's
 //! schedule and what is published of the chip. docs/tpu-cross-entropy.md holds it against steps that
 //! were measured.
 //!
 //! Assumed: a bundle takes a cycle and nothing stalls; loops that the data end turn once a token;
 //! copies between HBM and VMEM go at the published bandwidth, and beside arithmetic; each step of a
-//! pipelined grid costs a third of a microsecond more. What kernels of linear cross-entropy copy is
-//! planned with them.
+//! pipelined grid costs a third of a microsecond more. What kernels copy whose blocks stay for several
+//! steps is planned with them.
 
 use std::collections::BTreeMap;
 
@@ -53,14 +53,14 @@ impl Chip {
 /// Which of the two a kernel waits for.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Binds {
+pub enum Bottleneck {
     /// Copies between HBM and VMEM.
     Dma,
     /// Bundles.
     Schedule,
 }
 
-impl Binds {
+impl Bottleneck {
     fn of(dma: f64, schedule: f64) -> Self {
         if dma >= schedule { Self::Dma } else { Self::Schedule }
     }
@@ -79,7 +79,7 @@ impl Binds {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Floor {
-    /// Logits read once and gradient written once at the published bandwidth.
+    /// What must move at the published bandwidth: of logits, read once, and their gradient, written once.
     TwoPasses,
     /// Logits and both gradients of them, each a product, at the published operations a second.
     ThreeProducts,
@@ -122,10 +122,10 @@ pub struct Estimate {
 pub struct KernelEstimate {
     /// Without the number that XLA gives it.
     pub name: String,
-    /// Copies in and out of one tile of logits.
+    /// Copies in and out of one tile of the first operand.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tile_dma_us: Option<f64>,
-    /// The schedule's share of one tile of logits.
+    /// The schedule's share of one tile of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tile_schedule_us: Option<f64>,
     /// Copies of all tiles.
@@ -133,11 +133,11 @@ pub struct KernelEstimate {
     /// The whole schedule.
     pub schedule_ms: f64,
     /// The longer of the two.
-    pub binds: Binds,
+    pub binds: Bottleneck,
     /// What the steps of its grid cost beyond that.
     pub steps_ms: f64,
-    /// The longer, the steps, and of tiles of logits the first one's way in and the last one's way
-    /// out, which nothing covers.
+    /// The longer, the steps, and of tiles the first one's way in and the last one's way out, which
+    /// nothing covers.
     pub kernel_ms: f64,
 }
 
@@ -182,17 +182,17 @@ pub fn estimate(
     topology: &str,
     schedule: &Schedule,
     work: &Work,
-    moved: &[Known],
+    moved: &[Traffic],
 ) -> Option<Estimate> {
     let chip = Chip::of(topology)?;
     let clock = chip.clock();
-    let &Work { matrix: [tokens, vocab], width, tile, cost, traffic } = work;
-    let logits = (tokens * vocab * width) as f64;
+    let &Work { matrix: [rows, columns], width, tile, cost, traffic } = work;
+    let operand = (rows * columns * width) as f64;
     let mut kernels = Vec::new();
     let mut rest = 0.0;
     for part in &schedule.computations {
         let bundles = part.run_bundles? as f64;
-        if let Some(known) = Known::of(part, moved) {
+        if let Some(known) = Traffic::of(part, moved) {
             let found = part_of(chip, part, Some(known))?;
             kernels.push(KernelEstimate {
                 name: known.name.clone(),
@@ -200,7 +200,7 @@ pub fn estimate(
                 tile_schedule_us: None,
                 dma_ms: found.dma_ms,
                 schedule_ms: found.schedule_ms,
-                binds: Binds::of(found.dma_ms, found.schedule_ms),
+                binds: Bottleneck::of(found.dma_ms, found.schedule_ms),
                 steps_ms: found.steps_ms,
                 kernel_ms: found.ms,
             });
@@ -208,12 +208,12 @@ pub fn estimate(
         }
         match kernel(part, traffic).zip(tile) {
             Some(((name, passes), tile)) => {
-                let bundles = bundles + (tokens as u64 * part.data_bundles?) as f64;
-                let [rows, columns] = [tile.time_block(), tile.block_size()];
-                let tiles = (tokens.div_ceil(rows) * vocab.div_ceil(columns)) as f64;
-                let bytes = (rows * columns.min(vocab) * width) as f64;
+                let bundles = bundles + (rows as u64 * part.data_bundles?) as f64;
+                let [high, wide] = [tile.time_block(), tile.block_size()];
+                let tiles = (rows.div_ceil(high) * columns.div_ceil(wide)) as f64;
+                let bytes = (high * wide.min(columns) * width) as f64;
                 let tile_s = passes * bytes / chip.hbm_bytes_per_second;
-                let dma = passes * logits / chip.hbm_bytes_per_second;
+                let dma = passes * operand / chip.hbm_bytes_per_second;
                 let scheduled = bundles / clock;
                 let steps = part.grid_steps? as f64 * STEP_S;
                 kernels.push(KernelEstimate {
@@ -222,7 +222,7 @@ pub fn estimate(
                     tile_schedule_us: Some(scheduled / tiles * 1e6),
                     dma_ms: dma * 1e3,
                     schedule_ms: scheduled * 1e3,
-                    binds: Binds::of(dma, scheduled),
+                    binds: Bottleneck::of(dma, scheduled),
                     steps_ms: steps * 1e3,
                     kernel_ms: (dma.max(scheduled) + steps + tile_s) * 1e3,
                 });
@@ -275,7 +275,7 @@ pub struct PartEstimate {
 
 /// What is known of a computation whose listing does not tell.
 #[derive(Clone, Debug)]
-pub struct Known {
+pub struct Traffic {
     /// A part of its name.
     pub name: String,
     /// Bytes that it moves between HBM and VMEM: the listing takes blocks that stay for several steps
@@ -285,7 +285,7 @@ pub struct Known {
     pub steps: Option<u64>,
 }
 
-impl Known {
+impl Traffic {
     /// Those of kernels, by their names, that move so many bytes.
     #[must_use]
     pub fn of_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
@@ -304,12 +304,12 @@ impl Known {
 /// Estimates each computation; none for a chip that nothing is known of, where the schedule does not
 /// tell how many bundles run, or where neither it nor `known` tells the rest.
 #[must_use]
-pub fn parts(topology: &str, schedule: &Schedule, known: &[Known]) -> Option<Vec<PartEstimate>> {
+pub fn parts(topology: &str, schedule: &Schedule, known: &[Traffic]) -> Option<Vec<PartEstimate>> {
     let chip = Chip::of(topology)?;
-    schedule.computations.iter().map(|part| part_of(chip, part, Known::of(part, known))).collect()
+    schedule.computations.iter().map(|part| part_of(chip, part, Traffic::of(part, known))).collect()
 }
 
-fn part_of(chip: &Chip, part: &Computation, known: Option<&Known>) -> Option<PartEstimate> {
+fn part_of(chip: &Chip, part: &Computation, known: Option<&Traffic>) -> Option<PartEstimate> {
     let bytes = known.map(|known| known.bytes).or(part.dma_bytes)?;
     let steps = known.and_then(|known| known.steps).or(part.grid_steps)?;
     let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
@@ -369,7 +369,10 @@ mod tests {
         let near = |found: f64, expected: f64| {
             assert!((found / expected - 1.0).abs() < 1e-9, "{found} is not {expected}");
         };
-        assert_eq!((&kernel.name[..], kernel.binds), ("xentile_cross_entropy_fused", Binds::Dma));
+        assert_eq!(
+            (&kernel.name[..], kernel.binds),
+            ("xentile_cross_entropy_fused", Bottleneck::Dma)
+        );
         near(kernel.dma_ms, 2.0 * 128_000.0 / 1.64e12 * 1e3);
         near(kernel.schedule_ms, 164.0 / (9.2e14 / 524_288.0) * 1e3);
         let tile_us = kernel.tile_dma_us.unwrap();
@@ -383,7 +386,7 @@ mod tests {
 
         let long = vec![part("xentile_cross_entropy_backward", 1_000_000, 0, 0), rest];
         let estimate = of(long, "v6e:2x2").unwrap();
-        assert_eq!(estimate.kernels[0].binds, Binds::Schedule);
+        assert_eq!(estimate.kernels[0].binds, Bottleneck::Schedule);
         assert!(estimate.kernels[0].kernel_ms > 0.5);
     }
 
@@ -397,8 +400,8 @@ mod tests {
             ..Schedule::default()
         };
         let name = "peer_backward".to_owned();
-        let known = Known { name, bytes: 1_640_000_000, steps: None };
-        let own_steps = Known { steps: Some(1000), ..known.clone() };
+        let known = Traffic { name, bytes: 1_640_000_000, steps: None };
+        let own_steps = Traffic { steps: Some(1000), ..known.clone() };
         let found = parts("v6e:2x2", &schedule, &[own_steps]).unwrap();
         assert!((found[0].steps_ms / 0.35 - 1.0).abs() < 1e-9);
         let known = [known];
@@ -414,8 +417,8 @@ mod tests {
     #[test]
     fn kernels_of_hidden_states_move_what_was_planned() {
         let name = "xentile_linear_cross_entropy_forward".to_owned();
-        let known = [Known { name: name.clone(), bytes: 1_640_000_000, steps: None }];
-        let of = |named: &str, moved: &[Known]| {
+        let known = [Traffic { name: name.clone(), bytes: 1_640_000_000, steps: None }];
+        let of = |named: &str, moved: &[Traffic]| {
             let schedule =
                 Schedule { computations: vec![part(named, 10, 3, 7)], ..Schedule::default() };
             let dims = [("T", 8192), ("V", 128_256), ("D", 2048)];
@@ -425,7 +428,10 @@ mod tests {
         let found = of(&format!("jvp_{name}.1"), &known).unwrap();
         let near = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-9);
         let [kernel] = &found.kernels[..] else { panic!("{found:?}") };
-        assert_eq!((&kernel.name, kernel.binds, kernel.tile_dma_us), (&name, Binds::Dma, None));
+        assert_eq!(
+            (&kernel.name, kernel.binds, kernel.tile_dma_us),
+            (&name, Bottleneck::Dma, None)
+        );
         near(kernel.kernel_ms, 1.0007);
         near(found.step_ms, 1.0007);
         assert_eq!(found.floor, Floor::ThreeProducts);

@@ -4,108 +4,29 @@
 //! An operation on a backend is a `Benchmark`. With a topology the program is only compiled, and what a
 //! run would tell is none.
 
+mod benchmark;
 mod config;
 mod cpu;
 mod report;
 mod xla;
 
 use anyhow::Result;
-use xentile::operation::{Pass, Problem, Role};
 
 pub use config::{Config, Logits};
 pub use report::{AfterAlloc, AfterRun, CompiledMemory, DeviceMemory, Report};
 
 use crate::config::Backend;
-use crate::estimate::Estimate;
 use crate::machine::Machine;
 use crate::memory;
-use crate::schedule::Schedule;
 use crate::setup::Setup;
 use crate::timing::timed;
-
-/// An operation on a backend, with its inputs made.
-trait Benchmark {
-    /// Makes the program, where it has to be compiled.
-    fn compile(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Whether [`Self::compile`] found the program in the cache; none where there is no cache.
-    fn is_cached(&self) -> Option<bool> {
-        None
-    }
-
-    /// Starts a step, after those that were started before.
-    fn start(&mut self) -> Result<()>;
-
-    /// Waits for all that were started.
-    fn wait(&mut self) -> Result<()>;
-
-    /// So many of them, complete on return.
-    fn steps(&mut self, count: usize) -> Result<()> {
-        for _ in 0..count {
-            self.start()?;
-        }
-        self.wait()
-    }
-
-    /// The scalar of the last step, or the first output x its cotangent.
-    fn loss(&self) -> Result<f64>;
-
-    /// Copies as many bytes as the first input has in each way that the backend knows, `count` times
-    /// where it takes work ahead, and gives the seconds that one copy took in each; nothing where a step
-    /// is held to products.
-    fn time_copies(&mut self, count: usize) -> Vec<f64>;
-
-    /// How it runs.
-    fn setup(&self) -> Setup;
-
-    /// What the device's allocator counts.
-    fn device_memory(&self) -> DeviceMemory {
-        DeviceMemory::default()
-    }
-
-    /// What the compiler says that the program takes.
-    fn compiled_memory(&self) -> Option<CompiledMemory> {
-        None
-    }
-}
+use benchmark::{Benchmark, Found, Run, Statistics};
 
 fn prepare(config: &Config) -> Result<Box<dyn Benchmark>> {
     match config.backend {
         Backend::Cpu => cpu::benchmark(config),
         Backend::XlaCpu | Backend::XlaCuda | Backend::XlaTpu => xla::benchmark(config),
     }
-}
-
-/// The first output of a pass, and the cotangent of it that the pass is given, if any.
-fn first_output(config: &Config, problem: &Problem, pass: Pass) -> (&'static str, &'static str) {
-    let signature = config.op.signature(problem, pass);
-    let output = signature.results.first().map_or("", |spec| spec.name);
-    let cotangent = signature.operands.iter().find(|spec| spec.role == Role::Cotangent(output));
-    (output, cotangent.map_or("", |spec| spec.name))
-}
-
-/// What was found of a program.
-struct Found {
-    setup: Setup,
-    compile_s: Option<f64>,
-    from_cache: Option<bool>,
-    compiled: Option<CompiledMemory>,
-    schedule: Option<Schedule>,
-    estimate: Option<Estimate>,
-    run: Option<Run>,
-}
-
-/// What a run tells.
-struct Run {
-    first_run_s: f64,
-    loss: f64,
-    steps: Statistics,
-    /// None where there is nothing to compare with.
-    copy_s: Option<f64>,
-    mem_after_alloc: AfterAlloc,
-    mem_after_run: AfterRun,
 }
 
 /// Measures what `config` describes, or compiles it where that names a topology.
@@ -231,28 +152,4 @@ fn copies_of_first_input(config: &Config) -> f64 {
     let signature = config.op.signature(&problem, config.op.whole(&problem));
     let input = signature.operands.first().and_then(|spec| spec.bytes(&problem)).unwrap_or(1);
     (cost.bytes_read + cost.bytes_written) as f64 / (2 * input) as f64
-}
-
-struct Statistics {
-    mean: f64,
-    median: f64,
-    min: f64,
-    deviation: f64,
-}
-
-impl Statistics {
-    /// Of at least one value.
-    fn new(values: impl IntoIterator<Item = f64>) -> Self {
-        let mut values: Vec<_> = values.into_iter().collect();
-        values.sort_by(f64::total_cmp);
-        let count = values.len();
-        let mean = values.iter().sum::<f64>() / count as f64;
-        let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-        Self {
-            mean,
-            median: f64::midpoint(values[(count - 1) / 2], values[count / 2]),
-            min: values[0],
-            deviation: (squares / (count.max(2) - 1) as f64).sqrt(),
-        }
-    }
 }

@@ -65,7 +65,7 @@ struct Measure {
     /// V, vocabulary columns.
     #[arg(long)]
     vocab: Option<usize>,
-    /// Dtype of logits and of their gradient.
+    /// Dtype of arrays that have no other.
     #[arg(long, value_parser = dtype())]
     dtype: Option<DType>,
     /// Tokens a tile.
@@ -107,7 +107,7 @@ struct Measure {
     /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
     #[arg(long, value_parser = reduction())]
     reduction: Option<&'static str>,
-    /// What logits hold.
+    /// What the first operand holds.
     #[arg(long)]
     logits: Option<Logits>,
     /// Appends the result to FILE as one line of JSON; `-` prints that line and nothing else.

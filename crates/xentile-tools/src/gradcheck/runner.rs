@@ -8,7 +8,7 @@ use xentile_cpu::operation::{Launch, Run};
 use xentile_cpu::{Isa, Threads, kernels};
 use xentile_programs::Exported;
 
-use super::Config;
+use super::config::Config;
 use crate::config::{Backend, Implementation, Op, TileConfig, check_program};
 use crate::exported::{self, Asked, Signature};
 use crate::setup::Setup;
@@ -96,7 +96,7 @@ pub(super) fn open<'a>(
         session.register_kernels()?;
     }
     let inputs = uploaded(&session, &whole.operands, problem, inputs)?;
-    let tile = is_kernel.then(|| exported::tile(&program));
+    let tile = exported::tile(op, &program).filter(|_| is_kernel);
     Ok(Box::new(OnXla { session, config, problem, tile, inputs, program: Some(program) }))
 }
 

@@ -6,7 +6,8 @@ use xentile::operation::{Array, ArrayElement, Arrays, ElementRule, Pass, Problem
 use xentile_cpu::operation::{Launch, Run, for_each};
 use xentile_cpu::{Isa, Threads, copy, kernels};
 
-use super::{Benchmark, Config, Logits, first_output};
+use super::benchmark::{Benchmark, first_output};
+use super::config::{Config, Logits};
 use crate::config::{Implementation, TileConfig};
 use crate::setup::Setup;
 use crate::timing::timed;

@@ -176,6 +176,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = format!("{} on {}", self.op, name(&self.backend));
         let program = match self.implementation {
+            Implementation::Kernel if self.op.tile().is_empty() => "kernel",
             Implementation::Kernel => "tiled kernel",
             Implementation::Reference if self.plugin.is_some() => "dense program",
             Implementation::Reference => "dense program (plain f32 code, probabilities in memory)",

@@ -13,12 +13,14 @@ use xentile::operation::{Array, ArraySpec, Arrays, ElementRule, Pass, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{ElementType, Program, TensorType};
 
-use super::{Benchmark, CompiledMemory, Config, DeviceMemory, Found, Logits, Setup, first_output};
+use super::benchmark::{Benchmark, Found, first_output};
+use super::config::{Config, Logits};
+use super::report::{CompiledMemory, DeviceMemory};
 use crate::config::{Backend, Implementation, TileConfig};
-use crate::estimate::{self, Known};
+use crate::estimate::{self, Traffic};
 use crate::exported::{self, Asked, Signature};
 use crate::schedule::Dump;
-use crate::setup::ExportedBy;
+use crate::setup::{ExportedBy, Setup};
 use crate::timing::timed;
 use crate::tpu;
 use crate::xla::{self, Compiled, Session, read, upload};
@@ -74,7 +76,7 @@ struct Plan {
     /// The program from JAX.
     exported: Option<ExportedBy>,
     /// What its kernels move, where that is planned.
-    moved: Vec<Known>,
+    moved: Vec<Traffic>,
     /// None where the program has no tiles.
     tile: Option<TileConfig>,
     /// Whether it calls our kernels.
@@ -105,9 +107,9 @@ impl Plan {
         let is_kernel = config.implementation == Implementation::Kernel;
         if let Some(exported) = exported {
             return Ok(Self {
-                tile: is_kernel.then(|| exported::tile(&exported)),
+                tile: exported::tile(op, &exported).filter(|_| is_kernel),
                 exported: Some((&exported).into()),
-                moved: Known::of_kernels(&exported.moved),
+                moved: Traffic::of_kernels(&exported.moved),
                 calls_kernels: exported::calls_kernels(&exported, config.backend),
                 code: exported.bytecode,
                 signature,

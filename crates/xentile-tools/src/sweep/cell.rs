@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::grid::{Axis, Config, Index, shown, told};
 use crate::draft::Draft;
-use crate::estimate::{Binds, Floor};
+use crate::estimate::{Bottleneck, Floor};
 
 /// What a cell's process reports, of which the tables use some.
 #[derive(Clone, Debug, Deserialize)]
@@ -71,7 +71,7 @@ pub(super) struct EstimatedKernel {
     pub(super) tile_schedule_us: Option<f64>,
     pub(super) dma_ms: f64,
     pub(super) schedule_ms: f64,
-    pub(super) binds: Binds,
+    pub(super) binds: Bottleneck,
 }
 
 impl Estimated {

@@ -89,8 +89,8 @@ impl Sweep<'_> {
         Some((value, format!("without a budget: {value:.2} {unit}")))
     }
 
-    /// The first of `figures` that any cell tells, beside what logits and gradient alone take or the
-    /// cell without a budget.
+    /// The first of `figures` that any cell tells, beside what the first operand and its gradient alone take
+    /// or the cell without a budget.
     pub(super) fn memory_panel(&self, figures: &[Memory]) -> Panel {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let told = |figure: &Memory| {
