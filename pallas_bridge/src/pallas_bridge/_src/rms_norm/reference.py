@@ -3,6 +3,7 @@
 It is what kernels are held against, and what runs where there is none.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ def norm(
     The formulas are those of crates/xentile/src/rms_norm.rs. Numbers are f32, or x's or weight's
     dtype where that is wider, and rounded to x's dtype where they are given.
     """
-    if residual is not None:
-        x = rounded(wide(x) + wide(residual), x.dtype)
     z = wide(x)  # once, so that what comes back is rounded once
+    if residual is not None:
+        z = rounded(z + wide(residual), x.dtype)
+        x = z.astype(x.dtype)
     rstd = jax.lax.rsqrt(jnp.square(z).mean(-1) + options.eps)
     y = z * rstd[..., None] * scale(options, weight)
     return y.astype(x.dtype), x, rstd
@@ -75,20 +77,26 @@ def scale(options: Options, weight: jax.Array) -> jax.Array:
     return wide(weight) + 1 if options.zero_centred else wide(weight)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(array: jax.Array, dtype: Any) -> jax.Array:
-    """Returns an array in `dtype`, of which XLA keeps the rounding.
+    """Returns an array with the values that it has in `dtype`; tangents pass as they are.
 
-    It may leave out a conversion to 16 bits and back (`xla_allow_excess_precision`, as on GPUs),
-    and then statistics would be of another sum than the one that is returned.
+    XLA may leave out a conversion to 16 bits and back (`xla_allow_excess_precision`, as on GPUs),
+    and then statistics would be of another sum than the one that is returned; it keeps this.
     """
     to = jnp.finfo(dtype)
-    if to.bits == 16:
-        kept = jax.lax.reduce_precision(array, to.nexp, to.nmant)
-        if dtype == jnp.float16:
-            # That flushes subnormal numbers to 0; this adds and takes off what leaves their steps.
-            kept = jnp.where(jnp.abs(array) < to.tiny, (array + 0.75) - 0.75, kept)
-        array = kept
-    return array.astype(dtype)
+    if to.bits != 16:
+        return array
+    kept = jax.lax.reduce_precision(array, to.nexp, to.nmant)
+    if dtype == jnp.float16:
+        # That flushes subnormal numbers to 0; this adds and takes off what leaves their steps.
+        kept = jnp.where(jnp.abs(array) < to.tiny, (array + 0.75) - 0.75, kept)
+    return kept
+
+
+@rounded.defjvp
+def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    return rounded(*primals, dtype), tangents[0]
 
 
 def wide(array: jax.Array) -> jax.Array:
