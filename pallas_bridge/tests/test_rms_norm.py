@@ -385,7 +385,9 @@ def gradients(implementation, first=16):
 
 def same(found, expected):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        # The loss is a sum of 24576 sines, in another order on each device.
+        atol = 1e-4 if one.ndim else 24576 * 2e-7
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=atol)
 
 def moved(program):
     return re.findall(r"all-gather|all-to-all|collective-permute", program)
