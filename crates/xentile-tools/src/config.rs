@@ -1,5 +1,6 @@
 //! What configs of both tools have: operations, backends, shapes, tiles.
 
+mod explain;
 mod op;
 mod read;
 mod settings;

@@ -11,7 +11,7 @@ use xentile::operation::{DimSpec, Kind, Operation, OptionSpec, Section, TOKENS, 
 use xentile::operations;
 
 use super::Op;
-use super::read::explain;
+use super::explain::explain;
 
 /// Which keys of an operation a part of a config has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -74,7 +74,7 @@ def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Makes `call` part of the program being traced, or runs it."""
     if call.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
-        return tuple(pallas.kernel(None, call)(*operands))
+        return tuple(_kernel(None, call)(*operands))
     keep = tuple(range(len(call.results)))
     return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep, mapped=0))
 
@@ -370,12 +370,33 @@ def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -
     # Pallas would have a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     ctx = ctx.replace(module_context=module, platforms=None)
-    kernel = pallas.kernel(module, call)
+    kernel = _kernel(module, call)
     lower = mlir.lower_fun(
         lambda *arrays: [kernel(*arrays)[index] for index in keep], multiple_results=True
     )
     results: Sequence[Any] = lower(ctx, *operands)
     return results
+
+
+def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array]]:
+    """Returns the kernel in Pallas of a call, a function of its operands.
+
+    Without `module_context`, it is for Pallas' interpreter.
+
+    Raises:
+        NotImplementedError: the call asks for the library, or is for a TPU that nobody has tried.
+    """
+    if module_context is None:
+        chosen = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
+    elif call.implementation == "custom_call":
+        raise NotImplementedError(
+            f'{call.operation}: implementation "custom_call" is for CPUs and GPUs, and the program '
+            'for tpu: it must be "pallas", "reference" or None'
+        )
+    else:
+        chosen = pallas.target(module_context)
+    assert call.for_tpu is not None
+    return call.for_tpu(chosen, call)
 
 
 # One rule for all platforms, not one for each: a program for several holds each call once, and not

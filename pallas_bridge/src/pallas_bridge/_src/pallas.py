@@ -1,14 +1,9 @@
-"""Kernels in Pallas: which there are, and for which TPU one is compiled."""
+"""Kernels in Pallas: for which TPU one is compiled."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-
-if TYPE_CHECKING:
-    from .custom_call import Call
 
 
 @dataclass(frozen=True)
@@ -63,24 +58,3 @@ def target(module_context: Any) -> Target:
             'implementation="reference" runs everywhere'
         )
     return TARGETS[kind]
-
-
-def kernel(module_context: Any, call: "Call") -> Callable[..., Sequence[jax.Array]]:
-    """Returns the function of the operands of `call` that does its work.
-
-    Without `module_context`, it is for Pallas' interpreter.
-
-    Raises:
-        NotImplementedError: the call asks for the library, or is for a TPU that nobody has tried.
-    """
-    if module_context is None:
-        chosen = dataclasses.replace(INTERPRETER, interpret=interpret_params)
-    elif call.implementation == "custom_call":
-        raise NotImplementedError(
-            f'{call.operation}: implementation "custom_call" is for CPUs and GPUs, and the program '
-            'for tpu: it must be "pallas", "reference" or None'
-        )
-    else:
-        chosen = target(module_context)
-    assert call.for_tpu is not None
-    return call.for_tpu(chosen, call)

@@ -5,7 +5,7 @@ use std::ops::Range;
 use xentile::{DType, Element};
 
 use super::super::convert::{pair, pairs, widen};
-use super::{MOST_COLUMNS, ROWS, STRIPS, Width, tiled};
+use super::{MOST_COLUMNS, ROWS, STRIPS, Width};
 use crate::simd::{BLOCK, MAX_LANES, TILE, Tiles};
 use crate::{Isa, Job, PairsOfBf16, Simd};
 
@@ -14,6 +14,9 @@ const TURNED: usize = 64;
 
 /// The most rows that are packed at a time: strips, or a panel.
 const MOST_ROWS: usize = (STRIPS * ROWS).next_multiple_of(MOST_COLUMNS);
+
+/// The same, for tiles.
+pub(super) const MOST_TILED_ROWS: usize = 256;
 
 /// What a packed word holds. It has 32 bits, and is kept as the f32 of these bits.
 #[derive(Clone, Copy, Debug)]
@@ -247,7 +250,7 @@ impl<E: Element> Matrix<'_, E> {
     ) {
         let step = Steps::of(self.columns).words;
         assert!(words.start.is_multiple_of(step) && words.len().is_multiple_of(step));
-        assert!(rows.len() <= tiled::MOST_ROWS && rows.end <= self.rows);
+        assert!(rows.len() <= MOST_TILED_ROWS && rows.end <= self.rows);
         assert_eq!(to.len(), rows.len().div_ceil(BLOCK) * words.len() / step * BLOCK * TILE);
         match words.len() {
             0 => {}
@@ -266,7 +269,7 @@ impl<E: Element> Matrix<'_, E> {
     ) {
         let length = words.len() / step * BLOCK * TILE;
         let column = |term: usize| &self.data[term * self.column_step..][rows.clone()];
-        let mut piece = [[0.0; tiled::MOST_ROWS]; TILE];
+        let mut piece = [[0.0; MOST_TILED_ROWS]; TILE];
         for (k, start) in words.clone().step_by(step).enumerate() {
             for (word, piece) in (start..start + step).zip(&mut piece) {
                 let terms = form.terms(word..word + 1, self.columns);
@@ -353,7 +356,7 @@ impl<const WIDTH: usize> Job for Turn<'_, WIDTH> {
 
 /// Writes words of many rows as two tiles for each [`BLOCK`] of these, `length` apart.
 struct TurnToTiles<'a> {
-    from: &'a [[f32; tiled::MOST_ROWS]; TILE],
+    from: &'a [[f32; MOST_TILED_ROWS]; TILE],
     to: &'a mut [f32],
     length: usize,
 }
@@ -367,7 +370,7 @@ impl Job for TurnToTiles<'_> {
         for (strip, to) in self.to.chunks_mut(self.length).enumerate() {
             for (tile, to) in to[..BLOCK * TILE].chunks_exact_mut(TILE * TILE).enumerate() {
                 let from = &from[strip * BLOCK + tile * TILE..];
-                simd.turn(from, tiled::MOST_ROWS, to, TILE);
+                simd.turn(from, MOST_TILED_ROWS, to, TILE);
             }
         }
     }

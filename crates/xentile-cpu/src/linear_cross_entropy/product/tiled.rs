@@ -1,7 +1,7 @@
 //! Products in tiles, where processors multiply those.
 
 use super::Multiply;
-use super::factors::Steps;
+use super::factors::{MOST_TILED_ROWS, Steps};
 use crate::simd::{BLOCK, Factors, LINE_BYTES, Sums, TILE, Tiles};
 
 /// How a product is cut.
@@ -15,11 +15,8 @@ pub(super) struct Cut {
 
 impl Cut {
     /// As measured: docs/linear-cross-entropy.md has the figures.
-    pub(super) const BEST: Self = Self { steps: 32, rows: MOST_ROWS };
+    pub(super) const BEST: Self = Self { steps: 32, rows: MOST_TILED_ROWS };
 }
-
-/// The most rows that are packed at a time.
-pub(super) const MOST_ROWS: usize = 256;
 
 /// Sets `job.to`, or adds to it.
 pub(super) fn multiply(tiles: Tiles, cut: Cut, job: Multiply<'_>) {
