@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -133,6 +135,14 @@ class Signature:
                     f"{PartitionSpec(*spec)}; its leading axes must be sharded as "
                     f"{PartitionSpec(*own[:leading])} and the others not at all: reshard it first"
                 )
+
+
+def with_axis(x: jax.Array, axis: int | None, place: int, size: int) -> jax.Array:
+    """Returns an array with its mapped axis at `place`; one that has none, `size` times."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, place)
+    x = jnp.expand_dims(x, place)
+    return jnp.broadcast_to(x, (*x.shape[:place], size, *x.shape[place + 1 :]))
 
 
 def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:

@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
 from . import library, pallas, partitioning
-from .arrays import Result, Signature, reshaped
+from .arrays import Result, Signature, reshaped, with_axis
 from .compat import varying_axes
 from .operation import Operation
 
@@ -128,14 +128,10 @@ def _batch(
         first = max((count for one, count in zip(shared, leading, strict=True) if one), default=0)
         last = mapped if signature.sums else leading[shared.index(False)]
         place = axes[0] if axes[0] is not None and first <= axes[0] <= last else first
-    given = []
-    for x, axis, is_shared, count in zip(operands, axes, shared, leading, strict=True):
-        if axis is not None:
-            x = jnp.moveaxis(x, axis, place)
-        elif not is_shared or count > place:
-            x = jnp.expand_dims(x, place)
-            x = jnp.broadcast_to(x, (*x.shape[:place], size, *x.shape[place + 1 :]))
-        given.append(x)
+    given = [
+        x if axis is None and is_shared and count <= place else with_axis(x, axis, place, size)
+        for x, axis, is_shared, count in zip(operands, axes, shared, leading, strict=True)
+    ]
     results = _custom_call.bind(
         *vary_alike(given), call=call, keep=keep, mapped=mapped + signature.sums
     )

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .arrays import Dims
+from .arrays import Dims, with_axis
 from .operation import Operation
 
 # Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
@@ -228,14 +228,10 @@ def _batch_tokens(
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     if axes[0] is None or place >= linear.dims[0].leading(operands[0]):
         place = 0
-    given = []
-    for dims, x, axis in zip(linear.dims, operands, axes, strict=True):
-        if axis is not None:
-            x = jnp.moveaxis(x, axis, place)
-        elif dims.has_tokens:
-            x = jnp.expand_dims(x, place)
-            x = jnp.broadcast_to(x, (*x.shape[:place], size, *x.shape[place + 1 :]))
-        given.append(x)
+    given = [
+        x if axis is None and not dims.has_tokens else with_axis(x, axis, place, size)
+        for dims, x, axis in zip(linear.dims, operands, axes, strict=True)
+    ]
     results = _bind(linear, given)
     return results, [place] * len(results)
 
