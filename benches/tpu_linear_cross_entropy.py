@@ -5,9 +5,9 @@
 
 Prints, and with --json appends to FILE, a line a program and shape: value and gradients of hidden
 and weight in bf16, temporaries beyond operands and results as compiled, and an estimate of a step
-(docs/tpu-cross-entropy.md) in which each kernel takes the longer of its schedule and its copies.
-Needs libtpu; tokamax is left out where it is not installed. Beside its estimates is one of a shape
-that its own table of measured times has.
+(docs/internals/tpu-cross-entropy.md) in which each kernel takes the longer of its schedule and its
+copies. Needs libtpu; tokamax is left out where it is not installed. Beside its estimates is one of
+a shape that its own table of measured times has.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 #     scripts/setup.sh scripts/requirements-test.txt
 #
 # A file is installed again only after it has changed. PYTHON names the interpreter that makes
-# .venv (default: python3).
+# .venv (default: python3), and XENTILE_VENV another folder than .venv.
 set -euo pipefail
 
 fail() {
@@ -18,35 +18,36 @@ require_311() {
 }
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+venv=${XENTILE_VENV:-.venv}
 
 for requirements in "$@"; do
     [[ -f $requirements ]] ||
         fail "no file $requirements: name requirements files from the repository root"
 done
 
-if [[ ! -e .venv ]]; then
+if [[ ! -e $venv ]]; then
     python=${PYTHON:-python3}
     command -v -- "$python" >/dev/null ||
         fail "$python not found: install python 3.11 or later, or set PYTHON to one"
     require_311 "$python" "install one, or set PYTHON to one"
-    echo "setup: making .venv" >&2
-    "$python" -m venv .venv >&2 || {
+    echo "setup: making $venv" >&2
+    "$python" -m venv "$venv" >&2 || {
         # Half an environment would pass for a whole one next time.
-        rm -rf .venv
+        rm -rf "$venv"
         fail "$python -m venv failed: install its venv module (python3-venv on Debian)"
     }
 fi
-require_311 .venv/bin/python "remove .venv and run this again"
+require_311 "$venv/bin/python" "remove $venv and run this again"
 
 for requirements in "$@"; do
-    stamp=.venv/$(basename -- "$requirements" .txt).cksum
+    stamp=$venv/$(basename -- "$requirements" .txt).cksum
     sum=$(cksum <"$requirements")
     [[ ! -f $stamp || $(<"$stamp") != "$sum" ]] || continue
-    .venv/bin/python -c 'import pip' 2>/dev/null ||
-        fail ".venv has no pip: run .venv/bin/python -m ensurepip, or remove .venv"
+    "$venv"/bin/python -c 'import pip' 2>/dev/null ||
+        fail "$venv has no pip: run $venv/bin/python -m ensurepip, or remove $venv"
     echo "setup: installing $requirements" >&2
     # The files pin all that is needed, so nothing else may come along.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+    "$venv"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
         --requirement "$requirements" >&2 ||
         fail "pip could not install $requirements: see above, then run this again"
     # Last, so that an install cut short is done again.

@@ -2,7 +2,7 @@
 # Runs the tests:
 #
 #     scripts/test.sh            what ten minutes hold: five tiers, a part of the largest
-#     scripts/test.sh --all      all tiers, whole, but those that run by name
+#     scripts/test.sh --all      all tiers but those that run by name, a part of the longest
 #     scripts/test.sh lint host  these tiers, whole
 #
 # A tier is a script in scripts/tiers/. It ends with 77 where the machine lacks what it needs. One
@@ -11,7 +11,8 @@
 #
 # A tier of the default takes a part where XENTILE_TEST_QUICK is 1, and prints `left out: ..` for each
 # thing that it leaves out. XENTILE_TEST_DRAW is a number that tells which cases of a test are run there;
-# it is printed, and drawn where it is not set. One tier of --all, xla-cpu-0.9.0, runs a part too.
+# it is printed, and drawn where it is not set. Tiers of --all, where XENTILE_TEST_ALL is 1, that run the
+# same test over many cases take a part of these too.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -19,11 +20,11 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 by_name=(xla-cpu-{0.10.2,0.11.2})
 # In the order of what fails soonest.
 quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
-all=(lint host xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme asan miri fuzz neon)
+all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme docs train asan miri fuzz neon)
 
 tiers=("$@")
 left_out=()
-unset XENTILE_TEST_QUICK
+unset XENTILE_TEST_QUICK XENTILE_TEST_ALL
 if (($# == 0)); then
     export XENTILE_TEST_QUICK=1
     tiers=("${quick[@]}")
@@ -31,6 +32,7 @@ if (($# == 0)); then
         [[ " ${quick[*]} " == *" $tier "* ]] || left_out+=("$tier")
     done
 elif [[ $* == --all ]]; then
+    export XENTILE_TEST_ALL=1
     tiers=("${all[@]}") left_out=("${by_name[@]}")
 fi
 for tier in "${tiers[@]}"; do

@@ -36,7 +36,9 @@ find_python() {
 }
 
 environment=$PWD/.venv-jax/$version
-if [[ ! -x $environment/bin/pytest ]]; then
+stamp=$environment/requirements.cksum
+sum=$(cat scripts/requirements-jax.txt scripts/requirements-test.txt | cksum)
+if [[ ! -f $stamp || $(<"$stamp") != "$sum" ]]; then
     found=$(find_python) || {
         printf '%s\n' "$found"
         exit 77
@@ -47,10 +49,11 @@ if [[ ! -x $environment/bin/pytest ]]; then
     sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt |
         "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
             --requirement /dev/stdin
-    # Last, as it is what tells a whole environment from one cut short.
     grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt |
         "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
             --requirement /dev/stdin
+    # Last, so that an environment that was cut short is made again.
+    printf '%s\n' "$sum" >"$stamp"
 fi
 export PATH=$environment/bin:$PATH
 # Most of the time is XLA's, which compiles programs that run once; where nobody holds their numbers it may hurry.

@@ -5,13 +5,15 @@
 Run it with a Python that has pallas_bridge; peers that it lacks are rows that say so. Every peer on
 every problem is a process of its own, and right before each the logits' bytes are copied: ratios
 are to that copy. Times are the device's, medians, without first calls; many steps are enqueued for
-each wait. Logits are of every --distribution that is named, the same for all peers: normal with
-each --std, peaked, trained. Memory is what the process held at most beyond the logits.
+each wait. Logits are of every --distribution that is named, the same for all peers: normal, uniform
+and masked with each --std, peaked, trained. --shapes takes names of lists too: large, small (of the
+vocabulary), few (rows). Memory is what the process held at most beyond the logits.
 
 What is measured:
 
-- value_and_grad: the mean and its gradient. QuACK's is the gradient of a sum, which is what it has
-  in two passes over the logits. Its floor is the copy: one reading and one writing.
+- value_and_grad: the mean, times --factor if there is one, and its gradient. QuACK's is without a
+  factor the gradient of a sum, which is what it has in two passes over the logits. Its floor is the
+  copy: one reading and one writing.
 - pair: losses of tokens, then the gradient for given cotangents. Its floor is 1.5 copies.
 - forward: the mean alone. Its floor is half a copy.
 """
@@ -42,7 +44,11 @@ PEERS = {
 }
 # Those that copy.
 YARDSTICK = ("in_torch.py", "in_jax.py")
-SHAPES = "2048x151643,4096x128256,8192x32000,8192x50257,4096x262144,32768x151936"
+SHAPES = {
+    "large": "2048x151643,4096x128256,8192x32000,8192x50257,4096x262144,32768x151936",
+    "small": "4194304x2,1048576x257,262144x2048,131072x4096",
+    "few": "1x151936,8x151936,64x151936",
+}
 # value_and_grad of the mean; forward and backward for given per-token cotangents; the mean alone.
 MEASURES = ("value_and_grad", "pair", "forward")
 # Passes over bytes of the logits that each takes at least.
@@ -96,6 +102,21 @@ def to_markdown(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    """The shapes that are asked for, names of lists replaced by these.
+
+    Raises:
+        ValueError: what is neither a shape nor a name.
+    """
+    found = ",".join(SHAPES.get(one, one) for one in text.split(",")).split(",")
+    try:
+        return [(int(tokens), int(vocab)) for tokens, vocab in (one.split("x") for one in found)]
+    except ValueError:
+        raise ValueError(
+            f"shapes are {text}; each must be TxV or one of {', '.join(SHAPES)}"
+        ) from None
+
+
 def in_copies(results: list[Result]) -> dict[tuple[str, str], float]:
     """value_and_grad by shape with distribution and peer."""
     return {
@@ -127,6 +148,8 @@ def run(
             "vocab": problem.vocab,
             "dtype": problem.dtype,
             "distribution": problem.distribution,
+            "factor": problem.factor,
+            "is_traced": problem.is_traced,
             "logits_bytes": problem.bytes,
             "copy_ms": copied,
             "found": found,
@@ -154,11 +177,21 @@ def run(
 
 def main() -> int:
     """Measures, prints, writes; the exit code is 1 where ours failed."""
-    parser = driver.parser(__doc__ or "", SHAPES, "TxV", list(PEERS))
+    named = distributions.OF_LOGITS
+    parser = driver.parser(__doc__ or "", "large", "TxV, or names", list(PEERS), named)
+    parser.add_argument("--factor", type=float, help="what the mean is multiplied by")
+    parser.add_argument(
+        "--traced-factor", action="store_true", help="give steps the factor as they run"
+    )
     parser.add_argument("--no-first-call", action="store_true", help="leave out first calls")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    try:
+        shapes = shapes_of(options.shapes)
+    except ValueError as error:
+        return driver.refuse(str(error))
+    if options.traced_factor and options.factor is None:
+        return driver.refuse("--traced-factor is set without a --factor; name one")
     peers = options.peers.split(";")
     if unknown := set(peers) - set(PEERS):
         return driver.refuse(f"no peer {unknown.pop()}: choose from {'; '.join(PEERS)}")
@@ -173,6 +206,8 @@ def main() -> int:
                 seconds=options.measure_seconds,
                 distribution=distribution,
                 folder=folder,
+                factor=options.factor,
+                is_traced=options.traced_factor,
             )
             for (tokens, vocab), distribution, peer in itertools.product(
                 shapes, distributions.chosen(options), peers

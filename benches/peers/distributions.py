@@ -1,7 +1,7 @@
 """Named distributions of logits, and of the hidden states and weights whose product they are.
 
-They are gradcheck's (docs/cross-entropy.md says what they are and where the numbers of `trained`
-are from); the seeds are this program's own.
+They are gradcheck's (docs/internals/cross-entropy.md says what they are and where the numbers of
+`trained` are from); the seeds are this program's own.
 """
 
 import argparse
@@ -116,6 +116,16 @@ class Distribution:
         """Logits [rows, vocab]."""
         rows = len(targets.labels)
         places = np.arange(rows)
+        if self.name == "masked":
+            # One entry in eight, never the label's.
+            z = np.float32(self.std) * normal(rng, rows, vocab)
+            z[rng.random((rows, vocab), np.float32) < 1 / 8] = -np.inf
+            z[places, targets.labels] = self.std
+            return z
+        if self.name == "uniform":
+            # Its standard deviation is its half-width over sqrt(3).
+            end = np.float32(self.std * 3**0.5)
+            return end * (2 * rng.random((rows, vocab), np.float32) - 1)
         if self.name == "trained":
             means = ROW_MEAN + ROW_MEANS * normal(rng, rows, 1)
             z = NOISE * normal(rng, rows, vocab)
@@ -168,16 +178,25 @@ class Distribution:
         return h
 
 
-def add_arguments(parser: argparse.ArgumentParser, stds: tuple[float, ...] = (1.0,)) -> None:
-    """The options that choose distributions."""
+# Those that logits have by themselves, and those that a product has.
+OF_LOGITS = ("normal", "uniform", "masked", "peaked", "trained")
+OF_PRODUCTS = ("normal", "peaked", "trained")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    stds: tuple[float, ...] = (1.0,),
+    names: tuple[str, ...] = OF_PRODUCTS,
+) -> None:
+    """The options that choose distributions, of those called `names`."""
     parser.add_argument(
         "--distribution",
         nargs="+",
         default=["normal"],
-        choices=["normal", "peaked", "trained"],
-        help="of the logits; normal once for each of --std",
+        choices=names,
+        help="of the logits; those that have a deviation once for each of --std",
     )
-    parser.add_argument("--std", nargs="+", type=float, default=stds, help="of normal logits")
+    parser.add_argument("--std", nargs="+", type=float, default=stds, help="of such logits")
     parser.add_argument("--share", type=float, default=1.0, help="of tokens that have a peak")
     parser.add_argument("--height", type=float, default=38.0, help="nats of peaks above labels")
 
@@ -186,7 +205,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
     """The distributions that were asked for."""
     found: list[Distribution] = []
     for name in options.distribution:
-        if name == "normal":
+        if name in ("normal", "uniform", "masked"):
             found += [Distribution(name, std=std) for std in options.std]
         elif name == "peaked":
             found.append(Distribution(name, share=options.share, height=options.height))

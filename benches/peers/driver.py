@@ -281,13 +281,19 @@ def draw(
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def parser(about: str, shapes: str, form: str, peers: list[str]) -> argparse.ArgumentParser:
-    """The options that every driver has."""
+def parser(
+    about: str,
+    shapes: str,
+    form: str,
+    peers: list[str],
+    named: tuple[str, ...] = distributions.OF_PRODUCTS,
+) -> argparse.ArgumentParser:
+    """The options that every driver has; distributions are those called `named`."""
     options = argparse.ArgumentParser(description=about.splitlines()[0])
     options.add_argument("--shapes", default=shapes, help=f"{form}, separated by commas")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     options.add_argument("--peers", default=";".join(peers), help="names, separated by semicolons")
-    distributions.add_arguments(options)
+    distributions.add_arguments(options, names=named)
     options.add_argument("--seconds", type=float, default=1e9, help="start nothing after so many")
     options.add_argument("--measure-seconds", type=float, default=0.8, help="of each measure")
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])

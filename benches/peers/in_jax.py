@@ -52,16 +52,25 @@ def inputs(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, y, g
 
 
-def programs_of(peer: str) -> dict[str, tuple[Any, bool]]:
-    """The compiled function of each measure, and whether it takes the memory of the logits."""
+def programs_of(
+    peer: str, factor: float | None = None, is_traced: bool = False
+) -> dict[str, tuple[Any, bool]]:
+    """The compiled function of each measure, and whether it takes the memory of the logits.
+
+    The mean is multiplied by `factor`, if any. With `is_traced` a program does not know it, and
+    takes it as the first of the cotangents.
+    """
     mean, losses = losses_of(peer)
 
     def pair(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
         out, pull = jax.vjp(lambda x: losses(x, y), x)
         return out, pull(g)[0]
 
-    def value_and_grad(x: jax.Array, y: jax.Array, _: jax.Array) -> Any:
-        return jax.value_and_grad(mean)(x, y)
+    def value_and_grad(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        if factor is None:
+            return jax.value_and_grad(mean)(x, y)
+        times = g[0] if is_traced else factor
+        return jax.value_and_grad(lambda x: times * mean(x, y))(x)
 
     dead = peer == "xentile, logits dead"
     donate: Any = {"donate_argnums": 0} if dead else {}
@@ -76,9 +85,12 @@ def programs_of(peer: str) -> dict[str, tuple[Any, bool]]:
 
 def measure(problem: Problem) -> dict[str, Any]:
     """All measures of one peer on one problem."""
-    x, y, g = inputs(problem)
+    x, y, cotangents = inputs(problem)
     found: dict[str, Any] = {}
-    for name, (program, consumes) in programs_of(problem.peer).items():
+    programs = programs_of(problem.peer, problem.factor, problem.is_traced)
+    of_factor = None if problem.factor is None else cotangents.at[0].set(problem.factor)
+    for name, (program, consumes) in programs.items():
+        g = of_factor if name == "value_and_grad" and of_factor is not None else cotangents
         try:
             compiled, outputs, row = first_run(program, (x, y, g), consumes)
             if consumes:

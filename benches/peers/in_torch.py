@@ -10,8 +10,11 @@ from torch_worker import first_run, released, timer
 Function = Callable[[Any, Any, Any], Any]
 
 
-def functions_of(peer: str) -> dict[str, Function]:
-    """Functions of logits, labels and cotangents that compute each measure."""
+def functions_of(peer: str, factor: Any = None) -> dict[str, Function]:
+    """Functions of logits, labels and cotangents that compute each measure.
+
+    The mean is multiplied by `factor`, a number or a tensor, if there is one.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -22,9 +25,14 @@ def functions_of(peer: str) -> dict[str, Function]:
             losses = cross_entropy(x, y, reduction="none")
             return losses, *torch.autograd.grad(losses, x, g)
 
+        def scaled(x: Any, y: Any, _: Any) -> Any:
+            value = factor * cross_entropy(x, y, reduction="mean")
+            return value, *torch.autograd.grad(value, x)
+
+        # The gradient of the sum, with no cotangent: what it has in two passes.
+        plain_pass: Function = lambda x, y, _: cross_entropy_fwd(x.detach(), y, return_dx=True)  # noqa: E731
         return {
-            # The gradient of the sum, with no cotangent: what it has in two passes.
-            "value_and_grad": lambda x, y, _: cross_entropy_fwd(x.detach(), y, return_dx=True),
+            "value_and_grad": plain_pass if factor is None else scaled,
             "pair": quack_pair,
             "forward": lambda x, y, _: cross_entropy_fwd(x.detach(), y),
         }
@@ -44,7 +52,7 @@ def functions_of(peer: str) -> dict[str, Function]:
         loss = torch.compile(plain, dynamic=False)
 
     def value_and_grad(x: Any, y: Any, _: Any) -> Any:
-        value = loss(x, y, "mean")
+        value = loss(x, y, "mean") if factor is None else factor * loss(x, y, "mean")
         return value, *torch.autograd.grad(value, x)
 
     def pair(x: Any, y: Any, g: Any) -> Any:
@@ -63,8 +71,11 @@ def measure(problem: Problem) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    functions = functions_of(problem.peer)
     device = torch.device(problem.platform)
+    factor: Any = problem.factor
+    if problem.is_traced:
+        factor = torch.tensor(factor, device=device)
+    functions = functions_of(problem.peer, factor)
     dtype = getattr(torch, problem.dtype)
     x = torch.empty(problem.tokens, problem.vocab, device=device, dtype=dtype)
     # The driver's rows, again and again.

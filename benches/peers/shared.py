@@ -33,6 +33,10 @@ class Problem:
     distribution: str
     # Where the driver has written what peers read.
     folder: str
+    # What the mean is multiplied by before its gradient; None where nothing is.
+    factor: float | None = None
+    # Whether the factor is an argument of the step, and not known as it is compiled.
+    is_traced: bool = False
 
     @property
     def shape(self) -> str:

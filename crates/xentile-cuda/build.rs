@@ -15,6 +15,8 @@ use std::process::{Command, ExitCode};
 #[macro_use]
 #[path = "src/mirror.rs"]
 mod mirror;
+#[path = "src/activation/arguments.rs"]
+mod activation;
 #[path = "src/bias/arguments.rs"]
 mod bias;
 #[path = "src/cross_entropy/arguments.rs"]
@@ -23,16 +25,23 @@ mod cross_entropy;
 mod driver;
 #[path = "src/fused_product/arguments.rs"]
 mod fused_product;
+#[path = "src/rms_norm/arguments.rs"]
+mod rms_norm;
+#[path = "src/rope/arguments.rs"]
+mod rope;
 #[path = "src/round/arguments.rs"]
 mod round;
 #[path = "src/scale/arguments.rs"]
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 8] = [
+const LAYOUTS: [mirror::Layout; 11] = [
+    activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
+    rms_norm::Arguments::LAYOUT,
+    rope::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
     round::Arguments::LAYOUT,
     driver::LaunchConfig::LAYOUT,
@@ -40,8 +49,15 @@ const LAYOUTS: [mirror::Layout; 8] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 4] =
-    [bias::NUMBERS, cross_entropy::NUMBERS, driver::NUMBERS, fused_product::NUMBERS];
+const NUMBERS: [&[(&str, i64)]; 7] = [
+    activation::NUMBERS,
+    bias::NUMBERS,
+    cross_entropy::NUMBERS,
+    driver::NUMBERS,
+    fused_product::NUMBERS,
+    rms_norm::NUMBERS,
+    rope::NUMBERS,
+];
 
 /// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
 const ARCHITECTURES: &str = "80,90a,100a,120";
@@ -73,10 +89,13 @@ fn build() -> Result<(), String> {
         "build.rs",
         "kernels",
         "src/mirror.rs",
+        "src/activation",
         "src/bias",
         "src/cross_entropy",
         "src/driver",
         "src/fused_product",
+        "src/rms_norm",
+        "src/rope",
         "src/round",
         "src/scale",
     ] {
@@ -109,9 +128,12 @@ fn build() -> Result<(), String> {
         (file.file_name(), read(&file)?).hash(&mut hasher);
     }
 
-    // Beside the folders of profiles, so that they share what they compiled.
+    // Beside the folders of profiles and of targets, so that they share what they compiled.
     let out = PathBuf::from(variable("OUT_DIR")?);
-    let cache = out.ancestors().nth(4).unwrap_or(&out).join("xentile-cuda");
+    let profiles = out.ancestors().nth(4).unwrap_or(&out);
+    let of_target = profiles.file_name() == std::env::var_os("TARGET").as_deref();
+    let shared = profiles.parent().filter(|_| of_target).unwrap_or(profiles);
+    let cache = shared.join("xentile-cuda");
     let compiled = cache.join(format!("{:016x}.fatbin", hasher.finish()));
     let embedded = out.join("kernels.fatbin");
     if !compiled.is_file() {

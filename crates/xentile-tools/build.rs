@@ -1,8 +1,12 @@
-//! Records the commit and the compiler, which every measurement carries.
+//! Records the commit and the compiler, which every measurement carries, and embeds configs/.
 
+use std::error::Error;
+use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::Command;
 
-fn main() {
+fn main() -> Result<(), Box<dyn Error>> {
+    embed_presets()?;
     let first_line = |program: &str, arguments: &[&str]| {
         let output = Command::new(program).args(arguments).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;
@@ -19,4 +23,31 @@ fn main() {
         println!("cargo::rerun-if-changed={head}");
     }
     println!("cargo::rerun-if-changed=build.rs");
+    Ok(())
+}
+
+/// Writes the list of `presets.rs`: tool, name and text of every config.
+fn embed_presets() -> Result<(), Box<dyn Error>> {
+    let configs = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("configs");
+    let mut list = String::from("&[\n");
+    for tool in ["gradcheck", "microbench", "sweep"] {
+        let folder = configs.join(tool);
+        println!("cargo::rerun-if-changed={}", folder.display());
+        let mut files = std::fs::read_dir(&folder)?
+            .map(|entry| Ok(entry?.path()))
+            .collect::<std::io::Result<Vec<_>>>()?;
+        files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+        files.sort();
+        for file in files {
+            let name = file.file_stem().ok_or("a config without a name")?;
+            _ = writeln!(
+                list,
+                "({tool:?}, {:?}, include_str!({file:?})),",
+                name.display().to_string()
+            );
+        }
+    }
+    list += "]\n";
+    std::fs::write(PathBuf::from(std::env::var("OUT_DIR")?).join("presets.rs"), list)?;
+    Ok(())
 }

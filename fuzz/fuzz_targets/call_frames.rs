@@ -19,7 +19,7 @@ const MOST_BYTES: usize = 1 << 16;
 
 /// Numbers that frames get wrong.
 const ODD: [i64; 12] = [0, 1, 2, 3, 7, 8, 1 << 20, 1 << 31, 1 << 61, i64::MAX, i64::MIN, -1];
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 20] = [
     "ignore_index",
     "label_smoothing",
     "z_loss",
@@ -31,6 +31,13 @@ const NAMES: [&str; 13] = [
     "chunk_columns",
     "eps",
     "zero_centred",
+    "kind",
+    "layout",
+    "alpha",
+    "limit",
+    "up_offset",
+    "interleaved",
+    "inverse",
     "",
     "no such attribute",
 ];
@@ -97,11 +104,23 @@ impl Choices<'_> {
 
 /// A right frame of `target`; extents, dtypes and attributes are chosen.
 fn right(target: &str, choices: &mut Choices<'_>) -> Call {
+    if let Some(pass) = target.strip_prefix("xentile_activation_") {
+        return right_activation(pass, choices);
+    }
+    if let Some(pass) = target.strip_prefix("xentile_fp8_quantize") {
+        return right_fp8_quantize(pass, choices);
+    }
     if let Some(pass) = target.strip_prefix("xentile_linear_cross_entropy_") {
         return right_linear(pass, choices);
     }
+    if let Some(pass) = target.strip_prefix("xentile_flash_attention_") {
+        return right_flash_attention(pass, choices);
+    }
     if let Some(pass) = target.strip_prefix("xentile_rms_norm_") {
         return right_rms_norm(pass, choices);
+    }
+    if target == "xentile_rope" {
+        return right_rope(choices);
     }
     let dtype = *choices.of(&DTYPES);
     let label = *choices.of(&LABELS);
@@ -193,6 +212,139 @@ fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
     Call::new(arguments, results)
         .scalar("eps", *choices.of(&[1e-6, 0.0, f64::MAX]))
         .scalar("zero_centred", xla_ffi::Pred::from(*choices.of(&[false, true])))
+}
+
+/// The same of rotary position embedding; indices may be in no table.
+fn right_rope(choices: &mut Choices<'_>) -> Call {
+    let dtype = *choices.of(&DTYPES);
+    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
+    let columns = choices.below(80) as i64;
+    let pairs = choices.below(columns as usize / 2 + 1) as i64;
+    let batch = &leading[..choices.below(leading.len() + 1)];
+    let positions = choices.below(5) as i64;
+    let table = || Array::new(DType::F32, &[batch, &[positions, pairs]].concat());
+    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
+    let count = leading.iter().product::<i64>() as usize;
+    let indices: Vec<_> = (0..count).map(|_| choices.below(7) as i32 - 1).collect();
+    Call::new(vec![wide(), Array::of(&leading, &indices), table(), table()], vec![wide()])
+        .scalar("interleaved", xla_ffi::Pred::from(*choices.of(&[false, true])))
+        .scalar("inverse", xla_ffi::Pred::from(*choices.of(&[false, true])))
+}
+
+/// The same of attention.
+fn right_flash_attention(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let dtype = *choices.of(&DTYPES);
+    let leading: Vec<_> = (0..choices.below(3)).map(|_| choices.below(3) as i64).collect();
+    let [group, queries, keys] = [3, 120, 220].map(|most| choices.below(most) as i64);
+    let [width, value_width] = [(); 2].map(|()| 1 + choices.below(40) as i64);
+    let of = |dtype, last: &[i64]| Array::new(dtype, &[&leading[..], last].concat());
+    let (q, o) = ([group, queries, width], [group, queries, value_width]);
+    let [has_segments, has_sinks] = [(); 2].map(|()| *choices.of(&[false, true]));
+    let inputs = || {
+        let mut inputs =
+            vec![of(dtype, &q), of(dtype, &[keys, width]), of(dtype, &[keys, value_width])];
+        inputs.push(of(DType::S32, &[queries, 2]));
+        if has_segments {
+            inputs.extend([of(DType::S32, &[queries]), of(DType::S32, &[keys])]);
+        }
+        inputs.extend(has_sinks.then(|| of(DType::F32, &[group])));
+        inputs
+    };
+    let rows = || of(DType::F32, &[group, queries]);
+    let (arguments, results): (Vec<_>, Vec<_>) = match pass {
+        "forward" => (inputs(), vec![of(dtype, &o), rows()]),
+        "backward" => {
+            let given = [of(dtype, &o), rows(), of(dtype, &o), rows()];
+            let [of_q, of_k] = [of(dtype, &q), of(dtype, &[keys, width])];
+            let mut results = vec![of_q, of_k, of(dtype, &[keys, value_width])];
+            results.extend(has_sinks.then(|| of(DType::F32, &[group])));
+            (inputs().into_iter().chain(given).collect(), results)
+        }
+        _ => panic!("{pass} has no right frame here"),
+    };
+    let call = Call::new(arguments, results).scalar("scale", *choices.of(&[0.125, 0.0, f64::MAX]));
+    let call = call.scalar("segments", xla_ffi::Pred::from(has_segments));
+    let call = call.scalar("sinks", xla_ffi::Pred::from(has_sinks));
+    match *choices.of(&[None, Some(30.0), Some(0.0)]) {
+        Some(softcap) => call.scalar("softcap", softcap),
+        None => call,
+    }
+}
+
+/// The same of activations.
+fn right_activation(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let dtype = *choices.of(&DTYPES);
+    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
+    let columns = choices.below(80) as i64;
+    let text = |call: Call, name: &str, value: &'static str| {
+        let span = abi::ByteSpan { ptr: value.as_ptr().cast(), len: value.len() };
+        call.attribute(name, abi::ATTR_TYPE_STRING, span)
+    };
+    let kinds = ["silu", "gelu_tanh", "gelu_erf", "relu", "squared_relu"];
+    let (kind, layout) = (*choices.of(&kinds), *choices.of(&["single", "halves", "interleaved"]));
+    let last: &[i64] = match layout {
+        "single" => &[columns],
+        "halves" => &[2, columns],
+        _ => &[columns, 2],
+    };
+    let packed = || Array::new(dtype, &[&leading[..], last].concat());
+    let single = || Array::new(dtype, &[&leading[..], &[columns]].concat());
+    let (arguments, results) = match pass {
+        "forward" => (vec![packed()], vec![single()]),
+        "backward" => (vec![packed(), single()], vec![packed()]),
+        _ => panic!("{pass} has no right frame here"),
+    };
+    let is_gated = layout != "single";
+    let mut call = Call::new(arguments, results)
+        .scalar("alpha", if kind == "silu" { *choices.of(&[1.0, 1.702]) } else { 1.0 })
+        .scalar("up_offset", if is_gated { *choices.of(&[0.0, 1.0]) } else { 0.0 });
+    if is_gated && choices.below(2) == 1 {
+        call = call.scalar("limit", *choices.of(&[7.0, 1e-6]));
+    }
+    text(text(call, "kind", kind), "layout", layout)
+}
+
+/// The same of FP8 quantisation.
+fn right_fp8_quantize(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let dtype = *choices.of(&DTYPES);
+    let format = *choices.of(&[DType::F8E4M3FN, DType::F8E5M2]);
+    let leading: Vec<_> = (0..choices.below(3)).map(|_| choices.below(4) as i64).collect();
+    let [rows, columns] = [(); 2].map(|()| choices.below(80) as i64);
+    let block = *choices.of(&[1_i64, 3, 16, 128, i64::MAX]);
+    // Of 1 x block, and of block x block.
+    let is_square = choices.below(2) == 1;
+    let count = |extent: i64| (extent as u64).div_ceil(block as u64) as i64;
+    let of = |last: &[i64]| [&leading[..], last].concat();
+    let scales = |rows: i64, columns: i64| {
+        let down = if is_square { count(rows) } else { rows };
+        Array::new(DType::F32, &of(&[down, count(columns)]))
+    };
+    let values = |last: &[i64]| Array::new(format, &of(last));
+    let x = Array::new(dtype, &of(&[rows, columns]));
+    let amax = Array::new(DType::F32, &of(&[rows]));
+    let few = Array::new(DType::F32, &leading[..choices.below(leading.len() + 1)]);
+    let (arguments, results) = match pass {
+        "" => (vec![x], vec![values(&[rows, columns]), scales(rows, columns)]),
+        "_transposed" => {
+            let both = [(rows, columns), (columns, rows)];
+            let results = both.map(|(m, d)| [values(&[m, d]), scales(m, d)]);
+            (vec![x], results.into_iter().flatten().collect())
+        }
+        "_scaled" => (vec![x, few], vec![values(&[rows, columns]), amax]),
+        "_scaled_transposed" => {
+            let results = vec![values(&[rows, columns]), amax, values(&[columns, rows])];
+            (vec![x, few], results)
+        }
+        "_amax" => (vec![x], vec![amax]),
+        _ => panic!("{pass} has no right frame here"),
+    };
+    let call = Call::new(arguments, results);
+    if !matches!(pass, "" | "_transposed") {
+        return call;
+    }
+    call.scalar("block_rows", if is_square { block } else { 1 })
+        .scalar("block_columns", block)
+        .scalar("power_of_two", xla_ffi::Pred::from(*choices.of(&[false, true])))
 }
 
 /// With the attributes that every pass over logits has.

@@ -6,6 +6,7 @@ of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the nu
 and asks nothing of JAX but to call them.
 """
 
+import importlib.util
 import os
 import secrets
 from collections import defaultdict
@@ -20,8 +21,8 @@ from placement import PLATFORM
 
 # Before any backend starts.
 jax.config.update("jax_platforms", "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu")
-# Two devices, for meshes.
-jax.config.update("jax_num_cpu_devices", 2)
+# For meshes.
+jax.config.update("jax_num_cpu_devices", 8)
 # Products are compared with products of other shapes.
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(platform, reason): applies on one platform")
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
+    config.addinivalue_line("markers", "needs(module): needs a package that the library does not")
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
 
@@ -74,6 +76,10 @@ def why_not(item: pytest.Item) -> str | None:
         return f"for the newest JAX only, as Pallas' interpreter is slow: {jax.__version__}"
     if os.environ.get("XENTILE_TEST_NUMBERS") == "0" and any(item.iter_markers("numbers")):
         return "holds numbers that no version of JAX changes, and those were left out"
+    for mark in item.iter_markers("needs"):
+        (module,) = mark.args
+        if importlib.util.find_spec(module) is None:
+            return f"needs {module}, which is not installed"
     for mark in item.iter_markers("devices"):
         (count,) = mark.args
         if jax.device_count() < count:

@@ -38,6 +38,22 @@ def run(folder: Path, config: Any) -> int:
     return export.main(["--config", str(path), "--out", str(folder / "out")])
 
 
+@pytest.mark.parametrize("factor", [0.5, "nan"])
+@pytest.mark.parametrize("form", ["constant", "argument"])
+def test_a_factor_is_in_the_program_or_its_argument(tmp_path: Path, form: str, factor: Any) -> None:
+    cell = {"backend": "xla:cpu", "time": 8, "vocab": 30, "dtype": "f16"}
+    options = {"factor": factor, "factor_form": form, "weights": "random"}
+    assert run(tmp_path, {**cell, "options": options}) == 0
+    manifest = json.loads((tmp_path / "out" / "cpu_default_default.json").read_text())
+    given = manifest["arguments"][2:]
+    scalar = {"dtype": "f32", "shape": []}
+    assert given == [{"dtype": "f32", "shape": [8]}] + ([scalar] if form == "argument" else [])
+    assert manifest["options"] == options
+    program = (tmp_path / "out" / manifest["file"]).read_bytes()
+    # The factor is found before the pass of the loss, which then makes the gradient too.
+    assert CALL + b"fused" in program and b"xentile_scale" not in program
+
+
 def test_a_sweep_is_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"time_blocks": [16, 32], "block_sizes": [128], "cell": CELL}
     for told in ("written", "there already"):
@@ -159,7 +175,18 @@ def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
             {"op": "swiglu"},
             "op is 'swiglu'; it must be one of cross_entropy, linear_cross_entropy",
         ),
-        ({"backend": "xla:cpu"}, "backend is 'xla:cpu'; cross_entropy is exported for xla:tpu"),
+        (
+            {"backend": "xla:rocm"},
+            "backend is 'xla:rocm'; cross_entropy is exported for xla:tpu, xla:cpu, xla:cuda",
+        ),
+        (
+            {"options": {"factor": 2, "reduction": "none"}},
+            "options.factor is 2.0, constant; reduction none has no part for it",
+        ),
+        (
+            {"options": {"factor_form": "traced"}},
+            "options.factor_form is 'traced'; it must be constant or argument",
+        ),
         (
             {"op": "linear_cross_entropy"},
             "hidden is None; it must be an integer of at least 1",

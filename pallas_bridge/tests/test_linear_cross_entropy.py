@@ -257,7 +257,7 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
     [("mean", 2, True), ("mean", 7, True), ("none", 5, False)],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-# Without these there are numerators, where all logits are kept.
+# Without these there is an unnormalised softmax, where all logits are kept.
 @pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
 def test_logits_that_are_kept_and_products_of_many_blocks(
     rng: np.random.Generator,
@@ -287,7 +287,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     ("once", "chunk"),
     [((250, 2000), (600, 1024)), ((256, 3333), (300, 640)), ((600, 900), (600, 128))],
 )
-# Without these there are numerators.
+# Without these there is an unnormalised softmax.
 @pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
 def test_columns_that_a_gpu_makes_once(
     monkeypatch: pytest.MonkeyPatch,
@@ -558,7 +558,7 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
     assert "library" in schedules
 
 
-def test_a_slab_is_as_wide_as_it_is_tuned_or_named() -> None:
+def test_a_column_block_is_as_wide_as_it_is_tuned_or_named() -> None:
     x, w = (jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16) for rows in (512, 50257))
     plan_of = partial(explain, x, w, platform="cpu")
     _, tuned = library.tuned_tile(on_cpu.TUNED, x.dtype, 50257) or (0, 0)

@@ -3,6 +3,7 @@
 Races between copies and arithmetic are errors, and memory that nobody wrote is NaN.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 from oracle import Oracle, assert_gradient, assert_tokens
 from pallas_bridge._src import pallas
 from pallas_bridge._src.compat import abstract_tpu
-from pallas_bridge._src.cross_entropy import pallas_tpu
+from pallas_bridge._src.cross_entropy import pallas_tpu, parts
+from pallas_bridge._src.cross_entropy.options import check_options
 from pallas_bridge._src.pallas import TARGETS
+from pallas_bridge._src.vocab_parts import OverAxis
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
@@ -226,3 +229,26 @@ def test_targets_are_those_of_jax() -> None:
         with jax.sharding.use_abstract_mesh(abstract_tpu(kind)):
             told = pltpu.get_tpu_info()
         assert target.vmem_bytes == told.vmem_capacity_bytes
+
+
+def test_a_vocabulary_in_parts(rng: np.random.Generator) -> None:
+    """Kernels take a part for a whole, and give what an exchange makes the whole of."""
+    logits = rng.normal(size=(10, 4 * 200)).astype(np.float32)
+    logits[:, 550:] = -np.inf  # the last part has no other
+    labels = rng.integers(0, 550, 10).astype(np.int32)
+    labels[2:5] = -100, 800, -3
+    cotangents = rng.normal(size=(3, 10)).astype(np.float32)
+    cotangents[:, 6] = 0
+    given = {"z_loss": 1e-2, "label_smoothing": 0.0, "softcap": None, "ignore_index": -100}
+    more = {"time_block": 8, "block_size": 128, "every_token": True, "donate_logits": False}
+    options = dataclasses.replace(check_options(**given, **more), implementation="pallas")
+
+    def of(z: jax.Array) -> Any:
+        return parts.per_token(options, OverAxis(4), z.reshape(10, 4, 200), jnp.asarray(labels))
+
+    outputs, pull = jax.vjp(of, jnp.asarray(logits))
+    expected = Oracle(logits, labels, z_loss=1e-2)
+    for name, one in zip(("loss", "logps", "lse"), outputs, strict=True):
+        np.testing.assert_allclose(one, expected.__dict__[name], rtol=1e-5, atol=1e-6)
+    (gradient,) = pull(tuple(map(jnp.asarray, cotangents)))
+    np.testing.assert_allclose(gradient, expected.gradient(*cotangents), rtol=1e-4, atol=1e-7)

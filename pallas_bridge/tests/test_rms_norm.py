@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from oracle import Floats, ulp
+from pallas_bridge._src import library
 from placement import PLATFORM
 
 import pallas_bridge
@@ -153,8 +154,6 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("implementation", ["custom_call", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_awkward_numbers(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
-    if PLATFORM != "cpu" and implementation == "custom_call":
-        pytest.skip("kernels are for CPUs")
     for more in ({"offset": 1e4}, {"scale": 1e-4}, {"scale": 1e-4, "eps": 0.0}, {"eps": 10}):
         of = problem(rng, 5, 96, dtype=dtype, implementation=implementation, **more)
         check(of.pulled(), of)
@@ -181,6 +180,54 @@ def test_shapes(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     for has_residual in (False, True):
         of = problem(rng, *shape, has_residual=has_residual)
         check(of.pulled(), of)
+
+
+# On GPUs: rows for a part of a warp, for one, for several, as long as registers hold or as shared
+# memory does, longer, and rows that begin inside a vector.
+LENGTHS = (8, 128, 512, 896, 1096, 4096, 12288, 20480, 65536, 65535)
+
+
+@pytest.mark.parametrize("columns", LENGTHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_every_length_are_the_same_among_others(
+    rng: np.random.Generator, dtype: str, columns: int
+) -> None:
+    has_residual = columns % 3 != 0
+    of = problem(rng, 67, columns, dtype=dtype, of_weight="bfloat16", has_residual=has_residual)
+    found = of.pulled()
+    check(found, of)
+    some = slice(5, 24, 3)
+    alone = Problem(
+        of.x[some],
+        of.weight,
+        None if of.residual is None else of.residual[some],
+        of.dy[some],
+        None if of.dsum is None else of.dsum[some],
+        of.options,
+    )
+    (values, (dx, _, _)), (those, (gradient, _, _)) = found, alone.pulled()
+    for one, other in zip(
+        jax.tree.leaves((values, dx)), jax.tree.leaves((those, gradient)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one)[some], np.asarray(other))
+
+
+def test_cotangents_that_are_strided_or_expanded(rng: np.random.Generator) -> None:
+    of = problem(rng, 6, 5, 16, dtype="bfloat16")
+
+    def pulled(dy: Any, into: Any) -> Any:
+        return jax.jit(lambda x, w, dy: jax.vjp(rms_norm, x, w)[1](into(dy)))(of.x, of.weight, dy)
+
+    turned = jnp.moveaxis(of.dy, 0, 2)
+    row = of.dy[:1, :, :1]
+    for dy, into in (
+        (turned, lambda dy: jnp.moveaxis(dy, 2, 0)),
+        (row, lambda dy: jnp.broadcast_to(dy, of.x.shape)),
+        (of.dy[::-1], lambda dy: dy[::-1]),
+    ):
+        one = Problem(of.x, of.weight, None, into(dy), None, {})
+        dx, dweight = pulled(dy, into)
+        check((rms_norm(of.x, of.weight), (dx, dweight, None)), one)
 
 
 def test_many_tokens_are_summed_in_a_fixed_order(rng: np.random.Generator) -> None:
@@ -236,7 +283,6 @@ def test_both_modes_of_differentiation(rng: np.random.Generator, has_residual: b
     assert along(of.x)[0].shape == of.x.shape
 
 
-@pytest.mark.only("cpu", "elsewhere it is XLA's program, which has them")
 def test_second_derivatives_are_refused() -> None:
     x, weight = jnp.ones(4), jnp.ones(4)
 
@@ -355,8 +401,7 @@ def test_what_backward_keeps(rng: np.random.Generator) -> None:
     arrays = (of.x, of.weight, of.residual)
     _, pull = jax.vjp(lambda x, w, r: rms_norm(x, w, residual=r), *arrays)
     shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
-    if PLATFORM == "cpu":
-        assert shapes == [(64,), (64, 128), (128,)], shapes
+    assert shapes == [(64,), (64, 128), (128,)], shapes
 
 
 EIGHT = """
@@ -470,9 +515,8 @@ def test_explicit_axes(rng: np.random.Generator) -> None:
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
         cut = jax.device_put(of.x, NamedSharding(mesh, P(None, None, "a")))
-        if PLATFORM == "cpu":
-            with pytest.raises(ValueError, match=r"rms_norm: operand 0 .*reshard"):
-                jax.jit(f)(cut, weight)
+        with pytest.raises(ValueError, match=r"rms_norm: operand 0 .*reshard"):
+            jax.jit(f)(cut, weight)
 
 
 def test_export_for_every_platform(rng: np.random.Generator) -> None:
@@ -513,6 +557,10 @@ def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def platforms_with_kernels() -> frozenset[str]:
+    return library.require().platforms_of("xentile_rms_norm_forward")
+
+
 def test_elsewhere_it_is_the_program_of_xla() -> None:
     row, weight = (
         jax.ShapeDtypeStruct((6, 8), jnp.bfloat16),
@@ -526,15 +574,20 @@ def test_elsewhere_it_is_the_program_of_xla() -> None:
         traced = jax.jit(jax.grad(partial(f, implementation), (0, 1))).trace(row, weight)
         return re.findall(r"@(xentile_\w+)", traced.lower(lowering_platforms=platforms).as_text())
 
-    for platform in ("cuda", "tpu", "rocm"):
+    kernels = platforms_with_kernels()
+    without = {"cuda", "tpu", "rocm"} - kernels
+    for platform in without:
         assert not lowered(None, platform)
-        with pytest.raises(NotImplementedError, match=r"rms_norm: no kernel for platform \w+"):
+        refused = (NotImplementedError, library.LibraryError)
+        with pytest.raises(refused, match=r"rms_norm: no kernel for platform \w+"):
             lowered("custom_call", platform)
     both = ["xentile_rms_norm_forward", "xentile_rms_norm_backward"]
-    assert lowered(None, "cpu") == lowered("custom_call", "cpu") == both
+    for platform in kernels:
+        assert lowered(None, platform) == lowered("custom_call", platform) == both
     assert lowered(None, "cpu", "tpu") == both
-    info = str(pallas_bridge.info())
-    assert "rms_norm on cuda: reference" in info and "rms_norm on tpu: reference" in info
+    for row in pallas_bridge.info().operations["rms_norm"]:
+        chosen = "custom_call" if row.platform in kernels else "reference"
+        assert row.implementation == chosen, row
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
@@ -553,7 +606,7 @@ def test_programs_for_tools(tmp_path: Path, residual: bool, platform: str) -> No
     assert manifest["results"] == [rows, *more, rstd, rows, columns]
     assert manifest["settings"] == {"hidden": 24, "residual": residual, "weight_dtype": "f32"}
     calls = b"xentile_rms_norm" in (tmp_path / manifest["file"]).read_bytes()
-    assert calls == (platform == "cpu")
+    assert calls == (platform in platforms_with_kernels())
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,43 @@ def test_every_vocabulary(rng: np.random.Generator, dtype: str, vocab: int) -> N
     check(rng, *problem(rng, dtype, 5, vocab))
 
 
+@pytest.mark.parametrize("vocab", [3, 10, 257, 2048, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_small_vocabularies(rng: np.random.Generator, dtype: str, vocab: int) -> None:
+    # A last tile that is not full, and one row alone.
+    tokens = int(rng.choice([1, 7, 67, 131]))
+    # At 45 many entries are below all that f32 has, and not equal.
+    check(rng, *problem(rng, dtype, tokens, vocab, scale=float(rng.choice([1, 8]))))
+
+
+@pytest.mark.only("cuda", "on CPUs test_kernels.py holds what XLA makes of it")
+@pytest.mark.parametrize("vocab", [2, 257, 2048, 4095, 32000, 50257, 151936])
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_the_number_of_tokens_decides_no_bit(
+    rng: np.random.Generator, vocab: int, options: str
+) -> None:
+    most = 4096 if vocab <= 4096 else 400
+    dtype = DTYPES[int(rng.integers(3))]
+    logits, labels = problem(rng, dtype, most, vocab, scale=8.0)
+    cotangents = jnp.asarray(rng.uniform(0.5, 1, most), jnp.float32)
+
+    @jax.jit
+    def run(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        keywords: Any = {"implementation": "custom_call", **OPTIONS[options]}
+        losses, pull = jax.vjp(lambda x: cross_entropy_per_token(x, y, **keywords)[0], x)
+        fused = jax.grad(lambda x: cross_entropy(x, y, reduction="sum", **keywords))(x)
+        return losses, *pull(g), fused
+
+    def bits(tokens: int) -> list[Any]:
+        outputs = run(logits[:tokens], labels[:tokens], cotangents[:tokens])
+        return [np.asarray(output).view(np.uint8) for output in jax.tree.leaves(outputs)]
+
+    whole = bits(most)
+    for tokens in (1, 7, 20, 64):
+        for few, many in zip(bits(tokens), whole, strict=True):
+            assert np.array_equal(few, many[: len(few)]), f"{tokens} tokens, {dtype}"
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 300])
 def test_every_number_of_tokens(rng: np.random.Generator, tokens: int) -> None:
     check(rng, *problem(rng, "float32", tokens, 300))

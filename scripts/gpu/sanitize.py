@@ -36,8 +36,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smooth": {"label_smoothing": np.float64(0.1), "z_loss": np.float64(1e-3)},
     "capped": {"softcap": np.float64(30)},
 }
-# Rows: several of them off 16 bytes, one shorter than any vector, one longer than a tile.
-SHAPES = [(3, 5), (7, 1031), (2, 50257)]
+# Rows: several of them off 16 bytes, one shorter than any vector, one longer than a tile; whole
+# vectors of a small vocabulary, and its last tile not full; few rows in wide clusters.
+SHAPES = [(3, 5), (7, 1031), (2, 50257), (67, 48), (3, 151936)]
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,154 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
             assert error < {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}[case.dtype], error
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A call of RMSNorm."""
+
+    target: str
+    dtype: str
+    of_weight: str
+    shape: tuple[int, int]
+    in_place: bool
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        place = "in place" if self.in_place else "apart"
+        return f"{self.target} {self.dtype} weight {self.of_weight} {self.shape} {place}"
+
+
+# Rows for a part of a warp, two vectors a thread, for a warp, for several, longer than registers
+# hold in either pass, and off 16 bytes, longer and shorter than a vector.
+NORM_SHAPES = [(37, 40), (9, 512), (37, 896), (9, 2056), (3, 20480), (2, 65536), (5, 3), (7, 1031)]
+
+
+def norm_cases(quick: bool) -> Iterator[Norm]:
+    """Every pass, dtype and way of taking rows; weights' dtypes and places take turns."""
+    turn = 0
+    for name in ("forward", "add_forward", "backward", "add_backward"):
+        for dtype in DTYPES:
+            for shape in NORM_SHAPES[2:3] if quick else NORM_SHAPES:
+                turn += 1
+                yield Norm(f"rms_norm_{name}", dtype, [*DTYPES][turn % 3], shape, turn % 2 == 0)
+
+
+def run_norm(case: Norm, rng: np.random.Generator) -> None:
+    """Runs one case and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    dtype, (rows, columns) = DTYPES[case.dtype], case.shape
+    x, dy, more = (rng.normal(size=case.shape).astype(dtype) for _ in range(3))
+    weight = rng.normal(size=columns).astype(DTYPES[case.of_weight])
+    backward, adds = case.target.endswith("backward"), "add" in case.target
+    row, number = jax.ShapeDtypeStruct(case.shape, dtype), jax.ShapeDtypeStruct((rows,), np.float32)
+    h = (x + more).astype(dtype) if adds and not backward else x
+    z, w = h.astype(np.float64), 1 + weight.astype(np.float64)
+    rstd = 1 / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
+    operands: list[Any]
+    wanted: list[Any]
+    if backward:
+        # Two blocks, or one more than there are rows.
+        blocks = 2 if rows > 2 else 3
+        operands = [x, weight, rstd[:, 0].astype(np.float32), dy, *([more] if adds else [])]
+        g, normalised = dy.astype(np.float64) * w, z * rstd
+        dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdims=True))
+        dx = dx + more.astype(np.float64) if adds else dx
+        sums = (dy.astype(np.float64) * normalised).sum(0)
+        results, wanted = [row, jax.ShapeDtypeStruct((blocks, columns), np.float32)], [dx, sums]
+    elif adds:
+        operands, results = [x, more, weight], [row, row, number]
+        wanted = [z * rstd * w, z, rstd[:, 0]]
+    else:
+        operands, results, wanted = [x, weight], [row, number], [z * rstd * w, rstd[:, 0]]
+    call = jax.ffi.ffi_call(
+        f"xentile_{case.target}",
+        results,
+        input_output_aliases={0: 0} if case.in_place else {},
+        vmap_method=None,
+    )
+    attributes: dict[str, Any] = {"eps": np.float64(1e-6), "zero_centred": np.bool_(True)}
+    program = jax.jit(
+        lambda *arrays: call(*arrays, **attributes), donate_argnums=0 if case.in_place else ()
+    )
+    outputs = jax.block_until_ready(program(*[jax.device_put(array) for array in operands]))
+    for output, expected in zip(outputs, wanted, strict=True):
+        found, right = np.asarray(output).astype(np.float64), np.asarray(expected)
+        # Of blocks the sum alone is the same wherever they come from.
+        found = found.sum(0) if found.ndim > right.ndim else found
+        error = np.abs(found - right).max() / np.abs(right).max()
+        assert error < {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}[case.dtype], error
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A call of rotary position embedding."""
+
+    dtype: str
+    # Tokens, heads, columns and pairs.
+    shape: tuple[int, int, int, int]
+    interleaved: bool
+    inverse: bool
+    in_place: bool
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        layout = "interleaved" if self.interleaved else "halves"
+        way = "back" if self.inverse else "forth"
+        place = "in place" if self.in_place else "apart"
+        return f"rope {self.dtype} {self.shape} {layout} {way} {place}"
+
+
+# Whole vectors, with columns that are copied, and rows and halves off 16 bytes.
+ROTATIONS = [(9, 3, 128, 64), (37, 5, 80, 16), (5, 2, 64, 12), (7, 3, 33, 15)]
+
+
+def rotation_cases(quick: bool) -> Iterator[Rotation]:
+    """Every kernel; ways and places take turns."""
+    turn = 0
+    for dtype in DTYPES:
+        for interleaved in (False, True):
+            for shape in ROTATIONS[:1] if quick else ROTATIONS:
+                turn += 1
+                yield Rotation(dtype, shape, interleaved, turn % 2 == 0, turn % 4 < 2)
+
+
+def run_rotation(case: Rotation, rng: np.random.Generator) -> None:
+    """Runs one case and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    tokens, heads, columns, pairs = case.shape
+    x = rng.normal(size=(tokens, heads, columns)).astype(DTYPES[case.dtype])
+    cos, sin = rng.normal(size=(2, tokens, pairs)).astype(np.float32)
+    rows = rng.permutation(tokens).astype(np.int32)
+    indices = np.repeat(rows[:, None], heads, 1)
+    first, second = slice(pairs), slice(pairs, 2 * pairs)
+    if case.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    right = x.astype(np.float64)
+    a, b = right[..., first].copy(), right[..., second].copy()
+    c, s = cos[rows][:, None].astype(np.float64), sin[rows][:, None].astype(np.float64)
+    s = -s if case.inverse else s
+    right[..., first], right[..., second] = a * c - b * s, b * c + a * s
+    call = jax.ffi.ffi_call(
+        "xentile_rope",
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        input_output_aliases={0: 0} if case.in_place else {},
+        vmap_method=None,
+    )
+    attributes = {"interleaved": np.bool_(case.interleaved), "inverse": np.bool_(case.inverse)}
+    program = jax.jit(
+        lambda *arrays: call(*arrays, **attributes), donate_argnums=0 if case.in_place else ()
+    )
+    operands = [jax.device_put(array) for array in (x, indices, cos, sin)]
+    found = np.asarray(jax.block_until_ready(program(*operands))).astype(np.float64)
+    error = np.abs(found - right).max() / np.abs(right).max()
+    assert error < {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3}[case.dtype], error
+
+
 def main() -> int:
     """Runs all cases; the exit code is 1 where one gave what cannot be right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -289,14 +438,26 @@ def main() -> int:
     rng = np.random.default_rng(arguments.seed)
     passed = 0
     linear = [case for case in linear_cases() if not (arguments.no_products and case.has_products)]
-    known: list[Case | Linear] = [*cases(arguments.quick), *linear]
+    known: list[Case | Linear | Norm | Rotation] = [
+        *cases(arguments.quick),
+        *norm_cases(arguments.quick),
+        *rotation_cases(arguments.quick),
+        *linear,
+    ]
     ran = [case for case in known if arguments.only in str(case)]
     if not ran:
         print(f"sanitize: error: no case has {arguments.only!r} in its name")
         return 2
     for case in ran:
         try:
-            run_linear(case, rng) if isinstance(case, Linear) else run(case, rng)
+            if isinstance(case, Linear):
+                run_linear(case, rng)
+            elif isinstance(case, Norm):
+                run_norm(case, rng)
+            elif isinstance(case, Rotation):
+                run_rotation(case, rng)
+            else:
+                run(case, rng)
             passed += 1
         except AssertionError as error:
             print(f"wrong: {case}: {error}")

@@ -1,19 +1,31 @@
-"""Holds docs/adding-an-operation.md against the tree, as it says that it is."""
+"""Holds pages of docs/ against the tree, as they say that they are.
+
+What takes a build of the library or of the site is in test_pages.py.
+"""
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "adding-an-operation.md").read_text(encoding="utf-8")
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from pages import COMPILED, READ, REASONS, RUN, blocks, pages  # noqa: E402
+
+DOCS = ROOT / "docs"
+PAGE = (ROOT / "docs" / "developing" / "adding-an-operation.md").read_text(encoding="utf-8")
 NAME = "rms_norm"
 
 
-def table(heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading, cells stripped."""
+def tables(heading: str) -> list[list[list[str]]]:
+    """The rows of each table under a heading, cells stripped."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
+    found = [part for part in section.split("\n\n") if part.strip().startswith("|")]
+    rows = [[line.strip("|").split("|") for line in part.strip().splitlines()] for part in found]
+    return [[[cell.strip().strip("`") for cell in row] for row in table[2:]] for table in rows]
 
 
 def tracked() -> list[str]:
@@ -25,16 +37,16 @@ def tracked() -> list[str]:
 
 def test_files_are_those_of_the_tree() -> None:
     """Every file with the operation's name, and no other; notes are no part of it."""
-    listed = [row[0] for row in table("Its files")]
+    listed = [row[0] for row in tables("Its files")[0]]
     assert len(listed) == len(set(listed))
     assert set(listed) == {name for name in tracked() if NAME in name}
 
 
 def test_lines_elsewhere_are_there() -> None:
     """Each line is in its file."""
-    rows = table("The lines elsewhere")
-    assert len(rows) <= 12
-    for file, line, _ in rows:
+    rows, of_cuda = tables("The lines elsewhere")
+    assert len(rows) <= 12 and len(of_cuda) <= 6
+    for file, line, _ in [*rows, *of_cuda]:
         assert line in (ROOT / file).read_text(encoding="utf-8"), f"{file} lacks {line}"
 
 
@@ -52,3 +64,84 @@ def test_no_tool_knows_an_operation() -> None:
         for name in names:
             found = re.search(rf"\b{name}\b", code)
             assert found is None, f"{file.relative_to(ROOT)} names {name}"
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^(`{3,}).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown has them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+EVERY = [ROOT / "README.md", ROOT / "benches" / "results" / "README.md", *DOCS.rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", EVERY, ids=[str(page.relative_to(ROOT)) for page in EVERY])
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each link within the repository is to a file or folder, and to a heading in it."""
+    for path, anchor in LINK.findall(prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{path} is not there"
+        assert not anchor or anchor in anchors(target), f"no heading #{anchor} in {target}"
+
+
+def test_fences_are_of_known_kinds() -> None:
+    """No code hides in a fence that no test looks at."""
+    found = [block for page in pages() for block in blocks(page)]
+    assert found
+    for block in found:
+        assert block.language in RUN | COMPILED | READ, block.name
+        assert set(block.reasons) <= REASONS, block.name
+
+
+def sources(*patterns: str) -> str:
+    """The text of all files of the repository that match."""
+    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    """Every variable that Rust or Python reads has a row, and no other."""
+    code = sources("crates/*/src/**/*.rs", "crates/*/tests/**/*.rs", "crates/*/build.rs")
+    code += sources("pallas_bridge/hatch_build.py", "pallas_bridge/src/**/*.py", "benches/**/*.py")
+    read = set(re.findall(r'"(XENTILE_[A-Z_]+)"', code))
+    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    assert read
+    assert set(re.findall(r"`(XENTILE_[A-Z_]+)`", page)) == read | made_by_build_scripts(code)
+
+
+def made_by_build_scripts(code: str) -> set[str]:
+    """Variables that a build script sets for the compiler."""
+    return set(re.findall(r"cargo::rustc-env=(XENTILE_[A-Z_]+)=", code))
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """What troubleshooting has in headings is said somewhere; `..` stands for what varies."""
+    code = sources("crates/*/src/**/*.rs", "crates/*/build.rs", "pallas_bridge/hatch_build.py")
+    code += sources("pallas_bridge/src/**/*.py")
+    # Strings go on over lines: in Rust after a backslash, in Python beside each other.
+    code = re.sub(r"\\\n\s*", "", code)
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert messages
+    for message in messages:
+        for part in filter(None, map(str.strip, message.split(".."))):
+            assert part in code, f"nothing says {part!r}"
+
+
+def test_python_reference_has_all_names() -> None:
+    """Every public name of the package is on the page, and no other."""
+    package = (ROOT / "pallas_bridge/src/pallas_bridge/__init__.py").read_text(encoding="utf-8")
+    public = re.findall(r'"(\w+)"', package.split("__all__ = [")[1].split("]")[0])
+    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto\w+:: pallas_bridge\.(\w+)", page, re.MULTILINE)
+    assert public
+    assert sorted(set(listed)) == sorted(public)

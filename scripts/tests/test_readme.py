@@ -1,5 +1,7 @@
 """Runs every command and Python program in README.md, so that the page stays true.
 
+Commands in docs/ that fetch something are run after them, as they take the same environment.
+
 Run in an environment that has pytest; commands that take minutes are run too:
 
     python -m pytest -v scripts/tests/test_readme.py
@@ -7,12 +9,17 @@ Run in an environment that has pytest; commands that take minutes are run too:
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from pages import blocks, pages  # noqa: E402
+
 README = ROOT / "README.md"
 
 # This suite is started by it.
@@ -59,7 +66,8 @@ def test_commands_of_a_text() -> None:
 def test_every_fence_is_of_a_known_kind() -> None:
     """No command hides in a fence that is not `sh`: `bash`, `console` and bare ones are refused."""
     kinds = re.findall(r"^\s*(?:```|~~~)(.*)$", readme(), re.MULTILINE)[::2]
-    assert kinds and set(kinds) <= {"sh", "rust", "toml", "yaml", "json", "python", "text", "c"}
+    known = {"sh", "rust", "cpp", "toml", "yaml", "json", "python", "text", "c"}
+    assert kinds and set(kinds) <= known
     assert "sh" in kinds
 
 
@@ -72,6 +80,14 @@ def test_ci_runs_the_suite_that_the_readme_names() -> None:
 
 
 COMMANDS = [command for command in commands(readme()) if not command.startswith(SUITE)]
+FETCHING = [
+    command
+    for page in pages()
+    for block in blocks(page)
+    if (block.language, block.reasons) == ("sh", ("network",))
+    for command in commands(f"```sh\n{block.text}```\n")
+]
+COMMANDS += [command for command in dict.fromkeys(FETCHING) if command not in COMMANDS]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(c.split()) for c in COMMANDS])

@@ -21,7 +21,9 @@ if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
         --head-count=$((${#configs[@]} / 4)) --echo "${configs[@]}")
 fi
 for config in "${configs[@]}"; do
+    began=${EPOCHREALTIME/[.,]/}
     check "$config" "$binaries/gradcheck" --config "$config"
+    printf -- '-- %s took %d ms\n' "$config" $(((${EPOCHREALTIME/[.,]/} - began) / 1000))
 done
 finish_checks || status=1
 exit "$status"

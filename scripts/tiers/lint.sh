@@ -6,7 +6,7 @@ source scripts/tiers/common.sh
 export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
 # For the types of JAX.
 scripts/setup.sh scripts/requirements-jax.txt
-python=(scripts crates pallas_bridge benches)
+python=(scripts crates pallas_bridge benches docs examples)
 mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci)
 
 check rustfmt cargo fmt --all --check
@@ -29,6 +29,8 @@ check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
+check "mypy, examples" mypy examples/train examples/transformer_bench examples/tests examples/*.py
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
+check "licences of what is linked" python scripts/third_party_licenses.py --check
 check shellcheck shellcheck --external-sources "${shell[@]}"
 finish_checks

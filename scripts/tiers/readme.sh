@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every command in README.md, as a reader would run it.
+# Every command in README.md, as a reader would run it, and those in docs/ that fetch something.
 source scripts/tiers/common.sh
 
 pytest -v scripts/tests/test_readme.py

@@ -79,3 +79,8 @@ pub use program::{OptimizedProgram, Program};
 pub use stats::{CompiledMemoryStats, MemoryStats};
 pub use topology::Topology;
 pub use value::{Value, Values};
+
+/// The program on a page of docs/, compiled with the documentation's tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/how-to/pjrt-client.md")]
+struct HowTo;

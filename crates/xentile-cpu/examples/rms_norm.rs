@@ -5,26 +5,22 @@
 //! of other programs on the machine is in both.
 
 use std::hint::black_box;
-use std::time::Instant;
 
 use half::bf16;
 use xentile::Element;
 use xentile::rms_norm::{NormShape, RmsNorm};
 use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums};
-use xentile_cpu::{InOut, Isa, Threads, copy};
+use xentile_cpu::{InOut, Threads, copy};
+
+mod timing;
+
+use timing::{Arguments, arguments, array, median, of_the_best, timed};
 
 const SHAPES: [(usize, usize); 3] = [(8192, 4096), (32_768, 896), (2048, 8192)];
 const BLOCKS: usize = 32;
 
 fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let mut number = |default| {
-        arguments.next().map_or(default, |text| text.parse().expect("ROUNDS THREADS ISA"))
-    };
-    let (rounds, threads) = (number(15), number(0));
-    let isa = arguments.next().map_or_else(Isa::detect, |name| name.parse().expect("an ISA"));
-    let pool = Threads::new(threads).expect("threads");
-    println!("{isa}, {} threads, {rounds} rounds", pool.count());
+    let Arguments { rounds, isa, pool, .. } = arguments();
     println!(
         "| T x D | dtype | pass | bytes | copy | kernel | kernel / copy | of the best | GB/s |"
     );
@@ -35,14 +31,6 @@ fn main() {
         measure::<bf16>(shape, launch, &pool, rounds);
         measure::<f32>(shape, launch, &pool, rounds);
     }
-}
-
-/// Arrays that begin on a line, as XLA's do, and in memory that was written.
-fn array<E: Element>(length: usize) -> (Vec<E>, usize) {
-    let value = |i: usize| E::from_f32(((i * 2_654_435_761) >> 16 & 0xff) as f32 / 64.0 - 2.0);
-    let memory: Vec<_> = (0..length + 64).map(value).collect();
-    let start = memory.as_ptr().align_offset(64);
-    (memory, start)
 }
 
 fn measure<E: Element>(shape: NormShape, launch: Launch<'_>, pool: &Threads, rounds: usize) {
@@ -62,7 +50,7 @@ fn measure<E: Element>(shape: NormShape, launch: Launch<'_>, pool: &Threads, rou
     // The arrays of x's length that each pass reads and writes.
     let passes = [("forward", 2), ("add_forward", 4), ("backward", 3), ("add_backward", 4)];
     for (pass, moved) in passes {
-        let mut times: Vec<[f64; 2]> = (0..rounds + 2)
+        let times: Vec<[f64; 2]> = (0..rounds + 2)
             .map(|_| {
                 let copy = timed(|| copy::copy(pool, launch.isa, &from, &mut to));
                 let norm = timed(|| {
@@ -88,31 +76,19 @@ fn measure<E: Element>(shape: NormShape, launch: Launch<'_>, pool: &Threads, rou
             .skip(2)
             .collect();
         black_box((&*y, &*sum, &sums, &to));
-        let median = |times: &mut Vec<[f64; 2]>, of: &dyn Fn(&[f64; 2]) -> f64| {
-            times.sort_by(|a, b| of(a).total_cmp(&of(b)));
-            of(&times[times.len() / 2])
-        };
-        let best = |of: usize| times.iter().map(|time| time[of]).fold(f64::INFINITY, f64::min);
-        let best = [best(0), best(1)];
         let bytes = moved as usize * n * size_of::<E>();
-        let norm = median(&mut times, &|time| time[1]);
+        let norm = median(&times, |time| time[1]);
         println!(
             "| {} x {} | {} | {pass} | {} MiB | {:.2} ms | {:.2} ms | {:.3} | {:.3} | {:.1} |",
             shape.rows(),
             shape.columns(),
             E::DTYPE,
             bytes >> 20,
-            1e3 * median(&mut times, &|time| time[0]),
+            1e3 * median(&times, |time| time[0]),
             1e3 * norm,
-            median(&mut times, &|time| time[1] / time[0]),
-            best[1] / best[0],
+            median(&times, |time| time[1] / time[0]),
+            of_the_best(&times),
             bytes as f64 / norm / 1e9,
         );
     }
-}
-
-fn timed(body: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    body();
-    start.elapsed().as_secs_f64()
 }

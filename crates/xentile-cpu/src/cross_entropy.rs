@@ -10,6 +10,7 @@
 //!
 //! What falls between the passes is a few float64 operations a token.
 
+mod column_block;
 #[cfg(feature = "operation")]
 mod dense;
 mod gradient;
@@ -17,8 +18,10 @@ mod matrix;
 #[cfg(feature = "operation")]
 pub(crate) mod operation;
 mod passes;
-mod slab;
+mod short;
 mod statistics;
+
+use std::ops::Range;
 
 use xentile::cross_entropy::{CrossEntropy, Reduction, Target, TokenFactors};
 use xentile::{Element, Labels, LogitsShape, Result, Tile};
@@ -26,13 +29,20 @@ use xentile::{Element, Labels, LogitsShape, Result, Tile};
 use crate::math::EXP_SCALE;
 use crate::parallel::Shared;
 use crate::{InOut, Isa, Parallel};
+pub(crate) use column_block::Scaled;
 pub(crate) use gradient::Gradient;
 use gradient::RowGradient;
 use matrix::Matrix;
 use passes::Passes;
-pub(crate) use slab::Scaled;
 use statistics::Label;
 pub(crate) use statistics::{RowStatistics, Statistics};
+
+/// Elements of a task of short rows: enough for what a task costs to be little.
+const SHORT_TASK: usize = 1 << 16;
+
+/// Elements that threads must wait for, were rows not shared among them, for that to be worth the
+/// waking of threads once more: about 20 us of a thread with AVX-512.
+const WORTH_SHARING: usize = 1 << 16;
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "cross_entropy.cpu";
@@ -186,15 +196,8 @@ impl<'a> Kernel<'a> {
     pub fn forward<E: Element>(&self, logits: &[E], outputs: TokenOutputs<'_>) -> Result<()> {
         let matrix = Matrix::read_only(logits, self.shape)?;
         let outputs = Outputs::new(self.shape, outputs)?;
-        let tile = self.tile::<E>();
-        self.for_each_tile(tile, &|first, count| {
-            let want = |token| outputs.want(self, token, !self.is_ignored(token));
-            let rows = self.statistics(&matrix, tile, first, count, want, None);
-            for (row, token) in rows.iter().zip(first..) {
-                // SAFETY: this task alone has this token.
-                unsafe { outputs.write(token, self.token_values(token, row)) };
-            }
-        });
+        let work = Work { outputs: Some(&outputs), saved: None, cotangents: None };
+        self.run(&matrix, &work);
         Ok(())
     }
 
@@ -213,15 +216,8 @@ impl<'a> Kernel<'a> {
         let matrix = Matrix::new(logits, self.shape)?;
         saved.check(self.shape)?;
         cotangents.check(self.shape)?;
-        let tile = self.tile::<E>();
-        self.for_each_tile(tile, &|first, count| {
-            let rows: Vec<_> = (first..first + count)
-                .map(|token| {
-                    self.row_gradient(&matrix, token, saved.exact(token), cotangents.of(token))
-                })
-                .collect();
-            self.gradient(&matrix, tile, first, &rows, None);
-        });
+        let of = |token| Some(cotangents.of(token));
+        self.run(&matrix, &Work { outputs: None, saved: Some(saved), cotangents: Some(&of) });
         Ok(())
     }
 
@@ -286,87 +282,231 @@ impl<'a> Kernel<'a> {
         outputs: &Outputs<'_>,
     ) -> Result<()> {
         let matrix = Matrix::new(logits, self.shape)?;
-        let tile = self.tile::<E>();
-        let ahead = Some(tile.time_block());
-        self.for_each_tile(tile, &|first, count| {
-            let want = |token| {
-                let takes_part = part(token).is_some();
-                takes_part || outputs.want(self, token, takes_part)
-            };
-            let statistics = self.statistics(&matrix, tile, first, count, want, ahead);
-            let rows: Vec<_> = statistics
-                .iter()
-                .zip(first..)
-                .map(|(row, token)| {
-                    let values = self.token_values(token, row);
-                    // SAFETY: this task alone has this token.
-                    unsafe { outputs.write(token, values) };
-                    part(token).map_or(RowGradient::Fill(0.0), |dloss| {
-                        // As the backward pass would read it, so that both give the same bits.
-                        let (high, low) = split(values.lse);
-                        let lse = f64::from(high) + f64::from(low);
-                        self.row_gradient(&matrix, token, lse, [dloss, 0.0, 0.0])
-                    })
-                })
-                .collect();
-            self.gradient(&matrix, tile, first, &rows, ahead);
-        });
+        let of = |token| part(token).map(|dloss| [dloss, 0.0, 0.0]);
+        let work = Work { outputs: Some(outputs), saved: None, cotangents: Some(&of) };
+        self.run(&matrix, &work);
         Ok(())
     }
 
-    /// Calls `task` with the first token and the number of tokens of every tile.
-    fn for_each_tile(&self, tile: Tile, task: &(dyn Fn(usize, usize) + Sync)) {
-        let (tokens, step) = (self.shape.tokens(), tile.time_block());
+    fn run<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
+        if self.shape.vocab() <= short::LONGEST {
+            self.short_rows(matrix, work);
+        } else {
+            self.long_rows(matrix, work);
+        }
+    }
+
+    /// Whether statistics of `token` are wanted, whose loss has some cotangents, if it takes part.
+    fn wants(&self, work: &Work<'_>, token: usize, cotangents: Option<[f64; 3]>) -> bool {
+        work.outputs.is_some_and(|outputs| match work.cotangents {
+            None => outputs.want(self, token, !self.is_ignored(token)),
+            Some(_) => cotangents.is_some() || outputs.want(self, token, false),
+        })
+    }
+
+    /// Rows of at most [`short::LONGEST`] columns.
+    fn short_rows<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
+        let (isa, passes) = (self.launch.isa, Passes::get());
+        let (tokens, vocab) = (self.shape.tokens(), self.shape.vocab());
+        let together = short::rows_together(vocab);
+        let groups = (SHORT_TASK / (together * vocab)).max(1);
+        let step = together * groups;
+        let (softcap, mean) = (self.options.softcap, self.options.label_smoothing != 0.0);
+        let staged = work.cotangents.is_some() && short::streams::<E>(self.shape.elements());
         self.launch.pool.run(tokens.div_ceil(step), &|index| {
-            let first = index * step;
-            task(first, step.min(tokens - first));
+            let end = tokens.min((index + 1) * step);
+            let mut kept = short::Kept::new(together, vocab, softcap.is_some());
+            let mut stage = vec![E::from_f32(0.0); if staged { together * vocab } else { 0 }];
+            let (mut cotangents, mut rows, mut gradients) = (vec![], vec![], vec![]);
+            for first in (index * step..end).step_by(together) {
+                let all = first..end.min(first + together);
+                cotangents.clear();
+                cotangents.extend(
+                    all.clone()
+                        .map(|token| work.cotangents.and_then(|cotangents| cotangents(token))),
+                );
+                rows.clear();
+                rows.extend(all.clone().zip(&cotangents).map(|(token, &cotangents)| {
+                    let wanted = self.wants(work, token, cotangents);
+                    let has_gradient = cotangents.is_some_and(|of| of != [0.0; 3]);
+                    // Not even the label's logit of a row that nobody wants is read.
+                    let label =
+                        if wanted || has_gradient { self.label(matrix, token) } else { None };
+                    short::ShortRow::new(wanted || has_gradient && label.is_some(), label)
+                }));
+                let rows = rows.as_mut_slice();
+                (passes.exponentials)(
+                    isa,
+                    short::Exponentials { matrix, first, rows, kept: &mut kept, softcap, mean },
+                );
+                short::sums(isa, short::Sums { first, rows, saved: work.saved });
+                if let Some(outputs) = work.outputs {
+                    for ((token, row), cotangents) in all.clone().zip(&*rows).zip(&cotangents) {
+                        let values = if self.wants(work, token, *cotangents) {
+                            self.values(token, row.label, row.lse, row.total / vocab as f64)
+                        } else {
+                            TokenValues::default()
+                        };
+                        // SAFETY: this task alone has this token.
+                        unsafe { outputs.write(token, values) };
+                    }
+                }
+                if work.cotangents.is_none() {
+                    continue;
+                }
+                gradients.clear();
+                gradients.extend(all.zip(&*rows).zip(&cotangents).map(
+                    |((token, row), cotangents)| match (cotangents.unwrap_or_default(), row.label) {
+                        ([0.0, 0.0, 0.0], _) => RowGradient::Fill(0.0),
+                        (_, None) => RowGradient::Fill(self.without_label(token)),
+                        (of, Some(label)) => {
+                            let near = Near {
+                                shift: row.shift,
+                                factor: row.factor,
+                                p_less_one: row.p_less_one,
+                            };
+                            self.formula(row.saved, of, label, near)
+                        }
+                    },
+                ));
+                let stage = if staged { &mut stage[..gradients.len() * vocab] } else { &mut [] };
+                let rows = gradients.as_slice();
+                let softcap = softcap.is_some();
+                (passes.gradients)(
+                    isa,
+                    short::Gradients { matrix, first, rows, kept: &mut kept, stage, softcap },
+                );
+            }
         });
+    }
+
+    /// Fills the statistics of rows by tasks, then writes what is asked for of each row, then its
+    /// gradient.
+    ///
+    /// A task is a tile, with all of this. Where tiles are few and threads would wait for others it is
+    /// a block of a row, and each of the two passes ends before what follows begins.
+    fn long_rows<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
+        let (reads, writes) = (work.outputs.is_some(), work.cotangents.is_some());
+        let cotangents = |token| work.cotangents.and_then(|cotangents| cotangents(token));
+        let want = &|token| self.wants(work, token, cotangents(token));
+        let finish = |token, row: &RowStatistics| {
+            let mut lse = work.saved.map_or(f64::NAN, |saved| saved.exact(token));
+            if let Some(outputs) = work.outputs {
+                let values = self.token_values(token, row);
+                // SAFETY: a token has one task.
+                unsafe { outputs.write(token, values) };
+                // As the backward pass would read it, so that both give the same bits.
+                let (high, low) = split(values.lse);
+                lse = f64::from(high) + f64::from(low);
+            }
+            self.row_gradient(matrix, token, lse, cotangents(token).unwrap_or_default())
+        };
+        let gradients = |rows: &[RowStatistics], first| -> Vec<_> {
+            rows.iter().zip(first..).map(|(row, token)| finish(token, row)).collect()
+        };
+        let (tile, tokens) = (self.tile::<E>(), self.shape.tokens());
+        let (step, block_size) = (tile.time_block(), tile.block_size());
+        let (tiles, blocks) = (tokens.div_ceil(step), self.shape.vocab().div_ceil(block_size));
+        let ahead = (reads && writes).then_some(step);
+        let pool = self.launch.pool;
+        let threads = pool.threads();
+        // What the last threads are busy with while others have nothing.
+        let waited =
+            (tiles.next_multiple_of(threads) - tiles) * step.min(tokens) * self.shape.vocab()
+                / threads;
+        if blocks == 1 || waited < WORTH_SHARING {
+            pool.run(tiles, &|index| {
+                let first = index * step;
+                let mut rows = self.rows(matrix, first, step.min(tokens - first), want);
+                let at = [first, block_size];
+                if reads {
+                    self.statistics(matrix, at, &mut rows, 0..blocks, ahead);
+                }
+                let gradients = gradients(&rows, first);
+                if writes {
+                    self.gradient(matrix, at, &gradients, 0..blocks, ahead);
+                }
+            });
+            return;
+        }
+        let mut rows = self.rows(matrix, 0, tokens, want);
+        if reads {
+            let mut parts: Vec<_> =
+                rows.iter().flat_map(|row| std::iter::repeat_n(row.clone(), blocks)).collect();
+            let shared = Shared::new(&mut parts);
+            pool.run(tokens * blocks, &|index| {
+                // SAFETY: this task alone has this part.
+                let part = unsafe { shared.slice(index, 1) };
+                let (token, block) = (index / blocks, index % blocks);
+                self.statistics(matrix, [token, block_size], part, block..block + 1, None);
+            });
+            for (row, parts) in rows.iter_mut().zip(parts.chunks(blocks)) {
+                parts.iter().for_each(|part| row.add(part));
+            }
+        }
+        let gradients = gradients(&rows, 0);
+        if writes {
+            pool.run(tokens * blocks, &|index| {
+                let (token, block) = (index / blocks, index % blocks);
+                let row = std::slice::from_ref(&gradients[token]);
+                self.gradient(matrix, [token, block_size], row, block..block + 1, None);
+            });
+        }
+    }
+
+    /// The rows of `count` tokens before their statistics; `want` says whose logits are to be read.
+    fn rows<E: Element>(
+        &self,
+        matrix: &Matrix<'_, E>,
+        first: usize,
+        count: usize,
+        want: impl Fn(usize) -> bool,
+    ) -> Vec<RowStatistics> {
+        let row = |token| {
+            // Not even the label's logit of a row that nobody wants is read.
+            let wanted = want(token);
+            let label = if wanted { self.label(matrix, token) } else { None };
+            RowStatistics::new(wanted, label)
+        };
+        (first..first + count).map(row).collect()
     }
 
     fn statistics<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
-        tile: Tile,
-        first: usize,
-        count: usize,
-        want: impl Fn(usize) -> bool,
+        [first, block_size]: [usize; 2],
+        rows: &mut [RowStatistics],
+        blocks: Range<usize>,
         ahead: Option<usize>,
-    ) -> Vec<RowStatistics> {
-        let mut rows: Vec<_> = (first..first + count)
-            .map(|token| {
-                // Not even the label's logit of a row that nobody wants is read.
-                let wanted = want(token);
-                let label = if wanted { self.label(matrix, token) } else { None };
-                RowStatistics::new(wanted, label)
-            })
-            .collect();
+    ) {
         let pass = Statistics {
             matrix,
             first,
             first_column: 0,
-            rows: &mut rows,
-            block_size: tile.block_size(),
+            rows,
+            block_size,
+            blocks,
             softcap: self.options.softcap,
             mean: self.options.label_smoothing != 0.0,
             ahead,
         };
         (Passes::get().statistics)(self.launch.isa, pass);
-        rows
     }
 
     fn gradient<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
-        tile: Tile,
-        first: usize,
+        [first, block_size]: [usize; 2],
         rows: &[RowGradient],
+        blocks: Range<usize>,
         ahead: Option<usize>,
     ) {
         let pass = Gradient {
             matrix,
             first,
             rows,
-            block_size: tile.block_size(),
+            block_size,
+            blocks,
             softcap: self.options.softcap,
             ahead,
         };
@@ -407,8 +547,12 @@ impl<'a> Kernel<'a> {
         if !row.wanted() {
             return TokenValues::default();
         }
-        let lse = row.lse();
-        let Some(label) = row.label() else {
+        self.values(token, row.label(), row.lse(), row.mean(self.shape.vocab()))
+    }
+
+    /// The forward values of a `token` of known `lse` and mean logit.
+    fn values(&self, token: usize, label: Option<Label>, lse: f64, mean: f64) -> TokenValues {
+        let Some(label) = label else {
             let value = self.without_label(token);
             return TokenValues { loss: value.into(), logps: value.into(), lse };
         };
@@ -416,7 +560,7 @@ impl<'a> Kernel<'a> {
         let logps = label.logit - lse;
         let mut loss = (1.0 - e) * -logps + w * lse * lse;
         if e != 0.0 {
-            loss += e * (lse - row.mean(self.shape.vocab()));
+            loss += e * (lse - mean);
         }
         TokenValues { loss, logps, lse }
     }
@@ -434,19 +578,18 @@ impl<'a> Kernel<'a> {
         }
         match self.label(matrix, token) {
             None => RowGradient::Fill(self.without_label(token)),
-            Some(label) => self.formula(lse, [g, h, k], label),
+            Some(label) => self.formula(lse, [g, h, k], label, Near::new(lse, label)),
         }
     }
 
     /// [`Self::row_gradient`] of a token that has a `label`.
-    fn formula(&self, lse: f64, cotangents: [f64; 3], label: Label) -> RowGradient {
-        let Some(of) = self.coefficients(lse, cotangents, label) else {
+    fn formula(&self, lse: f64, cotangents: [f64; 3], label: Label, near: Near) -> RowGradient {
+        let Some(of) = self.coefficients(lse, cotangents, label, near.p_less_one) else {
             return RowGradient::Fill(f32::NAN);
         };
-        let (shift, factor) = shift_near(lse);
         RowGradient::Formula {
-            shift,
-            probability: to_f32(of.probability * factor) / EXP_SCALE,
+            shift: near.shift,
+            probability: to_f32(of.probability * near.factor) / EXP_SCALE,
             constant: to_f32(of.constant),
             label: label.column,
             at_label: of.at_label,
@@ -454,7 +597,13 @@ impl<'a> Kernel<'a> {
     }
 
     /// What the gradient of a row is made of; none where lse says that there is none.
-    fn coefficients(&self, lse: f64, [g, h, k]: [f64; 3], label: Label) -> Option<Coefficients> {
+    fn coefficients(
+        &self,
+        lse: f64,
+        [g, h, k]: [f64; 3],
+        label: Label,
+        p_less_one: f64,
+    ) -> Option<Coefficients> {
         if !lse.is_finite() {
             return None;
         }
@@ -468,7 +617,6 @@ impl<'a> Kernel<'a> {
                 0.0
             } else {
                 // a p - b = a (p - 1) + (a - b), which does not cancel as p nears 1.
-                let p_less_one = (label.logit - lse).exp_m1();
                 let rest = g * (2.0 * w * lse + e) + k + constant;
                 let dz = probability * p_less_one + rest;
                 let slope = self.options.softcap.map_or(1.0, |c| 1.0 - (label.logit / c).powi(2));
@@ -489,9 +637,41 @@ struct Coefficients {
 /// A `shift` near `lse`, and `exp(shift - lse)`: `p = exp(z - shift) * exp(shift - lse)`. The shift has
 /// few enough bits for `z - shift` to be exact; what it leaves is a factor near 1, in float64.
 fn shift_near(lse: f64) -> (f32, f64) {
-    let shift =
-        if lse.abs() < EIGHTHS_BELOW { ((lse * 8.0).round() / 8.0) as f32 } else { lse as f32 };
+    let shift = at_eighths(lse);
     (shift, (f64::from(shift) - lse).exp())
+}
+
+/// The nearest multiple of 1/8, where there are such.
+fn at_eighths(x: f64) -> f32 {
+    if x.abs() < EIGHTHS_BELOW { ((x * 8.0).round() / 8.0) as f32 } else { x as f32 }
+}
+
+/// What the gradient of a row is computed from.
+#[derive(Clone, Copy)]
+struct Near {
+    /// A number near lse or the largest logit.
+    shift: f32,
+    /// `exp(shift - lse)`
+    factor: f64,
+    /// `p - 1` of the label.
+    p_less_one: f64,
+}
+
+impl Near {
+    fn new(lse: f64, label: Label) -> Self {
+        let (shift, factor) = shift_near(lse);
+        Self { shift, factor, p_less_one: (label.logit - lse).exp_m1() }
+    }
+}
+
+/// What a call asks for.
+struct Work<'a> {
+    /// Values of tokens; none where the forward pass gave them.
+    outputs: Option<&'a Outputs<'a>>,
+    /// Of the forward pass, where this is the backward pass.
+    saved: Option<SavedLse<'a>>,
+    /// Where gradients are asked for, the cotangents of a token; none where it takes no part.
+    cotangents: Option<&'a (dyn Fn(usize) -> Option<[f64; 3]> + Sync)>,
 }
 
 /// Below this every multiple of 1/8 is an f32.

@@ -1,17 +1,23 @@
 //! CPU kernels for training language models.
 //!
-//! Each operation is one file ([`cross_entropy`], [`linear_cross_entropy`], [`rms_norm`],
-//! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction set in [`Isa`],
+//! Each operation is one file ([`activation`], [`cross_entropy`], [`flash_attention`],
+//! [`fp8_quantize`], [`linear_cross_entropy`], [`rms_norm`], [`rope`], [`scale`](mod@scale)) written
+//! once over the [`simd`](Simd) trait and compiled for every instruction set in [`Isa`],
 //! chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
 //! takes a row never changes a bit of it.
 //!
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
 
+pub mod activation;
 mod compiled;
+mod convert;
 pub mod copy;
 pub mod cross_entropy;
+pub mod flash_attention;
+pub mod fp8_quantize;
 mod in_out;
 mod isa;
+mod launch;
 pub mod linear_cross_entropy;
 pub mod math;
 #[cfg(feature = "operation")]
@@ -19,12 +25,15 @@ pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
 mod parallel;
+mod product;
 pub mod rms_norm;
+pub mod rope;
 pub mod scale;
 mod simd;
 
 pub use in_out::InOut;
 pub use isa::{Isa, Job};
+pub use launch::Launch;
 #[cfg(feature = "operation")]
 pub use operations::kernels;
 pub use parallel::{Parallel, Threads};

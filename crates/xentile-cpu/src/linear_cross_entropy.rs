@@ -1,25 +1,23 @@
 //! Cross-entropy of hidden states against an output matrix, whose logits are never all in memory.
 //!
-//! Columns of the vocabulary are taken a slab at a time, first for the sums of every token and then
-//! for gradients. A slab's logits are a product in f32, which nothing rounds; the passes of
+//! The vocabulary is taken a block of columns at a time, first for the sums of every token and then
+//! for gradients. A column block's logits are a product in f32, which nothing rounds; the passes of
 //! [`cross_entropy`](crate::cross_entropy) run over them where they lie, and two more products take
-//! their gradient to hidden states and weight. All tokens of a slab share one copy of its weight, in the
-//! order that products take, in whose place the sums of its gradient come.
+//! their gradient to hidden states and weight. All tokens of a column block share one copy of its
+//! weight, in the order that products take, in whose place the sums of its gradient come.
 //!
-//! What stands for a slab's logits waits for their gradient in the memory of dweight, or in what scratch
-//! there is, and only what finds no room is made again: three products where there is room for all, four
-//! where there is for none. In f32 these are logits themselves, in 16 bits their unnormalised softmax
-//! (`kept.rs`). Where smoothing and softcap are both asked for, the gradient is no multiple of that, and
-//! all is made again in 16 bits. Both passes may be one ([`Linear::fused`]), or the first leaves to the
-//! second what it holds ([`Linear::keep`] and [`Linear::resume`]).
+//! What stands for a column block's logits waits for their gradient in the memory of dweight, or in
+//! what scratch there is, and only what finds no room is made again: three products where there is room
+//! for all, four where there is for none. In f32 these are logits themselves, in 16 bits their
+//! unnormalised softmax (`kept.rs`). Where smoothing and softcap are both asked for, the gradient is no
+//! multiple of that, and all is made again in 16 bits. Both passes may be one ([`Linear::fused`]), or
+//! the first leaves to the second what it holds ([`Linear::keep`] and [`Linear::resume`]).
 //!
 //! Threads share out tokens, and rows of the weight's gradient. Each number is summed by one thread
 //! in one order, so that their count changes no bit.
 
-mod convert;
 mod cut;
 mod kept;
-mod product;
 
 use std::ops::Range;
 
@@ -29,13 +27,13 @@ use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{DType, Element, Error, Labels, Result, Tile};
 
 use crate::Isa;
+use crate::convert::{as_f32_mut, elements, elements_mut, multiply_by, narrow, narrow_rows, widen};
 use crate::cross_entropy::{
     Cotangents, Kernel, Launch, Outputs, RowStatistics, SavedLse, Scaled, TokenOutputs, split,
 };
 use crate::parallel::Shared;
-use convert::{as_f32_mut, elements, elements_mut, multiply_by, narrow, narrow_rows, widen};
-use cut::{Kept, Layout, Slab, keeping, keeps, numbers, slabs};
-use product::{Matrix, Panels, multiply};
+use crate::product::{Matrix, Panels, multiply};
+use cut::{ColumnBlock, Kept, Layout, column_blocks, keeping, keeps, numbers};
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "linear_cross_entropy.cpu";
@@ -79,14 +77,14 @@ pub struct Linear<'a> {
 }
 
 /// The tile tuned for operands of dtype `E` and `vocab` columns: the most tokens of a task where
-/// [`Launch`] names no tile, and the columns of a slab that are quickest where memory is no matter.
+/// [`Launch`] names no tile, and the columns of a block that are quickest where memory is no matter.
 #[must_use]
 pub fn default_tile<E: Element>(vocab: usize) -> Tile {
     let tuned = xentile::tuned_tile(TUNED, E::DTYPE, vocab).expect("carried tiles are positive");
     tuned.expect("every dtype has a tuned tile")
 }
 
-/// The bytes of scratch that a pass takes in slabs of `columns` columns.
+/// The bytes of scratch that a pass takes in blocks of `columns` columns.
 ///
 /// A pass that keeps logits takes those of one that makes gradients, and keeps them in what it gets
 /// beyond.
@@ -101,7 +99,7 @@ pub fn scratch_bytes(
 }
 
 impl<'a> Linear<'a> {
-    /// An operation on arrays of `shape` and `labels` `[T]` in slabs of `columns` columns, whatever
+    /// An operation on arrays of `shape` and `labels` `[T]` in blocks of `columns` columns, whatever
     /// [`Launch`] says of them; its `time_block` is the tokens of a task. A token whose label is out of
     /// range gets NaN for its loss, logps and gradients.
     ///
@@ -134,10 +132,10 @@ impl<'a> Linear<'a> {
         self.check(operands)?;
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, false);
-        let ([hidden, weight, logits, _, origins], _) = layout.split(scratch)?;
-        let places = [hidden, weight, logits, origins];
+        let ([hidden, weight, logits, _, shifts], _) = layout.split(scratch)?;
+        let places = [hidden, weight, logits, shifts];
         let work = Work::new(self, operands, places, &mut [], &mut []);
-        work.write_sums(&slabs(self.shape, self.columns), &outputs);
+        work.write_sums(&column_blocks(self.shape, self.columns), &outputs);
         Ok(())
     }
 
@@ -155,12 +153,12 @@ impl<'a> Linear<'a> {
     ) -> Result<()> {
         self.check_backward(operands, saved, cotangents, &gradients)?;
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
-        let ([hidden, weight, logits, sums, origins], _) = layout.split(scratch)?;
-        let places = [hidden, weight, logits, origins];
+        let ([hidden, weight, logits, sums, shifts], _) = layout.split(scratch)?;
+        let places = [hidden, weight, logits, shifts];
         let work = Work::new(self, operands, places, gradients.weight, &mut []);
         let cotangents = |token| cotangents.of(token);
-        let slabs = slabs(self.shape, self.columns);
-        work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
+        let column_blocks = column_blocks(self.shape, self.columns);
+        work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
     }
 
@@ -188,9 +186,9 @@ impl<'a> Linear<'a> {
             takes_part || outputs.want(&self.kernel, token, takes_part)
         };
         let [mut lse, mut lse_low] = [(); 2].map(|()| vec![0.0; tokens]);
-        let (work, slabs, sums) = self.keeping(operands, gradients.weight, scratch)?;
+        let (work, column_blocks, sums) = self.keeping(operands, gradients.weight, scratch)?;
         let counts = |token| takes_part(token) && self.kernel.has_label(token);
-        for (token, row) in work.sums(&slabs, want, counts).iter().enumerate() {
+        for (token, row) in work.sums(&column_blocks, want, counts).iter().enumerate() {
             let values = self.kernel.token_values(token, row);
             // As the backward pass would read it, so that both give the same bits.
             (lse[token], lse_low[token]) = split(values.lse);
@@ -202,7 +200,7 @@ impl<'a> Linear<'a> {
             true => [dloss[token].into(), 0.0, 0.0],
             false => [0.0; 3],
         };
-        work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
+        work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
     }
 
@@ -224,8 +222,8 @@ impl<'a> Linear<'a> {
             return Err(Error::Length { name: "kept", actual, axes: "[V, D]", expected });
         }
         let outputs = Outputs::new(self.shape.logits(), outputs)?;
-        let (work, slabs, _) = self.keeping(operands, kept, scratch)?;
-        work.write_sums(&slabs, &outputs);
+        let (work, column_blocks, _) = self.keeping(operands, kept, scratch)?;
+        work.write_sums(&column_blocks, &outputs);
         Ok(())
     }
 
@@ -244,9 +242,9 @@ impl<'a> Linear<'a> {
         scratch: &mut [u8],
     ) -> Result<()> {
         self.check_backward(operands, saved, cotangents, &gradients)?;
-        let (work, slabs, sums) = self.keeping(operands, gradients.weight, scratch)?;
+        let (work, column_blocks, sums) = self.keeping(operands, gradients.weight, scratch)?;
         let cotangents = |token| cotangents.of(token);
-        work.gradients(&slabs, saved, &cotangents, gradients.hidden, sums, gradients.bias);
+        work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
     }
 
@@ -258,23 +256,23 @@ impl<'a> Linear<'a> {
         Layout::new(self.shape, E::DTYPE, self.columns, makes_gradients).check(bytes)
     }
 
-    /// A pass that keeps logits, its slabs, and where sums of dhidden go.
+    /// A pass that keeps logits, its column blocks, and where sums of dhidden go.
     fn keeping<'b, E: Element>(
         &'b self,
         operands: Operands<'b, E>,
         dweight: &'b mut [E],
         scratch: &'b mut [u8],
-    ) -> Result<(Work<'b, E>, Vec<Slab>, &'b mut [f32])> {
+    ) -> Result<(Work<'b, E>, Vec<ColumnBlock>, &'b mut [f32])> {
         let layout = Layout::new(self.shape, E::DTYPE, self.columns, true);
-        let ([hidden, weight, logits, sums, origins], kept) = layout.split(scratch)?;
+        let ([hidden, weight, logits, sums, shifts], kept) = layout.split(scratch)?;
         let kept = numbers::<E>(kept);
         let can_keep = E::DTYPE == DType::F32 || self.kernel.scales();
-        let slabs = match can_keep && keeps(self.shape, E::DTYPE, self.columns) {
+        let column_blocks = match can_keep && keeps(self.shape, E::DTYPE, self.columns) {
             true => keeping(self.shape, self.columns, kept.len()),
-            false => slabs(self.shape, self.columns),
+            false => column_blocks(self.shape, self.columns),
         };
-        let places = [hidden, weight, logits, origins];
-        Ok((Work::new(self, operands, places, dweight, kept), slabs, sums))
+        let places = [hidden, weight, logits, shifts];
+        Ok((Work::new(self, operands, places, dweight, kept), column_blocks, sums))
     }
 
     fn check_backward<E>(
@@ -324,13 +322,13 @@ struct Work<'a, E> {
     operands: Operands<'a, E>,
     /// Panels of hidden states `[T, D]`, where there are gradients.
     hidden: Shared<'a, f32>,
-    /// Panels of a slab of the weight; then sums of its gradient.
+    /// Panels of a column block of the weight; then sums of its gradient.
     weight: Shared<'a, f32>,
-    /// A slab's logits, and their gradient.
+    /// A column block's logits, and their gradient.
     logits: Shared<'a, f32>,
-    /// In 16 bits, the logit of each token's label, and then the origin of each token in each slab, slab
-    /// after slab, where passes keep something.
-    origins: Shared<'a, f32>,
+    /// In 16 bits, the logit of each token's label, and then the shift of each token in each column
+    /// block, block after block, where passes keep something.
+    shifts: Shared<'a, f32>,
     dweight: Shared<'a, E>,
     kept: Shared<'a, E>,
 }
@@ -343,9 +341,9 @@ impl<'a, E: Element> Work<'a, E> {
         dweight: &'a mut [E],
         kept: &'a mut [E],
     ) -> Self {
-        let [hidden, weight, logits, origins] = places.map(Shared::new);
+        let [hidden, weight, logits, shifts] = places.map(Shared::new);
         let (dweight, kept) = (Shared::new(dweight), Shared::new(kept));
-        Self { linear, operands, hidden, weight, logits, origins, dweight, kept }
+        Self { linear, operands, hidden, weight, logits, shifts, dweight, kept }
     }
 
     /// Calls `task` with pieces of `rows`, each as its first row and their number.
@@ -369,7 +367,7 @@ impl<'a, E: Element> Work<'a, E> {
         Matrix::new(self.operands.hidden, self.linear.shape.width())
     }
 
-    /// A slab of the weight as `[columns, D]`.
+    /// A column block of the weight as `[columns, D]`.
     fn weight(&self, columns: &Range<usize>) -> Matrix<'a, E> {
         let Linear { shape, .. } = self.linear;
         let weight = match shape.vocab_axis() {
@@ -404,10 +402,10 @@ impl<'a, E: Element> Work<'a, E> {
         Panels::new::<E>(isa, unsafe { from.read(0, words) }, extents)
     }
 
-    /// Makes the logits of some tokens of a slab.
+    /// Makes the logits of some tokens of a column block.
     ///
     /// # Safety
-    /// The panels of the slab's weight as `[D, columns]` are there, and nobody writes them meanwhile.
+    /// The panels of the block's weight as `[D, columns]` are there, and nobody writes them meanwhile.
     unsafe fn make(&self, columns: &Range<usize>, first: usize, count: usize, logits: &mut [f32]) {
         let Linear { launch, shape, .. } = self.linear;
         // SAFETY: passed on from this function's contract.
@@ -422,27 +420,27 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// Keeps in 16 bits what stands for the `logits` of some tokens of the slab with this `index`, of
+    /// Keeps in 16 bits what stands for the `logits` of some tokens of the block with this `index`, of
     /// those that count.
     ///
     /// # Safety
     /// Nobody else has those tokens.
     unsafe fn keep_softmax(
         &self,
-        (index, slab): (usize, &Slab),
+        (index, block): (usize, &ColumnBlock),
         (first, count): (usize, usize),
         counts: impl Fn(usize) -> bool,
         logits: &mut [f32],
     ) {
         let Linear { kernel, launch, shape, .. } = self.linear;
-        let (columns, Some(kept)) = (&slab.columns, slab.kept) else { return };
+        let (columns, Some(kept)) = (&block.columns, block.kept) else { return };
         let width = columns.len();
         // SAFETY: passed on from this function's contract.
-        let (kept, origins, of_labels) = unsafe {
+        let (kept, shifts, of_labels) = unsafe {
             (
                 self.kept(kept, first * width, count * width),
-                self.origins.slice((index + 1) * shape.tokens() + first, count),
-                self.origins.slice(first, count),
+                self.shifts.slice((index + 1) * shape.tokens() + first, count),
+                self.shifts.slice(first, count),
             )
         };
         let rows = logits.chunks_exact(width).zip(of_labels).zip(first..);
@@ -451,7 +449,7 @@ impl<'a, E: Element> Work<'a, E> {
                 *of_label = logits[column];
             }
         }
-        kept::keep(launch.isa, kernel, (first, columns), counts, logits, kept, origins);
+        kept::keep(launch.isa, kernel, (first, columns), counts, logits, kept, shifts);
     }
 
     /// Where the logits of some tokens are kept.
@@ -469,11 +467,11 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// The sums of each token over `slabs`, of those that are wanted. What is kept is for tokens that
-    /// have a gradient of their own, which `counts` says.
+    /// The sums of each token over `column_blocks`, of those that are wanted. What is kept is for
+    /// tokens that have a gradient of their own, which `counts` says.
     fn sums(
         &self,
-        slabs: &[Slab],
+        column_blocks: &[ColumnBlock],
         want: impl Fn(usize) -> bool,
         counts: impl Fn(usize) -> bool + Sync,
     ) -> Vec<RowStatistics> {
@@ -481,9 +479,9 @@ impl<'a, E: Element> Work<'a, E> {
         let mut rows: Vec<_> =
             (0..shape.tokens()).map(|token| RowStatistics::new(want(token), None)).collect();
         let shared = Shared::new(&mut rows);
-        for (index, slab) in slabs.iter().enumerate() {
-            let Slab { columns, kept } = slab;
-            // SAFETY: tasks that read the panels of the slab before have ended.
+        for (index, block) in column_blocks.iter().enumerate() {
+            let ColumnBlock { columns, kept } = block;
+            // SAFETY: tasks that read the panels of the block before have ended.
             unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
             self.share(shape.tokens(), &|first, count| {
                 let at = first * columns.len();
@@ -503,7 +501,7 @@ impl<'a, E: Element> Work<'a, E> {
                         _ => {
                             let logits = self.logits.slice(at, length);
                             add(logits);
-                            self.keep_softmax((index, slab), (first, count), &counts, logits);
+                            self.keep_softmax((index, block), (first, count), &counts, logits);
                         }
                     }
                 }
@@ -513,20 +511,20 @@ impl<'a, E: Element> Work<'a, E> {
     }
 
     /// Writes what follows from the [`Self::sums`] of the tokens of which `outputs` want something.
-    fn write_sums(&self, slabs: &[Slab], outputs: &Outputs<'_>) {
+    fn write_sums(&self, column_blocks: &[ColumnBlock], outputs: &Outputs<'_>) {
         let kernel = &self.linear.kernel;
         let want = |token| outputs.want(kernel, token, !kernel.is_ignored(token));
         let counts = |token| kernel.has_label(token);
-        for (token, row) in self.sums(slabs, want, counts).iter().enumerate() {
+        for (token, row) in self.sums(column_blocks, want, counts).iter().enumerate() {
             // SAFETY: nobody else writes.
             unsafe { outputs.write(token, kernel.token_values(token, row)) };
         }
     }
 
-    /// Gradients over `slabs`, in their order.
+    /// Gradients over `column_blocks`, in their order.
     fn gradients(
         &self,
-        slabs: &[Slab],
+        column_blocks: &[ColumnBlock],
         saved: SavedLse<'_>,
         cotangents: &TokenCotangents<'_>,
         dhidden: &mut [E],
@@ -535,11 +533,11 @@ impl<'a, E: Element> Work<'a, E> {
     ) {
         let width = self.linear.shape.width();
         if let Some(sums) = as_f32_mut(dhidden) {
-            self.summed::<f32>(slabs, saved, cotangents, sums, dbias);
+            self.summed::<f32>(column_blocks, saved, cotangents, sums, dbias);
         } else {
             match Panels::takes_bf16::<E>(self.linear.launch.isa) {
-                true => self.summed::<bf16>(slabs, saved, cotangents, sums, dbias),
-                false => self.summed::<f32>(slabs, saved, cotangents, sums, dbias),
+                true => self.summed::<bf16>(column_blocks, saved, cotangents, sums, dbias),
+                false => self.summed::<f32>(column_blocks, saved, cotangents, sums, dbias),
             }
             let dhidden = Shared::new(dhidden);
             self.share(self.linear.shape.tokens(), &|first, count| {
@@ -589,11 +587,11 @@ impl<'a, E: Element> Work<'a, E> {
     /// As [`Self::gradients`], those of hidden states in f32. Products take those of logits as `Z`.
     ///
     /// Where `Z` has 16 bits, what was kept is rounded once more to be an operand, but not for hidden
-    /// states: of these a row's sums are in units of its own, one in each slab, by which the row of dlogits
-    /// is what was kept times a power of two. Its label's would not be, and is added in f32.
+    /// states: of these a row's sums are in units of its own, one in each block, by which the row of
+    /// dlogits is what was kept times a power of two. Its label's would not be, and is added in f32.
     fn summed<Z: Element>(
         &self,
-        slabs: &[Slab],
+        column_blocks: &[ColumnBlock],
         saved: SavedLse<'_>,
         cotangents: &TokenCotangents<'_>,
         dhidden: &mut [f32],
@@ -605,9 +603,9 @@ impl<'a, E: Element> Work<'a, E> {
         let mut units = vec![1.0_f32; tokens];
         let units = Shared::new(&mut units);
         self.pack_hidden(cotangents);
-        for (index, slab) in slabs.iter().enumerate() {
-            let columns = &slab.columns;
-            if slab.kept.is_none() {
+        for (index, block) in column_blocks.iter().enumerate() {
+            let columns = &block.columns;
+            if block.kept.is_none() {
                 // SAFETY: tasks that read the panels before have ended.
                 unsafe { self.pack(self.weight(columns).transposed(), &self.weight) };
                 self.share(tokens, &|first, count| {
@@ -630,11 +628,11 @@ impl<'a, E: Element> Work<'a, E> {
                         dhidden.slice(first * width, count * width),
                         units.slice(first, count),
                     );
-                    let rounds_kept = slab.kept.is_some() && Z::DTYPE != DType::F32;
+                    let rounds_kept = block.kept.is_some() && Z::DTYPE != DType::F32;
                     let old = units.to_vec();
                     let mut left_out = Vec::new();
                     match rounds_kept {
-                        true => self.expand::<Z>((index, slab), first, of, dz, |row, scaled| {
+                        true => self.expand::<Z>((index, block), first, of, dz, |row, scaled| {
                             let (scaled, by_unit) = scaled.by_unit();
                             units[row] = by_unit.unit;
                             left_out.extend(by_unit.left_out.map(|(label, dz)| (row, label, dz)));
@@ -642,7 +640,7 @@ impl<'a, E: Element> Work<'a, E> {
                         }),
                         false => {
                             units.fill(1.0);
-                            self.logits_gradient::<Z>((index, slab), first, of, dz);
+                            self.logits_gradient::<Z>((index, block), first, of, dz);
                         }
                     }
                     change_units(isa, &old, units, sums);
@@ -653,7 +651,7 @@ impl<'a, E: Element> Work<'a, E> {
                         self.add_weights(columns.start + label, dz, sums);
                     }
                     if rounds_kept {
-                        self.logits_gradient::<Z>((index, slab), first, of, dz);
+                        self.logits_gradient::<Z>((index, block), first, of, dz);
                     }
                 }
             });
@@ -681,29 +679,29 @@ impl<'a, E: Element> Work<'a, E> {
     /// Nobody else has those tokens.
     unsafe fn logits_gradient<Z: Element>(
         &self,
-        (index, slab): (usize, &Slab),
+        (index, block): (usize, &ColumnBlock),
         first: usize,
         of: (SavedLse<'_>, &TokenCotangents<'_>),
         dz: &mut [f32],
     ) {
-        if let Some(kept) = slab.kept {
-            let at = first * slab.columns.len();
+        if let Some(kept) = block.kept {
+            let at = first * block.columns.len();
             // SAFETY: passed on from this function's contract.
             let kept = unsafe { self.kept(kept, at, dz.len()) };
             match as_f32_mut(kept) {
                 Some(kept) => dz.copy_from_slice(kept),
                 // SAFETY: passed on from this function's contract.
                 None => unsafe {
-                    return self.expand::<Z>((index, slab), first, of, dz, |_, scaled| scaled);
+                    return self.expand::<Z>((index, block), first, of, dz, |_, scaled| scaled);
                 },
             }
         }
         let (saved, cotangents) = of;
         self.linear
             .kernel
-            .columns_gradient(dz, first, &slab.columns, saved, cotangents)
+            .columns_gradient(dz, first, &block.columns, saved, cotangents)
             .expect("whole rows");
-        narrow_rows::<Z>(self.linear.launch.isa, slab.columns.len(), dz);
+        narrow_rows::<Z>(self.linear.launch.isa, block.columns.len(), dz);
     }
 
     /// As [`Self::logits_gradient`], what `scale` makes of each row's, of the softmax that is kept.
@@ -712,29 +710,29 @@ impl<'a, E: Element> Work<'a, E> {
     /// Nobody else has those tokens.
     unsafe fn expand<Z: Element>(
         &self,
-        (index, slab): (usize, &Slab),
+        (index, block): (usize, &ColumnBlock),
         first: usize,
         (saved, cotangents): (SavedLse<'_>, &TokenCotangents<'_>),
         dz: &mut [f32],
         mut scale: impl FnMut(usize, Scaled) -> Scaled,
     ) {
         let Linear { kernel, launch, shape, .. } = self.linear;
-        let columns = &slab.columns;
+        let columns = &block.columns;
         let (width, count) = (columns.len(), dz.len() / columns.len());
-        let place = slab.kept.expect("the slab is kept");
+        let place = block.kept.expect("the block is kept");
         // SAFETY: passed on from this function's contract; the pass before wrote these.
-        let (kept, of_labels, origins) = unsafe {
+        let (kept, of_labels, shifts) = unsafe {
             (
                 self.kept(place, first * width, dz.len()),
-                self.origins.read(first, count),
-                self.origins.read((index + 1) * shape.tokens() + first, count),
+                self.shifts.read(first, count),
+                self.shifts.read((index + 1) * shape.tokens() + first, count),
             )
         };
         let rows = kept.chunks_exact(width).zip(dz.chunks_exact_mut(width));
         for (row, (kept, to)) in rows.enumerate() {
-            let (token, origin) = (first + row, origins[row].into());
+            let (token, shift) = (first + row, shifts[row].into());
             let (lse, of) = (saved.exact(token), cotangents(token));
-            let scaled = kernel.scaled(token, columns, origin, of_labels[row], lse, of);
+            let scaled = kernel.scaled(token, columns, shift, of_labels[row], lse, of);
             let to = &mut elements_mut::<Z>(to)[..width];
             kept::expand(launch.isa, kept, scale(row, scaled), to);
         }
@@ -761,7 +759,7 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// Writes the gradient of a slab of the weight, of `dz` `[T, columns]`.
+    /// Writes the gradient of a column block of the weight, of `dz` `[T, columns]`.
     fn weight_gradient<Z: Element>(&self, columns: &Range<usize>, dz: Matrix<'_, Z>) {
         let Linear { launch: Launch { isa, .. }, shape, .. } = *self.linear;
         let [tokens, width] = shape.hidden();
@@ -789,7 +787,8 @@ impl<'a, E: Element> Work<'a, E> {
         }
     }
 
-    /// Writes a slab's gradient from its sums `[columns, D]` to the columns of dweight `[D, V]`.
+    /// Writes a column block's gradient from its sums `[columns, D]` to the columns of dweight `[D,
+    /// V]`.
     fn turn(&self, columns: &Range<usize>) {
         let Linear { launch, shape, .. } = self.linear;
         let width = shape.width();

@@ -178,36 +178,185 @@ impl<V: Copy> Halves<V> {
     }
 }
 
-/// `tanh x` and its derivative `1 - tanh^2 x`, each within 8 units in the last place, for every
-/// `x`; of the infinities they are ±1 and 0, of NaN NaN. (A derivative below 1e-37 counts as 0.)
+/// Up to here tanh in [`capped_with_derivative`] is a polynomial: most logits under a softcap are.
+const NEAR: f32 = 1.25;
+
+/// `c tanh(z / c)` and its derivative `1 - tanh^2(z / c)`, for every `z`; of the infinities they are
+/// ±c and 0, of NaN NaN. Each is within 8 units in the last place where `1 / c` is exact. (A derivative
+/// below 1e-37 counts as 0.) `cap` is c and 1 / c.
 ///
-/// The derivative is computed as `4u / (1 + u)^2` with `u = e^(-2|x|)`, which does not cancel where
-/// tanh saturates.
+/// Where all `N` vectors are near 0 nothing but a polynomial is computed. Elsewhere both are, with
+/// `u = e^(-2|x|)`: the derivative `4u / (1 + u)^2` does not cancel where tanh saturates. A lane has
+/// the same bits whatever its neighbours are.
 #[inline(always)]
-pub fn tanh_with_derivative<S: Simd>(simd: S, x: S::Vector) -> [S::Vector; 2] {
+pub fn capped_with_derivative<S: Simd, const N: usize>(
+    simd: S,
+    z: [S::Vector; N],
+    [cap, inverse]: [S::Vector; 2],
+) -> [[S::Vector; N]; 2] {
     let s = simd;
-    let (one, size) = (s.splat(1.0), s.abs(x));
-    let [u] = exp(s, [s.mul(size, s.splat(-2.0))]);
-    let u = s.mul(u, s.splat(1.0 / EXP_SCALE));
-    let denominator = s.add(one, u);
-
-    // 1 - u cancels near 0; there tanh x = x + x^3 q(x^2), relative error below 2^-27.
-    let square = s.mul(size, size);
-    let mut q = s.splat(-5.704_986e-3);
-    for coefficient in [2.063_908_6e-2, -5.373_971_4e-2, 0.133_314_42, -0.333_332_8] {
-        q = s.mul_add(q, square, s.splat(coefficient));
+    let mut x = z;
+    for x in &mut x {
+        *x = s.mul(*x, inverse);
     }
-    let near = s.mul_add(s.mul(q, square), size, size);
-    let far = s.div(s.sub(one, u), denominator);
-    let tanh = s.select(s.less(size, s.splat(0.625)), near, far);
+    let (one, bound) = (s.splat(1.0), s.splat(NEAR));
+    // tanh x = x + x^3 q(x^2), relative error below 2^-26.
+    const Q: [f32; 8] = [
+        5.814_198e-5,
+        -5.479_942e-4,
+        2.522_002_4e-3,
+        -8.040_812e-3,
+        2.147_802_3e-2,
+        -5.386_147e-2,
+        0.133_318_93,
+        -0.333_332_66,
+    ];
+    let mut square = x;
+    for i in 0..N {
+        square[i] = s.mul(x[i], x[i]);
+    }
+    let mut q = [s.splat(Q[0]); N];
+    for coefficient in &Q[1..] {
+        for i in 0..N {
+            q[i] = s.mul_add(q[i], square[i], s.splat(*coefficient));
+        }
+    }
+    let (mut capped, mut slope, mut largest) = (x, x, s.abs(x[0]));
+    for i in 0..N {
+        // Of z itself, so that its quotient's rounding only matters as far as tanh bends.
+        let bend = s.mul(q[i], square[i]);
+        capped[i] = s.mul_add(bend, z[i], z[i]);
+        let tanh = s.mul_add(bend, x[i], x[i]);
+        slope[i] = s.sub(one, s.mul(tanh, tanh));
+        // In this order a NaN hides no other lane.
+        largest = s.max(s.abs(x[i]), largest);
+    }
+    if s.all(s.less(largest, bound)) {
+        return [capped, slope];
+    }
+    let mut u = x;
+    for i in 0..N {
+        u[i] = s.mul(s.abs(x[i]), s.splat(-2.0));
+    }
+    let u = exp(s, u);
+    for i in 0..N {
+        let is_near = s.less(s.abs(x[i]), bound);
+        let u = s.mul(u[i], s.splat(1.0 / EXP_SCALE));
+        let root = s.div(s.splat(2.0), s.add(one, u));
+        // 1 - 2u / (1 + u)
+        let far = s.sub(one, s.mul(u, root));
+        let far = s.copysign(s.mul(far, cap), x[i]);
+        capped[i] = s.select(is_near, capped[i], far);
+        slope[i] = s.select(is_near, slope[i], s.mul(s.mul(root, root), u));
+    }
+    [capped, slope]
+}
 
-    let root = s.div(s.splat(2.0), denominator);
-    [s.copysign(tanh, x), s.mul(s.mul(root, root), u)]
+/// `a * b + c` in float64, in one rounding where the instruction set can.
+#[inline(always)]
+fn multiply_add<S: Simd>(a: f64, b: f64, c: f64) -> f64 {
+    // Elsewhere the former is a call.
+    if S::FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// `e^x` and `e^x - 1` in float64, each within 4 units in the last place, for `x` from -708 to 708;
+/// what they are at the nearest of these for others, and NaN for NaN. Without branches, so that a loop
+/// over numbers becomes one over vectors.
+///
+/// `x = k ln 2 + r`, and `e^x - 1 = 2^k (e^r - 1) + (2^k - 1)`, with the series of `e^r - 1`.
+#[inline(always)]
+pub(crate) fn exponential<S: Simd>(x: f64) -> [f64; 2] {
+    const SHIFTER: f64 = 6_755_399_441_055_744.0; // 1.5 x 2^52
+    // ln 2: its first 33 bits, and the rest.
+    const HIGH: f64 = 0.693_147_180_485_539_1;
+    const LOW: f64 = 7.440_617_110_012_397e-11;
+    // 1 / n!, from n = 14
+    const SERIES: [f64; 13] = {
+        let (mut series, mut n, mut term) = ([0.0; 13], 2, 1.0);
+        while n <= 14 {
+            term /= n as f64;
+            series[14 - n] = term;
+            n += 1;
+        }
+        series
+    };
+    let x = if x < -708.0 { -708.0 } else { x };
+    let x = if x > 708.0 { 708.0 } else { x };
+    let shifted = multiply_add::<S>(x, std::f64::consts::LOG2_E, SHIFTER);
+    let k = shifted - SHIFTER;
+    let r = multiply_add::<S>(k, -LOW, multiply_add::<S>(k, -HIGH, x));
+    let mut q = SERIES[0];
+    for coefficient in &SERIES[1..] {
+        q = multiply_add::<S>(q, r, *coefficient);
+    }
+    let series = multiply_add::<S>(q * r, r, r);
+    let power = f64::from_bits((shifted.to_bits() << 52).wrapping_add(1.0_f64.to_bits()));
+    [multiply_add::<S>(series, power, power), multiply_add::<S>(series, power, power - 1.0)]
+}
+
+/// The natural logarithm in float64, within 4 units in the last place or of 1, of a normal number
+/// above 0; of infinity and NaN it is NaN. Without branches, as [`exponential`].
+///
+/// `x = 2^k m` with `m` around 1, and `ln m = 2 artanh((m - 1) / (m + 1))` by its series.
+#[inline(always)]
+pub(crate) fn logarithm<S: Simd>(x: f64) -> f64 {
+    const ROOT: u64 = std::f64::consts::FRAC_1_SQRT_2.to_bits();
+    const FRACTION: u64 = (1 << 52) - 1;
+    // 2^52, whose last bit counts 1.
+    const WHOLE: f64 = 4_503_599_627_370_496.0;
+    let bits = x.to_bits().wrapping_add(1.0_f64.to_bits() - ROOT);
+    let k = f64::from_bits((bits >> 52) | WHOLE.to_bits()) - (WHOLE + 1023.0);
+    let m = f64::from_bits((bits & FRACTION) + ROOT);
+    let s = (m - 1.0) / (m + 1.0);
+    let square = s * s;
+    let mut q = 1.0 / 23.0;
+    for n in [21.0, 19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0] {
+        q = multiply_add::<S>(q, square, 1.0 / n);
+    }
+    let of_m = multiply_add::<S>(2.0 * s * square, q, 2.0 * s);
+    // The product is NaN where x is not finite.
+    multiply_add::<S>(k, std::f64::consts::LN_2, of_m) + x * 0.0
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    struct Both(f64);
+
+    impl crate::Job for Both {
+        type Output = [f64; 3];
+
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> [f64; 3] {
+            let [exp, less_one] = exponential::<S>(self.0);
+            [exp, less_one, logarithm::<S>(self.0.abs())]
+        }
+    }
+
+    #[test]
+    fn functions_in_float64_keep_their_bounds() {
+        for isa in crate::Isa::available() {
+            let near = |of: &str, x: f64, found: f64, expected: f64, unit: f64| {
+                let error = (found - expected).abs() / (unit * f64::EPSILON);
+                assert!(error <= 4.0, "{of} {x:e} on {isa}: {found:e}, not {expected:e}: {error}");
+            };
+            for i in 0..200_000 {
+                // From 1e-8 to 600, of either sign.
+                let x = 1e-8 * (f64::from(i) * 1.242e-4).exp() * f64::from(1 - i % 2 * 2);
+                let [exp, less_one, log] = isa.run(Both(x));
+                near("exp", x, exp, x.exp(), x.exp());
+                near("exp - 1", x, less_one, x.exp_m1(), x.exp_m1().abs());
+                near("log", x, log, x.abs().ln(), x.abs().ln().abs().max(1.0));
+                let above = 1.0 + x.abs() * 1e-3;
+                let [.., log] = isa.run(Both(above));
+                near("log", above, log, above.ln(), above.ln());
+            }
+            assert_eq!(isa.run(Both(f64::NEG_INFINITY))[1], -1.0);
+            assert!(isa.run(Both(f64::NAN)).iter().all(|x| x.is_nan()));
+            assert!(isa.run(Both(f64::INFINITY))[2].is_nan());
+        }
+    }
 
     #[test]
     fn powers_are_correctly_rounded() {

@@ -5,16 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use xentile::operation::{Arrays, Pass, Problem};
 use xentile::{Result, Tile};
 
-use crate::{Isa, Parallel};
-
-/// How kernels are to run.
-#[derive(Clone, Copy)]
-pub struct Launch<'a> {
-    /// The instruction set.
-    pub isa: Isa,
-    /// The threads.
-    pub pool: &'a dyn Parallel,
-}
+pub use crate::Launch;
+use crate::Parallel;
 
 /// The kernels of an operation.
 pub trait Kernels: Sync {
@@ -25,7 +17,10 @@ pub trait Kernels: Sync {
     ///
     /// # Errors
     /// An extent of 0.
-    fn tile(&self, problem: &Problem) -> Result<Option<Tile>>;
+    fn tile(&self, problem: &Problem) -> Result<Option<Tile>> {
+        _ = problem;
+        Ok(None)
+    }
 
     /// The kernels on `inputs`.
     ///

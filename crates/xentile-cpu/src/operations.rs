@@ -1,11 +1,16 @@
 //! Kernels by an operation's name, a line each.
 
 use crate::operation::Kernels;
-use crate::{cross_entropy, rms_norm};
+use crate::{activation, cross_entropy, flash_attention, rms_norm, rope};
 
 /// The kernels of each operation that has any here.
-const KERNELS: &[&dyn Kernels] =
-    &[&cross_entropy::operation::KERNELS, &rms_norm::operation::KERNELS];
+const KERNELS: &[&dyn Kernels] = &[
+    &cross_entropy::operation::KERNELS,
+    &rms_norm::operation::KERNELS,
+    &activation::operation::KERNELS,
+    &rope::operation::KERNELS,
+    &flash_attention::operation::KERNELS,
+];
 
 /// The kernels of the operation called `name`.
 #[must_use]

@@ -19,9 +19,10 @@ mod weight;
 use xentile::rms_norm::{NormShape, RmsNorm, block_rows};
 use xentile::{Element, Error, Result};
 
+use crate::InOut;
+pub use crate::Launch;
 use crate::parallel::Shared;
 use crate::simd::{LINE_BYTES, STREAM_BYTES, Simd};
-use crate::{InOut, Isa, Parallel};
 pub(crate) use backward::Backward;
 pub(crate) use forward::Forward;
 use passes::Passes;
@@ -40,15 +41,6 @@ const AHEAD_BYTES: usize = 1 << 13;
 /// Terms that a lane sums in f32 before the sum goes to float64, which the contract's error bounds are
 /// made of.
 const LANE_TERMS: usize = 32;
-
-/// How a kernel is to run.
-#[derive(Clone, Copy)]
-pub struct Launch<'a> {
-    /// The instruction set.
-    pub isa: Isa,
-    /// The threads.
-    pub pool: &'a dyn Parallel,
-}
 
 /// What a backward pass reads and writes, each `[T, D]`: dx may replace x or dy.
 #[derive(Debug)]

@@ -491,6 +491,72 @@ fn results_do_not_depend_on_alignment_or_time_block() {
     for_each_dtype!(body);
 }
 
+/// Equal tokens get equal bits in any batch, whether threads share a row or have many.
+#[test]
+fn results_do_not_depend_on_the_number_of_tokens() {
+    fn body<E: Element>(vocab: usize) {
+        let mut rng = common::fresh_rng("batches");
+        let one = Case::<E>::new(&mut rng, 1, vocab, 3.0);
+        let alone = one.run(1);
+        for tokens in [1, 7, 64, 500] {
+            let many = Case {
+                shape: LogitsShape::new(tokens, vocab).unwrap(),
+                logits: one.logits.repeat(tokens),
+                labels: one.labels.repeat(tokens),
+                cotangents: [0, 1, 2].map(|i| one.cotangents[i].repeat(tokens)),
+                weights: one.weights.repeat(tokens),
+                ..one
+            };
+            let results = many.run(3);
+            for token in [0, tokens / 2, tokens - 1] {
+                let what = format!("{vocab} columns, token {token} of {tokens}");
+                same_bits(&what, &results.loss[token..=token], &alone.loss);
+                same_bits(&what, &results.lse[token..=token], &alone.lse);
+                let row = token * vocab..(token + 1) * vocab;
+                same_bits(&what, &results.dlogits[row], &alone.dlogits);
+            }
+        }
+    }
+    for vocab in [10, 257, 20_003] {
+        body::<bf16>(vocab);
+    }
+    body::<f32>(257);
+    body::<f32>(9001);
+}
+
+/// Small vocabularies, and few rows of a large one.
+#[test]
+fn small_vocabularies_and_few_rows() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("small vocabularies");
+        let base = CrossEntropy::default();
+        let all = [
+            base,
+            CrossEntropy { softcap: Some(30.0), ..base },
+            CrossEntropy { softcap: Some(5.0), label_smoothing: 0.1, z_loss: 1e-3, ..base },
+            CrossEntropy { label_smoothing: 0.1, ..base },
+        ];
+        for vocab in [2, 3, 10, 257, 2048, 4096] {
+            for options in all {
+                let tokens = 1 + 20_000 / (vocab + 100);
+                // Of few columns one soon has all of the probability, as far as float64 tells.
+                let scales = if vocab < 100 { 2 } else { 3 };
+                let scale = [1.0, 8.0, 45.0][rng.random_range(0..scales)];
+                let mut case = Case::<E>::new(&mut rng, tokens, vocab, scale);
+                // In sums of two opposite terms a unit of either is many of theirs.
+                case.cotangents[1].fill(0.0);
+                Case { options, ..case }.check(&format!("std {scale} {options:?}"));
+            }
+        }
+        for tokens in [1, 2, 64] {
+            let case =
+                Case::<E>::new(&mut rng, tokens, if tokens == 64 { 9001 } else { 151_936 }, 3.0);
+            case.check("few rows");
+        }
+    }
+    for_each_dtype!(body);
+}
+
 /// Both schedules must agree to the bit, since users switch between them without noticing.
 #[test]
 fn the_fused_gradient_is_the_recomputed_one() {

@@ -4,6 +4,7 @@
 #include "flat.cuh"
 #include "plain.cuh"
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include "packed.cuh"
 #include "ring.cuh"
 #endif
 
@@ -22,6 +23,14 @@ using namespace xentile;
       cross_entropy_ring_##name##_##dtype##_##variant(       \
           const __grid_constant__ CrossEntropyArguments a) { \
     ring<E, Pass::k##Name, smooth, capped>(a);               \
+  }
+
+// Rows of some CTAs arrive while those of others are worked on.
+#define PACKED(name, Name, dtype, E, variant, smooth, capped)      \
+  extern "C" __global__ void __launch_bounds__(kPackedThreads, 4)  \
+      cross_entropy_packed_##name##_##dtype##_##variant(           \
+          const __grid_constant__ CrossEntropyArguments a) {       \
+    packed_rows<E, Pass::k##Name, smooth, capped>(a);              \
   }
 
 // Eight CTAs to a multiprocessor leave a thread the 128 registers that its batch needs.
@@ -51,4 +60,10 @@ FOR_EACH_PASS(PLAIN, capped, true, true)
 FOR_EACH_PASS(RING, basic, false, false)
 FOR_EACH_PASS(RING, smooth, true, false)
 FOR_EACH_PASS(RING, capped, true, true)
+FOR_EACH_PASS(PACKED, basic, false, false)
+FOR_EACH_PASS(PACKED, smooth, true, false)
+FOR_EACH_PASS(PACKED, capped, true, true)
+FOR_EACH_DTYPE(PACKED, backward, Backward, basic, false, false)
+FOR_EACH_DTYPE(PACKED, backward, Backward, smooth, true, false)
+FOR_EACH_DTYPE(PACKED, backward, Backward, capped, true, true)
 #endif

@@ -53,6 +53,12 @@ struct CrossEntropyArguments {
   uint32_t chunk_vectors;
   uint32_t chunks;
   uint32_t slots;
+  // Where a row has more warps than its sum has columns of pieces: see ring.cuh.
+  uint32_t columns_of_pieces;
+  uint32_t pieces_of_a_column;
+  // The packed schedule's: lanes of a row, and whether rows are whole vectors.
+  uint32_t lanes;
+  uint32_t whole_vectors;
 };
 
 inline constexpr float kLog2E = 1.44269504f;
@@ -126,13 +132,51 @@ __device__ inline Token describe_saved(const CrossEntropyArguments& a, int64_t i
   return token;
 }
 
-// c*tanh(x/c) and its derivative. Writes tanh(u) as 1 - 2/(1 + e^2u), and near 0, where that
-// cancels, as its Taylor polynomial.
+// How far logits are from 0, beside a cap c: it decides how their tanh is computed.
+enum class Reach {
+  kClose,    // none beyond c/4
+  kNear,     // none beyond c
+  kFar,
+  kUnknown,  // to be found out
+};
+
+// c*tanh(x/c) and its derivative.
+struct Capped {
+  double z, slope;
+};
+
+// Makes them for one element or several.
+//
+// One element: tanh(u) as 1 - 2/(1 + e^2u), and near 0, where that cancels, as its Taylor polynomial.
+// Several: while none is beyond c, a polynomial in x^2, on the units for multiply-adds alone. Else
+// with e = e^(-2|u|): q = e/(1 + e), tanh|u| = 1 - 2q and its derivative 4q(1 - q), which keep their
+// digits where the tanh nears 1; four reciprocals are made of one.
 struct Cap {
   float cap, inverse;
+  // tanh(sqrt(s))/sqrt(s) = 1 + a[0]*s + .. + a[6]*s^7 for s in [0, 1], to 2e-8 (Chebyshev); here
+  // with s = x^2 and times kLog2E.
+  float series[7];
+  float taylor[4];  // the first terms of its own series, alike
+  float near;       // up to where |x| has the polynomial
+  float per_unit;   // 1/(c*kLog2E)
 
   __device__ explicit Cap(double softcap)
-      : cap(static_cast<float>(softcap)), inverse(static_cast<float>(1.0 / softcap)) {}
+      : cap(static_cast<float>(softcap)), inverse(static_cast<float>(1.0 / softcap)) {
+    constexpr float a[7] = {-0.3333333f,    0.13333128f,  -0.05393479f,  0.021660116f,
+                            -0.008218922f, 0.0025104594f, -0.0004206955f};
+    constexpr float b[4] = {-1.0f / 3.0f, 2.0f / 15.0f, -17.0f / 315.0f, 62.0f / 2835.0f};
+    const float square = inverse * inverse;
+    float power = kLog2E;
+#pragma unroll
+    for (int i = 0; i < 7; ++i) {
+      power *= square;
+      series[i] = a[i] * power;
+      if (i < 4) taylor[i] = b[i] * power;
+    }
+    // Powers of an extreme cap leave f32.
+    near = cap > 0x1p-8f && cap < 0x1p60f ? cap : -1.0f;
+    per_unit = inverse * (1.0f / kLog2E);
+  }
 
   __device__ float exponential(float u) const { return ptx::ex2(u * (2.0f * kLog2E)); }
 
@@ -140,11 +184,11 @@ struct Cap {
     const float u = x * inverse;
     const float far = 1.0f - 2.0f * ptx::rcp(1.0f + exponential(u));
     const float square = u * u;
-    float near = fmaf(square, 62.0f / 2835.0f, -17.0f / 315.0f);
-    near = fmaf(square, near, 2.0f / 15.0f);
-    near = fmaf(square, near, -1.0f / 3.0f);
-    near = fmaf(square * u, near, u);
-    return cap * (fabsf(u) < 0.25f ? near : far);
+    float close = fmaf(square, 62.0f / 2835.0f, -17.0f / 315.0f);
+    close = fmaf(square, close, 2.0f / 15.0f);
+    close = fmaf(square, close, -1.0f / 3.0f);
+    close = fmaf(square * u, close, u);
+    return cap * (fabsf(u) < 0.25f ? close : far);
   }
 
   // The derivative where `apply` gave `z`.
@@ -158,94 +202,108 @@ struct Cap {
     const float r = ptx::rcp(1.0f + e);
     return 4.0f * (e * r) * r;
   }
-};
 
-// The sum of 2^(z*kLog2E + c) over what one lane has seen, and where asked for the sum of z.
-template <class E, bool kSum, bool kCap>
-struct LaneSum {
-  float c = kUnset;
-  float exponentials = 0.0f;
-  float values = 0.0f;
-
-  __device__ static float shift(float max) { return fminf(max * -kLog2E, kUnset); }
-
-  // Adds every `kStride`th of the vectors from `first` on, below `end`.
-  template <uint32_t kStride = 32>
-  __device__ void add(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap) {
-    if (first >= end) return;
-    if (c == kUnset) c = shift(max_of(vectors[first], cap));
-    const float before = exponentials;
-    float partial[4] = {exponentials, 0.0f, 0.0f, 0.0f};
-    float total[2] = {values, 0.0f};
-    constexpr uint32_t kBatch = 2;
-    uint32_t v = first;
-    for (; v + kStride * (kBatch - 1) < end; v += kStride * kBatch) {
-      uint4 batch[kBatch];
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + kStride * i];
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) add(batch[i], cap, partial, total);
-    }
-    for (; v < end; v += kStride) add(vectors[v], cap, partial, total);
-    exponentials = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-    if constexpr (kSum) values = total[0] + total[1];
-    if (!(exponentials <= kLargeSum)) {
-      const float2 anew = add_anew<kStride>(vectors, first, end, cap, c, before);
-      c = anew.x;
-      exponentials = anew.y;
-    }
+  // What the largest |x| says of all.
+  __device__ Reach reach(float most) const {
+    return most <= 0.25f * near ? Reach::kClose : most <= near ? Reach::kNear : Reach::kFar;
   }
 
-  __device__ void add(const uint4& vector, const Cap& cap, float (&partial)[4],
-                      float (&total)[2]) const {
-    float x[kPerVector<E>];
-    unpack<E>(vector, x);
+  // c*tanh(x/c)*kLog2E of an element within `near`.
+  template <int kTerms>
+  __device__ static float polynomial(float x, const float (&terms)[kTerms]) {
+    const float square = x * x;
+    float y = terms[kTerms - 1];
 #pragma unroll
-    for (int i = 0; i < kPerVector<E>; ++i) {
-      const float z = kCap ? cap.apply(x[i]) : x[i];
-      partial[i % 4] += ptx::ex2(fmaf(z, kLog2E, c));
-      if constexpr (kSum) total[i % 2] += z;
-    }
+    for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, terms[i]);
+    return x * fmaf(square, y, kLog2E);
   }
 
-  // c and the sum, with a c that fits these vectors too: for a row that starts far below its
-  // maximum.
-  template <uint32_t kStride>
-  __device__ __noinline__ static float2 add_anew(const uint4* vectors, uint32_t first, uint32_t end,
-                                                 Cap cap, float c, float before) {
-    float max = -INFINITY;
-    for (uint32_t v = first; v < end; v += kStride) max = fmaxf(max, max_of(vectors[v], cap));
-    const float fitting = fminf(shift(max), c);
-    float sum = before * ptx::ex2(fitting - c);
-    for (uint32_t v = first; v < end; v += kStride) {
-      float x[kPerVector<E>];
-      unpack<E>(vectors[v], x);
+  __device__ float slope_at(float y) const {
+    const float t = y * per_unit;
+    return fmaf(-t, t, 1.0f);
+  }
+
+  // c*tanh(x/c)*kLog2E of each, and if asked for c's derivatives. Of far ones, elements close to 0
+  // beside ones that are not have an error of c*2^-22, unless exact.
+  template <Reach kReach, bool kExact, bool kSlope, int kCount>
+  __device__ void scaled(const float (&x)[kCount], float (&y)[kCount],
+                         float (&slope)[kCount]) const {
+    if constexpr (kReach == Reach::kUnknown) {
+      float most = fabsf(x[0]);
 #pragma unroll
-      for (int i = 0; i < kPerVector<E>; ++i) {
-        const float z = kCap ? cap.apply(x[i]) : x[i];
-        sum += ptx::ex2(fmaf(z, kLog2E, fitting));
+      for (int i = 1; i < kCount; ++i) most = fmaxf(most, fabsf(x[i]));
+      if (most <= near) {
+        scaled<Reach::kNear, kExact, kSlope>(x, y, slope);
+      } else {
+        scaled<Reach::kFar, kExact, kSlope>(x, y, slope);
+      }
+      return;
+    }
+    if constexpr (kReach == Reach::kClose || kReach == Reach::kNear) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        y[i] = kReach == Reach::kClose ? polynomial(x[i], taylor) : polynomial(x[i], series);
+        if constexpr (kSlope) slope[i] = slope_at(y[i]);
+      }
+      return;
+    }
+    const float all = cap * kLog2E;
+    constexpr int kShared = kCount % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int first = 0; first < kCount; first += kShared) {
+      float e[kShared], r[kShared];
+#pragma unroll
+      for (int i = 0; i < kShared; ++i) {
+        e[i] = ptx::ex2(fabsf(x[first + i]) * (inverse * (-2.0f * kLog2E)));
+        r[i] = 1.0f + e[i];
+      }
+      reciprocals(r);
+#pragma unroll
+      for (int i = 0; i < kShared; ++i) {
+        const float q = e[i] * r[i];
+        y[first + i] = copysignf(fmaf(q, -2.0f * all, all), x[first + i]);
+        if constexpr (kSlope) slope[first + i] = 4.0f * (q * r[i]);
+        if constexpr (kExact) {
+          if (fabsf(x[first + i]) <= near) {
+            y[first + i] = polynomial(x[first + i], series);
+            if constexpr (kSlope) slope[first + i] = slope_at(y[first + i]);
+          }
+        }
       }
     }
-    return make_float2(fitting, sum);
   }
 
-  // Adds one element.
-  __device__ void add(float x, const Cap& cap) {
-    const float z = kCap ? cap.apply(x) : x;
-    const float own = shift(z);
-    const float fitting = fminf(own, c);
-    exponentials = exponentials * ptx::ex2(fitting - c) + ptx::ex2(fmaf(z, kLog2E, fitting));
-    c = fitting;
-    if constexpr (kSum) values += z;
-  }
-
-  __device__ static float max_of(const uint4& vector, const Cap& cap) {
-    float x[kPerVector<E>];
+  // One element of a vector, with the bits that `scaled` gives it among the others: where a label has
+  // nearly all of its row's sum, p - 1 is right only if both have the same z.
+  template <Reach kReach, bool kExact, class E>
+  __device__ Capped one_of(const uint4& vector, uint32_t place) const {
+    float x[kPerVector<E>], y[kPerVector<E>], slope[kPerVector<E>];
     unpack<E>(vector, x);
-    float max = x[0];
+    scaled<kReach, kExact, true>(x, y, slope);
+    Capped found{};
 #pragma unroll
-    for (int i = 1; i < kPerVector<E>; ++i) max = fmaxf(max, x[i]);
-    return kCap ? cap.apply(max) : max;
+    for (uint32_t i = 0; i < kPerVector<E>; ++i) {
+      if (i == place) found = {y[i] * kPerLog2E, slope[i]};
+    }
+    return found;
+  }
+
+  // Of numbers from 1 to 2.
+  template <int kCount>
+  __device__ static void reciprocals(float (&x)[kCount]) {
+    if constexpr (kCount == 4) {
+      const float low = x[0] * x[1], high = x[2] * x[3];
+      const float r = ptx::rcp(low * high);
+      const float of_low = r * high, of_high = r * low;
+      const float first = of_low * x[1], third = of_high * x[3];
+      x[1] = of_low * x[0];
+      x[3] = of_high * x[2];
+      x[0] = first;
+      x[2] = third;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) x[i] = ptx::rcp(x[i]);
+    }
   }
 };
 
@@ -286,6 +344,124 @@ struct RowSum {
     return exponentials > 0.0f && exponentials < INFINITY
                ? (log2(static_cast<double>(exponentials)) - c) * kPerLog2E
                : NAN;
+  }
+};
+
+// The c that makes the exponential of `max` 1.
+__device__ inline float shift_of(float max) { return fminf(max * -kLog2E, kUnset); }
+
+// The largest of a warp's; which, of NaNs, is open.
+__device__ inline float max_of_warp(float x) {
+  const auto ordered = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
+  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
+}
+
+__device__ inline float sum_of_warp(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+// What a warp makes of a piece of a row: sums whose order the piece alone decides. Every lane has
+// them. c comes from the largest of the piece: what counts in the sum so has a small exponent, whose
+// rounding is small too.
+template <class E, bool kSum, bool kCap>
+struct Piece {
+  // Whether tanh needs all its digits: not of 16-bit elements, where many average its errors out.
+  static constexpr bool kExact = sizeof(E) == 4;
+
+  // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane.
+  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+                               Reach& reach) {
+    Extremes<E, kCap> extremes;
+#pragma unroll 2
+    for (uint32_t v = first; v < end; v += 32) extremes.add(vectors[v]);
+    const float max = max_of_warp(extremes.max());
+    if constexpr (!kCap) return sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max));
+    reach = cap.reach(max_of_warp(extremes.max_abs()));
+    const float c = shift_of(cap.apply(max));
+    switch (reach) {
+      case Reach::kClose: return sum<Reach::kClose>(vectors, first, end, cap, c);
+      case Reach::kNear: return sum<Reach::kNear>(vectors, first, end, cap, c);
+      default: return sum<Reach::kFar>(vectors, first, end, cap, c);
+    }
+  }
+
+  template <Reach kReach>
+  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+                               float c) {
+    float partial[4] = {}, total[2] = {};
+    constexpr uint32_t kBatch = 2;
+    uint32_t v = first;
+    for (; v + 32 * (kBatch - 1) < end; v += 32 * kBatch) {
+      uint4 batch[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) add<kReach>(batch[i], cap, c, partial, total);
+    }
+    for (; v < end; v += 32) add<kReach>(vectors[v], cap, c, partial, total);
+    RowSum all = RowSum::none();
+    all.c = c;
+    all.exponentials = sum_of_warp((partial[0] + partial[1]) + (partial[2] + partial[3]));
+    if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * kPerValue;
+    return all;
+  }
+
+  // Of every `kStride`th of the vectors in memory, which are read once: each has a c of its own.
+  template <uint32_t kStride>
+  __device__ static RowSum sum_once(const uint4* vectors, uint32_t first, uint32_t end,
+                                    const Cap& cap) {
+    RowSum all = RowSum::none();
+    for (uint32_t v = first; v < end; v += kStride) {
+      const uint4 vector = vectors[v];
+      Extremes<E, false> extremes;
+      extremes.add(vector);
+      const float max = extremes.max();
+      RowSum one = RowSum::none();
+      one.c = shift_of(kCap ? cap.apply(max) : max);
+      float partial[4] = {}, total[2] = {};
+      add<Reach::kUnknown>(vector, cap, one.c, partial, total);
+      one.exponentials = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+      if constexpr (kSum) one.values = (total[0] + total[1]) * kPerValue;
+      all.merge(one);
+    }
+    return all.template across_lanes<kSum>();
+  }
+
+  // What `total` holds is times kLog2E under a cap.
+  static constexpr float kPerValue = kCap ? static_cast<float>(kPerLog2E) : 1.0f;
+
+  template <Reach kReach, bool kDigits = kExact>
+  __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
+                             float (&total)[2]) {
+    float x[kPerVector<E>];
+    unpack<E>(vector, x);
+    if constexpr (kCap) {
+      float y[kPerVector<E>], none[kPerVector<E>];
+      cap.template scaled<kReach, kDigits, false>(x, y, none);
+#pragma unroll
+      for (int i = 0; i < kPerVector<E>; ++i) {
+        partial[i % 4] += ptx::ex2(y[i] + c);
+        if constexpr (kSum) total[i % 2] += y[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPerVector<E>; ++i) {
+        partial[i % 4] += ptx::ex2(fmaf(x[i], kLog2E, c));
+        if constexpr (kSum) total[i % 2] += x[i];
+      }
+    }
+  }
+
+  // Of at most one element a lane; -inf for none.
+  __device__ static RowSum of_elements(float x, bool has, const Cap& cap) {
+    const float z = kCap && has ? cap.apply(x) : x;
+    RowSum all = RowSum::none();
+    all.c = shift_of(max_of_warp(z));
+    all.exponentials = sum_of_warp(ptx::ex2(fmaf(z, kLog2E, all.c)));
+    if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f);
+    return all;
   }
 };
 
@@ -386,12 +562,24 @@ struct RowGradient {
     return dz;
   }
 
-  template <class E, bool kSmooth, bool kCap>
+  // `kReach` and `kExact` as Cap has them.
+  template <class E, bool kSmooth, bool kCap, Reach kReach = Reach::kUnknown,
+            bool kExact = sizeof(E) == 4>
   __device__ uint4 of_vector(const uint4& vector, const Cap& cap) const {
     float x[kPerVector<E>];
     unpack<E>(vector, x);
+    if constexpr (kCap) {
+      float y[kPerVector<E>], slope[kPerVector<E>];
+      cap.template scaled<kReach, kExact, true>(x, y, slope);
 #pragma unroll
-    for (int i = 0; i < kPerVector<E>; ++i) x[i] = at<kSmooth, kCap>(x[i], cap);
+      for (int i = 0; i < kPerVector<E>; ++i) {
+        const float p = ptx::ex2(y[i] + c);
+        x[i] = (kSmooth ? fmaf(p, factor, offset) : p * factor) * slope[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPerVector<E>; ++i) x[i] = at<kSmooth, false>(x[i], cap);
+    }
     return pack<E>(x);
   }
 
@@ -399,14 +587,21 @@ struct RowGradient {
   template <bool kCap>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token, float x,
                                 const Cap& cap, double row_lse) const {
-    if (!kCap && x == -INFINITY && row_lse == row_lse) return 0.0f;
-    const float z = kCap ? cap.apply(x) : x;
+    Capped capped{x, 1.0};
+    if constexpr (kCap) capped = {cap.apply(x), cap.derivative(x)};
+    return at_the_label<kCap>(a, token, capped, row_lse);
+  }
+
+  template <bool kCap>
+  __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token,
+                                const Capped& label, double row_lse) const {
+    if (!kCap && label.z == -INFINITY && row_lse == row_lse) return 0.0f;
     const double g = token.dloss, k = token.dlse;
     const double rest = g * (2.0 * a.z_loss * row_lse + a.label_smoothing) + k;
     double dz = (g * (1.0 + 2.0 * a.z_loss * row_lse) - token.dlogps + k) *
-                    expm1(static_cast<double>(z) - row_lse) +
+                    expm1(label.z - row_lse) +
                 rest + static_cast<double>(offset);
-    if constexpr (kCap) dz *= static_cast<double>(cap.derivative(x));
+    if constexpr (kCap) dz *= label.slope;
     return static_cast<float>(dz);
   }
 };

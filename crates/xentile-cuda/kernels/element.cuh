@@ -68,6 +68,56 @@ __device__ inline void unpack(const uint4& vector, float (&x)[kPerVector<E>]) {
   }
 }
 
+// The larger ones of two pairs of 16-bit elements; a NaN gives way to what is none.
+template <class E>
+__device__ inline uint32_t packed_max(uint32_t x, uint32_t y) {
+  using Pair = std::conditional_t<std::is_same_v<E, __nv_bfloat16>, __nv_bfloat162, __half2>;
+  const Pair pair =
+      __hmax2(*reinterpret_cast<const Pair*>(&x), *reinterpret_cast<const Pair*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// The largest element of vectors, and the largest |element|.
+template <class E, bool kMost>
+struct Extremes {
+  // 16-bit elements in pairs.
+  static constexpr bool kPairs = sizeof(E) == 2;
+  static constexpr uint32_t kNone = !kPairs ? 0xff800000u
+                                    : std::is_same_v<E, __half> ? 0xfc00fc00u : 0xff80ff80u;
+
+  uint32_t largest = kNone, most = 0;
+
+  __device__ void add(const uint4& vector) {
+    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      largest = larger(largest, words[i]);
+      if constexpr (kMost) most = larger(most, words[i] & (kPairs ? 0x7fff7fffu : 0x7fffffffu));
+    }
+  }
+
+  __device__ float max() const { return of(largest); }
+  __device__ float max_abs() const { return of(most); }
+
+ private:
+  __device__ static uint32_t larger(uint32_t x, uint32_t y) {
+    if constexpr (kPairs) {
+      return packed_max<E>(x, y);
+    } else {
+      return __float_as_uint(fmaxf(__uint_as_float(x), __uint_as_float(y)));
+    }
+  }
+
+  __device__ static float of(uint32_t word) {
+    if constexpr (kPairs) {
+      const float2 pair = unpacked<E>(word);
+      return fmaxf(pair.x, pair.y);
+    } else {
+      return __uint_as_float(word);
+    }
+  }
+};
+
 // One element of a vector, without a detour through memory.
 template <class E>
 __device__ inline float element(const uint4& vector, uint32_t place) {

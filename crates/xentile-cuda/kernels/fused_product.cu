@@ -2,7 +2,7 @@
 // src/fused_product.rs makes: epilogue, dtype and variant, as those of cross-entropy have them, and
 // the weight's layout, `vd` or `dv`. They are for Hopper alone.
 #include "fused_product.cuh"
-#include "numerators.cuh"
+#include "unnormalised.cuh"
 
 using namespace xentile;
 
@@ -30,9 +30,9 @@ using namespace xentile;
 FUSED_PRODUCTS(basic, false, false)
 FUSED_PRODUCTS(smooth, true, false)
 FUSED_PRODUCTS(capped, true, true)
-FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, basic, false, false)
-FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, smooth, true, false)
-FOR_BOTH_LAYOUTS(numerators, Numerators, bf16, __nv_bfloat16, capped, false, true)
+FOR_BOTH_LAYOUTS(unnormalised, Unnormalised, bf16, __nv_bfloat16, basic, false, false)
+FOR_BOTH_LAYOUTS(unnormalised, Unnormalised, bf16, __nv_bfloat16, smooth, true, false)
+FOR_BOTH_LAYOUTS(unnormalised, Unnormalised, bf16, __nv_bfloat16, capped, false, true)
 FOR_BOTH_LAYOUTS(scaled, Scaled, bf16, __nv_bfloat16, basic, false, false)
 FUSED_PRODUCT(added, Added, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
 FUSED_PRODUCT(added_later, AddedLater, bf16, __nv_bfloat16, basic, false, false, transposed, Transposed)
@@ -49,21 +49,21 @@ FUSED_PRODUCT(sum, Sum, f16, __half, basic, false, false, transposed, Transposed
 
 OF_TOKENS(fused_product_merge, merge_parts)
 OF_TOKENS(fused_product_prepare, prepare_gradients)
-OF_TOKENS(numerators_labels, write_labels)
+OF_TOKENS(unnormalised_labels, write_labels)
 
 // CTAs take turns at tokens.
-OF_TOKENS(numerators_align, align_numerators<__nv_bfloat16>)
+OF_TOKENS(unnormalised_align, align_unnormalised<__nv_bfloat16>)
 
 // A warp does.
-OF_TOKENS(numerators_begin, begin_numerators)
-OF_TOKENS(numerators_end, end_numerators)
-OF_TOKENS(numerators_round, scale_sums<__nv_bfloat16>)
-OF_TOKENS(numerators_scale, scale_sums<float>)
-OF_TOKENS(numerators_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
-OF_TOKENS(numerators_lacking_f32_vd, add_lacking<float, false>)
-OF_TOKENS(numerators_lacking_f32_dv, add_lacking<float, true>)
+OF_TOKENS(unnormalised_begin, begin_unnormalised)
+OF_TOKENS(unnormalised_end, end_unnormalised)
+OF_TOKENS(unnormalised_round, scale_sums<__nv_bfloat16>)
+OF_TOKENS(unnormalised_scale, scale_sums<float>)
+OF_TOKENS(unnormalised_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
+OF_TOKENS(unnormalised_lacking_f32_vd, add_lacking<float, false>)
+OF_TOKENS(unnormalised_lacking_f32_dv, add_lacking<float, true>)
 
 // CTAs take rows and columns.
-OF_TOKENS(numerators_lacking_bf16_dv, write_lacking)
+OF_TOKENS(unnormalised_lacking_bf16_dv, write_lacking)
 
 #endif

@@ -18,7 +18,7 @@
 // epilogue of the forward pass writes a sum for each token and part, and a kernel merges a token's,
 // in order. That of the backward pass writes dlogits, from what a kernel before it makes of the
 // cotangents; at labels, where p - 1 must be exact, a thread writes after the copy engine. The
-// others, of passes that have no lse yet, are told in numerators.cuh.
+// others, of passes that have no lse yet, are told in unnormalised.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -36,7 +36,7 @@ namespace xentile {
 enum class Epilogue {
   kForward,     // sums of exponentials
   kBackward,    // dlogits
-  kNumerators,  // exponentials, beside their sums
+  kUnnormalised,  // exponentials, beside their sums
   kScaled,      // the product itself, with a factor a row
   kAdded,       // the product itself, added to what is there in f32 and rounded
   kAddedLater,  // the same, of short sums: what is there is read late, to be written beside products
@@ -54,8 +54,8 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
-// Of numerators: the origin of a row's exponentials is lifted by steps of so many bits, and so often
-// at most.
+// Of the unnormalised softmax: the shift of a row's exponentials is lifted by steps of so many
+// bits, and so often at most.
 inline constexpr float kLiftBits = 8.0f;
 inline constexpr uint32_t kMostLifts = 65535;
 
@@ -74,20 +74,22 @@ struct alignas(128) FusedProductArguments {
   CrossEntropyArguments row;
   PartSum* sums;               // [parts, tokens]
   float* values;               // [parts, tokens], with smoothing
-  float* rounded;              // [parts, tokens], of numerators: sums of what is written
+  float* rounded;              // [parts, tokens], of the unnormalised softmax: sums of what is written
   float* label_logits;         // [tokens]
   GradientOfToken* gradients;  // [tokens]
   const float* bias;           // [columns], added to logits in f32; or null
   // Where it is null or leads to a number that is not 0 the kernel runs.
   const uint32_t* gate;
-  // Of numerators: by how many steps the origin of a tile's row was lifted, [tiles, tokens], all 0
-  // before; and a word that is set to 1 where one was.
+  // Of the unnormalised softmax: by how many steps the shift of a tile's row was lifted, [tiles,
+  // tokens], all 0 before; and a word that is set to 1 where one was.
   uint16_t* lifts;
   uint32_t* lifted;
-  // Of numerators: a bit for each of the vocabulary's columns that is a token's label. Where it is
-  // not null, rows of the weight's gradient that are no label's have nothing yet.
+  // Of the unnormalised softmax: a bit for each of the vocabulary's columns that is a token's
+  // label. Where it is not null, rows of the weight's gradient that are no label's have nothing
+  // yet.
   uint32_t* labelled;
-  // Of numerators: hidden states and weight once more, and where scaled hidden states go.
+  // Of the unnormalised softmax: hidden states and weight once more, and where scaled hidden states
+  // go.
   const void* hidden_rows;
   const void* weight_rows;
   void* scaled_rows;
@@ -96,7 +98,7 @@ struct alignas(128) FusedProductArguments {
   // From one column of the vocabulary to the next in the weight, and from one of D.
   int64_t vocab_step;
   int64_t width_step;
-  // Columns, the vocabulary's first, that have numerators.
+  // Columns, the vocabulary's first, that have an unnormalised softmax.
   int64_t written;
   // Of some rows of the weight's gradient, or of its transpose: where they are, the first of them,
   // how many, and elements from row to row. Or of some columns of the vocabulary.
@@ -215,7 +217,7 @@ struct FusedProduct {
   static constexpr bool kTransposedA = kFactors == Factors::kTransposed;
   static constexpr bool kTransposedB = kFactors != Factors::kVd;
   static constexpr bool kSums =
-      kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kNumerators;
+      kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kUnnormalised;
   static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
   static constexpr bool kIsAdded =
       kEpilogue == Epilogue::kAdded || kEpilogue == Epilogue::kAddedLater;
@@ -223,7 +225,7 @@ struct FusedProduct {
                                     !kIsAdded && kEpilogue != Epilogue::kSum;
   // Whether what is written depends on the token.
   static constexpr bool kOfTokens = kEpilogue == Epilogue::kBackward ||
-                                    kEpilogue == Epilogue::kNumerators ||
+                                    kEpilogue == Epilogue::kUnnormalised ||
                                     kEpilogue == Epilogue::kScaled;
   // A tile is written in pieces of 64 columns, or 32 of sums in f32. A thread has so many words of
   // them: two numbers for every 8 columns in either row.
@@ -234,14 +236,14 @@ struct FusedProduct {
   static constexpr uint32_t kPutOff =
       kIsSum ? 4 : kEpilogue == Epilogue::kAddedLater || (kOfLogits && kWrites) ? 3 : 0;
   // Blocks of a tile that come apart, before the others: the first, and those beside which a piece
-  // that was put off is finished.
+  // that was deferred is finished.
   static constexpr uint32_t kApart = kPutOff > 0 ? kPutOff : 1;
 
   struct Rows;
 
   const FusedProductArguments& a;
   uint32_t stages, stores, full, empty;
-  // Columns, the first, that have a place; of numerators.
+  // Columns, the first, that have a place; of the unnormalised softmax.
   uint32_t placed = 0;
   const uint32_t rank = ptx::cluster_rank();
   const Cap cap;
@@ -252,7 +254,7 @@ struct FusedProduct {
     stores = stages + kStages * kStageBytes;
     full = stores + kStoresBytes;
     empty = full + kStages * 8;
-    if constexpr (kEpilogue == Epilogue::kNumerators) {
+    if constexpr (kEpilogue == Epilogue::kUnnormalised) {
       const int64_t written = max(a.written - a.row.first_column, int64_t{0});
       placed = ptx::uniform(static_cast<uint32_t>(min(written, a.row.columns)));
     }
@@ -341,7 +343,7 @@ struct FusedProduct {
     Stage stage;
     Stores stored = stores_of(half * (kMultiplyingWarps / 2) + warp, lane);
     float x[128];
-    // What is put off; whether there is any, and where sums go.
+    // What is deferred; whether there is any, and where sums go.
     uint32_t later[kApart][kWords];
     bool is_behind = false;
     int32_t row_behind = 0;
@@ -411,7 +413,7 @@ struct FusedProduct {
           }
           if constexpr (kWrites) {
             uint32_t words[kPieces * kWords];
-            if constexpr (kEpilogue == Epilogue::kNumerators) {
+            if constexpr (kEpilogue == Epilogue::kUnnormalised) {
               rows.exponentiate(a, x, words, at.tile, placed, cap);
             } else if constexpr (kEpilogue == Epilogue::kAddedLater) {
               rows.add_what_is_there(a, x, words, column);
@@ -495,7 +497,7 @@ struct FusedProduct {
   __device__ void finish(uint32_t piece, const uint32_t (&words)[kWords], const Rows& rows,
                          int32_t row, uint32_t tile, Stores& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
-    const bool has_place = kEpilogue != Epilogue::kNumerators || first < placed;
+    const bool has_place = kEpilogue != Epilogue::kUnnormalised || first < placed;
     if (has_place && first < static_cast<uint32_t>(a.row.columns)) {
       write_words(rows, row, first, stored, words);
     }
@@ -530,8 +532,8 @@ struct FusedProduct {
     int32_t target[2];
     // Sums over the columns that this thread has.
     float c[2], exponentials[2], values[2];
-    // Of numerators: how often c was lifted, and sums of what is written of the row, which four
-    // lanes have all.
+    // Of the unnormalised softmax: how often c was lifted, and sums of what is written of the row,
+    // which four lanes have all.
     uint32_t lifts[2];
     float rounded[4];
     // Of passes that write.
@@ -655,8 +657,8 @@ struct FusedProduct {
       }
     }
 
-    // Makes a tile's numerators of its logits, rounded, and adds them up, before and after that.
-    // Where they are too large for a row, its origin is lifted and they are made once more.
+    // Makes a tile's unnormalised softmax of its logits, rounded, and adds it up, before and after
+    // that. Where they are too large for a row, its shift is lifted and they are made once more.
     __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
                                  uint32_t (&words)[kPieces * kWords], uint32_t tile,
                                  uint32_t placed, const Cap& cap) {
@@ -692,7 +694,7 @@ struct FusedProduct {
           words[i] = packed<E>(e.x, e.y);
         }
         total[0] += total[2], total[1] += total[3];
-        // With a cap all fit, as `numerators_support` sees to.
+        // With a cap all fit, as `unnormalised_support` sees to.
         if constexpr (kCap) break;
         // That of a NaN is not.
         const bool fits = total[0] <= kMostOfTile && total[1] <= kMostOfTile;
@@ -717,7 +719,7 @@ struct FusedProduct {
       }
     }
 
-    // A sum of a thread's part of a tile asks for a higher origin beyond this; a single exponential
+    // A sum of a thread's part of a tile asks for a higher shift beyond this; a single exponential
     // may be as large as 2^kMostBits then. After that the largest is near 2^kLeastBits.
     static constexpr bool kIsBf16 = std::is_same_v<E, __nv_bfloat16>;
     static constexpr float kMostOfTile = kIsBf16 ? 0x1p80f : 0x1p15f;
@@ -725,7 +727,7 @@ struct FusedProduct {
     static constexpr float kLeastBits = kIsBf16 ? -58.0f : 0.0f;
     static constexpr float kLeastNormal = kIsBf16 ? 0x1p-126f : 0x1p-14f;
 
-    // Lifts the origin of rows whose largest exponential asks for it. Whether there are any.
+    // Lifts the shift of rows whose largest exponential asks for it. Whether there are any.
     __device__ bool lift(const float (&x)[128]) {
       bool any = false;
 #pragma unroll
@@ -805,7 +807,7 @@ struct FusedProduct {
     __device__ float written(const FusedProductArguments& a, int r, uint32_t column,
                              float x) const {
       if constexpr (kEpilogue == Epilogue::kScaled) {
-        // What its label's numerator lacks: see numerators.cuh.
+        // What its label's entry lacks: see unnormalised.cuh.
         float lacking = 0.0f;
         if (gradient[r].offset != 0.0f && column < static_cast<uint32_t>(a.row.columns)) {
           const int64_t at = target[r] * a.vocab_step + column * a.width_step;
@@ -870,7 +872,7 @@ struct FusedProduct {
           if constexpr (kSmooth) {
             if (a.values != nullptr) a.values[place] = total;
           }
-          if constexpr (kEpilogue == Epilogue::kNumerators) {
+          if constexpr (kEpilogue == Epilogue::kUnnormalised) {
             a.rounded[place] = kCap ? sum : rounded[2 * r];
           }
         }

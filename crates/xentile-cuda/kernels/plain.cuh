@@ -16,7 +16,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
   constexpr bool kApplies = kPass == Pass::kFused;
   constexpr uint32_t kPer = kPerVector<E>;
   constexpr uint32_t kWarps = kPlainThreads / 32;
-  __shared__ RowSum parts[kWarps];
+  __shared__ RowSum parts[kWarps + 1];  // and that of what lies outside whole vectors
   const uint32_t thread = threadIdx.x;
   const Cap cap(kCap ? a.softcap : 1.0);
 
@@ -31,18 +31,20 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
 
     RowSum all = RowSum::none();
     if (token.read) {
-      LaneSum<E, kSmooth, kCap> sum;
-      sum.template add<kPlainThreads>(vectors, first, row.vectors, cap);
-      if (ragged >= 0) sum.add(to_float(elements[ragged]), cap);
-      const RowSum part =
-          RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+      using Pieces = Piece<E, kSmooth, kCap>;
+      const RowSum part = Pieces::template sum_once<kPlainThreads>(vectors, first, row.vectors, cap);
       if (thread % 32 == 0) parts[thread / 32] = part;
+      if (thread < 32) {
+        const float x = ragged >= 0 ? to_float(elements[ragged]) : -INFINITY;
+        const RowSum edges = Pieces::of_elements(x, ragged >= 0, cap);
+        if (thread == 0) parts[kWarps] = edges;
+      }
       if (thread == 0 && token.target >= 0) {
         const float x = to_float(elements[token.target]);
         all.label = kCap ? cap.apply(x) : x;
       }
       __syncthreads();
-      for (uint32_t warp = 0; warp < kWarps; ++warp) all.merge(parts[warp]);
+      for (const RowSum& part : parts) all.merge(part);
       __syncthreads();
     }
     // Gradients come with the last of a row's columns, where nobody writes what was carried.
@@ -67,7 +69,13 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
         const uint4 vector = vectors[v];
         to[v] = gradient.template of_vector<E, kSmooth, kCap>(vector, cap);
         if (v == label_at / kPer) {
-          gradients[token.target] = at_the_label(element<E>(vector, label_at % kPer));
+          Capped label{element<E>(vector, label_at % kPer), 1.0};
+          if constexpr (kCap) {
+            constexpr bool kExact = Piece<E, kSmooth, kCap>::kExact;
+            label = cap.template one_of<Reach::kUnknown, kExact, E>(vector, label_at % kPer);
+          }
+          gradients[token.target] =
+              from_float<E>(gradient.template at_the_label<kCap>(a, token, label, all.lse()));
         }
       }
       if (ragged >= 0) {

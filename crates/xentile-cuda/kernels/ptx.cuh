@@ -60,6 +60,50 @@ __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, 
       : "memory");
 }
 
+// Copies 16 bytes past the L1, of which the first `bytes` are read and the others zeros.
+__device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+
+// Makes a group of a thread's copies since the last group.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all of a thread's groups but the last `left`, 6 at most.
+__device__ inline void wait_for_copies(uint32_t left) {
+  switch (left) {
+    case 6:
+      asm volatile("cp.async.wait_group 6;" ::: "memory");
+      break;
+    case 5:
+      asm volatile("cp.async.wait_group 5;" ::: "memory");
+      break;
+    case 4:
+      asm volatile("cp.async.wait_group 4;" ::: "memory");
+      break;
+    case 3:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
+}
+
+// Copies to global memory what the shared memory holds, in a bulk group of the calling thread.
+__device__ inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
+
 __device__ inline uint32_t cluster_ctas() {
   uint32_t ctas;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ctas));

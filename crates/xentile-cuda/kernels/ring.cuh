@@ -15,7 +15,12 @@
 // decoupled warps are what it takes to overlap the three.
 //
 // What a row shares with its neighbours (row.cuh), one warp takes from memory, a different one for
-// every row.
+// every row. Its sum is a part of its own.
+//
+// The order of a row's sum is that of its chunks, whoever holds them: a column of pieces is what one
+// warp holds where many rows are under way, and pieces of a column are added one by one, then columns.
+// Where rows are few and clusters wide, a column is spread over several warps, and every chunk's sum
+// is a message; else a warp adds up its column and sends one.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -38,10 +43,20 @@ struct RingLayout {
   __host__ __device__ RingLayout(const CrossEntropyArguments& a, uint32_t warps, uint32_t ctas) {
     slot = a.chunk_vectors * 16;
     tables = warps * a.slots * slot;
-    rows = tables + kTables * ctas * warps * static_cast<uint32_t>(sizeof(RowSum));
+    rows = tables + kTables * parts(a, ctas * warps) * static_cast<uint32_t>(sizeof(RowSum));
     full = rows + warps * kRows * kRowBytes;
     sent = full + warps * a.slots * 8;
     bytes = sent + kTables * 8;
+  }
+
+  // Whether a column of pieces is spread over several warps.
+  __host__ __device__ static bool is_spread(const CrossEntropyArguments& a, uint32_t workers) {
+    return workers != a.columns_of_pieces;
+  }
+
+  // Sums that a row is made of: the last is that of what lies outside whole vectors.
+  __host__ __device__ static uint32_t parts(const CrossEntropyArguments& a, uint32_t workers) {
+    return (is_spread(a, workers) ? workers * a.chunks : workers) + 1;
   }
 };
 
@@ -63,7 +78,10 @@ struct Ring {
   Row<E>* rows;
   uint32_t full, sent;
   uint32_t slot_bytes;
-  bool arms;  // whether this warp announces what its CTA is to be sent
+  uint32_t parts;  // places of a table
+  bool ragged;     // whether rows may lie outside whole vectors
+  bool spread;     // whether every chunk's sum is sent
+  bool arms;       // whether this warp announces what its CTA is to be sent
 
   // What is fetched of a token a row ahead of its row.
   struct Early {
@@ -90,6 +108,9 @@ struct Ring {
     workers = ctas * warps;
     clusters = gridDim.x / ctas;
     slot_bytes = layout.slot;
+    parts = RingLayout::parts(a, workers);
+    ragged = a.columns % kPer != 0 || a.stride % kPer != 0;
+    spread = RingLayout::is_spread(a, workers);
     slots = shared + warp * a.slots * slot_bytes;
     tables = reinterpret_cast<RowSum*>(shared + layout.tables);
     rows = reinterpret_cast<Row<E>*>(shared + layout.rows) + warp * kRows;
@@ -173,52 +194,54 @@ struct Ring {
     }
   }
 
-  using Sum = LaneSum<E, kSmooth, kCap>;
+  using Pieces = Piece<E, kSmooth, kCap>;
 
-  // Adds what the warp holds of chunk `chunk` to `sum`, and takes the label's logit from it.
-  __device__ void reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Sum& sum,
-                         float& label) const {
+  // The sum of what the warp holds of chunk `chunk`, with the label's logit if it is there.
+  __device__ RowSum reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Reach& reach) const {
     const uint32_t skipped = before(chunk);
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
-    sum.add(vectors, first_of(row, skipped), held, cap);
+    RowSum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
     const uint32_t label_at = place(row, skipped);
     if (label_at < held * kPer) {
       const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
-      label = kCap ? cap.apply(x) : x;
+      piece.label = kCap ? cap.apply(x) : x;
     }
+    return piece;
   }
 
-  // Adds what lies outside whole vectors.
-  __device__ void reduce_ragged(const Row<E>& row, Sum& sum, float& label) const {
+  // The sum of what lies outside whole vectors.
+  __device__ RowSum reduce_ragged(const Row<E>& row) const {
     const int column = row.ragged(lane);
-    float found = 0.0f;
-    if (column >= 0) {
-      const float x = to_float(static_cast<const E*>(a.logits)[row.begin() + column]);
-      sum.add(x, cap);
-      if (column == row.token.target) found = kCap ? cap.apply(x) : x;
-    }
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) found += __shfl_xor_sync(~0u, found, offset);
-    if (found != 0.0f) label = found;
+    const bool has = column >= 0;
+    const float x =
+        has ? to_float(static_cast<const E*>(a.logits)[row.begin() + column]) : -INFINITY;
+    RowSum piece = Pieces::of_elements(x, has, cap);
+    const bool found = has && column == row.token.target;
+    piece.label = sum_of_warp(found ? (kCap ? cap.apply(x) : x) : 0.0f);
+    return piece;
   }
 
-  // Sends the warp's part of a row to every CTA of the cluster.
-  __device__ void send(const Sum& sum, float label, uint32_t table) const {
-    RowSum part =
-        RowSum{sum.c, sum.exponentials, sum.values, 0.0f}.template across_lanes<kSmooth>();
+  // Has every CTA of the cluster expect the parts of a row.
+  __device__ void expect(uint32_t table) const {
+    const uint32_t sent_parts = parts - (ragged ? 0 : 1);
+    if (arms && ctas > 1) {
+      ptx::mbarrier_arrive_expect_tx(sent + table * 8,
+                                     sent_parts * static_cast<uint32_t>(sizeof(RowSum)));
+    }
+  }
+
+  // Sends a part of a row to every CTA of the cluster.
+  __device__ void send(const RowSum& part, uint32_t index, uint32_t table) const {
+    RowSum* const to = tables + table * parts + index;
     if (ctas == 1) {  // messages are for clusters of two and more
       if (lane == 0) {
-        part.label = label;
-        tables[table * workers + worker] = part;
+        *to = part;
         ptx::mbarrier_arrive(sent + table * 8);
       }
-      return;
-    }
-    if (arms) ptx::mbarrier_arrive_expect_tx(sent + table * 8, workers * sizeof(RowSum));
-    if (lane < ctas) {
-      const uint32_t to = ptx::shared_address(tables + table * workers + worker);
-      ptx::send(ptx::in_cta(to, lane), make_float4(part.c, part.exponentials, part.values, label),
+    } else if (lane < ctas) {
+      ptx::send(ptx::in_cta(ptx::shared_address(to), lane),
+                make_float4(part.c, part.exponentials, part.values, part.label),
                 ptx::in_cta(sent + table * 8, lane));
     }
   }
@@ -226,23 +249,23 @@ struct Ring {
   // The sums of a whole row, when all parts have arrived.
   __device__ RowSum gather(uint32_t table, uint32_t phase, bool with_label) const {
     ptx::mbarrier_wait(sent + table * 8, phase);
+    const RowSum* const from = tables + table * parts;
+    const uint32_t columns = a.columns_of_pieces;
+    const uint32_t pieces = spread ? a.pieces_of_a_column : 1;
     RowSum all = RowSum::none();
-    if (lane < workers) all = tables[table * workers + lane];
-    for (uint32_t part = lane + 32; part < workers; part += 32) {
-      all.merge(tables[table * workers + part]);
+    for (uint32_t column = lane; column < columns; column += 32) {
+      RowSum sum = from[column];
+      for (uint32_t i = 1; i < pieces; ++i) sum.merge(from[i * columns + column]);
+      all.merge(sum);
     }
     RowSum row = all.template across_lanes<kSmooth>();
-    if (with_label) {
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) {
-        row.label += __shfl_xor_sync(~0u, row.label, offset);
-      }
-    }
+    if (with_label) row.label = sum_of_warp(row.label);
+    if (ragged) row.merge(from[parts - 1]);
     return row;
   }
 
   __device__ void apply(const Row<E>& row, uint32_t chunk, uint32_t slot,
-                        const RowGradient& gradient, const RowSum& sum) const {
+                        const RowGradient& gradient, const RowSum& sum, Reach reach) const {
     const uint32_t skipped = before(chunk);
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
@@ -257,9 +280,24 @@ struct Ring {
     const bool found = label_at < held * kPer;
     float at_label = 0.0f;
     if (found) {
-      const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
-      at_label = at_the_label(row, gradient, sum, x);
+      at_label = at_the_label(row, gradient, sum, vectors[label_at / kPer], label_at % kPer, reach);
     }
+    if constexpr (!kCap) {
+      apply<Reach::kUnknown>(vectors, to, v, held, gradient);
+    } else if (reach == Reach::kClose) {
+      apply<Reach::kClose>(vectors, to, v, held, gradient);
+    } else if (reach == Reach::kNear) {
+      apply<Reach::kNear>(vectors, to, v, held, gradient);
+    } else {
+      apply<Reach::kFar>(vectors, to, v, held, gradient);
+    }
+    // By the lane that wrote the vector, so that this comes second.
+    if (found && label_at / kPer % 32 == lane) elements[label_at] = from_float<E>(at_label);
+  }
+
+  template <Reach kReach>
+  __device__ void apply(const uint4* vectors, uint4* to, uint32_t v, uint32_t held,
+                        const RowGradient& gradient) const {
     constexpr uint32_t kBatch = 2;
     for (; v + 32 * (kBatch - 1) < held; v += 32 * kBatch) {
       uint4 batch[kBatch];
@@ -267,14 +305,12 @@ struct Ring {
       for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        __stcs(to + v + 32 * i, gradient.template of_vector<E, kSmooth, kCap>(batch[i], cap));
+        __stcs(to + v + 32 * i, gradient.template of_vector<E, kSmooth, kCap, kReach>(batch[i], cap));
       }
     }
     for (; v < held; v += 32) {
-      __stcs(to + v, gradient.template of_vector<E, kSmooth, kCap>(vectors[v], cap));
+      __stcs(to + v, gradient.template of_vector<E, kSmooth, kCap, kReach>(vectors[v], cap));
     }
-    // By the lane that wrote the vector, so that this comes second.
-    if (found && label_at / kPer % 32 == lane) elements[label_at] = from_float<E>(at_label);
   }
 
   __device__ void apply_ragged(const Row<E>& row, const RowGradient& gradient,
@@ -295,10 +331,23 @@ struct Ring {
     return gradient.template at_the_label<kCap>(a, row.token, x, cap, sum.lse());
   }
 
+  // Of an element of a vector.
+  __device__ __noinline__ float at_the_label(const Row<E>& row, const RowGradient& gradient,
+                                             const RowSum& sum, const uint4& vector, uint32_t place,
+                                             Reach reach) const {
+    if constexpr (!kCap) return at_the_label(row, gradient, sum, element<E>(vector, place));
+    constexpr bool kExact = Pieces::kExact;
+    const Capped label =
+        reach == Reach::kClose  ? cap.template one_of<Reach::kClose, kExact, E>(vector, place)
+        : reach == Reach::kNear ? cap.template one_of<Reach::kNear, kExact, E>(vector, place)
+                                : cap.template one_of<Reach::kFar, kExact, E>(vector, place);
+    return gradient.template at_the_label<kCap>(a, row.token, label, sum.lse());
+  }
+
   __device__ void run() {
     if (lane < a.slots) ptx::mbarrier_init(full + lane * 8, 1);
     // All warps arrive, or one that announces how many bytes will.
-    const uint32_t arrivals = ctas == 1 ? workers : 1;
+    const uint32_t arrivals = ctas == 1 ? workers + ragged : 1;
     if (threadIdx.x < kTables) ptx::mbarrier_init(sent + threadIdx.x * 8, arrivals);
     ptx::fence_mbarrier_init();
     ptx::cluster_sync();
@@ -313,8 +362,9 @@ struct Ring {
     uint32_t reduced_slot = 0, reduced_phase = 0, applied_slot = 0, applied_phase = 0;
     uint32_t sums_sent = 0, sums_read = 0;  // rows so far
     uint32_t turn = 0, previous_turn = 0;   // the worker for what only one does for a row
-    Sum sum;
-    float label = 0.0f;
+    RowSum sum = RowSum::none();
+    // Of every chunk of the current row and the previous, two bits each.
+    uint64_t reaches = 0, previous_reaches = 0;
     RowSum all = RowSum::none();
     RowGradient gradient{};
     Row<E> current, previous;
@@ -323,16 +373,25 @@ struct Ring {
       const bool have_current = index < a.tokens;
       if (!have_current && !have_previous) break;
       if (have_current) current = rows[number % kRows];
-      sum = Sum();
-      label = 0.0f;
       for (uint32_t chunk = 0; chunk < a.chunks; ++chunk) {
         if (have_current) {
           ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
           if (current.token.read) {
-            reduce(current, chunk, reduced_slot, sum, label);
+            Reach reach{};
+            const RowSum piece = reduce(current, chunk, reduced_slot, reach);
+            if constexpr (kCap && kApplies) reaches |= static_cast<uint64_t>(reach) << (2 * chunk);
+            const uint32_t table = sums_sent % kTables;
+            if (chunk == 0) {
+              sum = piece;
+              expect(table);
+            } else {
+              sum.merge(piece);
+            }
+            if (spread) send(piece, chunk * workers + worker, table);
             if (chunk + 1 == a.chunks) {
-              if (worker == turn) reduce_ragged(current, sum, label);
-              send(sum, label, sums_sent++ % kTables);
+              if (!spread) send(sum, worker, table);
+              if (ragged && worker == turn) send(reduce_ragged(current), parts - 1, table);
+              ++sums_sent;
             }
           }
           if (++reduced_slot == a.slots) {
@@ -361,7 +420,8 @@ struct Ring {
           }
         }
         if constexpr (kApplies) {
-          apply(previous, chunk, applied_slot, gradient, all);
+          const auto reach = static_cast<Reach>(previous_reaches >> (2 * chunk) & 3);
+          apply(previous, chunk, applied_slot, gradient, all, reach);
           if (++applied_slot == a.slots) {
             applied_slot = 0;
             applied_phase ^= 1;
@@ -371,6 +431,8 @@ struct Ring {
         }
       }
       previous = current;
+      previous_reaches = reaches;
+      reaches = 0;
       have_previous = have_current;
       previous_turn = turn;
       if (++turn == workers) turn = 0;

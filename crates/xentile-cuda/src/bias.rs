@@ -1,5 +1,5 @@
-//! The gradient of a bias: what dlogits of all tokens, or numerators times their factors, add up to, a
-//! column each; and rows of a bias, for products to add to.
+//! The gradient of a bias: what dlogits of all tokens, or the unnormalised softmax times their factors,
+//! add up to, a column each; and rows of a bias, for products to add to.
 
 mod arguments;
 

@@ -2,7 +2,8 @@
 //!
 //! On GPUs that have clusters, rows stream through shared memory and stay there between the two
 //! halves of the fused pass: device memory sees each byte of logits once in and once out
-//! (kernels/ring.cuh). On others, and for rows that no cluster holds, a CTA takes a row and the fused
+//! (kernels/ring.cuh). Rows of small vocabularies come several to a CTA (kernels/packed.cuh), in every
+//! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
 //! (kernels/flat.cuh). [`plan`] chooses.
 
@@ -349,6 +350,10 @@ impl Kernel {
             chunk_vectors: 0,
             chunks: 0,
             slots: 0,
+            columns_of_pieces: 0,
+            pieces_of_a_column: 1,
+            lanes: 0,
+            whole_vectors: 0,
         }
     }
 
@@ -371,9 +376,23 @@ impl Kernel {
                     chunk_vectors: ring.chunk_vectors,
                     chunks: ring.chunks,
                     slots: ring.slots,
+                    columns_of_pieces: ring.columns,
+                    pieces_of_a_column: ring.pieces,
                     ..arguments
                 };
                 (ring.extent(clusters), planned)
+            }
+            Plan::Packed(packed) => {
+                let packed = packed.for_tokens(tokens, most);
+                let planned = Arguments {
+                    time_block: packed.rows,
+                    lanes: packed.lanes,
+                    whole_vectors: packed.whole_vectors.into(),
+                    ..arguments
+                };
+                let ctas = u32::try_from(blocks(packed.rows)).unwrap_or(u32::MAX);
+                let extent = extent_of(ctas, packed.threads);
+                (Extent { shared_bytes: packed.shared_bytes(), ..extent }, planned)
             }
             Plan::Flat(flat) => {
                 let planned = Arguments {
@@ -398,12 +417,16 @@ impl Kernel {
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
+        let room = plan::room(device.limits(), self.shape.tokens());
         let key = Key {
             device: device.number(),
             pass,
             dtype: self.dtype,
             variant: Variant::of(&self.options),
             vocab: self.shape.vocab(),
+            is_whole: [self.part.stride, self.part.vocab] == [self.shape.vocab(); 2],
+            room,
+            few: if room > 1 { self.shape.tokens() } else { 0 },
             tile: [self.time_block, self.block_size],
         };
         // SAFETY: passed on from this function's contract.
@@ -414,8 +437,9 @@ impl Kernel {
     /// `stream` is a stream of `device`.
     unsafe fn make_ready(&self, key: &Key, device: &Device, stream: RawStream) -> Result<Ready> {
         let (pass, dtype) = (key.pass.name(), key.dtype);
-        let shape = Shape { pass: key.pass, dtype, vocab: key.vocab };
-        let plan = plan::choose(device, shape, self.time_block, self.block_size);
+        let Key { vocab, is_whole, room, .. } = *key;
+        let shape = Shape { pass: key.pass, dtype, vocab, is_whole, room };
+        let mut plan = plan::choose(device, shape, self.time_block, self.block_size);
         let load = |schedule: &str, variant: Variant| {
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
@@ -424,13 +448,35 @@ impl Kernel {
         match plan {
             Plan::Ring(ring) => {
                 let code = load("ring", key.variant)?;
-                let one = ring.extent(1);
-                // SAFETY: passed on from this function's contract.
-                let most = unsafe { Driver::get()?.max_active_clusters(code, one, stream) }?;
-                // A part of a GPU may have room for no cluster.
-                if most > 0 {
-                    return Ok(Ready { code, plan, most });
+                // The wider ones have the same sums, but a part of a GPU may have no room for them,
+                // and no CTA of those beyond PORTABLE_CTAS.
+                let usual = Shape { room: 1, ..shape };
+                let usual = plan::choose(device, usual, self.time_block, self.block_size);
+                let usual = if let Plan::Ring(usual) = usual { Some(usual) } else { None };
+                let rings = [ring].into_iter().chain(ring.narrower().filter(|_| ring.is_spread()));
+                for ring in rings.chain(usual) {
+                    if ring.ctas > plan::PORTABLE_CTAS {
+                        library::allow_wide_clusters(code, device)?;
+                    }
+                    // SAFETY: passed on from this function's contract.
+                    let most =
+                        unsafe { Driver::get()?.max_active_clusters(code, ring.extent(1), stream) };
+                    let most = if ring.is_spread() { most.unwrap_or(0) } else { most? };
+                    // Wider clusters are worth it while none has to wait for another to end.
+                    let wanted = if ring.is_spread() {
+                        key.few.div_ceil(ring.time_block as usize)
+                    } else {
+                        1
+                    };
+                    if most > 0 && most as usize >= wanted {
+                        plan = Plan::Ring(ring);
+                        return Ok(Ready { code, plan, most });
+                    }
                 }
+            }
+            Plan::Packed(_) => {
+                let code = load("packed", key.variant)?;
+                return Ok(Ready { code, plan, most: device.limits().multiprocessors });
             }
             Plan::Flat(_) => {
                 let code = load("flat", key.variant)?;
@@ -474,6 +520,12 @@ struct Key {
     dtype: DType,
     variant: Variant,
     vocab: usize,
+    /// Whether rows are whole and lie without gaps.
+    is_whole: bool,
+    /// As of [`Shape`].
+    room: u32,
+    /// Tokens, where they are few enough to have room for more than a multiprocessor each.
+    few: usize,
     tile: [Option<usize>; 2],
 }
 
@@ -482,7 +534,8 @@ struct Key {
 struct Ready {
     code: Code,
     plan: Plan,
-    /// Clusters that are launched at most; rows of CTAs of the flat schedule, CTAs of the plain one.
+    /// Clusters that are launched at most; rows of CTAs of the flat schedule, CTAs of the plain one,
+    /// multiprocessors for the packed one.
     most: u32,
 }
 

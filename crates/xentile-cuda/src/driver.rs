@@ -132,6 +132,7 @@ pub(crate) enum DeviceAttribute {
 pub(crate) enum KernelAttribute {
     StaticSharedBytes = abi::STATIC_SHARED_BYTES,
     MaxDynamicSharedBytes = abi::MAX_DYNAMIC_SHARED_BYTES,
+    WideClusters = abi::WIDE_CLUSTERS,
 }
 
 /// The extents of a launch.

@@ -139,6 +139,12 @@ pub enum Error {
         /// Columns of the logits.
         vocab: usize,
     },
+    /// The same of a norm.
+    #[error("rows have {columns} columns; CUDA kernels take at most {}", i32::MAX)]
+    Columns32 {
+        /// D.
+        columns: usize,
+    },
     /// A GPU that products with cross-entropy in their epilogue are not for.
     #[error(
         "{name} has compute capability {}.{}; products with cross-entropy in their epilogue are for \
@@ -171,12 +177,12 @@ pub enum Error {
         /// Of the gradient.
         dtype: DType,
     },
-    /// Numerators that a dtype cannot hold, or options that need logits.
+    /// An unnormalised softmax that a dtype cannot hold, or options that need logits.
     #[error(
-        "there are no numerators of {tokens} tokens in {dtype} or for these options; they need bf16, \
-         {most} tokens at most, and not both softcap and label_smoothing"
+        "there is no unnormalised softmax of {tokens} tokens in {dtype} or for these options; it \
+         needs bf16, {most} tokens at most, and not both softcap and label_smoothing"
     )]
-    Numerators {
+    Unnormalised {
         /// Of the operands.
         dtype: DType,
         /// N.

@@ -6,16 +6,16 @@
 //! elements; [`supports`] tells. Logits are sums in f32, and what is made of them is rounded.
 
 mod arguments;
-mod numerators;
 mod sum;
+mod unnormalised;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
-pub(crate) use numerators::lifts_bytes;
-pub use numerators::{Numerators, numerators_support};
 pub(crate) use sum::{Sum, There};
+pub(crate) use unnormalised::lifts_bytes;
+pub use unnormalised::{Unnormalised, unnormalised_support};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
@@ -112,7 +112,7 @@ pub struct DLogits {
 enum Epilogue {
     Forward,
     Backward,
-    Numerators,
+    Unnormalised,
     Scaled,
     Added,
     AddedLater,
@@ -125,7 +125,7 @@ impl Epilogue {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
-            Self::Numerators => "numerators",
+            Self::Unnormalised => "unnormalised",
             Self::Scaled => "scaled",
             Self::Added => "added",
             Self::AddedLater => "added_later",
@@ -173,7 +173,7 @@ impl FusedProduct {
         4 * vocab.div_ceil(32)
     }
 
-    /// Those bits, as [`numerators`](Self::numerators) leaves them in `of_tokens`.
+    /// Those bits, as [`unnormalised`](Self::unnormalised) leaves them in `of_tokens`.
     pub(crate) fn labelled(&self, of_tokens: *mut c_void) -> *mut u32 {
         of_tokens.wrapping_byte_add(Self::labelled_at(self.tokens)).cast()
     }
@@ -193,7 +193,7 @@ impl FusedProduct {
         let label_logits = take(4);
         let sums = take(parts * SUM_BYTES);
         let values = take(if self.options.label_smoothing == 0.0 { 0 } else { parts * 4 });
-        let rounded = take(if epilogue == Epilogue::Numerators { parts * 4 } else { 0 });
+        let rounded = take(if epilogue == Epilogue::Unnormalised { parts * 4 } else { 0 });
         Layout { label_logits, sums, values, rounded, bytes }
     }
 
@@ -420,7 +420,7 @@ impl FusedProduct {
             TensorMap::none()
         };
         let layout = match epilogue {
-            Epilogue::Forward | Epilogue::Numerators => self.layout(parts, epilogue),
+            Epilogue::Forward | Epilogue::Unnormalised => self.layout(parts, epilogue),
             _ => Layout::default(),
         };
         let place = |offset: Option<usize>| {
@@ -459,7 +459,7 @@ impl FusedProduct {
     /// The variant of an epilogue, of which those that compute no logits' sums have one.
     fn variant(&self, epilogue: Epilogue) -> Variant {
         match epilogue {
-            Epilogue::Forward | Epilogue::Backward | Epilogue::Numerators => {
+            Epilogue::Forward | Epilogue::Backward | Epilogue::Unnormalised => {
                 Variant::of(&self.options)
             }
             _ => Variant::Basic,
@@ -697,8 +697,8 @@ mod tests {
     #[test]
     fn places_share_parts_and_the_widest_choose() {
         let shares = |places: &[usize], parts| PRODUCT.share_parts(places, 66, parts);
-        let layout = |parts| PRODUCT.layout(parts, Epilogue::Numerators);
-        let parts_in = |bytes, places| PRODUCT.parts_in(bytes, places, Epilogue::Numerators);
+        let layout = |parts| PRODUCT.layout(parts, Epilogue::Unnormalised);
+        let parts_in = |bytes, places| PRODUCT.parts_in(bytes, places, Epilogue::Unnormalised);
         assert_eq!(shares(&[128_256], 63), [33]);
         // Halves would be 31 each, and the wider one 3 % longer for it.
         assert_eq!(shares(&[28_000, 100_256], 63), [2, 33]);

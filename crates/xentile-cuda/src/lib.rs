@@ -1,7 +1,7 @@
-//! CUDA kernels for large-vocabulary training losses.
+//! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`cross_entropy`], [`fused_product`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! ([`activation`], [`cross_entropy`], [`fused_product`], [`rms_norm`], [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and is told there what is missing.
@@ -16,6 +16,7 @@
 
 #[macro_use]
 mod mirror;
+pub mod activation;
 mod bias;
 mod blas;
 mod cache;
@@ -26,6 +27,8 @@ mod error;
 pub mod fused_product;
 mod library;
 pub mod linear_cross_entropy;
+pub mod rms_norm;
+pub mod rope;
 mod round;
 pub mod scale;
 

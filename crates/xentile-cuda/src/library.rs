@@ -48,6 +48,12 @@ pub(crate) unsafe fn kernel(name: &str, device: &Device, stream: RawStream) -> R
     Ok(kernel)
 }
 
+/// Lets `kernel` be launched in clusters of more CTAs than every device has room for.
+pub(crate) fn allow_wide_clusters(kernel: Kernel, device: &Device) -> Result<()> {
+    let wide = KernelAttribute::WideClusters;
+    Driver::get()?.set_kernel_attribute(kernel, device.number(), wide, 1)
+}
+
 /// [`kernel`], kept from its first call on.
 ///
 /// # Safety

@@ -1,11 +1,11 @@
 //! Cross-entropy of hidden states against an output matrix, in as much scratch as is allowed.
 //!
 //! Logits are sums in f32, with a bias, and are never rounded. On Hopper products that have the
-//! cross-entropy in them ([`fused_product`](crate::fused_product)) make numerators of p, or dlogits, of a
-//! chunk at a time, and two more products take that from there; elsewhere a product of cuBLASLt makes
-//! logits, few at a time where operands have 16 bits, for the kernels of
-//! [`cross_entropy`](crate::cross_entropy). Sums over chunks are in f32 and rounded once. Every order is
-//! fixed, so that results are the same from run to run.
+//! cross-entropy in them ([`fused_product`](crate::fused_product)) make the unnormalised softmax, or
+//! dlogits, of a chunk at a time, and two more products take that from there; elsewhere a product of
+//! cuBLASLt makes logits, few at a time where operands have 16 bits, for the kernels of
+//! [`cross_entropy`](crate::cross_entropy). Sums over chunks are in f32 and rounded once. Every order
+//! is fixed, so that results are the same from run to run.
 //!
 //! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or what
 //! need not be made again.
@@ -290,8 +290,8 @@ impl Linear {
         let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
         let columns = self.all_columns();
         let first = Chunk { first: 0, count: self.chunk.tokens.min(self.tokens) };
-        let has_numerators = run.has_numerators(first, 1);
-        if !has_numerators && !self.has_f32_logits() {
+        let has_unnormalised = run.has_unnormalised(first, 1);
+        if !has_unnormalised && !self.has_f32_logits() {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(run, columns, dloss, outputs, gradients) };
         }
@@ -299,8 +299,8 @@ impl Linear {
             let block = run.block(tokens, columns);
             // SAFETY: passed on from this function's contract.
             unsafe {
-                if has_numerators {
-                    run.by_numerators(&[block], dloss, outputs, gradients)?;
+                if has_unnormalised {
+                    run.by_unnormalised(&[block], dloss, outputs, gradients)?;
                     continue;
                 }
                 run.fused(&block, dloss, outputs)?;
@@ -333,8 +333,9 @@ impl Linear {
         }
     }
 
-    /// The fused pass over chunks of columns. Numerators of some have a place, in the scratch or in the
-    /// memory of the weight's gradient; the others are gone over for lse and again for gradients.
+    /// The fused pass over chunks of columns. The unnormalised softmax of some has a place, in the
+    /// scratch or in the memory of the weight's gradient; the others are gone over for lse and again
+    /// for gradients.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -351,15 +352,15 @@ impl Linear {
         }
         let Columns { kept, last, again } = self.columns();
         let blocks = self.blocks_once(run, &kept, last, gradients);
-        if !run.has_numerators(self.all_tokens(), blocks.len()) {
+        if !run.has_unnormalised(self.all_tokens(), blocks.len()) {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(run, self.all_columns(), dloss, outputs, gradients) };
         }
         let (saved, cotangents) = of_outputs(dloss, outputs);
-        // SAFETY: passed on from this function's contract. Kept numerators lie where nothing is
-        // written before they were read for the last time: see `kept_at`.
+        // SAFETY: passed on from this function's contract. A kept unnormalised softmax lies where
+        // nothing is written before they were read for the last time: see `kept_at`.
         unsafe {
-            run.by_numerators(&blocks, dloss, outputs, gradients)?;
+            run.by_unnormalised(&blocks, dloss, outputs, gradients)?;
             if again.count == 0 {
                 return Ok(());
             }
@@ -425,7 +426,7 @@ impl Linear {
     }
 
     /// The fused pass over some columns by chunks of tokens, while the others are added up only; and
-    /// over those once more, for gradients. Where there are no numerators, that is over all.
+    /// over those once more, for gradients. Where there is none, that is over all.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -440,7 +441,7 @@ impl Linear {
         let all = self.all_columns();
         let [columns, rest] = all.split_at(columns);
         let first = Chunk { first: 0, count: tokens.min(self.tokens) };
-        if !once.has_numerators(first, 1) {
+        if !once.has_unnormalised(first, 1) {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(again, all, dloss, outputs, gradients) };
         }
@@ -449,7 +450,7 @@ impl Linear {
         unsafe {
             for tokens in chunks(self.tokens, tokens) {
                 let block = once.block(tokens, columns);
-                once.by_some_numerators(&block, dloss, outputs, gradients)?;
+                once.by_some_unnormalised(&block, dloss, outputs, gradients)?;
             }
             once.of_weight(gradients).end(once.stream, columns, once.spare())?;
             self.sweep(again, rest, saved, cotangents, gradients)

@@ -62,7 +62,8 @@ int cuKernelGetAttribute(int* value, unsigned attribute, void* kernel, int devic
   return (void)kernel, (void)device, *value = 48, attribute != 1;
 }
 int cuKernelSetAttribute(unsigned attribute, int value, void* kernel, int device) {
-  return (void)kernel, (void)device, attribute != 8 || value != 232448 - 48;
+  (void)kernel, (void)device;
+  return attribute == 14 ? value != 1 : attribute != 8 || value != 232448 - 48;
 }
 int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* config) {
   (void)kernel;

@@ -11,11 +11,13 @@ use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};
 use std::sync::LazyLock;
 
 use xentile::cross_entropy::CrossEntropy;
+use xentile::rms_norm::{NormShape, RmsNorm};
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
+use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Weight};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
@@ -81,6 +83,32 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
     }
 }
 
+/// RMSNorm of rows in bf16, with a residual or without: forward, then backward with so many blocks.
+fn norm(shape: [usize; 2], adds: bool, blocks: usize) -> Result<()> {
+    let weight = Weight { dtype: DType::F32, length: shape[1] };
+    let shape = NormShape::new(shape[0], shape[1]).unwrap();
+    let norm = Norm::new(RmsNorm::default(), shape, DType::Bf16, weight, adds)?;
+    let [x, residual, w, dy] =
+        [0x100_000, 0x200_000, 0x40, 0x300_000].map(|place| at(place).cast_const());
+    let (y, sum) = (at(0x400_000_000), at(0x500_000_000));
+    let residual = adds.then_some(residual);
+    let forward = Forward {
+        x,
+        residual: residual.map(|residual| (residual, sum)),
+        weight: w,
+        y,
+        rstd: without_provenance_mut(0x80),
+    };
+    let rstd = without_provenance(0x80);
+    let dweight = without_provenance_mut(0x90);
+    let backward = Backward { x, weight: w, rstd, dy, dsum: residual, dx: y, dweight };
+    // SAFETY: the driver that plays here touches no memory.
+    unsafe {
+        norm.forward(at(1), forward)?;
+        norm.backward(at(1), PartialSums { groups: 1, blocks }, backward)
+    }
+}
+
 /// Not a test: what [`printed`] runs.
 #[test]
 #[ignore = "the tests run it, with a driver each"]
@@ -115,6 +143,11 @@ fn calls() {
     say("odd", product(Pass::Forward, [300, 72, V], true));
     say("narrow", product(Pass::Forward, [300, 12, V], false));
     say("empty", product(Pass::Backward, [0, 72, V], false));
+    say("norm", norm([8192, 4096], false, 128));
+    say("added", norm([300, 896], true, 9));
+    say("ragged", norm([300, 1023], false, 9));
+    say("no rows", norm([0, 64], false, 2));
+    say("no block", norm([0, 64], false, 0));
 }
 
 /// What the driver says of calls.
@@ -131,24 +164,24 @@ fn what_is_launched() {
     let expected = [
         "empty: done".into(),
         "load: done".into(),
-        ring("basic stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        ring("basic stream 1 grid 132 block 384 shared 223488 cluster 2 first 0x10000 loads 1"),
         "fused: done".into(),
-        ring("basic stream 2 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        ring("basic stream 2 grid 132 block 384 shared 223488 cluster 2 first 0x10000 loads 1"),
         "again: done".into(),
-        ring("basic stream 1 grid 6 block 384 shared 223424 cluster 2 first 0x10000 loads 1"),
+        ring("basic stream 1 grid 48 block 224 shared 89920 cluster 16 first 0x10000 loads 2"),
         "few: done".into(),
-        ring("basic stream 1 grid 8 block 384 shared 184640 cluster 2 first 0x10000 loads 2"),
+        ring("basic stream 1 grid 16 block 512 shared 148704 cluster 4 first 0x10000 loads 3"),
         "tile: done".into(),
-        ring("capped stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 3"),
+        ring("capped stream 1 grid 132 block 384 shared 223488 cluster 2 first 0x10000 loads 4"),
         "capped: done".into(),
-        ring("smooth stream 1 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 4"),
+        ring("smooth stream 1 grid 132 block 384 shared 223488 cluster 2 first 0x10000 loads 5"),
         "smooth: done".into(),
-        ring("smooth stream 100 grid 132 block 384 shared 223424 cluster 2 first 0x10000 loads 5"),
+        ring("smooth stream 100 grid 132 block 384 shared 223488 cluster 2 first 0x10000 loads 6"),
         "other: done".into(),
-        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 6".into(),
+        "launch scale_f32 stream 1 grid 4 block 256 shared 0 cluster 0 first 0x40 loads 7".into(),
         "scale: done".into(),
     ];
-    let (lines, of_products) = lines.split_at(expected.len());
+    let (lines, rest) = lines.split_at(expected.len());
     assert_eq!(lines, expected, "{text}");
     let launch = |rest: &str| format!("launch fused_product_{rest}");
     let expected = [
@@ -156,30 +189,49 @@ fn what_is_launched() {
         "tensor 0x20000 dtype 9 extents 2048 151643 stride 4096 box 64 128".into(),
         launch(
             "forward_bf16_basic_vd stream 1 grid 132 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 7",
+             loads 8",
         ),
-        launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 8"),
+        launch("merge stream 1 grid 64 block 128 shared 0 cluster 0 first 0x10000 loads 9"),
         "product: done".into(),
-        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first (nil) loads 9"),
+        launch("prepare stream 1 grid 3 block 128 shared 0 cluster 0 first (nil) loads 10"),
         "tensor 0x40000 dtype 9 extents 1001 300 stride 2048 box 64 16".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 72 151643 stride 144 box 64 128".into(),
         launch(
             "backward_bf16_basic_vd stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 10",
+             loads 11",
         ),
         "gradient: done".into(),
         "tensor 0x10000 dtype 9 extents 72 300 stride 144 box 64 128".into(),
         "tensor 0x20000 dtype 9 extents 1000 72 stride 2000 box 64 64".into(),
         launch(
             "forward_bf16_basic_dv stream 1 grid 16 block 384 shared 230464 cluster 2 first 0x10000 \
-             loads 11",
+             loads 12",
         ),
-        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 11"),
+        launch("merge stream 1 grid 3 block 128 shared 0 cluster 0 first 0x10000 loads 12"),
         "last: done".into(),
         "empty: done".into(),
     ];
+    let (of_products, of_norms) = rest.split_at(expected.len());
     assert_eq!(of_products, expected, "{text}");
+    let launch = |name: &str, rest: &str, first: &str, loads: u32| {
+        format!("launch rms_norm_{name}_bf16 stream 1 {rest} cluster 0 first {first} loads {loads}")
+    };
+    let expected = [
+        launch("forward_held4", "grid 8192 block 128 shared 0", "0x100000", 13),
+        launch("backward_ring2", "grid 128 block 768 shared 98304", "0x100000", 14),
+        "norm: done".into(),
+        launch("add_forward_held4", "grid 75 block 128 shared 0", "0x100000", 15),
+        launch("add_backward_ring2", "grid 9 block 768 shared 147456", "0x100000", 16),
+        "added: done".into(),
+        launch("forward_elements", "grid 75 block 128 shared 0", "0x100000", 17),
+        launch("backward_elements", "grid 9 block 512 shared 0", "0x100000", 18),
+        "ragged: done".into(),
+        launch("backward_ring1", "grid 2 block 1024 shared 98304", "0x100000", 19),
+        "no rows: done".into(),
+    ];
+    assert_eq!(of_norms, expected, "{text}");
+    assert!(text.contains("no block: blocks is 0; it must be at least 1"), "{text}");
     for refused in [
         "narrow: hidden states are bf16 and 12 wide, and rows of the weight have 12 elements; products",
         "odd: hidden states are bf16 and 72 wide, and rows of the weight have 151643 elements; products",

@@ -42,7 +42,7 @@ typedef struct {
   RowSum* carried;
   int64_t tokens, vocab, columns, stride, first_column, ignore_index;
   double label_smoothing, z_loss, softcap;
-  uint32_t labels_are_64_bit, every_token, plan[4];
+  uint32_t labels_are_64_bit, every_token, plan[8];
 } Rows;
 
 /* As in kernels/fused_product.cuh; a map is what driver.c makes of one. */
@@ -166,8 +166,8 @@ static double rounded_to(int dtype, double value) {
 
 enum { TILE = 256, LIFT_BITS = 8 };
 
-/* A row of numerators, of logits `x`, and its sums, which are all the first part's. */
-static void write_numerators(const Product* a, int dtype, int64_t row, const double* x) {
+/* A row of the unnormalised softmax, of logits `x`, and its sums, which are all the first part's. */
+static void write_unnormalised(const Product* a, int dtype, int64_t row, const double* x) {
   const Rows* rows = &a->row;
   double sum = 0, rounded = 0, values = 0;
   int lifts = 0;
@@ -209,7 +209,7 @@ static void write_numerators(const Product* a, int dtype, int64_t row, const dou
   }
 }
 
-/* What the parts of a row add up to, from the highest of their origins. */
+/* What the parts of a row add up to, from the highest of their shifts. */
 static RowSum merged(const Product* a, int64_t row, double* rounded) {
   RowSum all = {1e30f, 0, 0, 0};
   for (uint32_t part = 0; part < a->parts; ++part) {
@@ -226,12 +226,12 @@ static RowSum merged(const Product* a, int64_t row, double* rounded) {
   return all;
 }
 
-/* What the uniform target takes off each numerator of a row. */
+/* What the uniform target takes off each entry of a row. */
 static double uniform_share(const Rows* rows, int64_t row, double at_p, double rounded) {
   return rounded * rows->dloss[row] * rows->label_smoothing / rows->vocab / at_p;
 }
 
-/* What a row's label's numerator lacks of the hidden states' gradient. */
+/* What a row's label's entry lacks of the hidden states' gradient. */
 static double lacking(const Product* a, int64_t row, int64_t d) {
   const int64_t target = a->gradients[row].target;
   if (target < 0 || a->gradients[row].offset == 0) return 0;
@@ -245,8 +245,8 @@ static void write_label(const Product* a, int64_t row, int64_t target) {
   store(a->row.dlogits, BF16, row * a->row.stride + target, a->label_logits[row]);
 }
 
-/* Kernels over tokens that are about numerators. */
-static int compute_numerators(const Product* a, const char* what) {
+/* Kernels over tokens that are about the unnormalised softmax. */
+static int compute_unnormalised(const Product* a, const char* what) {
   const Rows* rows = &a->row;
   if (a->gate && *a->gate == 0) return 0;
   for (int64_t row = 0; row < rows->tokens; ++row) {
@@ -265,7 +265,7 @@ static int compute_numerators(const Product* a, const char* what) {
       }
       if (a->bias) logit += a->bias[column];
       logit = capped(rows, logit);
-      /* Sometimes far enough away for an origin that has to be lifted, in any tile. */
+      /* Sometimes far enough away for a shift that has to be lifted, in any tile. */
       if (getenv("FAKE_LIFTS")) logit -= 30 + 40 * (row % 3);
       a->gradients[row].c = (float)(rint(-logit / log(2)) - 58);
       a->gradients[row].factor = !is_idle(rows, row);
@@ -336,7 +336,7 @@ static int compute_numerators(const Product* a, const char* what) {
   return 0;
 }
 
-/* A product that has the cross-entropy in it; of others than numerators the kernels before and after it
+/* A product that has the cross-entropy in it; of others than the unnormalised softmax the kernels before and after it
  * have nothing left to do. */
 static void multiply(const Product* a, const char* name, int dtype) {
   const Rows* rows = &a->row;
@@ -380,7 +380,7 @@ static void multiply(const Product* a, const char* name, int dtype) {
       }
       x[v] = sum;
     }
-    if (strstr(name, "numerators")) write_numerators(a, dtype, row, x);
+    if (strstr(name, "unnormalised")) write_unnormalised(a, dtype, row, x);
     else if (!strstr(name, "scaled"))
       compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
   }
@@ -440,7 +440,7 @@ int compute(const char* name, const void* arguments, unsigned grid_rows) {
     if (is_product) multiply(arguments, name, dtype);
     return 0;
   }
-  if (strncmp(name, "numerators_", 11) == 0) return compute_numerators(arguments, name + 11);
+  if (strncmp(name, "unnormalised_", 13) == 0) return compute_unnormalised(arguments, name + 13);
   if (strncmp(name, "cross_entropy_", 14) != 0) return 1;
   const Rows* a = arguments;
   double* x = malloc(a->columns * sizeof *x);

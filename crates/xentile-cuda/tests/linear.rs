@@ -51,7 +51,7 @@ fn schedules_over_kernels_of_hopper() {
 }
 
 #[test]
-fn schedules_over_numerators_whose_origins_are_lifted() {
+fn schedules_where_shifts_are_raised() {
     run("90", &[("FAKE_LIFTS", "1")]);
 }
 
@@ -142,7 +142,7 @@ impl<E: Element> Problem<E> {
     ) -> Self {
         let options = CrossEntropy {
             ignore_index: 3,
-            // Both together let there be no numerators.
+            // Both together let there be no unnormalised softmax.
             label_smoothing: if rng.random_range(0..3) == 0 { 0.1 } else { 0.0 },
             z_loss: 1e-3,
             softcap: (rng.random_range(0..3) == 0).then_some(5.0),
@@ -362,8 +362,8 @@ fn most_kept(linear: Linear) -> Linear {
     Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
 }
 
-/// A problem in one chunk that has numerators, so many times 8 wide.
-fn with_numerators(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16>, Linear) {
+/// A problem in one chunk that has an unnormalised softmax, so many times 8 wide.
+fn with_unnormalised(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16>, Linear) {
     let [tokens, vocab] = [rng.random_range(1..60), rng.random_range(130..400)];
     let width = 8 * rng.random_range(width);
     let problem = loop {
@@ -394,11 +394,11 @@ fn with_numerators(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16>,
     (problem, linear)
 }
 
-/// Numerators of whole rows, most of them in the memory of the weight's gradient.
-fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
+/// The unnormalised softmax of whole rows, most of them in the memory of the weight's gradient.
+fn unnormalised_in_places(rng: &mut ChaCha8Rng) -> usize {
     let mut ran = 0;
     while ran < 8 {
-        let (problem, whole) = with_numerators(rng, 8..12);
+        let (problem, whole) = with_unnormalised(rng, 8..12);
         let Linear { tokens, vocab, .. } = whole;
         let last = rng.random_range(vocab * 2 / 3..vocab);
         let (columns, slots) = (vocab - last, rng.random_range(1..4));
@@ -413,10 +413,11 @@ fn numerators_in_places(rng: &mut ChaCha8Rng) -> usize {
     ran
 }
 
-/// Numerators of some columns, whose sums of dweight are where it goes, and dlogits of the others.
-fn numerators_of_some(rng: &mut ChaCha8Rng) -> usize {
+/// The unnormalised softmax of some columns, whose sums of dweight are where it goes, and dlogits of
+/// the others.
+fn unnormalised_of_some(rng: &mut ChaCha8Rng) -> usize {
     for _ in 0..12 {
-        let (problem, whole) = with_numerators(rng, 1..12);
+        let (problem, whole) = with_unnormalised(rng, 1..12);
         let Linear { tokens, vocab, .. } = whole;
         let mut extents =
             || Extents { tokens: some_of(rng, tokens), columns: rng.random_range(1..vocab) };
@@ -470,7 +471,7 @@ fn schedules() {
     let mut rng = common::fresh_rng("schedules");
     let ran = problems::<f32>(&mut rng)
         + problems::<bf16>(&mut rng)
-        + numerators_in_places(&mut rng)
-        + numerators_of_some(&mut rng);
+        + unnormalised_in_places(&mut rng)
+        + unnormalised_of_some(&mut rng);
     println!("{ran} schedules are right");
 }

@@ -1,5 +1,5 @@
 //! Programs that JAX exported: portable StableHLO bytecode, and beside it a manifest in JSON that
-//! says what it computes and for what. docs/pjrt.md has an example.
+//! says what it computes and for what. docs/internals/pjrt.md has an example.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -123,12 +123,12 @@ pub struct Program {
 }
 
 impl Program {
-    /// The program with one more argument, whose memory becomes that of the result `result`: an array
-    /// of its type that the caller has no more use for.
+    /// The program with one more argument, which is donated: its memory becomes that of the result
+    /// `result`, of whose type it is, and the caller has no more use for it.
     #[must_use]
-    pub fn recycling(mut self, result: usize) -> Self {
+    pub fn donating(mut self, result: usize) -> Self {
         let ty = self.results[result].clone();
-        let argument = format!(", %recycled: {ty} {{tf.aliasing_output = {result} : i32}}) -> (");
+        let argument = format!(", %donated: {ty} {{tf.aliasing_output = {result} : i32}}) -> (");
         self.text = self.text.replacen(") -> (", &argument, 1);
         self.arguments.push(ty);
         self
@@ -435,12 +435,12 @@ mod tests {
         let program = b.finish(&[&row, &y]);
         let body = |program: &Program| program.text.lines().skip(2).collect::<String>();
         let signature = |program: &Program| program.text.lines().nth(1).unwrap().trim().to_owned();
-        let in_order = program.clone().recycling(1).with_rows_in_order();
+        let in_order = program.clone().donating(1).with_rows_in_order();
         assert_eq!(
             signature(&in_order),
             "func.func public @main(%arg0: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}, \
              %arg1: tensor<3xf32>, %arg2: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}, \
-             %recycled: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\", tf.aliasing_output = 1 : \
+             %donated: tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\", tf.aliasing_output = 1 : \
              i32}) -> (tensor<3xf32>, tensor<2x3xf32> {mhlo.layout_mode = \"{1,0}\"}) {"
         );
         assert_eq!(body(&in_order), body(&program));

@@ -1,5 +1,5 @@
 //! What a compiled program would take on a TPU: an estimate, from the compiler's
-//! schedule and what is published of the chip. docs/tpu-cross-entropy.md holds it against steps that
+//! schedule and what is published of the chip. docs/internals/tpu-cross-entropy.md holds it against steps that
 //! were measured.
 //!
 //! Assumed: a bundle takes a cycle and nothing stalls; loops that the data end turn once a token;
@@ -16,7 +16,7 @@ use xentile::operation::{Cost, KernelTraffic, Operation, Problem};
 use crate::schedule::{Computation, Schedule};
 
 /// What a step of a pipelined grid costs beyond its bundles: copies started and awaited. On v6e; the
-/// first two measured rows of docs/tpu-cross-entropy.md leave 0.33 us for it.
+/// first two measured rows of docs/internals/tpu-cross-entropy.md leave 0.33 us for it.
 const STEP_S: f64 = 0.35e-6;
 
 /// What is published of one core of a TPU.

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use pjrt_client::Platform;
 use serde_json::{Map, Value, json};
-use xentile::operation::{ArraySpec, ElementRule, Pass, Problem, TileExtents};
+use xentile::operation::{ArraySpec, ElementRule, Pass, Problem, TileExtents, multiple};
 use xentile_programs::{ElementType, Exported, Program, TensorType, programs};
 
 use crate::config::{Backend, Implementation, Op, Scope, Settings, TileConfig, manifest, name};
@@ -140,8 +140,9 @@ pub(crate) fn base(exported: &Exported) -> Result<Map<String, Value>> {
             spec.dims.join(", ")
         );
         for (letter, extent) in spec.dims.iter().zip(&found.dims) {
-            if let Some(dim) = op.dims().iter().find(|dim| dim.letter == *letter) {
-                base.entry(dim.key).or_insert(json!(extent));
+            let (times, letter) = multiple(letter);
+            if let Some(dim) = op.dims().iter().find(|dim| dim.letter == letter) {
+                base.entry(dim.key).or_insert(json!(extent / times));
             }
         }
     }
@@ -153,7 +154,9 @@ impl Asked<'_> {
     pub(crate) fn needs_export(&self) -> bool {
         let is_kernel = self.implementation == Implementation::Kernel;
         self.program.is_none()
-            && (programs(self.op.name()).is_none() || self.backend == Backend::XlaTpu && is_kernel)
+            && (programs(self.op.name()).is_none()
+                || self.backend == Backend::XlaTpu && is_kernel
+                || self.op.needs_jax(self.problem))
     }
 
     /// The program that the config names, if any.

@@ -25,6 +25,7 @@ use crate::input::file::Mapped;
 use crate::input::rows;
 use crate::machine::Machine;
 use crate::memory;
+use crate::progress::Progress;
 use crate::timing::timed;
 use judge::{Judge, poisoned};
 use runner::Runner;
@@ -55,7 +56,9 @@ pub fn run(config: &Config) -> Result<Report> {
             synthetic.validate().context("input.synthetic")?;
             memory::require(config.needed_bytes(&problem, true), &config.remedy())?;
             let rows = rows(shape.batch, shape.seq_len, config.op.predicts_next());
+            let progress = Progress::new("making input", 0);
             let inputs = config.op.inputs(&problem, synthetic, &rows).context("input.synthetic")?;
+            drop(progress);
             check(config, &problem, sequences, synthetic, &inputs)
         }
         Input::File(path) => {
@@ -145,12 +148,14 @@ impl Run<'_> {
         given: &Arrays<'_>,
     ) -> Result<(f64, Arrays<'static>)> {
         let mut found = poisoned(self.op, self.problem, pass);
+        let _progress = Progress::new("running what is under test", 0);
         let (elapsed, result) = timed(|| runner.run(pass, given, &mut found));
         result?;
         Ok((elapsed, found))
     }
 
     fn reference_forward(&mut self, reference: &mut dyn Reference) {
+        let _progress = Progress::new("the forward pass of the reference, in float64", 0);
         let (elapsed, ()) = timed(|| reference.forward());
         self.report.seconds("ref_forward_s", elapsed);
     }

@@ -1,4 +1,4 @@
-//! Where inputs come from: rows of made-up ones, and files.
+//! Where inputs come from: rows of generated ones, and files.
 
 pub mod file;
 

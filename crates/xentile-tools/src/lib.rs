@@ -1,10 +1,12 @@
 //! The tools that prove kernels right (`gradcheck`) and fast (`microbench` and its sweep).
 //!
 //! [`config`] reads what the user asks for, [`gradcheck`] compares, [`microbench`] times, [`sweep`]
-//! repeats, [`plot`] draws, [`ops`] tells what there is. The binaries only parse flags. No operation is
+//! repeats, [`plot`] draws, [`ops`] tells what there is. [`commands`] parses flags for the binaries,
+//! and [`presets`] are the configs that come with them. No operation is
 //! known here by name: `xentile::operations` lists them.
 
 pub mod cli;
+pub mod commands;
 pub mod config;
 pub mod draft;
 pub mod estimate;
@@ -18,6 +20,8 @@ pub mod ops;
 #[cfg(feature = "sweep")]
 pub mod plot;
 pub mod plugins;
+pub mod presets;
+mod progress;
 pub mod schedule;
 mod setup;
 #[cfg(feature = "sweep")]

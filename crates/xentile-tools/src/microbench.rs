@@ -4,6 +4,8 @@
 //! An operation on a backend is a `Benchmark`. With a topology the program is only compiled, and what a
 //! run would tell is none.
 
+#[cfg(feature = "sweep")]
+pub(crate) mod apart;
 mod benchmark;
 mod config;
 mod cpu;
@@ -18,6 +20,7 @@ pub use report::{AfterAlloc, AfterRun, CompiledMemory, DeviceMemory, Report};
 use crate::config::Backend;
 use crate::machine::Machine;
 use crate::memory;
+use crate::progress::Progress;
 use crate::setup::Setup;
 use crate::timing::timed;
 use benchmark::{Benchmark, Found, Run, Statistics};
@@ -58,6 +61,7 @@ pub fn run(config: &Config) -> Result<Report> {
         implementation: config.implementation,
         extents: Report::extents(config),
         dtype: config.dtype.name(),
+        distribution: config.distribution(),
         time_block: tile.and_then(|tile| tile.time_block),
         block_size: tile.and_then(|tile| tile.block_size),
         reduction: config.op.option("reduction").map(|_| problem.word("reduction")),
@@ -104,12 +108,17 @@ fn measure(config: &Config) -> Result<Found> {
         bytes_in_use: benchmark.device_memory().bytes_in_use,
     };
 
+    let progress = Progress::new("compiling", 0);
     let (compile_s, compiled) = timed(|| benchmark.compile());
     compiled?;
+    drop(progress);
+    // It draws between steps that are timed, and never in one.
+    let progress = Progress::new("timing steps", config.warmup + config.iters);
     let (first_run_s, done) = timed(|| benchmark.steps(1));
     done?;
     let loss = benchmark.loss()?;
     benchmark.steps(config.warmup)?;
+    progress.done(config.warmup);
     // Half of the copies before the steps and half after, so that a processor that slows down or
     // speeds up does so for both.
     let half = config.iters.clamp(3, 10);
@@ -121,6 +130,7 @@ fn measure(config: &Config) -> Result<Found> {
         let (seconds, done) = timed(|| benchmark.steps(count));
         done?;
         steps.resize(steps.len() + count, seconds / count as f64);
+        progress.done(count);
     }
     copies.extend((0..half).map(|_| benchmark.time_copies(count)));
 

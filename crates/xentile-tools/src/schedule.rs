@@ -6,7 +6,7 @@
 //! Each bundle is written once, however often the program comes by: a loop's body counts once, and
 //! how many bundles run is read from the listing of them, as far as it tells.
 
-mod turns;
+mod trip_counts;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -46,10 +46,10 @@ pub struct Computation {
     pub empty_bundles: u64,
     /// Slots used in all bundles, by unit.
     pub slots_used: BTreeMap<String, u64>,
-    /// Bundles that run, loops counted as often as they turn; an estimate, without `data_bundles`.
+    /// Bundles that run, loops counted as often as they run; an estimate, without `data_bundles`.
     /// None where the listing is not as expected.
     pub run_bundles: Option<u64>,
-    /// Bundles of one turn of each loop whose end the data decide.
+    /// Bundles of one iteration of each loop whose end the data decide.
     pub data_bundles: Option<u64>,
     /// Steps of pipelined grids.
     pub grid_steps: Option<u64>,
@@ -132,7 +132,7 @@ enum Kind {
 struct Files {
     bundles: Option<[u64; 2]>,
     slots: Option<Slots>,
-    turns: Option<turns::Turns>,
+    trips: Option<trip_counts::TripCounts>,
     vmem_bytes: Option<u64>,
 }
 
@@ -164,13 +164,13 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
             Kind::Bundles if text.is_empty() => entry.bundles = Some([0; 2]),
             Kind::Bundles => entry.bundles = Some(bundles(&text).context(name)?),
             Kind::Slots => entry.slots = Some(slots(&text).context(name)?),
-            Kind::Listing => entry.turns = turns::read(&text),
+            Kind::Listing => entry.trips = trip_counts::read(&text),
             Kind::Allocations => entry.vmem_bytes = vmem_bytes(&text),
         }
     }
     ensure!(!found.is_empty(), "libtpu dumped none; it may be of a version that does not");
     let mut schedule = Schedule::default();
-    for (key, Files { bundles, slots, turns, vmem_bytes }) in found {
+    for (key, Files { bundles, slots, trips, vmem_bytes }) in found {
         if bundles.is_none() && slots.is_none() || bundles == Some([0; 2]) {
             continue;
         }
@@ -189,17 +189,17 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
         let name = key.split_once('-').map_or(key.as_str(), |(_, name)| name).to_owned();
         let slots_used = slots.used;
         // A listing of as many bundles, or it was misread.
-        let turns = turns.filter(|turns| turns.of_bundles.len() as u64 == bundles);
-        let run = turns.as_ref().map(|turns| turns.of_bundles.iter().sum::<f64>());
+        let trips = trips.filter(|trips| trips.of_bundles.len() as u64 == bundles);
+        let run = trips.as_ref().map(|trips| trips.of_bundles.iter().sum::<f64>());
         schedule.computations.push(Computation {
             name,
             bundles,
             empty_bundles,
             slots_used,
             run_bundles: run.map(|run| run.round() as u64),
-            data_bundles: turns.as_ref().map(|turns| turns.data_bundles),
-            grid_steps: turns.as_ref().map(|turns| turns.steps.round() as u64),
-            dma_bytes: turns.map(|turns| turns.dma_bytes.round() as u64),
+            data_bundles: trips.as_ref().map(|trips| trips.data_bundles),
+            grid_steps: trips.as_ref().map(|trips| trips.steps.round() as u64),
+            dma_bytes: trips.map(|trips| trips.dma_bytes.round() as u64),
             vmem_bytes,
         });
     }

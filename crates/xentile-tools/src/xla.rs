@@ -297,7 +297,7 @@ mod tests {
         let mut b = Builder::new("negated", &[ty]);
         let x = b.argument(0);
         let y = b.unary("negate", &x);
-        let negated = for_platform(Platform::Tpu, b.finish(&[&y]).recycling(0));
+        let negated = for_platform(Platform::Tpu, b.finish(&[&y]).donating(0));
         assert_eq!(stats(&negated), (2 * in_order, in_order));
     }
 

@@ -47,7 +47,7 @@ isa: null
 plugin: null
 program: null
 cache: null
-options: {ignore_index: -1, label_smoothing: 0.1, z_loss: 1.0e-4, softcap: 30, reduction: sum, weights: random}
+options: {ignore_index: -1, label_smoothing: 0.1, z_loss: 1.0e-4, softcap: 30, reduction: sum, weights: random, factor: 3, factor_form: argument}
 cotangent: -2.5
 input: {synthetic: {distribution: peaked, std: 1, share: 0.5, height: 3, seed: 4, ignored: 0.1}}
 tolerances: {forward_rel: 1.0e-5, dlogits_ulp: 1, dlogits_cotangent: 1.0e-7, dlogits_equal: 0.9, sum_roundings: null, gradient_roundings: null}
@@ -77,6 +77,8 @@ cache: null
 options: {ignore_index: -1, label_smoothing: 0.1, z_loss: 1.0e-4, softcap: 30, reduction: sum, weights: random}
 logits: random
 input: {distribution: normal, std: 1, seed: 4, ignored: 0.1}
+inputs: []
+shapes: []
 ";
 
 struct Fixture(TempDir);

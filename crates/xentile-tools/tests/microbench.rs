@@ -230,6 +230,50 @@ fn bad_input_is_named_and_writes_nothing() {
 }
 
 #[test]
+fn lists_are_measured_each_in_a_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let config =
+        "{iters: 2, warmup: 0, inputs: [{distribution: masked, std: 3}, {distribution: trained}],
+        shapes: [{time: 3, vocab: 2}, {vocab: 700}], time: 4, options: {factor: 2}}";
+    std::fs::write(path("list.yaml"), config).unwrap();
+    let run = |more: &[&str]| {
+        let config = path("list.yaml");
+        let output = microbench(&[&["--config", &config][..], more].concat());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), stderr.into_owned())
+    };
+    let (code, printed, stderr) = run(&["--json", &path("runs.jsonl")]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let lines: Vec<_> = printed.lines().collect();
+    assert!(lines[0].starts_with("time ") && lines[0].contains("distribution"), "{printed}");
+    let told = std::fs::read_to_string(path("runs.jsonl")).unwrap();
+    let reports: Vec<Value> =
+        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((lines.len(), reports.len()), (5, 4), "{printed}");
+    let expected = [(3, 2, "masked, std 3"), (3, 2, "trained"), (4, 700, "masked, std 3")];
+    for ((line, report), (time, vocab, distribution)) in
+        lines[1..].iter().zip(&reports).zip(expected)
+    {
+        assert_eq!((&report["time"], &report["vocab"]), (&time.into(), &vocab.into()));
+        assert_eq!(report["distribution"], distribution);
+        assert_eq!(report["config"]["options"]["factor"], 2.0);
+        assert!(report["config"].get("inputs").is_none(), "each is of one");
+        assert!(line.contains(distribution) && line.starts_with(&time.to_string()), "{line}");
+    }
+    for (more, message) in [
+        (&["--vocab", "9"][..], "--vocab is set, and shapes have vocab too; leave one out"),
+        (&["--set", "shapes=[{vocb: 3}]"], "unknown key `shapes[0].vocb`; the extents of op"),
+        (&["--set", "shapes=[{vocab: 0}]"], "measurement 1: vocab is 0; it must be at least 1"),
+        (&["--set", "inputs=[{distribution: normal}, {std: -1}]"], "std is -1; it must be finite"),
+    ] {
+        let (code, printed, stderr) = run(more);
+        assert_eq!((code, printed.as_str()), (Some(2), ""), "{more:?}");
+        assert!(stderr.contains(message), "{stderr}");
+    }
+}
+
+#[test]
 fn shipped_configs_are_valid() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/microbench");
     let mut count = 0;
@@ -238,7 +282,8 @@ fn shipped_configs_are_valid() {
         if path.to_str().unwrap().contains("linear") {
             continue; // its program comes from JAX: tests/linear.rs
         }
-        let here = ["--backend", "cpu", "--set", "topology=null"];
+        // Lists of inputs are measured, each of one small shape.
+        let here = ["--backend", "cpu", "--set", "topology=null", "shapes=[]"];
         let config = [&["--config", path.to_str().unwrap()][..], &here].concat();
         // Of a small shape, in what extents it has.
         let text = std::fs::read_to_string(&path).unwrap();

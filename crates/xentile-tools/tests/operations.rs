@@ -114,6 +114,22 @@ fn every_option_passes_gradcheck_in_every_dtype() {
     }
 }
 
+/// Numbers that JSON has none of are told by words, which are read again.
+#[test]
+fn factors_that_are_not_finite_are_written_and_read() {
+    let of = xentile::operation("cross_entropy").unwrap();
+    for (yaml, word) in [(".inf", "inf"), ("-.inf", "-inf"), (".nan", "nan")] {
+        for given in [yaml, word] {
+            for form in ["constant", "argument"] {
+                let sets = [format!("options={{factor: {given}, factor_form: {form}}}")];
+                let report = passes(&config(of), &sets);
+                assert_eq!(report["config"]["options"]["factor"], word);
+                assert_eq!(report["figures"]["dlogits/strays"], 0.0);
+            }
+        }
+    }
+}
+
 #[test]
 fn every_distribution_and_instruction_set_passes_gradcheck() {
     for of in native() {
@@ -164,7 +180,12 @@ fn every_operation_is_measured() {
         for dim in of.dims() {
             assert!(report[dim.key].as_u64().unwrap() > 0, "{}", dim.key);
         }
-        for name in ["median_step_ms", "copy_ms", "ratio_to_copy", "gb_per_s"] {
+        // Products are what some take their time for, and moving bytes what others do.
+        let metrics: &[_] = match report["gflop_per_s"].is_null() {
+            true => &["median_step_ms", "copy_ms", "ratio_to_copy", "gb_per_s"],
+            false => &["median_step_ms", "gflop_per_s"],
+        };
+        for name in metrics {
             assert!(report[name].as_f64().unwrap() > 0.0, "{name} of {}", of.name());
         }
         assert!(report["loss"].as_f64().unwrap().is_finite());
@@ -205,6 +226,17 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
         ),
         (norm, "op=rms_nrom", "unknown value `rms_nrom` for `op`; did you mean `rms_norm`?"),
         (logits, "options.eps=1", "options.eps is set; op cross_entropy has none, rms_norm has"),
+        (
+            logits,
+            "options={reduction: none, factor: 2}",
+            "options.factor is 2, a constant; reduction none has no part for it, as each loss has",
+        ),
+        (
+            logits,
+            "options={reduction: none, factor_form: argument}",
+            "options.factor is 1, an argument; reduction none has no part for it",
+        ),
+        (logits, "options.factor=infinite", "`options.factor`: invalid type"),
         (logits, "options=7", "`options`: it must be a mapping of keys to values"),
         (
             logits,

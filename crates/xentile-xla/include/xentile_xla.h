@@ -9,7 +9,7 @@
  *     }
  *
  * Nothing here needs XLA's headers; with them, the two structs declared below are XLA's own.
- * docs/custom-calls.md says what every target takes and gives. All functions may be called from any
+ * docs/internals/custom-calls.md says what every target takes and gives. All functions may be called from any
  * thread, and what they return lives as long as the library.
  */
 #ifndef XENTILE_XLA_H_
@@ -82,9 +82,21 @@ int32_t xentile_tuned_tile(const char* table, const char* dtype, size_t vocab, s
                            size_t* block_size);
 
 /* The handlers. */
+struct XLA_FFI_Error* xentile_activation_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_backward_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_host(
@@ -99,10 +111,19 @@ struct XLA_FFI_Error* xentile_rms_norm_forward_host(struct XLA_FFI_CallFrame* ca
 struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* Those for NVIDIA GPUs, two for most targets, which libraries built with CUDA have. A library that has them
  * loads on any machine; where a driver or a GPU is missing, it is the call that says so. */
+struct XLA_FFI_Error* xentile_activation_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda(
@@ -115,6 +136,25 @@ struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);

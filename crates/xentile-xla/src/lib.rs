@@ -1,20 +1,24 @@
 //! xentile's kernels as XLA custom calls, in a plain C library: `libxentile_xla.so`.
 //!
 //! `include/xentile_xla.h` is its face: functions that tell of the library, the table of [`Target`]s
-//! to register with XLA, and the handlers themselves. `docs/custom-calls.md` says what each target
+//! to register with XLA, and the handlers themselves. `docs/internals/custom-calls.md` says what each target
 //! takes and gives.
 //!
 //! An operation is a file with what every platform shares, such as the attributes and the checks of
 //! shapes, and below it a file a platform with the handlers and their list of targets. A new one is
 //! a new file and a line in the table's list.
 
+mod activation;
 mod cpu;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dtype;
+mod flash_attention;
+mod fp8_quantize;
 mod linear_cross_entropy;
 mod rms_norm;
+mod rope;
 mod scale;
 mod table;
 mod target;

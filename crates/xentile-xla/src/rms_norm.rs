@@ -1,6 +1,8 @@
 //! RMSNorm: the attributes and the shapes of its targets, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xentile::rms_norm::{NormShape, RmsNorm};
 use xla_ffi::{Decoder, Error, Parameter, Result};

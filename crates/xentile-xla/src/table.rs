@@ -3,23 +3,36 @@
 use std::sync::LazyLock;
 
 use crate::target::Target;
-use crate::{cross_entropy, linear_cross_entropy, rms_norm, scale};
+use crate::{
+    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, rms_norm, rope,
+    scale,
+};
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
 pub const TABLE_VERSION: u32 = 2;
 
 /// The lists, one for each operation and platform.
 const LISTS: &[&[Target]] = &[
+    activation::cpu::TARGETS,
     cross_entropy::cpu::TARGETS,
     scale::cpu::TARGETS,
     linear_cross_entropy::cpu::TARGETS,
     rms_norm::cpu::TARGETS,
+    rope::cpu::TARGETS,
+    flash_attention::cpu::TARGETS,
+    fp8_quantize::cpu::TARGETS,
+    #[cfg(feature = "cuda")]
+    activation::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     scale::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     linear_cross_entropy::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    rms_norm::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    rope::cuda::TARGETS,
 ];
 
 /// Every target.

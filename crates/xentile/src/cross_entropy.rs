@@ -23,11 +23,36 @@
 //! - **no finite sum** (a NaN or +inf logit, or every logit -inf): loss, logps, lse and gradient
 //!   row are NaN. A -inf logit among others is a masked entry, and its gradient is exactly 0.
 //!   (With softcap both infinities are capped to finite values before any of this.)
+//!
+//! # A vocabulary in parts
+//!
+//! Devices may each have `V / n` columns of every row. A part runs kernels for a vocabulary of its own,
+//! with `e' = 1` where `e > 0` (0 elsewhere), `w' = 0`, and for label the column of its own that the label
+//! is; where another part has it, any column (the first). It gives `lse_i`, `logps_i = z_y - lse_i` and, with
+//! smoothing, `loss_i = lse_i - mean_i z`. With `m = max_i lse_i` and `d_i = lse_i - m`, devices exchange `m`
+//! and three sums of a number a token:
+//!
+//! - `s = sum_i exp(d_i)`, and `lse = m + ln s`;
+//! - `a = logps_i + d_i` of the part that has the label, and `per_token_logps = a - ln s`;
+//! - `b = sum_i (loss_i - d_i)`, and `lse - mean_v z_v = b / n + ln s`.
+//!
+//! A part all of whose logits are -inf has `lse_i = -inf`, so that the whole row alone decides whether
+//! there is a finite sum, and its gradient is 0. For the cotangents `g`, `h`, `k` of the whole's outputs
+//! and its `lse`, the backward pass of a part takes the whole's `lse` and
+//!
+//! - `g' = g * e / n`;
+//! - `h' = h - (1 - e) * g` with the label, 0 without;
+//! - `k' = g * (2 * w * lse + e - e / n) + k` with the label,
+//!   `g * (1 + 2 * w * lse - e / n) - h + k` without,
+//!
+//! which gives its columns of the whole's gradient: `g' - h' + k'` is the coefficient of `p_v` above, `h'` that
+//! of `[v = y]`, and `-g' / (V / n)` the constant. [`parts`] is the same in float64.
 
 #[cfg(feature = "operation")]
 mod draw;
 #[cfg(feature = "operation")]
 pub mod operation;
+pub mod parts;
 pub mod reference;
 #[cfg(feature = "operation")]
 pub(crate) mod trained;

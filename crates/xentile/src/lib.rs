@@ -1,14 +1,19 @@
 //! What an operation of xentile *is*, for every backend: problem shapes, the [`Tile`], options and
 //! their validation, typed errors, and the float64 references of cross-entropy over
-//! [logits](cross_entropy::reference) and over [hidden states](linear_cross_entropy::reference), and of
-//! [RMSNorm](rms_norm::reference).
+//! [logits](cross_entropy::reference) and over [hidden states](linear_cross_entropy::reference), of
+//! [RMSNorm](rms_norm::reference), of [activations](activation::reference), of
+//! [rotary position embedding](rope::reference), of [attention](flash_attention::reference), and of
+//! [FP8 quantisation](fp8_quantize::reference).
 //!
 //! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); they answer
 //! to the contract written in each operation's module.
 
+pub mod activation;
 pub mod cross_entropy;
 mod dtype;
 mod error;
+pub mod flash_attention;
+pub mod fp8_quantize;
 mod labels;
 pub mod linear_cross_entropy;
 #[cfg(feature = "operation")]
@@ -16,6 +21,7 @@ pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
 pub mod rms_norm;
+pub mod rope;
 mod shape;
 mod tile;
 mod tuned;

@@ -1,10 +1,11 @@
 //! The operation contract: what an operation takes and gives, by which names, and what tools need to
 //! know of it, said once. Tools serve whatever [`operations`](crate::operations) lists, and know none by name.
 //!
-//! Arrays have names, and dims are letters (`T`, `D`) whose extents a [`Problem`] says. What an operation
-//! takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and [`Operation::given`] draw it,
-//! [`Operation::reference`] computes it in float64 and hands a [`Visitor`] what each entry should be and
-//! by how much it may be off, a row at a time, so that no float64 array of the logits' size exists.
+//! Arrays have names, and dims are letters (`T`, `D`), or multiples of such (`2F`), whose extents a
+//! [`Problem`] says. What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
+//! [`Operation::given`] draw it, [`Operation::reference`] computes it in float64 and hands a [`Visitor`]
+//! what each entry should be and by how much it may be off, a row at a time, so that no float64 array of
+//! the logits' size exists.
 //!
 //! An operation is a file that implements [`Operation`] and a line in that list. Kernels are elsewhere,
 //! and found by the operation's name.
@@ -18,9 +19,10 @@ mod synthetic;
 use std::fmt;
 
 pub use array::{Array, ArrayElement, Arrays};
+pub(crate) use judge::WHOLE_RESULTS;
 pub use judge::{Bound, Judged, Reference, Rows, Tolerances, Visitor};
 pub use options::{Kind, OptionSpec, Section, ToleranceSpec, Value};
-pub use problem::{Problem, TileExtents};
+pub use problem::{Problem, TileExtents, multiple};
 pub use synthetic::{Distribution, Purpose, Synthetic};
 
 use crate::{DType, Error, Result};
@@ -136,7 +138,7 @@ pub enum Role {
 pub struct ArraySpec {
     /// Its name.
     pub name: &'static str,
-    /// The letters of its dims.
+    /// The letters of its dims; `2F` is twice as long as `F`.
     pub dims: Vec<&'static str>,
     /// What its elements are.
     pub element: ElementRule,
@@ -214,6 +216,13 @@ impl Signature {
     pub fn gradients(&self) -> usize {
         let is_gradient = |spec: &ArraySpec| matches!(spec.role, Role::Gradient(_));
         self.results.iter().position(is_gradient).unwrap_or(self.results.len())
+    }
+
+    /// Bytes of all operands, and of all results, on a device.
+    #[must_use]
+    pub fn bytes(&self, problem: &Problem) -> [u64; 2] {
+        [&self.operands, &self.results]
+            .map(|specs| specs.iter().filter_map(|spec| spec.bytes(problem)).sum())
     }
 
     /// The operand or result called `name`.
@@ -319,6 +328,12 @@ pub trait Operation: Sync {
 
     /// Whether what `problem` asks for is a scalar, and so [`Pass::Fused`].
     fn is_fused(&self, problem: &Problem) -> bool {
+        _ = problem;
+        false
+    }
+
+    /// Whether a program of `problem` for XLA comes from JAX, though this build writes others.
+    fn needs_jax(&self, problem: &Problem) -> bool {
         _ = problem;
         false
     }

@@ -1,13 +1,16 @@
 //! Every operation there is.
 
 use crate::operation::Operation;
-use crate::{cross_entropy, linear_cross_entropy, rms_norm};
+use crate::{activation, cross_entropy, flash_attention, linear_cross_entropy, rms_norm, rope};
 
 /// Every operation, the default first.
 const OPERATIONS: &[&dyn Operation] = &[
     &cross_entropy::operation::OPERATION,
     &linear_cross_entropy::operation::OPERATION,
     &rms_norm::operation::OPERATION,
+    &activation::operation::OPERATION,
+    &rope::operation::OPERATION,
+    &flash_attention::operation::OPERATION,
 ];
 
 /// Every operation, the default first.
@@ -63,6 +66,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_dim_may_be_a_multiple_of_another() {
+        let of = operation("activation").unwrap();
+        let problem = problem(of, DType::F16);
+        assert_eq!([problem.dim("F"), problem.dim("2F"), problem.dim("10F")], [37, 74, 370]);
+        assert_eq!(problem.dim("no such"), 1);
+        let x = &of.signature(&problem, Pass::Forward).operands[0];
+        assert_eq!((x.extents(&problem), x.bytes(&problem)), (vec![6, 74], Some(2 * 6 * 74)));
     }
 
     #[test]

@@ -14,9 +14,11 @@
 //!
 //! - `dx = r (g - xhat mean(g xhat))`, plus the cotangent of `h`, where there is one, before the one
 //!   rounding to E. With a residual it is the gradient of both terms of the sum;
-//! - `dweight = sum over rows of dy xhat`, in f32, as *partial sums* over blocks of rows that follow
-//!   one another ([`block_rows`]). In a block rows are added in order, and the blocks are the caller's
-//!   choice, so that no number of threads changes a bit.
+//! - `dweight = sum over rows of dy xhat`, in f32, as *partial sums* over blocks of rows, whose number is
+//!   the caller's choice. Which rows a block has, and in which order they are added, follows from the
+//!   shape, and on GPUs from the device, so that no number of threads and no timing changes a bit: on
+//!   CPUs rows that follow one another, in order ([`block_rows`]); on NVIDIA GPUs blocks take turns at
+//!   rows, since they run side by side there, and rows far apart would meet in the same banks of memory.
 //!
 //! # Error bounds
 //!
@@ -48,6 +50,7 @@ pub mod operation;
 pub mod reference;
 
 use crate::error::check_length;
+use crate::shape::is_addressable;
 use crate::{Error, Result};
 
 /// How far `rstd` may be off, in units of 2^-24 of itself: half of what the sum is, and a rounding.
@@ -118,10 +121,10 @@ impl NormShape {
             return wrong("a row must have at least 1 column");
         }
         // Four bytes is the widest element.
-        match rows.checked_mul(columns).and_then(|n| n.checked_mul(4)) {
-            Some(bytes) if isize::try_from(bytes).is_ok() => Ok(Self { rows, columns }),
-            _ => wrong("rows x columns must fit the address space"),
+        if !is_addressable([rows, columns, 4]) {
+            return wrong("rows x columns must fit the address space");
         }
+        Ok(Self { rows, columns })
     }
 
     /// T, the number of rows.

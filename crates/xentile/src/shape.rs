@@ -3,6 +3,12 @@
 use crate::error::check_length;
 use crate::{Error, Result};
 
+/// Whether memory can address as many bytes as the product of `factors`, multiplied in their order.
+pub(crate) fn is_addressable<const N: usize>(factors: [usize; N]) -> bool {
+    let bytes = factors.into_iter().try_fold(1, usize::checked_mul);
+    bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok())
+}
+
 /// The shape `[T, V]` of logits: tokens (batch x time, flattened) by vocabulary columns, row major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogitsShape {
@@ -21,10 +27,10 @@ impl LogitsShape {
             return wrong("the vocabulary must have at least 1 column");
         }
         // Four bytes is the widest element.
-        match tokens.checked_mul(vocab).and_then(|n| n.checked_mul(4)) {
-            Some(bytes) if isize::try_from(bytes).is_ok() => Ok(Self { tokens, vocab }),
-            _ => wrong("tokens x vocab must fit the address space"),
+        if !is_addressable([tokens, vocab, 4]) {
+            return wrong("tokens x vocab must fit the address space");
         }
+        Ok(Self { tokens, vocab })
     }
 
     /// T, the number of rows.

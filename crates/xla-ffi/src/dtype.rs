@@ -102,6 +102,41 @@ impl From<Pred> for bool {
     }
 }
 
+macro_rules! eight_bits {
+    ($($(#[$doc:meta])* $name:ident;)*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+            #[repr(transparent)]
+            pub struct $name(pub u8);
+
+            impl $name {
+                /// The bits of `elements`.
+                #[must_use]
+                pub fn bits(elements: &[Self]) -> &[u8] {
+                    // SAFETY: an element is its bits, by `repr(transparent)`.
+                    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+                }
+
+                /// The same, to be written.
+                #[must_use]
+                pub fn bits_mut(elements: &mut [Self]) -> &mut [u8] {
+                    let length = elements.len();
+                    // SAFETY: as above, and any bits are an element.
+                    unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), length) }
+                }
+            }
+        )*
+    };
+}
+
+eight_bits! {
+    /// The bits of a float with 4 bits of exponent and 3 of mantissa, without infinities.
+    F8E4M3FN;
+    /// The bits of a float with 5 bits of exponent and 2 of mantissa.
+    F8E5M2;
+}
+
 /// A Rust type with the layout of a [`DType`]. A pair of floats is a complex number.
 ///
 /// # Safety
@@ -137,6 +172,8 @@ elements! {
     bf16 => Bf16,
     f32 => F32,
     f64 => F64,
+    F8E4M3FN => F8E4M3FN,
+    F8E5M2 => F8E5M2,
     [f32; 2] => C64,
     [f64; 2] => C128,
 }

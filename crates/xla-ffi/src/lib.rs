@@ -52,7 +52,7 @@ pub use buffer::{
 };
 pub use context::{Context, Scratch, Stream, ThreadPool};
 pub use decoder::{Attributes, Decoder, Parameter};
-pub use dtype::{DType, Element, Pred};
+pub use dtype::{DType, Element, F8E4M3FN, F8E5M2, Pred};
 pub use error::{Error, ErrorCode, Result};
 pub use handler::{Outcome, call};
 pub use raw::ANY_RANK;
@@ -60,3 +60,8 @@ pub use stage::{Stage, Traits};
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("XLA runs on platforms with pointers of 64 bits");
+
+/// The program on a page of docs/, compiled with the documentation's tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/how-to/custom-call.md")]
+struct HowTo;

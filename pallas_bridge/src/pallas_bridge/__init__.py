@@ -1,4 +1,4 @@
-"""Large-vocabulary training losses, and norms, for JAX.
+"""Large-vocabulary training losses, norms, activations and FP8 quantisation, for JAX.
 
     from pallas_bridge import cross_entropy
     loss, grads = jax.value_and_grad(lambda x: cross_entropy(x, labels))(logits)
@@ -7,36 +7,83 @@ Kernels run as XLA custom calls inside any program, under `jit`, `grad`, `vmap` 
 says which runs where.
 """
 
-from ._src import versions
+import sys
+
+from ._src import doctor
 
 # Before anything that needs a JAX of those versions.
-versions.check_all()
+try:
+    from ._src import versions
 
-from ._src import library  # noqa: E402
-from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token  # noqa: E402
-from ._src.implementations import Info, PlatformInfo, info  # noqa: E402
-from ._src.library import LibraryError  # noqa: E402
-from ._src.linear_cross_entropy.api import (  # noqa: E402
+    versions.check_all()
+except ImportError:
+    # The doctor says more than a traceback does.
+    if not doctor.is_asked():
+        raise
+    sys.exit(doctor.main())
+
+from . import optax
+from ._src import library
+from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
+from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
+from ._src.flash_attention.api import flash_attention
+from ._src.fp8_quantize.api import (
+    Quantized,
+    delayed_scale,
+    fp8_dequantize,
+    fp8_quantize,
+    rms_norm_fp8,
+    swiglu_fp8,
+)
+from ._src.implementations import Info, PlatformInfo, info
+from ._src.library import LibraryError, get_include, get_library
+from ._src.linear_cross_entropy.api import (
     explain,
     linear_cross_entropy,
     linear_cross_entropy_per_token,
     linear_cross_entropy_value_and_grad,
 )
-from ._src.rms_norm.api import rms_norm  # noqa: E402
+from ._src.linear_cross_entropy.plan import Plan
+from ._src.rms_norm.api import rms_norm
+from ._src.rope.api import rope
+from ._src.rope.qk_norm import qk_norm_rope
+from ._src.rope.scaling import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 
 __version__ = versions.PACKAGE
 __all__ = [
     "Info",
     "LibraryError",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NtkScaling",
+    "Plan",
     "PlatformInfo",
+    "Quantized",
+    "YarnScaling",
     "cross_entropy",
     "cross_entropy_per_token",
+    "delayed_scale",
     "explain",
+    "flash_attention",
+    "fp8_dequantize",
+    "fp8_quantize",
+    "geglu",
+    "gelu",
+    "get_include",
+    "get_library",
     "info",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "linear_cross_entropy_value_and_grad",
+    "optax",
+    "qk_norm_rope",
+    "reglu",
     "rms_norm",
+    "rms_norm_fp8",
+    "rope",
+    "squared_relu",
+    "swiglu",
+    "swiglu_fp8",
 ]
 
 # Programs that were exported elsewhere call the library too. Where that cannot be loaded, the first

@@ -4,9 +4,9 @@
 
 FILE is a config of `microbench`, or of its sweep of tiles: YAML (with PyYAML) or JSON, which is
 YAML too. For each tile that it names, FOLDER gets a program and its manifest, in the format of
-docs/pjrt.md, by the name that `program` has in the config (`tpu_{time_block}_{block_size}.json`
-without one, or with the platform that `backend` names in the place of `tpu`). What is there already
-and was made by the same code of the same config is left.
+docs/internals/pjrt.md, by the name that `program` has in the config
+(`tpu_{time_block}_{block_size}.json` without one, or with the platform that `backend` names in the
+place of `tpu`). What is there already and was made by the same code of the same config is left.
 """
 
 import argparse

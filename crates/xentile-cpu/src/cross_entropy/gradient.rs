@@ -3,11 +3,13 @@
 //! Every element is computed alike wherever a row starts and however it is cut, so rows that do not
 //! start on 64 bytes cost two ragged ends and no more: reads may straddle cache lines, writes never.
 
+use std::ops::Range;
+
 use xentile::Element;
 
 use super::matrix::{Ahead, Matrix};
 use crate::Job;
-use crate::math::{Exponential, Halves, exp, tanh_with_derivative};
+use crate::math::{Exponential, Halves, capped_with_derivative, exp};
 use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 
 /// The gradient of one row.
@@ -28,6 +30,8 @@ pub(crate) struct Gradient<'a, E> {
     /// The tile's rows.
     pub(super) rows: &'a [RowGradient],
     pub(super) block_size: usize,
+    /// The blocks to write, by number.
+    pub(super) blocks: Range<usize>,
     pub(super) softcap: Option<f64>,
     /// Prefetch the logits this many tokens on.
     pub(super) ahead: Option<usize>,
@@ -72,7 +76,7 @@ impl<E: Element> Gradient<'_, E> {
         let shape = self.matrix.shape();
         // Whole chunks, so that only a row's own ends are ragged.
         let step = self.block_size.min(shape.vocab()).div_ceil(S::CHUNK) * S::CHUNK;
-        for block in 0..shape.vocab().div_ceil(step) {
+        for block in self.blocks.clone() {
             for (&gradient, token) in self.rows.iter().zip(self.first..) {
                 let row = Row::<S, E, STREAM, CAP, CONSTANT> {
                     simd: s,
@@ -80,6 +84,7 @@ impl<E: Element> Gradient<'_, E> {
                     to: self.matrix.dlogits(token),
                     columns: shape.vocab(),
                     cap: s.splat(cap),
+                    inverse_cap: s.splat(1.0 / cap),
                     ahead: Ahead::new(self.matrix, token, self.ahead),
                 };
                 // SAFETY: this task alone has the tile's rows, each V elements long on both sides.
@@ -96,6 +101,7 @@ struct Row<S: Simd, E, const STREAM: bool, const CAP: bool, const CONSTANT: bool
     to: *mut E,
     columns: usize,
     cap: S::Vector,
+    inverse_cap: S::Vector,
     ahead: Ahead<E>,
 }
 
@@ -136,9 +142,16 @@ impl<E: Element, const STREAM: bool, const CONSTANT: bool> Job for Chunks<E, STR
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { from, to, range: [start, end], ahead, .. } = self;
-        let cap = s.splat(0.0);
-        let row =
-            Row::<S, E, STREAM, false, CONSTANT> { simd: s, from, to, columns: end, cap, ahead };
+        let (cap, inverse_cap, columns) = (s.splat(0.0), s.splat(0.0), end);
+        let row = Row::<S, E, STREAM, false, CONSTANT> {
+            simd: s,
+            from,
+            to,
+            columns,
+            cap,
+            inverse_cap,
+            ahead,
+        };
         let formula = Formula::new(s, self.coefficients);
         // SAFETY: whoever made this vouches for the same contract.
         unsafe { row.chunks_by_halves(&formula, start, end) };
@@ -219,15 +232,11 @@ impl<S: Simd, E: Element, const STREAM: bool, const CAP: bool, const CONSTANT: b
         }
         let mut distance = z;
         let mut derivative = z;
-        for i in 0..N {
-            let capped = if CAP {
-                let [tanh, slope] = tanh_with_derivative(s, s.div(z[i], self.cap));
-                derivative[i] = slope;
-                s.mul(tanh, self.cap)
-            } else {
-                z[i]
-            };
-            distance[i] = s.sub(capped, formula.shift);
+        if CAP {
+            [distance, derivative] = capped_with_derivative(s, z, [self.cap, self.inverse_cap]);
+        }
+        for distance in &mut distance {
+            *distance = s.sub(*distance, formula.shift);
         }
         let mut dz = exp(s, distance);
         for i in 0..N {

@@ -1,6 +1,6 @@
 //! The kernels of cross-entropy, as tools run them.
 
-use xentile::cross_entropy::operation::{OPERATION, logits_shape, options, reduction};
+use xentile::cross_entropy::operation::{OPERATION, factor, logits_shape, options, reduction};
 use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
 use xentile::cross_entropy::{CrossEntropy, TokenFactors};
 use xentile::operation::{ArrayElement, Arrays, Operation, Pass, Problem};
@@ -75,6 +75,14 @@ struct Shape<'a> {
     shape: LogitsShape,
 }
 
+impl Shape<'_> {
+    /// What the loss is multiplied by: what is given, else what is asked for.
+    fn factor(&self, given: &Arrays<'_>) -> f64 {
+        let given = given.slice::<f32>("factor").map(|factor| f64::from(factor[0]));
+        given.unwrap_or_else(|| factor(self.problem))
+    }
+}
+
 struct Tiled<'a, E> {
     of: Shape<'a>,
     logits: &'a [E],
@@ -117,15 +125,16 @@ impl<E: Element + ArrayElement> Run for Tiled<'_, E> {
                 self.backward(given, results)
             }
             Pass::Fused => {
+                let factor = self.of.factor(given);
                 let reduce = Reduce {
                     reduction: reduction(self.of.problem).expect("a fused pass reduces"),
                     weights: given.slice("weights"),
-                    cotangent: self.of.problem.cotangent,
+                    cotangent: factor * self.of.problem.cotangent,
                 };
                 let [dlogits] = results.slices_mut(["dlogits"]);
                 let logits = InOut::apart(self.logits, dlogits.expect("a gradient to fill"));
                 let loss = self.kernel.value_and_grad(logits, reduce, TokenOutputs::default())?;
-                set_loss(results, loss);
+                set_loss(results, factor * loss);
                 Ok(())
             }
         }
@@ -198,12 +207,16 @@ impl<E: Element + ArrayElement> Run for NotTiled<'_, E> {
         let reduction = reduction(self.of.problem).expect("a fused pass reduces");
         let labels = self.dense.labels.into();
         let factors = TokenFactors::new(options, reduction, labels, given.slice("weights"))?;
-        let of = |token| self.of.problem.cotangent * factors.of(token);
+        let factor = self.of.factor(given);
+        let of = |token| match factors.of(token) {
+            0.0 => 0.0,
+            share => self.of.problem.cotangent * factor * share,
+        };
         let cotangents: Vec<_> = (0..self.of.shape.tokens())
             .map(|token| TokenCotangents { loss: of(token), ..TokenCotangents::default() })
             .collect();
         self.backward(&cotangents, results);
-        set_loss(results, factors.reduce(self.forward.iter().map(|token| token.loss)));
+        set_loss(results, factor * factors.reduce(self.forward.iter().map(|token| token.loss)));
         Ok(())
     }
 }

@@ -1,15 +1,20 @@
 //! The forward pass over a tile: for each row the sum of exponentials, relative to a shift.
 //!
 //! Any shift serves that keeps the sum in range, not only the maximum, so a row is read once: the
-//! first block's maximum becomes the shift, and a later block is done again, with a new shift, only
-//! where its maximum exceeds that by more than [`HEADROOM`]. (The usual online rescaling, Milakov
-//! and Gimelshein 2018, rescales whenever the maximum moves.)
+//! maximum of a block's first columns becomes its shift, and the block is done again, with a new
+//! shift, only where its maximum exceeds that by more than [`HEADROOM`]. (The usual online rescaling,
+//! Milakov and Gimelshein 2018, rescales whenever the maximum moves.)
+//!
+//! A block is summed by itself, and a row is its blocks' sums added up in their order. So blocks of a
+//! row may be summed at a time by several threads, and no bit depends on who does it.
+
+use std::ops::Range;
 
 use xentile::Element;
 
 use super::matrix::{Ahead, Matrix};
 use crate::Job;
-use crate::math::{EXP_SCALE, Exponential, Halves, exp, tanh_with_derivative};
+use crate::math::{EXP_SCALE, Exponential, Halves, capped_with_derivative, exp};
 use crate::simd::{MAX_CHUNK, Simd};
 
 /// How far a logit may exceed the shift: [`PANEL`] terms of `EXP_SCALE * e^32` are far below f32's
@@ -18,6 +23,10 @@ const HEADROOM: f32 = 32.0;
 
 /// Columns summed in f32 lanes before the sum goes to float64.
 const PANEL: usize = 4096;
+
+/// The columns of a block whose maximum is the first shift: enough for logits far apart, of standard
+/// deviation 45, to exceed it seldom by so much.
+const SAMPLE: usize = 1024;
 
 /// What the pass says of one row.
 #[derive(Clone, Debug)]
@@ -83,13 +92,27 @@ impl RowStatistics {
         f64::from(self.shift.unwrap_or(0.0)) + self.total / vocab as f64
     }
 
-    fn move_shift(&mut self, shift: f32) {
-        let change = f64::from(self.shift.unwrap_or(0.0)) - f64::from(shift);
-        if self.sum != 0.0 {
-            self.sum *= change.exp();
+    /// Adds what comes after: `next` is of the same row.
+    pub(super) fn add(&mut self, next: &Self) {
+        if let Some(shift) = next.shift
+            && self.shift.is_none_or(|own| shift > own)
+        {
+            let change = self.above(Some(shift));
+            if self.sum != 0.0 {
+                self.sum *= change.exp();
+            }
+            self.total += self.columns as f64 * change;
+            self.shift = Some(shift);
         }
-        self.total += self.columns as f64 * change;
-        self.shift = Some(shift);
+        let change = next.above(self.shift);
+        self.sum += if next.sum == 0.0 { 0.0 } else { next.sum * change.exp() };
+        self.total += next.total + next.columns as f64 * change;
+        self.columns += next.columns;
+    }
+
+    /// How far the shift lies above another; none stands for 0.
+    fn above(&self, shift: Option<f32>) -> f64 {
+        f64::from(self.shift.unwrap_or(0.0)) - f64::from(shift.unwrap_or(0.0))
     }
 }
 
@@ -103,6 +126,8 @@ pub(crate) struct Statistics<'a, E> {
     /// The tile's rows, updated.
     pub(super) rows: &'a mut [RowStatistics],
     pub(super) block_size: usize,
+    /// The blocks to look at, by number.
+    pub(super) blocks: Range<usize>,
     pub(super) softcap: Option<f64>,
     /// Whether the mean is wanted.
     pub(super) mean: bool,
@@ -128,8 +153,8 @@ impl<E: Element> Statistics<'_, E> {
     #[inline(always)]
     fn pass<S: Simd, const CAP: bool, const MEAN: bool>(self, s: S, cap: f32) {
         let vocab = self.matrix.shape().vocab();
-        let mut column = 0;
-        while column < vocab {
+        for block in self.blocks.clone() {
+            let column = block * self.block_size;
             let columns = self.block_size.min(vocab - column);
             for (row, token) in self.rows.iter_mut().zip(self.first..) {
                 if !row.wanted {
@@ -148,9 +173,8 @@ impl<E: Element> Statistics<'_, E> {
                     ahead: Ahead::new(self.matrix, token, self.ahead).from(column),
                 };
                 // SAFETY: as above; nobody writes logits in this pass.
-                unsafe { block.add_to(row) };
+                row.add(&unsafe { block.statistics() });
             }
-            column += columns;
         }
     }
 }
@@ -184,39 +208,33 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
     /// # Safety
     /// `logits` is valid for reads of `columns` elements.
     #[inline(always)]
-    unsafe fn add_to(&self, row: &mut RowStatistics) {
-        if row.shift.is_none() {
-            // SAFETY: the same contract.
-            let max = unsafe { self.max() };
-            // A block of nothing but -inf (or NaN) sums to 0 (or NaN) under any shift.
-            if max > f32::NEG_INFINITY {
-                row.move_shift(max);
-            }
-        }
+    unsafe fn statistics(&self) -> RowStatistics {
+        // SAFETY: the same contract.
+        let max = unsafe { self.max(SAMPLE.min(self.columns)) };
+        // Columns of nothing but -inf (or NaN) sum to 0 (or NaN) under any shift.
+        let mut shift = (max > f32::NEG_INFINITY).then_some(max);
         // Written once, as its code is long: a second round has a shift that no logit exceeds.
         loop {
             // SAFETY: the same contract.
-            let sums = unsafe { self.sums(row.shift.unwrap_or(0.0)) };
-            if row.shift.is_some_and(|shift| sums.max > shift + HEADROOM) {
-                row.move_shift(sums.max);
+            let sums = unsafe { self.sums(shift.unwrap_or(0.0)) };
+            if sums.max > shift.map_or(f32::NEG_INFINITY, |shift| shift + HEADROOM) {
+                shift = Some(sums.max);
                 continue;
             }
-            row.sum += sums.sum;
-            row.total += sums.total;
-            row.columns += self.columns;
-            return;
+            let Sums { sum, total, .. } = sums;
+            let columns = self.columns;
+            return RowStatistics { wanted: true, shift, sum, total, columns, label: None };
         }
     }
 
     #[inline(always)]
-    fn capped(&self, z: S::Vector) -> S::Vector {
+    fn capped<const N: usize>(&self, mut z: [S::Vector; N]) -> [S::Vector; N] {
         let s = self.simd;
         if CAP {
-            let [tanh, _] = tanh_with_derivative(s, s.div(z, s.splat(self.cap)));
-            s.mul(tanh, s.splat(self.cap))
-        } else {
-            z
+            let cap = [s.splat(self.cap), s.splat(1.0 / self.cap)];
+            [z, _] = capped_with_derivative(s, z, cap);
         }
+        z
     }
 
     /// Adds `N` vectors of logits to `lanes`, even ones to the first of each pair.
@@ -228,9 +246,9 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
         shift: S::Vector,
     ) {
         let s = self.simd;
+        z = self.capped(z);
         let mut distance = z;
         for i in 0..N {
-            z[i] = self.capped(z[i]);
             distance[i] = s.sub(z[i], shift);
             lanes.max[i % 2] = s.max(z[i], lanes.max[i % 2]);
         }
@@ -243,32 +261,33 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
         }
     }
 
-    /// The largest (capped) logit, NaN left aside.
+    /// The largest (capped) logit of the first `columns`, NaN left aside.
     ///
     /// # Safety
-    /// As for [`Self::add_to`].
+    /// As for [`Self::statistics`]; the block has so many columns.
     #[inline(always)]
-    unsafe fn max(&self) -> f32 {
+    unsafe fn max(&self, columns: usize) -> f32 {
         let s = self.simd;
         let mut max = [s.splat(f32::NEG_INFINITY); 2];
-        let whole = self.columns - self.columns % S::CHUNK;
+        let whole = columns - columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             // SAFETY: the chunk ends within the block.
             let z = unsafe { s.load(self.logits.add(column)) };
             max = [s.max(z[0], max[0]), s.max(z[1], max[1])];
         }
         let mut largest = s.largest(s.max(max[0], max[1]));
-        for column in whole..self.columns {
+        for column in whole..columns {
             // SAFETY: a column of the block.
             largest = largest.max(unsafe { *self.logits.add(column) }.to_f32());
         }
-        s.largest(self.capped(s.splat(largest)))
+        let [largest] = self.capped([s.splat(largest)]);
+        s.largest(largest)
     }
 
     /// Sums the block relative to `shift`.
     ///
     /// # Safety
-    /// As for [`Self::add_to`].
+    /// As for [`Self::statistics`].
     #[inline(always)]
     unsafe fn sums(&self, shift: f32) -> Sums {
         let mut sums = Sums { max: f32::NEG_INFINITY, sum: 0.0, total: 0.0 };
@@ -295,7 +314,7 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
     /// Adds whole chunks of columns.
     ///
     /// # Safety
-    /// As for [`Self::add_to`]; the range lies in the block and is whole chunks long.
+    /// As for [`Self::statistics`]; the range lies in the block and is whole chunks long.
     #[inline(always)]
     unsafe fn add_chunks(&self, sums: &mut Sums, start: usize, end: usize, shift: f32) {
         let s = self.simd;
@@ -347,7 +366,7 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
     /// computed there.
     ///
     /// # Safety
-    /// As for [`Self::add_to`]; the range lies in the block.
+    /// As for [`Self::statistics`]; the range lies in the block.
     #[inline(always)]
     unsafe fn add_ragged(&self, sums: &mut Sums, start: usize, end: usize, shift: f32) {
         let s = self.simd;
@@ -361,7 +380,7 @@ impl<S: Simd, E: Element, const CAP: bool, const MEAN: bool> Block<S, E, CAP, ME
         // SAFETY: the buffers hold the largest chunk there is.
         unsafe {
             let [a, b] = s.load(z.as_ptr());
-            let [a, b] = [self.capped(a), self.capped(b)];
+            let [a, b] = self.capped([a, b]);
             s.store([a, b], z.as_mut_ptr());
             let shift = s.splat(shift);
             s.store(exp(s, [s.sub(a, shift), s.sub(b, shift)]), exps.as_mut_ptr());

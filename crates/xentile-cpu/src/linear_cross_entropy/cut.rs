@@ -1,13 +1,13 @@
-//! How a problem is cut into slabs of columns, and what lies where in the scratch.
+//! How a problem is cut into blocks of columns, and what lies where in the scratch.
 
 use std::ops::Range;
 
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xentile::{DType, Error, Result};
 
-use super::product::Panels;
+use crate::product::Panels;
 
-/// Where what stands for the logits of a slab waits for their gradient, counted in elements.
+/// Where what stands for the logits of a column block waits for their gradient, counted in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kept {
     /// In the memory of dweight, which is written later.
@@ -18,33 +18,33 @@ pub(super) enum Kept {
 
 /// Some columns of all tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Slab {
+pub(super) struct ColumnBlock {
     pub(super) columns: Range<usize>,
     pub(super) kept: Option<Kept>,
 }
 
-/// The fewest columns of a slab that is kept in 16 bits, if there are more: origins take too much beside
-/// fewer.
+/// The fewest columns of a block that is kept in 16 bits, if there are more: shifts take too much
+/// beside fewer.
 const FEWEST_KEPT: usize = 16;
 
-/// Whether slabs of `columns` are kept, where there is room.
+/// Whether blocks of `columns` columns are kept, where there is room.
 pub(super) fn keeps(shape: LinearShape, dtype: DType, columns: usize) -> bool {
     dtype == DType::F32 || columns >= FEWEST_KEPT.min(shape.vocab())
 }
 
-/// Slabs of at most `columns` columns, none of them kept.
-pub(super) fn slabs(shape: LinearShape, columns: usize) -> Vec<Slab> {
+/// Blocks of at most `columns` columns, none of them kept.
+pub(super) fn column_blocks(shape: LinearShape, columns: usize) -> Vec<ColumnBlock> {
     pieces(0..shape.vocab(), columns).collect()
 }
 
-/// Slabs of which an element a logit is kept where there is room: in the memory of dweight `[V, D]`, and
-/// in `room` elements of the scratch.
+/// Column blocks of which an element for each logit is kept where there is room: in the memory of
+/// dweight `[V, D]`, and in `room` elements of the scratch.
 ///
-/// In the memory of dweight a slab is kept where its own gradient goes. Where there are more tokens
-/// than hidden columns that is not enough for it, and it takes the place of the next columns' too,
-/// which are made again or kept in the scratch. Gradients are made in the order of columns, so that
-/// nothing is written over before it is read.
-pub(super) fn keeping(shape: LinearShape, columns: usize, room: usize) -> Vec<Slab> {
+/// In the memory of dweight a column block is kept where its own gradient goes. Where there are more
+/// tokens than hidden columns that is not enough for it, and it takes the place of the next columns'
+/// too, which are made again or kept in the scratch. Gradients are made in the order of columns, so
+/// that nothing is written over before it is read.
+pub(super) fn keeping(shape: LinearShape, columns: usize, room: usize) -> Vec<ColumnBlock> {
     let ([tokens, width], vocab) = (shape.hidden(), shape.vocab());
     let mut found = Vec::new();
     let mut start = 0;
@@ -60,26 +60,26 @@ pub(super) fn keeping(shape: LinearShape, columns: usize, room: usize) -> Vec<Sl
         }
         let taken = (in_place * tokens).div_ceil(width).max(in_place);
         let kept = Some(Kept::InWeight(start * width));
-        found.push(Slab { columns: start..start + in_place, kept });
+        found.push(ColumnBlock { columns: start..start + in_place, kept });
         found.extend(pieces(start + in_place..start + taken, columns));
         start += taken;
     }
     let mut next = 0;
-    for slab in &mut found {
-        let elements = slab.columns.len() * tokens;
-        if slab.kept.is_none() && next + elements <= room {
-            slab.kept = Some(Kept::InScratch(next));
+    for block in &mut found {
+        let elements = block.columns.len() * tokens;
+        if block.kept.is_none() && next + elements <= room {
+            block.kept = Some(Kept::InScratch(next));
             next += elements;
         }
     }
     found
 }
 
-fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Slab> {
+fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = ColumnBlock> {
     let end = columns.end;
     columns
         .step_by(most)
-        .map(move |start| Slab { columns: start..end.min(start + most), kept: None })
+        .map(move |start| ColumnBlock { columns: start..end.min(start + most), kept: None })
 }
 
 /// Lengths in f32 of what lies in the scratch, one after the other.
@@ -87,15 +87,15 @@ fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Slab> {
 pub(super) struct Layout {
     /// Panels of hidden states, which the weight's gradient is a product of.
     pub(super) hidden: usize,
-    /// Panels of a slab of the weight, and later its gradient.
+    /// Panels of a column block of the weight, and later its gradient.
     pub(super) weight: usize,
     /// Logits.
     pub(super) logits: usize,
     /// Sums of the gradient of hidden states; nothing where these are f32.
     pub(super) dhidden: usize,
-    /// What is known of a token beside the softmax that is kept: its label's logit, and its origin in
-    /// each slab. Nothing where logits are kept themselves.
-    pub(super) origins: usize,
+    /// What is known of a token beside the softmax that is kept: its label's logit, and its shift in
+    /// each column block. Nothing where logits are kept themselves.
+    pub(super) shifts: usize,
 }
 
 impl Layout {
@@ -109,10 +109,10 @@ impl Layout {
         let for_logits = Panels::most_words(width, columns);
         let logits = tokens * columns;
         if !makes_gradients {
-            return Self { hidden: 0, weight: for_logits, logits, dhidden: 0, origins: 0 };
+            return Self { hidden: 0, weight: for_logits, logits, dhidden: 0, shifts: 0 };
         }
         let is_f32 = dtype == DType::F32;
-        let origins = match is_f32 || !keeps(shape, dtype, columns) {
+        let shifts = match is_f32 || !keeps(shape, dtype, columns) {
             true => 0,
             false => tokens * (keeping(shape, columns, 0).len() + 1),
         };
@@ -121,14 +121,14 @@ impl Layout {
             weight: for_logits.max(Panels::most_words(columns, width)),
             logits,
             dhidden: if is_f32 { 0 } else { tokens * width },
-            origins,
+            shifts,
         }
     }
 
     pub(super) fn bytes(self) -> usize {
-        let Self { hidden, weight, logits, dhidden, origins } = self;
+        let Self { hidden, weight, logits, dhidden, shifts } = self;
         // Scratch that begins within an f32 loses the rest of that.
-        (hidden + weight + logits + dhidden + origins + 1) * size_of::<f32>()
+        (hidden + weight + logits + dhidden + shifts + 1) * size_of::<f32>()
     }
 
     /// Checks that `actual` bytes are enough.
@@ -146,7 +146,7 @@ impl Layout {
         self.check(scratch.len())?;
         let offset = scratch.as_ptr().align_offset(align_of::<f32>());
         let (mut rest, kept) = scratch[offset..].split_at_mut(self.bytes() - size_of::<f32>());
-        let lengths = [self.hidden, self.weight, self.logits, self.dhidden, self.origins];
+        let lengths = [self.hidden, self.weight, self.logits, self.dhidden, self.shifts];
         let pieces = lengths.map(|length| {
             let (piece, others) = std::mem::take(&mut rest).split_at_mut(length * size_of::<f32>());
             rest = others;
@@ -172,16 +172,16 @@ mod tests {
 
     /// Walks gradients in order and sees that no logits are written over before they are read.
     fn check(shape: LinearShape, columns: usize, room: usize) {
-        let slabs = keeping(shape, columns, room);
+        let column_blocks = keeping(shape, columns, room);
         let (tokens, width) = (shape.tokens(), shape.width());
         let mut next = 0;
         let mut in_scratch = 0;
         let mut in_weight = 0;
-        for slab in &slabs {
-            assert_eq!(slab.columns.start, next);
-            assert!(!slab.columns.is_empty() && slab.columns.len() <= columns);
-            let elements = slab.columns.len() * tokens;
-            match slab.kept {
+        for block in &column_blocks {
+            assert_eq!(block.columns.start, next);
+            assert!(!block.columns.is_empty() && block.columns.len() <= columns);
+            let elements = block.columns.len() * tokens;
+            match block.kept {
                 Some(Kept::InWeight(first)) => {
                     assert!(first >= next * width && first >= in_weight);
                     in_weight = first + elements;
@@ -194,10 +194,10 @@ mod tests {
                 }
                 None => assert!(in_scratch + elements > room),
             }
-            next = slab.columns.end;
+            next = block.columns.end;
         }
         assert_eq!(next, shape.vocab());
-        let plain = super::slabs(shape, columns);
+        let plain = super::column_blocks(shape, columns);
         assert_eq!(plain.last().unwrap().columns.end, next);
     }
 
@@ -220,12 +220,16 @@ mod tests {
     #[test]
     fn what_does_not_fit_in_place_goes_to_the_scratch() {
         let kept = |tokens, room| {
-            let slabs = keeping(shape(tokens, 6, [24, 6]), 6, room);
-            let lengths = |wanted: fn(&Slab) -> bool| {
-                slabs.iter().filter(|slab| wanted(slab)).map(|slab| slab.columns.len()).sum()
+            let column_blocks = keeping(shape(tokens, 6, [24, 6]), 6, room);
+            let lengths = |wanted: fn(&ColumnBlock) -> bool| {
+                column_blocks
+                    .iter()
+                    .filter(|block| wanted(block))
+                    .map(|block| block.columns.len())
+                    .sum()
             };
-            let in_weight: usize = lengths(|slab| matches!(slab.kept, Some(Kept::InWeight(_))));
-            let in_scratch: usize = lengths(|slab| matches!(slab.kept, Some(Kept::InScratch(_))));
+            let in_weight: usize = lengths(|block| matches!(block.kept, Some(Kept::InWeight(_))));
+            let in_scratch: usize = lengths(|block| matches!(block.kept, Some(Kept::InScratch(_))));
             (in_weight, in_scratch)
         };
         assert_eq!(kept(6, 0), (24, 0));

@@ -1,7 +1,7 @@
-//! What is kept of a slab's logits in 16 bits: their unnormalised softmax, rounded once.
+//! What is kept of a column block's logits in 16 bits: their unnormalised softmax, rounded once.
 //!
-//! Each row of a slab has an origin of its own, which its largest element is near, so that no spread of
-//! logits is out of range, and which is put right when the row's factor is known. One origin a row and
+//! Each row of a block has a shift of its own, which its largest element is near, so that no spread of
+//! logits is out of range, and which is put right when the row's factor is known. One shift a row and
 //! tile is the technique of QuACK (Guo et al., 2025); here it need be no power of two, since the factor
 //! comes in f32.
 
@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use xentile::{DType, Element};
 
-use super::convert::{largest, narrow, scale, sum, widen};
 use crate::Isa;
+use crate::convert::{largest, narrow, scale, sum, widen};
 use crate::cross_entropy::{Kernel, Scaled};
 
 /// Numbers that are summed in f32 before the sum goes to float64.
@@ -28,8 +28,8 @@ fn exponent(dtype: DType) -> f64 {
     }
 }
 
-/// Sets `kept` to the unnormalised softmax of `columns` of the tokens from `first`, and `origins` to the
-/// origin of each, of `logits`, whose place is lost. Rows that do not `count` are 0.
+/// Sets `kept` to the unnormalised softmax of `columns` of the tokens from `first`, and `shifts` to the
+/// shift of each, of `logits`, whose place is lost. Rows that do not `count` are 0.
 pub(super) fn keep<E: Element>(
     isa: Isa,
     kernel: &Kernel<'_>,
@@ -37,16 +37,16 @@ pub(super) fn keep<E: Element>(
     counts: impl Fn(usize) -> bool,
     logits: &mut [f32],
     kept: &mut [E],
-    origins: &mut [f32],
+    shifts: &mut [f32],
 ) {
     let width = columns.len();
     let rows = logits.chunks_exact_mut(width).zip(kept.chunks_exact_mut(width));
-    for (token, ((logits, kept), origin)) in (first..).zip(rows.zip(origins)) {
+    for (token, ((logits, kept), shift)) in (first..).zip(rows.zip(shifts)) {
         let top = kernel.cap(if counts(token) { largest(isa, logits) } else { f32::NAN });
         if !top.is_finite() {
             // No gradient is made of it.
             kept.fill(E::from_f32(0.0));
-            *origin = f32::NEG_INFINITY;
+            *shift = f32::NEG_INFINITY;
             continue;
         }
         let is_masked = |&(_, &z): &(usize, &f32)| z == f32::NEG_INFINITY;
@@ -60,7 +60,7 @@ pub(super) fn keep<E: Element>(
         // What rounding made of the sum, which no more than a unit of it can be, is put right with the
         // factor. It is more only where a softcap leaves nothing but numbers with few bits.
         let is_rounding = (ratio - 1.0).abs() <= E::DTYPE.ulp(1.0);
-        *origin = (top + if is_rounding { ratio.ln() } else { 0.0 }) as f32;
+        *shift = (top + if is_rounding { ratio.ln() } else { 0.0 }) as f32;
         for column in masked {
             kept[column] = E::from_f32(MASKED);
         }

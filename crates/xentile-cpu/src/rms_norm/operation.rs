@@ -3,11 +3,11 @@
 use xentile::operation::{Array, ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::rms_norm::NormShape;
 use xentile::rms_norm::operation::{OPERATION, options, shape};
-use xentile::{Element, Result, Tile, by_dtype};
+use xentile::{Element, Result, by_dtype};
 
 use super::{Gradient, Kernel, Launch, PartialSums, Weight};
+use crate::InOut;
 use crate::operation::{Kernels, Run};
-use crate::{InOut, operation};
 
 /// The kernels of RMSNorm.
 pub(crate) const KERNELS: OfRows = OfRows;
@@ -23,24 +23,19 @@ impl Kernels for OfRows {
         OPERATION.name()
     }
 
-    fn tile(&self, _: &Problem) -> Result<Option<Tile>> {
-        Ok(None)
-    }
-
     fn open<'a>(
         &self,
         problem: &'a Problem,
         inputs: &'a Arrays<'a>,
-        launch: operation::Launch<'a>,
+        launch: Launch<'a>,
     ) -> Result<Box<dyn Run + 'a>> {
-        let operation::Launch { isa, pool } = launch;
         let weight = match inputs.get("weight") {
             Some(Array::Bf16(weight)) => Weight::Bf16(weight),
             Some(Array::F16(weight)) => Weight::F16(weight),
             _ => Weight::F32(inputs.expect("weight")),
         };
         let shape = shape(problem)?;
-        let kernel = Kernel::new(options(problem), shape, weight, Launch { isa, pool })?;
+        let kernel = Kernel::new(options(problem), shape, weight, launch)?;
         Ok(by_dtype!(problem.dtype, E => Box::new(Rows {
             kernel,
             shape,

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use xentile::{DType, Element};
 
-use super::{MAX_LANES, Simd};
+use super::{Fp8, MAX_LANES, Simd};
 use crate::Job;
 use crate::math::table_of_powers;
 
@@ -77,6 +77,58 @@ fn mul_add_to(mut a: __m256, b: __m256, c: &__m256) -> __m256 {
             b = in(ymm_reg) b, options(pure, readonly, nostack, preserves_flags));
     }
     a
+}
+
+/// `bits` in every lane.
+#[inline(always)]
+fn splat(bits: u32) -> __m256i {
+    register!(_mm256_set1_epi32(bits as i32))
+}
+
+/// The bits of each lane without those of the mantissa that a format of 8 bits drops.
+#[inline(always)]
+fn without_dropped<const E5M2: bool>(x: __m256i) -> __m256i {
+    if E5M2 { register!(_mm256_srli_epi32::<21>(x)) } else { register!(_mm256_srli_epi32::<20>(x)) }
+}
+
+/// The bits of each lane in 8, in its lowest byte: the others are 0.
+#[inline(always)]
+fn round_to_fp8<const E5M2: bool>(x: __m256) -> __m256i {
+    let bits = register!(_mm256_castps_si256(x));
+    register!({
+        let magnitude = _mm256_and_si256(bits, splat(0x7fff_ffff));
+        let cut = _mm256_min_epu32(magnitude, splat(Fp8::<E5M2>::LARGEST));
+        let odd = _mm256_and_si256(without_dropped::<E5M2>(cut), splat(1));
+        let sum = _mm256_add_epi32(_mm256_add_epi32(cut, splat(Fp8::<E5M2>::ROUNDED)), odd);
+        let normal = without_dropped::<E5M2>(sum);
+        let aligned = splat(Fp8::<E5M2>::ALIGNED);
+        let sum = _mm256_add_ps(_mm256_castsi256_ps(cut), _mm256_castsi256_ps(aligned));
+        let small = _mm256_sub_epi32(_mm256_castps_si256(sum), aligned);
+        let is_small = _mm256_cmpgt_epi32(splat(Fp8::<E5M2>::LEAST_NORMAL), cut);
+        let found = _mm256_blendv_epi8(normal, small, is_small);
+        let is_nan = _mm256_cmpgt_epi32(magnitude, splat(0x7f80_0000));
+        let found = _mm256_blendv_epi8(found, splat(Fp8::<E5M2>::NAN), is_nan);
+        _mm256_or_si256(found, _mm256_and_si256(_mm256_srli_epi32::<24>(bits), splat(0x80)))
+    })
+}
+
+/// A chunk in 8 bits, in the order of elements.
+#[inline(always)]
+fn packed_fp8<E: Element, const E5M2: bool>(chunk: [__m256; 2]) -> __m128i {
+    let (first, second) = (round_to_fp8::<E5M2>(chunk[0]), round_to_fp8::<E5M2>(chunk[1]));
+    register!({
+        // Each half of a register packs its own.
+        let halves = if E::DTYPE == DType::Bf16 {
+            // Even and odd elements, in pairs.
+            let pairs = _mm256_or_si256(first, _mm256_slli_epi32::<8>(second));
+            _mm256_packus_epi32(pairs, pairs)
+        } else {
+            let words = _mm256_packus_epi32(first, second);
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+            _mm256_packus_epi16(words, words)
+        };
+        _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b10_00>(halves))
+    })
 }
 
 impl Simd for Avx2 {
@@ -179,8 +231,18 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn all(self, mask: __m256) -> bool {
+        register!(_mm256_movemask_ps(mask) == 0xff)
+    }
+
+    #[inline(always)]
     fn select(self, mask: __m256, yes: __m256, no: __m256) -> __m256 {
         register!(_mm256_blendv_ps(no, yes, mask))
+    }
+
+    #[inline(always)]
+    fn swap_pairs(self, x: __m256) -> __m256 {
+        register!(_mm256_permute_ps::<0b10_11_00_01>(x))
     }
 
     #[inline(always)]
@@ -232,6 +294,24 @@ impl Simd for Avx2 {
                 _mm256_stream_si256(to.cast(), narrow::<E>(chunk));
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn store_fp8<E: Element, const E5M2: bool>(self, chunk: [__m256; 2], to: *mut u8) {
+        // SAFETY: features as for `register!`; the caller vouches for 16 bytes at `to`.
+        unsafe { _mm_storeu_si128(to.cast(), packed_fp8::<E, E5M2>(chunk)) };
+    }
+
+    #[inline(always)]
+    unsafe fn stream_fp8<E: Element, const E5M2: bool>(
+        self,
+        chunks: [[__m256; 2]; 2],
+        to: *mut u8,
+    ) {
+        let low = packed_fp8::<E, E5M2>(chunks[0]);
+        let high = packed_fp8::<E, E5M2>(chunks[1]);
+        // SAFETY: features as for `register!`; the caller vouches for 32 bytes at `to`, aligned.
+        unsafe { _mm256_stream_si256(to.cast(), _mm256_set_m128i(high, low)) };
     }
 
     #[inline(always)]

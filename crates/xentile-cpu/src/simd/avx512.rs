@@ -5,7 +5,7 @@ use std::mem::transmute;
 
 use xentile::{DType, Element};
 
-use super::{MAX_LANES, MulAdd, Simd};
+use super::{Fp8, MAX_LANES, MulAdd, Simd};
 use crate::math::table_of_powers;
 
 /// Proof that the processor has AVX-512 F, BW, VL and DQ.
@@ -81,6 +81,53 @@ fn interleave_bf16([even, odd]: [__m512; 2]) -> __m512i {
 #[inline(always)]
 fn to_f16(x: __m512) -> __m256i {
     register!(_mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+}
+
+/// `bits` in every lane.
+#[inline(always)]
+fn splat(bits: u32) -> __m512i {
+    register!(_mm512_set1_epi32(bits as i32))
+}
+
+/// The bits of each lane without those of the mantissa that a format of 8 bits drops.
+#[inline(always)]
+fn without_dropped<const E5M2: bool>(x: __m512i) -> __m512i {
+    if E5M2 { register!(_mm512_srli_epi32::<21>(x)) } else { register!(_mm512_srli_epi32::<20>(x)) }
+}
+
+/// The bits of each lane in 8, in its lowest byte: the others are 0.
+#[inline(always)]
+fn round_to_fp8<const E5M2: bool>(x: __m512) -> __m512i {
+    let bits = register!(_mm512_castps_si512(x));
+    register!({
+        let magnitude = _mm512_and_si512(bits, splat(0x7fff_ffff));
+        let cut = _mm512_min_epu32(magnitude, splat(Fp8::<E5M2>::LARGEST));
+        let odd = _mm512_and_si512(without_dropped::<E5M2>(cut), splat(1));
+        let sum = _mm512_add_epi32(_mm512_add_epi32(cut, splat(Fp8::<E5M2>::ROUNDED)), odd);
+        let normal = without_dropped::<E5M2>(sum);
+        let aligned = splat(Fp8::<E5M2>::ALIGNED);
+        let sum = _mm512_add_ps(_mm512_castsi512_ps(cut), _mm512_castsi512_ps(aligned));
+        let is_small = _mm512_cmplt_epu32_mask(cut, splat(Fp8::<E5M2>::LEAST_NORMAL));
+        let found = _mm512_mask_sub_epi32(normal, is_small, _mm512_castps_si512(sum), aligned);
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        let found = _mm512_mask_mov_epi32(found, is_nan, splat(Fp8::<E5M2>::NAN));
+        // (bits >> 24 & 0x80) | found
+        _mm512_ternarylogic_epi32::<0xf8>(found, _mm512_srli_epi32::<24>(bits), splat(0x80))
+    })
+}
+
+/// A chunk in 8 bits, in the order of elements.
+#[inline(always)]
+fn packed_fp8<E: Element, const E5M2: bool>(chunk: [__m512; 2]) -> __m256i {
+    let (first, second) = (round_to_fp8::<E5M2>(chunk[0]), round_to_fp8::<E5M2>(chunk[1]));
+    register!({
+        if E::DTYPE == DType::Bf16 {
+            // Even and odd elements.
+            return _mm512_cvtepi32_epi16(_mm512_or_si512(first, _mm512_slli_epi32::<8>(second)));
+        }
+        let low = _mm256_castsi128_si256(_mm512_cvtepi32_epi8(first));
+        _mm256_inserti128_si256::<1>(low, _mm512_cvtepi32_epi8(second))
+    })
 }
 
 /// The transposed of each of 16 blocks of 4 by 4 numbers, where they are.
@@ -224,8 +271,71 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn all(self, mask: __mmask16) -> bool {
+        mask == !0
+    }
+
+    #[inline(always)]
     fn select(self, mask: __mmask16, yes: __m512, no: __m512) -> __m512 {
         register!(_mm512_mask_blend_ps(mask, no, yes))
+    }
+
+    #[inline(always)]
+    fn swap_pairs(self, x: __m512) -> __m512 {
+        register!(_mm512_permute_ps::<0b10_11_00_01>(x))
+    }
+
+    #[inline(always)]
+    fn sum(self, x: __m512) -> f64 {
+        register!({
+            let low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+            let high = _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(x));
+            _mm512_reduce_add_pd(_mm512_add_pd(low, high))
+        })
+    }
+
+    #[inline(always)]
+    fn largest(self, x: __m512) -> f32 {
+        // In this order NaN is left aside.
+        register!(_mm512_reduce_max_ps(_mm512_max_ps(x, self.splat(f32::NEG_INFINITY))))
+    }
+
+    #[inline(always)]
+    unsafe fn load_part<E: Element>(self, from: *const E, count: usize, rest: E) -> [__m512; 2] {
+        let mask = ((1_u64 << count) - 1) as u32;
+        // SAFETY: features as for `register!`; masked elements are not read.
+        unsafe {
+            if E::DTYPE == DType::F32 {
+                let (from, rest) = (from.cast::<f32>(), self.splat(rest.to_f32()));
+                return [
+                    _mm512_mask_loadu_ps(rest, mask as u16, from),
+                    _mm512_mask_loadu_ps(rest, (mask >> 16) as u16, from.wrapping_add(16)),
+                ];
+            }
+            let mut buffer = [rest; 32];
+            let padded = _mm512_loadu_si512(buffer.as_ptr().cast());
+            let all = _mm512_mask_loadu_epi16(padded, mask, from.cast());
+            _mm512_storeu_si512(buffer.as_mut_ptr().cast(), all);
+            self.load(buffer.as_ptr())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_part<E: Element>(self, chunk: [__m512; 2], to: *mut E, count: usize) {
+        let mask = ((1_u64 << count) - 1) as u32;
+        // SAFETY: features as for `register!`; masked elements are not written.
+        unsafe {
+            if E::DTYPE == DType::F32 {
+                let to = to.cast::<f32>();
+                _mm512_mask_storeu_ps(to, mask as u16, chunk[0]);
+                _mm512_mask_storeu_ps(to.wrapping_add(16), (mask >> 16) as u16, chunk[1]);
+                return;
+            }
+            let mut buffer = [E::from_f32(0.0); 32];
+            self.store(chunk, buffer.as_mut_ptr());
+            let all = _mm512_loadu_si512(buffer.as_ptr().cast());
+            _mm512_mask_storeu_epi16(to.cast(), mask, all);
+        }
     }
 
     #[inline(always)]
@@ -287,6 +397,27 @@ impl Simd for Avx512 {
                     _mm512_stream_si512(to.cast(), both);
                 }
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_fp8<E: Element, const E5M2: bool>(self, chunk: [__m512; 2], to: *mut u8) {
+        // SAFETY: features as for `register!`; the caller vouches for 32 bytes at `to`.
+        unsafe { _mm256_storeu_si256(to.cast(), packed_fp8::<E, E5M2>(chunk)) };
+    }
+
+    #[inline(always)]
+    unsafe fn stream_fp8<E: Element, const E5M2: bool>(
+        self,
+        chunks: [[__m512; 2]; 2],
+        to: *mut u8,
+    ) {
+        let low = packed_fp8::<E, E5M2>(chunks[0]);
+        let high = packed_fp8::<E, E5M2>(chunks[1]);
+        // SAFETY: features as for `register!`; the caller vouches for 64 bytes at `to`, on a line.
+        unsafe {
+            let line = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+            _mm512_stream_si512(to.cast(), line);
         }
     }
 

@@ -26,7 +26,7 @@ pub(crate) use avx512::{Avx512, PairsOfBf16};
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
 
-use xentile::Element;
+use xentile::{DType, Element};
 
 use crate::Job;
 
@@ -72,6 +72,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const HALVES: bool = false;
     /// Whether [`stream`](Self::stream) is another thing than [`store`](Self::store).
     const STREAMS: bool = true;
+    /// Whether a chunk of bf16 has even elements in one vector and odd ones in the other.
+    const SPLITS_BF16: bool = true;
     /// Elements of a chunk.
     const CHUNK: usize = 2 * Self::LANES;
 
@@ -112,8 +114,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn copysign(self, magnitude: Self::Vector, sign: Self::Vector) -> Self::Vector;
     /// `a < b`; false where either is NaN.
     fn less(self, a: Self::Vector, b: Self::Vector) -> Self::Mask;
+    /// Whether `mask` holds in every lane.
+    fn all(self, mask: Self::Mask) -> bool;
     /// `yes` where `mask` holds, else `no`.
     fn select(self, mask: Self::Mask, yes: Self::Vector, no: Self::Vector) -> Self::Vector;
+    /// Each lane with an even number in the place of the next, and that in its own.
+    fn swap_pairs(self, x: Self::Vector) -> Self::Vector;
 
     /// Reads a chunk.
     ///
@@ -128,6 +134,49 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `to` is valid for writes of [`CHUNK`](Self::CHUNK) elements.
     unsafe fn store<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E);
+
+    /// Reads the first `count` elements of a chunk, with `rest` for those after them.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `count` elements, which are at most a chunk.
+    #[inline(always)]
+    unsafe fn load_part<E: Element>(
+        self,
+        from: *const E,
+        count: usize,
+        rest: E,
+    ) -> [Self::Vector; 2] {
+        let mut buffer = [rest; MAX_CHUNK];
+        // SAFETY: the caller's, and the buffer holds the largest chunk there is.
+        unsafe {
+            from.copy_to_nonoverlapping(buffer.as_mut_ptr(), count);
+            self.load(buffer.as_ptr())
+        }
+    }
+
+    /// Writes the first `count` elements of a chunk, as [`store`](Self::store) does.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of `count` elements, which are at most a chunk.
+    #[inline(always)]
+    unsafe fn store_part<E: Element>(self, chunk: [Self::Vector; 2], to: *mut E, count: usize) {
+        let mut buffer = [E::from_f32(0.0); MAX_CHUNK];
+        // SAFETY: as for `load_part`.
+        unsafe {
+            self.store(chunk, buffer.as_mut_ptr());
+            buffer.as_ptr().copy_to_nonoverlapping(to, count);
+        }
+    }
+
+    /// Where a chunk of `E` has its element `index`: in lane `place % LANES` of vector `place / LANES`.
+    #[inline(always)]
+    fn place<E: Element>(index: usize) -> usize {
+        if Self::SPLITS_BF16 && E::DTYPE == DType::Bf16 {
+            index % 2 * Self::LANES + index / 2
+        } else {
+            index
+        }
+    }
 
     /// Writes a chunk as [`store`](Self::store) does, past the caches where the instruction set
     /// can: nothing is read from memory to make room for it. A [`fence`](Self::fence) must follow
@@ -151,6 +200,41 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// The nearest number of bf16, a tie going to even; a NaN stays one that has any of its upper bits
     /// of payload set.
     fn to_bf16(self, x: Self::Vector) -> Self::Vector;
+
+    /// Writes a chunk that was read as `E` in 8 bits an element, in order: with 5 bits of exponent and 2
+    /// of mantissa, or with 4 and 3. Numbers are rounded to nearest, a tie to even, and those past the
+    /// largest finite one are that. A NaN stays NaN, of its sign.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of [`CHUNK`](Self::CHUNK) bytes.
+    #[inline(always)]
+    unsafe fn store_fp8<E: Element, const E5M2: bool>(self, chunk: [Self::Vector; 2], to: *mut u8) {
+        let halves = [self.to_array(chunk[0]), self.to_array(chunk[1])];
+        for index in 0..Self::CHUNK {
+            let place = Self::place::<E>(index);
+            let x = halves[place / Self::LANES][place % Self::LANES];
+            // SAFETY: the caller's, as there are no more than a chunk.
+            unsafe { *to.add(index) = to_fp8::<E5M2>(x) };
+        }
+    }
+
+    /// Writes two chunks as [`store_fp8`](Self::store_fp8) does, past the caches where the instruction set
+    /// can, as [`stream`](Self::stream) does.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of twice [`CHUNK`](Self::CHUNK) bytes, and lies on a multiple of 64.
+    #[inline(always)]
+    unsafe fn stream_fp8<E: Element, const E5M2: bool>(
+        self,
+        chunks: [[Self::Vector; 2]; 2],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            self.store_fp8::<E, E5M2>(chunks[0], to);
+            self.store_fp8::<E, E5M2>(chunks[1], to.add(Self::CHUNK));
+        }
+    }
 
     /// Asks for the cache line of `at`, which need not be readable, in the second-level cache.
     fn prefetch(self, at: *const u8);
@@ -179,7 +263,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Sums the lanes in float64, in lane order.
+    /// Sums the lanes in float64, in an order of the instruction set's.
     #[inline(always)]
     fn sum(self, x: Self::Vector) -> f64 {
         self.to_array(x)[..Self::LANES].iter().map(|&lane| f64::from(lane)).sum()
@@ -190,6 +274,45 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn largest(self, x: Self::Vector) -> f32 {
         self.to_array(x)[..Self::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
+}
+
+/// What rounding to 8 bits needs to know of a format with 5 bits of exponent, or with 4.
+pub(crate) struct Fp8<const E5M2: bool>;
+
+impl<const E5M2: bool> Fp8<E5M2> {
+    /// Bits of f32's mantissa that are dropped.
+    pub(crate) const DROPPED: u32 = if E5M2 { 21 } else { 20 };
+    /// What is added to the bits of a normal number, beside the last one that is kept, before others are
+    /// dropped: for rounding to nearest, and from f32's bias of the exponent to the format's.
+    pub(crate) const ROUNDED: u32 = ((1 << (Self::DROPPED - 1)) - 1_u32).wrapping_sub(if E5M2 {
+        (127 - 15) << 23
+    } else {
+        (127 - 7) << 23
+    });
+    /// The bits of the largest number in f32.
+    pub(crate) const LARGEST: u32 = if E5M2 { 57344_f32.to_bits() } else { 448_f32.to_bits() };
+    /// The bits of the least normal number in f32.
+    pub(crate) const LEAST_NORMAL: u32 = (127 - if E5M2 { 14 } else { 6 }) << 23;
+    /// The bits of the power of two whose sum with what is less than a normal number is rounded to the
+    /// format.
+    pub(crate) const ALIGNED: u32 = Self::LEAST_NORMAL + (Self::DROPPED << 23);
+    /// The bits of NaN.
+    pub(crate) const NAN: u32 = if E5M2 { 0x7e } else { 0x7f };
+}
+
+/// The bits of `x` in 8: see [`Simd::store_fp8`].
+#[inline(always)]
+fn to_fp8<const E5M2: bool>(x: f32) -> u8 {
+    type Of<const E5M2: bool> = Fp8<E5M2>;
+    let magnitude = x.to_bits() & 0x7fff_ffff;
+    let cut = magnitude.min(Of::<E5M2>::LARGEST);
+    let odd = cut >> Of::<E5M2>::DROPPED & 1;
+    let normal = cut.wrapping_add(Of::<E5M2>::ROUNDED + odd) >> Of::<E5M2>::DROPPED;
+    let sum = f32::from_bits(cut) + f32::from_bits(Of::<E5M2>::ALIGNED);
+    let small = sum.to_bits().wrapping_sub(Of::<E5M2>::ALIGNED);
+    let bits = if cut < Of::<E5M2>::LEAST_NORMAL { small } else { normal };
+    let bits = if magnitude > 0x7f80_0000 { Of::<E5M2>::NAN } else { bits };
+    (x.to_bits() >> 24 & 0x80 | bits) as u8
 }
 
 /// What a product adds to a sum in each lane, of words of 32 bits.

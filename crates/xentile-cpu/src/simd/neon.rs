@@ -119,8 +119,18 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn all(self, mask: uint32x4_t) -> bool {
+        register!(vminvq_u32(mask) != 0)
+    }
+
+    #[inline(always)]
     fn select(self, mask: uint32x4_t, yes: float32x4_t, no: float32x4_t) -> float32x4_t {
         register!(vbslq_f32(mask, yes, no))
+    }
+
+    #[inline(always)]
+    fn swap_pairs(self, x: float32x4_t) -> float32x4_t {
+        register!(vrev64q_f32(x))
     }
 
     #[inline(always)]

@@ -41,6 +41,7 @@ impl Simd for Portable {
     const FUSED: bool = false;
     const TABLE_BITS: u32 = 0;
     const STREAMS: bool = false;
+    const SPLITS_BF16: bool = false;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::Vector {
@@ -112,8 +113,18 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn all(self, mask: Self::Mask) -> bool {
+        mask == [true; LANES]
+    }
+
+    #[inline(always)]
     fn select(self, mask: Self::Mask, yes: Self::Vector, no: Self::Vector) -> Self::Vector {
         std::array::from_fn(|lane| if mask[lane] { yes[lane] } else { no[lane] })
+    }
+
+    #[inline(always)]
+    fn swap_pairs(self, x: Self::Vector) -> Self::Vector {
+        std::array::from_fn(|lane| x[lane ^ 1])
     }
 
     #[inline(always)]

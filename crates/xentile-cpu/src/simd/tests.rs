@@ -8,9 +8,9 @@ use crate::{Isa, Job};
 /// All values of a 16-bit format, or a spread of f32 with every exponent.
 fn every<E: Element>() -> Vec<E> {
     let wide = |bits: u32| match E::DTYPE {
-        xentile::DType::F32 => f32::from_bits(bits << 16 | bits.wrapping_mul(40_503) & 0xffff),
-        xentile::DType::Bf16 => bf16::from_bits(bits as u16).to_f32(),
-        xentile::DType::F16 => f16::from_bits(bits as u16).to_f32(),
+        DType::F32 => f32::from_bits(bits << 16 | bits.wrapping_mul(40_503) & 0xffff),
+        DType::Bf16 => bf16::from_bits(bits as u16).to_f32(),
+        DType::F16 => f16::from_bits(bits as u16).to_f32(),
     };
     (0..=0xffff).map(wide).filter(|x| !x.is_nan()).map(E::from_f32).collect()
 }
@@ -95,7 +95,7 @@ fn stores_round_to_nearest<E: Element>() {
         }
         for (chunk, &x) in stored.chunks_exact(isa.run(Chunk)).zip(&values) {
             let mut expected = E::from_f32(x);
-            if E::DTYPE == xentile::DType::Bf16 && x.to_bits() & 0xffff == 0x8000 {
+            if E::DTYPE == DType::Bf16 && x.to_bits() & 0xffff == 0x8000 {
                 // A tie, away from 0.
                 expected = E::from_f32(f32::from_bits(x.to_bits() + 1));
             }
@@ -183,6 +183,30 @@ fn comparisons_follow_their_contract() {
         assert_eq!([max, kept, less], [1.0, 7.0, 0.0], "{isa}");
         let [max, kept, less, sign, abs] = isa.run(Bounds(inf, -inf));
         assert_eq!([max, kept, less, sign, abs], [inf, 7.0, 0.0, -inf, inf], "{isa}");
+    }
+}
+
+/// The lanes of a vector that are swapped.
+struct Swap;
+
+impl Job for Swap {
+    type Output = Vec<f32>;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Vec<f32> {
+        let lanes: [f32; 2 * MAX_LANES] = std::array::from_fn(|lane| lane as f32);
+        // SAFETY: a chunk is at most as long.
+        let [first, _] = unsafe { s.load(lanes.as_ptr()) };
+        s.to_array(s.swap_pairs(first))[..S::LANES].to_vec()
+    }
+}
+
+#[test]
+fn neighbours_are_swapped() {
+    for isa in Isa::available() {
+        let lanes = isa.run(Swap);
+        let right: Vec<_> = (0..lanes.len()).map(|lane| (lane ^ 1) as f32).collect();
+        assert_eq!(lanes, right, "{isa}");
     }
 }
 

@@ -33,15 +33,20 @@ mirror! {
         chunk_vectors: u32,
         chunks: u32,
         slots: u32,
+        columns_of_pieces: u32,
+        pieces_of_a_column: u32,
+        lanes: u32,
+        whole_vectors: u32,
     }
 }
 
-// See kernels/ring.cuh, row.cuh, flat.cuh and plain.cuh.
+// See kernels/ring.cuh, row.cuh, packed.cuh, flat.cuh and plain.cuh.
 numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
     LINE: u32 = kLine, 8;
     FLAT_THREADS: u32 = kFlatThreads, 64;
     FLAT_BATCH: u32 = kFlatBatch, 16;
+    PACKED_THREADS: u32 = kPackedThreads, 256;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
 }

@@ -8,11 +8,19 @@
 //! chunk more; the forward pass, which looks at a chunk once, needs two.
 //!
 //! The backward pass takes tiles of rows instead, one a CTA and as even as lines allow.
+//!
+//! Where tokens are fewer than multiprocessors, the chunks of a row are spread over a wider cluster, or
+//! cut into more tiles. Sums keep the order that they have where tokens are many: T decides no bit.
+//!
+//! Vocabularies of up to `PACKED_VOCAB` have whole rows to a CTA, as many as make a span of memory
+//! that ends at vectors, sectors if it can.
 
 use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
-use super::arguments::{FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PLAIN_THREADS, TABLES};
+use super::arguments::{
+    FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PACKED_THREADS, PLAIN_THREADS, TABLES,
+};
 use crate::{Device, Limits};
 
 /// The name of this operation's table of tuned tiles.
@@ -25,8 +33,24 @@ const NEAR: f64 = 0.02;
 pub(crate) const PLAIN_CTAS: u32 = 3;
 
 const VECTOR_BYTES: u32 = 16;
+/// The largest vocabulary whose rows are packed.
+const PACKED_VOCAB: usize = 4096;
+/// Bytes that a CTA of the packed schedule takes about, and those from which it has all its threads.
+const PACKED_BYTES: usize = 18_432;
+const PACKED_MANY: usize = 32_768;
+/// What a row has beside its logits there, and the barrier at the end.
+const PACKED_ROW_BYTES: u32 = 40;
+const BARRIER_BYTES: u32 = 8;
+/// Bytes that memory writes at once.
+const SECTOR_BYTES: usize = 32;
+
+/// CTAs of a cluster that every device with clusters has room for, and of the widest one.
+pub(crate) const PORTABLE_CTAS: u32 = 8;
+const WIDEST: u32 = 16;
 /// CTAs of a cluster.
 const CTAS: [u32; 4] = [1, 2, 4, 8];
+/// Warps of a CTA, at most.
+const MAX_WARPS: u32 = 16;
 /// Slots of a warp's ring, at most.
 const MAX_SLOTS: u32 = 32;
 /// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
@@ -44,6 +68,17 @@ pub struct Shape {
     pub dtype: DType,
     /// V.
     pub vocab: usize,
+    /// Whether rows are whole and lie without gaps.
+    pub is_whole: bool,
+    /// Multiprocessors for each row, as [`room`] counts them.
+    pub room: u32,
+}
+
+/// Multiprocessors that there are for each of so many rows, rounded down to a power of two.
+#[must_use]
+pub fn room(limits: Limits, tokens: usize) -> u32 {
+    let each = limits.multiprocessors as usize / tokens.max(1);
+    1 << each.max(1).ilog2()
 }
 
 /// How a pass is laid out.
@@ -53,8 +88,45 @@ pub enum Plan {
     Ring(Ring),
     /// Tiles of rows, each a CTA's, that know nothing of each other.
     Flat(Flat),
+    /// Whole rows of a small vocabulary to a CTA.
+    Packed(Packed),
     /// A CTA takes a row, and reads it twice where it needs to.
     Plain,
+}
+
+/// The layout of whole rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// Rows of a CTA: its tokens.
+    pub rows: u32,
+    /// The fewest of them that end at a vector.
+    pub unit: u32,
+    /// Lanes of a row.
+    pub lanes: u32,
+    /// Whether every row is whole vectors.
+    pub whole_vectors: bool,
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Columns of a row, and its bytes.
+    pub columns: u32,
+    row_bytes: u32,
+}
+
+impl Packed {
+    /// Shared memory of a CTA: the rows, what is kept of each beside, and a barrier.
+    #[must_use]
+    pub fn shared_bytes(&self) -> u32 {
+        let tile = (self.rows * self.row_bytes).next_multiple_of(VECTOR_BYTES);
+        tile + self.rows * PACKED_ROW_BYTES + BARRIER_BYTES
+    }
+
+    /// The same with fewer rows, where so few tokens leave multiprocessors without any.
+    #[must_use]
+    pub fn for_tokens(self, tokens: usize, multiprocessors: u32) -> Self {
+        let share = tokens.div_ceil(2 * multiprocessors.max(1) as usize);
+        let share = share.next_multiple_of(self.unit as usize);
+        Self { rows: u32::try_from(share).map_or(self.rows, |share| share.min(self.rows)), ..self }
+    }
 }
 
 /// The layout of tiles.
@@ -85,6 +157,10 @@ pub struct Ring {
     pub time_block: u32,
     /// Shared memory of a CTA.
     pub shared_bytes: u32,
+    /// Columns of pieces that a row's sum is made of. A warp holds one where there are as many.
+    pub columns: u32,
+    /// Pieces of a column.
+    pub pieces: u32,
 }
 
 impl Plan {
@@ -95,6 +171,10 @@ impl Plan {
         let (time_block, vectors) = match self {
             Self::Ring(ring) => (ring.time_block, ring.step_vectors()),
             Self::Flat(flat) => (flat.time_block, flat.tile_vectors),
+            Self::Packed(packed) => {
+                return Tile::new(packed.rows as usize, packed.columns as usize)
+                    .expect("rows of no columns are not planned for");
+            }
             Self::Plain => (1, PLAIN_THREADS),
         };
         Tile::new(time_block as usize, (vectors * per_vector(dtype)) as usize)
@@ -106,6 +186,34 @@ impl Ring {
     /// Vectors that move in one step.
     fn step_vectors(&self) -> u32 {
         self.warps * self.ctas * self.chunk_vectors
+    }
+
+    /// Whether a column of pieces is spread over several warps.
+    pub(crate) fn is_spread(&self) -> bool {
+        self.warps * self.ctas != self.columns
+    }
+
+    /// The same sums in narrower clusters.
+    pub(crate) fn narrower(self) -> impl Iterator<Item = Self> {
+        let halves = std::iter::successors(Some(self.ctas), |ctas| Some(ctas / 2));
+        halves.skip(1).take_while(|ctas| *ctas > 1).filter_map(move |ctas| self.over(ctas))
+    }
+
+    /// The same sums with their chunks over so many CTAs.
+    fn over(self, ctas: u32) -> Option<Self> {
+        let chunks = self.columns * self.pieces;
+        // Every warp holds one at least, and sends as many as any other. Slots are for a row and what
+        // comes before the next.
+        let warps = chunks.div_ceil(ctas).min(MAX_WARPS);
+        let warps = if warps * ctas > chunks { chunks / ctas } else { warps };
+        let held = chunks.div_ceil((warps * ctas).max(1));
+        let slots = held + 2;
+        if warps == 0 || slots > MAX_SLOTS {
+            return None;
+        }
+        let parts = if warps * ctas == self.columns { self.columns } else { warps * ctas * held };
+        let shared_bytes = shared_bytes(warps, parts + 1, slots, self.chunk_vectors);
+        Some(Self { warps, ctas, chunks: held, slots, shared_bytes, ..self })
     }
 }
 
@@ -125,17 +233,24 @@ pub fn choose(
 /// The tuned tile of `shape`: one of a vocabulary that is nearly its own, of this device if there is.
 fn tuned<'a>(rows: &'a [TunedTile], device: &str, shape: Shape) -> Option<&'a TunedTile> {
     let distance = |row: &TunedTile| ((row.vocab as f64).ln() - (shape.vocab as f64).ln()).abs();
+    // What was measured for bf16 suits f16 and the other way round.
+    let is_as_wide = |row: &TunedTile| {
+        DType::ALL
+            .into_iter()
+            .any(|d| d.name() == row.dtype && d.size_bytes() == shape.dtype.size_bytes())
+    };
     rows.iter()
         .filter(|row| row.pass.as_deref() == Some(shape.pass.name()))
-        .filter(|row| row.dtype == shape.dtype.name() && distance(row) <= NEAR)
+        .filter(|row| is_as_wide(row) && distance(row) <= NEAR)
         .min_by(|a, b| {
-            let foreign = (a.device != device).cmp(&(b.device != device));
-            foreign.then_with(|| distance(a).total_cmp(&distance(b)))
+            let other = |row: &TunedTile| (row.dtype != shape.dtype.name(), row.device != device);
+            other(a).cmp(&other(b)).then_with(|| distance(a).total_cmp(&distance(b)))
         })
 }
 
 struct Planner {
     limits: Limits,
+    shape: Shape,
     pass: Pass,
     /// Elements of a vector.
     per: u32,
@@ -149,7 +264,7 @@ impl Planner {
         let vocab = u32::try_from(shape.vocab).unwrap_or(i32::MAX as u32);
         let whole_lines = vocab.is_multiple_of(per * LINE);
         let vectors = vocab / per + if whole_lines { 0 } else { LINE - 1 };
-        Self { limits, pass: shape.pass, per, vectors }
+        Self { limits, shape, pass: shape.pass, per, vectors }
     }
 
     fn plan(
@@ -159,6 +274,9 @@ impl Planner {
         block_size: Option<usize>,
     ) -> Plan {
         let tokens = |block: usize| u32::try_from(block).unwrap_or(u32::MAX);
+        if let Some(packed) = self.packed(time_block, block_size) {
+            return Plan::Packed(packed);
+        }
         if self.pass == Pass::Backward {
             let tuned_block = tuned.map(|row| row.time_block);
             let block = time_block.or(tuned_block).map_or(1, tokens);
@@ -169,7 +287,48 @@ impl Planner {
             return Plan::Plain;
         };
         let base = block_size.map_or(base, |columns| self.with_columns(base, columns));
-        Plan::Ring(Ring { time_block: time_block.map_or(base.time_block, tokens), ..base })
+        let base = Ring { time_block: time_block.map_or(base.time_block, tokens), ..base };
+        Plan::Ring(self.spread(base).unwrap_or(base))
+    }
+
+    /// `base` with a row's chunks over the multiprocessors that there are for each.
+    fn spread(&self, base: Ring) -> Option<Ring> {
+        let widest = self.shape.room.min(WIDEST);
+        std::iter::successors(Some(widest), |ctas| Some(ctas / 2))
+            .take_while(|ctas| *ctas > base.ctas)
+            .filter_map(|ctas| base.over(ctas))
+            .find(|ring| ring.shared_bytes <= self.limits.shared_bytes_per_block)
+    }
+
+    /// Whole rows to a CTA, if they are short and nobody asks for less of them at a time.
+    fn packed(&self, time_block: Option<usize>, block_size: Option<usize>) -> Option<Packed> {
+        let Shape { dtype, vocab, is_whole, .. } = self.shape;
+        let is_cut = block_size.is_some_and(|columns| columns < vocab);
+        if !self.limits.clusters || !is_whole || is_cut || vocab == 0 || vocab > PACKED_VOCAB {
+            return None;
+        }
+        let row_bytes = vocab * dtype.size_bytes();
+        let rows_to = |bytes: usize| bytes / gcd(row_bytes, bytes);
+        let unit = rows_to(VECTOR_BYTES as usize);
+        let sectors = rows_to(SECTOR_BYTES);
+        let step = if sectors * row_bytes <= PACKED_MANY { sectors } else { unit };
+        let fit = |bytes: usize, step: usize| (bytes / row_bytes / step * step).max(step);
+        let usual = fit(PACKED_BYTES, step).min(PACKED_THREADS as usize);
+        // Half of shared memory, so that two CTAs share a multiprocessor.
+        let most = fit(self.limits.shared_bytes_per_block as usize / 2 - 16_384, unit);
+        let rows = time_block.map_or(usual, |block| block.min(most).next_multiple_of(unit));
+        let threads = if rows * row_bytes > PACKED_MANY || rows > PACKED_THREADS as usize / 2 {
+            PACKED_THREADS
+        } else {
+            PACKED_THREADS / 2
+        };
+        let rows = rows.min(threads as usize) as u32;
+        let whole_vectors = (vocab as u32).is_multiple_of(self.per);
+        let (units, each) =
+            if whole_vectors { (vocab as u32 / self.per, 4) } else { (vocab as u32, 8) };
+        let lanes = units.div_ceil(each).next_power_of_two().min(32);
+        let (unit, columns, row_bytes) = (unit as u32, vocab as u32, row_bytes as u32);
+        Some(Packed { rows, unit, lanes, whole_vectors, threads, columns, row_bytes })
     }
 
     /// The plan of a tuned tile, if its row says all and fits.
@@ -191,7 +350,11 @@ impl Planner {
     /// Tiles of so many columns; else even ones that a thread takes in one batch.
     fn flat(&self, time_block: u32, columns: Option<usize>) -> Flat {
         let tile_vectors = columns.map_or_else(
-            || self.chunk(1, self.vectors.div_ceil(FLAT_THREADS * FLAT_BATCH)),
+            || {
+                let usual = self.vectors.div_ceil(FLAT_THREADS * FLAT_BATCH);
+                let most = self.vectors.div_ceil(FLAT_THREADS);
+                self.chunk(1, usual.max(self.shape.room.min(most)))
+            },
             |columns| self.chunk_of(1, columns),
         );
         let tiles = self.vectors.div_ceil(tile_vectors).max(1);
@@ -244,7 +407,7 @@ impl Planner {
 
     /// The largest chunk of a ring of two.
     fn most_chunk(&self, warps: u32, ctas: u32) -> u32 {
-        let rest = shared_bytes(warps, ctas, 2, 0);
+        let rest = shared_bytes(warps, warps * ctas + 1, 2, 0);
         self.limits.shared_bytes_per_block.saturating_sub(rest) / (warps * 2 * VECTOR_BYTES)
     }
 
@@ -278,9 +441,19 @@ impl Planner {
         let best = if chunks == 1 { best.max(deep) } else { best };
         let most = MAX_SLOTS.min(chunks.saturating_mul(MAX_ROWS - 1) - 1);
         (least..=best.min(most)).rev().find_map(|slots| {
-            let shared_bytes = shared_bytes(warps, ctas, slots, chunk_vectors);
-            let ring =
-                Ring { warps, ctas, chunk_vectors, chunks, slots, time_block: 1, shared_bytes };
+            let (columns, pieces, time_block) = (warps * ctas, chunks, 1);
+            let shared_bytes = shared_bytes(warps, columns + 1, slots, chunk_vectors);
+            let ring = Ring {
+                warps,
+                ctas,
+                chunk_vectors,
+                chunks,
+                slots,
+                time_block,
+                shared_bytes,
+                columns,
+                pieces,
+            };
             (shared_bytes <= self.limits.shared_bytes_per_block).then_some(ring)
         })
     }
@@ -288,13 +461,17 @@ impl Planner {
 
 /// Shared memory of a CTA, as `RingLayout` of kernels/ring.cuh divides it: slots, tables of parts,
 /// rows, and barriers for both.
-fn shared_bytes(warps: u32, ctas: u32, slots: u32, chunk_vectors: u32) -> u32 {
+fn shared_bytes(warps: u32, parts: u32, slots: u32, chunk_vectors: u32) -> u32 {
     const PART_BYTES: u32 = 16;
     const ROW_BYTES: u32 = 64;
-    const BARRIER_BYTES: u32 = 8;
-    let fixed = TABLES * (ctas * warps * PART_BYTES + BARRIER_BYTES) + warps * MAX_ROWS * ROW_BYTES;
+    let fixed = TABLES * (parts * PART_BYTES + BARRIER_BYTES) + warps * MAX_ROWS * ROW_BYTES;
     let slot = chunk_vectors.saturating_mul(VECTOR_BYTES).saturating_add(BARRIER_BYTES);
     slot.saturating_mul(warps * slots).saturating_add(fixed)
+}
+
+/// The greatest common divisor.
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Elements of a vector.
@@ -338,15 +515,24 @@ mod tests {
         Planner::new(limits, shape).plan(tuned, tile[0], tile[1])
     }
 
+    fn shape(pass: Pass, dtype: DType, vocab: usize) -> Shape {
+        Shape { pass, dtype, vocab, is_whole: true, room: 1 }
+    }
+
     fn fused(dtype: DType, vocab: usize) -> Shape {
-        Shape { pass: Pass::Fused, dtype, vocab }
+        shape(Pass::Fused, dtype, vocab)
     }
 
     /// What kernels/ring.cuh takes for granted.
     fn check(limits: Limits, shape: Shape, ring: Ring) {
-        let Ring { warps, ctas, chunk_vectors, chunks, slots, time_block, shared_bytes } = ring;
+        let Ring { warps, ctas, chunk_vectors, chunks, slots, time_block, shared_bytes, .. } = ring;
         let what = format!("{shape:?}: {ring:?}");
-        assert!((1..=16).contains(&warps) && [1, 2, 4, 8].contains(&ctas), "{what}");
+        let widest = if shape.room >= 16 { 16 } else { 8 };
+        assert!((1..=16).contains(&warps) && ctas.is_power_of_two() && ctas <= widest, "{what}");
+        // Every piece has a warp, and every warp one.
+        let pieces = ring.columns * ring.pieces;
+        assert!(warps * ctas <= pieces && pieces <= warps * ctas * chunks, "{what}");
+        let parts = if ring.is_spread() { warps * ctas * chunks } else { warps * ctas } + 1;
         assert!(
             chunk_vectors > 0 && chunk_vectors.is_multiple_of(LINE) && time_block > 0,
             "{what}"
@@ -361,7 +547,7 @@ mod tests {
         assert!(slots >= if shape.pass == Pass::Fused { chunks + 1 } else { 2 }, "{what}");
         assert!(shared_bytes <= limits.shared_bytes_per_block, "{what}");
         let bytes = warps * slots * chunk_vectors * 16
-            + 4 * ctas * warps * 16
+            + 4 * parts * 16
             + warps * 8 * 64
             + warps * slots * 8
             + 4 * 8;
@@ -378,7 +564,8 @@ mod tests {
             (DType::Bf16, 151_936, [12, 2, 5, 7]),
             (DType::Bf16, 262_144, [16, 4, 4, 6]),
             (DType::F32, 151_643, [12, 4, 5, 7]),
-            // By the rule: f16 was not measured.
+            // As bf16, which is as wide.
+            (DType::F16, 128_256, [16, 2, 4, 6]),
             (DType::F16, 151_643, [12, 2, 5, 7]),
             (DType::F16, 50_257, [12, 1, 2, 4]),
         ] {
@@ -398,7 +585,7 @@ mod tests {
             (Pass::Forward, 151_643, [4, 2, 6, 2]),
             (Pass::Forward, 262_144, [4, 2, 10, 2]),
         ] {
-            let shape = Shape { pass, dtype: DType::Bf16, vocab };
+            let shape = shape(pass, DType::Bf16, vocab);
             let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else { panic!("{shape:?}") };
             let found = [ring.warps, ring.ctas, ring.chunks, ring.slots];
             assert_eq!(found, [warps, ctas, chunks, slots], "{shape:?}");
@@ -407,14 +594,10 @@ mod tests {
 
     #[test]
     fn the_backward_pass_has_even_tiles() {
-        for (vocab, [tile_vectors, tiles]) in [
-            (1, [8, 1]),
-            (32_000, [1000, 4]),
-            (50_257, [904, 7]),
-            (151_643, [1000, 19]),
-            (262_144, [1024, 32]),
-        ] {
-            let shape = Shape { pass: Pass::Backward, dtype: DType::Bf16, vocab };
+        for (vocab, [tile_vectors, tiles]) in
+            [(32_000, [1000, 4]), (50_257, [904, 7]), (151_643, [1000, 19]), (262_144, [1024, 32])]
+        {
+            let shape = shape(Pass::Backward, DType::Bf16, vocab);
             for limits in [HOPPER, AMPERE] {
                 let found = plan(limits, shape, [None; 2]);
                 let flat = Flat { tile_vectors, tiles, time_block: 1 };
@@ -434,6 +617,75 @@ mod tests {
         assert!(held + 7 >= vectors && held <= u64::from(u32::MAX), "{what}");
     }
 
+    /// What kernels/packed.cuh takes for granted.
+    fn check_packed(limits: Limits, shape: Shape, packed: Packed) {
+        let what = format!("{shape:?}: {packed:?}");
+        let bytes = shape.vocab * shape.dtype.size_bytes();
+        for tokens in [1, 7, 64, 4096, 1 << 20] {
+            let Packed { rows, lanes, threads, .. } = packed.for_tokens(tokens, 132);
+            assert!((rows as usize * bytes).is_multiple_of(16) && rows > 0, "{what}");
+            assert!(rows <= threads && threads.is_multiple_of(32) && threads <= 256, "{what}");
+            assert!(lanes.is_power_of_two() && lanes <= 32, "{what}");
+        }
+        assert_eq!(packed.whole_vectors, bytes.is_multiple_of(16), "{what}");
+        assert!(packed.shared_bytes() <= limits.shared_bytes_per_block, "{what}");
+        assert!(shape.vocab <= 4096 && shape.is_whole, "{what}");
+    }
+
+    #[test]
+    fn few_tokens_take_more_multiprocessors_and_have_the_same_sums() {
+        for pass in [Pass::Forward, Pass::Fused] {
+            for vocab in [32_000, 50_257, 128_256, 151_643, 262_144] {
+                let of = |tokens| {
+                    let shape = shape(pass, DType::Bf16, vocab);
+                    let shape = Shape { room: room(HOPPER, tokens), ..shape };
+                    let Plan::Ring(ring) = plan(HOPPER, shape, [None; 2]) else {
+                        panic!("{shape:?}")
+                    };
+                    ring
+                };
+                let many = of(4096);
+                assert!(!many.is_spread() && many.pieces == many.chunks, "{many:?}");
+                for tokens in [1, 8, 16, 33, 64, 132] {
+                    let few = of(tokens);
+                    let order = |ring: Ring| [ring.columns, ring.pieces, ring.chunk_vectors];
+                    assert_eq!(order(few), order(many), "{vocab}, {tokens}: {few:?}");
+                    assert!(few.ctas >= many.ctas, "{few:?}");
+                    assert!(tokens > 1 || few.ctas > 4, "{few:?}");
+                    for narrower in few.narrower() {
+                        assert_eq!(order(narrower), order(many), "{narrower:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_vocabularies_are_packed_where_rows_lie_without_gaps() {
+        for (dtype, vocab, [rows, lanes]) in [
+            (DType::Bf16, 2, [256, 1]),
+            (DType::Bf16, 257, [32, 32]),
+            (DType::Bf16, 2048, [4, 32]),
+            (DType::Bf16, 4095, [8, 32]),
+            (DType::F32, 4096, [1, 32]),
+        ] {
+            for pass in PASSES {
+                let whole = shape(pass, dtype, vocab);
+                let Plan::Packed(packed) = plan(HOPPER, whole, [None; 2]) else {
+                    panic!("{whole:?}")
+                };
+                assert_eq!([packed.rows, packed.lanes], [rows, lanes], "{whole:?}");
+                let asked = plan(HOPPER, whole, [Some(9), None]).tile(dtype);
+                assert!(asked.time_block().is_multiple_of(packed.unit as usize), "{asked:?}");
+                let gaps = Shape { is_whole: false, ..whole };
+                for (shape, block_size) in [(gaps, None), (whole, Some(vocab - 1))] {
+                    let found = plan(HOPPER, shape, [None, block_size]);
+                    assert!(!matches!(found, Plan::Packed(_)), "{shape:?}: {found:?}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn every_plan_is_one_that_kernels_run() {
         let extents = [None, Some(1), Some(7), Some(1024), Some(30_000), Some(usize::MAX)];
@@ -442,14 +694,18 @@ mod tests {
                 for dtype in DType::ALL {
                     for vocab in VOCABS {
                         for block_size in extents {
-                            let shape = Shape { pass, dtype, vocab };
-                            let plan = plan(limits, shape, [block_size, block_size]);
-                            match plan {
-                                Plan::Ring(ring) => check(limits, shape, ring),
-                                Plan::Flat(flat) => check_flat(shape, flat),
-                                Plan::Plain => assert_eq!(pass, Pass::Fused, "{shape:?}"),
+                            for (room, is_whole) in [(1, true), (1, false), (4, true), (128, true)]
+                            {
+                                let shape = Shape { room, is_whole, ..shape(pass, dtype, vocab) };
+                                let plan = plan(limits, shape, [block_size, block_size]);
+                                match plan {
+                                    Plan::Ring(ring) => check(limits, shape, ring),
+                                    Plan::Flat(flat) => check_flat(shape, flat),
+                                    Plan::Packed(packed) => check_packed(limits, shape, packed),
+                                    Plan::Plain => assert_eq!(pass, Pass::Fused, "{shape:?}"),
+                                }
+                                assert!(plan.tile(dtype).block_size() > 0);
                             }
-                            assert!(plan.tile(dtype).block_size() > 0);
                         }
                     }
                 }
@@ -463,7 +719,7 @@ mod tests {
         assert!(matches!(plan(HOPPER, fused(DType::Bf16, 600_000), [None; 2]), Plan::Ring(_)));
         assert_eq!(plan(HOPPER, fused(DType::Bf16, 1_000_003), [None; 2]), Plan::Plain);
         for pass in [Pass::Forward, Pass::Fused] {
-            let shape = Shape { pass, dtype: DType::F32, vocab: 50_257 };
+            let shape = shape(pass, DType::F32, 50_257);
             assert_eq!(plan(AMPERE, shape, [Some(4), Some(512)]), Plan::Plain);
         }
     }
@@ -471,7 +727,7 @@ mod tests {
     #[test]
     fn a_tile_that_is_asked_for_is_the_one_used_where_it_fits() {
         for pass in PASSES {
-            let shape = Shape { pass, dtype: DType::Bf16, vocab: 50_257 };
+            let shape = shape(pass, DType::Bf16, 50_257);
             let given = |time_block, block_size| {
                 plan(HOPPER, shape, [Some(time_block), Some(block_size)]).tile(DType::Bf16)
             };
@@ -501,11 +757,14 @@ mod tests {
         };
         let rows = [row(1000, "a"), row(1010, "b"), row(1500, "b")];
         let find = |device, vocab| tuned(&rows, device, fused(DType::Bf16, vocab)).cloned();
+        let find_as = |dtype| tuned(&rows, "a", fused(dtype, 1000)).cloned();
         assert_eq!(find("a", 1001), Some(rows[0].clone()));
         assert_eq!(find("b", 1001), Some(rows[1].clone()));
         assert_eq!(find("c", 1001), Some(rows[0].clone()));
         assert_eq!(find("c", 1200), None);
-        let forward = Shape { pass: Pass::Forward, ..fused(DType::Bf16, 1000) };
+        let forward = shape(Pass::Forward, DType::Bf16, 1000);
+        assert_eq!(find_as(DType::F16), Some(rows[0].clone()));
+        assert_eq!(find_as(DType::F32), None);
         assert_eq!(tuned(&rows, "a", forward), None);
     }
 }

@@ -94,15 +94,15 @@ pub(super) struct Layout {
     pub(super) wide: usize,
     /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
     pub(super) scaled: usize,
-    /// Origins of a chunk's numerators.
+    /// Shifts of a chunk's unnormalised softmax.
     pub(super) lifts: usize,
     pub(super) of_weight: usize,
     pub(super) bytes: usize,
 }
 
 /// The chunks of a pass that makes both gradients of all tokens, a chunk of columns at a time: those
-/// whose numerators, or logits of f32, stay where they were made until they are wanted again, and the
-/// others.
+/// whose unnormalised softmax, or logits of f32, stay where they were made until they are wanted again,
+/// and the others.
 #[derive(Clone, Debug)]
 pub(super) struct Columns {
     /// In the memory of the weight's gradient.
@@ -200,7 +200,7 @@ impl Linear {
         }
     }
 
-    /// Bytes of the origins of numerators that a sweep of the fused pass makes.
+    /// Bytes of the shifts of the unnormalised softmax that a sweep of the fused pass makes.
     fn lifts_bytes(&self, sweep: Sweep) -> usize {
         let Extents { tokens, columns } = sweep.chunk;
         if self.dtype == DType::F32 || (self.once.is_some() && !sweep.once) {
@@ -275,8 +275,8 @@ impl Linear {
         let Kept { columns: kept, slot } = self.kept.unwrap_or(Kept { columns: 0, slot: 1 });
         let last = self.chunk.columns.min(self.vocab);
         let again = self.vocab.saturating_sub(kept + last);
-        // Logits' sums are whole when the last columns' are in them; numerators' gradients wait for
-        // nothing.
+        // Logits' sums are whole when the last columns' are in them; gradients of the unnormalised
+        // softmax wait for nothing.
         let is_at_end = self.dtype == DType::F32;
         let [last_first, again_first] =
             if is_at_end { [kept + again, kept] } else { [kept, kept + last] };

@@ -1,6 +1,6 @@
 //! What all chunks of a sweep have in common, and what is done with one.
 
-mod slabs;
+mod column_blocks;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -15,7 +15,7 @@ use crate::bias::{sum_columns, write_rows};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
 use crate::driver::RawStream;
-use crate::fused_product::{self, Columns, DLogits, FusedProduct, Numerators, Sum, There};
+use crate::fused_product::{self, Columns, DLogits, FusedProduct, Sum, There, Unnormalised};
 use crate::round::round;
 use crate::{Device, Error, Result, check_alignment};
 
@@ -37,7 +37,8 @@ pub(super) struct Run<'a> {
     has_fused_product: bool,
 }
 
-/// Dlogits or numerators of some tokens and columns, or logits in f32, and in their place dlogits.
+/// Dlogits or the unnormalised softmax of some tokens and columns, or logits in f32, and in their place
+/// dlogits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     tokens: Chunk,
@@ -181,7 +182,7 @@ impl<'a> Run<'a> {
         }
         if !self.linear.has_f32_logits() {
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.add_up_slabs(columns, outputs) };
+            return unsafe { self.add_up_blocks(columns, outputs) };
         }
         for tokens in chunks(all.count, tokens) {
             for chunk in columns.chunks(most) {
@@ -230,7 +231,7 @@ impl<'a> Run<'a> {
                 self.logits(block)?;
                 self.backward(block, saved, cotangents)
             } else {
-                self.dlogits_by_slabs(block, saved, cotangents)
+                self.dlogits_by_blocks(block, saved, cotangents)
             }
         }
     }
@@ -337,20 +338,20 @@ impl<'a> Run<'a> {
         unsafe { round(self.stream, self.f32_logits(block), self.matrix(block)) }
     }
 
-    /// Whether numerators take the place of dlogits, in so many places: of a weight `[D, V]`, whose
-    /// columns' gradient has gaps, of all columns or none.
-    pub(super) fn has_numerators(&self, tokens: Chunk, places: usize) -> bool {
+    /// Whether the unnormalised softmax takes the place of dlogits, in so many places: of a weight `[D,
+    /// V]`, whose columns' gradient has gaps, of all columns or none.
+    pub(super) fn has_unnormalised(&self, tokens: Chunk, places: usize) -> bool {
         let (product, _) = self.fused_product(tokens);
         let has_gaps = self.linear.vocab_is_last && self.sweep.chunk.columns < self.linear.vocab;
         self.has_fused_product
             && !has_gaps
-            && fused_product::numerators_support(self.linear.dtype, tokens.count, &self.options)
-            && self.workspace().bytes >= product.numerators_scratch_bytes(places)
+            && fused_product::unnormalised_support(self.linear.dtype, tokens.count, &self.options)
+            && self.workspace().bytes >= product.unnormalised_scratch_bytes(places)
     }
 
-    /// Whether a product of the library's own takes numerators to the hidden states' gradient, rather
-    /// than one that leaves sums in the workspace, for which there has to be room.
-    fn multiplies_numerators(&self, tokens: Chunk) -> Result<bool> {
+    /// Whether a product of the library's own takes the unnormalised softmax to the hidden states'
+    /// gradient, rather than one that leaves sums in the workspace, for which there has to be room.
+    fn multiplies_unnormalised(&self, tokens: Chunk) -> Result<bool> {
         let (product, _) = self.fused_product(tokens);
         Ok(self.hidden_sums_bytes(tokens) > self.workspace().bytes
             || product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
@@ -361,13 +362,13 @@ impl<'a> Run<'a> {
         (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
     }
 
-    /// Makes numerators of the rows that `blocks` have together, and gradients of them; fills
-    /// `outputs`. Blocks are read for the last time one after the other. Where they have not all
+    /// Makes the unnormalised softmax of the rows that `blocks` have together, and gradients of them;
+    /// fills `outputs`. Blocks are read for the last time one after the other. Where they have not all
     /// columns, the hidden states' gradient stays in its sums, for others to add to.
     ///
     /// # Safety
-    /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
-    pub(super) unsafe fn by_numerators(
+    /// As for [`Linear::forward`]; [`has_unnormalised`](Self::has_unnormalised).
+    pub(super) unsafe fn by_unnormalised(
         &self,
         blocks: &[Block],
         dloss: *const f32,
@@ -387,17 +388,17 @@ impl<'a> Run<'a> {
         };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.numerators(blocks, dloss, outputs, scaled)?;
+            self.unnormalised(blocks, dloss, outputs, scaled)?;
             if let [block] = blocks
                 && columns == self.linear.vocab
             {
-                self.add_numerators_to_bias(gradients, block, tokens.first == 0)?;
+                self.add_unnormalised_to_bias(gradients, block, tokens.first == 0)?;
                 self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
                 if self.linear.keeps_scaled() {
                     self.add_to_hidden(of_hidden, block, true)?;
                     return self.scale_sums(of_hidden, tokens);
                 }
-                if self.multiplies_numerators(tokens)? {
+                if self.multiplies_unnormalised(tokens)? {
                     let from = (block.place(), of_tokens);
                     return product.times_weight(self.stream, self.weight.at, from, dhidden.at);
                 }
@@ -412,7 +413,7 @@ impl<'a> Run<'a> {
             }
             for (index, block) in blocks.iter().enumerate() {
                 self.add_to_hidden(of_hidden, block, index == 0)?;
-                self.add_numerators_to_bias(gradients, block, true)?;
+                self.add_unnormalised_to_bias(gradients, block, true)?;
                 self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
             }
             if columns < self.linear.vocab || self.linear.keeps_scaled() {
@@ -430,12 +431,12 @@ impl<'a> Run<'a> {
         Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width)
     }
 
-    /// Makes numerators of the rows that `blocks` have the first columns of, and hidden states that
-    /// are scaled for them; fills `outputs`.
+    /// Makes the unnormalised softmax of the rows that `blocks` have the first columns of, and hidden
+    /// states that are scaled for them; fills `outputs`.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
-    unsafe fn numerators(
+    unsafe fn unnormalised(
         &self,
         blocks: &[Block],
         dloss: *const f32,
@@ -446,14 +447,14 @@ impl<'a> Run<'a> {
         let (product, operands) = self.fused_product(tokens);
         let (dloss, outputs) = (dloss.wrapping_add(tokens.first), outputs.from(tokens.first));
         let places: Vec<_> = blocks.iter().map(Block::place).collect();
-        let to = Numerators {
+        let to = Unnormalised {
             places: &places,
             scaled: scaled.at,
             of_tokens: self.at(self.layout.of_tokens),
             lifts: self.at(self.layout.lifts),
         };
         // SAFETY: passed on from this function's contract.
-        unsafe { product.numerators(self.stream, operands, dloss, outputs, to, self.workspace()) }
+        unsafe { product.unnormalised(self.stream, operands, dloss, outputs, to, self.workspace()) }
     }
 
     /// Multiplies sums of some tokens' dhidden by each row's factor, where they lie.
@@ -470,12 +471,12 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Makes numerators of the rows that `block` has the first columns of, and adds both gradients of
-    /// these, that of the hidden states scaled, to their sums; fills `outputs`.
+    /// Makes the unnormalised softmax of the rows that `block` has the first columns of, and adds both
+    /// gradients of these, that of the hidden states scaled, to their sums; fills `outputs`.
     ///
     /// # Safety
-    /// As for [`Linear::forward`]; [`has_numerators`](Self::has_numerators).
-    pub(super) unsafe fn by_some_numerators(
+    /// As for [`Linear::forward`]; [`has_unnormalised`](Self::has_unnormalised).
+    pub(super) unsafe fn by_some_unnormalised(
         &self,
         block: &Block,
         dloss: *const f32,
@@ -487,16 +488,16 @@ impl<'a> Run<'a> {
         let scaled = self.scaled(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.numerators(std::slice::from_ref(block), dloss, outputs, scaled)?;
-            self.add_numerators_to_bias(gradients, block, tokens.first == 0)?;
+            self.unnormalised(std::slice::from_ref(block), dloss, outputs, scaled)?;
+            self.add_unnormalised_to_bias(gradients, block, tokens.first == 0)?;
             self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
             self.add_to_hidden(of_hidden, block, true)?;
             self.scale_sums(of_hidden, tokens)
         }
     }
 
-    /// Adds what numerators and scaled hidden states give the weight, and what these lack of it and of
-    /// the bias' gradient.
+    /// Adds what the unnormalised softmax and scaled hidden states give the weight, and what these lack
+    /// of it and of the bias' gradient.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -626,11 +627,11 @@ impl<'a> Run<'a> {
         unsafe { self.add_rows_to_bias(gradients, block, null(), first) }
     }
 
-    /// The same of numerators, each times its row's factor.
+    /// The same of the unnormalised softmax, each times its row's factor.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
-    unsafe fn add_numerators_to_bias(
+    unsafe fn add_unnormalised_to_bias(
         &self,
         gradients: Gradients,
         block: &Block,

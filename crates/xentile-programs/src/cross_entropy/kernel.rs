@@ -1,4 +1,4 @@
-//! Cross-entropy by the custom calls of `libxentile_xla`; docs/custom-calls.md says what each takes.
+//! Cross-entropy by the custom calls of `libxentile_xla`; docs/internals/custom-calls.md says what each takes.
 
 use super::{Outputs, Problem, logits, tokens};
 use crate::stablehlo::{Attribute, Builder, Value};

@@ -1,59 +1,10 @@
-//! Holds a kernel against the float64 reference: exit 0 within tolerance, 1 outside it, 2 for bad
-//! input.
+//! `xentile gradcheck` by its old name.
 
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
 use clap::Parser;
-use xentile_tools::config::Implementation;
-use xentile_tools::gradcheck;
-use xentile_tools::{cli, draft};
-
-/// Hold a kernel against the float64 reference and say whether it may be trusted
-#[derive(Parser)]
-#[command(version, about, after_help = "exit code: 0 within tolerance, 1 outside it, 2 bad input")]
-struct Arguments {
-    /// The YAML config; configs/gradcheck/ has one for every vocabulary and option
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
-    /// Override a key of the config, such as --set shape.vocab=50257; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
-    set: Vec<String>,
-    /// By which program: the kernel, or the dense reference program
-    #[arg(long = "impl")]
-    implementation: Option<Implementation>,
-    /// Manifest of a program that JAX exported, in the place of the kernel, for xla: backends
-    #[arg(long, value_name = "FILE")]
-    program: Option<PathBuf>,
-    /// Keep compiled programs in DIR, for xla: backends; nothing else may write there. Default:
-    /// the directory that XENTILE_CACHE names, if any
-    #[arg(long, value_name = "DIR")]
-    cache: Option<PathBuf>,
-    /// Write the report as JSON as well
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-}
+use xentile_tools::{cli, commands::gradcheck};
 
 fn main() -> ExitCode {
-    cli::finish(run(&Arguments::parse()))
-}
-
-fn run(arguments: &Arguments) -> Result<u8> {
-    let mut config =
-        gradcheck::load(&arguments.config, &arguments.set, arguments.program.as_deref())?;
-    config.implementation = arguments.implementation.unwrap_or(config.implementation);
-    config.cache = arguments.cache.clone().or(config.cache);
-    let report = gradcheck::run(&config)?;
-    print!("{}", report.to_text());
-    if let Some(path) = &arguments.json {
-        write_json(path, &report.to_json())?;
-    }
-    Ok(if report.passed() { cli::PASSED } else { cli::FAILED })
-}
-
-fn write_json(path: &Path, json: &serde_json::Value) -> Result<()> {
-    let text = serde_json::to_string_pretty(json)? + "\n";
-    draft::write_whole(path, text.as_bytes())
-        .with_context(|| format!("cannot write {}", path.display()))
+    cli::finish(gradcheck::run(&gradcheck::Arguments::parse()))
 }

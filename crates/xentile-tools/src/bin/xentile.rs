@@ -1,15 +1,19 @@
-//! What there is to run, and to run on: `xentile ops`, `xentile plugins`.
+//! One program for everything: `xentile gradcheck`, `microbench`, `sweep`, `ops`, `plugins`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Result;
-use clap::{Parser, Subcommand};
+use anyhow::{Context, Result};
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+use xentile_tools::commands::gradcheck;
+#[cfg(feature = "sweep")]
+use xentile_tools::commands::microbench;
 use xentile_tools::{cli, ops, plugins, tpu};
 
-/// Tells what xentile finds on this machine.
+/// Proves kernels right and measures them, and tells what there is to run.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "xentile", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -17,6 +21,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Gradcheck(gradcheck::Arguments),
+    #[cfg(feature = "sweep")]
+    Microbench(Box<microbench::Arguments>),
+    #[cfg(feature = "sweep")]
+    Sweep(microbench::Sweep),
     /// Lists the operations there are. With a NAME: what that one takes and gives, its dims and options
     /// with their defaults, and what runs it on this machine.
     Ops {
@@ -30,13 +39,40 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         plugin: Option<PathBuf>,
     },
+    /// Prints the completions of this program for a shell.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Writes man pages, one for each command.
+    Man {
+        /// The folder that they go to.
+        folder: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
     cli::finish(match Cli::parse().command {
+        Command::Gradcheck(arguments) => gradcheck::run(&arguments),
+        #[cfg(feature = "sweep")]
+        Command::Microbench(arguments) => microbench::run(&arguments),
+        #[cfg(feature = "sweep")]
+        Command::Sweep(sweep) => sweep.run(),
         Command::Ops { name } => operations(name.as_deref()),
         Command::Plugins { plugin } => list(plugin),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "xentile", &mut std::io::stdout());
+            Ok(cli::PASSED)
+        }
+        Command::Man { folder } => man(&folder),
     })
+}
+
+fn man(folder: &std::path::Path) -> Result<u8> {
+    let cannot = || format!("cannot write man pages to {}", folder.display());
+    std::fs::create_dir_all(folder).with_context(cannot)?;
+    clap_mangen::generate_to(Cli::command(), folder).with_context(cannot)?;
+    Ok(cli::PASSED)
 }
 
 fn operations(name: Option<&str>) -> Result<u8> {

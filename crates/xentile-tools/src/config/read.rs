@@ -8,6 +8,7 @@ use serde_yaml::{Mapping, Value};
 
 use super::explain::explain;
 use super::settings::Taken;
+use crate::presets;
 
 /// The largest config read; the shipped ones are under 1 KiB.
 const MAX_BYTES: u64 = 1 << 20;
@@ -43,6 +44,9 @@ pub fn load<T: Schema>(path: &Path, sets: &[String]) -> Result<T> {
 /// # Errors
 /// It cannot be read, or is longer than any config.
 pub fn read(path: &Path) -> Result<String> {
+    if let Some(text) = presets::text(path) {
+        return Ok(text.to_owned());
+    }
     let shown = path.display();
     let bytes =
         std::fs::metadata(path).with_context(|| format!("cannot read config {shown}"))?.len();

@@ -277,7 +277,13 @@ fn parsed(path: &str, kind: Kind, value: Yaml) -> Result<Value> {
     Ok(match kind {
         Kind::Bool => Value::Bool(read(path, value)?),
         Kind::Integer => Value::Integer(read(path, value)?),
-        Kind::Number => Value::Number(read(path, value)?),
+        Kind::Number => Value::Number(match value.as_str() {
+            // As JSON has them, beside YAML's `.inf` and `.nan`.
+            Some("inf") => f64::INFINITY,
+            Some("-inf") => f64::NEG_INFINITY,
+            Some("nan") => f64::NAN,
+            _ => read(path, value)?,
+        }),
         Kind::Count => {
             let count: u64 = read(path, value)?;
             Value::Integer(i64::try_from(count).map_err(|_| {

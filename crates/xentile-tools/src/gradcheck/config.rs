@@ -88,7 +88,7 @@ impl Schema for Config {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Input {
-    /// Made up from a seed.
+    /// Generated from a seed.
     Synthetic(Synthetic),
     /// A `.safetensors` file; a path is relative to the current directory.
     File(PathBuf),
@@ -121,7 +121,7 @@ impl Config {
         Ok(problem)
     }
 
-    /// The shape of made-up input.
+    /// The shape of synthetic input.
     pub(super) fn synthetic_shape(&self) -> Result<&Shape> {
         let dims = || self.op.dims().iter().filter(|dim| dim.in_shape).map(|dim| dim.key);
         let Some(shape) = &self.shape else {

@@ -4,11 +4,12 @@ use std::sync::{Mutex, PoisonError};
 
 use xentile::Element;
 use xentile::operation::{
-    Array, ArrayElement, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor,
+    Array, ArrayElement, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor, multiple,
 };
 
 use super::report::{Index, Metric, Report};
 use crate::config::Op;
+use crate::progress::Progress;
 
 /// The largest of a metric so far, and where. A NaN is larger than every number.
 #[derive(Clone, Copy, Debug, Default)]
@@ -78,6 +79,7 @@ struct OfResult<'a> {
     found: &'a Array<'a>,
     judged: Judged,
     errors: Mutex<Errors>,
+    progress: Progress,
 }
 
 impl OfResult<'_> {
@@ -109,8 +111,18 @@ impl OfResult<'_> {
                         errors.unequal += 1;
                         errors.rounded_abs.see(error, index);
                         errors.rounded_ulp.see(error / ulp, index);
-                        errors.excess.see(error / (ulps * ulp).max(bound), index);
+                        let is_exact = expected == 0.0 && bound == 0.0;
+                        let allowed = if is_exact { 0.0 } else { (ulps * ulp).max(bound) };
+                        errors.excess.see(error / allowed, index);
                     }
+                }
+                Judged::Reached => {
+                    let is_right = if expected.is_finite() {
+                        actual == E::from_f64(expected).to_f64()
+                    } else {
+                        !actual.is_finite()
+                    };
+                    errors.unequal += u64::from(!is_right);
                 }
                 Judged::WithinRounding { .. } => {
                     let bound = bound + 0.5 * E::DTYPE.ulp(expected.abs() + bound);
@@ -139,6 +151,7 @@ impl Rows for OfResult<'_> {
             Array::F16(_) => self.errors(of::<half::f16>(found), first, expected, bound),
             Array::F64(_) | Array::I64(_) => return,
         };
+        self.progress.done(expected.len());
         self.errors.lock().unwrap_or_else(PoisonError::into_inner).merge(errors);
     }
 }
@@ -167,7 +180,7 @@ impl Judge<'_> {
                 let extent = self.problem.dim(letter).max(1);
                 let at = index % extent;
                 index /= extent;
-                let dim = self.op.dims().iter().find(|dim| dim.letter == *letter);
+                let dim = self.op.dims().iter().find(|dim| dim.letter == multiple(letter).1);
                 (dim.map_or(*letter, |dim| dim.index), at)
             })
             .collect();
@@ -197,7 +210,8 @@ impl Visitor for Judge<'_> {
         rows: &(dyn Fn(&dyn Rows) + Sync),
     ) {
         let Some(found) = self.found.get(array) else { return };
-        let result = OfResult { found, judged, errors: Mutex::default() };
+        let progress = Progress::new(&format!("comparing {name}"), found.len());
+        let result = OfResult { found, judged, errors: Mutex::default(), progress };
         rows(&result);
         let count = found.len().max(1) as f64;
         let errors = result.errors.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -221,8 +235,13 @@ impl Visitor for Judge<'_> {
                 worst("_rounded/max_abs", errors.rounded_abs),
                 worst("_rounded/max_ulp", errors.rounded_ulp),
                 worst("_rounded/excess", errors.excess).at_most(1.0),
-                share("_rounded/equal").at_least(equal),
+                // Of few entries one may lie beside a tie, which is no share to judge by.
+                share("_rounded/equal").at_least(equal.min(1.0 - 1.0 / count)),
             ],
+            Judged::Reached => {
+                let strays = Metric::plain(format!("{name}/strays"), errors.unequal as f64);
+                vec![strays.at_most(0.0)]
+            }
             Judged::WithinRounding { relative } => {
                 // Of nothing at all no share can be off.
                 let error = match errors.squares {

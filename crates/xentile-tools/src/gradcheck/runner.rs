@@ -1,4 +1,4 @@
-//! What is held against the reference: kernels called directly, programs that this build writes, or one
+//! What is compared with the reference: kernels called directly, programs that this build writes, or one
 //! from JAX, behind one trait.
 
 use anyhow::{Context, Result, ensure};

@@ -96,6 +96,36 @@ fn one_wrong_gradient_of_logits_is_found() {
     }
 }
 
+/// What a factor makes of a gradient is held: where it is 0 all is exactly 0, where it is not finite no
+/// token that takes part is, and every other is 0.
+#[test]
+fn factors_reach_tokens_that_take_part_and_no_others() {
+    let op = Op::named("cross_entropy").unwrap();
+    let (rows, columns) = ([0, 1, 2, 3], 300);
+    let nan = f64::NAN;
+    for (factor, right, wrong) in
+        [(0.0, 0.0, 6e-8), (f64::INFINITY, f64::NEG_INFINITY, 1.0), (nan, nan, 7.0)]
+    {
+        let more = [("factor", Value::Number(factor)), ("reduction", Value::Word("sum"))];
+        let problem = problem(op, DType::F16, &[4, columns], &more);
+        let from = Synthetic { seed: seed(), ..Synthetic::default() };
+        let mut inputs = op.inputs(&problem, &from, &rows).unwrap();
+        let mut labels = inputs.expect::<i64>("labels").to_vec();
+        labels[2] = -100;
+        inputs.insert("labels", Array::of(labels));
+        let judge = |taking_part: f64, ignored: f64| {
+            let all = |row| if row == 2 { ignored } else { taking_part };
+            let all = (0..4 * columns).map(|at| <f16 as Element>::from_f64(all(at / columns)));
+            let found = Arrays::default().with("dlogits", all.collect::<Vec<_>>());
+            judged(op, &problem, &inputs, Pass::Fused, &Arrays::default(), &found)
+        };
+        assert!(judge(right, 0.0).passed(), "{factor}");
+        assert!(!judge(wrong, 0.0).passed(), "{factor}: a token that takes part");
+        assert!(!judge(right, 6e-8).passed(), "{factor}: a token that is ignored");
+        assert!(!judge(right, nan).passed(), "{factor}: a token that is ignored");
+    }
+}
+
 /// Of every operation that has kernels to call, each result is held: with its largest entry off by a
 /// tenth, forgotten or NaN it fails, and is named.
 #[test]
@@ -109,7 +139,9 @@ fn one_wrong_entry_of_any_result_is_found() {
         let none = |option: &&OptionSpec| matches!(option.kind, Kind::Word(words) if words.contains(&"none"));
         more.extend(op.options().iter().filter(none).map(|of| (of.name, Value::Word("none"))));
         for dtype in DType::ALL {
-            let problem = problem(op, dtype, &[9, 70, 24], &more);
+            // Two heads of attention share one of keys: of a sum over many of either sign a tenth is
+            // within what their roundings may add up to.
+            let problem = problem(op, dtype, &[9, 70, 24, 35], &more);
             let rows: Vec<u64> = (0..9).collect();
             let from = Synthetic { seed: seed(), ..Synthetic::default() };
             let inputs = op.inputs(&problem, &from, &rows).unwrap();

@@ -1,13 +1,14 @@
 //! What microbench is asked for.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_yaml::Mapping;
 use xentile::DType;
-use xentile::operation::{DimSpec, Problem, Synthetic};
+use xentile::operation::{self, DimSpec, Problem, Synthetic};
 use xentile_cpu::Isa;
 use xentile_programs::Exported;
 
@@ -79,6 +80,12 @@ pub struct Config {
     pub logits: Logits,
     /// What random inputs, weights and cotangents are derived from.
     pub input: Synthetic,
+    /// Several of `input`, each of which is measured, in a process of its own.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<Synthetic>,
+    /// Several shapes, extents by their keys, each of which is measured with every input.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shapes: Vec<BTreeMap<String, usize>>,
 }
 
 impl Default for Config {
@@ -102,6 +109,8 @@ impl Default for Config {
             options: Settings::of(Scope::Options),
             logits: Logits::default(),
             input: Synthetic::default(),
+            inputs: Vec::new(),
+            shapes: Vec::new(),
         }
     }
 }
@@ -128,11 +137,61 @@ impl Config {
         self.options.of_op(op);
     }
 
+    /// Whether it is of several measurements.
+    #[must_use]
+    pub fn is_list(&self) -> bool {
+        !self.inputs.is_empty() || !self.shapes.is_empty()
+    }
+
+    /// Each measurement of a list: every shape with every input.
+    ///
+    /// # Errors
+    /// A shape has what is no extent of the operation; a measurement that cannot be.
+    pub fn each(&self) -> Result<Vec<Self>> {
+        let one = Self { inputs: Vec::new(), shapes: Vec::new(), ..self.clone() };
+        let mut all = Vec::new();
+        for index in 0..self.shapes.len().max(1) {
+            let mut shaped = one.clone();
+            for (key, &extent) in self.shapes.get(index).into_iter().flatten() {
+                let Some(dim) = self.op.dim(key) else {
+                    let known: Vec<_> = self.op.dims().iter().map(|dim| dim.key).collect();
+                    bail!(
+                        "unknown key `shapes[{index}].{key}`; the extents of op {} are {}",
+                        self.op,
+                        known.join(", ")
+                    );
+                };
+                shaped.top.set(dim.key, operation::Value::Integer(i64::try_from(extent)?));
+            }
+            let inputs =
+                if self.inputs.is_empty() { &[self.input.clone()][..] } else { &self.inputs };
+            all.extend(inputs.iter().map(|input| Self { input: input.clone(), ..shaped.clone() }));
+        }
+        for (index, one) in all.iter().enumerate() {
+            one.validate().with_context(|| format!("measurement {}", index + 1))?;
+        }
+        Ok(all)
+    }
+
+    /// What the inputs are drawn from.
+    #[must_use]
+    pub fn distribution(&self) -> String {
+        match self.logits {
+            Logits::Random => self.input.to_string(),
+            Logits::Zeros => name(&self.logits),
+        }
+    }
+
     /// Checks everything but the tile, and that the measurement fits in memory.
     ///
     /// # Errors
     /// The first value that cannot be measured.
     pub fn validate(&self) -> Result<()> {
+        ensure!(
+            !self.is_list(),
+            "inputs or shapes is a list; one measurement has one of each: set input, and extents by \
+             their keys"
+        );
         for dim in self.op.dims() {
             let is_empty = self.top.extent(dim) == Some(0);
             ensure!(!is_empty, "{} is 0; it must be at least 1", dim.key);

@@ -31,6 +31,8 @@ pub struct Report {
     pub extents: Map<String, Value>,
     /// Of arrays that have no other.
     pub dtype: &'static str,
+    /// What the inputs are drawn from, with what it has beside its name.
+    pub distribution: String,
     /// Tokens a tile; none where the program has no tiles, or where its kernel chose.
     pub time_block: Option<usize>,
     /// Columns a tile; none where the program has no tiles, or where its kernel chose.
@@ -194,6 +196,7 @@ impl fmt::Display for Report {
             let (what, line_of) = self.op.headline(&problem);
             line(what, line_of)?;
         }
+        line("distribution", self.distribution.clone())?;
         if self.implementation == Implementation::Kernel && !self.op.tile().is_empty() {
             let tile = TileConfig { time_block: self.time_block, block_size: self.block_size };
             line("tile", tile.to_string())?;
@@ -354,7 +357,7 @@ impl Report {
         )?;
         if self.gflop_per_s.is_some() {
             let figure = figure(self.gflop_per_s, 1);
-            line("throughput", format!("{figure} GFLOP/s of the three products that it takes"))?;
+            line("throughput", format!("{figure} GFLOP/s of the products that it takes"))?;
         } else {
             line(
                 "copy",

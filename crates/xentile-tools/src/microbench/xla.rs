@@ -119,7 +119,7 @@ impl Plan {
         let own = exported::own_program(op, problem, pass, backend, implementation)?;
         let (program, tile) = own.context("this build writes the program, or JAX does")?;
         let platform = backend.platform().context("the backend has a platform")?;
-        let program = xla::for_platform(platform, program.recycling(signature.gradients));
+        let program = xla::for_platform(platform, program.donating(signature.gradients));
         Ok(Self {
             code: program.text.into_bytes(),
             exported: None,
@@ -149,7 +149,7 @@ struct OnXla {
     /// None where a step is held to products.
     copy: Option<LoadedExecutable>,
     /// The last gradient, for the next to take its place.
-    recycled: Option<Buffer>,
+    donated: Option<Buffer>,
     /// The last first output.
     loss: Option<Buffer>,
     /// The end of the last run.
@@ -198,7 +198,7 @@ impl OnXla {
         };
         let output = room_for(config, &problem, pass, output);
         let compiled = None;
-        let recycled = None;
+        let donated = None;
         let (loss, last) = (None, None);
         Ok(Self {
             session,
@@ -209,15 +209,15 @@ impl OnXla {
             cotangent,
             compiled,
             copy,
-            recycled,
+            donated,
             loss,
             last,
         })
     }
 
     /// Memory for a gradient: that of the last, else new.
-    fn take_recycled(&mut self) -> Result<Buffer> {
-        if let Some(last) = self.recycled.take() {
+    fn take_donated(&mut self) -> Result<Buffer> {
+        if let Some(last) = self.donated.take() {
             return Ok(last);
         }
         let ty = self.plan.gradient_type();
@@ -268,18 +268,18 @@ impl Benchmark for OnXla {
 
     fn start(&mut self) -> Result<()> {
         // A program from JAX makes its own, once there is room.
-        let recycled = match self.plan.exported {
-            None => Some(self.take_recycled()?),
+        let donated = match self.plan.exported {
+            None => Some(self.take_donated()?),
             Some(_) => {
-                self.recycled = None;
+                self.donated = None;
                 None
             }
         };
         let compiled = self.compiled.as_ref().context("it is compiled before it runs")?;
-        let arguments: Vec<_> = self.inputs.iter().chain(&recycled).collect();
+        let arguments: Vec<_> = self.inputs.iter().chain(&donated).collect();
         let Execution { mut outputs, done } =
             compiled.executable.execute_async(&arguments, &ExecuteOptions::default())?;
-        self.recycled = Some(outputs.swap_remove(self.plan.signature.gradients));
+        self.donated = Some(outputs.swap_remove(self.plan.signature.gradients));
         self.loss = Some(outputs.swap_remove(0));
         self.last = Some(done);
         Ok(())
@@ -303,12 +303,12 @@ impl Benchmark for OnXla {
         }
         let (seconds, outcome) = timed(|| -> Result<()> {
             for _ in 0..count {
-                let recycled = self.take_recycled()?;
-                let arguments = [&self.inputs[0], &recycled];
+                let donated = self.take_donated()?;
+                let arguments = [&self.inputs[0], &donated];
                 let copy = self.copy.as_ref().context("a step is held to copies")?;
                 let Execution { mut outputs, done } =
                     copy.execute_async(&arguments, &ExecuteOptions::default())?;
-                self.recycled = Some(outputs.swap_remove(0));
+                self.donated = Some(outputs.swap_remove(0));
                 self.last = Some(done);
             }
             self.wait()
@@ -349,5 +349,5 @@ fn copy_of(ty: TensorType, backend: Backend) -> Program {
     let mut b = Builder::new("copy", &[ty]);
     let x = b.argument(0);
     let y = if backend == Backend::XlaCuda { x } else { b.unary("negate", &x) };
-    b.finish(&[&y]).recycling(0)
+    b.finish(&[&y]).donating(0)
 }

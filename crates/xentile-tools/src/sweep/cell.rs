@@ -5,10 +5,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::IsTerminal;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
 use serde_json::Value;
@@ -16,6 +15,7 @@ use serde_json::Value;
 use super::grid::{Axis, Config, Index, shown, told};
 use crate::draft::Draft;
 use crate::estimate::{Bottleneck, Floor};
+use crate::microbench::apart;
 
 /// What a cell's process reports, of which the tables use some.
 #[derive(Clone, Debug, Deserialize)]
@@ -184,7 +184,6 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
     let text = serde_yaml::to_string(&config.cell).context("cannot write the cell's config")?;
     fs::write(cell.path(), text)
         .with_context(|| format!("cannot write {}", cell.path().display()))?;
-    let program = std::env::current_exe().context("cannot find this program's own file")?;
 
     let grid = axes.iter().fold(vec![Index::new()], |places, axis| {
         let beside = |place: &Index| {
@@ -201,7 +200,7 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
             progress.begin(&named);
             let set = |(axis, &value): (&Axis, _)| format!("{}={}", axis.key, shown(value));
             let sets: Vec<_> = axes.iter().zip(place).map(set).collect();
-            let outcome = run_cell(&program, cell.path(), &sets);
+            let outcome = run_cell(cell.path(), &sets);
             let row = Row {
                 place: place.clone(),
                 outcome: outcome.map_err(|error| format!("{error:#}")),
@@ -224,30 +223,8 @@ pub(super) fn of_rounds(mut rounds: Vec<Row>) -> Option<Row> {
     rounds.into_iter().nth(kept)
 }
 
-fn run_cell(program: &Path, cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
-    let output = Command::new(program)
-        .arg("--config")
-        .arg(cell)
-        .arg("--set")
-        .args(sets)
-        .args(["--json", "-"])
-        .stdin(Stdio::null())
-        .output()
-        .context("cannot start the cell's process")?;
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    if !output.status.success() {
-        match stderr.lines().rfind(|line| !line.trim().is_empty()) {
-            Some(line) if output.status.code().is_some() => {
-                bail!("{}", line.strip_prefix("error: ").unwrap_or(line))
-            }
-            _ => bail!("the cell's process ended with {}", output.status),
-        }
-    }
-    for warning in stderr.lines().filter(|line| line.starts_with("warning: ")) {
-        eprintln!("{warning}");
-    }
-    let mut value: Value =
-        serde_json::from_slice(&output.stdout).context("the cell's report is not JSON")?;
+fn run_cell(cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
+    let mut value = apart::report(cell, sets)?;
     let measured = Measured::deserialize(&value).context("the cell's report is incomplete")?;
     if let Some(report) = value.as_object_mut() {
         // Both are the sweep's own, told once for all rows.

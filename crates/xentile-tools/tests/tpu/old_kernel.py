@@ -1,4 +1,4 @@
-"""Exports the programs that docs/tpu-cross-entropy.md has measured rows of, tiled as they were.
+"""Exports programs of measured rows in docs/internals/tpu-cross-entropy.md, tiled as they were.
 
     python old_kernel.py FOLDER T V BLOCK_SIZE TIME_BLOCK...
 

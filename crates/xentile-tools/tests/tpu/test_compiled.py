@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from pallas_bridge import (
     cross_entropy,
     cross_entropy_per_token,
+    flash_attention,
     linear_cross_entropy,
     linear_cross_entropy_per_token,
 )
@@ -204,3 +205,20 @@ def test_the_linear_form_on_a_mesh_compiles() -> None:
         program = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*arrays).compile()
         # XLA cannot cut a kernel: where it cuts tokens itself, there are chunks of the vocabulary.
         assert ("xentile_linear_cross_entropy_backward" in program.as_text()) == has_kernels
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_compiles_to_splash_attention(topology: str, head_dim: int) -> None:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:  # noqa: ANN401 (a tree of arrays)
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return flash_attention(q, k, v, causal=True, softcap=50.0).astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    of_queries = ((1, 1024, 4, head_dim), jnp.bfloat16)
+    of_keys = ((1, 1024, 2, head_dim), jnp.bfloat16)
+    program = compiled(topology, step, of_queries, of_keys, of_keys)
+    assert "splash" in program.as_text()
+    # No logits [4, 1024, 1024] in f32.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4

@@ -1,4 +1,4 @@
-//! Logits, labels, weights and cotangents made up from a seed.
+//! Logits, labels, weights and cotangents generated from a seed.
 
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;

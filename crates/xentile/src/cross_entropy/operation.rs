@@ -69,6 +69,30 @@ pub(crate) const OPTIONS: [OptionSpec; 6] = [
     ),
 ];
 
+/// The options of a loss over logits: those, and what a caller multiplies it by.
+const OF_LOGITS: [OptionSpec; 8] = [
+    OPTIONS[0],
+    OPTIONS[1],
+    OPTIONS[2],
+    OPTIONS[3],
+    OPTIONS[4],
+    OPTIONS[5],
+    OptionSpec::new(
+        "factor",
+        Kind::Number,
+        Value::Number(1.0),
+        "any number, inf and nan too; 1 with reduction none",
+        "what the reduced loss is multiplied by, gradient and all",
+    ),
+    OptionSpec::new(
+        "factor_form",
+        Kind::Word(&["constant", "argument"]),
+        Value::Word("constant"),
+        "constant or argument",
+        "whether a program has the factor in it, or is given it as it runs",
+    ),
+];
+
 /// The tile of kernels over a vocabulary.
 pub(crate) const TILE: [DimSpec; 2] = [
     DimSpec { key: "time_block", about: "tokens of a tile", default: None, ..TOKENS },
@@ -141,6 +165,17 @@ pub fn has_weights(problem: &Problem) -> bool {
     problem.word("weights") == "random"
 }
 
+/// What the reduced loss is multiplied by.
+#[must_use]
+pub fn factor(problem: &Problem) -> f64 {
+    problem.number("factor").unwrap_or(1.0)
+}
+
+/// Whether that is an argument of programs.
+fn takes_factor(problem: &Problem) -> bool {
+    problem.word("factor_form") == "argument"
+}
+
 /// The shape of logits.
 ///
 /// # Errors
@@ -157,6 +192,14 @@ pub(crate) fn validate(problem: &Problem) -> Result<()> {
              options.weights to none or options.reduction to mean or sum"
                 .to_owned(),
         ));
+    }
+    if reduction(problem).is_none() && (factor(problem) != 1.0 || takes_factor(problem)) {
+        return Err(Error::Invalid(format!(
+            "options.factor is {}, {}; reduction none has no part for it, as each loss has a \
+             cotangent: leave it out or set options.reduction to mean or sum",
+            factor(problem),
+            if takes_factor(problem) { "an argument" } else { "a constant" },
+        )));
     }
     Ok(())
 }
@@ -187,6 +230,10 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
         Pass::Fused => {
             if has_weights(problem) {
                 operands.push(tokens("weights", Role::Input { differentiable: false }));
+            }
+            if takes_factor(problem) {
+                let role = Role::Input { differentiable: false };
+                operands.push(ArraySpec::number("factor", &[], role));
             }
             if problem.cotangent != 1.0 {
                 operands.push(ArraySpec::number("cotangent", &[], Role::Cotangent("loss")));
@@ -224,6 +271,9 @@ pub(crate) fn given(
             let mut given = none;
             if has_weights(problem) {
                 given.insert("weights", Array::of(from.weights(rows)));
+            }
+            if takes_factor(problem) {
+                given.insert("factor", Array::of(vec![factor(problem) as f32]));
             }
             if problem.cotangent != 1.0 {
                 given.insert("cotangent", Array::of(vec![problem.cotangent as f32]));
@@ -268,7 +318,7 @@ pub(crate) fn cotangents<'a>(
         });
     };
     let factors = factors(problem, reduction, labels, given);
-    let cotangent = problem.cotangent;
+    let cotangent = problem.cotangent * factor(problem);
     Box::new(move |token| match factors.of(token) {
         0.0 => None,
         factor => Some(TokenCotangents { loss: cotangent * factor, ..Default::default() }),
@@ -418,7 +468,7 @@ impl Operation for Logits {
     }
 
     fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
+        &OF_LOGITS
     }
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
@@ -458,6 +508,11 @@ impl Operation for Logits {
 
     fn is_fused(&self, problem: &Problem) -> bool {
         reduction(problem).is_some()
+    }
+
+    /// What is done about a factor is JAX's part.
+    fn needs_jax(&self, problem: &Problem) -> bool {
+        factor(problem) != 1.0 || takes_factor(problem)
     }
 
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
@@ -659,7 +714,7 @@ impl<E: Element> Reference for OfLogits<'_, E> {
         }
     }
 
-    /// The reduced loss, or the mean of losses where nothing reduces them.
+    /// The reduced loss times its factor, or the mean of losses where nothing reduces them.
     fn scalar(&self, pass: Pass, given: &Arrays<'_>, visitor: &mut dyn Visitor) {
         let losses = self.tokens.iter().map(|token| token.loss);
         let found = visitor.found().get("loss").expect("every pass gives the loss");
@@ -667,23 +722,30 @@ impl<E: Element> Reference for OfLogits<'_, E> {
         let (found, expected) = match reduction(self.problem).filter(|_| pass == Pass::Fused) {
             Some(reduction) => {
                 let labels = Labels::from(self.labels);
-                (found.at(0), factors(self.problem, reduction, labels, given).reduce(losses))
+                let reduced = factors(self.problem, reduction, labels, given).reduce(losses);
+                (found.at(0), factor(self.problem) * reduced)
             }
             None => {
                 let found = (0..count).map(|token| found.at(token)).sum::<f64>();
                 (found / count as f64, losses.sum::<f64>() / count as f64)
             }
         };
-        let limit = self.tolerances.get("forward_rel") * expected.abs().max(1.0);
+        let size = expected.abs().max(factor(self.problem).abs().min(1.0));
+        // What is not finite is equal or wrong.
+        let limit = if size.is_finite() { self.tolerances.get("forward_rel") * size } else { 0.0 };
         visitor.scalar("loss", found, expected, limit);
     }
 
     fn gradients(&self, pass: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
         let labels = Labels::from(self.labels);
         let cotangents = cotangents(self.problem, labels, given, pass);
-        let judged = Judged::Rounded {
-            ulps: self.tolerances.get("dlogits_ulp"),
-            equal: self.tolerances.get("dlogits_equal"),
+        // 0 x inf lies between them and depends on where a probability becomes 0.
+        let judged = match pass == Pass::Fused && !factor(self.problem).is_finite() {
+            true => Judged::Reached,
+            false => Judged::Rounded {
+                ulps: self.tolerances.get("dlogits_ulp"),
+                equal: self.tolerances.get("dlogits_equal"),
+            },
         };
         let share = self.tolerances.get("dlogits_cotangent");
         let row = |rows: &dyn Rows, (wide, dz): &mut (Vec<f64>, Vec<f64>), token: usize| {

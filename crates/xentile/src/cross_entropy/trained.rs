@@ -1,6 +1,6 @@
 //! Logits, hidden states, weights and labels shaped like those of trained language models.
 //!
-//! Numbers are of SmolLM2-135M, measured over prose and code; docs/cross-entropy.md gives them beside
+//! Numbers are of SmolLM2-135M, measured over prose and code; docs/internals/cross-entropy.md gives them beside
 //! what is made here, with the literature.
 
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Hidden states, an output matrix and labels, made up from a seed.
+//! Hidden states, an output matrix and labels, generated from a seed.
 
 use rayon::prelude::*;
 

@@ -1,5 +1,5 @@
 //! Linear cross-entropy, as tools see it. Entries are judged by what a program may be off that rounds
-//! what the contract lets it round and sums in f32; docs/linear-cross-entropy.md derives it.
+//! what the contract lets it round and sums in f32; docs/internals/linear-cross-entropy.md derives it.
 
 use std::time::Instant;
 
@@ -277,11 +277,11 @@ impl Operation for Hidden {
     /// Three products of T x D x V.
     fn cost(&self, problem: &Problem) -> Cost {
         let signature = self.signature(problem, self.whole(problem));
-        let bytes = |specs: &[ArraySpec]| specs.iter().filter_map(|spec| spec.bytes(problem)).sum();
+        let [bytes_read, bytes_written] = signature.bytes(problem);
         let [tokens, vocab, width] = ["T", "V", "D"].map(|letter| problem.dim(letter) as u64);
         Cost {
-            bytes_read: bytes(&signature.operands),
-            bytes_written: bytes(&signature.results),
+            bytes_read,
+            bytes_written,
             flops: (3 * 2_u64).saturating_mul(tokens).saturating_mul(vocab).saturating_mul(width),
         }
     }

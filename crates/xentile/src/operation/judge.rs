@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{Arrays, Pass};
+use super::{Arrays, Pass, ToleranceSpec};
+use crate::DType;
 
 /// Limits by name: [`super::ToleranceSpec`] with values.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,11 +24,27 @@ impl Tolerances {
         *self.0.get(name).unwrap_or_else(|| panic!("no tolerance {name}"))
     }
 
+    /// What the error of a whole result of `dtype` may be relative to it: what [`WHOLE_RESULTS`] says, and
+    /// what its entries may be off by. `bounds` and `total` are the sums of the squares of those, and of
+    /// the entries.
+    pub(crate) fn of_whole(&self, dtype: DType, [bounds, total]: [f64; 2]) -> f64 {
+        let of_entries = if total == 0.0 { 0.0 } else { (bounds / total).sqrt() };
+        self.get(WHOLE_RESULTS.name) * dtype.ulp(1.0) / 2.0 + of_entries
+    }
+
     /// All, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> {
         self.0.iter().map(|(&name, &value)| (name, value))
     }
 }
+
+/// The limit of [`Tolerances::of_whole`], of operations that call their output y.
+pub(crate) const WHOLE_RESULTS: ToleranceSpec = ToleranceSpec {
+    name: "gradient_roundings",
+    about: "error of all of y, and of a whole gradient, relative to it, in units of rounding \
+            of the dtype, beside what entries may be off by",
+    default: |_| 1.5,
+};
 
 /// Which metrics there are of a result, and which of them are limited. `bound` is what comes with each
 /// entry.
@@ -43,12 +60,16 @@ pub enum Judged {
     /// Against the expected value as it is rounded: `NAME_max_abs` and `NAME_max_rel` before that,
     /// where more than the bound is expected; `NAME_rounded/max_abs`, `max_ulp`, `excess`, which is the
     /// error over `ulps` units in the last place or the bound and at most 1, and `equal`, at least so much.
+    /// Where 0 is expected with a bound of 0, nothing else will do.
     Rounded {
         /// Units in the last place that an entry may be off.
         ulps: f64,
         /// The share of entries that are equal.
         equal: f64,
     },
+    /// Entries that are expected not to be finite are not, whichever of these they are, and all others
+    /// are equal: `NAME/strays`, how many are neither, is 0.
+    Reached,
     /// `NAME_max_abs`; `NAME/excess`, the error over the bound and half a unit in the last place, is at
     /// most 1; `NAME/relative`, the error of all entries by their norm, is at most `relative`;
     /// `NAME/equal`, the share of entries that are the rounded value.

@@ -40,7 +40,12 @@ impl Serialize for Value {
             Self::Absent => serializer.serialize_none(),
             Self::Bool(value) => serializer.serialize_bool(value),
             Self::Integer(value) => serializer.serialize_i64(value),
-            Self::Number(value) => serializer.serialize_f64(value),
+            Self::Number(value) if value.is_finite() => serializer.serialize_f64(value),
+            // JSON has no such numbers.
+            Self::Number(value) if value.is_nan() => serializer.serialize_str("nan"),
+            Self::Number(value) => {
+                serializer.serialize_str(if value > 0.0 { "inf" } else { "-inf" })
+            }
             Self::Word(value) => serializer.serialize_str(value),
         }
     }

@@ -5,6 +5,14 @@ use std::collections::BTreeMap;
 use super::{DimSpec, Value};
 use crate::{DType, Result, Tile};
 
+/// What a dim of an array is a multiple of: how often, 1 where nothing is before the letter, and the
+/// letter.
+#[must_use]
+pub fn multiple(dim: &str) -> (usize, &str) {
+    let letter = dim.trim_start_matches(|c: char| c.is_ascii_digit());
+    (dim[..dim.len() - letter.len()].parse().unwrap_or(1), letter)
+}
+
 /// The extents of a tile that were named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TileExtents {
@@ -46,9 +54,15 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The extent of the dim `letter`; 1 for a letter that the problem does not have.
+    /// The extent of the dim `letter`, or of so many as are before it, as in `2F`; 1 for a letter that the
+    /// problem does not have.
     #[must_use]
     pub fn dim(&self, letter: &str) -> usize {
+        let (times, letter) = multiple(letter);
+        times * self.extent(letter)
+    }
+
+    fn extent(&self, letter: &str) -> usize {
         self.dims.iter().find(|(name, _)| *name == letter).map_or(1, |(_, extent)| *extent)
     }
 

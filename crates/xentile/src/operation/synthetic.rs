@@ -1,5 +1,7 @@
-//! Inputs made up from a seed. Every row has a generator of its own, so that rows come out the same
+//! Inputs generated from a seed. Every row has a generator of its own, so that rows come out the same
 //! whichever others are made and on however many threads.
+
+use std::fmt;
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -7,7 +9,8 @@ use rand_distr::StandardNormal;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::{Element, Error, Result};
+use super::{Array, Operation};
+use crate::{DType, Element, Error, Result, by_dtype};
 
 /// How entries are distributed.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
@@ -43,7 +46,7 @@ impl Distribution {
     }
 }
 
-/// Made-up inputs.
+/// Synthetic inputs.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Synthetic {
@@ -62,6 +65,23 @@ pub struct Synthetic {
     pub seed: u64,
     /// The share of tokens whose label is `ignore_index`, in `[0, 1]`.
     pub ignored: f64,
+}
+
+/// The distribution, and what it has beside its name and seed.
+impl fmt::Display for Synthetic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.distribution.name())?;
+        if self.distribution != Distribution::Trained {
+            write!(f, ", std {}", self.std())?;
+        }
+        if self.distribution == Distribution::Peaked {
+            write!(f, ", share {}, height {}", self.share(), self.height())?;
+        }
+        if self.ignored > 0.0 {
+            write!(f, ", ignored {}", self.ignored)?;
+        }
+        Ok(())
+    }
 }
 
 /// Generators of one row that must not run into one another.
@@ -127,6 +147,45 @@ impl Synthetic {
     #[must_use]
     pub fn apart(&self, by: u64) -> Self {
         Self { seed: self.seed ^ by, ..self.clone() }
+    }
+
+    /// Standard normal entries from the same seed, as cotangents are.
+    pub(crate) fn unit(&self) -> Self {
+        Self { std: Some(1.0), seed: self.seed, ..Self::default() }
+    }
+
+    /// Checks that what `of` calls `what` can be drawn so: by one of its distributions, and without
+    /// labels to ignore.
+    ///
+    /// # Errors
+    /// It cannot.
+    pub(crate) fn check_unlabelled(&self, of: &dyn Operation, what: &str) -> Result<()> {
+        let names: Vec<_> = of.distributions().iter().map(|one| one.name()).collect();
+        if !of.distributions().contains(&self.distribution) {
+            let (last, others) = names.split_last().expect("a distribution");
+            return Err(Error::Invalid(format!(
+                "distribution is {}; {what} are {} or {last}",
+                self.distribution.name(),
+                others.join(", ")
+            )));
+        }
+        if self.ignored != 0.0 {
+            return Err(Error::Invalid(format!(
+                "ignored is {}; op {} has no labels to ignore",
+                self.ignored,
+                of.name()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Rows of `width` entries of `dtype`, one after another.
+    pub(crate) fn draw(&self, dtype: DType, rows: &[u64], width: usize) -> Array<'static> {
+        by_dtype!(dtype, E => {
+            let mut all = vec![E::from_f32(0.0); rows.len() * width];
+            self.fill(rows, width, &mut all);
+            Array::of(all)
+        })
     }
 
     /// The generator of a row.

@@ -9,7 +9,7 @@ use super::{DWEIGHT_ROUNDINGS, DX_ROUNDINGS, NormShape, RSTD_ROUNDINGS, RmsNorm,
 use crate::operation::{
     Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
     HIDDEN, Judged, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature,
-    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor,
+    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
@@ -86,12 +86,7 @@ pub fn shape(problem: &Problem) -> Result<NormShape> {
 
 /// Rows of `[T, D]` from a distribution.
 fn rows_of(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Array<'static> {
-    let width = problem.dim("D");
-    by_dtype!(problem.dtype, E => {
-        let mut all = vec![E::from_f32(0.0); rows.len() * width];
-        from.fill(rows, width, &mut all);
-        Array::of(all)
-    })
+    from.draw(problem.dtype, rows, problem.dim("D"))
 }
 
 impl Operation for Norm {
@@ -119,12 +114,7 @@ impl Operation for Norm {
                         sqrt(n) units of rounding of f32",
                 default: |_| 0.0,
             },
-            ToleranceSpec {
-                name: "gradient_roundings",
-                about: "error of all of y, and of a whole gradient, relative to it, in units of rounding \
-                        of the dtype, beside what entries may be off by",
-                default: |_| 1.5,
-            },
+            WHOLE_RESULTS,
         ];
         &ALL
     }
@@ -191,19 +181,7 @@ impl Operation for Norm {
 
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
         shape(problem)?;
-        if !self.distributions().contains(&from.distribution) {
-            return Err(Error::Invalid(format!(
-                "distribution is {}; rows are normal, uniform or offset",
-                from.distribution.name()
-            )));
-        }
-        if from.ignored != 0.0 {
-            return Err(Error::Invalid(format!(
-                "ignored is {}; op {} has no labels to ignore",
-                from.ignored,
-                self.name()
-            )));
-        }
+        from.check_unlabelled(self, "rows")?;
         let mut inputs = Arrays::default();
         inputs.insert("x", rows_of(problem, from, rows));
         // As in training, weights are near the factor 1.
@@ -235,7 +213,7 @@ impl Operation for Norm {
         if !pass.has_gradients() {
             return given;
         }
-        let of_unit = Synthetic { std: Some(1.0), seed: from.seed, ..Synthetic::default() };
+        let of_unit = from.unit();
         given.insert("dy", rows_of(problem, &of_unit.apart(SEEDS[2]), rows));
         if problem.flag("residual") {
             given.insert("dsum", rows_of(problem, &of_unit.apart(SEEDS[3]), rows));
@@ -270,19 +248,12 @@ impl Operation for Norm {
 
     /// Both passes: x is read twice, or with a residual what was added up and the sum.
     fn cost(&self, problem: &Problem) -> Cost {
-        let pass = |pass| self.signature(problem, pass);
-        let bytes = |specs: &[ArraySpec]| -> u64 {
-            specs.iter().filter_map(|spec| spec.bytes(problem)).sum()
-        };
-        let whole = pass(Pass::ForwardAndBackward);
+        let whole = self.signature(problem, Pass::ForwardAndBackward);
+        let [bytes_read, bytes_written] = whole.bytes(problem);
         let again = whole.operands.iter().filter(|spec| ["x", "weight"].contains(&spec.name));
         let again: u64 = again.filter_map(|spec| spec.bytes(problem)).sum();
         let rstd = 4 * problem.dim("T") as u64;
-        Cost {
-            bytes_read: bytes(&whole.operands) + again + rstd,
-            bytes_written: bytes(&whole.results),
-            flops: 0,
-        }
+        Cost { bytes_read: bytes_read + again + rstd, bytes_written, flops: 0 }
     }
 
     fn shape(&self, problem: &Problem, _: Option<[usize; 2]>) -> String {
@@ -369,12 +340,6 @@ impl<E: Element + ArrayElement> OfRows<'_, E> {
         self.tolerances.get("sum_roundings") * (count as f64).sqrt()
     }
 
-    /// What the error of a whole result may be relative to it, where its entries may be off by so much.
-    fn relative(&self, dtype: DType, [bounds, total]: [f64; 2]) -> f64 {
-        let of_entries = if total == 0.0 { 0.0 } else { (bounds / total).sqrt() };
-        self.tolerances.get("gradient_roundings") * dtype.ulp(1.0) / 2.0 + of_entries
-    }
-
     fn rows(&self) -> rayon::range::Iter<usize> {
         (0..self.shape.rows()).into_par_iter()
     }
@@ -390,7 +355,7 @@ impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
     fn outputs(&self, visitor: &mut dyn Visitor) {
         let width = self.shape.columns();
         let of_sum = self.of_sum(width);
-        let relative = self.relative(E::DTYPE, [0.0; 2]) + Y_ROUNDINGS * F32_ROUNDING;
+        let relative = self.tolerances.of_whole(E::DTYPE, [0.0; 2]) + Y_ROUNDINGS * F32_ROUNDING;
         let within = Judged::WithinRounding { relative: relative + of_sum * F32_ROUNDING };
         visitor.result("y", "fwd/y", within, &|rows| {
             self.rows().for_each_init(Row::default, |row, token| {
@@ -441,7 +406,9 @@ impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
             total += row.out.iter().map(|dx| dx * dx).sum::<f64>();
             bounds += row.bound.iter().map(|bound| bound * bound).sum::<f64>();
         }
-        let judged = Judged::WithinRounding { relative: self.relative(E::DTYPE, [bounds, total]) };
+        let judged = Judged::WithinRounding {
+            relative: self.tolerances.of_whole(E::DTYPE, [bounds, total]),
+        };
         visitor.result("dx", &format!("{prefix}dx"), judged, &|rows| {
             self.rows().for_each_init(
                 || (Row::default(), vec![0.0; width]),
@@ -461,7 +428,7 @@ impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
         }
         let squares = |all: &[f64]| all.iter().map(|x| x * x).sum::<f64>();
         let dtype = weight_dtype(self.problem);
-        let relative = self.relative(dtype, [squares(&magnitudes), squares(&dweight)]);
+        let relative = self.tolerances.of_whole(dtype, [squares(&magnitudes), squares(&dweight)]);
         let judged = Judged::WithinRounding { relative };
         visitor.result("dweight", &format!("{prefix}dweight"), judged, &|rows| {
             rows.row(0, &dweight, Bound::Each(&magnitudes));

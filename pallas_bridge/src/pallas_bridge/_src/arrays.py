@@ -4,9 +4,12 @@ An array is declared by its dimensions, such as "*batch V". `*batch` stands for 
 any number of them, none included. An operand without it is shared by all tokens, and a result
 without it is a sum over them. Where `vmap` maps a shared operand, or a sum, its mapped axes stand
 before its own; they are the first of the tokens' axes too.
+
+A result may have a dimension such as "D/128": the blocks of 128 that D is cut into, the last
+perhaps a smaller one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +43,12 @@ class Dims:
 
 @dataclass(frozen=True)
 class Result:
-    """A result's dimensions, and the operand that it has its dtype from; f32 if from none."""
+    """A result's dimensions and dtype."""
 
     dims: str
+    # The operand that it has its dtype from; `dtype` if from none.
     like: int | None = None
+    dtype: Any = np.float32
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,17 @@ class Signature:
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
+    # Named axes, right behind those of tokens in every array that has these, that may be cut over
+    # a mesh as they may. `vmap` adds none after them.
+    cut: tuple[str, ...] = ()
 
     @staticmethod
-    def of(operands: Sequence[str], results: Sequence[Result]) -> "Signature":
+    def of(
+        operands: Sequence[str], results: Sequence[Result], cut: tuple[str, ...] = ()
+    ) -> "Signature":
         """Returns what texts declare."""
         return Signature(
-            tuple(map(Dims.of, operands)), tuple(Dims.of(result.dims) for result in results)
+            tuple(map(Dims.of, operands)), tuple(Dims.of(result.dims) for result in results), cut
         )
 
     @property
@@ -71,9 +81,18 @@ class Signature:
         return not all(dims.has_tokens for dims in self.results)
 
     def leading(self, avals: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the extents of the axes of tokens."""
+        """Returns the extents of the axes of tokens, and of others that may be cut."""
         dims, aval = self._tokens(avals)
-        return tuple(aval.shape[: dims.leading(aval)])
+        return tuple(aval.shape[: self._cut(dims, aval)])
+
+    def _cut(self, dims: Dims, aval: Any) -> int:
+        """Returns how many axes of an array may be cut, the first."""
+        return dims.leading(aval) + (len(self.cut) if dims.has_tokens else 0)
+
+    def whole(self, dims: Dims, aval: Any) -> list[tuple[str, Any]]:
+        """Returns names and extents of the axes of an array that are needed whole."""
+        first = self._cut(dims, aval)
+        return [*zip(dims.names[first - dims.leading(aval) :], aval.shape[first:], strict=True)]
 
     def mapped_axes(self, avals: Sequence[Any]) -> int:
         """Returns how many of these a shared operand has, the one with the most."""
@@ -104,12 +123,12 @@ class Signature:
                 found.append(avals[result.like])
                 continue
             kept = leading if one.has_tokens else leading[:mapped]
-            dtype = np.dtype(np.float32) if result.like is None else avals[result.like].dtype
-            shape = (*kept, *(extents[name] for name in one.names))
+            dtype = np.dtype(result.dtype) if result.like is None else avals[result.like].dtype
+            shape = (*kept, *(_extent(name, extents) for name in one.names))
             more: dict[str, Any] = {}
             sharding = getattr(tokens, "sharding", None)
             if isinstance(sharding, NamedSharding):
-                spec = [*_spec(tokens)[: len(kept)], *[None] * len(one.names)]
+                spec = [*spec_of(tokens)[: len(kept)], *[None] * len(one.names)]
                 more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found
@@ -123,18 +142,25 @@ class Signature:
             ValueError: an axis behind those of tokens is cut, or operands are cut differently.
         """
         dims, tokens = self._tokens(avals)
-        own = _spec(tokens)[: dims.leading(tokens)]
+        own = spec_of(tokens)[: self._cut(dims, tokens)]
         for index, (one, aval) in enumerate(zip(self.operands, avals, strict=True)):
             sharding = getattr(aval, "sharding", None)
             if not isinstance(sharding, NamedSharding) or not sharding.spec:
                 continue
-            spec, leading = _spec(aval), one.leading(aval)
+            spec, leading = spec_of(aval), self._cut(one, aval)
             if spec[:leading] != own[:leading] or any(axis is not None for axis in spec[leading:]):
                 raise ValueError(
                     f"{operation}: operand {index} of {target} is sharded as "
                     f"{PartitionSpec(*spec)}; its leading axes must be sharded as "
                     f"{PartitionSpec(*own[:leading])} and the others not at all: reshard it first"
                 )
+
+
+def _extent(name: str, extents: Mapping[str, Any]) -> Any:
+    """Returns the extent of a dimension, or how many blocks of it there are."""
+    of, _, block = name.partition("/")
+    # Of symbolic extents, too.
+    return -(-extents[of] // int(block)) if block else extents[of]
 
 
 def with_axis(x: jax.Array, axis: int | None, place: int, size: int) -> jax.Array:
@@ -155,7 +181,7 @@ def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
     return aval.update(shape=shape, **more)
 
 
-def _spec(aval: Any) -> list[Any]:
+def spec_of(aval: Any) -> list[Any]:
     """Returns how every axis of an array is cut."""
     sharding = getattr(aval, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()

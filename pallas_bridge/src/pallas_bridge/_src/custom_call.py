@@ -2,14 +2,15 @@
 
 An operation says what its calls take and give (`arrays`), and which program of XLA's does the same.
 From that come abstract values, `vmap` without a loop or a transpose, partitioning over a mesh
-(`partitioning`), what dead code leaves, and lowering; docs/custom-calls.md explains the rules.
+(`partitioning`), what dead code leaves, and lowering; docs/internals/custom-calls.md explains the
+rules.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
-from . import library, pallas, partitioning
+from . import hoisting, library, pallas, partitioning
 from .arrays import Result, Signature, reshaped, with_axis
 from .compat import varying_axes
 from .operation import Operation
 
 
 @dataclass(frozen=True)
-class Lighter:
-    """What to call where nothing needs the results from `first_unused` on."""
+class WithoutGradient:
+    """What to call where nothing needs the results from `first_unused` on, which are gradients."""
 
     first_unused: int
     call: "Call"
@@ -47,10 +48,17 @@ class Call:
     operands: tuple[str, ...]
     results: tuple[Result, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
+    # Named axes that may be cut over a mesh, as those of tokens may (`Signature`).
+    cut: tuple[str, ...] = ()
     # The operand whose memory a result takes. Where something else reads it later, XLA copies it
     # first.
     reuses: tuple[int, int] | None = None
-    lighter: Lighter | None = field(default=None, repr=False)
+    without_gradient: WithoutGradient | None = field(default=None, repr=False)
+    # Whether a later call, as it is lowered, may have this one's results come from another
+    # (`hoisting`).
+    may_change: bool = False
+    # What a call for the gradient becomes, together with an earlier one, if it can.
+    merge: "Merge | None" = field(default=None, repr=False)
     # Whether its one result is its first operand where the last is 1 everywhere.
     is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
@@ -63,19 +71,38 @@ class Call:
     dense: Callable[..., Sequence[jax.Array]] | None = field(
         default=None, repr=False, compare=False
     )
+    # Platforms where that is the faster, and runs unless kernels are asked for by name.
+    dense_on: tuple[str, ...] = ()
+    # Whether it takes the call's place where XLA cuts arrays, since kernels need them whole.
+    dense_if_cut: bool = False
 
     @cached_property
     def signature(self) -> Signature:
         """What `operands` and `results` declare."""
-        return Signature.of(self.operands, self.results)
+        return Signature.of(self.operands, self.results, self.cut)
 
 
-def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Makes `call` part of the program being traced, or runs it."""
+# Lowers a call, without what it may become with others: of a context, operands, and `call`, `keep`
+# and `mapped`.
+Lower = Callable[..., Sequence[Any]]
+
+
+class Merge(Protocol):
+    """How a call is lowered together with an earlier one, whose results it takes; hashable."""
+
+    def __call__(self, lower: Lower, ctx: Any, *operands: Any) -> Sequence[Any] | None:
+        """Returns the results, or None for the call to be lowered by itself."""
+
+
+def bind(
+    call: Call, *operands: jax.Array, keep: tuple[int, ...] | None = None
+) -> tuple[jax.Array, ...]:
+    """Makes `call` part of the program being traced, or runs it; returns the results `keep`."""
+    keep = tuple(range(len(call.results))) if keep is None else keep
     if call.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
-        return tuple(_kernel(None, call)(*operands))
-    keep = tuple(range(len(call.results)))
+        results = _kernel(None, call)(*operands)
+        return tuple(results[index] for index in keep)
     return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep, mapped=0))
 
 
@@ -150,17 +177,18 @@ ad.primitive_transposes[_custom_call] = _refuse_derivative
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing uses, and makes the lighter call where they allow it."""
+    """Drops results that nothing uses, and makes the call without gradients where they allow it."""
     equation = rest[-1]  # from 0.12 on JAX says more before it
     if not any(used):
         return [False] * len(equation.invars), None
     call, keep = equation.params["call"], equation.params["keep"]
     wanted = [index for index, is_used in zip(keep, used, strict=True) if is_used]
     operands = range(len(equation.invars))
-    if call.lighter is not None and max(wanted) < call.lighter.first_unused:
-        operands = call.lighter.operands
-        wanted = [call.lighter.results[index] for index in wanted]
-        call = call.lighter.call
+    other = call.without_gradient
+    if other is not None and max(wanted) < other.first_unused:
+        operands = other.operands
+        wanted = [other.results[index] for index in wanted]
+        call = other.call
     lean = equation.replace(
         invars=[equation.invars[index] for index in operands],
         outvars=[var for var, is_used in zip(equation.outvars, used, strict=True) if is_used],
@@ -172,26 +200,41 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 pe.dce_rules[_custom_call] = _dead_code
 
 
-def _lower(
+def _lower(ctx: Any, *operands: Any, call: Call, **params: Any) -> Sequence[Any]:
+    if call.is_product and hoisting.constant(operands[-1]) == 1:
+        return [operands[0]]
+    if call.merge is not None:
+        merged = call.merge(_lower_alone, ctx, *operands)
+        if merged is not None:
+            return merged
+    results = _lower_alone(ctx, *operands, call=call, **params)
+    return [*map(hoisting.handle, results)] if call.may_change else results
+
+
+def _lower_alone(
     ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
 ) -> Sequence[Any]:
-    if call.is_product and _is_one(operands[-1]):
-        return [operands[0]]
     module = ctx.module_context
     platforms = tuple(ctx.platforms or module.platforms)
     params: dict[str, Any] = {"call": call, "keep": keep, "mapped": mapped}
     if call.dense is not None:
-        without = {one for one in platforms if one != "cpu" and not _has_kernel(call, one)}
+        without = {
+            one
+            for one in platforms
+            if one in call.dense_on or (one != "cpu" and not _has_kernel(call, one))
+        }
         if call.implementation is None and without == {*platforms}:
             return _lower_dense(ctx, *operands, **params)
         if call.implementation is None and without:
-            kernels = tuple(one for one in platforms if one not in without)
-            return _lower_for_each(
-                ctx, *operands, **params, of=dict.fromkeys(kernels, "custom_call")
-            )
-        is_mapped = call.signature.mapped_axes(ctx.avals_in) > 0
-        if call.implementation is None and is_mapped and not partitioning.is_whole(module):
-            # XLA would gather the tokens for its kernel, since what some of them share is cut.
+            kernels = {
+                one: "pallas" if one == "tpu" else "custom_call"
+                for one in platforms
+                if one not in without
+            }
+            return _lower_for_each(ctx, *operands, **params, of=kernels)
+        is_gathered = call.dense_if_cut or call.signature.mapped_axes(ctx.avals_in) > 0
+        if call.implementation is None and is_gathered and not partitioning.is_whole(module):
+            # XLA would gather arrays for its kernel, such as tokens where what some share is cut.
             return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
     if call.implementation is None and others != platforms and others:
@@ -282,28 +325,6 @@ def _has_kernel(call: Call, platform: str) -> bool:
     )
 
 
-# What carries a constant's ones on.
-_CARRIERS = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "convert", "multiply", "reshape")}
-
-
-def _is_one(value: Any, steps: int = 8) -> bool:
-    """Whether the program says, within so many steps, that the `ir.Value` is 1 everywhere."""
-    owner = value.owner
-    if steps == 0 or not isinstance(owner, ir.Operation | ir.OpView):
-        return False
-    operation = owner.operation
-    if operation.name == "stablehlo.constant":
-        constant = operation.attributes["value"]
-        return (
-            isinstance(constant, ir.DenseFPElementsAttr)
-            and constant.is_splat
-            and ir.FloatAttr(constant.get_splat_value()).value == 1
-        )
-    return operation.name in _CARRIERS and all(
-        _is_one(operand, steps - 1) for operand in operation.operands
-    )
-
-
 def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     """Refuses to compile for platforms of which the library has kernels for none.
 
@@ -321,8 +342,7 @@ def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
     names, have = ", ".join(platforms), ", ".join(sorted(kernels)) or "none"
     dense = 'implementation="reference" runs everywhere, as the dense program'
     for platform in platforms:
-        has_none = platform not in loaded.platforms and not call.operation.falls_back
-        if platform in library.BUILDS and has_none:
+        if platform in library.BUILDS and platform not in loaded.platforms:
             raise library.LibraryError(
                 f"{call.operation}: no kernel for platform {names}: {loaded.path} was built "
                 f"without (it has kernels for {have}): {library.BUILDS[platform]}; {dense}"
@@ -398,5 +418,5 @@ def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array
 # One rule for all platforms, not one for each: a program for several holds each call once, and not
 # once a platform under a conditional, through which no result could take the place of an operand.
 # But for TPUs, that is. Not cached, because a cached rule is not shown where its operands come from
-# (`_is_one`).
+# (`hoisting`).
 mlir.register_lowering(_custom_call, _lower, cacheable=False)

@@ -7,7 +7,7 @@ manifest has of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,16 @@ class Program:
     arguments: Sequence[jax.ShapeDtypeStruct]
     # How it is cut, if that is planned.
     plan: Any = None
+
+
+def no_tile(cell: Cell) -> dict[str, int | None]:
+    """Returns the tile of kernels that have none."""
+    return {"time_block": None, "block_size": None}
+
+
+def settings_alone(cell: Cell, program: Program) -> dict[str, Any]:
+    """Returns what a manifest has of an operation that has settings of its own, and no more."""
+    return {"settings": asdict(cell.settings)}
 
 
 def check_extent(name: str, extent: Any, where: str = "") -> None:

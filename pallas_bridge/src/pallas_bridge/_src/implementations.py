@@ -92,13 +92,20 @@ def info() -> Info:
 
 def _platform(operation: Operation, platform: str, loaded: library.Library | None) -> PlatformInfo:
     """Returns what runs of an operation on a platform."""
+    notes = "".join(f"; {note}" for of, note in operation.notes if of == platform)
     if loaded is not None and platform in loaded.platforms_of(operation.target):
         detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
-        return PlatformInfo(platform, "custom_call", f"kernels of the library{detail}")
+        return PlatformInfo(platform, "custom_call", f"kernels of the library{detail}{notes}")
     if platform == "tpu" and "pallas" in operation.implementations:
-        return PlatformInfo(platform, "pallas", "kernels in Pallas")
+        return PlatformInfo(platform, "pallas", f"kernels in Pallas{notes}")
+    if platform in (without := dict(operation.without)):
+        return PlatformInfo(platform, "reference", without[platform])
     if operation.falls_back and platform != "cpu":
-        return PlatformInfo(platform, "reference", "XLA's own program; there is no kernel")
+        built = library.BUILDS.get(platform)
+        why = (
+            f"the library was built without: {built}" if built and loaded else "there is no kernel"
+        )
+        return PlatformInfo(platform, "reference", f"XLA's own program; {why}")
     if loaded is None and platform in library.JAX_PLATFORMS.values():
         return PlatformInfo(platform, None, "the library cannot be used")
     if platform in library.BUILDS:

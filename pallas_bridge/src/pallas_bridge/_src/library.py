@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from . import versions
+from . import platforms, versions
 
 # Where another library than the carried one is.
 VARIABLE = "XENTILE_XLA_LIBRARY"
@@ -98,12 +98,51 @@ def find() -> Path:
     name = {"darwin": "libxentile_xla.dylib", "win32": "xentile_xla.dll"}
     path = Path(__file__).with_name(name.get(sys.platform, "libxentile_xla.so"))
     if not path.is_file():
+        if obstacle := platforms.obstacle():
+            raise LibraryError(obstacle)
         raise LibraryError(
             f"pallas_bridge was installed without its library ({path} is missing): run `pip "
             f"install ./pallas_bridge` in a checkout of xentile, or set {VARIABLE} to a built "
             "libxentile_xla"
         )
     return path
+
+
+def get_library() -> str:
+    """Returns the path of the library of custom calls, for programs that load or link it.
+
+    Raises:
+        LibraryError: there is none.
+    """
+    return str(find())
+
+
+def get_include() -> str:
+    """Returns the folder of `xentile_xla.h`, the header of the library, for C and C++ compilers.
+
+    Raises:
+        LibraryError: there is none.
+    """
+    package = Path(__file__).parents[1]
+    # A wheel carries it; otherwise this is a checkout.
+    in_checkout = package.parents[2] / "crates" / "xentile-xla" / "include"
+    for folder in (package / "include", in_checkout):
+        if (folder / "xentile_xla.h").is_file():
+            return str(folder)
+    raise LibraryError(f"{package / 'include'} has no xentile_xla.h: install pallas_bridge again")
+
+
+def others_loaded(path: Path) -> list[str]:
+    """Returns the copies of the library in this process that are not the file at `path`.
+
+    On Linux, as its system tells; none elsewhere.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    mapped = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libxentile_xla" in line}
+    return sorted(name for name in mapped if not (Path(name).exists() and path.samefile(name)))
 
 
 def runtime_ffi_version() -> tuple[int, int]:
@@ -225,6 +264,12 @@ def attempt() -> tuple[ctypes.CDLL, Library] | LibraryError:
     """
     try:
         handle, library = load(find())
+        # Both would register the same calls, and XLA would lose the whole platform by that.
+        if others := others_loaded(library.path):
+            raise LibraryError(
+                f"{library.path} and {', '.join(others)} are both loaded, and XLA takes the calls "
+                f"of one library: unset {VARIABLE}, or remove what loads the other, and start again"
+            )
     except LibraryError as error:
         return error
     register(library)

@@ -33,8 +33,8 @@ def given(tangent: Any) -> Any:
 def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> Any:
     """Returns function(*arrays), of which JAX takes nothing apart as it makes reverse mode.
 
-    It would move out of a loop what is the same in every turn, and keep all of that at once: the
-    pieces of a weight, say, of which the loop is there to have one at a time.
+    It would move out of a loop what is the same in every iteration, and keep all of that at once:
+    the pieces of a weight, say, of which the loop is there to have one at a time.
     """
 
     def refuse(*_: Any) -> NoReturn:

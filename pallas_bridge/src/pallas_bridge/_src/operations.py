@@ -1,8 +1,20 @@
 """The operations there are; each is declared in its folder, and named here alone."""
 
+from .activation.declaration import OPERATION as ACTIVATION
 from .cross_entropy.declaration import OPERATION as CROSS_ENTROPY
+from .flash_attention.declaration import OPERATION as FLASH_ATTENTION
+from .fp8_quantize.declaration import OPERATION as FP8_QUANTIZE
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
 from .operation import Operation
 from .rms_norm.declaration import OPERATION as RMS_NORM
+from .rope.declaration import OPERATION as ROPE
 
-OPERATIONS: tuple[Operation, ...] = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, RMS_NORM)
+OPERATIONS: tuple[Operation, ...] = (
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+    ACTIVATION,
+    RMS_NORM,
+    ROPE,
+    FLASH_ATTENTION,
+    FP8_QUANTIZE,
+)

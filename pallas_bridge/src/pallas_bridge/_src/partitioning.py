@@ -89,7 +89,7 @@ def layout(
     cut = (*[1] * units, *cut)
 
     def axes(dims: Dims, aval: Any, leading: Sequence[Axis]) -> list[Axis]:
-        own = zip(dims.names, aval.shape[dims.leading(aval) :], strict=True)
+        own = signature.whole(dims, aval)
         if dims.has_tokens:
             leading = [*enumerate(cut), *(("behind", extent) for extent in behind)]
         return [*leading, *own]

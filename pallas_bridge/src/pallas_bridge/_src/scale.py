@@ -7,21 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from .arrays import Result
-from .custom_call import Call, bind
+from .custom_call import Call
 from .operation import Operation
 
 
-def scale(
-    operation: Operation, x: jax.Array, factors: jax.Array, implementation: str | None = None
-) -> jax.Array:
-    """Returns x * factors for x [.., N] and factors [..] in f32, in the memory of `x` if it may be.
+def scale_call(operation: Operation, implementation: str | None) -> Call:
+    """Gives x * factors of x [.., N] and factors [..] in f32, in the memory of `x` if it may be.
 
     `operation` is what asks, and `implementation` what it was asked for.
     The product is taken in f32 and rounded to the dtype of `x`. Where the program holds ones for
     the factors there is no call, and where they turn out to be 1 as it runs, in shared memory,
     nothing is read or written.
     """
-    call = Call(
+    return Call(
         operation=operation,
         target="xentile_scale",
         operands=("*batch N", "*batch"),
@@ -31,15 +29,13 @@ def scale(
         is_product=True,
         for_tpu=_in_pallas,
     )
-    (scaled,) = bind(call, x, factors)
-    return scaled
 
 
 def _in_pallas(*_: Any) -> Callable[..., tuple[jax.Array]]:
     """Returns what stands for a kernel on TPUs: XLA does as well."""
 
-    def scaled(x: jax.Array, factors: jax.Array) -> tuple[jax.Array]:
+    def scaled(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array]:
         # XLA knows that a factor of 1 changes nothing, and mostly sees that it is 1.
-        return ((x.astype(jnp.float32) * factors[..., None]).astype(x.dtype),)
+        return ((x.astype(jnp.float32) * factors[-1][..., None]).astype(x.dtype),)
 
     return scaled

@@ -1,6 +1,7 @@
 """Cross-entropy over logits: what users call."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -9,12 +10,13 @@ from jax.typing import ArrayLike
 
 from ..implementations import choose
 from ..operation import Implementation
-from . import custom_call, reference
+from . import custom_call, parts, reference
 from .declaration import OPERATION
 from .options import Options, check_arrays, check_options, narrow_labels
 from .reduction import token_factors, weighted
 
 Reduction = Literal["none", "mean", "sum"]
+AxisName = str | Sequence[str]
 
 # Kernels in Pallas are another lowering of the same calls.
 IMPLEMENTATIONS = {"custom_call": custom_call, "pallas": custom_call, "reference": reference}
@@ -31,6 +33,7 @@ class _Keywords(TypedDict, total=False):
     time_block: int | None
     donate_logits: bool
     implementation: Implementation | None
+    axis_name: AxisName | None
 
 
 @overload
@@ -72,6 +75,7 @@ def cross_entropy(
     time_block: int | None = None,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
+    axis_name: AxisName | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of logits against labels, reduced over all tokens.
 
@@ -107,6 +111,10 @@ def cross_entropy(
         `block_size` is a multiple of 128 and `time_block` of 8, or 16 if logits are bfloat16;
         float16 is not taken), "reference" (the dense program of XLA), or None for what
         `pallas_bridge.info()` says of the platform. It is never replaced by another in silence.
+      axis_name: the mesh axis that the vocabulary is sharded over, or several, the slowest first;
+        None where it is whole. Within `jax.shard_map` logits are then a device's own columns, and
+        labels count those of all. Elsewhere the axes are those of the mesh; it need not be said
+        of explicit ones. Logits stay where they are: devices exchange a few numbers a token.
 
     Returns:
       The loss in float32, a scalar or [.., T] for "none"; with `return_lse` the pair of loss and
@@ -114,7 +122,12 @@ def cross_entropy(
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
-      ValueError: shapes that disagree, or an option outside its range.
+      ValueError: shapes that disagree, an option outside its range, or an axis that is not there
+        or does not divide the vocabulary.
+
+    >>> logits, labels = jnp.zeros((4, 50257)), jnp.array([0, 1, 2, -100])
+    >>> print(cross_entropy(logits, labels).round(4))  # ln 50257; -100 is ignored
+    10.8249
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
@@ -123,6 +136,7 @@ def cross_entropy(
         labels,
         weights,
         implementation,
+        axis_name,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -175,6 +189,7 @@ def cross_entropy_per_token(
     time_block: int | None = None,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
+    axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and log-probability of the label for every token.
 
@@ -195,6 +210,7 @@ def cross_entropy_per_token(
         labels,
         None,
         implementation,
+        axis_name,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -213,14 +229,20 @@ def _prepare(
     labels: ArrayLike,
     weights: ArrayLike | None,
     implementation: Implementation | None,
+    axis_name: AxisName | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Options, Any]:
     """Returns checked arrays and options, and the module of the implementation."""
-    module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
+    module: Any = IMPLEMENTATIONS[choose(OPERATION, implementation)]
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     weights = None if weights is None else jnp.asarray(weights)
     check_arrays(logits, labels, weights)
     module.check_dtype(logits)
     checked = dataclasses.replace(check_options(**options), implementation=implementation)
     labels, checked = narrow_labels(labels, checked)
-    return logits, labels, None if weights is None else weights.astype(jnp.float32), checked, module
+    weights = None if weights is None else weights.astype(jnp.float32)
+    cut = parts.find(logits, axis_name)
+    if cut is not None:
+        module, labels = cut, cut.place(labels)
+        weights = None if weights is None else cut.place(weights)
+    return logits, labels, weights, checked, module

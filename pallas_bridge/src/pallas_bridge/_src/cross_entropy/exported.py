@@ -1,6 +1,10 @@
-"""Programs of cross-entropy for tools that run no Python: those of the kernels for TPUs."""
+"""Programs of cross-entropy for tools that run no Python.
+
+Those of the kernels for TPUs, and losses that something multiplies.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +15,9 @@ from ..exporting import DTYPES, Cell, ConfigError, Program, check_options
 from . import tpu_plan
 from .api import cross_entropy, cross_entropy_per_token
 
-PLATFORMS = ("tpu",)
+PLATFORMS = ("tpu", "cpu", "cuda")
 OPTIONS = ("reduction", "weights", "ignore_index", "label_smoothing", "z_loss", "softcap")
+FORMS = ("constant", "argument")
 
 
 def settings(config: Mapping[str, Any]) -> None:
@@ -25,8 +30,12 @@ def program(cell: Cell) -> Program:
     Raises:
         ConfigError: an option that is not known.
     """
+    factor = factor_of(cell)
+    others = {key: value for key, value in cell.options.items() if not key.startswith("factor")}
+    cell = replace(cell, options=others)
     reduction, keywords = keywords_of(cell)
-    keywords["implementation"] = "pallas"
+    ours = "pallas" if cell.platform == "tpu" else None
+    keywords["implementation"] = "reference" if cell.is_dense else ours
 
     def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
         (logits,) = arrays
@@ -37,7 +46,27 @@ def program(cell: Cell) -> Program:
         return cross_entropy_per_token(logits, labels, return_lse=True, **keywords)
 
     logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
-    return of_losses(cell, [logits], reduced, per_token)
+    return of_losses(cell, [logits], reduced, per_token, factor=factor)
+
+
+def factor_of(cell: Cell) -> float | None:
+    """Returns what the reduced loss is multiplied by, None for an argument of the program.
+
+    Raises:
+        ConfigError: a form that is not known, or a factor of losses that nothing reduces.
+    """
+    # JSON has words for what is not finite, which float reads.
+    factor = float(cell.options.get("factor", 1.0))
+    form = cell.options.get("factor_form", "constant")
+    if form not in FORMS:
+        raise ConfigError(f"options.factor_form is {form!r}; it must be constant or argument")
+    is_plain = factor == 1.0 and form == "constant"
+    if cell.options.get("reduction") == "none" and not is_plain:
+        raise ConfigError(
+            f"options.factor is {factor}, {form}; reduction none has no part for it: set "
+            "options.reduction to mean or sum"
+        )
+    return factor if form == "constant" else None
 
 
 def keywords_of(cell: Cell) -> tuple[Any, dict[str, Any]]:
@@ -61,13 +90,15 @@ def of_losses(
     reduced: Callable[[Sequence[Any], Any, Any], Any],
     per_token: Callable[[Sequence[Any], Any], Any],
     plan: Any = None,
+    factor: float | None = 1.0,
 ) -> Program:
     """Returns the program of a loss and its gradients for `arrays`.
 
     `reduced` is of arrays, labels and weights, which may be None, and `per_token` of arrays and
-    labels.
+    labels. The reduced loss is multiplied by `factor`; None makes that the last argument.
     """
     count = len(arrays)
+    has_weights = cell.options.get("weights") == "random"
     labels = jax.ShapeDtypeStruct((cell.tokens,), jnp.int32)
     numbers = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
 
@@ -78,24 +109,33 @@ def of_losses(
 
     def value_and_grad(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
-        loss, gradients = jax.value_and_grad(
-            lambda *x: reduced(x, labels, given[0] if given else None), tuple(range(count))
-        )(*arrays)
+        weights = given[0] if has_weights else None
+        times = given[-1] if factor is None else factor
+
+        def f(*x: Any) -> Any:
+            loss = reduced(x, labels, weights)
+            return loss if factor == 1.0 else times * loss
+
+        loss, gradients = jax.value_and_grad(f, tuple(range(count)))(*arrays)
         return loss, *gradients
 
     if cell.options.get("reduction") == "none":
         arguments = [*arrays, labels, *[numbers] * 3]
         return Program("forward_and_backward", forward_and_backward, arguments, plan)
-    more = [numbers] if cell.options.get("weights") == "random" else []
+    more = [numbers] if has_weights else []
+    if factor is None:
+        more.append(jax.ShapeDtypeStruct((), jnp.float32))
     return Program("value_and_grad", value_and_grad, [*arrays, labels, *more], plan)
 
 
 def tile(cell: Cell) -> dict[str, int | None]:
-    """Returns the tile that a cell's kernels take.
+    """Returns the tile that a cell's kernels take: what was named, but on TPUs all of it.
 
     Raises:
         ValueError: one that they do not take.
     """
+    if cell.platform != "tpu":
+        return {"time_block": cell.time_block, "block_size": cell.block_size}
     target = pallas.ANY if cell.kind is None else pallas.TARGETS[cell.kind]
     dtype = jnp.dtype(DTYPES[cell.dtype])
     wanted: Any = {"time_block": cell.time_block, "block_size": cell.block_size}

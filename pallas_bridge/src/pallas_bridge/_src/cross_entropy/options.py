@@ -19,7 +19,7 @@ INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True)
 class Options:
-    """What docs/custom-calls.md calls attributes, checked."""
+    """What docs/internals/custom-calls.md calls attributes, checked."""
 
     ignore_index: int
     label_smoothing: float

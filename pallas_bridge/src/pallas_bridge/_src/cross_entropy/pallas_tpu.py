@@ -1,4 +1,4 @@
-"""Cross-entropy by its kernel for TPUs; docs/tpu-cross-entropy.md says why it is so.
+"""Cross-entropy by its kernel for TPUs; docs/internals/tpu-cross-entropy.md says why it is so.
 
 `tpu_plan.py` says how logits are cut, `tpu_kernel.py` is the kernel.
 """

@@ -40,3 +40,8 @@ def countable(losses: jax.Array, factors: jax.Array) -> jax.Array:
 def weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
     """Returns factor * loss; a factor of 0 takes its token out, whatever the loss."""
     return factors * countable(losses, factors)
+
+
+def token_cotangents(factors: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Returns the cotangents of losses for that of the reduced loss: 0 where the factor is."""
+    return jax.lax.select(factors == 0, jnp.zeros_like(factors), factors * cotangent)

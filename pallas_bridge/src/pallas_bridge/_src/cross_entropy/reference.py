@@ -1,6 +1,6 @@
 """Cross-entropy written plainly, for XLA to make the dense program of.
 
-Slow and large on purpose: it is what kernels are held against, and what runs where there is none.
+Slow and large on purpose: it is what kernels are compared with, and what runs where there is none.
 """
 
 import jax

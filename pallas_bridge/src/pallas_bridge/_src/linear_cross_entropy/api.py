@@ -3,25 +3,69 @@
 import dataclasses
 import operator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import pallas
+from .. import meshes, pallas, vocab_parts
+from ..checks import check_dtype
+from ..cross_entropy.api import AxisName
 from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
 from ..operation import Implementation
-from . import on_cpu, on_cuda, on_tpu, reference, schedules
+from . import on_cpu, on_cuda, on_tpu, parts, reference, schedules
 from . import plan as plans
 from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 Reduction = Literal["none", "mean", "sum"]
+
+
+class _Keywords(TypedDict, total=False):
+    """The options that the functions have besides those that decide what they return."""
+
+    bias: ArrayLike | None
+    vocab_axis: int | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    max_scratch_bytes: int | None
+    block_size: int | None
+    time_block: int | None
+    implementation: Implementation | None
+    axis_name: AxisName | None
+
+
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> jax.Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def linear_cross_entropy(
@@ -42,6 +86,7 @@ def linear_cross_entropy(
     block_size: int | None = None,
     time_block: int | None = None,
     implementation: Implementation | None = None,
+    axis_name: AxisName | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
@@ -84,12 +129,16 @@ def linear_cross_entropy(
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
         bits, V * D sums in f32. On GPUs logits count as wide as operands, and 256 MiB is the least.
-      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a slab, which
-        is narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels, a
-        multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes chunks, of the
-        kernels over logits. Sums are cut by it, so that their last bits may be others.
+      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a block
+        of columns, which is narrower where `max_scratch_bytes` has no room for it; on TPUs of both
+        kernels, a multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes
+        chunks, of the kernels over logits. Sums are cut by it, so that their last bits may be
+        others.
       time_block: tokens of a tile, likewise; on CPUs those of a task, which change no bit.
       implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
+      axis_name: the mesh axis that the vocabulary of `weight` and `bias` is sharded over, or
+        several; as for `cross_entropy`. The weight stays where it is, and so does its gradient;
+        that of `hidden` is summed over devices.
 
     Returns:
       The loss in float32, a scalar or [..] for "none"; with `return_lse` the pair of loss and lse
@@ -98,6 +147,10 @@ def linear_cross_entropy(
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+
+    >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((50257, 8))
+    >>> print(linear_cross_entropy(hidden, weight, jnp.arange(4)).round(4))  # ln 50257
+    10.8249
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
@@ -111,17 +164,14 @@ def linear_cross_entropy(
         every_token=return_lse,
         donate_logits=False,
     )
-    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
-    given = None if weights is None else call.per_token("weights", weights).astype(jnp.float32)
-    run = call.functions(reduction != "none", max_scratch_bytes)
+    of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
+    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
     if reduction == "none":
-        loss, _, lse = run.per_token(*call.arrays)
-        loss = loss if given is None else weighted(loss, given)
-        loss = loss.reshape(call.shape)
+        loss, _, lse = _per_token(of, cut, max_scratch_bytes)
+        loss = loss if of.weights is None else weighted(loss, of.weights)
     else:
-        factors = token_factors(call.options, reduction, call.arrays[-1], given)
-        loss, lse = run.reduced(*call.arrays, factors)
-    return (loss, lse.reshape(call.shape)) if return_lse else loss
+        loss, lse = _reduced(of, cut, max_scratch_bytes, reduction)
+    return (loss, lse) if return_lse else loss
 
 
 def linear_cross_entropy_value_and_grad(
@@ -143,7 +193,7 @@ def linear_cross_entropy_value_and_grad(
     time_block: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Loss and gradients of a microbatch, with the weight's added to running sums in f32.
+    """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
     Equivalent to `jax.value_and_grad` of `linear_cross_entropy`, whose other arguments these are,
     and `dweight_sums + dweight`, where dweight is not rounded. On GPUs products add to the sums
@@ -189,8 +239,8 @@ def linear_cross_entropy_value_and_grad(
         every_token=False,
         donate_logits=False,
     )
-    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
-    x, w, b, y = call.arrays
+    call = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
+    x, w, b, y = call.flat
     sums = jnp.asarray(dweight_sums)
     if sums.dtype != jnp.float32:
         raise TypeError(f"dweight_sums have dtype {sums.dtype}; it must be float32")
@@ -198,7 +248,7 @@ def linear_cross_entropy_value_and_grad(
         raise ValueError(
             f"dweight_sums have shape {sums.shape}; it must be that of weight, {w.shape}"
         )
-    given = None if weights is None else call.per_token("weights", weights).astype(jnp.float32)
+    given = None if call.weights is None else call.weights.reshape(-1)
     factors = token_factors(call.options, reduction, y, given)
     if call.implementation == "reference":
         run = call.functions(True, max_scratch_bytes)
@@ -214,6 +264,28 @@ def linear_cross_entropy_value_and_grad(
     loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
     dhidden = dhidden.reshape(jnp.shape(hidden))
     return loss, (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
+
+
+@overload
+def linear_cross_entropy_per_token(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def linear_cross_entropy_per_token(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 def linear_cross_entropy_per_token(
@@ -232,7 +304,8 @@ def linear_cross_entropy_per_token(
     block_size: int | None = None,
     time_block: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, ...]:
+    axis_name: AxisName | None = None,
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
@@ -255,9 +328,10 @@ def linear_cross_entropy_per_token(
         every_token=return_lse,
         donate_logits=False,
     )
-    call = _Call(hidden, weight, labels, bias, vocab_axis, options, implementation)
-    outputs = call.functions(False, max_scratch_bytes).per_token(*call.arrays)
-    return tuple(one.reshape(call.shape) for one in outputs[: 2 + return_lse])
+    of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
+    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    loss, logps, lse = _per_token(of, cut, max_scratch_bytes)
+    return (loss, logps, lse) if return_lse else (loss, logps)
 
 
 def explain(
@@ -272,13 +346,13 @@ def explain(
     time_block: int | None = None,
     platform: str | None = None,
 ) -> Plan:
-    """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`s.
+    """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`.
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
 
     Returns:
-      The plan: schedule, chunk or tile, products and scratch; `print` shows it in a line.
+      The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number.
@@ -311,8 +385,8 @@ def _tpu(platform: str) -> pallas.Target:
     return targets[platform]
 
 
-class _Call:
-    """Checked arrays, flat over tokens, and what runs them."""
+class _Arrays:
+    """Checked arrays, and what runs them."""
 
     def __init__(
         self,
@@ -320,24 +394,29 @@ class _Call:
         weight: ArrayLike,
         labels: ArrayLike,
         bias: ArrayLike | None,
+        weights: ArrayLike | None,
         vocab_axis: int | None,
         options: Options,
         implementation: Implementation | None,
     ) -> None:
-        self.implementation = choose(OPERATION, implementation)
-        x, w, y = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
-        b = None if bias is None else jnp.asarray(bias)
-        self.axis = _vocab_axis(x, w, b, vocab_axis)
-        self.shape = x.shape[:-1]
+        self.asked, self.implementation = implementation, choose(OPERATION, implementation)
+        self.hidden, self.weight, y = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
+        self.bias = None if bias is None else jnp.asarray(bias)
+        self.axis = _vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
+        # Every chunk takes all of D.
+        self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
+        self.shape = self.hidden.shape[:-1]
         if not jnp.issubdtype(y.dtype, jnp.integer):
             raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
-        y = self.per_token("labels", y)
+        y = self._per_token("labels", y)
         options = dataclasses.replace(options, implementation=implementation)
-        y, self.options = narrow_labels(y, options)
-        self.arrays = (x.reshape(-1, x.shape[-1]), w, b, y)
+        self.labels, self.options = narrow_labels(y, options)
+        self.weights = None
+        if weights is not None:
+            self.weights = self._per_token("weights", weights).astype(jnp.float32)
 
-    def per_token(self, name: str, array: ArrayLike) -> jax.Array:
-        """Returns an array of a number a token, flat."""
+    def _per_token(self, name: str, array: ArrayLike) -> jax.Array:
+        """Returns an array of a number a token."""
         array = jnp.asarray(array)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
@@ -346,17 +425,99 @@ class _Call:
                 f"{name} have shape {array.shape}; it must be that of hidden without its last "
                 f"axis, {self.shape}"
             )
-        return array.reshape(-1)
+        return array
 
-    def functions(self, reduced: bool, max_scratch_bytes: int | None) -> "_Functions":
-        """Returns what computes, by the implementation and the plan."""
-        hidden, weight, bias, _ = self.arrays
-        products = Products(self.axis)
-        if self.implementation == "reference":
-            return _Functions(reference, (self.options, products))
-        of = (hidden, weight, bias, self.axis)
-        chosen = _plans(*of, reduced, max_scratch_bytes, self.options.tile)
-        return _Functions(schedules, (schedules.Schedule(self.options, products, *chosen),))
+    @property
+    def flat(self) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+        """Hidden [N, D], weight, bias and labels [N]."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return hidden, self.weight, self.bias, self.labels.reshape(-1)
+
+    def functions(
+        self,
+        reduced: bool,
+        max_scratch_bytes: int | None,
+        exchange: vocab_parts.OverDevices | None = None,
+    ) -> "_Functions":
+        """Returns what computes, by the implementation and the plan.
+
+        With an `exchange`, the weight is a part's.
+        """
+        hidden, weight, bias, _ = self.flat
+        products, options = Products(self.axis), self.options
+        if exchange is not None:
+            options, reduced = vocab_parts.options_of_part(options), False
+        schedule = None
+        if self.implementation != "reference":
+            of = (hidden, weight, bias, self.axis)
+            chosen = _plans(*of, reduced, max_scratch_bytes, options.tile)
+            schedule = schedules.Schedule(options, products, *chosen)
+        if exchange is not None:
+            return _Functions(parts, (parts.Work(self.options, exchange, products, schedule),))
+        if schedule is None:
+            return _Functions(reference, (options, products))
+        return _Functions(schedules, (schedule,))
+
+    def place(self, cut: parts.Cut) -> None:
+        """Has what has a number a token lie as tokens do."""
+        self.labels = cut.place(self.labels)
+        self.weights = None if self.weights is None else cut.place(self.weights)
+
+    def of_device(
+        self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, labels: jax.Array
+    ) -> "_Arrays":
+        """Returns what a device has of them."""
+        given = self.axis, self.options, self.asked
+        return _Arrays(hidden, weight, labels, bias, None, *given)
+
+
+def _per_token(
+    of: _Arrays, cut: parts.Cut | None, max_scratch_bytes: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps and lse, each [..] in f32; has weights lie as these do."""
+    if cut is None:
+        outputs = of.functions(False, max_scratch_bytes).per_token(*of.flat)
+        loss, logps, lse = (one.reshape(of.shape) for one in outputs)
+        return loss, logps, lse
+
+    def of_device(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
+        one = of.of_device(hidden, cut.whole(weight), bias, labels)
+        run = one.functions(False, max_scratch_bytes, cut.exchange())
+        return tuple(output.reshape(one.shape) for output in run.per_token(*one.flat))
+
+    of.place(cut)
+    results = (cut.tokens,) * 3
+    found: tuple[jax.Array, jax.Array, jax.Array] = cut.run(
+        of_device, results, of.hidden, of.weight, of.bias, of.labels
+    )
+    return found
+
+
+def _reduced(
+    of: _Arrays,
+    cut: parts.Cut | None,
+    max_scratch_bytes: int | None,
+    reduction: Literal["mean", "sum"],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the scalar loss and lse [..]."""
+    if cut is None:
+        *arrays, labels = of.flat
+        weights = None if of.weights is None else of.weights.reshape(-1)
+        factors = token_factors(of.options, reduction, labels, weights)
+        loss, lse = of.functions(True, max_scratch_bytes).reduced(*arrays, labels, factors)
+        return loss, lse.reshape(of.shape)
+
+    def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any) -> Any:
+        one = of.of_device(hidden, cut.whole(weight), bias, labels)
+        run = one.functions(True, max_scratch_bytes, cut.exchange())
+        loss, lse = run.reduced(*one.flat, factors.reshape(-1))
+        return cut.total(loss), lse.reshape(one.shape)
+
+    of.place(cut)
+    factors = token_factors(of.options, reduction, of.labels, of.weights)
+    results = PartitionSpec(), cut.tokens
+    loss, lse = cut.run(of_device, results, of.hidden, of.weight, of.bias, of.labels, factors)
+    return loss, lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,10 +540,8 @@ class _Functions:
 
 def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
     """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
-    if hidden.dtype not in DTYPES:
-        raise TypeError(f"hidden has dtype {hidden.dtype}; it must be bfloat16, float16 or float32")
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"weight has dtype {weight.dtype}; it must be bfloat16, float16 or float32")
+    check_dtype("hidden", hidden)
+    check_dtype("weight", weight)
     if weight.dtype != hidden.dtype and jnp.float32 not in (weight.dtype, hidden.dtype):
         raise TypeError(
             f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; of two dtypes one must be "

@@ -1,7 +1,7 @@
 """Where a program is for CPUs: one call of the library's for all chunks of columns.
 
 XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
-The library widens a slab of the weight at a time, and keeps logits, or in 16 bits their
+The library widens a block of the weight at a time, and keeps logits, or in 16 bits their
 unnormalised softmax, in the memory of dweight until their gradient is made, which in f32 too saves
 a product where the budget is small. Where gradients have to wait for the backward pass, the forward
 pass hands it that memory, and the scratch.
@@ -22,14 +22,14 @@ from . import one_call
 from .plan import Plan, Problem
 from .product import blank
 
-# The name of the table of tuned tiles, whose columns of a slab are the most that gain anything.
+# The name of the table of tuned tiles, whose columns of a block are the most that gain anything.
 TUNED = "linear_cross_entropy.cpu"
-# What slabs are made narrower to, where there is no room for those; the fewest make a panel.
+# What blocks are made narrower to, where there is no room for those; the fewest make a panel.
 NARROWER = (1024, 768, 512, 384, 256, 128, 64)
-# A slab takes as much longer than its columns alone as so many columns would: sums of dhidden are
-# read and written, and hidden states and logits are put in order.
-PER_SLAB = 32
-# The fewest columns of a slab that is kept in 16 bits, if there are more; as in cut.rs.
+# A column block takes as much longer than its columns alone as so many columns would: sums of
+# dhidden are read and written, and hidden states and logits are put in order.
+PER_BLOCK = 32
+# The fewest columns of a block that is kept in 16 bits, if there are more; as in cut.rs.
 FEWEST_KEPT = 16
 # The most columns that a panel of a factor has.
 PANEL = 64
@@ -44,7 +44,7 @@ def choose(
 ) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where `usual` stays, in XLA.
 
-    A `tile` is the call's, which is taken for it if slabs fit that are no wider. `hands_over` is
+    A `tile` is the call's, which is taken for it if blocks fit that are no wider. `hands_over` is
     whether a forward pass may leave logits to the backward pass.
     """
     tuned = library.tuned_tile(TUNED, dtype, problem.vocab)
@@ -68,7 +68,7 @@ def _choose(problem: Problem, usual: Plan, tile: Tile, tuned: int, hands_over: b
         return None
     if named is not None:
         return plans[0]
-    plan = min(plans, key=lambda plan: plan.products * (1 + PER_SLAB / plan.columns))
+    plan = min(plans, key=lambda plan: plan.products * (1 + PER_BLOCK / plan.columns))
     # Products of f32 operands are as fast in XLA: there must be fewer of them.
     is_short = problem.hidden_bytes < 4
     return plan if is_short or tile != (None, None) or plan.products < usual.products else None
@@ -81,7 +81,7 @@ def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bo
     column_bytes = problem.tokens * problem.hidden_bytes
     room, again = (limit - least) // column_bytes, 0
     kept = 0
-    for is_in_place, count in _slabs(problem, columns):
+    for is_in_place, count in _column_blocks(problem, columns):
         if is_in_place:
             continue
         if kept + count <= room:
@@ -98,8 +98,8 @@ def _keeps(problem: Problem, columns: int) -> bool:
     return problem.hidden_bytes == 4 or columns >= min(FEWEST_KEPT, problem.vocab)
 
 
-def _slabs(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
-    """Each slab's columns, and whether they find room in the memory of dweight.
+def _column_blocks(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
+    """Each block's columns, and whether they find room in the memory of dweight.
 
     As `keeping` in crates/xentile-cpu/src/linear_cross_entropy/cut.rs.
     """
@@ -124,8 +124,8 @@ def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
     if problem.hidden_bytes < 4:
         of_hidden += n * d
         if _keeps(problem, columns):
-            # Labels' logits, and origins of each slab.
-            of_hidden += n * (1 + sum(1 for _ in _slabs(problem, columns)))
+            # Labels' logits, and shifts of each column block.
+            of_hidden += n * (1 + sum(1 for _ in _column_blocks(problem, columns)))
     return 4 * (of_hidden + max(weight, _panels(columns, d)) + logits + 1)
 
 

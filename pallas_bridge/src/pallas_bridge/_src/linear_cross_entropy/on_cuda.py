@@ -29,19 +29,19 @@ PER_BIAS = 8
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
 # Bytes of a sum in f32 that is read and written, of which a product hides a part.
 SUM = 5
-# Passes over logits that products are worth that write numerators, and dlogits; and what logits in
-# f32 take through memory, forward alone, backward and where one pass makes both.
-NUMERATORS, DLOGITS = 0.5, 1
+# Passes over logits that products are worth that write the unnormalised softmax, and dlogits; and
+# what logits in f32 take through memory, forward alone, backward and where one pass makes both.
+UNNORMALISED, DLOGITS = 0.5, 1
 WIDE = (4, 9, 9)
 TILES, TILE, SPLIT, LAUNCH = 132, (128, 256), 0.8, 3e-6
-# Kernels beside the products of a chunk that has numerators.
+# Kernels beside the products of a chunk that has one.
 SMALL_KERNELS, KERNELS_OF_PLACE = 8, 3
 # So few logits are left to XLA, where they fit: its programs are launched as one, and its products
 # cut long sums of few tiles. 1024 x 1024 x 4096 takes 0.082 ms there and 0.096 in the library,
 # 2048 x 1024 x 8192 0.248 and 0.203 (NVIDIA H200, 2026-11-24).
 FEW_LOGITS = 1 << 22
 # Kernels of logits that pass through the workspace, forward and backward.
-KERNELS_OF_SLAB = 5
+KERNELS_OF_BLOCK = 5
 # A part of a tile that there is time for whatever its sums are cut into.
 LEAST_WAVE = 0.05
 LEAST = 128
@@ -135,13 +135,13 @@ class Cut:
         if self.by_tokens(problem):
             if not _are_in_product(problem):
                 return _sweep(problem, self.chunk, 2, (True, True), in_product=False)
-            # Numerators come of the product: writing them takes it a little longer.
+            # The unnormalised softmax comes of the product: writing it takes it a little longer.
             small = math.ceil(problem.tokens / self.chunk[0]) * SMALL_KERNELS * LAUNCH
-            return _sweep(problem, self.chunk, NUMERATORS, (True, True)) + small
+            return _sweep(problem, self.chunk, UNNORMALISED, (True, True)) + small
         if self.fused:
             return self._columns(problem)
         forward, backward = _passes(problem)
-        total = _slabs(problem) + _sweep(problem, self.chunk, forward, (False, False))
+        total = _column_blocks(problem) + _sweep(problem, self.chunk, forward, (False, False))
         if self.apart is None:
             return total + _sweep(problem, self.chunk, backward, (True, True))
         total += _sweep(problem, self.chunk, backward, (True, False))
@@ -158,7 +158,7 @@ class Cut:
         # Each place has its own of those kernels that go over it.
         total = (SMALL_KERNELS + KERNELS_OF_PLACE * len(kept)) * LAUNCH
         made_again = (again, 2, sum(_passes(problem)))
-        of_kept, of_last = (NUMERATORS,) * 2 if _are_in_product(problem) else (3, 2)
+        of_kept, of_last = (UNNORMALISED,) * 2 if _are_in_product(problem) else (3, 2)
         for columns, logits, passes in ((kept, 1, of_kept), made_again, ([last], 1, of_last)):
             for count in columns:
                 total += logits * product(n, count, d) + product(n, d, count) + product(count, d, n)
@@ -166,11 +166,11 @@ class Cut:
         return total
 
 
-def _slabs(problem: Problem) -> float:
+def _column_blocks(problem: Problem) -> float:
     """Seconds between kernels over logits of 16-bit operands, few of which have room at a time."""
     if _are_in_product(problem) or problem.operand_bytes == 4:
         return 0.0
-    return 4 * problem.tokens * problem.vocab / WORKSPACE * KERNELS_OF_SLAB * LAUNCH
+    return 4 * problem.tokens * problem.vocab / WORKSPACE * KERNELS_OF_BLOCK * LAUNCH
 
 
 def _made_once(problem: Problem, once: Extents) -> int:
@@ -202,7 +202,7 @@ def _once(problem: Problem, once: Extents) -> float:
     chunks = math.ceil(n / tokens)
     beyond = _beyond(problem, once)
     each += sum(product(part, d, tokens) for part in (columns - beyond, beyond) if part)
-    moved = NUMERATORS * problem.operand_bytes * n * columns + SUM * n * d
+    moved = UNNORMALISED * problem.operand_bytes * n * columns + SUM * n * d
     moved += SUM * columns * d * chunks * (chunks > 1)
     return chunks * each + moved / BYTES
 
@@ -225,7 +225,7 @@ def _is_alike(problem: Problem) -> bool:
 
 
 def _lifts(problem: Problem, chunk: Extents, kept: Extents | None) -> int:
-    """Bytes of the origins of numerators: two for each token and tile."""
+    """Bytes of the shifts of the unnormalised softmax: two for each token and tile."""
     if problem.operand_bytes == 4:
         return 0
     tokens, columns = chunk
@@ -360,7 +360,8 @@ def choose(problem: Problem, limit: int) -> Plan | None:
 def planned(problem: Problem, limit: int, cut: Cut, most: int) -> Plan:
     """The plan of a cut, which is given what it has a use for of `most` bytes."""
     scratch = cut.scratch(problem)
-    # Where numerators of p are made of whole rows, sums of dhidden may pass through there too.
+    # Where the unnormalised softmax is made of whole rows, sums of dhidden may pass through there
+    # too.
     sums = _chunk_sums(problem, cut.chunk[0]) if cut.by_tokens(problem) else 0
     left = max(most - scratch, 0)
     scratch += min(left, max(MOST_WORKSPACE - cut.workspace(problem), 0) + sums) // 256 * 256
@@ -416,7 +417,7 @@ def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
     without = Cut((tokens, 1), fused=True).scratch(problem)
     most = (room - without) // (tokens * problem.operand_bytes) // STEP * STEP
     columns = {math.ceil(most * part / 16 / STEP) * STEP for part in range(4, 17)}
-    # A few columns fewer may be a turn of tiles fewer.
+    # A few columns fewer may be a wave of tiles fewer.
     columns |= {most - STEP * fewer for fewer in range(1, 8)}
     columns |= {*_extents(problem.vocab)}
     for count in sorted(count for count in columns if 0 < count < problem.vocab):
@@ -428,7 +429,7 @@ def _fused_by_columns(problem: Problem, room: int) -> Iterator[Cut]:
 
 
 def _fused_by_both(problem: Problem, room: int) -> Iterator[Cut]:
-    """Those that make some columns' logits once, with numerators, and the others again."""
+    """Those that make some logits once, as the unnormalised softmax, and the others again."""
     if problem.vocab_is_last or not _are_in_product(problem):
         return
     if Cut((problem.tokens, problem.vocab), fused=True).scratch(problem) <= room:
@@ -465,7 +466,7 @@ def _made_again(problem: Problem, room: int) -> Extents | None:
     fitting = [
         (tokens, columns)
         for tokens in _extents(problem.tokens)
-        # The widest: narrower ones may be a turn of tiles less.
+        # The widest: narrower ones may be a wave of tiles less.
         for columns in [c for c in _extents(problem.vocab) if fits((tokens, c))][:4]
     ]
     return min(

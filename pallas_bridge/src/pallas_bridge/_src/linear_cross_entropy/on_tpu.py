@@ -20,7 +20,7 @@ from ..compat import tell_devices
 from ..cross_entropy.options import Options, Tile
 from ..pallas import Target
 from ..partitioning import is_whole
-from . import one_call, standing, two_passes
+from . import deferred, one_call, two_passes
 from .plan import Plan, Problem, of_columns, of_kernels
 from .product import operand_dtype
 
@@ -121,37 +121,37 @@ def moved(forward: Any, kernels: Kernels) -> dict[str, int]:
 
 def choose(
     work: Pass,
-    usual: Callable[..., Any],
-    without: Callable[..., Any],
+    default: Callable[..., Any],
+    no_kernels: Callable[..., Any],
     calls: Mapping[str, Callable[..., Any]],
     *operands: Any,
 ) -> Any:
-    """Returns usual(*operands), or what kernels make of them where the program is for TPUs.
+    """Returns default(*operands), or what kernels make of them where the program is for TPUs.
 
-    Where it is, but these do not suit it, without(*operands): it has no kernels at all. On the
+    Where it is, but these do not suit it, no_kernels(*operands): it has no kernels at all. On the
     platforms of `calls`, what these make of them, unless XLA cuts the program over a mesh.
     """
     if work.options.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
         target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
         return work.function(target, (True, True))(*operands)
-    others = {name: partial(one_call.choose, call, usual) for name, call in calls.items()}
+    others = {name: partial(one_call.choose, call, default) for name, call in calls.items()}
     if work.options.implementation == "custom_call":
-        return jax.lax.platform_dependent(*operands, **others, default=usual)
+        return jax.lax.platform_dependent(*operands, **others, default=default)
 
-    kernels = partial(standing.bind, _kernels, without, work=work)
-    return jax.lax.platform_dependent(*operands, tpu=kernels, **others, default=usual)
+    kernels = partial(deferred.bind, _kernels, no_kernels, work=work)
+    return jax.lax.platform_dependent(*operands, tpu=kernels, **others, default=default)
 
 
-_kernels = standing.primitive("xentile_linear_cross_entropy")
+_kernels = deferred.primitive("xentile_linear_cross_entropy")
 # How much VMEM there is decides whether logits are made twice or three times.
 tell_devices(_kernels)
 
 
 def _lower(
-    ctx: Any, *operands: Any, without: Any, work: Pass, tree: Any, keep: tuple[int, ...]
+    ctx: Any, *operands: Any, default: Any, work: Pass, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
-    function: Any = jaxpr_as_fun(without)
+    function: Any = jaxpr_as_fun(default)
     # Pallas would have a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     target = _target(module)
@@ -168,7 +168,7 @@ def _lower(
             def function(*flat: Any) -> Any:
                 return jax.tree.leaves(run(*jax.tree.unflatten(tree, flat)))
 
-    results: Sequence[Any] = standing.lower(ctx, function, keep, *operands)
+    results: Sequence[Any] = deferred.lower(ctx, function, keep, *operands)
     return results
 
 

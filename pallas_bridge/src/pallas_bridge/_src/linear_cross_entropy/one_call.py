@@ -10,10 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import library
-from ..cross_entropy.custom_call import attributes
+from ..cross_entropy.calls import attributes
 from ..cross_entropy.options import Options
 from ..partitioning import is_whole
-from . import standing
+from . import deferred
 from .product import operands as as_operands
 
 # The calls, by the name of the pass that follows.
@@ -74,24 +74,24 @@ def make(
     return made if is_backward else (*numbers_of_tokens, made)
 
 
-def choose(call: Callable[..., Any], usual: Callable[..., Any], *operands: Any) -> Any:
-    """Returns call(*operands), or usual(*operands) where XLA cuts the program over a mesh."""
-    return standing.bind(_call, usual, *operands, call=call)
+def choose(call: Callable[..., Any], default: Callable[..., Any], *operands: Any) -> Any:
+    """Returns call(*operands), or default(*operands) where XLA cuts the program over a mesh."""
+    return deferred.bind(_call, default, *operands, call=call)
 
 
-_call = standing.primitive("linear_cross_entropy_call")
+_call = deferred.primitive("linear_cross_entropy_call")
 
 
 def _lower(
-    ctx: Any, *operands: Any, without: Any, call: Any, tree: Any, keep: tuple[int, ...]
+    ctx: Any, *operands: Any, default: Any, call: Any, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
-    function: Any = jaxpr_as_fun(without)
+    function: Any = jaxpr_as_fun(default)
     if is_whole(ctx.module_context):
 
         def function(*flat: Any) -> Any:
             return jax.tree.leaves(call(*jax.tree.unflatten(tree, flat)))
 
-    results: Sequence[Any] = standing.lower(ctx, function, keep, *operands)
+    results: Sequence[Any] = deferred.lower(ctx, function, keep, *operands)
     return results
 
 

@@ -39,7 +39,7 @@ LARGEST_FORWARD = ((2048, 2048), (2048, 1024), (2048, 512), (1024, 512), *SMALL)
 LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
 PART = 256
 # Blocks of sums of dhidden in VMEM where these are in HBM: on their way in, added to, on their way
-# out. What a block's last turn wrote has left before it is asked for if there are as many blocks.
+# out. What a block's last visit wrote has left before it is asked for if there are as many blocks.
 SLOTS = 3
 # What the compiler may hold beside what is counted.
 SPARE = 4 << 20
@@ -322,24 +322,24 @@ def _backward_kernel(
         step, block = block, step
     # All blocks of tokens have sums where the vocabulary is outside.
     here = block if makes_weight else 0
-    turn = step * tiles.blocks + block
+    visit = step * tiles.blocks + block
     if tiles.spills:
-        here = lax.rem(turn, SLOTS)
+        here = lax.rem(visit, SLOTS)
 
-    def comes(turn: Any) -> Any:
-        slot = lax.rem(turn, SLOTS)
-        source = spilled.at[lax.rem(turn, tiles.blocks)]
+    def comes(visit: Any) -> Any:
+        slot = lax.rem(visit, SLOTS)
+        source = spilled.at[lax.rem(visit, tiles.blocks)]
         return pltpu.make_async_copy(source, of_hidden.at[slot], arrived.at[slot])
 
-    def goes(turn: Any) -> Any:
-        slot = lax.rem(turn, SLOTS)
-        target = spilled.at[lax.rem(turn, tiles.blocks)]
+    def goes(visit: Any) -> Any:
+        slot = lax.rem(visit, SLOTS)
+        target = spilled.at[lax.rem(visit, tiles.blocks)]
         return pltpu.make_async_copy(of_hidden.at[slot], target, left.at[slot])
 
     # Sums come from the second block of the vocabulary on, and go until the last but one.
     last_to_go = (tiles.steps - 1) * tiles.blocks - 1
     if tiles.spills:
-        before, after = turn - SLOTS + 1, turn + 1
+        before, after = visit - SLOTS + 1, visit + 1
         pl.when((before >= 0) & (before <= last_to_go))(lambda: goes(before).wait())
         pl.when((after >= tiles.blocks) & (after < tiles.steps * tiles.blocks))(
             lambda: comes(after).start()
@@ -396,7 +396,7 @@ def _backward_kernel(
     if makes_weight:
         of_weight[...] += _dot(gradient[...], x[...], 1, 0)
     if tiles.spills:
-        pl.when(turn >= tiles.blocks)(lambda: comes(turn).wait())
+        pl.when(visit >= tiles.blocks)(lambda: comes(visit).wait())
     if makes_hidden:
         of_hidden[here] += _dot(gradient[...], rows_of_weight[...], 0, 0)
 
@@ -405,7 +405,7 @@ def _backward_kernel(
             dhidden[...] = _active(of_hidden[here], active).astype(dhidden.dtype)
 
     if tiles.spills:
-        pl.when(turn <= last_to_go)(lambda: goes(turn).start())
+        pl.when(visit <= last_to_go)(lambda: goes(visit).start())
 
     if makes_weight:
 

@@ -24,8 +24,8 @@ def per_token(
     labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [N] in f32."""
-    logits = _logits(products, is_ignored(options, labels), hidden, weight, bias)
-    return reference.per_token(options, logits, labels)
+    z = logits(products, is_ignored(options, labels), hidden, weight, bias)
+    return reference.per_token(options, z, labels)
 
 
 def reduced(
@@ -41,11 +41,11 @@ def reduced(
     # Tokens with a factor of 0 have no part in the sum, but their lse may have a gradient.
     *_, lse = per_token(options, products, hidden, weight, bias, labels)
     idle = is_ignored(options, labels) | (factors == 0)
-    loss, *_ = reference.per_token(options, _logits(products, idle, hidden, weight, bias), labels)
+    loss, *_ = reference.per_token(options, logits(products, idle, hidden, weight, bias), labels)
     return weighted(loss, factors).sum(), lse
 
 
-def _logits(
+def logits(
     products: Products, idle: jax.Array, hidden: jax.Array, weight: jax.Array, bias: Bias
 ) -> jax.Array:
     """Returns logits [N, V] in f32, whose gradient is taken to be 0 for tokens that are idle [N].
@@ -55,8 +55,8 @@ def _logits(
     """
     arrays = [idle, hidden, weight, *([] if bias is None else [bias])]
     idle, hidden, weight, *of_bias = vary_alike(arrays)
-    logits: jax.Array = _product(products, idle, hidden, weight, of_bias[0] if of_bias else None)
-    return logits
+    z: jax.Array = _product(products, idle, hidden, weight, of_bias[0] if of_bias else None)
+    return z
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

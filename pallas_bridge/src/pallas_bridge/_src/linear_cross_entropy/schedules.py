@@ -61,11 +61,11 @@ class Schedule:
         if plan is None or not self.hands_over:
             return *self.forward(*arrays), ()
 
-        def without(*arrays: Any) -> tuple[Any, ...]:
+        def default(*arrays: Any) -> tuple[Any, ...]:
             nothing = on_cpu.nothing_kept(self.products.vocab_axis, plan, *arrays)
             return *self.forward(*arrays), nothing
 
-        outputs: tuple[Any, ...] = self._on_cpu("keep", without, *arrays)
+        outputs: tuple[Any, ...] = self._on_cpu("keep", default, *arrays)
         return outputs
 
     def resume(self, *arrays: Any) -> Gradients:
@@ -74,17 +74,17 @@ class Schedule:
         if not left:
             return self.backward(*others)
 
-        def without(*arrays: Any) -> Gradients:
+        def default(*arrays: Any) -> Gradients:
             return self.backward(*arrays[:-1])
 
-        gradients: Gradients = self._on_cpu("resume", without, *arrays)
+        gradients: Gradients = self._on_cpu("resume", default, *arrays)
         return gradients
 
-    def _on_cpu(self, name: str, usual: Callable[..., Any], *arrays: Any) -> Any:
-        """The library's call `name` in programs for CPUs, usual(*arrays) in others."""
+    def _on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
+        """The library's call `name` in programs for CPUs, default(*arrays) in others."""
         call = self._calls(name, self.options)["cpu"]
-        call = partial(one_call.choose, call, usual)
-        return jax.lax.platform_dependent(*arrays, cpu=call, default=usual)
+        call = partial(one_call.choose, call, default)
+        return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
 
     def fused(self, wants_losses: bool, *arrays: Any) -> Any:
         """Loss, lse, lse_low and gradients for hidden, weight, bias, labels and factors.
@@ -99,7 +99,7 @@ class Schedule:
     def add(self, *arrays: Any) -> Any:
         """What `fused` gives for its arrays, but dweight added to sums in f32, the last of them."""
 
-        def usual(*arrays: Any) -> Any:
+        def default(*arrays: Any) -> Any:
             hidden, weight, *others, sums = arrays
             # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
             wide, dtype = weight.astype(jnp.float32), hidden.dtype
@@ -110,10 +110,10 @@ class Schedule:
 
         plan = self.cuda
         if plan is None or plan.products >= 4 or not on_cuda.has_library("add"):
-            return usual(*arrays)
+            return default(*arrays)
         call = partial(on_cuda.run, "add", self.options, self.products.vocab_axis, plan)
-        call = partial(one_call.choose, call, usual)
-        return jax.lax.platform_dependent(*arrays, cuda=call, default=usual)
+        call = partial(one_call.choose, call, default)
+        return jax.lax.platform_dependent(*arrays, cuda=call, default=default)
 
     def _run(self, name: Any, options: Options, *arrays: Any) -> Any:
         products, plan = self.products, self.plan
@@ -121,12 +121,14 @@ class Schedule:
         axis = products.vocab_axis
         problem = Problem.of(hidden, weight, axis, bias=bias is not None, reduced=False)
         other = plans.of_columns(problem, plan)
-        without = partial(getattr(columns, name), options, products, (other.tokens, other.columns))
-        usual = without
+        no_kernels = partial(
+            getattr(columns, name), options, products, (other.tokens, other.columns)
+        )
+        default = no_kernels
         if plan.schedule == "tokens":
-            usual = partial(getattr(tokens, name), options, products, plan.tokens)
+            default = partial(getattr(tokens, name), options, products, plan.tokens)
         work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
-        return on_tpu.choose(work, usual, without, self._calls(name, options), *arrays)
+        return on_tpu.choose(work, default, no_kernels, self._calls(name, options), *arrays)
 
     def _calls(self, name: str, options: Options) -> dict[str, Any]:
         """What runs on a platform, by its name, where that is not what runs everywhere."""

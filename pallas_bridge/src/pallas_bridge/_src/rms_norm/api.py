@@ -75,7 +75,7 @@ def rms_norm(
       return_rstd: whether to return rstd too.
       implementation: "custom_call" (kernels of the library), "reference" (the program of XLA, which
         takes wider dtypes too), or None for what `pallas_bridge.info()` says of the platform: the
-        kernels on CPUs, and elsewhere XLA's program.
+        kernels on CPUs and NVIDIA GPUs, and elsewhere XLA's program.
 
     Returns:
       y [.., D] in the dtype of x; with a residual, the sum [.., D] in that dtype after it; with
@@ -84,6 +84,9 @@ def rms_norm(
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
+
+    >>> print(rms_norm(jnp.array([[3.0, -3.0]]), jnp.ones(2)).round(4))
+    [[ 1. -1.]]
     """
     module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
     options = check_options(eps, zero_centred, implementation)

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result
+from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
 from .declaration import OPERATION
@@ -97,11 +98,7 @@ def norm(
     """
     arrays = [x, weight, *([] if residual is None else [residual])]
     for name, array in zip(("x", "weight", "residual"), arrays, strict=False):
-        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise TypeError(
-                f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32 "
-                '(implementation="reference" takes others)'
-            )
+        check_dtype(name, array, REFERENCE_TAKES_OTHERS)
     # Within `shard_map`, what transposes this for the weight is the sum over devices.
     x, weight, *of_residual = vary_alike(arrays)
     results: tuple[jax.Array, jax.Array, jax.Array] = _norm(

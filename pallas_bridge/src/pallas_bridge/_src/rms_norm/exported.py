@@ -5,12 +5,21 @@ results y, the sum if any, rstd [T], dx, which is dresidual too, and dweight.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ..exporting import DTYPES, Cell, ConfigError, Program, check_extent, check_options
+from ..exporting import (
+    DTYPES,
+    Cell,
+    ConfigError,
+    Program,
+    check_extent,
+    check_options,
+    no_tile,
+    settings_alone,
+)
 from .api import rms_norm
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -72,11 +81,4 @@ def program(cell: Cell) -> Program:
     return Program("forward_and_backward", forward_and_backward, arguments)
 
 
-def tile(cell: Cell) -> dict[str, int | None]:
-    """There are no tiles."""
-    return {"time_block": None, "block_size": None}
-
-
-def described(cell: Cell, program: Program) -> dict[str, Any]:
-    """Returns the settings."""
-    return {"settings": asdict(cell.settings)}
+tile, described = no_tile, settings_alone

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from ..checks import check_flag, check_float, check_number
 
 
 @dataclass(frozen=True)
 class Options:
-    """What docs/custom-calls.md calls attributes, checked."""
+    """What docs/internals/custom-calls.md calls attributes, checked."""
 
     eps: float
     # Whether the weight is what scales, less 1.
@@ -26,18 +27,10 @@ def check_options(eps: Any, zero_centred: Any, implementation: str | None) -> Op
         TypeError: an option that is no number, or no bool, or traced.
         ValueError: eps that is negative or not finite.
     """
-    for name, value in (("eps", eps), ("zero_centred", zero_centred)):
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(f"{name} is traced; it must be known when the program is")
-    try:
-        number = math.fsum([eps])  # takes every kind of number, and no text
-    except (TypeError, ValueError):
-        raise TypeError(f"eps is {eps!r}; it must be a number") from None
+    number = check_number("eps", eps)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"eps is {number}; it must be finite and at least 0")
-    if zero_centred not in (False, True):
-        raise TypeError(f"zero_centred is {zero_centred!r}; it must be True or False")
-    return Options(number, bool(zero_centred), implementation)
+    return Options(number, check_flag("zero_centred", zero_centred), implementation)
 
 
 def check_arrays(x: jax.Array, weight: jax.Array, residual: jax.Array | None) -> None:
@@ -48,10 +41,8 @@ def check_arrays(x: jax.Array, weight: jax.Array, residual: jax.Array | None) ->
         ValueError: shapes that disagree, or rows of no columns.
     """
     for name, array in (("x", x), ("weight", weight), ("residual", residual)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32"
-            )
+        if array is not None:
+            check_float(name, array)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; it must be [.., D] with D at least 1")
     if weight.shape != x.shape[-1:]:

@@ -1,6 +1,6 @@
 """RMSNorm written plainly, for XLA to make the dense program of.
 
-It is what kernels are held against, and what runs where there is none.
+It is what kernels are compared with, and what runs where there is none.
 """
 
 from functools import partial

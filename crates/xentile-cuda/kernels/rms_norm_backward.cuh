@@ -1,0 +1,236 @@
+// The backward pass of RMSNorm: dx, and for each block of rows what they add to dweight.
+//
+// A CTA has a block, whose sums it keeps in registers, a column's in the thread that has the column in
+// every row of the team. Blocks take turns at rows, so that CTAs which run beside each other read and
+// write memory side by side: with rows that follow one another, as many streams far apart met in the same
+// banks. The teams of a CTA are added up in order at the end. So the order is that of the shape and of
+// the launch. Rows come through shared memory, the next ones on their way while one is computed: every
+// thread copies what it will read itself, so that nobody waits for it but that thread, and in a row
+// whole warps meet once, to add up.
+#pragma once
+
+#include "rms_norm.cuh"
+
+namespace xentile {
+
+// `kVectors` vectors a thread of each row, and a ring of `a.stages` rows a team.
+template <class E, bool kAdd, int kVectors>
+__device__ inline void gradients_ring(const RmsNormArguments& a) {
+  constexpr int kPer = kPerVector<E>;
+  constexpr uint32_t kArrays = kAdd ? 3 : 2;
+  extern __shared__ uint4 ring[];
+  __shared__ float parts[2][kNormWarps];
+  const Team<false> team(a.lanes);
+  const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
+  const void* const arrays[3] = {a.x, a.dy, a.added};
+  // The rows of the group, and of the block in it.
+  const int64_t group = blockIdx.x / a.blocks, block = blockIdx.x % a.blocks;
+  const int64_t begin = group * a.group_rows, end = begin + a.group_rows;
+  const int64_t step = a.blocks * a.teams;
+
+  // Where this thread has vector `i` of an array.
+  const auto slot = [&](uint32_t stage, uint32_t array, int i) {
+    return ring + ((stage * kArrays + array) * kVectors + i) * blockDim.x + threadIdx.x;
+  };
+  const auto fetch = [&](int64_t row, uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t vector = team.lane + i * team.lanes;
+      const bool has = row < end && vector < vectors;
+      const int64_t place = has ? row * vectors + vector : 0;
+#pragma unroll
+      for (uint32_t array = 0; array < kArrays; ++array) {
+        const uint4* from = static_cast<const uint4*>(arrays[array]) + place;
+        ptx::copy_async(ptx::shared_address(slot(stage, array, i)), from, has ? 16 : 0);
+      }
+    }
+    ptx::commit_copies();
+  };
+
+  float w[kVectors][kPer], sums[kVectors][kPer];
+  const auto take_weight = [&](int64_t row) {
+    with_weight(a, row, [&](auto* weight) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const uint32_t vector = team.lane + i * team.lanes;
+        if (vector < vectors) scales<kPer>(a, weight + vector * kPer, w[i]);
+      }
+    });
+  };
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int k = 0; k < kPer; ++k) w[i][k] = sums[i][k] = 0.0f;
+  }
+
+  int64_t row =
+      begin + (a.adjacent ? block * a.teams + team.index : team.index * a.blocks + block);
+  // Parts of a warp take as many turns as the first of them, which may be the only one with a row.
+  const int64_t ahead = a.adjacent ? team.index : 0;
+  for (uint32_t stage = 0; stage + 1 < a.stages; ++stage) fetch(row + stage * step, stage);
+  const bool one_weight = a.weight_rows >= a.rows;
+  if (one_weight && a.rows > 0) take_weight(0);
+  const float share = 1.0f / static_cast<float>(a.columns);
+  float next = row < end ? a.rstd[row] : 0.0f;
+  uint32_t stage = 0, turn = 0;
+  for (; row - ahead < end; row += step) {
+    ptx::wait_for_copies(a.stages - 2);
+    fetch(row + (a.stages - 1) * step, stage == 0 ? a.stages - 1 : stage - 1);
+    const float rstd = next;
+    next = row + step < end ? a.rstd[row + step] : 0.0f;
+    if (!one_weight) take_weight(min(row, end - 1));
+
+    float dots[4] = {};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[kPer], dy[kPer];
+      unpack<E>(*slot(stage, 0, i), x);
+      unpack<E>(*slot(stage, 1, i), dy);
+#pragma unroll
+      for (int k = 0; k < kPer; ++k) {
+        const float normalised = x[k] * rstd;
+        sums[i][k] = fmaf(dy[k], normalised, sums[i][k]);
+        dots[k % 4] = fmaf(dy[k] * w[i][k], normalised, dots[k % 4]);
+      }
+    }
+    const float mean =
+        team.sum((dots[0] + dots[1]) + (dots[2] + dots[3]), parts[turn ^= 1]) * share;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t vector = team.lane + i * team.lanes;
+      float x[kPer], dy[kPer];
+      unpack<E>(*slot(stage, 0, i), x);
+      unpack<E>(*slot(stage, 1, i), dy);
+#pragma unroll
+      for (int k = 0; k < kPer; ++k) {
+        x[k] = rstd * fmaf(-(x[k] * rstd), mean, dy[k] * w[i][k]);
+      }
+      if constexpr (kAdd) {
+        float dsum[kPer];
+        unpack<E>(*slot(stage, 2, i), dsum);
+#pragma unroll
+        for (int k = 0; k < kPer; ++k) x[k] += dsum[k];
+      }
+      if (row < end && vector < vectors) store_once(a.to, row * vectors + vector, pack<E>(x));
+    }
+    stage = stage + 1 == a.stages ? 0 : stage + 1;
+  }
+
+  // Teams' sums, [teams, columns], lie where the ring was.
+  ptx::wait_for_copies(0);
+  __syncthreads();
+  float* shared = reinterpret_cast<float*>(ring);
+  float* to = a.dweight + static_cast<int64_t>(blockIdx.x) * a.columns;
+  if (a.teams == 1) shared = to;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const uint32_t vector = team.lane + i * team.lanes;
+    if (vector >= vectors) continue;
+    float4* place =
+        reinterpret_cast<float4*>(shared + team.index * a.columns + vector * kPer);
+#pragma unroll
+    for (int k = 0; k < kPer; k += 4) {
+      place[k / 4] =
+          make_float4(sums[i][k], sums[i][k + 1], sums[i][k + 2], sums[i][k + 3]);
+    }
+  }
+  if (a.teams == 1) return;
+  __syncthreads();
+  for (uint32_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
+    float total = shared[column];
+    for (uint32_t other = 1; other < a.teams; ++other) {
+      total += shared[other * a.columns + column];
+    }
+    to[column] = total;
+  }
+}
+
+// Of any length, `kPer` elements at a time. A CTA takes a few rows together, so that what they add to
+// dweight, which lies in memory, is read and written once for all of them; the second time, they come
+// from the caches.
+template <class E, bool kAdd, int kPer>
+__device__ inline void gradients_any(const RmsNormArguments& a) {
+  __shared__ double parts[2][kNormTogether][kNormWarps];
+  const Team<true> team(blockDim.x);
+  const int64_t pieces = a.columns / kPer;
+  const int64_t group = blockIdx.x / a.blocks, block = blockIdx.x % a.blocks;
+  const int64_t stop = (group + 1) * a.group_rows;
+  float* sums = a.dweight + static_cast<int64_t>(blockIdx.x) * a.columns;
+  uint32_t turn = 0;
+  bool is_first = true;
+  int64_t end;
+  for (int64_t first = group * a.group_rows + block * kNormTogether; first < stop; first = end) {
+    // Rows of one weight, of those that the block takes at this turn.
+    const int64_t within = (first - group * a.group_rows) % kNormTogether;
+    end = min(first - within + kNormTogether, stop);
+    if (a.weight_rows < a.rows) end = min(end, (first / a.weight_rows + 1) * a.weight_rows);
+    with_weight(a, first, [&](auto* weight) {
+      float rstd[kNormTogether], means[kNormTogether];
+      double dots[kNormTogether] = {};
+#pragma unroll
+      for (int r = 0; r < kNormTogether; ++r) rstd[r] = first + r < end ? a.rstd[first + r] : 0.0f;
+      for (int64_t piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+        float w[kPer];
+        scales<kPer>(a, weight + piece * kPer, w);
+#pragma unroll
+        for (int r = 0; r < kNormTogether; ++r) {
+          if (first + r >= end) continue;
+          const int64_t at = (first + r) * a.columns + piece * kPer;
+          float x[kPer], dy[kPer], dot = 0.0f;
+          read<E>(a.x, at, x);
+          read<E>(a.dy, at, dy);
+#pragma unroll
+          for (int k = 0; k < kPer; ++k) dot = fmaf(dy[k] * w[k], x[k] * rstd[r], dot);
+          dots[r] += dot;
+        }
+      }
+      turn ^= 1;
+      team.add_up(dots, parts[turn]);
+#pragma unroll
+      for (int r = 0; r < kNormTogether; ++r) {
+        means[r] = static_cast<float>(dots[r] / static_cast<double>(a.columns));
+      }
+      for (int64_t piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+        float w[kPer], of_weight[kPer];
+        scales<kPer>(a, weight + piece * kPer, w);
+#pragma unroll
+        for (int k = 0; k < kPer; ++k) {
+          of_weight[k] = is_first ? 0.0f : sums[piece * kPer + k];
+        }
+#pragma unroll
+        for (int r = 0; r < kNormTogether; ++r) {
+          if (first + r >= end) continue;
+          const int64_t at = (first + r) * a.columns + piece * kPer;
+          float x[kPer], dy[kPer];
+          read<E>(a.x, at, x);
+          read<E>(a.dy, at, dy);
+#pragma unroll
+          for (int k = 0; k < kPer; ++k) {
+            const float normalised = x[k] * rstd[r];
+            of_weight[k] = fmaf(dy[k], normalised, of_weight[k]);
+            x[k] = rstd[r] * fmaf(-normalised, means[r], dy[k] * w[k]);
+          }
+          if constexpr (kAdd) {
+            float dsum[kPer];
+            read<E>(a.added, at, dsum);
+#pragma unroll
+            for (int k = 0; k < kPer; ++k) x[k] += dsum[k];
+          }
+          write<E>(a.to, at, x);
+        }
+#pragma unroll
+        for (int k = 0; k < kPer; ++k) sums[piece * kPer + k] = of_weight[k];
+      }
+    });
+    is_first = false;
+    // What is left of the turn, or the next one.
+    if ((end - group * a.group_rows) % kNormTogether == 0) end += (a.blocks - 1) * kNormTogether;
+  }
+  if (is_first) {
+    for (int64_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
+      sums[column] = 0.0f;
+    }
+  }
+}
+
+}  // namespace xentile

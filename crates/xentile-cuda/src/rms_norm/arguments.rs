@@ -1,0 +1,40 @@
+//! What kernels of RMSNorm take, and what planning knows of them.
+
+use std::ffi::c_void;
+
+mirror! {
+    /// See kernels/rms_norm.cuh.
+    pub(crate) struct Arguments = RmsNormArguments {
+        x: *const c_void,
+        added: *const c_void,
+        dy: *const c_void,
+        weight: *const c_void,
+        rstd: *mut f32,
+        to: *mut c_void,
+        sum: *mut c_void,
+        dweight: *mut f32,
+        rows: i64,
+        columns: i64,
+        weight_rows: i64,
+        group_rows: i64,
+        blocks: i64,
+        eps: f64,
+        weight_dtype: u32,
+        zero_centred: u32,
+        lanes: u32,
+        teams: u32,
+        stages: u32,
+        adjacent: u32,
+    }
+}
+
+numbers! {
+    WEIGHT_F32: u32 = kWeightF32, 0;
+    WEIGHT_BF16: u32 = kWeightBf16, 1;
+    WEIGHT_F16: u32 = kWeightF16, 2;
+    WARPS: u32 = kNormWarps, 32;
+    RING1_THREADS: u32 = kRing1Threads, 1024;
+    RING2_THREADS: u32 = kRing2Threads, 768;
+    RING4_THREADS: u32 = kRing4Threads, 512;
+    ANY_THREADS: u32 = kAnyThreads, 512;
+}

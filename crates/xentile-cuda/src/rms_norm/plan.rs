@@ -1,0 +1,212 @@
+//! How rows are shared out: the kernel, its threads, and what they keep.
+
+use crate::Limits;
+
+use super::arguments::{ANY_THREADS, RING1_THREADS, RING2_THREADS, RING4_THREADS, WARPS};
+
+/// Bytes of a vector.
+const VECTOR: usize = 16;
+/// Threads of a CTA of the forward pass that has room for several rows.
+const FORWARD_THREADS: u32 = 128;
+/// Threads of a CTA, at most.
+const MOST_THREADS: u32 = 32 * WARPS;
+/// Rows that are on their way or at hand for a team, at most.
+const MOST_STAGES: u32 = 8;
+/// Bytes of a multiprocessor that are to be on their way: more of them take longer.
+const AHEAD_BYTES: u32 = 64 << 10;
+/// Elements of a row that a warp takes for itself where rows are of any length.
+const WARP_COLUMNS: usize = 1024;
+
+/// A launch. `threads` are `teams` of `lanes`, each of which has a row at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// How rows are taken, as in the kernel's name.
+    pub(super) way: &'static str,
+    pub(super) ctas: u32,
+    pub(super) lanes: u32,
+    pub(super) teams: u32,
+    pub(super) stages: u32,
+    /// Whether the teams of a CTA have rows that follow one another.
+    pub(super) adjacent: bool,
+    pub(super) shared_bytes: u32,
+}
+
+impl Plan {
+    pub(super) fn threads(&self) -> u32 {
+        self.lanes * self.teams
+    }
+
+    /// Of the forward pass over rows of so many bytes.
+    pub(super) fn forward(rows: usize, columns: usize, element: usize, limits: Limits) -> Self {
+        let plan = |way, lanes, teams: u32, of_team: usize| Self {
+            way,
+            ctas: count(rows.div_ceil(teams as usize * of_team)),
+            lanes,
+            teams,
+            stages: 0,
+            adjacent: true,
+            shared_bytes: 0,
+        };
+        let bytes = columns * element;
+        let vectors = bytes / VECTOR;
+        if !bytes.is_multiple_of(VECTOR) || vectors > 8 * MOST_THREADS as usize {
+            let (lanes, teams) = match columns {
+                0..=WARP_COLUMNS => (32, FORWARD_THREADS / 32),
+                _ if vectors > 4096 => (MOST_THREADS, 1),
+                _ => (256, 1),
+            };
+            let plan = plan(any(bytes), lanes, teams, 1);
+            let most = limits.multiprocessors.max(1) * (2048 / plan.threads());
+            return Self { ctas: plan.ctas.min(most), ..plan };
+        }
+        let (way, of_thread, of_team) = match vectors {
+            0..=32 => ("held1", 1, 4),
+            33..=64 => ("held2", 2, 2),
+            65..=4096 => ("held4", 4, 1),
+            _ => ("held8", 8, 1),
+        };
+        let lanes = lanes(vectors, of_thread);
+        plan(way, lanes, (FORWARD_THREADS / lanes).max(1), of_team)
+    }
+
+    /// Of the backward pass with so many blocks of rows, over `arrays` matrices that are read.
+    pub(super) fn backward(
+        blocks: usize,
+        columns: usize,
+        element: usize,
+        arrays: u32,
+        limits: Limits,
+    ) -> Self {
+        let bytes = columns * element;
+        let vectors = bytes / VECTOR;
+        let ctas = count(blocks);
+        // Blocks that do not all find a multiprocessor share them.
+        let share = 1 + u32::from(ctas > limits.multiprocessors);
+        let room = (limits.shared_bytes_per_block - STATIC_BYTES) / share;
+        let ring = |way, of_thread: u32, most_threads: u32| {
+            let lanes = lanes(vectors, of_thread);
+            let teams = most_threads / lanes;
+            let teams = if lanes > 32 { teams.min(NAMED_BARRIERS) } else { teams };
+            let stage = (arrays * of_thread * VECTOR as u32 * lanes * teams).max(1);
+            let wanted = 1 + (AHEAD_BYTES / share / stage).max(1);
+            let stages = wanted.min(room / stage).min(MOST_STAGES);
+            // Sums of all teams come to lie there, in f32.
+            let sums = if teams > 1 { 4 * columns as u32 * teams } else { 0 };
+            let shared_bytes = (stages * stage).max(sums);
+            let fits = teams > 0 && stages >= 2 && shared_bytes <= room;
+            let adjacent = lanes <= 32;
+            fits.then_some(Self { way, ctas, lanes, teams, stages, adjacent, shared_bytes })
+        };
+        let ring1 = |share| ring("ring1", 1, RING1_THREADS / share);
+        let ring2 = |share| ring("ring2", 2, RING2_THREADS / share);
+        let ring4 = |share| ring("ring4", 4, RING4_THREADS / share);
+        let found = match vectors {
+            _ if !bytes.is_multiple_of(VECTOR) => None,
+            0..=32 => ring1(share),
+            // Of which a CTA has two teams at least, where it has a multiprocessor for itself.
+            33..=768 => ring2(share).or_else(|| ring4(share)).or_else(|| ring2(1)),
+            _ => ring4(share).or_else(|| ring4(1)),
+        };
+        found.unwrap_or_else(|| {
+            let pieces = if bytes.is_multiple_of(VECTOR) { vectors } else { columns };
+            let lanes = lanes(pieces, 1).clamp(32, ANY_THREADS);
+            let way = any(bytes);
+            Self { way, ctas, lanes, teams: 1, stages: 0, adjacent: true, shared_bytes: 0 }
+        })
+    }
+}
+
+/// Barriers that a CTA has for its teams.
+const NAMED_BARRIERS: u32 = 15;
+
+/// Shared memory that is not the ring's: places for what warps add up.
+const STATIC_BYTES: u32 = 1024;
+
+/// How rows of any length are taken.
+fn any(bytes: usize) -> &'static str {
+    if bytes.is_multiple_of(VECTOR) { "vectors" } else { "elements" }
+}
+
+/// Threads that have `pieces` between them, `of_thread` each: a part of a warp that halves, or whole
+/// warps.
+fn lanes(pieces: usize, of_thread: u32) -> u32 {
+    let lanes = u32::try_from(pieces.div_ceil(of_thread as usize)).unwrap_or(u32::MAX / 2);
+    if lanes <= 32 { lanes.next_power_of_two() } else { lanes.next_multiple_of(32) }
+}
+
+fn count(ctas: usize) -> u32 {
+    u32::try_from(ctas).unwrap_or(u32::MAX).clamp(1, i32::MAX as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H100: Limits =
+        Limits { multiprocessors: 132, shared_bytes_per_block: 227 << 10, clusters: true };
+    const A100: Limits =
+        Limits { multiprocessors: 108, shared_bytes_per_block: 163 << 10, clusters: false };
+    const RTX_4090: Limits =
+        Limits { multiprocessors: 128, shared_bytes_per_block: 99 << 10, clusters: false };
+
+    #[test]
+    fn every_column_has_a_thread() {
+        let of_thread = |way: &str| way.chars().last()?.to_digit(10).map(|digit| digit as usize);
+        for limits in [H100, A100, RTX_4090] {
+            for element in [2, 4] {
+                for columns in (1..3000).chain([4096, 5120, 8192, 12288, 16384, 65535, 65536]) {
+                    let forward = Plan::forward(7, columns, element, limits);
+                    let vectors = columns * element / VECTOR;
+                    let check = |plan: Plan, most: u32| {
+                        let threads = plan.threads();
+                        assert!(threads <= most && plan.lanes >= 1, "{columns} {plan:?}");
+                        assert!(plan.lanes.is_power_of_two() || plan.lanes.is_multiple_of(32));
+                        if let Some(of_thread) = of_thread(plan.way) {
+                            assert_eq!(columns * element % VECTOR, 0);
+                            assert!(vectors <= of_thread * plan.lanes as usize, "{plan:?}");
+                        } else {
+                            assert!(plan.lanes.is_multiple_of(32));
+                        }
+                    };
+                    check(forward, MOST_THREADS);
+                    assert!(forward.lanes <= 32 || forward.teams <= 2, "{forward:?}");
+                    for (blocks, arrays) in [(1, 2), (128, 2), (128, 3), (1000, 3)] {
+                        let plan = Plan::backward(blocks, columns, element, arrays, limits);
+                        let most = match plan.way {
+                            "ring1" => RING1_THREADS,
+                            "ring2" => RING2_THREADS,
+                            "ring4" => RING4_THREADS,
+                            _ => ANY_THREADS,
+                        };
+                        check(plan, most);
+                        assert!(plan.lanes <= 32 || plan.teams <= NAMED_BARRIERS, "{plan:?}");
+                        assert!(plan.adjacent || plan.lanes > 32, "{plan:?}");
+                        assert!(plan.shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block);
+                        assert!(plan.stages != 1, "{plan:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plans_of_common_shapes() {
+        let forward = |columns| Plan::forward(8192, columns, 2, H100);
+        let short = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.ctas);
+        assert_eq!(short(forward(128)), ("held1", 16, 8, 256));
+        assert_eq!(short(forward(896)), ("held4", 32, 4, 2048));
+        assert_eq!(short(forward(4096)), ("held4", 128, 1, 8192));
+        assert_eq!(short(forward(65536)), ("held8", 1024, 1, 8192));
+        assert_eq!(short(forward(1023)), ("elements", 32, 4, 2048));
+        let backward = |columns, limits| Plan::backward(128, columns, 2, 2, limits);
+        let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.stages);
+        assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 3));
+        assert_eq!(whole(backward(896, H100)), ("ring2", 64, 12, 2));
+        assert_eq!(whole(backward(4096, H100)), ("ring2", 256, 3, 2));
+        assert_eq!(whole(backward(5120, H100)), ("ring2", 320, 2, 2));
+        assert_eq!(whole(backward(8192, H100)), ("ring4", 256, 2, 2));
+        assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 2));
+        assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 3));
+        assert_eq!(whole(backward(65536, H100)), ("vectors", 512, 1, 0));
+    }
+}

@@ -1,0 +1,353 @@
+//! `microbench`: times one implementation of an operation, or sweeps its tile or its budget.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Parser, Subcommand};
+use serde_yaml::Value;
+use xentile::DType;
+use xentile::operation;
+use xentile_programs::Exported;
+
+use crate::config::{self, Backend, Implementation, Op};
+use crate::draft::Draft;
+use crate::microbench::{Config, Logits, apart};
+use crate::{cli, microbench, presets, sweep, tpu};
+
+/// Times value_and_grad of the scalar loss against a copy measured in the same process.
+///
+/// One measurement is one process, so that its peak of memory is its own; a config that lists several
+/// inputs or shapes is as many processes, and prints a row for each. What a flag leaves open
+/// comes from --set, then from the config, then from the defaults.
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+pub struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    measure: Measure,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
+    /// tabulates, plots and keeps the best.
+    Sweep(Sweep),
+}
+
+/// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
+/// tabulates, plots and keeps the best.
+#[derive(clap::Args)]
+pub struct Sweep {
+    /// YAML config of the sweep.
+    #[arg(long, value_name = "FILE", required_unless_present = "preset")]
+    config: Option<PathBuf>,
+    /// A config that comes with this program, in the place of one of your own.
+    #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("sweep"))]
+    preset: Option<String>,
+    /// Overrides a key of the config; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
+    set: Vec<String>,
+}
+
+impl Sweep {
+    /// Runs the sweep; returns its exit code.
+    ///
+    /// # Errors
+    /// Bad input.
+    pub fn run(&self) -> Result<u8> {
+        let path = presets::choose("sweep", self.config.as_deref(), self.preset.as_deref())
+            .context("no config: name one by --config or --preset")?;
+        sweep::run(&path, &self.set)
+    }
+}
+
+#[derive(clap::Args)]
+struct Measure {
+    /// YAML config of the measurement.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// A config that comes with this program, in the place of one of your own.
+    #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("microbench"))]
+    preset: Option<String>,
+    /// Overrides a key of the config, such as options.z_loss=1e-4; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
+    set: Vec<String>,
+    /// What is computed.
+    #[arg(long, value_parser = op())]
+    op: Option<Op>,
+    /// Where.
+    #[arg(long)]
+    backend: Option<Backend>,
+    /// By which program.
+    #[arg(long = "impl")]
+    implementation: Option<Implementation>,
+    /// T, tokens.
+    #[arg(long)]
+    time: Option<usize>,
+    /// V, vocabulary columns.
+    #[arg(long)]
+    vocab: Option<usize>,
+    /// Dtype of arrays that have no other.
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
+    /// Tokens a tile.
+    #[arg(long)]
+    time_block: Option<usize>,
+    /// Vocabulary columns a tile.
+    #[arg(long)]
+    block_size: Option<usize>,
+    /// Timed steps.
+    #[arg(long)]
+    iters: Option<usize>,
+    /// Steps between the first call and the timed ones.
+    #[arg(long)]
+    warmup: Option<usize>,
+    /// Steps started before the last of them is waited for; 1 on processors, else 10 by default.
+    #[arg(long, value_name = "STEPS")]
+    in_flight: Option<usize>,
+    /// Threads; 0 is one a core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Instruction set: amx_bf16, avx512_bf16, avx512, avx2, neon or portable; the best of this
+    /// processor by default.
+    #[arg(long)]
+    isa: Option<String>,
+    /// The PJRT plug-in's file, for xla: backends; looked for by default.
+    #[arg(long, value_name = "FILE")]
+    plugin: Option<PathBuf>,
+    /// TPUs to compile for, none of which need be there, such as v6e:2x2; nothing runs.
+    #[arg(long, value_name = "NAME")]
+    topology: Option<String>,
+    /// Manifest of a program that JAX exported, in the place of the kernel; `{time_block}` and
+    /// `{block_size}` in its name stand for the tile.
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+    /// Keeps compiled programs in DIR, for xla: backends; nothing else may write there. By default
+    /// the directory that XENTILE_CACHE names, if any.
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
+    #[arg(long, value_parser = reduction())]
+    reduction: Option<&'static str>,
+    /// What the first operand holds.
+    #[arg(long)]
+    logits: Option<Logits>,
+    /// Appends the result to FILE as one line of JSON; `-` prints that line and nothing else.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+fn dtype() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(DType::ALL.map(DType::name)).try_map(|name| name.parse::<DType>())
+}
+
+fn op() -> impl TypedValueParser<Value = Op> {
+    PossibleValuesParser::new(Op::names()).map(|name| Op::named(&name).unwrap_or_default())
+}
+
+fn reduction() -> impl TypedValueParser<Value = &'static str> {
+    const WORDS: [&str; 3] = ["mean", "sum", "none"];
+    PossibleValuesParser::new(WORDS)
+        .map(|name| WORDS.into_iter().find(|word| *word == name).unwrap_or_default())
+}
+
+impl Measure {
+    fn config(&self) -> Result<Config> {
+        let config = self.over(Value::Null)?;
+        match config.manifest()? {
+            None => Ok(config),
+            Some(path) => self.over(Config::base(&Exported::load(&path)?)?),
+        }
+    }
+
+    /// The config, over what it takes from elsewhere.
+    fn over(&self, base: Value) -> Result<Config> {
+        let path = presets::choose("microbench", self.config.as_deref(), self.preset.as_deref());
+        let mut config: Config = match &path {
+            Some(path) => config::parse_over(base, &config::read(path)?, &self.set)
+                .with_context(|| format!("config {}", path.display()))?,
+            None => config::parse_over(base, "{}", &self.set)?,
+        };
+        fn set<T: Clone>(key: &mut T, flag: &Option<T>) {
+            if let Some(value) = flag {
+                key.clone_from(value);
+            }
+        }
+        if let Some(op) = self.op {
+            config.of_op(op);
+        }
+        set(&mut config.backend, &self.backend);
+        set(&mut config.implementation, &self.implementation);
+        for (key, extent) in [("time", self.time), ("vocab", self.vocab)] {
+            if let Some(extent) = extent {
+                config.top.set(key, operation::Value::Integer(i64::try_from(extent)?));
+            }
+        }
+        set(&mut config.dtype, &self.dtype);
+        config.tile.time_block = self.time_block.or(config.tile.time_block);
+        config.tile.block_size = self.block_size.or(config.tile.block_size);
+        set(&mut config.iters, &self.iters);
+        set(&mut config.warmup, &self.warmup);
+        config.in_flight = self.in_flight.or(config.in_flight);
+        set(&mut config.threads, &self.threads);
+        config.isa = self.isa.clone().or(config.isa);
+        config.plugin = self.plugin.clone().or(config.plugin);
+        config.topology = self.topology.clone().or(config.topology);
+        config.program = self.program.clone().or(config.program);
+        config.cache = self.cache.clone().or(config.cache);
+        if let Some(reduction) = self.reduction {
+            config.options.set("reduction", operation::Value::Word(reduction));
+        }
+        set(&mut config.logits, &self.logits);
+        Ok(config)
+    }
+
+    fn run(&self) -> Result<u8> {
+        let config = self.config()?;
+        if let Some(path) = self.json_file() {
+            check_json_file(path)?;
+        }
+        if config.is_list() {
+            return self.run_each(&config);
+        }
+        if let Some(topology) = &config.topology {
+            config.validate()?;
+            if let Some(code) = tpu::compile_apart(topology)? {
+                return Ok(code);
+            }
+        }
+        let report = microbench::run(&config)?;
+        let mut stdout = std::io::stdout().lock();
+        match self.json_file() {
+            None if self.json.is_some() => stdout.write_all(&json_line(&report)?),
+            None => write!(stdout, "{report}"),
+            Some(path) => {
+                append(path, &json_line(&report)?)
+                    .with_context(|| format!("cannot write --json {}", path.display()))?;
+                write!(stdout, "{report}")
+            }
+        }
+        .context("cannot write to standard output")?;
+        Ok(cli::PASSED)
+    }
+
+    /// Every measurement of a list, a row each.
+    fn run_each(&self, config: &Config) -> Result<u8> {
+        for (key, is_set) in [("time", self.time.is_some()), ("vocab", self.vocab.is_some())] {
+            ensure!(
+                !is_set || config.shapes.iter().all(|shape| !shape.contains_key(key)),
+                "--{key} is set, and shapes have {key} too; leave one out"
+            );
+        }
+        let all = config.each()?;
+        let is_quiet = self.json.is_some() && self.json_file().is_none();
+        let table = Table::new(config, &all);
+        if !is_quiet {
+            println!("{}", table.head());
+        }
+        for (index, one) in all.iter().enumerate() {
+            let name = format!("xentile-{index}.yaml");
+            // Never finished: it is there for the process alone.
+            let draft = Draft::new(&std::env::temp_dir().join(name))?;
+            std::fs::write(draft.path(), serde_yaml::to_string(one)?)
+                .with_context(|| format!("cannot write {}", draft.path().display()))?;
+            let report = apart::report(draft.path(), &[])
+                .with_context(|| format!("measurement {}", index + 1))?;
+            let line = json_line(&report)?;
+            match self.json_file() {
+                None if is_quiet => std::io::stdout().write_all(&line)?,
+                None => println!("{}", table.row(&report)),
+                Some(path) => {
+                    append(path, &line)
+                        .with_context(|| format!("cannot write --json {}", path.display()))?;
+                    println!("{}", table.row(&report));
+                }
+            }
+        }
+        Ok(cli::PASSED)
+    }
+
+    fn json_file(&self) -> Option<&Path> {
+        self.json.as_deref().filter(|path| *path != Path::new("-"))
+    }
+}
+
+/// Refuses before the measurement what would only fail after it.
+fn check_json_file(path: &Path) -> Result<()> {
+    let shown = path.display();
+    ensure!(!path.is_dir(), "--json {shown} is a directory; name a file in it");
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let folder = parent.unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "--json {shown}: {} is not a directory; make it", folder.display());
+    Ok(())
+}
+
+/// The table of a list: what differs, and what was found.
+struct Table {
+    /// Extents, then the distribution, as wide as the widest.
+    columns: Vec<(&'static str, usize)>,
+}
+
+/// What the table tells of each measurement, by key of its report, with a head and digits.
+const FIGURES: [(&str, &str, usize); 5] = [
+    ("median_step_ms", "step ms", 4),
+    ("copy_ms", "copy ms", 4),
+    ("ratio_to_copy", "copies", 3),
+    ("gflop_per_s", "GFLOP/s", 1),
+    ("loss", "loss", 4),
+];
+
+impl Table {
+    fn new(config: &Config, all: &[Config]) -> Self {
+        let mut columns: Vec<_> = config.op.dims().iter().map(|dim| (dim.key, 8)).collect();
+        let widest = all.iter().map(|one| one.distribution().len()).max().unwrap_or(0);
+        columns.push(("distribution", widest.max(12)));
+        Self { columns }
+    }
+
+    fn head(&self) -> String {
+        let named = self.columns.iter().map(|(name, width)| format!("{name:width$}"));
+        let figures = FIGURES.iter().map(|(_, head, _)| format!("{head:>9}"));
+        named.chain(figures).collect::<Vec<_>>().join("  ")
+    }
+
+    fn row(&self, report: &serde_json::Value) -> String {
+        let named = self.columns.iter().map(|(name, width)| {
+            let told = match &report[*name] {
+                serde_json::Value::String(text) => text.clone(),
+                other => other.to_string(),
+            };
+            format!("{told:width$}")
+        });
+        let figures = FIGURES.iter().map(|(key, _, digits)| match report[*key].as_f64() {
+            Some(figure) => format!("{figure:>9.digits$}"),
+            None => format!("{:>9}", "-"),
+        });
+        named.chain(figures).collect::<Vec<_>>().join("  ")
+    }
+}
+
+fn json_line(report: &impl serde::Serialize) -> Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(report)?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// One write, so that lines of processes that share a file do not mix.
+fn append(path: &Path, line: &[u8]) -> std::io::Result<()> {
+    std::fs::OpenOptions::new().append(true).create(true).open(path)?.write_all(line)
+}
+
+/// Runs the command; returns its exit code.
+///
+/// # Errors
+/// Bad input.
+pub fn run(arguments: &Arguments) -> Result<u8> {
+    match &arguments.command {
+        Some(Command::Sweep(sweep)) => sweep.run(),
+        None => arguments.measure.run(),
+    }
+}

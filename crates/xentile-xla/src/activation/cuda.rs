@@ -1,0 +1,82 @@
+//! Activations on NVIDIA GPUs.
+
+use std::ffi::c_void;
+use std::ptr::null;
+
+use xentile::activation::ActivationShape;
+use xentile_cuda::activation::Pass;
+use xla_ffi::{Context, DType, Result, Stage};
+
+use super::{Options, shape};
+use crate::cuda::{Any, AnyMut, TRAITS, failed, to_dtype};
+use crate::dtype;
+use crate::target::{CUDA, target_list};
+
+target_list! {
+    CUDA;
+
+    /// Loads what the forward pass runs.
+    "xentile_activation_forward", Initialize: fn xentile_activation_forward_cuda_initialize = forward(
+        x, y, options, context,
+    ), traits = TRAITS;
+
+    /// y.
+    "xentile_activation_forward", Execute: fn xentile_activation_forward_cuda = forward(
+        x, y, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what the backward pass runs.
+    "xentile_activation_backward", Initialize: fn xentile_activation_backward_cuda_initialize = backward(
+        x, dy, dx, options, context,
+    ), traits = TRAITS;
+
+    /// dx, from x and the cotangent of y.
+    "xentile_activation_backward", Execute: fn xentile_activation_backward_cuda = backward(
+        x, dy, dx, options, context,
+    ), traits = TRAITS;
+}
+
+fn forward(x: Any, y: AnyMut, options: Options, context: Context) -> Result {
+    let shape = shape(&options.0, ("y", y.dims()), &[("x", x.dims())])?;
+    let dtype = to_dtype("x", x.dtype())?;
+    check("y", y.dtype(), x.dtype())?;
+    let pass = Pass::forward(options.0, shape, dtype).map_err(failed)?;
+    launch(&pass, shape, &context, [x.as_ptr().cast_const(), null()], y.as_ptr())
+}
+
+fn backward(x: Any, dy: Any, dx: AnyMut, options: Options, context: Context) -> Result {
+    let shape = shape(&options.0, ("dy", dy.dims()), &[("x", x.dims()), ("dx", dx.dims())])?;
+    let dtype = to_dtype("x", x.dtype())?;
+    check("dy", dy.dtype(), x.dtype())?;
+    check("dx", dx.dtype(), x.dtype())?;
+    let pass = Pass::backward(options.0, shape, dtype).map_err(failed)?;
+    let read = [x.as_ptr().cast_const(), dy.as_ptr().cast_const()];
+    launch(&pass, shape, &context, read, dx.as_ptr())
+}
+
+/// Checks that `name` has the dtype of x.
+fn check(name: &str, actual: DType, of_x: DType) -> Result {
+    if actual == of_x { Ok(()) } else { Err(dtype::wrong(name, actual, &of_x.to_string())) }
+}
+
+fn launch(
+    pass: &Pass,
+    shape: ActivationShape,
+    context: &Context,
+    [x, dy]: [*const c_void; 2],
+    result: *mut c_void,
+) -> Result {
+    if shape.elements() == 0 {
+        return Ok(());
+    }
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => pass.load(stream),
+            _ => pass.run(stream, x, dy, result),
+        }
+    };
+    outcome.map_err(failed)
+}

@@ -1,0 +1,219 @@
+//! RMSNorm on NVIDIA GPUs.
+
+use std::ffi::c_void;
+
+use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Pass, Weight};
+use xla_ffi::{Context, Result, Stage};
+
+use super::{Options, check_like, check_rstd, check_weight, partial_sums, shape};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::target::{CUDA, target_list};
+
+target_list! {
+    CUDA;
+
+    /// Loads what the forward pass runs.
+    "xentile_rms_norm_forward", Initialize: fn xentile_rms_norm_forward_cuda_initialize = forward(
+        x, weight, y, rstd, options, context,
+    ), traits = TRAITS;
+
+    /// The norm of each row, and its rstd.
+    "xentile_rms_norm_forward", Execute: fn xentile_rms_norm_forward_cuda = forward(
+        x, weight, y, rstd, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what the forward pass of a sum runs.
+    "xentile_rms_norm_add_forward", Initialize:
+    fn xentile_rms_norm_add_forward_cuda_initialize = add_forward(
+        x, residual, weight, y, sum, rstd, options, context,
+    ), traits = TRAITS;
+
+    /// The same of a sum with a residual, which is a result too.
+    "xentile_rms_norm_add_forward", Execute: fn xentile_rms_norm_add_forward_cuda = add_forward(
+        x, residual, weight, y, sum, rstd, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what the backward pass runs.
+    "xentile_rms_norm_backward", Initialize: fn xentile_rms_norm_backward_cuda_initialize = backward(
+        x, weight, rstd, dy, dx, dweight, options, context,
+    ), traits = TRAITS;
+
+    /// dx and partial sums of dweight, from the rstd that forward gave.
+    "xentile_rms_norm_backward", Execute: fn xentile_rms_norm_backward_cuda = backward(
+        x, weight, rstd, dy, dx, dweight, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what the backward pass of a sum runs.
+    "xentile_rms_norm_add_backward", Initialize:
+    fn xentile_rms_norm_add_backward_cuda_initialize = add_backward(
+        x, weight, rstd, dy, dsum, dx, dweight, options, context,
+    ), traits = TRAITS;
+
+    /// The same for a sum with a residual, whose cotangent is added.
+    "xentile_rms_norm_add_backward", Execute: fn xentile_rms_norm_add_backward_cuda = add_backward(
+        x, weight, rstd, dy, dsum, dx, dweight, options, context,
+    ), traits = TRAITS;
+}
+
+fn forward(
+    x: Any,
+    weight: Any,
+    y: AnyMut,
+    rstd: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    check_like(x.dims(), &[("y", y.dims())])?;
+    norm(x, None, weight, y, rstd, options, context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn add_forward(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    y: AnyMut,
+    sum: AnyMut,
+    rstd: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let like = [("residual", residual.dims()), ("y", y.dims()), ("sum", sum.dims())];
+    check_like(x.dims(), &like)?;
+    norm(x, Some((residual, sum)), weight, y, rstd, options, context)
+}
+
+fn norm(
+    x: Any,
+    residual: Option<(Any, AnyMut)>,
+    weight: Any,
+    y: AnyMut,
+    rstd: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let norm = prepare(x, weight, residual.is_some(), rstd.dims(), options)?;
+    check_result(("x", x), ("y", &y))?;
+    if let Some((residual, sum)) = &residual {
+        check_dtype(("residual", *residual), x)?;
+        check_result(("residual", *residual), ("sum", sum))?;
+    }
+    if x.elements() == 0 {
+        return Ok(());
+    }
+    let arrays = Forward {
+        x: x.as_ptr(),
+        residual: residual.map(|(residual, sum)| (residual.as_ptr().cast_const(), sum.as_ptr())),
+        weight: weight.as_ptr(),
+        y: y.as_ptr(),
+        rstd: rstd.as_ptr().cast(),
+    };
+    run(&norm, Pass::Forward, context, |norm, stream| {
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe { norm.forward(stream, arrays) }
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn backward(
+    x: Any,
+    weight: Any,
+    rstd: Floats,
+    dy: Any,
+    dx: AnyMut,
+    dweight: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    gradients(x, weight, rstd, dy, None, dx, dweight, options, context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn add_backward(
+    x: Any,
+    weight: Any,
+    rstd: Floats,
+    dy: Any,
+    dsum: Any,
+    dx: AnyMut,
+    dweight: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    gradients(x, weight, rstd, dy, Some(dsum), dx, dweight, options, context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn gradients(
+    x: Any,
+    weight: Any,
+    rstd: Floats,
+    dy: Any,
+    dsum: Option<Any>,
+    dx: AnyMut,
+    dweight: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let norm = prepare(x, weight, dsum.is_some(), rstd.dims(), options)?;
+    check_like(x.dims(), &[("dy", dy.dims()), ("dx", dx.dims())])?;
+    check_dtype(("dy", dy), x)?;
+    check_result(("x", x), ("dx", &dx))?;
+    if let Some(dsum) = dsum {
+        check_like(x.dims(), &[("dsum", dsum.dims())])?;
+        check_dtype(("dsum", dsum), x)?;
+    }
+    let [groups, blocks] = partial_sums(x.dims(), dweight.dims())?;
+    let sums = PartialSums { groups, blocks };
+    if dweight.elements() == 0 {
+        return Ok(());
+    }
+    let arrays = Backward {
+        x: x.as_ptr(),
+        weight: weight.as_ptr(),
+        rstd: rstd.as_ptr().cast(),
+        dy: dy.as_ptr(),
+        dsum: dsum.map(|dsum| dsum.as_ptr().cast_const()),
+        dx: dx.as_ptr(),
+        dweight: dweight.as_ptr().cast(),
+    };
+    run(&norm, Pass::Backward(sums), context, |norm, stream| {
+        // SAFETY: XLA's stream and buffers, whose shapes were checked.
+        unsafe { norm.backward(stream, sums, arrays) }
+    })
+}
+
+/// Checks what every pass has.
+fn prepare(x: Any, weight: Any, adds: bool, rstd: &[usize], options: Options) -> Result<Norm> {
+    let shape = shape(x.dims())?;
+    check_weight(x.dims(), weight.dims())?;
+    check_rstd(x.dims(), rstd)?;
+    let dtype = to_dtype("x", x.dtype())?;
+    let weight = Weight { dtype: to_dtype("weight", weight.dtype())?, length: weight.elements() };
+    Norm::new(options.0, shape, dtype, weight, adds).map_err(failed)
+}
+
+/// Checks that an argument, with its name, has the dtype of `x`.
+fn check_dtype((name, argument): (&str, Any), x: Any) -> Result {
+    if argument.dtype() == x.dtype() {
+        return Ok(());
+    }
+    Err(crate::dtype::wrong(name, argument.dtype(), &x.dtype().to_string()))
+}
+
+/// Loads `pass` or calls `launch` for it, with XLA's stream.
+fn run(
+    norm: &Norm,
+    pass: Pass,
+    context: Context,
+    launch: impl FnOnce(&Norm, *mut c_void) -> xentile_cuda::Result<()>,
+) -> Result {
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    match context.stage() {
+        // SAFETY: XLA's stream.
+        Stage::Initialize => unsafe { norm.load(pass, stream) },
+        _ => launch(norm, stream),
+    }
+    .map_err(failed)
+}

@@ -1,0 +1,64 @@
+//! One call through the shared library itself, as those make it who load it with dlopen.
+//!
+//! `XENTILE_XLA_LIBRARY` names another library than that of this build, such as a wheel's.
+
+use std::ffi::{CStr, c_char};
+use std::path::PathBuf;
+
+use libloading::{Library, Symbol};
+use rand::RngExt;
+use xla_ffi::testing::{Array, Call};
+use xla_ffi::{DType, Pred, abi};
+
+#[path = "../../xentile-cpu/tests/common/mod.rs"]
+mod common;
+mod folder;
+
+fn library() -> PathBuf {
+    let named = std::env::var_os("XENTILE_XLA_LIBRARY").map(PathBuf::from);
+    named.unwrap_or_else(|| folder::library_folder().join(folder::library_name()))
+}
+
+#[test]
+fn a_loaded_library_computes() {
+    let path = library();
+    // SAFETY: it runs no code as it is loaded.
+    let library = unsafe { Library::new(&path) }.unwrap();
+    // SAFETY: the header declares both.
+    let (version, forward): (
+        Symbol<'_, extern "C" fn() -> *const c_char>,
+        Symbol<'_, abi::Handler>,
+    ) = unsafe {
+        (
+            library.get(b"xentile_version").unwrap(),
+            library.get(b"xentile_rms_norm_forward_host").unwrap(),
+        )
+    };
+    // SAFETY: it is a text that ends with a null and lives as long as the library.
+    let version = unsafe { CStr::from_ptr(version()) };
+    assert_eq!(version.to_str(), Ok(env!("CARGO_PKG_VERSION")), "{}", path.display());
+
+    let (rows, columns, eps) = (5, 67, 1e-5);
+    let mut rng = common::fresh_rng("a call of the library");
+    let mut floats =
+        |count: usize| -> Vec<f32> { (0..count).map(|_| rng.random_range(-3.0..3.0)).collect() };
+    let (x, weight) = (floats(rows * columns), floats(columns));
+    let dims = [rows as i64, columns as i64];
+    let mut call = Call::new(
+        vec![Array::of(&dims, &x), Array::of(&dims[1..], &weight)],
+        vec![Array::new(DType::F32, &dims), Array::new(DType::F32, &dims[..1])],
+    )
+    .scalar("eps", eps)
+    .scalar("zero_centred", Pred::from(false));
+    call.call(*forward).unwrap();
+
+    let y = call.results[0].values::<f32>();
+    for (x, y) in x.chunks(columns).zip(y.chunks(columns)) {
+        let squares: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
+        let rstd = (squares / columns as f64 + eps).sqrt().recip();
+        for ((&x, &weight), &y) in x.iter().zip(&weight).zip(y) {
+            let right = f64::from(x) * rstd * f64::from(weight);
+            assert!((f64::from(y) - right).abs() <= 1e-6 * right.abs(), "{y} is not {right}");
+        }
+    }
+}

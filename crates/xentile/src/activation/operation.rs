@@ -1,0 +1,312 @@
+//! Activations, as tools see them. Entries are judged by the contract's error bounds.
+
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use super::reference::{self, Bound as Entry};
+use super::{Activation, ActivationShape, Kind as Function, Layout};
+use crate::operation::{
+    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Judged, Kind,
+    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
+    ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+};
+use crate::{Element, Error, Result, by_dtype};
+
+/// Activations of rows, of one array or gated.
+pub const OPERATION: OfRows = OfRows;
+
+/// The operation.
+#[derive(Clone, Copy, Debug)]
+pub struct OfRows;
+
+/// What keeps the generators of x and dy apart.
+const SEED: u64 = 0x94d0_49bb_1331_11eb;
+
+/// Columns of y.
+const COLUMNS: DimSpec = DimSpec {
+    letter: "F",
+    key: "mlp",
+    index: "column",
+    about: "columns of y: the width of an MLP",
+    default: None,
+    in_shape: false,
+};
+
+const OPTIONS: [OptionSpec; 5] = [
+    OptionSpec::new(
+        "kind",
+        Kind::Word(&["silu", "gelu_tanh", "gelu_erf", "relu", "squared_relu"]),
+        Value::Word("silu"),
+        Function::NAMES,
+        "the function; gated, silu is SwiGLU, gelu_tanh and gelu_erf are GEGLU, relu is ReGLU",
+    ),
+    OptionSpec::new(
+        "alpha",
+        Kind::Number,
+        Value::Number(1.0),
+        "finite and above 0; 1 but for silu",
+        "the slope of the sigmoid's argument",
+    ),
+    OptionSpec::new(
+        "limit",
+        Kind::Number,
+        Value::Absent,
+        "finite and above 0, or absent",
+        "what gate and up are clamped to",
+    ),
+    OptionSpec::new("up_offset", Kind::Number, Value::Number(0.0), "finite", "what is added to up"),
+    OptionSpec::new(
+        "layout",
+        Kind::Word(&["single", "halves", "interleaved"]),
+        Value::Word("halves"),
+        Layout::NAMES,
+        "what x packs: one array, or gate and up as halves of a row or column by column in turn",
+    )
+    .on_top(),
+];
+
+/// The options that kernels take.
+///
+/// # Errors
+/// One outside its range, or without a meaning for the others.
+pub fn options(problem: &Problem) -> Result<Activation> {
+    let of = Activation::new(problem.word("kind").parse()?, problem.word("layout").parse()?);
+    let number = |name, default| problem.number(name).unwrap_or(default);
+    let options = Activation {
+        alpha: number("alpha", of.alpha),
+        limit: problem.number("limit"),
+        up_offset: number("up_offset", of.up_offset),
+        ..of
+    };
+    options.validate()?;
+    Ok(options)
+}
+
+/// The shape of y.
+///
+/// # Errors
+/// More elements than memory can address.
+pub fn shape(problem: &Problem) -> Result<ActivationShape> {
+    ActivationShape::new(problem.dim("T"), problem.dim("F"))
+}
+
+/// The dims of x.
+fn packed(problem: &Problem) -> [&'static str; 2] {
+    ["T", if problem.word("layout") == "single" { "F" } else { "2F" }]
+}
+
+impl Operation for OfRows {
+    fn name(&self) -> &'static str {
+        "activation"
+    }
+
+    fn about(&self) -> &'static str {
+        "SiLU, GELU, ReLU and its square, of one array or gated"
+    }
+
+    fn dims(&self) -> &'static [DimSpec] {
+        &[TOKENS, COLUMNS]
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &OPTIONS
+    }
+
+    fn tolerances(&self) -> &'static [ToleranceSpec] {
+        const ALL: [ToleranceSpec; 2] = [
+            ToleranceSpec {
+                name: "entry_roundings",
+                about: "what an entry may be off by, in what kernels may be off by",
+                default: |_| 1.0,
+            },
+            WHOLE_RESULTS,
+        ];
+        &ALL
+    }
+
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
+
+    fn distributions(&self) -> &'static [Distribution] {
+        &[Distribution::Normal, Distribution::Uniform]
+    }
+
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
+    }
+
+    fn validate(&self, problem: &Problem) -> Result<()> {
+        let options = options(problem);
+        options.map(drop).map_err(|error| Error::Invalid(format!("options: {error}")))
+    }
+
+    fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
+        let compute = |name, dims: &[&'static str], role| {
+            ArraySpec::new(name, dims, ElementRule::Compute, role)
+        };
+        let (packed, of_y) = (packed(problem), ["T", "F"]);
+        let mut operands = vec![ArraySpec::input("x", &packed)];
+        let mut results = Vec::new();
+        if pass != Pass::Backward {
+            results.push(compute("y", &of_y, Role::Output));
+        }
+        if pass.has_gradients() {
+            operands.push(compute("dy", &of_y, Role::Cotangent("y")));
+            results.push(compute("dx", &packed, Role::Gradient("x")));
+        }
+        Signature { operands, results }
+    }
+
+    fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        shape(problem)?;
+        from.check_unlabelled(self, "rows")?;
+        let mut inputs = Arrays::default();
+        inputs.insert("x", from.draw(problem.dtype, rows, problem.dim(packed(problem)[1])));
+        Ok(inputs)
+    }
+
+    /// Standard normal cotangents.
+    fn given(
+        &self,
+        problem: &Problem,
+        pass: Pass,
+        from: &Synthetic,
+        rows: &[u64],
+    ) -> Arrays<'static> {
+        let mut given = Arrays::default();
+        if pass.has_gradients() {
+            let from = from.unit().apart(SEED);
+            given.insert("dy", from.draw(problem.dtype, rows, problem.dim("F")));
+        }
+        given
+    }
+
+    fn reference<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Result<Box<dyn Reference + 'a>> {
+        let (shape, options) = (shape(problem)?, options(problem)?);
+        Ok(by_dtype!(problem.dtype, E => Box::new(Judge {
+            options,
+            shape,
+            x: inputs.expect::<E>("x"),
+            tolerances,
+        })))
+    }
+
+    /// Rows in float64, of each thread: x, dy, and what is expected with two bounds.
+    fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
+        (problem.dim("F") as u64).checked_mul((13 * size_of::<f64>() * threads) as u64)
+    }
+
+    /// Both passes: x is read twice.
+    fn cost(&self, problem: &Problem) -> Cost {
+        let whole = self.signature(problem, Pass::ForwardAndBackward);
+        let [bytes_read, bytes_written] = whole.bytes(problem);
+        let again = whole.operands[0].bytes(problem).unwrap_or(0);
+        Cost { bytes_read: bytes_read + again, bytes_written, flops: 0 }
+    }
+
+    fn shape(&self, problem: &Problem, _: Option<[usize; 2]>) -> String {
+        format!("[{}, {}]", problem.dim("T"), problem.dim(packed(problem)[1]))
+    }
+
+    fn headline(&self, problem: &Problem) -> (&'static str, String) {
+        let (kind, layout) = (problem.word("kind"), problem.word("layout"));
+        ("rows", format!("{} {}, {kind}, {layout}", self.shape(problem, None), problem.dtype))
+    }
+}
+
+/// The reference on rows of one dtype.
+struct Judge<'a, E> {
+    options: Activation,
+    shape: ActivationShape,
+    x: &'a [E],
+    tolerances: Tolerances,
+}
+
+/// The arrays of one row in float64.
+#[derive(Default)]
+struct Row {
+    x: Vec<f64>,
+    dy: Vec<f64>,
+    found: Vec<Entry>,
+    expected: Vec<f64>,
+    bounds: Vec<f64>,
+}
+
+impl<E: Element + ArrayElement> Judge<'_, E> {
+    /// Columns of x.
+    fn width(&self) -> usize {
+        self.shape.columns() * self.options.layout.packs()
+    }
+
+    /// What y of a row should be, or with `dy` its dx.
+    fn compute(&self, token: usize, dy: Option<&[E]>, row: &mut Row) {
+        let (width, columns) = (self.width(), self.shape.columns());
+        let wide = |all: &[E], into: &mut Vec<f64>| {
+            into.clear();
+            into.extend(all.iter().map(|x| x.to_f64()));
+        };
+        wide(&self.x[token * width..][..width], &mut row.x);
+        row.found.clear();
+        match dy {
+            None => {
+                row.found.resize(columns, Entry::default());
+                reference::forward(&self.options, &row.x, &mut row.found);
+            }
+            Some(dy) => {
+                wide(&dy[token * columns..][..columns], &mut row.dy);
+                row.found.resize(width, Entry::default());
+                reference::backward(&self.options, &row.x, &row.dy, &mut row.found);
+            }
+        }
+        let times = self.tolerances.get("entry_roundings");
+        row.expected.clear();
+        row.expected.extend(row.found.iter().map(|entry| entry.expected));
+        row.bounds.clear();
+        row.bounds.extend(row.found.iter().map(|entry| times * entry.rounding + entry.lost));
+    }
+
+    /// Hands over a result.
+    fn hand(&self, array: &'static str, name: &str, dy: Option<&[E]>, visitor: &mut dyn Visitor) {
+        let tokens = || (0..self.shape.rows()).into_par_iter();
+        let sum = |all: &[f64]| all.iter().map(|x| x * x).sum::<f64>();
+        let of_row = |row: &mut Row, token| {
+            self.compute(token, dy, row);
+            [sum(&row.bounds), sum(&row.expected)]
+        };
+        let squares = tokens()
+            .map_init(Row::default, of_row)
+            .reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
+        let relative = self.tolerances.of_whole(E::DTYPE, squares);
+        let judged = Judged::WithinRounding { relative };
+        visitor.result(array, name, judged, &|rows| {
+            tokens().for_each_init(Row::default, |row, token| {
+                self.compute(token, dy, row);
+                let first = token * row.expected.len();
+                rows.row(first, &row.expected, Bound::Each(&row.bounds));
+            });
+        });
+    }
+}
+
+impl<E: Element + ArrayElement> Reference for Judge<'_, E> {
+    /// Rows are quickly made again: nothing is kept.
+    fn forward(&mut self) {}
+
+    fn outputs(&self, visitor: &mut dyn Visitor) {
+        self.hand("y", "fwd/y", None, visitor);
+    }
+
+    fn gradients(&self, _: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
+        let began = Instant::now();
+        let dy = given.expect::<E>("dy");
+        self.hand("dx", &format!("{prefix}dx"), Some(dy), visitor);
+        visitor.seconds("ref_grad_s", began.elapsed().as_secs_f64());
+    }
+}

@@ -1,0 +1,467 @@
+//! Attention, as tools see it: one sequence of queries and as many keys. Entries are judged by the error
+//! bounds of the reference.
+
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use super::reference::{Gradients, Head, Near};
+use super::{AttentionShape, FlashAttention, Mask};
+use crate::operation::{
+    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Judged, Kind,
+    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
+    ToleranceSpec, Tolerances, Value, Visitor,
+};
+use crate::{DType, Element, Error, Result, by_dtype};
+
+/// Attention of one sequence.
+pub const OPERATION: Attention = Attention;
+
+/// The operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention;
+
+/// What keeps the generators of arrays apart.
+const SEEDS: [u64; 5] = [
+    0x9e37_79b9_7f4a_7c15,
+    0xbf58_476d_1ce4_e5b9,
+    0x94d0_49bb_1331_11eb,
+    0xd6e8_feb8_6659_fd93,
+    0xa076_1d64_78bd_642f,
+];
+
+const fn dim(
+    letter: &'static str,
+    key: &'static str,
+    about: &'static str,
+    default: Option<usize>,
+) -> DimSpec {
+    DimSpec { letter, key, index: key, about, default, in_shape: false }
+}
+
+const DIMS: [DimSpec; 4] = [
+    TOKENS,
+    dim("H", "heads", "heads of queries", None),
+    dim("D", "head_dim", "columns of a head", None),
+    dim("J", "kv_heads", "heads of keys and values, which divide those of queries", None),
+];
+
+const OPTIONS: [OptionSpec; 6] = [
+    OptionSpec::new(
+        "causal",
+        Kind::Bool,
+        Value::Bool(true),
+        "true or false",
+        "whether a query sees nothing behind its own place",
+    ),
+    OptionSpec::new(
+        "window_before",
+        Kind::Count,
+        Value::Absent,
+        "at least 0, or absent for all",
+        "the most keys that a query sees before its place",
+    ),
+    OptionSpec::new(
+        "window_after",
+        Kind::Count,
+        Value::Absent,
+        "at least 0, or absent for all",
+        "the most that it sees behind it",
+    ),
+    OptionSpec::new(
+        "softcap",
+        Kind::Number,
+        Value::Absent,
+        "finite and above 0, or absent for none",
+        "c of c tanh(t / c)",
+    ),
+    OptionSpec::new(
+        "scale",
+        Kind::Number,
+        Value::Absent,
+        "finite; 1 / sqrt(head_dim) where absent",
+        "what logits are multiplied with",
+    ),
+    OptionSpec::new(
+        "sinks",
+        Kind::Bool,
+        Value::Bool(false),
+        "true or false",
+        "whether heads have a sink",
+    )
+    .on_top(),
+];
+
+/// The options that kernels take.
+#[must_use]
+pub fn options(problem: &Problem) -> FlashAttention {
+    let default = FlashAttention::new(problem.dim("D"));
+    FlashAttention {
+        scale: problem.number("scale").unwrap_or(default.scale),
+        softcap: problem.number("softcap"),
+    }
+}
+
+/// Which keys queries see.
+#[must_use]
+pub fn mask(problem: &Problem) -> Mask {
+    let side = |name| problem.integer(name).and_then(|count| usize::try_from(count).ok());
+    let window = ["window_before", "window_after"].map(side);
+    Mask { causal: problem.flag("causal"), window }
+}
+
+/// The shape of arrays.
+///
+/// # Errors
+/// Heads that cannot be shared, or a shape that no kernel takes.
+pub fn shape(problem: &Problem) -> Result<AttentionShape> {
+    let [tokens, heads, width, kv_heads] = DIMS.map(|dim| problem.dim(dim.letter));
+    if !heads.is_multiple_of(kv_heads) {
+        return Err(Error::Invalid(format!(
+            "kv_heads is {kv_heads}; it must divide heads, which is {heads}"
+        )));
+    }
+    let shape = AttentionShape {
+        heads: kv_heads,
+        group: heads / kv_heads,
+        queries: tokens,
+        keys: tokens,
+        width,
+        value_width: width,
+    };
+    shape.validate()?;
+    Ok(shape)
+}
+
+/// An array of `heads` heads with the rows of tokens from a distribution, in `E`.
+fn heads_of<E: Element>(problem: &Problem, from: &Synthetic, rows: &[u64], heads: usize) -> Vec<E> {
+    let width = problem.dim("D");
+    let mut all = vec![E::from_f32(0.0); heads * rows.len() * width];
+    for (head, all) in all.chunks_exact_mut((rows.len() * width).max(1)).enumerate() {
+        from.apart((head as u64).wrapping_mul(SEEDS[4])).fill(rows, width, all);
+    }
+    all
+}
+
+impl Operation for Attention {
+    fn name(&self) -> &'static str {
+        "flash_attention"
+    }
+
+    fn about(&self) -> &'static str {
+        "softmax attention of one sequence, by tiles of keys"
+    }
+
+    fn dims(&self) -> &'static [DimSpec] {
+        &DIMS
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &OPTIONS
+    }
+
+    fn tolerances(&self) -> &'static [ToleranceSpec] {
+        const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
+            name: "gradient_roundings",
+            about: "error of all of o, and of a whole gradient, relative to it, in units of rounding \
+                    of the dtype, beside what entries may be off by",
+            default: |_| 1.5,
+        }];
+        &ALL
+    }
+
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
+
+    fn distributions(&self) -> &'static [Distribution] {
+        &[Distribution::Normal, Distribution::Uniform]
+    }
+
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
+    }
+
+    fn validate(&self, problem: &Problem) -> Result<()> {
+        options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))?;
+        shape(problem).map(drop)
+    }
+
+    fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
+        let has_sinks = problem.flag("sinks");
+        let (of_queries, of_keys) = (["H", "T", "D"], ["J", "T", "D"]);
+        let array = |name, dims: &[&'static str], role| {
+            ArraySpec::new(name, dims, ElementRule::Compute, role)
+        };
+        let mut operands = vec![
+            ArraySpec::input("q", &of_queries),
+            ArraySpec::input("k", &of_keys),
+            ArraySpec::input("v", &of_keys),
+        ];
+        if has_sinks {
+            operands.push(ArraySpec::number("sinks", &["H"], Role::Input { differentiable: true }));
+        }
+        let mut results = Vec::new();
+        if pass != Pass::Backward {
+            results.push(array("o", &of_queries, Role::Output));
+            results.push(ArraySpec::number("lse", &["H", "T"], Role::Output));
+        }
+        if pass.has_gradients() {
+            operands.push(array("do", &of_queries, Role::Cotangent("o")));
+            operands.push(ArraySpec::number("dlse", &["H", "T"], Role::Cotangent("lse")));
+            results.push(array("dq", &of_queries, Role::Gradient("q")));
+            results.push(array("dk", &of_keys, Role::Gradient("k")));
+            results.push(array("dv", &of_keys, Role::Gradient("v")));
+            if has_sinks {
+                results.push(ArraySpec::number("dsinks", &["H"], Role::Gradient("sinks")));
+            }
+        }
+        Signature { operands, results }
+    }
+
+    fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        shape(problem)?;
+        from.check_unlabelled(self, "queries, keys and values")?;
+        let mut inputs = Arrays::default();
+        let [heads, kv_heads] = ["H", "J"].map(|letter| problem.dim(letter));
+        let arrays = [("q", heads, 0), ("k", kv_heads, SEEDS[0]), ("v", kv_heads, SEEDS[1])];
+        by_dtype!(problem.dtype, E => for (name, heads, apart) in arrays {
+            let drawn = heads_of::<E>(problem, &from.apart(apart), rows, heads);
+            inputs.insert(name, Array::of(drawn));
+        });
+        if problem.flag("sinks") {
+            let mut sinks = vec![0_f32; heads];
+            from.unit().apart(SEEDS[2]).fill(&[0], heads, &mut sinks);
+            inputs.insert("sinks", Array::of(sinks));
+        }
+        Ok(inputs)
+    }
+
+    /// Standard normal cotangents.
+    fn given(
+        &self,
+        problem: &Problem,
+        pass: Pass,
+        from: &Synthetic,
+        rows: &[u64],
+    ) -> Arrays<'static> {
+        let mut given = Arrays::default();
+        if !pass.has_gradients() {
+            return given;
+        }
+        let heads = problem.dim("H");
+        let unit = from.unit();
+        by_dtype!(problem.dtype, E => {
+            let drawn = heads_of::<E>(problem, &unit.apart(SEEDS[2]), rows, heads);
+            given.insert("do", Array::of(drawn));
+        });
+        let mut dlse = vec![0_f32; heads * rows.len()];
+        unit.apart(SEEDS[3]).fill(&[0], heads * rows.len(), &mut dlse);
+        given.insert("dlse", Array::of(dlse));
+        given
+    }
+
+    /// lse is seldom part of a loss.
+    fn measured(
+        &self,
+        problem: &Problem,
+        pass: Pass,
+        from: &Synthetic,
+        rows: &[u64],
+    ) -> Arrays<'static> {
+        let mut given = self.given(problem, pass, from, rows);
+        if let Some(dlse) = given.get_mut("dlse") {
+            dlse.fill(0.0);
+        }
+        given
+    }
+
+    fn reference<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Result<Box<dyn Reference + 'a>> {
+        let wide = |name| {
+            let array = inputs.get(name).expect("an input");
+            (0..array.len()).map(|index| array.at(index)).collect::<Vec<_>>()
+        };
+        Ok(Box::new(OfSequence {
+            dtype: problem.dtype,
+            options: options(problem),
+            mask: mask(problem),
+            shape: shape(problem)?,
+            q: wide("q"),
+            k: wide("k"),
+            v: wide("v"),
+            sinks: inputs.get("sinks").map(|_| wide("sinks")),
+            tolerances,
+            o: Vec::new(),
+            lse: Vec::new(),
+        }))
+    }
+
+    /// Arrays in float64, with bounds of what is computed.
+    fn reference_bytes(&self, problem: &Problem, _: usize) -> Option<u64> {
+        let [tokens, heads, width, kv_heads] = DIMS.map(|dim| problem.dim(dim.letter) as u64);
+        let rows = heads.checked_mul(5)?.checked_add(kv_heads.checked_mul(6)?)?;
+        rows.checked_mul(tokens)?.checked_mul(width)?.checked_mul(size_of::<f64>() as u64)
+    }
+
+    /// Two products forward and five backward, of what is seen.
+    fn cost(&self, problem: &Problem) -> Cost {
+        let whole = self.signature(problem, Pass::ForwardAndBackward);
+        let [bytes_read, bytes_written] = whole.bytes(problem);
+        let (mask, tokens) = (mask(problem), problem.dim("T"));
+        let seen = (0..tokens).map(|query| mask.keys(query, tokens, tokens).len() as u64);
+        let columns = (problem.dim("H") * problem.dim("D")) as u64;
+        Cost { bytes_read, bytes_written, flops: 7 * 2 * columns * seen.sum::<u64>() }
+    }
+
+    fn headline(&self, problem: &Problem) -> (&'static str, String) {
+        let sinks = if problem.flag("sinks") { ", with sinks" } else { "" };
+        ("q, k, v", format!("{} {}{sinks}", self.shape(problem, None), problem.dtype))
+    }
+}
+
+/// The reference on one sequence, in float64.
+struct OfSequence {
+    dtype: DType,
+    options: FlashAttention,
+    mask: Mask,
+    shape: AttentionShape,
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    sinks: Option<Vec<f64>>,
+    tolerances: Tolerances,
+    o: Vec<Near>,
+    lse: Vec<Near>,
+}
+
+impl OfSequence {
+    /// Calls `run` with the reference of head `head` of queries.
+    fn of_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
+        let AttentionShape { group, queries, keys, width, .. } = self.shape;
+        let of = |all: &'_ [f64], head: usize, rows: usize| {
+            let range = head * rows * width..(head + 1) * rows * width;
+            all[range].to_vec()
+        };
+        let q = of(&self.q, head, queries);
+        let [k, v] = [&self.k, &self.v].map(|all| of(all, head / group, keys));
+        let sees = |query: usize, key: usize| self.mask.keys(query, queries, keys).contains(&key);
+        run(&Head {
+            options: self.options,
+            dtype: self.dtype,
+            widths: [width; 2],
+            q: &q,
+            k: &k,
+            v: &v,
+            sees: &sees,
+            sink: self.sinks.as_ref().map(|sinks| sinks[head]),
+        })
+    }
+
+    fn judged(&self, all: &[Near]) -> Judged {
+        let squares = |of: fn(&Near) -> f64| all.iter().map(|near| of(near).powi(2)).sum::<f64>();
+        let squares = [squares(|near| SHARE * near.bound), squares(|near| near.value)];
+        Judged::WithinRounding { relative: self.tolerances.of_whole(self.dtype, squares) }
+    }
+
+    fn hand_over(
+        &self,
+        (array, prefix): (&'static str, &str),
+        all: &[Near],
+        judged: Judged,
+        visitor: &mut dyn Visitor,
+    ) {
+        let width = self.shape.width;
+        visitor.result(array, &format!("{prefix}{array}"), judged, &|rows| {
+            all.par_chunks(width).enumerate().for_each(|(row, all)| {
+                let values: Vec<_> = all.iter().map(|near| near.value).collect();
+                let bounds: Vec<_> = all.iter().map(|near| near.bound + FLUSHED).collect();
+                rows.row(row * width, &values, Bound::Each(&bounds));
+            });
+        });
+    }
+}
+
+/// What the error of all entries is of their bounds, at the most: each is a sum of errors of either sign,
+/// as if they had one.
+const SHARE: f64 = 1.0 / 16.0;
+
+/// What a few products that fall below f32's normal range may lose.
+const FLUSHED: f64 = 64.0 * f32::MIN_POSITIVE as f64;
+
+impl Reference for OfSequence {
+    fn forward(&mut self) {
+        let AttentionShape { queries, value_width, .. } = self.shape;
+        let heads = self.shape.heads * self.shape.group;
+        let of_heads: Vec<_> = (0..heads)
+            .into_par_iter()
+            .map(|head| {
+                self.of_head(head, |of| {
+                    let mut o = vec![Near::default(); queries * value_width];
+                    let rows = o.chunks_exact_mut(value_width).enumerate();
+                    let lse: Vec<_> = rows.map(|(query, o)| of.forward(query, o)).collect();
+                    (o, lse)
+                })
+            })
+            .collect();
+        for (o, lse) in of_heads {
+            self.o.extend(o);
+            self.lse.extend(lse);
+        }
+    }
+
+    fn outputs(&self, visitor: &mut dyn Visitor) {
+        self.hand_over(("o", "fwd/"), &self.o, self.judged(&self.o), visitor);
+        self.hand_over(("lse", "fwd/"), &self.lse, Judged::Within, visitor);
+    }
+
+    fn gradients(&self, _: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
+        let began = Instant::now();
+        let AttentionShape { heads, group, queries, keys, width, .. } = self.shape;
+        let of = |name| given.get(name).expect("a cotangent");
+        let (dout, dlse) = (of("do"), of("dlse"));
+        let of_heads: Vec<_> = (0..heads)
+            .into_par_iter()
+            .map(|head| {
+                let mut sums = Gradients::zeros(keys, [width; 2]);
+                let (mut dq, mut dsinks) = (Vec::new(), Vec::new());
+                for head in head * group..(head + 1) * group {
+                    let mut dsink = Near::default();
+                    self.of_head(head, |of| {
+                        for query in 0..queries {
+                            let row = head * queries + query;
+                            let dout: Vec<_> =
+                                (row * width..(row + 1) * width).map(|at| dout.at(at)).collect();
+                            let mut of_row = vec![Near::default(); width];
+                            let part =
+                                of.backward(query, &dout, dlse.at(row), &mut of_row, &mut sums);
+                            dsink.value += part.value;
+                            dsink.bound += part.bound;
+                            dq.extend(of_row);
+                        }
+                    });
+                    dsinks.push(dsink);
+                }
+                (dq, sums, dsinks)
+            })
+            .collect();
+        let [mut dq, mut dk, mut dv, mut dsinks] = [const { Vec::new() }; 4];
+        for (of_queries, sums, of_sinks) in of_heads {
+            dq.extend(of_queries);
+            dk.extend(sums.k);
+            dv.extend(sums.v);
+            dsinks.extend(of_sinks);
+        }
+        for (name, all) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
+            self.hand_over((name, prefix), all, self.judged(all), visitor);
+        }
+        if self.sinks.is_some() {
+            self.hand_over(("dsinks", prefix), &dsinks, Judged::Within, visitor);
+        }
+        visitor.seconds("ref_grad_s", began.elapsed().as_secs_f64());
+    }
+}

@@ -1,0 +1,487 @@
+"""transformer_bench: parsing, rows out of memory, resuming, tables, a run of each command."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from flax import nnx
+from train.config import InputError
+from transformer_bench import (
+    config,
+    layers,
+    memory,
+    model,
+    parts,
+    precision,
+    runner,
+    tables,
+    timing,
+)
+from transformer_bench.__main__ import main
+
+CONFIGS = ROOT / "examples/transformer_bench/configs"
+TEST = CONFIGS / "test.yaml"
+
+
+def bench(*arguments: str) -> int:
+    """The exit status of the command line."""
+    try:
+        return main(arguments)
+    except SystemExit as exit_:
+        return int(str(exit_.code))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["record"] == "row"]
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Runs a program in place of a cell's process; `task` is what it was told to do."""
+    monkeypatch.setattr(runner, "child_command", lambda: [sys.executable, "-c", BEGIN + code])
+
+
+BEGIN = """
+import json, os, signal, sys
+task = json.load(sys.stdin)
+def row(**of):
+    print(json.dumps({'record': 'row', 'command': task['command'], **of}))
+"""
+
+
+OK = """
+for variant in task['variants']:
+    figures = {'total': 2.0, 'warmup_total': 0.5, 'average': 1.0, 'deviation': 0.1}
+    row(case={**task['cell'], **variant}, status='ok', **figures)
+"""
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: str(path.name))
+def test_configs_are_read(path: Path) -> None:
+    assert config.load(path, ["steps=3"]).steps == 3
+
+
+def test_settings_override() -> None:
+    override = ["lengths=[128, 256]", "sizes=mine", "dims.mine=[64, 96, 3, 4]", "memory_limit=1"]
+    spec = config.load(TEST, [*override, "loss=ours"])
+    assert (spec.sizes, spec.lengths, spec.batch) == (("mine",), (128, 256), 2)
+    assert spec.dims_of("mine") == (64, 96, 3, 4, 4, 16)
+    assert (spec.loss, spec.memory_limit) == ("ours", 1)
+    assert spec.dims_of("test").heads == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("time --set sizes=huge", "size huge is unknown: choose from test, tiny, small, medium"),
+        (
+            "time --set dims.a=[60,64,2,7] sizes=a",
+            "size a has 7 heads, which do not divide its width 60: give a number that does",
+        ),
+        ("time --set dims.a=[36,64,2,3] sizes=a", "has heads of 12 columns: give a width and"),
+        ("time --set dims.a=[64,64,2,4,3,16] sizes=a", "has 3 heads of keys, which do not divide"),
+        ("time --set dims.a=[64,64,0,4] sizes=a", "give whole numbers of 1 or more"),
+        ("time --set dims.a=[64,64] sizes=a", "give NAME: [width, ffn, layers, heads]"),
+        (
+            "time --set memory_limit=0.1 sizes=[small,medium]",
+            "memory_limit 0.1 GiB is below the parameters of small in float32, 0.4",
+        ),
+        ("memory --set memory_limit=0", "memory_limit 0 is not a positive number of GiB"),
+        ("memory --set memory_limit=.nan", "memory_limit nan is not a positive number of GiB"),
+        ("time --set memory_limit=much", "memory_limit is much: give a number of GiB"),
+        ("time --set batch=0", "batch 0 is too small: give 1 or more"),
+        ("time --set batch=two", "batch is two: give a value of type int"),
+        ("time --set lengths=[1]", "lengths has 1, which is too small: give 2 or more"),
+        ("time --set lengths=[128,128]", "which has one twice: give each once"),
+        ("time --set lengths=[]", "lengths is []: give a list of int"),
+        ("time --set policies=int8", "policies has int8: choose from float32, bfloat16, mixed"),
+        ("time --set norm=cudnn", "norm is cudnn: choose from xla, ours"),
+        ("time --set colour=red", "key colour is unknown: choose from sizes"),
+        ("time --set batch", "--set batch has no value: give KEY=VALUE"),
+        ("time --set batch.a=1", "batch is {'a': 1}: give a value of type int"),
+        ("time --config absent.yaml", "config absent.yaml cannot be read"),
+        ("time --resume", "--resume has no file to go on with: give --json FILE"),
+        ("time --set attention=cudnn", "needs an NVIDIA GPU: choose xla or ours"),
+        ("attention --set implementations=cudnn", "needs an NVIDIA GPU: choose xla or ours"),
+        ("attention --set policies=mixed", "attention has no parameters: give bfloat16"),
+        ("attention --set head_sizes=[12]", "head_sizes has 12: give multiples of 8"),
+        ("report absent.jsonl", "file absent.jsonl cannot be read"),
+        ("report /dev/null", "no row is in /dev/null: name files that --json made"),
+        ("fly", "invalid choice: 'fly'"),
+    ],
+)
+def test_bad_input_is_told_of_before_anything_runs(
+    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a cell ran")
+
+    monkeypatch.setattr(runner, "run_cell", refuse)
+    monkeypatch.setenv("PATH", "")
+    assert bench(*command.split()) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_a_limit_that_some_size_fits_is_no_error() -> None:
+    spec = config.load(None, ["sizes=[test, 2.7B]", "memory_limit=1"])
+    config.check_limit(spec)
+    with pytest.raises(InputError, match=r"below the parameters of 2.7B in bfloat16, 6\.\d+ GiB"):
+        config.check_limit(config.load(None, ["sizes=2.7B", "policies=bfloat16", "memory_limit=1"]))
+
+
+def test_parameters_by_arithmetic_are_those_of_the_program() -> None:
+    for size in (*config.SIZES,):
+        spec = config.load(None, [f"sizes={size}", "vocab=1000"])
+        for policy in config.POLICIES:
+            program = model.program_of(config.cell_of(spec, size, 128, policy))
+            params = program.abstract()["params"]
+            assert model.tree_bytes(params) == spec.parameter_bytes(size, policy), (size, policy)
+
+
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.", 12345),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.", 3 * 2**29),
+        ("Failed to allocate request for 2.0MiB (2097152B) on device", 2**21),
+        ("RESOURCE_EXHAUSTED: something", None),
+    ],
+)
+def test_bytes_asked_for_are_read_from_messages(message: str, asked: int | None) -> None:
+    assert runner.asked_bytes(message) == asked
+
+
+def test_out_of_memory_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of processes that end: by an error of XLA, by Linux, after a row, and otherwise."""
+    code = """
+length, variant = task['cell']['length'], task['variants'][0]
+figures = {'total': 2.0, 'warmup_total': 0.5, 'average': 1.0, 'deviation': 0.1}
+row(case={**task['cell'], **variant}, status='ok', **figures)
+sys.stdout.flush()
+if length == 16:
+    sys.exit('jax.errors.Error: RESOURCE_EXHAUSTED: Out of memory allocating 3145728 bytes.')
+if length == 32:
+    os.kill(os.getpid(), signal.SIGKILL)
+if length == 48:
+    sys.exit('Traceback\\nValueError: no such thing')
+"""
+    instead(monkeypatch, code)
+    given = ["--config", str(TEST), "--json", str(tmp_path / "a.jsonl"), "--set", "modes=forward"]
+    assert bench("time", *given, "lengths=[16, 32]") == 0
+    found = rows_of(tmp_path / "a.jsonl")
+    assert [row["status"] for row in found] == ["ok", "OOM", "ok", "OOM"]
+    assert found[1]["asked_bytes"] == 3145728 and found[3]["asked_bytes"] is None
+    shown = capsys.readouterr().out
+    assert (
+        "| test | 2 | 16 | float32 | xla | forward | 1 | OOM, 3.00 MiB asked for |  |  |  |  |"
+        in shown
+    )
+    assert "2 of 4 rows ran out of memory." in shown
+    assert bench("time", *given, "lengths=[48, 64]") == 1
+    found = rows_of(tmp_path / "a.jsonl")
+    assert found[1]["error"] == "ValueError: no such thing"
+    assert found[3]["error"] == "it ended before its last row"
+
+
+def test_ctrl_c_keeps_rows_and_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, child = tmp_path / "a.jsonl", tmp_path / "pid"
+    code = f"""
+open({str(child)!r}, 'w').write(str(os.getpid()))
+row(case={{**task['cell'], **task['variants'][0]}}, status='OOM', asked_bytes=1)
+sys.stdout.flush()
+os.kill(os.getppid(), signal.SIGINT)
+signal.alarm(60)
+signal.pause()
+"""
+    instead(monkeypatch, code)
+    # Whatever a shell runs in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert bench("time", "--config", str(TEST), "--json", str(file)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "go on with --resume" in capsys.readouterr().err
+    # The signal may come before the row is read.
+    assert len(rows_of(file)) <= 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child.read_text()), 0)
+
+
+def test_a_full_disk_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instead(monkeypatch, OK)
+    assert bench("time", "--config", str(TEST), "--json", "/dev/full") == 1
+    assert "/dev/full cannot be written (no space left on device)" in capsys.readouterr().err
+
+
+def test_cudnn_takes_no_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config.check_cudnn(("bfloat16", "mixed"))
+    with pytest.raises(InputError, match="is of 16 bits: leave float32 out of policies"):
+        config.check_cudnn(("bfloat16", "float32"))
+
+
+def test_resume_runs_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows out of memory are left, failed ones and one cut short run again; other files too."""
+    file = tmp_path / "a.jsonl"
+    given = ["time", "--config", str(TEST), "--json", str(file), "--set", "modes=forward"]
+    instead(monkeypatch, OK + "sys.exit(0)")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert bench(*given, "lengths=[16, 32]") == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    begun = records[0]
+    assert (begun["command"], begun["config"]["lengths"]) == ("time", [16, 32])
+    assert begun["machine"]["cores"] and begun["malloc"]["MALLOC_ARENA_MAX"] == "1"
+    records[2] |= {"status": "OOM", "asked_bytes": 1}
+    records[3] |= {"status": "failed"}
+    whole = "".join(json.dumps(record) + "\n" for record in records)
+    file.write_text(whole[:-30])
+    assert [row["status"] for row in runner.read_rows(file)] == ["ok", "OOM", "failed"]
+    log = tmp_path / "ran"
+    instead(monkeypatch, f"open({str(log)!r}, 'a').write(json.dumps(task) + '\\n')\n" + OK)
+    assert bench(*given, "lengths=[16, 32, 48]", "--resume") == 0
+    ran = [json.loads(line) for line in log.read_text().splitlines()]
+    done = [(task["cell"]["length"], [v["warmup"] for v in task["variants"]]) for task in ran]
+    assert done == [(32, [0, 1]), (48, [0, 1])]
+    found = runner.read_rows(file)
+    assert [row["status"] for row in found] == ["ok", "OOM", "ok", "ok", "ok", "ok"]
+    assert bench(*given, "lengths=[16, 32, 48]", "--resume") == 0
+    assert len(log.read_text().splitlines()) == 2
+    # Without --resume the file is begun anew.
+    assert bench(*given, "lengths=[16]") == 0
+    assert len(rows_of(file)) == 2
+
+
+def test_summary_of_steps(rng: np.random.Generator) -> None:
+    found = rng.uniform(1, 2, 7).tolist()
+    row = timing.summary([3.0, 0.5], found)
+    assert row["warmup_total"] == 3.5
+    assert row["total"] == pytest.approx(np.sum(found))
+    assert row["average"] == pytest.approx(np.mean(found))
+    assert row["deviation"] == pytest.approx(np.std(found, ddof=1))
+    assert timing.summary([], [2.0])["deviation"] == 0
+
+
+def test_words_of_times() -> None:
+    def row(mode: str, warmup: int, average: float) -> dict[str, Any]:
+        case = {"size": "a", "mode": mode, "warmup": warmup, **dict.fromkeys(config.KERNELS, "xla")}
+        return {"case": case, "status": "ok", "average": average}
+
+    rows = [row("forward", 0, 8.0), row("forward", 5, 2.0), row("forward_backward", 5, 6.0)]
+    told = timing.words(rows)
+    assert "Forward and backward take 3.00 times" in told
+    assert "Without warm-up the average is 4.00 times" in told
+    ours = {**rows[2], "case": {**rows[2]["case"], "norm": "ours", "mlp": "ours"}, "average": 3.0}
+    told = timing.words([*rows, ours])
+    assert told.endswith("With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time.")
+
+
+def test_a_layer_adds_up() -> None:
+    """The sum of parts, shares of it, all layers, and tokens a second."""
+    cell: dict[str, Any] = {"size": "a", "layers": 5, "batch": 2, "length": 50, "policy": "mixed"}
+    cell |= {"phase": "prefill", "norm": "xla", "attention": "xla", "mlp": "xla"}
+    times = {part: 1e-3 * (i + 1) for i, part in enumerate(layers.PARTS)}
+    rows: list[dict[str, Any]] = [
+        {"case": {**cell, "part": part}, "status": "ok", "median": took}
+        for part, took in {**times, layers.WHOLE: 0.033}.items()
+    ]
+    text = layers.table(rows)
+    assert "| QKV | ok | 2 | 3.0% |" in text
+    assert "| sum of the parts | ok | 66 | 100.0% |" in text
+    assert "| the layer as one program | ok | 33 | 50.0% |" in text
+    assert "| all 5 layers | ok | 165 |  |" in text
+    # 2 x 50 tokens in 0.165 s.
+    assert "606.1 tokens a second" in text
+    told = layers.words(rows)
+    assert "residual 2 17%, down 15%, activation 14%; as one program it takes 0.50" in told
+    decode = [{**row, "case": {**row["case"], "phase": "decode"}} for row in rows]
+    assert "12.12 tokens a second" in layers.table(decode)
+    del rows[3]["median"]
+    rows[3]["status"] = "OOM"
+    assert layers.totals(rows) == (None, 0.033)
+    assert "1 of 12 rows ran out of memory" in layers.words(rows)
+
+
+def cell_of(**more: Any) -> dict[str, Any]:
+    spec = config.load(TEST, [])
+    return {**config.cell_of(spec, "test", 16, "float32"), **more}
+
+
+def test_parts_are_the_model(rng: np.random.Generator) -> None:
+    """A layer of parts is train.model.Block, by each kernel; and a decoder's is its last token."""
+    cell = cell_of(kv_heads=2)
+    of = model.program_of(cell).config.model
+    from train.model import Block
+
+    block = Block(of, "baseline", "baseline", nnx.Rngs(0))
+    x = jnp.asarray(rng.standard_normal((2, 16, 32)), jnp.float32)
+    weights = {
+        name: jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)
+        for name, shape in parts.weight_shapes(cell).items()
+    }
+    block.norm1.weight[...], block.norm2.weight[...] = weights["norm1"], weights["norm2"]
+    block.qkv[...], block.out[...] = weights["qkv"], weights["out"]
+    block.up[...], block.down[...] = weights["up"], weights["down"]
+    turns = parts.tables_of(2, 0, 16, 8)
+    branch, stream = block(x, jnp.zeros_like(x), turns, None)
+    expected = branch + stream
+    for kernel in ("xla", "ours"):
+        chosen = {**cell, "norm": kernel, "attention": kernel, "mlp": kernel}
+        y = parts.layer(parts.functions(chosen, jnp.float32), x, weights, turns)
+        np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
+    functions = parts.functions(cell, jnp.float32)
+    _, k, v = functions["QKV"](functions["norm 1"](x, weights["norm1"]), weights["qkv"])
+    _, k = functions["rope"](k, k, *turns)
+    empty = k.at[:, -1].set(jnp.nan), v.at[:, -1].set(jnp.nan)
+    last = parts.tables_of(2, 15, 1, 8)
+    y, keys, values = parts.layer(functions, x[:, -1:], weights, last, empty)
+    np.testing.assert_allclose(y[:, 0], expected[:, -1], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(keys, k, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values, v, rtol=1e-5, atol=1e-5)
+
+
+def test_wide_attention_is_jaxs(rng: np.random.Generator) -> None:
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 3, 8)), jnp.float32) for _ in range(3))
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    found = parts.softmax_attention(q, k, v, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_in_sixteen_bits() -> None:
+    """Against NumPy's, rounded at each step."""
+    for total, of in precision.SUMS:
+        expected = jnp.zeros((), total)
+        numpy_sum, one = np.asarray(expected), np.asarray(jnp.asarray(precision.ADDEND, of))
+        for _ in range(precision.COUNT):
+            numpy_sum = np.asarray(numpy_sum + one.astype(total)).astype(total)
+        assert precision.add(total, of) == float(numpy_sum), (total, of)
+
+
+def measured(command: str, tmp_path: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a real run."""
+    file = tmp_path / f"{command}.jsonl"
+    given = ["--config", str(TEST), "--json", str(file), "--set", *settings]
+    assert bench(command, *given) == 0
+    return rows_of(file)
+
+
+def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [
+        "modes=[forward]",
+        "steps=2",
+        "norm=ours",
+        "mlp=ours",
+        "attention=ours",
+        "loss=ours",
+    ]
+    cold, warm = measured("time", tmp_path, settings)
+    assert cold["average"] > warm["average"] > 0
+    assert cold["warmup_total"] == 0 < warm["warmup_total"]
+    shown = capsys.readouterr()
+    assert "| test | 2 | 16 | float32 | ours | forward | 1 | ok |" in shown.out
+    assert shown.err.startswith(
+        "[1/2] time size=test length=16 policy=float32 mode=forward warmup=0"
+    )
+    out = tmp_path / "page.md"
+    html = tmp_path / "page.html"
+    assert (
+        bench("report", str(tmp_path / "time.jsonl"), "--out", str(out), "--html", str(html)) == 0
+    )
+    page = out.read_text()
+    assert "## Time of a step\n\n| size |" in page and "jax " in page
+    assert "<table>" in html.read_text()
+
+
+def test_a_real_run_is_out_of_memory(tmp_path: Path) -> None:
+    """The parameters fit and the pass does not; then a size whose parameters do not fit either."""
+    spec = config.load(TEST, ["vocab=64"])
+    limit = 1.5 * spec.parameter_bytes("test", "float32") / 2**30
+    given = [
+        f"memory_limit={limit}",
+        "sizes=[test, tiny]",
+        "modes=[forward_backward]",
+        "warmups=[0]",
+    ]
+    of_pass, of_size = measured("time", tmp_path, given)
+    assert (of_pass["status"], of_size["status"]) == ("OOM", "OOM")
+    assert of_pass["asked_bytes"] > limit * 2**30
+    assert tables.status(of_pass).endswith(f" asked for of {tables.size(int(limit * 2**30))}")
+    assert of_size["asked_bytes"] == spec.parameter_bytes("tiny", "float32")
+
+
+def test_memory_runs(tmp_path: Path) -> None:
+    """Categories add up to the peak, and are what arithmetic says."""
+    settings = ["modes=[forward_backward, step]", "policies=[bfloat16]"]
+    both, step = measured("memory", tmp_path, settings)
+    bytes_ = config.load(TEST, []).parameter_bytes("test", "bfloat16")
+    for row in (both, step):
+        assert row["parameters_bytes"] == bytes_
+        assert sum(row[f"{name}_bytes"] for name in memory.CATEGORIES) == row["peak_bytes"]
+        # Layers x B x T x D, twice, in 16 bits.
+        assert row["stream_bytes"] == row["stream_expected_bytes"] == 2 * 2 * 2 * 16 * 32 * 2
+        assert row["kept_bytes"] > row["stream_bytes"]
+        assert row["of_logits_bytes"] == 2 * 16 * 64 * 4
+    assert (both["optimizer_bytes"], both["gradients_bytes"]) == (0, bytes_)
+    assert step["optimizer_bytes"] >= 2 * bytes_ and step["gradients_bytes"] == 0
+    assert "2 x layers x batch x length x width, in all" in memory.words([both, step])
+
+
+def test_layers_runs(tmp_path: Path) -> None:
+    rows = measured("layers", tmp_path, ["phases=[decode]", "policies=[mixed]", "steps=1"])
+    assert [row["case"]["part"] for row in rows] == [*layers.PARTS, layers.WHOLE]
+    assert all(row["median"] > 0 for row in rows)
+
+
+def test_precision_runs(tmp_path: Path) -> None:
+    rows = measured("precision", tmp_path, ["policies=[float32, bfloat16, mixed]", "steps=1"])
+    wide, narrow, mixed = rows[:3]
+    assert wide["loss_error"] < 1e-6 and wide["gradient_error"] < 1e-5
+    for row in (narrow, mixed):
+        assert 1e-4 < row["gradient_error"] < 0.1
+        assert set(row["gradient_errors"]) == {"layer 0", "layer 1", "embedding", "norm", "head"}
+    assert mixed["loss_error"] < 5e-3
+    assert mixed["dtypes"] == {
+        "parameters": "float32",
+        "output of the layers": "bfloat16",
+        "output of the norm": "bfloat16",
+        "logits": "bfloat16",
+        "loss": "float32",
+        "gradients": "float32",
+    }
+    assert set(narrow["dtypes"].values()) == {"bfloat16"}
+    assert len(rows) == 3 + len(precision.SUMS)
+    text = precision.table(rows)
+    assert "| bfloat16 | bfloat16 | ok | 4.000000 |" in text and "| layer 1 |" in text
+
+
+def test_attention_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["head_sizes=[8]", "lengths=[64]", "implementations=[xla, ours]"]
+    rows = measured("attention", tmp_path, settings)
+    assert [row["case"]["mode"] for row in rows] == ["forward", "backward"] * 2
+    theirs, mine = rows[1], rows[3]
+    # XLA keeps weights [B, T, T]; ours q, k, v, o and lse.
+    assert theirs["kept_bytes"] > 2 * 64 * 64 * 4 > mine["kept_bytes"]
+    assert "Backward, ours takes" in capsys.readouterr().out
+
+
+def test_jit_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured("jit", tmp_path, ["modes=[forward]", "steps=1"])
+    assert [row["case"]["how"] for row in rows] == ["op by op", "jit", "jit, our kernels"]
+    assert all(row["first"] > row["median"] > 0 for row in rows)
+    assert "times as fast compiled as op by op" in capsys.readouterr().out

@@ -1,0 +1,110 @@
+"""The command line: see `python -m train --help`."""
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .config import (
+    DTYPES,
+    LAYER_KERNELS,
+    LOSS_KERNELS,
+    MESH_AXES,
+    PRESETS,
+    InputError,
+    Options,
+    RunError,
+    parse_mesh,
+)
+
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints `message` with where to look, and exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}: see --help\n")
+
+
+def parse(argv: Sequence[str] | None) -> Options:
+    """Reads the command line, from `argv` or else from the process."""
+    default = Options()
+    parser = Parser(
+        prog="train",
+        description="Trains a decoder-only transformer on real text.",
+        epilog="Exit codes: 0 finished, 1 memory or disk has no room, 2 bad input, 130 Ctrl-C.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    loss, layer = ", ".join(LOSS_KERNELS), ", ".join(LAYER_KERNELS)
+    add("--model_size", default=default.model_size, help=f"preset: {', '.join(PRESETS)}")
+    add("--batch_size", type=int, help="sequences of a step (default: the preset's)")
+    add("--context_length", type=int, help="tokens of a sequence (default: the preset's)")
+    add("--vocab_size", type=int, help="columns of the logits (default: the preset's)")
+    add("--num_train_steps", type=int, default=default.num_train_steps)
+    add("--ce_kernel_type", default=default.ce_kernel_type, help=f"the loss: {loss}")
+    add("--norm_kernel", default=default.norm_kernel, help=f"RMSNorm: {layer}")
+    add("--mlp_kernel", default=default.mlp_kernel, help=f"SwiGLU: {layer}")
+    add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
+    add("--learning_rate", type=float, default=default.learning_rate)
+    add("--remat", action="store_true", help="recompute each block in the backward pass")
+    add("--mesh", default="", help=f"such as data=2,model=4; axes: {', '.join(MESH_AXES)}")
+    add("--seed", type=int, default=default.seed, help="of parameters and of the data's order")
+    add("--permute_batch", action="store_true", help="sum a batch in another order")
+    add("--text", type=Path, nargs="+", default=(), help="UTF-8 files (default: this repository's)")
+    add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    add("--checkpoint_dir", type=Path, metavar="DIR", help="(default: that of --resume)")
+    add("--checkpoint_every", type=int, default=0, help="steps; 0 for the end alone")
+    add("--memory_budget", type=float, metavar="GIB", help="the most memory a step may take")
+    add("--log", type=Path, metavar="FILE.jsonl", help="run log, docs/reference/run-log.md")
+    add("--wandb", action="store_true", help="send the log to Weights & Biases")
+    add("--profile", type=Path, metavar="DIR", help="profile the last steps, and say what took it")
+    values = vars(parser.parse_args(argv))
+    return Options(**{**values, "text": tuple(values["text"])})
+
+
+def limit_gpu_memory(gib: float) -> None:
+    """Has XLA's allocator on GPUs take no more; before JAX starts. Does nothing without a GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return
+    total = float(found.splitlines()[0]) / 1024
+    # Its old name beside it is an error.
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{min(gib / total, 1.0):.4f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    options = parse(argv)
+    try:
+        if options.memory_budget is not None:
+            limit_gpu_memory(options.memory_budget)
+        devices = 1
+        for size in parse_mesh(options.mesh).values():
+            devices *= size
+        import jax
+
+        if devices > 1:
+            # On a CPU, as many virtual devices as the mesh has, unless its backend runs already.
+            with contextlib.suppress(RuntimeError):
+                jax.config.update("jax_num_cpu_devices", devices)
+        from .loop import train
+
+        outcome = train(options, lambda line: print(line, flush=True))
+    except (InputError, RunError) as error:
+        print(f"train: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    return INTERRUPTED if outcome.status == "interrupted" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Where a step's time goes, by the scopes of the model, from a JAX profile."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .config import Config
+
+# The scopes (`jax.named_scope`) of model.py, losses.py and step.py, as they are printed.
+PARTS = (
+    "attention",
+    "projections",
+    "norms",
+    "activation",
+    "position",
+    "loss",
+    "optimizer",
+    "embedding",
+)
+OTHER = "other"
+# What holds other instructions, whose time is counted at these.
+CONTAINERS = {"while", "call", "conditional", "async-start", "async-done"}
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][\w\-]*)\(")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+class Profiler:
+    """Records steps `first` to `last` of a run."""
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        """Writes to `folder`; steps count from 0, and `last` is not in."""
+        self.folder, self.first, self.last = folder, first, last
+        self.folder_of_trace: Path | None = None
+        self.is_running = False
+
+    def before(self, step: int) -> None:
+        """Starts at the first step."""
+        if step == self.first:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self.folder, profiler_options=options)
+            self.is_running = True
+
+    def after(self, step: int) -> None:
+        """Stops after the last."""
+        if step == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Stops, where steps were recorded: all of them, or those up to Ctrl-C."""
+        if self.is_running:
+            jax.profiler.stop_trace()
+            self.is_running, self.folder_of_trace = False, self.folder
+
+
+def part_of(op_name: str) -> str:
+    """The part that a scope's name has, the innermost; "" for none."""
+    words = re.findall(r"[A-Za-z_]+", op_name)
+    return next((word for word in reversed(words) if word in PARTS), "")
+
+
+def parts_of_program(text: str) -> tuple[dict[str, str], set[str]]:
+    """Reads a compiled program's text.
+
+    Returns:
+        The part of each instruction by its name: its own scope's, or else that of most of the
+        instructions in the computation that it calls; and the names of containers.
+    """
+    own: dict[str, str] = {}
+    called: dict[str, str] = {}
+    inside: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    containers: set[str] = set()
+    computation = ""
+    for line in text.splitlines():
+        if opened := COMPUTATION.match(line):
+            computation = opened[1]
+        if not (found := INSTRUCTION.match(line)):
+            continue
+        name, opcode = found.groups()
+        scope = re.search(r'op_name="([^"]*)"', line)
+        own[name] = part_of(scope[1]) if scope else ""
+        if own[name]:
+            inside[computation][own[name]] += 1
+        if opcode in CONTAINERS:
+            containers.add(name)
+        if calls := re.search(r"calls=%?([\w.\-]+)", line):
+            called[name] = calls[1]
+    for name, computation in called.items():
+        votes = inside.get(computation)
+        if not own[name] and votes:
+            own[name] = max(votes, key=lambda part: votes[part])
+    return {name: part or OTHER for name, part in own.items()}, containers
+
+
+def of_trace(folder: Path, text: str) -> dict[str, float]:
+    """The share of each part in the time of a trace's instructions, of the program `text`.
+
+    Instructions that ran at the same time on several threads or streams count each.
+
+    Raises:
+        ValueError: The trace has no instruction of the program.
+    """
+    parts, containers = parts_of_program(text)
+    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    on_device: dict[str, float] = defaultdict(float)
+    on_host: dict[str, float] = defaultdict(float)
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        times = on_device if plane.name.startswith("/device:") else on_host
+        for line in plane.lines:
+            for event in line.events:
+                name = instruction(event)
+                if name in parts and name not in containers:
+                    times[parts[name]] += event.duration_ns
+    # What a host says of a device's instructions is that it launched them.
+    times = on_device or on_host
+    total = sum(times.values())
+    if total == 0:
+        raise ValueError(f"profile {file} has no instruction of the step")
+    return {part: times.get(part, 0.0) / total for part in (*PARTS, OTHER)}
+
+
+def instruction(event: Any) -> str | None:
+    """The instruction that an event is of, or None."""
+    return next((str(value) for key, value in event.stats if key == "hlo_op"), None)
+
+
+def table(shares: dict[str, float], config: Config, temporary: int, logits: int) -> str:
+    """What `of_trace` found as a table, with what the loss holds."""
+    rows = [f"| {part} | {share:.1%} |" for part, share in shares.items()]
+    kernel = config.options.ce_kernel_type
+    memory = (
+        f"the loss by {kernel} holds {temporary / 2**20:.1f} MiB beyond operands and results; "
+        f"its logits would take {logits / 2**20:.1f} MiB"
+    )
+    return "\n".join(["| part of a step | share of time |", "| --- | --- |", *rows, memory])

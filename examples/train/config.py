@@ -1,0 +1,225 @@
+"""What a run is: the model's dimensions by preset, and all that the command line says."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+LossKernel = Literal["baseline", "fused", "fused_linear"]
+LayerKernel = Literal["baseline", "ours"]
+Dtype = Literal["bfloat16", "float32"]
+
+LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
+LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+# data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
+# vocabulary, of the embedding and of the head.
+MESH_AXES = ("data", "fsdp", "model")
+
+
+class InputError(ValueError):
+    """Input that the user can correct; its text is the one line that they are shown."""
+
+
+class RunError(RuntimeError):
+    """A run that its machine ended: memory, disk; its text is the one line shown."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder's dimensions, as in Qwen and Llama.
+
+    Attributes:
+        vocab: V, rows of the embedding and of the head.
+        width: D, the hidden size.
+        layers: Blocks.
+        heads: Query heads.
+        kv_heads: Heads of keys and values, which divide `heads`.
+        head_width: Columns of a head.
+        ffn: F, columns of the gate, and as many of up.
+        tied: Whether the head is the embedding.
+        qk_norm: Whether queries and keys are normalised by head (Qwen3).
+        qkv_bias: Whether queries, keys and values have a bias (Qwen2).
+        rope_theta: The base of RoPE's wave lengths.
+        norm_eps: What a norm adds to the mean square.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ffn: int
+    tied: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model, and the batch and length that it trains with unless the command line says others."""
+
+    model: Model
+    batch_size: int
+    context_length: int
+
+
+PRESETS = {
+    # For tests: a second of compiling, milliseconds a step.
+    "test": Preset(Model(512, 32, 2, 4, 2, 8, 64, qk_norm=True), 8, 32),
+    # The default: a minute on two cores. V is the tokenizer's.
+    "tiny": Preset(Model(30522, 128, 4, 4, 2, 32, 384), 4, 128),
+    "small": Preset(Model(30522, 512, 8, 8, 4, 64, 1536, tied=False, qk_norm=True), 8, 512),
+    # Dimensions of Qwen2.5-0.5B, from its published configuration.
+    "qwen2.5-0.5b": Preset(
+        Model(151936, 896, 24, 14, 2, 64, 4864, qkv_bias=True, rope_theta=1e6), 4, 8192
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run, as the command line says it; `resolve` fills in the preset."""
+
+    model_size: str = "tiny"
+    batch_size: int | None = None
+    context_length: int | None = None
+    vocab_size: int | None = None
+    num_train_steps: int = 50
+    ce_kernel_type: str = "baseline"
+    norm_kernel: str = "baseline"
+    mlp_kernel: str = "baseline"
+    dtype: str = "bfloat16"
+    learning_rate: float = 1e-3
+    remat: bool = False
+    mesh: str = ""
+    seed: int = 0
+    permute_batch: bool = False
+    text: tuple[Path, ...] = ()
+    resume: Path | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 0
+    memory_budget: float | None = None
+    log: Path | None = None
+    wandb: bool = False
+    profile: Path | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run whose values were all checked.
+
+    Attributes:
+        model: The dimensions.
+        batch: Sequences of a step, B.
+        length: Tokens of a sequence, T.
+        mesh: Devices by axis, those of `MESH_AXES` that were named, in their order.
+        options: What was asked for.
+    """
+
+    model: Model
+    batch: int
+    length: int
+    mesh: dict[str, int]
+    options: Options
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has; 1 where there is none."""
+        count = 1
+        for size in self.mesh.values():
+            count *= size
+        return count
+
+    def shape(self) -> dict[str, object]:
+        """What a checkpoint's arrays depend on, by name."""
+        return dataclasses.asdict(self.model)
+
+
+def resolve(options: Options) -> Config:
+    """Checks a run's values, and takes those that are not given from its preset.
+
+    Raises:
+        InputError: A value is out of range or unknown; the text says what would be right.
+    """
+    preset = PRESETS.get(options.model_size)
+    if preset is None:
+        raise InputError(
+            f"--model_size {options.model_size} is no preset: choose from {', '.join(PRESETS)}"
+        )
+    for flag, chosen, known in (
+        ("ce_kernel_type", options.ce_kernel_type, LOSS_KERNELS),
+        ("norm_kernel", options.norm_kernel, LAYER_KERNELS),
+        ("mlp_kernel", options.mlp_kernel, LAYER_KERNELS),
+        ("dtype", options.dtype, DTYPES),
+    ):
+        if chosen not in known:
+            raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")
+    model = preset.model
+    if options.vocab_size is not None:
+        model = dataclasses.replace(model, vocab=options.vocab_size)
+    batch = preset.batch_size if options.batch_size is None else options.batch_size
+    length = preset.context_length if options.context_length is None else options.context_length
+    for flag, value, least in (
+        ("vocab_size", model.vocab, 8),
+        ("batch_size", batch, 1),
+        ("context_length", length, 2),
+        ("num_train_steps", options.num_train_steps, 1),
+        ("checkpoint_every", options.checkpoint_every, 0),
+    ):
+        if value < least:
+            raise InputError(f"--{flag} {value} is too small: give {least} or more")
+    # Not `<= 0`, which a NaN is not.
+    if not 0 < options.learning_rate < float("inf"):
+        raise InputError(f"--learning_rate {options.learning_rate} is not a positive number")
+    if options.memory_budget is not None and not 0 < options.memory_budget < float("inf"):
+        raise InputError(f"--memory_budget {options.memory_budget} is not a positive number of GiB")
+    config = Config(model, batch, length, parse_mesh(options.mesh), options)
+    check_mesh(config)
+    return config
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads "data=2,model=4".
+
+    Raises:
+        InputError: It is not of that form, or names an axis that there is not.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES:
+            raise InputError(
+                f"--mesh {text} names the axis {axis!r}: choose from {', '.join(MESH_AXES)}"
+            )
+        if axis in sizes:
+            raise InputError(f"--mesh {text} names {axis} twice: name it once")
+        if not size.isdecimal() or int(size) == 0:
+            raise InputError(
+                f"--mesh {text} has size {size!r} for {axis}: give a whole number of devices"
+            )
+        sizes[axis] = int(size)
+    return {axis: sizes[axis] for axis in MESH_AXES if axis in sizes}
+
+
+def check_mesh(config: Config) -> None:
+    """Checks that what the mesh splits can be split evenly.
+
+    Raises:
+        InputError: Something cannot.
+    """
+    mesh = config.mesh
+    over_batch = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    for what, size, parts, over in (
+        ("--batch_size", config.batch, over_batch, "data x fsdp"),
+        ("the hidden size", config.model.width, mesh.get("fsdp", 1), "fsdp"),
+        ("--vocab_size", config.model.vocab, mesh.get("model", 1), "model"),
+    ):
+        if size % parts:
+            raise InputError(
+                f"--mesh {config.options.mesh} splits {what} {size} over {parts} devices ({over}), "
+                f"which do not divide it: choose sizes that do"
+            )

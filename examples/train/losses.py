@@ -1,0 +1,71 @@
+"""The next-token loss of hidden states and the head, by each kernel that a run may choose."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_bridge import cross_entropy, linear_cross_entropy
+
+from .config import LossKernel
+
+Array = jax.Array
+# The label of a token that takes no part.
+IGNORED = -100
+
+
+def loss_of(
+    kernel: LossKernel, hidden: Array, head: Array, labels: Array, mesh: Mesh | None = None
+) -> Array:
+    """Mean cross-entropy over the tokens that count.
+
+    Args:
+        kernel: "baseline", optax over logits; "fused", `pallas_bridge.cross_entropy` over the same
+            logits; "fused_linear", `pallas_bridge.linear_cross_entropy`, which holds no logits.
+        hidden: [B, T, D], in the dtype that the products take.
+        head: [V, D] in float32, rounded to the dtype of `hidden`.
+        labels: [B, T] int32; -100 marks a token that takes no part.
+        mesh: The devices that the batch is split over, or None.
+
+    Returns:
+        A scalar in float32.
+    """
+    with jax.named_scope("loss"):
+        # By each kernel, so that all round alike; and a head of f32 beside hidden states of 16
+        # bits has no kernel on CPUs.
+        head = head.astype(hidden.dtype)
+        if kernel == "fused_linear":
+            return linear(hidden, head, labels, mesh)
+        logits = hidden @ head.T
+        if kernel == "fused":
+            return cross_entropy(logits, labels, donate_logits=True)
+        counts = labels != IGNORED
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), jnp.where(counts, labels, 0)
+        )
+        return jnp.where(counts, losses, 0.0).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def linear(hidden: Array, head: Array, labels: Array, mesh: Mesh | None) -> Array:
+    """`linear_cross_entropy`, on a mesh by each device over its own tokens.
+
+    The head is gathered: a vocabulary that is split (the axis `model`) is right, and no faster.
+    """
+    if mesh is None:
+        return linear_cross_entropy(hidden, head, labels, vocab_axis=0)
+    over = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
+
+    def of_a_device(hidden: Array, head: Array, labels: Array) -> Any:
+        total = linear_cross_entropy(hidden, head, labels, vocab_axis=0, reduction="sum")
+        count = jnp.sum(labels != IGNORED)
+        if over:
+            total, count = jax.lax.psum(total, over), jax.lax.psum(count, over)
+        return total / jnp.maximum(count, 1)
+
+    tokens = P(over or None)
+    sharded = jax.shard_map(of_a_device, mesh=mesh, in_specs=(tokens, P(), tokens), out_specs=P())
+    result: Array = sharded(hidden, head, labels)
+    return result

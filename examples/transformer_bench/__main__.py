@@ -1,0 +1,118 @@
+"""The command line: see `python -m transformer_bench --help`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.__main__ import INTERRUPTED, Parser
+from train.config import InputError, RunError
+
+from . import report
+from .config import check_cudnn, check_limit, load
+from .runner import MODULES, child, run
+
+HELP = {
+    "time": "seconds a step, by size, length and steps of warm-up",
+    "memory": "what a program holds by category; nothing runs",
+    "layers": "milliseconds of each part of a layer",
+    "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
+    "attention": "attention alone, by head size and length",
+    "jit": "op by op, compiled, and compiled with our kernels",
+}
+
+
+def parser() -> Parser:
+    """The command line."""
+    top = Parser(
+        prog="transformer_bench",
+        description="Takes a transformer apart: times, memory, precision.",
+        epilog="Exit codes: 0 finished (out of memory is a row), 1 a row failed or a disk is full, "
+        "2 bad input, 130 Ctrl-C.",
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in MODULES:
+        one = commands.add_parser(name, help=HELP[name], allow_abbrev=False)
+        one.add_argument("--config", type=Path, metavar="FILE.yaml")
+        one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+        one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
+        one.add_argument("--resume", action="store_true", help="leave rows as --json has them")
+    one = commands.add_parser("report", help="a page of files that --json made")
+    one.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
+    one.add_argument("--out", type=Path, metavar="PAGE.md", help="(default: the terminal)")
+    one.add_argument("--html", type=Path, metavar="PAGE.html")
+    return top
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a page.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise RunError(f"page {path} cannot be written ({reason}): name another file") from None
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Runs a command that measures; returns the exit status."""
+    spec = load(arguments.config, arguments.set)
+    if arguments.command != "attention":
+        # A layer by itself has less than all parameters.
+        if arguments.command != "layers":
+            check_limit(spec)
+        if spec.attention == "cudnn":
+            check_cudnn(spec.policies)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    rows = run(arguments.command, spec, arguments.json, arguments.resume, say)
+    print(report.section(arguments.command, rows))
+    return int(any(row["status"] == "failed" for row in rows))
+
+
+def make_page(arguments: argparse.Namespace) -> None:
+    """Writes what `report` asks for."""
+    text = report.page(arguments.files)
+    if arguments.out is None:
+        print(text)
+    else:
+        write(arguments.out, text)
+    if arguments.html is not None:
+        write(arguments.html, report.html(text))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given == ["cell"]:
+        # What runner.py starts: a task on standard input, rows on standard output.
+        def put(row: dict[str, Any]) -> None:
+            print(json.dumps(row), flush=True)
+
+        child(sys.stdin.read(), put)
+        return 0
+    arguments = parser().parse_args(given)
+    try:
+        if arguments.command == "report":
+            make_page(arguments)
+            return 0
+        return measure(arguments)
+    except (InputError, RunError) as error:
+        print(f"transformer_bench: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        print("transformer_bench: interrupted: go on with --resume", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`jit`: the same passes op by op, compiled, and compiled with our kernels."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from . import tables
+from .config import KERNELS, Spec, cell_of
+from .tables import Row
+
+Cell = dict[str, Any]
+WAYS = ("op by op", "jit", "jit, our kernels")
+
+
+def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
+    """A cell for each size, length and policy; a row for each mode and way to run it."""
+    modes = [mode for mode in spec.modes if mode != "step"]
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        cell = {**cell_of(spec, size, length, policy), "steps": spec.steps}
+        yield cell, [{"mode": mode, "how": how} for mode, how in itertools.product(modes, WAYS)]
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Makes parameters and data, and returns what measures a row.
+
+    The kernels of the cell are those of the first two ways.
+    """
+    import jax
+
+    from . import model
+    from .runner import Compiling, device_limit
+
+    limit = device_limit(cell["memory_limit"])
+    program = model.program_of(cell)
+    params = Compiling(lambda: model.parameters(program), limit)()
+    batch = model.random_batch(cell)
+
+    def measure(variant: Cell) -> Row:
+        how, mode = variant["how"], variant["mode"]
+        kernels = dict.fromkeys(KERNELS, "ours") if how == WAYS[2] else {}
+        chosen = {**cell, **kernels}
+        loss = model.program_of(chosen).loss
+        of = loss if mode == "forward" else jax.value_and_grad(loss)
+        with model.attention_by(chosen["attention"]):
+            if how == WAYS[0]:
+                with jax.disable_jit():
+                    warm, found = model.timed(
+                        lambda: jax.block_until_ready(of(params, batch)), 1, cell["steps"]
+                    )
+            else:
+                run = Compiling(lambda params, batch: of(params, batch), limit)
+                warm, found = model.timed(lambda: run(params, batch), 1, cell["steps"])
+        return {"first": warm[0], "median": statistics.median(found)}
+
+    return measure
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a row."""
+    heads = ["size", "length", "policy", "pass", "how", "status", "first (s)", "median (s)"]
+    lines = []
+    for row in rows:
+        case = row["case"]
+        names = [str(case[name]) for name in ("size", "length", "policy", "mode", "how")]
+        figures = [tables.seconds(row.get(name)) for name in ("first", "median")]
+        lines.append([*names, tables.status(row), *figures])
+    return tables.table(heads, lines)
+
+
+def words(rows: Sequence[Row]) -> str:
+    """What the numbers show: what compiling brings, when it has paid, and what kernels bring."""
+    told = [tables.ends(rows)]
+    by: dict[str, dict[str, Row]] = {}
+    for row in tables.finished(rows):
+        by.setdefault(repr({**row["case"], "how": None}), {})[row["case"]["how"]] = row
+    for of in by.values():
+        if not set(WAYS[:2]) <= of.keys():
+            continue
+        eager, jit = of[WAYS[0]], of[WAYS[1]]
+        case, times = jit["case"], eager["median"] / jit["median"]
+        line = (
+            f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']} runs "
+            f"{times:.2f} times as fast compiled as op by op"
+        )
+        saved = eager["median"] - jit["median"]
+        if saved > 0:
+            more = max(jit["first"] - eager["first"], 0) / saved
+            line += f", which has made up for compiling by step {1 + math.ceil(more)}"
+        if WAYS[2] in of:
+            line += f"; our kernels take {of[WAYS[2]]['median'] / jit['median']:.2f} of its time"
+        told.append(f"{line}.")
+    return " ".join(filter(None, told))

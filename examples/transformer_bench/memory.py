@@ -1,0 +1,161 @@
+"""`memory`: what a program holds by category, from XLA's buffer assignment; nothing runs."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from . import tables
+from .config import Spec, cell_of
+from .tables import Row
+
+Cell = dict[str, Any]
+# In the order of the table; `temporaries` are XLA's, in which `of_logits` lie.
+CATEGORIES = ("parameters", "optimizer", "batch", "gradients", "results", "temporaries")
+
+
+def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
+    """A cell for each size, length and policy; a row for each mode."""
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        yield cell_of(spec, size, length, policy), [{"mode": mode} for mode in spec.modes]
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Returns what compiles a mode's program and counts its bytes."""
+    import jax
+    from train.step import program_bytes
+
+    from . import model
+    from .runner import OutOfMemory
+
+    program = model.program_of(cell)
+    state, batch = program.abstract(), program.abstract_batch()
+    params = state["params"]
+
+    def measure(variant: Cell) -> Row:
+        mode = variant["mode"]
+        with model.attention_by(cell["attention"]):
+            if mode == "step":
+                compiled: Any = program.compile()
+            else:
+                of = program.loss if mode == "forward" else jax.value_and_grad(program.loss)
+                compiled = jax.jit(of).lower(params, batch).compile()
+            stream = stream_bytes(program, cell) if mode != "forward" else {}
+        of_xla = compiled.memory_analysis()
+        peak = program_bytes(compiled)
+        limit = cell["memory_limit"]
+        if limit is not None and peak > limit * 2**30:
+            raise OutOfMemory(peak)
+        results = of_xla.output_size_in_bytes - of_xla.alias_size_in_bytes
+        gradients = model.tree_bytes(params) if mode == "forward_backward" else 0
+        held = {
+            "parameters": model.tree_bytes(params),
+            "optimizer": model.tree_bytes(state["optimizer"]) if mode == "step" else 0,
+            "gradients": gradients,
+            "results": results - gradients,
+            "temporaries": of_xla.temp_size_in_bytes,
+        }
+        held["batch"] = of_xla.argument_size_in_bytes - held["parameters"] - held["optimizer"]
+        logits = cell["batch"] * cell["length"] * cell["vocab"]
+        return {
+            **{f"{name}_bytes": held[name] for name in CATEGORIES},
+            "peak_bytes": peak,
+            # By arithmetic: in float32, as the loss of XLA takes them; ours holds none.
+            "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
+            "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
+            **stream,
+        }
+
+    return measure
+
+
+def stream_bytes(program: Any, cell: Cell) -> Row:
+    """What the backward pass keeps of the forward pass, and of that the residual stream.
+
+    JAX says the shapes of what it keeps. The stream by arithmetic is layers x B x T x D numbers,
+    twice, as a block begins with the stream and a branch that is still to be added to it; it is
+    looked for in a program that keeps nothing else of a block (`remat`).
+    """
+    import jax
+
+    from . import model
+
+    def kept(of: Any) -> list[Any]:
+        def residuals(params: Any, batch: Any) -> Any:
+            return jax.vjp(lambda params: of.loss(params, batch), params)[1]
+
+        shapes = jax.eval_shape(residuals, of.abstract()["params"], of.abstract_batch())
+        found: list[Any] = jax.tree.leaves(shapes)
+        return found
+
+    bare = model.program_of({**cell, "remat": True})
+    shape = tuple(cell[name] for name in ("layers", "batch", "length", "width"))
+    each = 4 if cell["policy"] == "float32" else 2
+    streams = [leaf for leaf in kept(bare) if leaf.shape == shape]
+    tokens = cell["batch"] * cell["length"]
+    # What grows with the batch: weights in the dtype of the pass are kept as well, and are none.
+    larger = kept(model.program_of({**cell, "batch": 2 * cell["batch"]}))
+    pairs = zip(kept(program), larger, strict=True)
+    activations = [leaf for leaf, other in pairs if leaf.shape != other.shape]
+    return {
+        "kept_bytes": model.tree_bytes(activations),
+        "stream_bytes": model.tree_bytes(streams),
+        "stream_expected_bytes": 2 * cell["layers"] * tokens * cell["width"] * each,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a program; sizes by category."""
+    heads = [
+        "size",
+        "batch",
+        "length",
+        "policy",
+        "kernels",
+        "program",
+        "status",
+        *CATEGORIES,
+        "peak",
+    ]
+    heads += ["logits (arithmetic)", "kept for backward", "residual stream"]
+    lines = []
+    for row in rows:
+        case = row["case"]
+        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
+        line += [tables.kernels(case), case["mode"], tables.status(row)]
+        line += [tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak")]
+        line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
+        lines.append([*line, tables.size(row.get("stream_bytes"))])
+    return tables.table(heads, lines)
+
+
+def words(rows: Sequence[Row]) -> str:
+    """What the numbers show: where the peak is, and whether the stream is what arithmetic says."""
+    told = [tables.ends(rows)]
+    found = tables.finished(rows)
+    if found:
+        top = max(found, key=lambda row: row["peak_bytes"])
+        largest = max(CATEGORIES, key=lambda name: top[f"{name}_bytes"])
+        share = top[f"{largest}_bytes"] / top["peak_bytes"]
+        case = top["case"]
+        told.append(
+            f"The largest program is {case['mode']} of {case['size']} at length "
+            f"{case['length']} in {case['policy']} with {tables.size(top['peak_bytes'])}, "
+            f"{share:.0%} of it {largest}."
+        )
+    streams = [row for row in found if "stream_bytes" in row]
+    wrong = [row for row in streams if row["stream_bytes"] != row["stream_expected_bytes"]]
+    if streams and not wrong:
+        shares = [row["stream_bytes"] / row["kept_bytes"] for row in streams]
+        told.append(
+            "The residual stream at each block's start (the stream, and a branch still to be "
+            "added) has the size that arithmetic says, 2 x layers x batch x length x width, in all "
+            f"of them: {tables.span(shares)} of what the backward pass keeps without recomputing."
+        )
+    for row in wrong:
+        told.append(
+            f"The residual stream of {row['case']['size']} at length {row['case']['length']} has "
+            f"{row['stream_bytes']} bytes, and by arithmetic {row['stream_expected_bytes']}."
+        )
+    for name, ratios in tables.beside_xla(rows, "peak_bytes").items():
+        told.append(f"With kernels {name} the peak is {tables.span(ratios)} of XLA's.")
+    return " ".join(filter(None, told))

@@ -1,0 +1,271 @@
+"""`precision`: float32, bfloat16 and mixed beside a float64 run: times, dtypes, errors."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from . import tables
+from .config import Spec, cell_of
+from .tables import Row
+
+Cell = dict[str, Any]
+# What is added, and in what: (dtype of the sum, dtype of the addends).
+SUMS = (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float32", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+)
+ADDEND, COUNT = 0.01, 1000
+# Parameters, what is computed in, and what norms, softmax and the loss are computed in.
+DTYPES = {
+    "float64": ("float64", "float64", "float64"),
+    "float32": ("float32", "float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+    "mixed": ("float32", "bfloat16", "float32"),
+}
+
+
+def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
+    """A cell for each size and length, a row for each policy; and one cell for the sums."""
+    for size, length in itertools.product(spec.sizes, spec.lengths):
+        cell = cell_of(spec, size, length, "float64")
+        del cell["policy"]
+        # Kernels are XLA's here: in 64 bits and with softmax in 16 there are no others.
+        kernels = {"norm": "xla", "attention": "wide", "mlp": "xla", "loss": "xla"}
+        rows = [{"policy": policy, "steps": spec.steps} for policy in spec.policies]
+        yield {**cell, **kernels}, [{**row, "what": "pass"} for row in rows]
+    yield {}, [{"what": "sum", "sum_in": total, "of": one} for total, one in SUMS]
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Returns what measures a policy beside a run in 64 bits, or a sum."""
+    import jax
+
+    # Before the first array.
+    jax.config.update("jax_enable_x64", True)
+    if not cell:
+        return lambda variant: {
+            "sum": add(variant["sum_in"], variant["of"]),
+            "right": ADDEND * COUNT,
+        }
+    exact, batch = make(cell)
+    run = passes(cell, "float64")
+    right = run(exact, batch)
+    return lambda variant: of_policy(cell, variant, exact, batch, right)
+
+
+def add(total: str, of: str) -> float:
+    """The sum of `COUNT` times `ADDEND`, one after another, each rounded to `of` first."""
+    import jax
+    import jax.numpy as jnp
+
+    one = jnp.asarray(ADDEND, of)
+
+    @jax.jit
+    def loop(one: Any) -> Any:
+        def body(_: Any, so_far: Any) -> Any:
+            # So that the sum is rounded at each step whatever XLA makes of the loop.
+            return jax.lax.optimization_barrier(so_far + one.astype(total))
+
+        return jax.lax.fori_loop(0, COUNT, body, jnp.zeros((), total))
+
+    return float(loop(one))
+
+
+def make(cell: Cell) -> tuple[Any, Any]:
+    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T]."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from .parts import weight_shapes
+
+    rng = np.random.default_rng(cell["seed"])
+
+    def normal(shape: tuple[int, ...]) -> Any:
+        return jnp.asarray((0.02 * rng.standard_normal(shape)).astype(np.float32), jnp.float64)
+
+    def weights() -> Any:
+        shapes = weight_shapes(cell).items()
+        return {name: 1 + normal(of) if len(of) == 1 else normal(of) for name, of in shapes}
+
+    params = {
+        "embedding": normal((cell["vocab"], cell["width"])),
+        "layers": [weights() for _ in range(cell["layers"])],
+        "norm": 1 + normal((cell["width"],)),
+        "head": normal((cell["vocab"], cell["width"])),
+    }
+    shape = (cell["batch"], cell["length"])
+    tokens, labels = (rng.integers(0, cell["vocab"], shape) for _ in range(2))
+    return params, (jnp.asarray(tokens), jnp.asarray(labels))
+
+
+def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    """The mean loss by a policy, and what it went through by name."""
+    import jax
+    import jax.numpy as jnp
+
+    from . import parts
+
+    _, narrow, wide = DTYPES[policy]
+    of = parts.functions(cell, wide)
+    tokens, labels = batch
+    turns = parts.tables_of(
+        tokens.shape[0],
+        0,
+        tokens.shape[1],
+        cell["head_width"],
+        "float64" if policy == "float64" else "float32",
+    )
+    x = params["embedding"][tokens].astype(narrow)
+    for weights in params["layers"]:
+        x = parts.layer(of, x, weights, turns)
+    y = of["norm 1"](x, params["norm"])
+    logits = y @ params["head"].T.astype(narrow)
+    chosen = jax.nn.log_softmax(logits.astype(wide), axis=-1)
+    loss = -jnp.mean(jnp.take_along_axis(chosen, labels[..., None], axis=-1))
+    return loss, {"output of the layers": x, "output of the norm": y, "logits": logits}
+
+
+def passes(cell: Cell, policy: str) -> Any:
+    """Forward and backward by a policy: ((loss, what it went through), gradients)."""
+    import jax
+
+    from .runner import Compiling, device_limit
+
+    def both(params: Any, batch: Any) -> Any:
+        loss = jax.value_and_grad(lambda p: forward(cell, policy, p, batch), has_aux=True)
+        return loss(params)
+
+    return Compiling(both, device_limit(cell["memory_limit"]))
+
+
+def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
+    """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
+    import jax
+    import jax.numpy as jnp
+
+    from . import model
+    from .runner import Compiling
+
+    policy, steps = variant["policy"], variant["steps"]
+    (right, _), gradients = reference
+    params = jax.tree.map(lambda leaf: leaf.astype(DTYPES[policy][0]), exact)
+    run = passes(cell, policy)
+    (loss, middle), found = run(params, batch)
+    _, took = model.timed(lambda: run(params, batch), 1, steps)
+    of_forward = Compiling(lambda p, b: forward(cell, policy, p, b)[0], run.limit)
+    _, alone = model.timed(lambda: of_forward(params, batch), 1, steps)
+
+    def error(mine: Any, theirs: Any) -> float:
+        off = sum(
+            jnp.sum((a.astype(jnp.float64) - b) ** 2)
+            for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
+        )
+        whole = sum(jnp.sum(b**2) for b in jax.tree.leaves(theirs))
+        return float(jnp.sqrt(off / whole))
+
+    def dtypes(tree: Any) -> str:
+        return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
+
+    by_layer = zip(found["layers"], gradients["layers"], strict=True)
+    return {
+        "forward": statistics.median(alone),
+        "forward_backward": statistics.median(took),
+        "dtypes": {
+            "parameters": dtypes(params),
+            **{name: dtypes(value) for name, value in middle.items()},
+            "loss": dtypes(loss),
+            "gradients": dtypes(found),
+        },
+        "loss": float(loss),
+        "loss_error": abs(float(loss) - float(right)),
+        "gradient_error": error(found, gradients),
+        "gradient_errors": {
+            **{f"layer {i}": error(a, b) for i, (a, b) in enumerate(by_layer)},
+            **{name: error(found[name], gradients[name]) for name in ("embedding", "norm", "head")},
+        },
+        "gradient_dtypes": {
+            **{f"layer {i}": dtypes(a) for i, a in enumerate(found["layers"])},
+            **{name: dtypes(found[name]) for name in ("embedding", "norm", "head")},
+        },
+    }
+
+
+def name_of(row: Row) -> str:
+    """A row's column."""
+    case = row["case"]
+    return f"{case['size']}, {case['length']}, {case['policy']}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Tables of times and errors, of dtypes, of gradients by layer, and of sums."""
+    passes = [row for row in rows if row["case"]["what"] == "pass"]
+    found, parts = tables.finished(passes), []
+    heads = ["size", "length", "policy", "status", "forward (s)", "forward and backward (s)"]
+    heads += ["loss", "error of the loss", "error of the gradients"]
+    lines = []
+    for row in passes:
+        line = [str(row["case"][name]) for name in ("size", "length", "policy")]
+        line.append(tables.status(row))
+        line += [tables.seconds(row.get(name)) for name in ("forward", "forward_backward")]
+        line.append("" if "loss" not in row else f"{row['loss']:.6f}")
+        errors = [row.get(name) for name in ("loss_error", "gradient_error")]
+        lines.append([*line, *("" if one is None else f"{one:.2e}" for one in errors)])
+    if passes:
+        parts.append(tables.table(heads, lines))
+    if found:
+        columns = [name_of(row) for row in found]
+        kinds = [[key, *(row["dtypes"][key] for row in found)] for key in found[0]["dtypes"]]
+        parts.append(tables.table(["dtype of", *columns], kinds))
+        places = max((row["gradient_errors"] for row in found), key=len)
+        by_layer = []
+        for place in places:
+            line = [place]
+            for row in found:
+                is_there = place in row["gradient_errors"]
+                error = row["gradient_errors"].get(place, 0.0)
+                line.append(f"{error:.2e} ({row['gradient_dtypes'][place]})" if is_there else "")
+            by_layer.append(line)
+        parts.append(tables.table(["gradients of", *columns], by_layer))
+    sums = [row for row in rows if row["case"]["what"] == "sum"]
+    if sums:
+        lines = [
+            [
+                row["case"]["sum_in"],
+                row["case"]["of"],
+                tables.status(row),
+                f"{row['sum']:.6f}" if "sum" in row else "",
+            ]
+            for row in sums
+        ]
+        heads = ["sum in", f"{COUNT} times {ADDEND} in", "status", f"sum ({ADDEND * COUNT:g})"]
+        parts.append(tables.table(heads, lines))
+    return "\n\n".join(parts)
+
+
+def words(rows: Sequence[Row]) -> str:
+    """What the numbers show: errors by policy, and sums in 16 bits."""
+    told = [tables.ends(rows)]
+    for row in tables.finished(rows):
+        if row["case"]["what"] == "pass":
+            told.append(
+                f"{row['case']['policy']} is off by {row['loss_error']:.1e} in the loss of "
+                f"{row['case']['size']}, and by {row['gradient_error']:.1e} of their norm in the "
+                "gradients."
+            )
+    sums = {
+        (row["case"]["sum_in"], row["case"]["of"]): row["sum"]
+        for row in tables.finished(rows)
+        if row["case"]["what"] == "sum"
+    }
+    for narrow in ("float16", "bfloat16"):
+        both = sums.get((narrow, narrow)), sums.get(("float32", narrow))
+        if both[0] is not None and both[1] is not None:
+            told.append(
+                f"{COUNT} times {ADDEND} in {narrow} add up to {both[0]:.4f} in {narrow} and to "
+                f"{both[1]:.4f} in float32, of {ADDEND * COUNT:g}."
+            )
+    return " ".join(filter(None, told))

@@ -1,0 +1,82 @@
+"""`report`: one page of what other commands wrote as JSON lines."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from train import log
+from train.config import InputError
+
+from .runner import MODULES, module_of, read_rows
+from .tables import Row
+
+TITLES = {
+    "time": "Time of a step",
+    "memory": "Memory of a program",
+    "layers": "Where a layer's time goes",
+    "precision": "Precision",
+    "attention": "Attention alone",
+    "jit": "Op by op, and compiled",
+}
+
+
+def section(command: str, rows: Sequence[Row]) -> str:
+    """A command's table, and what it shows in words."""
+    module = module_of(command)
+    return f"{module.table(rows)}\n\n{module.words(rows)}\n"
+
+
+def starts(path: Path) -> list[Row]:
+    """The records of machines in a file that `read_rows` has read."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("record") == "start" and record.get("tool") == "transformer_bench":
+            found.append(record)
+    return found
+
+
+def page(paths: Sequence[Path]) -> str:
+    """The page of files, in Markdown.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+    rows = [row for path in paths for row in read_rows(path)]
+    if not rows:
+        names = ", ".join(map(str, paths))
+        raise InputError(f"no row is in {names}: name files that --json made")
+    parts = ["# A transformer taken apart\n"]
+    for command in MODULES:
+        of_command = [row for row in rows if row["command"] == command]
+        if of_command:
+            parts.append(f"## {TITLES[command]}\n\n{section(command, of_command)}")
+    machines: dict[str, list[str]] = {}
+    for path in paths:
+        for record in starts(path):
+            machine, load = record["machine"], record.get("load")
+            versions = ", ".join(f"{name} {one}" for name, one in record["versions"].items())
+            where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}"
+            told_malloc = [f"{name}={value}" for name, value in record.get("malloc", {}).items()]
+            where += "".join(f"; {one}" for one in told_malloc)
+            busy = "" if load is None else f" at a load of {load:.1f}"
+            ran = f"`{record['command']}` on {log.day(record['unix_time'])}{busy}"
+            machines.setdefault(where, []).append(ran)
+    told = [f"- {where}: {', '.join(ran)}" for where, ran in machines.items()]
+    parts.append("## Machines and versions\n\n" + "\n".join(told) + "\n")
+    return "\n".join(parts)
+
+
+def html(text: str) -> str:
+    """A page of Markdown as HTML."""
+    from markdown_it import MarkdownIt
+
+    body = MarkdownIt("commonmark").enable("table").render(text)
+    style = "body{font:16px sans-serif;margin:2em}td,th{padding:0 .6em}"
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        f"<title>A transformer taken apart</title><style>{style}</style>\n{body}</html>\n"
+    )

@@ -1,0 +1,87 @@
+"""Markdown tables and numbers in them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .config import GIB, KERNELS
+
+Row = dict[str, Any]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, columns aligned as they are read: text left, numbers right."""
+    body = [list(row) for row in rows]
+    numeric = [
+        bool(body) and all(not row[i] or row[i].lstrip("-")[:1].isdigit() for row in body)
+        for i in range(len(heads))
+    ]
+    rules = ["---:" if one else "---" for one in numeric]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *body))
+
+
+def seconds(value: float | None) -> str:
+    """Seconds, to four digits; "" for None."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def size(count: int | None) -> str:
+    """Bytes in KiB, MiB or GiB; "" for None."""
+    if count is None:
+        return ""
+    if count == 0:
+        return "0"
+    if abs(count) < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def status(row: Row) -> str:
+    """How a row ended: `ok`, `OOM` with the bytes that were asked for, or `failed`."""
+    if row["status"] == "OOM" and row.get("asked_bytes") is not None:
+        limit = row.get("case", {}).get("memory_limit")
+        of = "" if limit is None else f" of {size(int(limit * GIB))}"
+        return f"OOM, {size(row['asked_bytes'])} asked for{of}"
+    return str(row["status"])
+
+
+def finished(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have figures."""
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def ends(rows: Sequence[Row]) -> str:
+    """A sentence on the rows that have no figures; "" where all have."""
+    told = []
+    for which, words in (("OOM", "ran out of memory"), ("failed", "failed")):
+        count = sum(row["status"] == which for row in rows)
+        if count:
+            told.append(f"{count} of {len(rows)} rows {words}.")
+    return " ".join(told)
+
+
+def span(values: Sequence[float]) -> str:
+    """The range of numbers, to two digits after the point; one number where they are alike."""
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def kernels(case: Row) -> str:
+    """The kernels of a case: `xla` or `ours` where all are, else those that are not XLA's."""
+    chosen = {name: case[name] for name in KERNELS}
+    if len(set(chosen.values())) == 1:
+        return str(case[KERNELS[0]])
+    return ", ".join(f"{name} {one}" for name, one in chosen.items() if one != "xla")
+
+
+def beside_xla(rows: Iterable[Row], figure: str) -> dict[str, list[float]]:
+    """By kernels, a figure of each row over that of the row that is XLA's and else the same."""
+    by: dict[str, dict[str, float]] = {}
+    for row in finished(rows):
+        same = repr({**row["case"], **dict.fromkeys(KERNELS)})
+        by.setdefault(same, {})[kernels(row["case"])] = row[figure]
+    ratios: dict[str, list[float]] = {}
+    for of in by.values():
+        for name, value in of.items():
+            if name != "xla" and "xla" in of:
+                ratios.setdefault(name, []).append(value / of["xla"])
+    return ratios

@@ -1,0 +1,138 @@
+"""`time`: seconds a step by size, length and steps of warm-up."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from . import tables
+from .config import Spec, cell_of
+from .tables import Row
+
+Cell = dict[str, Any]
+
+
+def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
+    """A cell for each size, length and policy; a row for each mode and number of warm-ups."""
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        yield (
+            cell_of(spec, size, length, policy),
+            [
+                {"mode": mode, "warmup": warmup, "steps": spec.steps}
+                for mode, warmup in itertools.product(spec.modes, spec.warmups)
+            ],
+        )
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Makes parameters and data, and returns what measures a row.
+
+    Raises:
+        OutOfMemory: The parameters have no room.
+    """
+    import jax
+
+    from . import model
+    from .runner import Compiling, OutOfMemory, device_limit
+
+    limit = device_limit(cell["memory_limit"])
+    program = model.program_of(cell)
+    needed = model.tree_bytes(program.abstract()["params"])
+    if limit is not None and needed > limit:
+        raise OutOfMemory(needed)
+    params = Compiling(lambda: model.parameters(program), limit)()
+    batch = model.random_batch(cell)
+
+    def measure(variant: Cell) -> Row:
+        # So that each row's first call compiles, as a new process's would.
+        jax.clear_caches()
+        mode = variant["mode"]
+        if mode == "step":
+            # The parameters of the other modes stay.
+            left = None if limit is None else limit - needed
+            state = Compiling(program._initial, left)()
+            step = Compiling(program.step, left, donate_argnums=0)
+
+            def call() -> None:
+                nonlocal state
+                state, _ = step(state, batch)
+
+        else:
+            of = program.loss if mode == "forward" else jax.value_and_grad(program.loss)
+            run = Compiling(lambda params, batch: of(params, batch), limit)
+
+            def call() -> None:
+                run(params, batch)
+
+        with model.attention_by(cell["attention"]):
+            warm, found = model.timed(call, variant["warmup"], variant["steps"])
+        return {**summary(warm, found), "limit_bytes": limit}
+
+    return measure
+
+
+def summary(warm: Sequence[float], found: Sequence[float]) -> Row:
+    """The columns of a row: seconds of warm-up and steps, average and deviation (of a sample)."""
+    return {
+        "total": sum(found),
+        "warmup_total": sum(warm),
+        "average": statistics.fmean(found),
+        "deviation": statistics.stdev(found) if len(found) > 1 else 0.0,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a row."""
+    heads = [
+        "size",
+        "batch",
+        "length",
+        "policy",
+        "kernels",
+        "pass",
+        "warm-up steps",
+        "status",
+        "total (s)",
+    ]
+    heads += ["warm-up (s)", "average (s)", "standard deviation (s)"]
+    lines = []
+    for row in rows:
+        case = row["case"]
+        names = [str(case[name]) for name in ("size", "batch", "length", "policy")]
+        names += [tables.kernels(case), case["mode"], str(case["warmup"])]
+        figures = [row.get(name) for name in ("total", "warmup_total", "average", "deviation")]
+        lines.append([*names, tables.status(row), *map(tables.seconds, figures)])
+    return tables.table(heads, lines)
+
+
+def words(rows: Sequence[Row]) -> str:
+    """What the numbers show: backward beside forward, and what a missing warm-up does."""
+    told = [tables.ends(rows)]
+    by: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
+    for row in tables.finished(rows):
+        case = row["case"]
+        rest = tuple(value for name, value in case.items() if name not in ("mode", "warmup"))
+        by.setdefault(rest, {})[case["mode"], case["warmup"]] = row
+    backward, cold = [], []
+    for of in by.values():
+        most = max(warmup for _, warmup in of)
+        forward, both = of.get(("forward", most)), of.get(("forward_backward", most))
+        if forward and both:
+            backward.append(both["average"] / forward["average"])
+        for (mode, warmup), row in of.items():
+            if warmup == 0 and most > 0 and (mode, most) in of:
+                cold.append(row["average"] / of[mode, most]["average"])
+    if backward:
+        told.append(
+            f"Forward and backward take {tables.span(backward)} times as long as forward alone, "
+            "after the most steps of warm-up."
+        )
+    if cold:
+        told.append(
+            f"Without warm-up the average is {tables.span(cold)} times as long, as the first of "
+            "its steps traces and compiles; its standard deviation is that step's, too."
+        )
+    warm = [row for row in rows if row["case"]["warmup"] > 0]
+    for name, ratios in tables.beside_xla(warm, "average").items():
+        told.append(f"With kernels {name} a warm step takes {tables.span(ratios)} of XLA's time.")
+    return " ".join(filter(None, told))

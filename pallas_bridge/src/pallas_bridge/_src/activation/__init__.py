@@ -1,0 +1,1 @@
+"""Activations: a module an implementation, and what they share."""

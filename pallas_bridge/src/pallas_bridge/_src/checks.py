@@ -1,0 +1,87 @@
+"""Checks of options and dtypes that a user passes, the same for every operation."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What kernels read.
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# Of operations whose plain program takes wider ones.
+REFERENCE_TAKES_OTHERS = ' (implementation="reference" takes others)'
+FLOAT32 = np.finfo(np.float32)
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """Checks that an option is known as a program is traced: it becomes a part of that.
+
+    Raises:
+        TypeError: it is traced.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced; it must be known when the program is")
+
+
+def check_number(name: str, value: Any) -> float:
+    """Returns a number of any kind.
+
+    Raises:
+        TypeError: it is no number, or traced.
+    """
+    refuse_traced(name, value)
+    try:
+        return math.fsum([value])  # takes every kind of number, and no text
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; it must be a number") from None
+
+
+def check_float32(name: str, value: Any, *, is_positive: bool) -> float:
+    """Returns a number that is finite, and above 0 where it must be, in f32.
+
+    Raises:
+        TypeError: it is no number, or traced.
+        ValueError: it is outside its range.
+    """
+    number = check_number(name, value)
+    if not (abs(number) <= float(FLOAT32.max)) or (
+        is_positive and not number >= float(FLOAT32.tiny)
+    ):
+        right = "finite and above 0, in f32" if is_positive else "finite, in f32"
+        raise ValueError(f"{name} is {number}; it must be {right}")
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a flag.
+
+    Raises:
+        TypeError: it is no bool, or traced.
+    """
+    refuse_traced(name, value)
+    if value not in (False, True):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def check_float(name: str, array: jax.Array) -> None:
+    """Checks that an array is of floats, wider ones than kernels read among them.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32")
+
+
+def check_dtype(name: str, array: jax.Array, else_where: str = "") -> None:
+    """Checks that kernels read an array; `else_where` says after a space what reads others.
+
+    Raises:
+        TypeError: they do not.
+    """
+    if array.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32{else_where}"
+        )

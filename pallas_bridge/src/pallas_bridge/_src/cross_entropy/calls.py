@@ -1,0 +1,87 @@
+"""The library's calls for cross-entropy over logits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..arrays import Result
+from ..custom_call import Call, Merge, WithoutGradient
+from ..pallas import Target
+from .declaration import OPERATION
+from .options import Options
+
+# Operands and results: logits and their gradient, and a number a token.
+LOGITS, TOKENS = "*batch V", "*batch"
+GRADIENT, NUMBER = Result(LOGITS, like=0), Result(TOKENS)
+
+
+def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
+    """The attributes in the types that handlers take, those that are not given left out."""
+    attributes = {
+        "ignore_index": np.int64(options.ignore_index),
+        "label_smoothing": np.float64(options.label_smoothing),
+        "z_loss": np.float64(options.z_loss),
+        "softcap": None if options.softcap is None else np.float64(options.softcap),
+        "block_size": None if options.block_size is None else np.int64(options.block_size),
+        "time_block": None if options.time_block is None else np.int64(options.time_block),
+        "every_token": None if every_token is None else np.bool_(every_token),
+    }
+    return tuple((name, value) for name, value in attributes.items() if value is not None)
+
+
+def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
+    from . import pallas_tpu  # late: it takes as long to import as all the rest
+
+    return pallas_tpu.kernel(target, call)
+
+
+def forward_call(options: Options, every_token: bool) -> Call:
+    """Gives loss, logps, lse and lse_low of logits and labels."""
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_forward",
+        operands=(LOGITS, TOKENS),
+        results=(NUMBER,) * 4,
+        attributes=attributes(options, every_token),
+        may_change=True,
+        implementation=options.implementation,
+        for_tpu=_in_pallas,
+    )
+
+
+def backward_call(options: Options, merge: Merge | None = None) -> Call:
+    """Gives dlogits of logits, labels, lse, lse_low, dloss, dlogps and dlse."""
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_backward",
+        operands=(LOGITS, *[TOKENS] * 6),
+        results=(GRADIENT,),
+        attributes=attributes(options, None),
+        reuses=(0, 0) if options.donate_logits else None,
+        merge=merge,
+        implementation=options.implementation,
+        for_tpu=_in_pallas,
+    )
+
+
+def fused_call(options: Options, every_token: bool) -> Call:
+    """Gives loss, lse, lse_low and dlogits of logits, labels and dloss."""
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_fused",
+        operands=(LOGITS, TOKENS, TOKENS),
+        results=(NUMBER, NUMBER, NUMBER, GRADIENT),
+        attributes=attributes(options, every_token),
+        reuses=(0, 3) if options.donate_logits else None,
+        without_gradient=WithoutGradient(
+            first_unused=3,
+            call=forward_call(options, every_token),
+            operands=(0, 1),
+            results=(0, 2, 3),
+        ),
+        may_change=True,
+        implementation=options.implementation,
+        for_tpu=_in_pallas,
+    )

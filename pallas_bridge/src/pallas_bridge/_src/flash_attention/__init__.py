@@ -1,0 +1,1 @@
+"""Attention by tiles: a module an implementation, and what they share."""

@@ -1,0 +1,229 @@
+"""Attention: what users call."""
+
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..checks import check_flag
+from ..implementations import choose
+from ..operation import Implementation
+from . import custom_call
+from .declaration import OPERATION
+from .options import (
+    ELSEWHERE,
+    check_arrays,
+    check_options,
+    integers,
+    ranges,
+    segments,
+)
+
+Segments = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+
+class _Keywords(TypedDict, total=False):
+    """The options besides the one that decides what is returned."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    segment_ids: Segments | None
+    q_lengths: ArrayLike | None
+    kv_lengths: ArrayLike | None
+    q_cumulative: ArrayLike | None
+    kv_cumulative: ArrayLike | None
+    sinks: ArrayLike | None
+    bias: None
+    dropout_rate: float
+    implementation: Implementation | None
+
+
+@overload
+def flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_cumulative: ArrayLike | None = None,
+    kv_cumulative: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    bias: None = None,
+    dropout_rate: float = 0.0,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Softmax attention whose logits are never all in memory (Dao et al., "FlashAttention", 2022).
+
+        t = scale * (q . k), or softcap * tanh(scale * (q . k) / softcap)
+        lse = log(sum(exp(t)))        over the keys that a query sees, and exp(sink) of its head
+        o = sum(exp(t - lse) * v)
+
+    Logits, softmax and sums are f32; where q is bfloat16, probabilities are rounded to that before
+    they are multiplied with v. It is differentiable in both modes with respect to q, k, v and
+    `sinks`; forward mode is that of XLA's program, with all logits in memory. Kept for the backward
+    pass are q, k, v, o and lse.
+
+    Queries and keys end together: query i of S has the place i + Skv - S among keys, so that with
+    `causal` the last query sees all keys (as in FlashAttention from 2.1 on;
+    `jax.nn.dot_product_attention` begins them together). A query that sees no key has an o of 0, an
+    lse of -inf (its sink, where it has one), and gradients of 0. What such queries hold, and keys
+    and values that no query has in its range, may be anything, NaN too. A NaN elsewhere stays in
+    its batch entry and its heads that share keys.
+
+    Sums have a fixed order: no number of threads, batch entries or heads changes a bit.
+
+    Args:
+      q: [B, S, H, D] or [S, H, D], in bfloat16, float16 or float32; D is a multiple of 8 up to 256.
+      k: [B, Skv, Hkv, D] or [Skv, Hkv, D], of the dtype of q; H is a multiple of Hkv, and query
+        heads h * H / Hkv and following share head h of keys.
+      v: [B, Skv, Hkv, Dv] or [Skv, Hkv, Dv]; Dv is as D, and may differ from it.
+      causal: whether a query sees nothing behind its own place.
+      window: (left, right): the most keys that a query sees before its place and behind; None on a
+        side for all.
+      softcap: c > 0 replaces t by c * tanh(t / c); None for none.
+      scale: of logits; None for 1 / sqrt(D).
+      segment_ids: integers [B, S] (or [S]), where queries and keys are of the same tokens, or
+        (q_segments, kv_segments), [B, S] and [B, Skv]: a query sees keys of its own segment alone.
+      q_lengths: integers [B] (or []): queries from there on are padding, which sees nothing. Where
+        these lengths say, queries and keys end together.
+      kv_lengths: integers [B] (or []): keys from there on are not there.
+      q_cumulative: integers [N + 1] for packed text, of q in [S, H, D]: sequence n has the queries
+        from q_cumulative[n] to q_cumulative[n + 1]; those behind the last are padding.
+      kv_cumulative: the same of its keys; None where it is `q_cumulative`.
+      sinks: [H], a logit for each query head that takes probability and gives no value; any float.
+      bias: refused: `jax.nn.dot_product_attention` adds one to logits.
+      dropout_rate: refused unless 0: Flax's `flax.nnx.dot_product_attention` has it.
+      return_lse: whether to return lse too.
+      implementation: "custom_call" (kernels of the library), "pallas" (JAX's splash attention, for
+        TPUs), "reference" (the program of XLA, with all logits), or None for the best that the
+        platform has, as `pallas_bridge.info()` says.
+
+    Returns:
+      o, [B, S, H, Dv] or [S, H, Dv] in the dtype of q; with `return_lse` the pair of o and lse,
+      [B, S, H] or [S, H] in float32. It merges parts of keys: o = sum(o_n * exp(lse_n - lse)).
+
+    Raises:
+      TypeError: a dtype that is not taken, or an option of the wrong type, or traced.
+      ValueError: shapes that disagree, an option outside its range, or options that exclude each
+        other.
+      NotImplementedError: a bias or dropout.
+
+    >>> q, k, v = jnp.ones((3, 5, 2, 8)), jnp.ones((3, 7, 1, 8)), jnp.ones((3, 7, 1, 16))
+    >>> flash_attention(q, k, v, causal=True).shape
+    (3, 5, 2, 16)
+    """
+    if bias is not None:
+        raise NotImplementedError(f"{OPERATION}: bias is given; {ELSEWHERE} adds one to logits")
+    if not isinstance(dropout_rate, int | float) or dropout_rate != 0:
+        raise NotImplementedError(
+            f"{OPERATION}: dropout_rate is {dropout_rate!r}; it must be 0 "
+            "(flax.nnx.dot_product_attention drops probabilities)"
+        )
+    choose(OPERATION, implementation)
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    check_arrays(q, k, v)
+    options = check_options(
+        scale=scale, softcap=softcap, causal=causal, window=window, width=q.shape[-1]
+    )
+    gives_lse = check_flag("return_lse", return_lse)
+    *batch, queries, heads, _ = q.shape
+    keys, kv_heads = k.shape[-3:-1]
+    lengths = _lengths(batch, q_lengths, kv_lengths)
+    cumulative = _cumulative(batch, q_cumulative, kv_cumulative)
+    if lengths is not None and cumulative is not None:
+        raise ValueError("q_cumulative and lengths are given; each says where sequences end")
+    options = replace(
+        options,
+        has_lengths=lengths is not None or cumulative is not None,
+        has_segments=segment_ids is not None,
+        has_sinks=sinks is not None,
+        gives_lse=gives_lse,
+        implementation=implementation,
+    )
+    # Heads of keys come first, each with the queries that share it.
+    rows = q.reshape(*batch, queries, kv_heads, heads // kv_heads, q.shape[-1])
+    arrays = [jnp.moveaxis(rows, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)]
+    # Cut over a mesh as heads of keys are.
+    zero = jnp.zeros_like(arrays[1][..., 0, 0] if keys else arrays[1].sum((-1, -2)), jnp.int32)
+
+    def of_heads(array: Any, count: int) -> jax.Array:
+        """Returns an array with `count` axes behind those of the batch, for each head of keys."""
+        given = jnp.expand_dims(jnp.asarray(array), -count - 1)
+        return given + jnp.expand_dims(zero, tuple(range(-count, 0)))
+
+    arrays.append(of_heads(ranges(options, queries, keys, lengths, cumulative), 2))
+    if segment_ids is not None:
+        of_queries, of_keys, is_own = segments(segment_ids, (*batch, queries), (*batch, keys))
+        options = replace(options, is_own_segment=is_own)
+        arrays += [of_heads(of_queries, 1), of_heads(of_keys, 1)]
+    if sinks is not None:
+        arrays.append(_sinks(sinks, heads, kv_heads) + zero[..., None].astype(jnp.float32))
+    o, lse = custom_call.attention(options, *arrays)
+    o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
+    if not gives_lse:
+        return o
+    return o, jnp.moveaxis(lse, -1, -3).reshape(*batch, queries, heads)
+
+
+def _lengths(batch: list[int], q_lengths: Any, kv_lengths: Any) -> Any:
+    if q_lengths is None and kv_lengths is None:
+        return None
+    return tuple(
+        None if value is None else integers(name, value, tuple(batch))
+        for name, value in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))
+    )
+
+
+def _cumulative(batch: list[int], of_queries: Any, of_keys: Any) -> Any:
+    if of_queries is None and of_keys is None:
+        return None
+    if of_queries is None:
+        raise ValueError("kv_cumulative is given and q_cumulative is not; it must be, too")
+    if batch:
+        raise ValueError("q_cumulative is given and q is [B, S, H, D]; packed text is [S, H, D]")
+    shape = jnp.shape(of_queries)
+    if len(shape) != 1 or shape[0] < 2:
+        raise ValueError(f"q_cumulative has shape {shape}; it must be [N + 1], of N sequences")
+    found = integers("q_cumulative", of_queries, shape)
+    return found, found if of_keys is None else integers("kv_cumulative", of_keys, shape)
+
+
+def _sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
+    array = jnp.asarray(sinks)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
+    if array.shape != (heads,):
+        raise ValueError(f"sinks has shape {array.shape}; it must be ({heads},), one a head of q")
+    return array.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)

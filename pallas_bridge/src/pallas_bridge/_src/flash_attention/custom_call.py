@@ -1,0 +1,127 @@
+"""Attention by the library's kernels, and the derivative of every implementation.
+
+A call has a head of keys, with the queries that share it, for each of its leading axes.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import linear
+from ..arrays import Result
+from ..custom_call import Call, bind, vary_alike
+from . import on_cuda, on_tpu, reference
+from .declaration import OPERATION
+from .options import Options
+
+Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
+OUT = "*batch G S E"
+
+
+def dims(options: Options) -> tuple[str, ...]:
+    """Returns the dims of what both passes take."""
+    segments = ("*batch S", "*batch K") if options.has_segments else ()
+    return (Q, K, V, "*batch S P", *segments, *((SINKS,) if options.has_sinks else ()))
+
+
+def _attributes(options: Options) -> tuple[tuple[str, Any], ...]:
+    softcap = () if options.softcap is None else (("softcap", np.float64(options.softcap)),)
+    return (
+        ("scale", np.float64(options.scale)),
+        *softcap,
+        ("segments", np.bool_(options.has_segments)),
+        ("sinks", np.bool_(options.has_sinks)),
+    )
+
+
+def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares."""
+    if options.implementation == "reference":
+        return reference.forward(options, *arrays)
+    call = Call(
+        operation=OPERATION,
+        target="xentile_flash_attention_forward",
+        operands=dims(options),
+        results=(Result(OUT, like=0), Result(LSE)),
+        attributes=_attributes(options),
+        implementation=options.implementation,
+        dense=partial(on_cuda.forward, options),
+        for_tpu=on_tpu.forward(options, *arrays[:3]),
+    )
+    o, lse = bind(call, *arrays)
+    return o, lse
+
+
+def backward(
+    options: Options, arrays: Sequence[jax.Array], o: jax.Array, lse: jax.Array, do: Any, dlse: Any
+) -> tuple[jax.Array, ...]:
+    """Returns dq, dk, dv and, with sinks, dsinks; `dlse` may be None for zeros."""
+    if options.implementation == "reference":
+        return reference.gradients(options, arrays, do, dlse)
+    count, of_lse = len(arrays), dlse is not None
+
+    def dense(*operands: jax.Array) -> Any:
+        do, dlse = operands[-2:]
+        return on_cuda.gradients(options, operands[:count], do, dlse if of_lse else None)
+
+    sinks = (Result(SINKS),) if options.has_sinks else ()
+    call = Call(
+        operation=OPERATION,
+        target="xentile_flash_attention_backward",
+        operands=(*dims(options), OUT, LSE, OUT, LSE),
+        results=(Result(Q, like=0), Result(K, like=1), Result(V, like=2), *sinks),
+        attributes=_attributes(options),
+        implementation=options.implementation,
+        dense=dense,
+        for_tpu=None if of_lse else on_tpu.gradients(options, *arrays[:3]),
+    )
+    given = dlse if of_lse else jnp.zeros_like(lse)
+    return bind(call, *arrays, o, lse, do, given)
+
+
+def attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares."""
+    found: tuple[jax.Array, jax.Array] = _attention(options, *vary_alike(arrays))
+    return found
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return forward(options, *arrays)
+
+
+def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    o, lse = forward(options, *primals)
+    places = [0, 1, 2, *([len(primals) - 1] if options.has_sinks else [])]
+    moving = [linear.given(tangents[place]) for place in places]
+    if all(tangent is None for tangent in moving):
+        return (o, lse), (jnp.zeros_like(o), jnp.zeros_like(lse))
+    count = len(primals)
+
+    def apply(residuals: Any, tangents: Any) -> Sequence[jax.Array]:
+        every: list[Any] = [None] * count
+        for place, tangent in zip(places, tangents, strict=True):
+            every[place] = tangent
+        function = partial(reference.forward, options)
+        found: Sequence[jax.Array] = linear.tangents_of(function, residuals[:count], every)
+        return [*found]
+
+    def transpose(residuals: Any, cotangents: Any) -> Sequence[Any]:
+        *arrays, o, lse = residuals
+        do, dlse = cotangents
+        if do is None and dlse is None:
+            return [None] * len(places)
+        do = jnp.zeros_like(o) if do is None else do
+        return backward(options, arrays, o, lse, do, dlse)
+
+    names = dims(options)
+    declared = ([*names, OUT, LSE], [names[place] for place in places])
+    found = linear.bind(apply, transpose, [*primals, o, lse], moving, [o, lse], declared)
+    return (o, lse), tuple(found)
+
+
+_attention.defjvp(_jvp, symbolic_zeros=True)

@@ -1,0 +1,1 @@
+"""FP8 quantisation: a module an implementation, and what they share."""

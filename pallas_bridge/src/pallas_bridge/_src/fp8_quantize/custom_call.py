@@ -1,0 +1,184 @@
+"""FP8 quantisation by the library's kernels.
+
+Where an axis is a whole number of blocks it is seen as two, so that blocks are among the tokens and
+a mesh may cut between them.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..arrays import Result
+from ..custom_call import Call, bind
+from . import reference
+from .declaration import OPERATION
+from .options import Options
+
+ROWS, MATRIX, TURNED, TOKENS = "*batch D", "*batch M D", "*batch D M", "*batch"
+# Columns that have an amax of their own where a whole array has one scale.
+PART = 128
+
+
+def _bind(
+    options: Options,
+    name: str,
+    dims: str,
+    results: tuple[Result, ...],
+    *arrays: jax.Array,
+    block: tuple[int, int | None] | None = None,
+    dense: Any,
+    is_whole: bool = False,
+) -> tuple[jax.Array, ...]:
+    attributes: list[tuple[str, Any]] = []
+    if block is not None:
+        rows, columns = block
+        attributes += [("block_rows", np.int64(rows))]
+        attributes += [] if columns is None else [("block_columns", np.int64(columns))]
+        attributes += [("power_of_two", np.bool_(options.power_of_two))]
+    call = Call(
+        operation=OPERATION,
+        target=f"xentile_fp8_quantize{name}",
+        # What is quantised, and one scale for all of it.
+        operands=(dims, "")[: len(arrays)],
+        results=results,
+        attributes=tuple(attributes),
+        implementation=options.implementation,
+        dense=dense,
+        dense_if_cut=is_whole,
+    )
+    return bind(call, *arrays)
+
+
+def quantize(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values and scales by row or by block."""
+    rows, columns = reference.blocks(options)
+    if columns is not None and rows == 1 and _is_whole_blocks(x.shape[-1], columns):
+        # Each block a row.
+        parts = split(x, x.ndim - 1, columns, options.granularity)
+        by_row = Options(
+            options.dtype, "row", columns, options.power_of_two, options.implementation
+        )
+        values, scales = quantize(by_row, parts)
+        return joined(values, x), scales
+    value = Result(ROWS, dtype=options.dtype)
+    if rows == 1:
+        scale = Result(TOKENS if columns is None else f"{TOKENS} D/{columns}")
+        dense = partial(reference.quantize, options)
+        values, scales = _bind(
+            options, "", ROWS, (value, scale), x, block=(rows, columns), dense=dense
+        )
+        return values, scales
+    value = Result(MATRIX, dtype=options.dtype)
+    scale = Result(f"{TOKENS} M/{rows} D/{columns}")
+    dense = partial(reference.quantize, options)
+    if not _is_whole_blocks(x.shape[-2], rows):
+        values, scales = _bind(
+            options, "", MATRIX, (value, scale), x, block=(rows, columns), dense=dense
+        )
+        return values, scales
+    # Each row of blocks a matrix.
+    bands = split(x, x.ndim - 2, rows, options.granularity)
+    values, scales = _bind(
+        options, "", MATRIX, (value, scale), bands, block=(rows, columns), dense=dense
+    )
+    return joined(values, x), scales.squeeze(-2)
+
+
+def quantize_transposed(options: Options, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns values and scales of x and of the transposed copy."""
+    rows, columns = reference.blocks(options)
+    blocks = (
+        ("*batch M", "*batch D")
+        if columns is None
+        else (
+            (f"*batch M D/{columns}", f"*batch D M/{columns}")
+            if rows == 1
+            else (f"*batch M/{rows} D/{columns}", f"*batch D/{columns} M/{rows}")
+        )
+    )
+    results = (
+        Result(MATRIX, dtype=options.dtype),
+        Result(blocks[0]),
+        Result(TURNED, dtype=options.dtype),
+        Result(blocks[1]),
+    )
+    dense = partial(reference.quantize_transposed, options)
+    block = (rows, columns)
+    return _bind(
+        options, "_transposed", MATRIX, results, x, block=block, dense=dense, is_whole=True
+    )
+
+
+def amax(options: Options, x: jax.Array) -> jax.Array:
+    """Returns amax of x."""
+    dense = partial(reference.amax_of_rows, options)
+    (found,) = _bind(options, "_amax", ROWS, (Result(TOKENS),), _parts(x), dense=dense)
+    return jnp.max(found, initial=0)
+
+
+def scaled(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values by a given scale, and amax of x."""
+    results = (Result(ROWS, dtype=options.dtype), Result(TOKENS))
+    dense = partial(reference.scaled, options)
+    values, most = _bind(options, "_scaled", ROWS, results, _parts(x), scale, dense=dense)
+    return joined(values, x), jnp.max(most, initial=0)
+
+
+def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns values by a given scale, amax of x, and the transposed copy."""
+    value = Result(MATRIX, dtype=options.dtype)
+    results = (value, Result("*batch M"), Result(TURNED, dtype=options.dtype))
+    dense = partial(reference.scaled_transposed, options)
+    values, most, turned = _bind(
+        options, "_scaled_transposed", MATRIX, results, x, scale, dense=dense, is_whole=True
+    )
+    return values, jnp.max(most, initial=0), turned
+
+
+def _parts(x: jax.Array) -> jax.Array:
+    """Returns x with its rows cut into parts, if that leaves none over."""
+    if not _is_whole_blocks(x.shape[-1], PART):
+        return x
+    return split(x, x.ndim - 1, PART, "tensor")
+
+
+def _is_whole_blocks(extent: Any, block: int) -> bool:
+    return isinstance(extent, int) and extent > 0 and extent % block == 0
+
+
+def split(x: jax.Array, axis: int, block: int, granularity: str) -> jax.Array:
+    """Returns x with an axis as two: of blocks, which may be cut over a mesh, and within them.
+
+    Raises:
+        ValueError: a mesh of explicit axes cuts within a block.
+    """
+    count = x.shape[axis] // block
+    shape = (*x.shape[:axis], count, block, *x.shape[axis + 1 :])
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
+        return x.reshape(shape)
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    names = spec[axis] or ()
+    names = names if isinstance(names, tuple) else (names,)
+    parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
+    if count % parts:
+        raise ValueError(
+            f"{OPERATION}: axis {axis} of x {x.shape} is cut into {parts} parts, which are no "
+            f"whole blocks of {block} (granularity is {granularity!r}): reshard it first"
+        )
+    out = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+    return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=out))
+
+
+def joined(values: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns values in the shape of x, cut as that is."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if values.shape == x.shape:
+        return values
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
+        return values.reshape(x.shape)
+    return jax.lax.reshape(values, x.shape, out_sharding=sharding)

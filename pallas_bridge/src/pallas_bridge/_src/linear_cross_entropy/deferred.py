@@ -1,0 +1,101 @@
+"""Deferred lowering: primitives for which lowering chooses a function, as it knows the program.
+
+Such a primitive has the parameters `default`, the closed jaxpr of the function that is taken unless
+another is chosen, and `keep`, the indices of the results that are left; what else it has is its
+own.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.interpreters import xla as xla_interpreter
+
+
+def primitive(name: str) -> Primitive:
+    """Returns a primitive with every rule but that for lowering."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(partial(xla_interpreter.apply_primitive, made))
+    made.def_abstract_eval(_avals)
+    pe.dce_rules[made] = _dead_code
+    batching.primitive_batchers[made] = partial(_batch, made)
+    ad.primitive_jvps[made] = _jvp
+    return made
+
+
+def bind(made: Primitive, default: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+    """Returns default(*operands), or what the lowering of `made` chooses in its place.
+
+    Its parameter `tree` says how operands lie flat.
+    """
+    flat, tree = jax.tree.flatten(operands)
+
+    def of_flat(*flat: Any) -> Any:
+        return default(*jax.tree.unflatten(tree, flat))
+
+    closed, shapes = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
+    keep = tuple(range(len(closed.out_avals)))
+    results = made.bind(*flat, default=closed, tree=tree, keep=keep, **how)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
+    return [default.out_avals[index] for index in keep]
+
+
+def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing uses: gradients above all."""
+    equation = rest[-1]  # from 0.12 on JAX says more before it
+    if not any(used):
+        return [False] * len(equation.invars), None
+    keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
+    lean = equation.replace(
+        outvars=[var for var, one in zip(equation.outvars, used, strict=True) if one],
+        params={**equation.params, "keep": tuple(keep)},
+    )
+    return [True] * len(equation.invars), lean
+
+
+def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
+    """One after another: each has a gradient of the weight of its own."""
+    mapped = [
+        jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None
+    ]
+
+    def one(parts: Any) -> Any:
+        left = iter(parts)
+        return made.bind(
+            *(x if axis is None else next(left) for x, axis in zip(operands, axes, strict=True)),
+            **how,
+        )
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    # Second derivatives are those of the default.
+    function, keep = jaxpr_as_fun(how["default"]), how["keep"]
+    tangents = [ad.instantiate_zeros(one) for one in tangents]
+    return jax.jvp(_only(keep, function), [*primals], tangents)
+
+
+def lower(ctx: Any, function: Callable[..., Any], keep: Sequence[int], *operands: Any) -> Any:
+    """Puts function(*operands), a flat list, in the place of a primitive."""
+    return mlir.lower_fun(_only(keep, function), multiple_results=True)(ctx, *operands)
+
+
+def _only(keep: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what gives the results `keep` of a function."""
+
+    def some(*flat: Any) -> list[Any]:
+        results = function(*flat)
+        return [results[index] for index in keep]
+
+    return some

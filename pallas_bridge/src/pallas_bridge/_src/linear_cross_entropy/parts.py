@@ -1,0 +1,268 @@
+"""Hidden states against the part of an output matrix that a device has, by any schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import linear, meshes, vocab_parts
+from ..cross_entropy.options import Options, is_ignored
+from ..cross_entropy.reduction import weighted
+from ..custom_call import vary_alike
+from ..meshes import Names
+from ..vocab_parts import Labels, OverDevices, labels_of_part
+from . import reference
+from .declaration import OPERATION
+from .product import Products, blank, each, operands
+from .schedules import Schedule
+from .tokens import Bias, put, rows
+
+Outputs = tuple[jax.Array, jax.Array, jax.Array]
+
+# Logits in f32 that are made at once where a row's largest is looked for.
+LOGITS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything but the arrays."""
+
+    # Of the whole vocabulary; those of `schedule` are a part's.
+    options: Options
+    exchange: OverDevices
+    products: Products
+    # None for the dense program.
+    schedule: Schedule | None
+
+
+def per_token(
+    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> Outputs:
+    """Returns loss, logps and lse, each [N] in f32, of the whole vocabulary.
+
+    `weight` and `bias` are a device's, labels those of the whole.
+    """
+    # Labels stay as they are: what is made of them and of exchanged numbers is every part's.
+    of = _labels(work, weight, labels)
+    hidden, weight, bias, _ = _alike(hidden, weight, bias, of.given)
+    outputs: Outputs = (_dense if work.schedule is None else _per_token)(
+        work, hidden, weight, bias, labels
+    )
+    return outputs
+
+
+def _labels(work: Work, weight: jax.Array, labels: jax.Array) -> Labels:
+    vocab = weight.shape[work.products.vocab_axis]
+    return labels_of_part(work.options, work.exchange, labels, vocab)
+
+
+def _alike(*arrays: Any) -> list[Any]:
+    """Has arrays vary alike, within `shard_map`; what transposes that is a sum over devices."""
+    alike = iter(vary_alike([x for x in arrays if x is not None]))
+    return [None if x is None else next(alike) for x in arrays]
+
+
+def reduced(work: Work, *arrays_and_factors: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the scalar sum of factor * loss, and lse [N]."""
+    *arrays, factors = arrays_and_factors
+    loss, _, lse = per_token(work, *arrays)
+    return weighted(loss, factors).sum(), lse
+
+
+def _dense(
+    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> Outputs:
+    idle = is_ignored(work.options, labels)
+    logits = reference.logits(work.products, idle, hidden, weight, bias)
+    return vocab_parts.dense(work.options, work.exchange, logits, labels)
+
+
+def _of_part(
+    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> Sequence[Any]:
+    """Returns loss, logps, lse and lse_low of a part, and what its backward pass may take."""
+    assert work.schedule is not None
+    *numbers, lse, lse_low, left = work.schedule.keep(hidden, weight, bias, labels)
+
+    def highest() -> jax.Array:
+        x, w = operands(hidden, weight)
+        chunk = max(LOGITS // weight.shape[work.products.vocab_axis], 1)
+
+        def body(first: Any, count: int, found: Any) -> Any:
+            (some,) = rows(first, count, x)
+            return put(found, [work.products.logits(some, w, bias).max(-1)], first)
+
+        (found,) = each(len(labels), chunk, body, (blank(labels),))
+        largest: jax.Array = found
+        return largest
+
+    if work.options.softcap is None:
+        lse = vocab_parts.without_logits(lse, highest)
+    return *numbers, lse, lse_low, left
+
+
+def _forward(
+    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> Any:
+    """Returns the outputs, and what the backward pass takes besides the arrays."""
+    of = _labels(work, weight, labels)
+    arrays = _alike(hidden, weight, bias, of.given)
+    *part, left = linear.whole(OPERATION, partial(_of_part, work), *arrays)
+    loss, logps, lse, lse_low = vocab_parts.merge(work.options, work.exchange, of, part)
+    return (loss, logps, lse), (lse, lse_low, part[2] == -jnp.inf, left)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _per_token(
+    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
+) -> Outputs:
+    outputs: Outputs
+    outputs, _ = _forward(work, hidden, weight, bias, labels)
+    return outputs
+
+
+@partial(_per_token.defjvp, symbolic_zeros=True)
+def _per_token_jvp(work: Work, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+    outputs, saved = _forward(work, *arrays)
+    *moving, _ = map(linear.given, tangents)
+    apply, transpose = partial(_tangents, work), partial(_pull, work)
+    found = linear.bind(apply, transpose, (arrays, saved), moving, outputs)
+    return outputs, tuple(found)
+
+
+def _tangents(work: Work, residuals: Any, tangents: Any) -> Any:
+    arrays, _ = residuals
+    return linear.tangents_of(partial(_dense, work), arrays, (*tangents, None))
+
+
+def _pull(work: Work, residuals: Any, cotangents: Any) -> Any:
+    (hidden, weight, bias, labels), (lse, lse_low, is_empty, left) = residuals
+    assert work.schedule is not None
+    of = _labels(work, weight, labels)
+    given = [jnp.zeros_like(lse) if one is None else one for one in cotangents]
+    of_part = vocab_parts.cotangents(work.options, work.exchange, of, lse, is_empty, given)
+    # Loops want what they carry to vary as what they make does.
+    arrays = _alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
+    *arrays, lse, lse_low, g, h, k = arrays
+    return work.schedule.resume(*arrays, (lse, lse_low), (g, h, k), left)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How hidden states and the matrix lie on a mesh, or on devices that are there already."""
+
+    # The mesh axes that the vocabulary stays cut over.
+    names: Names
+    # None within `shard_map`, where arrays are a device's; and the axes that get to be so.
+    mesh: Any = None
+    axes: frozenset[str] = frozenset()
+    # What cuts each axis of tokens, and the weight as devices get it.
+    tokens: PartitionSpec = field(default_factory=PartitionSpec)
+    weight: PartitionSpec = field(default_factory=PartitionSpec)
+    # What each axis of the weight is gathered over before it is used.
+    gathered: tuple[Names, ...] = ()
+
+    def exchange(self) -> OverDevices | None:
+        """Returns how parts exchange numbers; None where there are none."""
+        return OverDevices.of(self.names) if self.names else None
+
+    def whole(self, weight: jax.Array) -> jax.Array:
+        """Returns a device's weight as products take it."""
+        for axis, names in enumerate(self.gathered):
+            if names:
+                weight = jax.lax.all_gather(weight, names, axis=axis, tiled=True)
+        return weight
+
+    def total(self, loss: jax.Array) -> jax.Array:
+        """Returns the sum over all tokens of sums over a device's."""
+        names = [name for one in self.tokens for name in meshes.tuple_of(one)]
+        return jax.lax.psum(loss, tuple(names)) if names else loss
+
+    def place(self, x: jax.Array) -> jax.Array:
+        """Has an array of a number a token lie as the tokens do."""
+        return x if self.mesh is None else meshes.place(self.mesh, self.tokens, x)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        results: Any,
+        hidden: jax.Array,
+        weight: jax.Array,
+        bias: Bias,
+        *others: jax.Array,
+    ) -> Any:
+        """Returns function(hidden, weight, bias, *others), by each device of its own.
+
+        `others` have a number a token, and results lie as `results` says.
+        """
+        if self.mesh is None:
+            return function(hidden, weight, bias, *others)
+        of_hidden = PartitionSpec(*self.tokens, None)
+        of_bias = PartitionSpec(meshes.entry(self.names))
+        hidden = meshes.place(self.mesh, of_hidden, hidden)
+        weight = meshes.place(self.mesh, self.weight, weight)
+        bias = None if bias is None else meshes.place(self.mesh, of_bias, bias)
+        given = of_hidden, self.weight, of_bias, *[self.tokens] * len(others)
+        if {*self.names} <= meshes.explicit_axes(self.mesh) or hidden.dtype == jnp.float32:
+            mapped = meshes.on_devices(self.mesh, self.axes, function, given, results)
+            return mapped(hidden, weight, bias, *others)
+
+        def of_wide(wide: jax.Array, *arrays: Any) -> Any:
+            varying: jax.Array = jax.lax.pcast(wide, self.names, to="varying")
+            return function(varying.astype(hidden.dtype), *arrays)
+
+        # XLA for CPUs fails to compile sums of 16 bits over some axes of a mesh alone.
+        mapped = meshes.on_devices(self.mesh, self.axes, of_wide, given, results)
+        return mapped(hidden.astype(jnp.float32), weight, bias, *others)
+
+
+def find(hidden: jax.Array, weight: jax.Array, vocab_axis: int, axis_name: Any) -> Cut | None:
+    """Returns how arrays are known to be cut; None where they are not.
+
+    Raises:
+        TypeError: `axis_name` is no name.
+        ValueError: a name of nothing, or parts of more than one size.
+    """
+    names = meshes.names_of(axis_name)
+    if meshes.are_of_devices(names):
+        return Cut(names)
+    *tokens, width = meshes.cuts(hidden)
+    of_weight = meshes.cuts(weight)
+    if not names and not any([*tokens, width, *of_weight]):
+        return None
+    mesh = meshes.with_axes(names, hidden, weight)
+    axes = meshes.explicit_axes(mesh)
+    if names and not {*names} <= axes:
+        # XLA knows of others, and refuses to be told of parts where there is one.
+        if meshes.check_divides(mesh, names, "weight", weight.shape[vocab_axis]) == 1:
+            return None
+        cut: list[Names] = [(), ()]
+        cut[vocab_axis] = names
+        return Cut(names, mesh, axes | {*names}, _spec(tokens), _spec(cut))
+    if names and names != of_weight[vocab_axis]:
+        raise ValueError(
+            f"axis_name is {axis_name!r} and weight is sharded as {_spec(of_weight)}; its axis "
+            f"{vocab_axis} must be sharded over it, and over nothing else: reshard it first"
+        )
+    taken = {name for one in tokens for name in one}
+    # Devices that have other tokens need the whole of what they share; where devices with the same
+    # tokens have parts of D, nobody sums over these.
+    gathered: list[Names] = [(), ()]
+    kept: list[Names] = [(), ()]
+    for axis, one in enumerate(of_weight):
+        if {*one} <= taken:
+            gathered[axis] = kept[axis] = one
+        elif axis == vocab_axis:
+            kept[axis] = tuple(name for name in one if name not in taken)
+    parts = () if gathered[vocab_axis] else kept[vocab_axis]
+    # Of arrays that are there, it is known what every axis cuts.
+    axes = axes or frozenset(mesh.axis_names)
+    return Cut(parts, mesh, axes, _spec(tokens), _spec(kept), tuple(gathered))
+
+
+def _spec(cuts: Sequence[Names]) -> PartitionSpec:
+    return PartitionSpec(*map(meshes.entry, cuts))

@@ -1,0 +1,189 @@
+"""What is known of how arrays lie on a mesh as a program is traced, and of the axes users name."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .arrays import spec_of
+
+# The mesh axes that cut an axis of an array, the slowest first.
+Names = tuple[str, ...]
+
+
+def names_of(axis_name: Any) -> Names:
+    """Returns the names that a user gives: none, one, or several.
+
+    Raises:
+        TypeError: something that is no text.
+        ValueError: a name twice.
+    """
+    names = () if axis_name is None else axis_name
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name is {axis_name!r}; it must be a name, several, or None")
+    if len({*names}) < len(names):
+        raise ValueError(f"axis_name is {axis_name!r}; it must have each name once")
+    return tuple(names)
+
+
+def are_of_devices(names: Names) -> bool:
+    """Whether arrays are a device's along named axes, as within `jax.shard_map`.
+
+    Raises:
+        ValueError: a name of an axis that `jax.vmap` maps.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for name in names:
+        if name not in manual and _is_bound(name):
+            raise ValueError(
+                f"axis_name is {_shown(names)}, and {name!r} an axis of jax.vmap; it must be of a "
+                "mesh: call within jax.shard_map"
+            )
+    return bool(names) and {*names} <= {*manual}
+
+
+def _is_bound(name: str) -> bool:
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def _mesh_of(*arrays: Any) -> Any:
+    """Returns the mesh of a program, or that of arrays where it is not set; None for none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    for array in arrays:
+        of = array if not isinstance(array, jax.core.Tracer) else jax.typeof(array)
+        sharding = getattr(of, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return sharding.mesh
+    return None
+
+
+def explicit_axes(mesh: Any) -> frozenset[str]:
+    """Returns the axes of a mesh of which JAX knows what they cut as it traces a program."""
+    return _axes(mesh, AxisType.Explicit)
+
+
+def _axes(mesh: Any, kind: AxisType) -> frozenset[str]:
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, one in pairs if one == kind)
+
+
+def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
+    """Has XLA gather an axis of an array before anything else is made of it, if it cuts that.
+
+    `others` tell the mesh where it is not set and `x` does not.
+    """
+    mesh = _mesh_of(x, *others)
+    if mesh is None or not _axes(mesh, AxisType.Auto) or not isinstance(x, jax.core.Tracer):
+        return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[axis] = None
+    whole: jax.Array = _constrained(NamedSharding(mesh, PartitionSpec(*spec)), x)
+    return whole
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constrained(sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    """Returns x as a sharding says; its gradient may lie otherwise, as `x` itself does."""
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
+    return constrained
+
+
+@_constrained.defjvp
+def _constrained_jvp(sharding: NamedSharding, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _constrained(sharding, *primals), *tangents
+
+
+def place(mesh: Any, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """Returns an array cut as `spec` says, where its axes are explicit ones."""
+    if not explicit_axes(mesh) or [*map(entry, cuts(x))] == [*spec]:
+        return x
+    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return placed
+
+
+def on_devices(
+    mesh: Any, axes: frozenset[str], function: Callable[..., Any], given: Any, found: Any
+) -> Callable[..., Any]:
+    """Returns a function of arrays that each device along axes of a mesh runs on what it has.
+
+    Over others XLA cuts what it did.
+    """
+    mapped: Callable[..., Any] = jax.shard_map(
+        function,
+        mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+        in_specs=given,
+        out_specs=found,
+        axis_names=axes,
+    )
+    return mapped
+
+
+def cuts(array: Any) -> list[Names]:
+    """Returns the explicit mesh axes that cut each axis of an array, and all of what is no tracer.
+
+    What XLA is to choose is not known.
+    """
+    # The type of what is no tracer has explicit axes alone.
+    of = array if not isinstance(array, jax.core.Tracer) else jax.typeof(array)
+    return [*map(tuple_of, spec_of(of))]
+
+
+def entry(names: Names) -> Any:
+    """Returns what stands for these axes in a `PartitionSpec`."""
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def tuple_of(entry: Any) -> Names:
+    """Returns the axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def with_axes(names: Names, *arrays: Any) -> Any:
+    """Returns the mesh that has these axes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    mesh = _mesh_of(*arrays)
+    if mesh is None:
+        raise ValueError(
+            f"axis_name is {_shown(names)}, which is no axis here, and there is no mesh: call "
+            "within jax.shard_map over a mesh that has it, or set one by jax.set_mesh"
+        )
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"axis_name is {_shown(names)}; it must be of the mesh's axes, which are "
+            f"{', '.join(map(repr, mesh.axis_names))}"
+        )
+    return mesh
+
+
+def check_divides(mesh: Any, names: Names, what: str, vocab: int) -> int:
+    """Returns how many parts of one size a vocabulary is cut into.
+
+    Raises:
+        ValueError: it can't be.
+    """
+    count: int = math.prod(mesh.shape[name] for name in names)
+    if vocab % count:
+        raise ValueError(
+            f"{what} has a vocabulary of {vocab} columns, which the {count} devices of axis_name "
+            f"{_shown(names)} do not divide: pad it to {-(-vocab // count) * count} columns, whose "
+            "logits are -inf"
+        )
+    return count
+
+
+def _shown(names: Names) -> str:
+    return repr(names[0] if len(names) == 1 else names)

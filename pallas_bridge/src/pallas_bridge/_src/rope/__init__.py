@@ -1,0 +1,1 @@
+"""Rotary position embedding: a module an implementation, and what they share."""

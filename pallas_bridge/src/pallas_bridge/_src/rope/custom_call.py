@@ -1,0 +1,108 @@
+"""Rotary position embedding by the library's kernel, and the derivative of every implementation.
+
+The map is linear in x, so that its derivative is itself, and reverse mode its transpose: the same
+kernel with the sign of sines changed. Tables are all that is kept, and derivatives of any order
+run by kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import linear
+from ..arrays import Result, spec_of
+from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
+from ..custom_call import Call, bind, vary_alike
+from . import reference
+from .declaration import OPERATION
+from .options import Options
+
+# Tokens of a sequence and heads may be cut, so that each head of a token has its own index into the
+# tables, which all have whole.
+ROWS, INDICES, TABLE = "*batch S H D", "*batch S H", "P R"
+CUT = ("S", "H")
+
+
+def forward(
+    options: Options, x: jax.Array, indices: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
+    """Returns rotated x."""
+    if options.implementation == "reference":
+        return reference.rotate(options, x, cos, sin)
+
+    def dense(x: jax.Array, _: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+        return (reference.rotate(options, x, cos, sin),)
+
+    call = Call(
+        operation=OPERATION,
+        target="xentile_rope",
+        operands=(ROWS, INDICES, TABLE, TABLE),
+        results=(Result(ROWS, like=0),),
+        attributes=(
+            ("interleaved", np.bool_(options.interleaved)),
+            ("inverse", np.bool_(options.inverse)),
+        ),
+        cut=CUT,
+        implementation=options.implementation,
+        dense=dense,
+        # Where no kernel has been measured yet.
+        dense_on=("cuda",),
+    )
+    return bind(call, x, indices, cos, sin)[0]
+
+
+def rope(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Returns rotated x [.., S, H, D] by tables [S, R / 2], or [.., S, R / 2] with all of x's axes.
+
+    Raises:
+        TypeError: a dtype that no kernel reads.
+    """
+    if options.implementation != "reference":
+        check_dtype("x", x, REFERENCE_TAKES_OTHERS)
+    indices = jax.lax.broadcasted_iota(np.int32, x.shape[:-1], x.ndim - 3)
+    indices, cos, sin = (laid_out(one, x) for one in (indices, cos, sin))
+    y: jax.Array = _rope(options, *vary_alike([x, indices, cos, sin]))
+    return y
+
+
+def laid_out(array: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns indices or a table, over a mesh of explicit axes cut as x is, which calls ask for."""
+    spec = spec_of(jax.typeof(x))
+    if all(one is None for one in spec):
+        return array
+    is_table = array.ndim != x.ndim - 1 or array.shape != x.shape[:-1]
+    count = array.ndim - 2 if is_table else array.ndim
+    right = [*spec[:count], *[None] * (array.ndim - count)]
+    found: jax.Array = jax.sharding.reshard(array, jax.sharding.PartitionSpec(*right))
+    return found
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rope(
+    options: Options, x: jax.Array, indices: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
+    return forward(options, x, indices, cos, sin)
+
+
+@partial(_rope.defjvp, symbolic_zeros=True)
+def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    y = _rope(options, *primals)
+    of_x = linear.given(tangents[0])
+    if of_x is None:
+        return y, jnp.zeros_like(y)
+
+    def apply(tables: Any, tangents: Any) -> Sequence[jax.Array]:
+        return [_rope(options, tangents[0], *tables)]
+
+    def transpose(tables: Any, cotangents: Any) -> Sequence[Any]:
+        back = replace(options, inverse=not options.inverse)
+        return [None if one is None else _rope(back, one, *tables) for one in cotangents]
+
+    dims = ((INDICES, TABLE, TABLE), (ROWS,))
+    found = linear.bind(apply, transpose, [*primals[1:]], [of_x], [y], dims)
+    return y, found[0]

@@ -1,0 +1,11 @@
+"""What rotary position embedding is to the rest of the package."""
+
+from ..operation import Operation
+
+OPERATION = Operation(
+    "rope",
+    target="xentile_rope",
+    falls_back=True,
+    # Of docs/internals/rope.md.
+    notes=(("cuda", "by name alone; else XLA's own program"),),
+)

@@ -1,0 +1,81 @@
+"""RMSNorm of every head, and its rotation: what queries and keys of many models go through."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..implementations import choose
+from ..operation import Implementation
+from ..rms_norm.api import rms_norm
+from .api import BASE, rope
+from .declaration import OPERATION
+from .options import check_arrays
+from .scaling import Scaling
+
+
+def qk_norm_rope(
+    q: ArrayLike,
+    k: ArrayLike,
+    q_weight: ArrayLike,
+    k_weight: ArrayLike,
+    *,
+    eps: float = 1e-6,
+    zero_centred: bool = False,
+    positions: ArrayLike | None = None,
+    offset: ArrayLike = 0,
+    base: float = BASE,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: Scaling | None = None,
+    tables: tuple[ArrayLike, ArrayLike] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm of each head of queries and keys, followed by rotary position embedding.
+
+        rope(rms_norm(q, q_weight), rms_norm(k, k_weight))
+
+    as Qwen 3 and Gemma 3 have it. It is these two, one after the other: what is normalised is
+    rounded to the dtype of q and k before it is rotated. It is differentiable in both modes with
+    respect to q, k and both weights; q, k and a number a head are kept for that.
+
+    Args:
+      q: [B, S, H, D] or [S, H, D], as `rope` takes it.
+      k: the same but for the number of heads.
+      q_weight: [D], in bfloat16, float16 or float32.
+      k_weight: [D], the same.
+      eps: as of `rms_norm`.
+      zero_centred: as of `rms_norm`, for both weights.
+      positions: this and what follows as of `rope`.
+      offset: see there.
+      base: see there.
+      rotary_dim: see there.
+      interleaved: see there.
+      scaling: see there.
+      tables: see there.
+      implementation: as of both.
+
+    Returns:
+      What q and k become, of their shapes and dtypes.
+
+    Raises:
+      TypeError: what `rms_norm` or `rope` raises.
+      ValueError: the same.
+    """
+    choose(OPERATION, implementation)
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    check_arrays(q, k)
+    normalised = [
+        rms_norm(x, weight, eps=eps, zero_centred=zero_centred, implementation=implementation)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    ]
+    return rope(
+        *normalised,
+        positions=positions,
+        offset=offset,
+        base=base,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        tables=tables,
+        implementation=implementation,
+    )

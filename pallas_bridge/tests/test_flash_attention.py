@@ -1,0 +1,607 @@
+"""Attention against its formulas in float64, under everything that JAX does to functions."""
+
+import json
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+from oracle import Floats
+from pallas_bridge._src import pallas
+from pallas_bridge._src.flash_attention import exported, on_cuda, on_tpu, reference
+from pallas_bridge._src.flash_attention.options import Options, ranges
+from placement import PLATFORM
+
+import pallas_bridge
+from pallas_bridge import export, flash_attention
+
+DTYPES = ("float32", "bfloat16", "float16")
+TARGETS = [f"xentile_flash_attention_{name}" for name in ("forward", "backward")]
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+# What an entry may be off by, relative to the sum of sizes of what it is made of.
+OFF = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+
+
+def draw(rng: np.random.Generator, dtype: str, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def exact(array: Any) -> Floats:
+    return np.asarray(array).astype(np.float64)
+
+
+def wanted(
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    dlse: Any,
+    seen: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+) -> dict[str, tuple[Floats, Floats]]:
+    """Returns what o, lse and gradients should be, with sizes; `seen` is [B, S, Skv]."""
+    q, k, v, do, dlse = map(exact, (q, k, v, do, dlse))
+    batch, queries, heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    scale = 1 / np.sqrt(width) if scale is None else scale
+    wide_k, wide_v = (np.repeat(x, group, 2) for x in (k, v))
+    t = np.einsum("bshd,bkhd->bhsk", q, wide_k) * scale
+    slope = np.ones_like(t)
+    if softcap is not None:
+        slope = 1 - np.tanh(t / softcap) ** 2
+        t = softcap * np.tanh(t / softcap)
+    t = np.where(seen[:, None], t, -np.inf)
+    sink = np.full((heads,), -np.inf) if sinks is None else exact(sinks)
+    sink = np.broadcast_to(sink[None, :, None], (batch, heads, queries))
+    largest = np.maximum(t.max(-1, initial=-np.inf), sink)
+    largest = np.where(largest == -np.inf, 0, largest)
+    total = np.exp(t - largest[..., None]).sum(-1) + np.exp(sink - largest)
+    with np.errstate(divide="ignore"):
+        lse = np.where(total == 0, -np.inf, largest + np.log(total))
+    p = np.where(seen[:, None], np.exp(t - np.where(total == 0, 0, lse)[..., None]), 0)
+    o = np.einsum("bhsk,bkhe->bshe", p, wide_v)
+    dp = np.einsum("bshe,bkhe->bhsk", do, wide_v)
+    delta = np.einsum("bshe,bshe->bhs", do, o) - np.moveaxis(dlse, 1, 2)
+    size = np.einsum("bshe,bshe->bhs", abs(do), abs(o)) + abs(np.moveaxis(dlse, 1, 2))
+    ds = p * slope * (dp - delta[..., None])
+    of_ds = p * slope * (np.einsum("bshe,bkhe->bhsk", abs(do), abs(wide_v)) + size[..., None])
+
+    def grouped(x: Floats) -> Floats:
+        return x.reshape(batch, keys, kv_heads, group, x.shape[-1]).sum(3)
+
+    of_sink = np.where(total == 0, 0, np.exp(sink - np.where(total == 0, 0, lse)))
+    found = {
+        "o": (o, np.einsum("bhsk,bkhe->bshe", p, abs(wide_v))),
+        "lse": (np.moveaxis(lse, 1, 2), 1 + abs(np.moveaxis(lse, 1, 2))),
+        "dq": (
+            scale * np.einsum("bhsk,bkhd->bshd", ds, wide_k),
+            abs(scale) * np.einsum("bhsk,bkhd->bshd", of_ds, abs(wide_k)),
+        ),
+        "dk": (
+            grouped(scale * np.einsum("bhsk,bshd->bkhd", ds, q)),
+            grouped(abs(scale) * np.einsum("bhsk,bshd->bkhd", of_ds, abs(q))),
+        ),
+        "dv": (
+            grouped(np.einsum("bhsk,bshe->bkhe", p, do)),
+            grouped(np.einsum("bhsk,bshe->bkhe", p, abs(do))),
+        ),
+    }
+    if sinks is not None:
+        found["dsinks"] = (
+            -(of_sink * delta).sum((0, 2)),
+            (of_sink * size).sum((0, 2)),
+        )
+    return found
+
+
+def close(found: dict[str, Any], right: dict[str, tuple[Floats, Floats]], dtype: str) -> None:
+    assert found.keys() == right.keys()
+    for name, (value, size) in right.items():
+        array = found[name]
+        assert array.shape == value.shape, f"{name}: {array.shape}"
+        off = OFF["float32" if name == "lse" else dtype]
+        with np.errstate(invalid="ignore"):
+            error = np.where(exact(array) == value, 0, abs(exact(array) - value))
+            ratio = error / (off * size + 1e-30)
+        assert not np.isnan(error).any(), f"{name}: NaN"
+        worst = ratio.max(initial=0)
+        assert worst <= 1, f"{name}: {worst} times what is allowed"
+
+
+def run(q: Any, k: Any, v: Any, do: Any, dlse: Any, **options: Any) -> dict[str, Any]:
+    """Returns o, lse and gradients."""
+    sinks = options.pop("sinks", None)
+
+    def function(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return flash_attention(q, k, v, sinks=sinks, return_lse=True, **options)
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, sinks: Any, do: Any, dlse: Any) -> Any:
+        given, pull = jax.vjp(function, q, k, v, sinks)
+        return given, pull((do, dlse))
+
+    (o, lse), (dq, dk, dv, dsinks) = both(q, k, v, sinks, do, dlse)
+    assert o.dtype == dq.dtype == dk.dtype == dv.dtype == q.dtype and lse.dtype == jnp.float32
+    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return found if sinks is None else {**found, "dsinks": dsinks}
+
+
+def arrays(
+    rng: np.random.Generator,
+    dtype: str,
+    batch: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    widths: tuple[int, int],
+) -> tuple[jax.Array, ...]:
+    """Returns q, k, v and cotangents."""
+    (q_heads, kv_heads), (queries, keys), (width, value_width) = heads, lengths, widths
+    return (
+        draw(rng, dtype, batch, queries, q_heads, width),
+        draw(rng, dtype, batch, keys, kv_heads, width),
+        draw(rng, dtype, batch, keys, kv_heads, value_width),
+        draw(rng, dtype, batch, queries, q_heads, value_width),
+        draw(rng, "float32", batch, queries, q_heads),
+    )
+
+
+def seen_by(
+    queries: int, keys: int, causal: bool = False, window: Any = None, batch: int = 1
+) -> Any:
+    place = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)
+    before, after = window or (None, None)
+    seen = np.ones((queries, keys), bool)
+    if causal:
+        seen &= key <= place
+    if before is not None:
+        seen &= key >= place - before
+    if after is not None:
+        seen &= key <= place + after
+    return np.broadcast_to(seen, (batch, queries, keys))
+
+
+IMPLEMENTATIONS = ("custom_call", "reference")
+SHAPES: list[Any] = [
+    # batch, heads, lengths, widths, causal, window
+    (2, (4, 2), (37, 37), (16, 16), True, None),
+    (1, (3, 1), (5, 130), (24, 8), True, (60, 3)),
+    (1, (2, 2), (70, 33), (8, 40), True, None),
+    (2, (1, 1), (1, 1), (8, 8), False, None),
+    (1, (2, 1), (230, 250), (64, 32), False, (None, 9)),
+    (1, (1, 1), (0, 5), (8, 8), False, None),
+    (1, (1, 1), (5, 0), (8, 8), True, None),
+    (0, (2, 1), (3, 4), (8, 8), False, None),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_values_and_gradients(
+    rng: np.random.Generator, case: Any, dtype: str, implementation: Any
+) -> None:
+    batch, heads, lengths, widths, causal, window = case
+    given = arrays(rng, dtype, batch, heads, lengths, widths)
+    seen = seen_by(*lengths, causal, window, batch)
+    found = run(*given, causal=causal, window=window, implementation=implementation)
+    close(found, wanted(*given, seen), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
+    given = arrays(rng, dtype, 2, (4, 2), (50, 60), (16, 24))
+    seen = seen_by(50, 60, causal=True, batch=2)
+    sinks = jnp.asarray(rng.normal(size=4) * 2, dtype)
+    for more in ({"scale": -0.7}, {"softcap": 1.5}, {"scale": 0.4, "softcap": 3.0}):
+        for of in (None, sinks):
+            found = run(*given, causal=True, sinks=of, implementation=implementation, **more)
+            right = wanted(*given, seen, sinks=of, **more)
+            if of is not None:
+                assert found["dsinks"].dtype == dtype
+            close(found, right, dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_segments_and_lengths(rng: np.random.Generator, implementation: Any) -> None:
+    given = arrays(rng, "float32", 3, (2, 1), (90, 90), (8, 8))
+    text = np.sort(rng.integers(0, 4, (3, 90)), -1)
+    strewn = rng.integers(0, 3, (3, 90))
+    for of_queries, of_keys in ((text, text), (text, strewn)):
+        same = of_queries[:, :, None] == of_keys[:, None]
+        segment_ids: Any = of_queries if of_queries is of_keys else (of_queries, of_keys)
+        found = run(*given, causal=True, segment_ids=segment_ids, implementation=implementation)
+        close(found, wanted(*given, seen_by(90, 90, True, batch=3) & same), "float32")
+    q_lengths, kv_lengths = np.array([90, 17, 0]), np.array([33, 90, 5])
+    for of_queries, of_keys in ((q_lengths, kv_lengths), (None, kv_lengths), (q_lengths, None)):
+        seen = np.zeros((3, 90, 90), bool)
+        for entry in range(3):
+            queries = 90 if of_queries is None else of_queries[entry]
+            keys = 90 if of_keys is None else of_keys[entry]
+            seen[entry, :queries, :keys] = seen_by(queries, keys, True, (40, None))[0]
+        options: Any = {"q_lengths": of_queries, "kv_lengths": of_keys, "window": (40, None)}
+        found = run(*given, causal=True, implementation=implementation, **options)
+        close(found, wanted(*given, seen), "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
+    given = arrays(rng, "float32", 1, (2, 1), (50, 70), (8, 8))
+    q_ends, kv_ends = np.array([0, 7, 7, 30, 45]), np.array([0, 12, 20, 40, 64])
+    seen = np.zeros((1, 50, 70), bool)
+    for (a, b), (c, d) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
+        seen[0, a:b, c:d] = seen_by(b - a, d - c, True)[0]
+    flat = [x[0] for x in given]
+    found = run(
+        *flat,
+        causal=True,
+        q_cumulative=q_ends,
+        kv_cumulative=kv_ends,
+        implementation=implementation,
+    )
+    close({name: x[None] for name, x in found.items()}, wanted(*given, seen), "float32")
+    # What nobody has in its range may be anything.
+    q, k, v, do, dlse = flat
+    bad = (q.at[45:].set(jnp.nan), k.at[64:].set(jnp.nan), v.at[64:].set(jnp.inf), do, dlse)
+    again = run(
+        *bad,
+        causal=True,
+        q_cumulative=q_ends,
+        kv_cumulative=kv_ends,
+        implementation=implementation,
+    )
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, again[name], name)
+
+
+def test_o_alone_and_without_a_batch(rng: np.random.Generator) -> None:
+    q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (20, 30), (16, 8))
+    o, lse = flash_attention(q, k, v, return_lse=True)
+    np.testing.assert_array_equal(flash_attention(q, k, v), o)
+    one, of_one = flash_attention(q[0], k[0], v[0], return_lse=True)
+    np.testing.assert_array_equal(one, o[0])
+    np.testing.assert_array_equal(of_one, lse[0])
+    gradients = jax.grad(lambda *x: (flash_attention(*x) * do).sum(), (0, 1, 2))(q, k, v)
+    right = wanted(q, k, v, do, jnp.zeros_like(dlse), seen_by(20, 30))
+    close(
+        dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        {name: right[name] for name in ("dq", "dk", "dv")},
+        "float32",
+    )
+
+
+def test_both_modes_of_differentiation(rng: np.random.Generator) -> None:
+    q, k, v, _, _ = arrays(rng, "float32", 1, (2, 1), (6, 7), (8, 8))
+    sinks = draw(rng, "float32", 2)
+
+    def function(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return flash_attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+
+    for made in (function, jax.jit(function), jax.checkpoint(function)):
+        check_grads(made, (q, k, v, sinks), 1, rtol=2e-2, atol=2e-2, eps=1e-2)
+    reference = partial(flash_attention, implementation="reference", softcap=2.0)
+    check_grads(reference, (q, k, v), 2, modes=["rev"], rtol=5e-2, atol=5e-2, eps=1e-2)
+
+
+@pytest.mark.only("cpu", "what a program without kernels keeps is XLA's to say")
+def test_second_derivatives_are_refused() -> None:
+    q = jnp.ones((2, 1, 8))
+    with pytest.raises(NotImplementedError, match=r"flash_attention: second derivatives"):
+        jax.hessian(lambda x: flash_attention(x, x, x).sum())(q)
+
+
+@pytest.mark.only("cpu", "what is kept is that of kernels")
+def test_no_array_has_the_size_of_all_logits(rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(rng, "bfloat16", 1, (2, 1), (1024, 1024), (8, 8))
+    step = jax.jit(jax.grad(lambda *x: flash_attention(*x, causal=True).sum(), (0, 1, 2)))
+    memory = step.lower(q, k, v).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1024 * 1024
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap(rng: np.random.Generator, axis: int) -> None:
+    given = [jnp.stack([draw(rng, "float32", 6, 2, 8) for _ in range(3)], axis) for _ in range(3)]
+    sinks = draw(rng, "float32", 2)
+
+    def value(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        o, lse = flash_attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
+        return jnp.sin(o).sum() + jnp.sin(lse).sum()
+
+    gradient = jax.value_and_grad(value, (0, 1, 2, 3))
+    for mapped in ((axis, axis, axis, None), (axis, None, axis, None)):
+        pairs = list(zip(given, mapped[:3], strict=True))
+        arrays = [x if at is not None else jnp.take(x, 0, axis) for x, at in pairs]
+        found = jax.jit(jax.vmap(gradient, in_axes=mapped))(*arrays, sinks)
+        for index in range(3):
+            one = [jnp.take(x, index if at is not None else 0, axis) for x, at in pairs]
+            right = gradient(*one, sinks)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+                np.testing.assert_allclose(a[index], b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("spec", [("x",), (None, None, "x")], ids=["batch", "heads"])
+def test_batch_and_heads_cut_over_a_mesh(rng: np.random.Generator, spec: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    q, k, v, do, _ = arrays(rng, "float32", 2, (4, 2), (20, 20), (8, 8))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+
+    def step(q: Any, k: Any, v: Any, do: Any) -> Any:
+        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *pull(do)
+
+    right = jax.jit(step)(q, k, v, do)
+    placed = [jax.device_put(x, sharding) for x in (q, k, v, do)]
+    compiled = jax.jit(step).lower(*placed).compile()
+    text = compiled.as_text()
+    assert "all-gather" not in text and "all-reduce" not in text and "all-to-all" not in text
+    for found, one in zip(compiled(*placed), right, strict=True):
+        assert found.sharding.is_equivalent_to(sharding, 4)
+        np.testing.assert_array_equal(found, one)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=PartitionSpec(*spec), out_specs=PartitionSpec(*spec)
+    )
+    for found, one in zip(jax.jit(mapped)(*placed), right, strict=True):
+        np.testing.assert_array_equal(found, one)
+
+
+@pytest.mark.devices(2)
+def test_a_mesh_of_explicit_axes(rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(rng, "float32", 2, (4, 2), (20, 20), (8, 8))
+    sinks = draw(rng, "float32", 4)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def step(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        function = partial(flash_attention, causal=True)
+        return jax.grad(lambda *x: function(*x[:3], sinks=x[3]).sum(), (0, 1, 2, 3))(q, k, v, sinks)
+
+    right = step(q, k, v, sinks)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, PartitionSpec("x"))
+        found = jax.jit(step)(*(jax.device_put(x, sharding) for x in (q, k, v)), sinks)
+        assert found[0].sharding.is_equivalent_to(sharding, 4)
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.only("cpu", "an export of a kernel")
+def test_export(rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(rng, "bfloat16", 2, (2, 1), (20, 20), (8, 8))
+    function = jax.jit(partial(flash_attention, causal=True))
+    made = jax.export.export(function, disabled_checks=CHECKS)(q, k, v)
+    again = jax.export.deserialize(made.serialize())
+    np.testing.assert_array_equal(again.call(q, k, v), function(q, k, v))
+    batch, length = jax.export.symbolic_shape("b, s")
+    shapes = [jax.ShapeDtypeStruct((batch, length, *x.shape[2:]), x.dtype) for x in (q, k, v)]
+    any_batch = jax.export.export(function, disabled_checks=CHECKS)(*shapes)
+    np.testing.assert_array_equal(any_batch.call(q, k, v), function(q, k, v))
+
+
+@pytest.mark.only("cpu", "programs for platforms that are not there")
+def test_a_program_for_every_platform(rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(rng, "bfloat16", 1, (2, 1), (128, 128), (64, 64))
+    function = jax.jit(partial(flash_attention, causal=True))
+    for platforms in (["cpu", "cuda"], ["cpu", "cuda", "tpu"], ["cpu", "tpu"]):
+        made = jax.export.export(function, platforms=platforms, disabled_checks=CHECKS)(q, k, v)
+        text = made.mlir_module()
+        assert TARGETS[0] in text and ("tpu_custom_call" in text) == ("tpu" in platforms)
+        np.testing.assert_array_equal(made.call(q, k, v), function(q, k, v))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
+    config: dict[str, Any] = {
+        "op": "flash_attention",
+        "backend": f"xla:{platform}",
+        "dtype": "bf16",
+    }
+    config |= {"time": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "sinks": True}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "options": {"window_before": 7}}))
+    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
+    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
+    q, k = ({"dtype": "bf16", "shape": [heads, 128, 64]} for heads in (4, 2))
+    sinks, rows = ({"dtype": "f32", "shape": shape} for shape in ([4], [4, 128]))
+    assert manifest["arguments"] == [q, k, k, sinks, q, rows]
+    assert manifest["results"] == [q, rows, q, k, k, sinks]
+    for change, message in (
+        ({"kv_heads": 3}, "kv_heads is 3; it must divide heads, which is 4"),
+        ({"head_dim": None}, "head_dim is None; it must be an integer of at least 1"),
+        ({"options": {"bias": 1}}, "unknown key options.bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            for cell in export.cells({**config, **change}, tmp_path):
+                exported.program(cell)
+
+
+def test_the_program_for_tools_computes_attention(rng: np.random.Generator) -> None:
+    q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (30, 30), (16, 16))
+    sinks = draw(rng, "float32", 4)
+    config = {"op": "flash_attention", "dtype": "f32", "time": 30, "heads": 4, "kv_heads": 2}
+    config |= {"head_dim": 16, "sinks": True, "options": {"window_before": 9, "softcap": 5.0}}
+    (cell,) = export.cells(config, Path())
+    given = (jnp.moveaxis(x[0], 1, 0) for x in (q, k, v))
+    of_rows = (jnp.moveaxis(x[0], 1, 0) for x in (do, dlse))
+    o, lse, *gradients, dsinks = exported.program(cell).function(*given, sinks, *of_rows)
+    names = ("o", "lse", "dq", "dk", "dv")
+    found = dict(zip(names, (o, lse, *gradients), strict=True))
+    found = {name: jnp.moveaxis(x, 0, 1)[None] for name, x in found.items()}
+    seen = seen_by(30, 30, True, (9, None))
+    right = wanted(q, k, v, do, dlse, seen, softcap=5.0, sinks=sinks)
+    close({**found, "dsinks": dsinks}, right, "float32")
+
+
+def test_bits_do_not_depend_on_the_batch(rng: np.random.Generator) -> None:
+    given = arrays(rng, "bfloat16", 3, (4, 2), (130, 260), (16, 16))
+    found = run(*given, causal=True, implementation="custom_call")
+    alone = run(*(x[1:2] for x in given), causal=True, implementation="custom_call")
+    for name, array in found.items():
+        np.testing.assert_array_equal(array[1:2], alone[name], name)
+
+
+def test_what_is_wrong_is_named() -> None:
+    q, k = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8))
+
+    def refused(kind: Any, match: str, *arrays: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            flash_attention(*(arrays or (q, k, k)), **options)
+
+    refused(NotImplementedError, r"bias is given; jax.nn.dot_product_attention adds", bias=q)
+    refused(NotImplementedError, r"dropout_rate is 0.1; it must be 0", dropout_rate=0.1)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        wide = jnp.ones((5, 4, 8), jnp.float64)
+        refused(TypeError, r"q has dtype float64; it must be bfloat16", wide, wide, wide)
+    refused(TypeError, r"k has dtype bfloat16; it must be that of q", q, k.astype("bfloat16"), k)
+    refused(ValueError, r"q has shape \(5, 8\); it must be \[B, S, H, D\]", q[0, :, 0], k, k)
+    refused(ValueError, r"k has shape .* must be \[2, Skv, Hkv, 8\]", q, k[..., :4], k)
+    refused(ValueError, r"v has shape .* must be \[2, 7, 2, Dv\]", q, k, k[:, :6])
+    three = jnp.ones((2, 7, 3, 8))
+    refused(ValueError, r"q has 4 heads and k 3; ", q, three, three)
+    narrow = (q[..., :4], k[..., :4], k)
+    refused(ValueError, r"q has heads of 4 columns; it must be a multiple of 8", *narrow)
+    refused(ValueError, r"softcap is 0", softcap=0)
+    refused(ValueError, r"scale is inf", scale=float("inf"))
+    refused(TypeError, r"causal is 'yes'; it must be True or False", causal="yes")
+    refused(TypeError, r"window is 3; it must be \(left, right\)", window=3)
+    refused(ValueError, r"window is \(-1, None\); each side", window=(-1, None))
+    refused(ValueError, r"segment_ids is one array, and q has", segment_ids=jnp.ones((2, 5), int))
+    refused(TypeError, r"segment_ids\[0\] has dtype float32", segment_ids=(q[..., 0, 0], k))
+    refused(ValueError, r"q_lengths has shape \(3,\); it must be \(2,\)", q_lengths=jnp.arange(3))
+    refused(ValueError, r"packed text is \[S, H, D\]", q_cumulative=jnp.arange(3))
+    refused(ValueError, r"kv_cumulative is given and q_cum", kv_cumulative=jnp.arange(3))
+    refused(ValueError, r"sinks has shape \(2,\); it must be \(4,\)", sinks=jnp.ones(2))
+    refused(ValueError, r"implementation is 'cudnn'; it must be one of", implementation="cudnn")
+    refused(
+        ValueError,
+        r"q_cumulative and lengths are given",
+        q[0],
+        k[0],
+        k[0],
+        q_cumulative=jnp.arange(2),
+        kv_lengths=jnp.int32(3),
+    )
+
+
+def lowered(function: Any, platform: str, *arrays: Any) -> str:
+    text: str = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    return text
+
+
+@pytest.mark.only("cpu", "programs for platforms that are not there")
+def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
+    q, k, v, do, _ = arrays(rng, "bfloat16", 1, (2, 1), (256, 256), (128, 128))
+
+    def step(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        o, pull = jax.vjp(partial(flash_attention, **options), q, k, v)
+        return o, *pull(do)
+
+    assert all(target in lowered(step, "cpu", q, k, v) for target in TARGETS)
+    # Where there is no cuDNN, XLA's program.
+    text = lowered(step, "cuda", q, k, v)
+    assert "xentile" not in text and "dot_general" in text
+    text = lowered(partial(step, causal=True), "tpu", q, k, v)
+    assert text.count("tpu_custom_call") >= 3
+    # Of what splash attention lacks, XLA's program.
+    for options in ({"q_lengths": jnp.array([3])}, {"window": (1, 1), "segment_ids": None}):
+        text = lowered(partial(step, **options), "tpu", q, k, v)
+        assert ("tpu_custom_call" in text) == ("window" in options)
+    text = lowered(flash_attention, "tpu", q[:, :100], k, v)
+    assert "tpu_custom_call" not in text
+    info = str(pallas_bridge.info())
+    assert "flash_attention on cuda: reference: cuDNN's, by jax.nn.dot_product_attention" in info
+    assert "flash_attention on tpu: pallas: kernels in Pallas; JAX's splash attention" in info
+
+
+@pytest.mark.only("cpu", "a stand-in for cuDNN")
+def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is taken by XLA's program of the same function, with the same arguments."""
+    real: Any = jax.nn.dot_product_attention
+
+    def stand_in(*arrays: Any, implementation: str, **options: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        found: jax.Array = real(*arrays, implementation="xla", **options)
+        return found
+
+    q, k, v, *_ = arrays(rng, "bfloat16", 3, (4, 2), (30, 30), (8, 8))
+    rows = jnp.moveaxis(q.reshape(3, 30, 2, 2, 8), 1, 3)
+    given = (rows, jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2))
+    # This process has no cuDNN, which JAX says as it is asked for it.
+    assert on_cuda.cudnn(Options(0.5), *given) is None
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    for options in (
+        Options(0.5),
+        Options(0.3, causal=True),
+        Options(0.3, causal=True, window=(4, 9)),
+        Options(0.3, window=(4, 0)),
+        Options(0.3, window=(None, 0)),
+    ):
+        made = on_cuda.cudnn(options, *given)
+        assert made is not None, options
+        seen = jnp.broadcast_to(ranges(options, 30, 30, None, None), (3, 2, 30, 2))
+        right, _ = reference.forward(options, *given, seen)
+        np.testing.assert_allclose(exact(made(*given)), exact(right), rtol=0.05, atol=0.02)
+    for options in (
+        Options(0.5, softcap=3.0),
+        Options(0.5, has_sinks=True),
+        Options(0.5, has_segments=True),
+        Options(0.5, has_lengths=True),
+        Options(0.5, gives_lse=True),
+        Options(0.5, window=(None, 3)),
+        Options(0.5, window=(3, None)),
+    ):
+        assert on_cuda.cudnn(options, *given) is None, options
+    few = (given[0][..., 1:, :], *given[1:])
+    assert on_cuda.cudnn(Options(0.5, causal=True), *few) is None
+    assert on_cuda.cudnn(Options(0.5), *few) is not None
+    wide = [x.astype("float32") for x in given]
+    assert on_cuda.cudnn(Options(0.5), *wide) is None
+
+
+@pytest.mark.newest
+@pytest.mark.only("cpu", "Pallas' interpreter")
+@pytest.mark.parametrize("case", ["causal", "window", "segments", "sinks"])
+def test_splash_attention(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    monkeypatch.setattr(pallas, "interpret_params", pltpu.InterpretParams())
+    monkeypatch.setattr(on_tpu, "MOST_BLOCK", 128)
+    q, k, v, do, dlse = arrays(rng, "float32", 1, (2, 1), (256, 256), (64, 64))
+    options: dict[str, Any] = {"causal": True}
+    seen, sinks = seen_by(256, 256, True), None
+    if case == "window":
+        options = {"window": (30, 20), "softcap": 3.0}
+        seen = seen_by(256, 256, window=(30, 20))
+    elif case == "segments":
+        text = np.sort(rng.integers(0, 4, (1, 256)), -1)
+        options["segment_ids"] = text
+        seen = seen & (text[:, :, None] == text[:, None])
+    elif case == "sinks":
+        sinks = draw(rng, "float32", 2)
+
+    def function(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return flash_attention(q, k, v, sinks=sinks, implementation="pallas", **options)
+
+    o, pull = jax.vjp(function, q, k, v, sinks)
+    dq, dk, dv, dsinks = pull(do)
+    found = {"o": o, "dq": dq, "dk": dk, "dv": dv}
+    if sinks is not None:
+        found["dsinks"] = dsinks
+    more = {"softcap": options["softcap"]} if "softcap" in options else {}
+    right = wanted(q, k, v, do, jnp.zeros_like(dlse), seen, sinks=sinks, **more)
+    del right["lse"]
+    close(found, right, "float32")
+    assert PLATFORM == "cpu"

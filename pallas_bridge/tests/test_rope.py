@@ -1,0 +1,648 @@
+"""Rotary position embedding against formulas in float64, under all that JAX does to functions."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from oracle import Floats, ulp
+from pallas_bridge._src import library
+from pallas_bridge._src.rope.scaling import frequencies
+from pallas_bridge._src.rope.tables import tables as make_tables
+from placement import PLATFORM
+
+import pallas_bridge
+from pallas_bridge import (
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    YarnScaling,
+    export,
+    rope,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call("xentile_rope")]
+U = 2.0**-24
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape) * 3, dtype)
+
+
+def wide(array: Any) -> Floats:
+    return np.asarray(array).astype(np.float64)
+
+
+def angles(positions: Any, rotary: int, base: float = 10000.0) -> Floats:
+    """Angles [.., S, R / 2]; positions of 24 bits times frequencies in 53."""
+    return wide(positions)[..., None] * base ** (-2.0 * np.arange(rotary // 2) / rotary)
+
+
+def rotated(
+    x: Any, cos: Floats, sin: Floats, interleaved: bool = False, inverse: bool = False
+) -> tuple[Floats, Floats]:
+    """What x [.., S, H, D] becomes, and the sizes of the two terms of each entry."""
+    x, pairs = wide(x), cos.shape[-1]
+    cos, sin = cos[..., None, :], (-sin if inverse else sin)[..., None, :]
+    y, size = x.copy(), np.zeros_like(x)
+    first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    if interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    a, b = x[..., first], x[..., second]
+    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+    size[..., first] = size[..., second] = np.abs(a) + np.abs(b)
+    return y, size
+
+
+def close(found: Any, expected: tuple[Floats, Floats], scale: float = 1.0) -> None:
+    """Within two roundings of each term, four of the tables, and the last."""
+    right, size = expected
+    bound = 6 * U * scale * size + 0.5 * ulp(right, str(found.dtype)) * (1 + 1e-6) + 1e-37
+    error = np.abs(wide(found) - right)
+    assert (error <= bound).all(), (error / np.maximum(bound, 1e-300)).max()
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("implementation", ["custom_call", "reference"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradients(
+    rng: np.random.Generator, dtype: str, interleaved: bool, implementation: Any
+) -> None:
+    for shape, heads, rotary in [
+        ((2, 5, 3, 64), 1, None),
+        ((7, 2, 128), 5, None),
+        ((1, 4, 2, 80), 2, 32),
+        ((3, 1, 1, 7), 4, 6),
+        ((2, 3, 2, 5), 1, 0),
+        ((2, 0, 2, 8), 1, None),
+    ]:
+        *leading, _, width = shape
+        q, dq = (draw(rng, *shape, dtype=dtype) for _ in range(2))
+        k, dk = (draw(rng, *leading, heads, width, dtype=dtype) for _ in range(2))
+        positions = rng.integers(-1_000_000, 1_000_000, leading[-1])
+        angle = angles(positions, width if rotary is None else rotary)
+        options = {"rotary_dim": rotary, "interleaved": interleaved}
+
+        def f(q: Any, k: Any, dq: Any, dk: Any, positions: Any, options: Any = options) -> Any:
+            f = partial(rope, positions=positions, **options, implementation=implementation)
+            values, pull = jax.vjp(f, q, k)
+            return values, pull((dq, dk))
+
+        values, gradients = jax.jit(f)(q, k, dq, dk, positions)
+        tables = np.cos(angle), np.sin(angle)
+        for given, found in zip((q, k), values, strict=True):
+            assert (found.shape, found.dtype) == (given.shape, given.dtype)
+            close(found, rotated(given, *tables, interleaved))
+        for given, found in zip((dq, dk), gradients, strict=True):
+            close(found, rotated(given, *tables, interleaved, inverse=True))
+
+
+def test_one_array_gives_one_and_columns_behind_are_copied(rng: np.random.Generator) -> None:
+    q = draw(rng, 2, 5, 3, 16).at[0, 0, 0, 15].set(jnp.nan).at[0, 0, 0, 3].set(jnp.inf)
+    y = rope(q, rotary_dim=8, offset=7)
+    np.testing.assert_array_equal(y[..., 8:], q[..., 8:])
+    odd = ~np.isfinite(np.asarray(y))
+    assert {tuple(map(int, place)) for place in np.argwhere(odd)} == {
+        (0, 0, 0, 3),
+        (0, 0, 0, 7),
+        (0, 0, 0, 15),
+    }
+    pair = rope(q, q[..., :1, :], rotary_dim=8, offset=7)
+    np.testing.assert_array_equal(pair[0], y)
+    np.testing.assert_array_equal(pair[1], y[..., :1, :])
+
+
+@pytest.mark.parametrize("implementation", ["custom_call", "reference"])
+def test_positions_offsets_and_tables_say_the_same(
+    rng: np.random.Generator, implementation: Any
+) -> None:
+    q = draw(rng, 2, 6, 3, 16)
+    run = jax.jit(partial(rope, q, implementation=implementation))
+    expected = run(positions=jnp.arange(6) + 1000)
+    np.testing.assert_array_equal(run(offset=1000), expected)
+    np.testing.assert_array_equal(run(offset=jnp.int16(1000)), expected)
+    of_batch = jnp.arange(6, dtype=jnp.uint16)[None] + jnp.uint16(1000)
+    np.testing.assert_array_equal(run(positions=of_batch), expected)
+    np.testing.assert_array_equal(run(positions=jnp.tile(of_batch, (2, 1))), expected)
+    cos, sin = make_tables(jnp.arange(6) + 1000, *frequencies(10000.0, 16, None))
+    for batch in ((), (1,), (2,)):
+        tables = [jnp.broadcast_to(one, (*batch, 6, 8)) for one in (cos, sin)]
+        np.testing.assert_array_equal(run(tables=tables), expected)
+    one = jax.jit(partial(rope, implementation=implementation))(q[0], offset=1000)
+    np.testing.assert_array_equal(one, expected[0])
+    # Sequences of a batch with positions of their own.
+    apart = jnp.asarray(rng.integers(0, 10**6, (2, 6)))
+    alone = [run_one(q[i], apart[i], implementation) for i in range(2)]
+    np.testing.assert_array_equal(run(positions=apart), jnp.stack(alone))
+
+
+def run_one(q: jax.Array, positions: jax.Array, implementation: Any) -> jax.Array:
+    return jax.jit(lambda q, p: rope(q, positions=p, implementation=implementation))(q, positions)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("limit", [2048, 10**6, 2**24])
+def test_tables_are_right_to_a_few_roundings(rng: np.random.Generator, limit: int) -> None:
+    positions = np.concatenate([rng.integers(-limit, limit + 1, 3000), [0, 1, -1, limit, -limit]])
+    for base, rotary in ((10000.0, 128), (500000.0, 64), (1e6, 2)):
+        found = jax.jit(lambda p, b=base, r=rotary: make_tables(p, *frequencies(b, r, None)))(
+            positions
+        )
+        angle = angles(positions, rotary, base)
+        for one, right in zip(found, (np.cos(angle), np.sin(angle)), strict=True):
+            # Positions of 24 bits move the angles of float64 by less than 2^-27.
+            assert np.abs(wide(one) - right).max() <= (3.5 if limit == 2**24 else 3) * U
+
+
+def yarn(rotary: int, base: float, of: YarnScaling) -> tuple[Floats, float]:
+    """Of the paper, with the rounded ends of its program, a pair at a time."""
+    found = []
+    for pair in range(rotary // 2):
+        frequency = base ** (-2 * pair / rotary)
+        ends = [
+            rotary * math.log(of.original_length / (beta * 2 * math.pi)) / (2 * math.log(base))
+            for beta in (of.beta_fast, of.beta_slow)
+        ]
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), rotary - 1)
+        if pair <= low:
+            found.append(frequency)
+        elif pair >= high:
+            found.append(frequency / of.factor)
+        else:
+            share = (pair - low) / (high - low)
+            found.append(share * frequency / of.factor + (1 - share) * frequency)
+    given = of.attention_factor
+    return np.array(found), 0.1 * math.log(of.factor) + 1 if given is None else given
+
+
+def llama3(rotary: int, base: float, of: Llama3Scaling) -> Floats:
+    """Of the models' program, by wavelength."""
+    found = []
+    for pair in range(rotary // 2):
+        frequency = base ** (-2 * pair / rotary)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < of.original_length / of.high_freq_factor:
+            found.append(frequency)
+        elif wavelength > of.original_length / of.low_freq_factor:
+            found.append(frequency / of.factor)
+        else:
+            smooth = of.original_length / wavelength - of.low_freq_factor
+            smooth /= of.high_freq_factor - of.low_freq_factor
+            found.append((1 - smooth) * frequency / of.factor + smooth * frequency)
+    return np.array(found)
+
+
+def test_scalings_are_those_of_the_models(rng: np.random.Generator) -> None:
+    base, rotary = 500000.0, 128
+    plain = base ** (-2.0 * np.arange(64) / rotary)
+    of_llama = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    of_yarn = YarnScaling(32.0, 4096)
+    own = YarnScaling(4.0, 32768, beta_fast=16, beta_slow=2, attention_factor=0.75)
+    short = YarnScaling(2.0, 8)
+    cases: list[tuple[Any, Floats, float]] = [
+        (None, plain, 1),
+        (LinearScaling(4.0), plain / 4, 1),
+        (NtkScaling(4.0), (base * 4 ** (128 / 126)) ** (-2.0 * np.arange(64) / rotary), 1),
+        (of_yarn, *yarn(rotary, base, of_yarn)),
+        (own, *yarn(rotary, base, own)),
+        (short, *yarn(rotary, base, short)),
+        (of_llama, llama3(rotary, base, of_llama), 1),
+    ]
+    assert all((one < plain * (1 - 1e-9)).sum() > 8 for _, one, _ in cases[3:6:2])
+    q = draw(rng, 2, 3, 128)
+    positions = rng.integers(0, 131072, 2)
+    for scaling, right, factor in cases:
+        found, of_tables = frequencies(base, rotary, scaling)
+        np.testing.assert_allclose(found, right, rtol=1e-13)
+        assert of_tables == pytest.approx(factor, rel=1e-15)
+        angle = positions[:, None] * right
+        expected = rotated(q, np.cos(angle) * factor, np.sin(angle) * factor)
+        close(rope(q, positions=positions, base=base, scaling=scaling), expected, max(factor, 1))
+    # The highest frequency of NTK stays, the lowest is that of interpolation.
+    np.testing.assert_allclose(cases[2][1][[0, -1]], [1, plain[-1] / 4], rtol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["custom_call", "reference"])
+def test_derivatives_of_both_modes_and_of_any_order(
+    rng: np.random.Generator, implementation: Any
+) -> None:
+    q, k = draw(rng, 3, 2, 8), draw(rng, 3, 1, 8)
+    f = partial(rope, offset=5, implementation=implementation)
+    check_grads(f, (q, k), order=2, modes=("fwd", "rev"), atol=0.1, rtol=0.1)
+    # The map is linear.
+    _, tangent = jax.jvp(lambda q: f(q), (q,), (k + q,))
+    np.testing.assert_allclose(tangent, f(k + q), rtol=1e-5, atol=1e-5)
+    hessian = jax.jit(jax.hessian(lambda q: (f(q) ** 2).sum()))(q[:1])
+    np.testing.assert_allclose(hessian.reshape(16, 16), 2 * np.eye(16), atol=1e-5)
+    # Positions and tables have no gradient.
+    cos, sin = jnp.ones((2, 3, 4))
+    zero = jax.grad(lambda cos: rope(q, tables=(cos, sin), implementation=implementation).sum())
+    np.testing.assert_array_equal(zero(cos), jnp.zeros((3, 4)))
+
+
+def test_what_backward_keeps(rng: np.random.Generator) -> None:
+    q = draw(rng, 2, 16, 4, 8, dtype="bfloat16")
+    _, pull = jax.vjp(lambda q: rope(q), q)
+    shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
+    assert shapes == [(2, 16, 4), (16, 4), (16, 4)], shapes
+
+
+@pytest.mark.parametrize("of_positions", [None, 0, 1])
+@pytest.mark.parametrize("of_q", [None, 0, 1, 3])
+def test_vmap(rng: np.random.Generator, of_q: int | None, of_positions: int | None) -> None:
+    if of_q is None and of_positions is None:
+        return
+    q, positions = draw(rng, 2, 5, 3, 8), jnp.asarray(rng.integers(0, 10**6, 5))
+    many = q if of_q is None else jnp.stack([q, 2 * q, -q], of_q)
+    where = jnp.stack([positions, positions + 1, 2 * positions], of_positions or 0)
+    where = positions if of_positions is None else where
+
+    def f(q: Any, positions: Any) -> Any:
+        def loss(q: Any) -> jax.Array:
+            return (jnp.arange(8.0) * rope(q, positions=positions)).sum()
+
+        return rope(q, positions=positions), jax.grad(loss)(q)
+
+    mapped = jax.jit(jax.vmap(f, in_axes=(of_q, of_positions)))(many, where)
+    for index in range(3):
+        one = q if of_q is None else jnp.take(many, index, of_q)
+        at = positions if of_positions is None else jnp.take(where, index, of_positions)
+        for found, expected in zip(mapped, jax.jit(f)(one, at), strict=True):
+            np.testing.assert_array_equal(found[index], expected)
+    if of_positions is None:
+        text = str(jax.make_jaxpr(jax.vmap(f, in_axes=(of_q, None)))(many, where))
+        assert "transpose" not in text or of_q != 0
+
+
+def test_two_maps_and_a_scan(rng: np.random.Generator) -> None:
+    q = draw(rng, 2, 3, 4, 5, 8)
+    f = jax.jit(jax.vmap(jax.vmap(lambda q, o: rope(q, offset=o), (0, None)), (0, 0)))
+    found = f(q, jnp.array([3, 9]))
+    for index, offset in enumerate((3, 9)):
+        np.testing.assert_array_equal(found[index], rope(q[index], offset=offset))
+
+    def step(carry: Any, x: Any) -> Any:
+        return carry + 1, rope(x, offset=carry)
+
+    _, scanned = jax.lax.scan(step, jnp.int32(3), q[0])
+    for index in range(3):
+        np.testing.assert_array_equal(scanned[index], rope(q[0, index], offset=3 + index))
+
+
+EIGHT = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import re
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pallas_bridge import rope
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_use_shardy_partitioner", sys.argv[1] == "shardy")
+rng = np.random.default_rng(int(sys.argv[2]))
+q = jnp.asarray(rng.normal(size=(4, 16, 8, 32)), jnp.float32)
+k = q[:, :, :4] + 1
+apart = jnp.asarray(rng.integers(0, 10**6, (4, 16)))
+
+def gradients(implementation, positions=None):
+    def loss(q, k):
+        found = rope(q, k, positions=positions, implementation=implementation)
+        return sum(jnp.sin(one).sum() for one in found), found
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+def same(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 if one.ndim else 0.01)
+
+def moved(program):
+    return re.findall(r"all-gather|all-to-all|collective-permute", program)
+
+mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+def put(array, *spec):
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+expected, of_apart = gradients("reference")(q, k), gradients("reference", apart)(q, k)
+for spec in (("a", "b"), (None, "a", "b"), ("b", None, "a"), (None, ("a", "b"))):
+    cut = put(q, *spec), put(k, *spec)
+    run = gradients(None).lower(*cut).compile()
+    assert not moved(run.as_text()), (spec, moved(run.as_text()))
+    assert run.as_text().count('custom_call_target="xentile_rope"') == 4, spec
+    found = run(*cut)
+    same(found, expected)
+    assert found[1][0].sharding.is_equivalent_to(cut[0].sharding, 4)
+# Positions of batches: XLA's program.
+for spec in (("a", "b"), ("b", None, "a")):
+    cut = put(q, *spec), put(k, *spec)
+    run = gradients(None, apart).lower(*cut).compile()
+    assert not moved(run.as_text()) and "xentile_rope" not in run.as_text(), spec
+    same(run(*cut), of_apart)
+# Columns that are cut are gathered.
+cut = put(q, "a", None, None, "b"), put(k, "a", None, None, "b")
+run = gradients(None).lower(*cut).compile()
+assert moved(run.as_text())
+same(run(*cut), expected)
+# Sequences alone, of which nothing is before S.
+cut = put(q[0], "a", "b"), put(k[0], "a", "b")
+run = gradients(None).lower(*cut).compile()
+assert not moved(run.as_text()) and run.as_text().count('custom_call_target="xentile_rope"') == 4
+same(run(*cut)[1], [one[0] for one in expected[1]])
+# Within `shard_map` every device says where its tokens are.
+def local(q, k, positions):
+    start = 4 * jax.lax.axis_index("a")
+    found = rope(q, k, offset=start), rope(q, k, positions=positions)
+    total = sum(jnp.sin(one).sum() for one in found[0])
+    return jax.lax.psum(total, ("a", "b")), found
+rows = P(None, "a", "b")
+specs = rows, rows, P(None, "a")
+f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), ((rows,) * 2,) * 2))
+value_and_grad = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
+(total, (by_offset, by_positions)), found = value_and_grad(q, k, apart)
+same((total, by_offset), expected[0])
+same(by_positions, of_apart[0][1])
+same(found, expected[1])
+"""
+
+
+@pytest.mark.only("cpu", "it makes eight devices of the CPU")
+@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
+def test_a_mesh_of_eight_cuts_rows_and_heads_and_gathers_none(
+    rng: np.random.Generator, tmp_path: Path, partitioner: str
+) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(EIGHT), partitioner, str(rng.integers(2**31))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_explicit_axes(rng: np.random.Generator, implementation: Any) -> None:
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=devices)
+    q, apart = draw(rng, 2, 4, 6, 8), jnp.asarray(rng.integers(0, 10**6, (2, 4)))
+
+    def f(q: Any, positions: Any) -> Any:
+        def loss(q: Any) -> jax.Array:
+            found = rope(q, positions=positions, implementation=implementation)
+            return jnp.sin(found).sum()
+
+        return jax.value_and_grad(loss)(q)
+
+    for positions in (jnp.arange(4), apart):
+        expected = f(q, positions)
+        with jax.set_mesh(mesh):
+            where = jax.device_put(positions, NamedSharding(mesh, P()))
+            for spec in (P("a"), P(None, "a"), P(None, None, "a")):
+                cut = jax.device_put(q, NamedSharding(mesh, spec))
+                value, dq = jax.jit(f)(cut, where)
+                assert jax.typeof(dq).sharding.spec == jax.typeof(cut).sharding.spec
+                np.testing.assert_allclose(value, expected[0], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(dq, expected[1], rtol=1e-5, atol=1e-5)
+            if implementation == "reference":
+                continue
+            cut = jax.device_put(q, NamedSharding(mesh, P(None, None, None, "a")))
+            with pytest.raises(ValueError, match=r"rope: .*reshard"):
+                jax.jit(f)(cut, where)
+
+
+def test_export_for_every_platform(rng: np.random.Generator) -> None:
+    q, k = draw(rng, 2, 6, 3, 16, dtype="bfloat16"), draw(rng, 2, 6, 1, 16, dtype="bfloat16")
+
+    def f(q: Any, k: Any) -> Any:
+        found, pull = jax.vjp(rope, q, k)
+        return found, pull((q, k))
+
+    expected = jax.jit(f)(q, k)
+    for platforms in ((PLATFORM,), ("cpu", "cuda", "tpu")):
+        exported = jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=CHECKS)(q, k)
+        restored = jax.export.deserialize(exported.serialize())
+        assert restored.platforms == platforms
+        found = jax.jit(restored.call)(q, k)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
+    batch, tokens, heads = jax.export.symbolic_shape("b, s, h")
+    f = jax.jit(jax.grad(lambda q: jnp.sin(rope(q)).sum()))
+    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=CHECKS)(
+        jax.ShapeDtypeStruct((batch, tokens, heads, 16), jnp.float32)
+    )
+    restored = jax.export.deserialize(exported.serialize())
+    for shape in ((1, 4, 2, 16), (3, 7, 1, 16)):
+        q = draw(rng, *shape)
+        np.testing.assert_allclose(restored.call(q), f(q), rtol=1e-5, atol=1e-5)
+
+
+def platforms_with_kernels() -> frozenset[str]:
+    return library.require().platforms_of("xentile_rope")
+
+
+def test_elsewhere_it_is_the_program_of_xla() -> None:
+    q = jax.ShapeDtypeStruct((2, 6, 3, 8), jnp.bfloat16)
+
+    def f(implementation: Any, q: Any) -> Any:
+        return (rope(q, implementation=implementation).astype(jnp.float32) ** 2).sum()
+
+    def lowered(implementation: Any, *platforms: str) -> list[str]:
+        traced = jax.jit(jax.grad(partial(f, implementation))).trace(q)
+        return re.findall(r"@(xentile_\w+)", traced.lower(lowering_platforms=platforms).as_text())
+
+    kernels = platforms_with_kernels()
+    for platform in {"cuda", "tpu", "rocm"} - kernels:
+        assert not lowered(None, platform)
+        refused = (NotImplementedError, library.LibraryError)
+        with pytest.raises(refused, match=r"rope: no kernel for platform \w+"):
+            lowered("custom_call", platform)
+    assert lowered(None, "cpu") == lowered("custom_call", "cpu") == ["xentile_rope"] * 2
+    assert lowered(None, "cpu", "tpu") == ["xentile_rope"] * 2
+    for row in pallas_bridge.info().operations["rope"]:
+        chosen = "custom_call" if row.platform in kernels else "reference"
+        assert row.implementation == chosen, row
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
+    config: dict[str, Any] = {"op": "rope", "backend": f"xla:{platform}", "dtype": "bf16"}
+    config |= {"time": 32, "heads": 3, "head_dim": 24, "options": {"rotary_dim": 8}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
+    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
+    rows, positions = {"dtype": "bf16", "shape": [32, 3, 24]}, {"dtype": "i32", "shape": [32]}
+    assert manifest["arguments"] == [rows, positions, rows]
+    assert manifest["results"] == [rows, rows]
+    assert manifest["settings"] == {"heads": 3, "head_dim": 24}
+    calls = b"xentile_rope" in (tmp_path / manifest["file"]).read_bytes()
+    assert calls == (platform == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": None}, "heads is None; it must be an integer of at least 1"),
+        ({"options": {"theta": 1}}, "unknown key options.theta; the options are base, inter"),
+        ({"options": {"rotary_dim": 3}}, "rotary_dim is 3; it must be even and at most"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_no_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"op": "rope", "time": 8, "heads": 2, "head_dim": 4, **change}))
+    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error, error
+
+
+def array(dtype: str, *shape: int) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+Q = array("float32", 2, 5, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("q", "keywords", "error", "message"),
+    [
+        (array("int32", 5, 3, 8), {}, TypeError, "q has dtype int32; it must be bfloat16"),
+        (array("float32", 3, 8), {}, ValueError, "q has shape (3, 8); it must be [.., S, H, D]"),
+        (array("float32", 5, 3, 7), {}, ValueError, "q has heads of 7 columns, an odd number"),
+        (Q, {"k": Q[:, :4]}, ValueError, "k has shape (2, 4, 3, 8) and q (2, 5, 3, 8); they may"),
+        (Q, {"k": Q[..., :4]}, ValueError, "they may differ in heads"),
+        (Q, {"rotary_dim": 3}, ValueError, "rotary_dim is 3; it must be even and at most the col"),
+        (Q, {"rotary_dim": 10}, ValueError, "rotary_dim is 10; it must be even and at most"),
+        (Q, {"rotary_dim": -2}, ValueError, "rotary_dim is -2; it must be even"),
+        (Q, {"rotary_dim": 4.0}, TypeError, "rotary_dim is 4.0; it must be an integer"),
+        (Q, {"positions": np.ones(5)}, TypeError, "positions has dtype float32; it must be integ"),
+        (Q, {"positions": np.arange(4)}, ValueError, "positions has shape (4,); it must be (5,)"),
+        (Q, {"positions": np.ones((3, 5), int)}, ValueError, "positions has shape (3, 5); it must"),
+        (Q, {"positions": 3}, ValueError, "positions has shape (); it must be (5,), a number a"),
+        (Q, {"positions": np.arange(5), "offset": 1}, ValueError, "positions and offset are both"),
+        (Q, {"offset": 1.5}, TypeError, "offset has dtype float32; it must be an integer"),
+        (Q, {"offset": np.arange(2)}, ValueError, "offset has shape (2,); it must be a scalar"),
+        (Q, {"base": 0}, ValueError, "base is 0; it must be finite and above 0"),
+        (Q, {"base": math.inf}, ValueError, "base is inf; it must be finite and above 0"),
+        (Q, {"base": "1e4"}, TypeError, "base is '1e4'; it must be a number"),
+        (Q, {"interleaved": "yes"}, TypeError, "interleaved is 'yes'; it must be True or False"),
+        (Q, {"scaling": "yarn"}, TypeError, "scaling is 'yarn'; it must be None or one of Linear"),
+        (
+            Q,
+            {"scaling": NtkScaling(2), "rotary_dim": 2},
+            ValueError,
+            "rotary_dim is 2; with NtkScaling it must be at least 4",
+        ),
+        (
+            Q,
+            {"scaling": YarnScaling(2, 64), "base": 1.0},
+            ValueError,
+            "base is 1; with YarnScaling it must be above 1",
+        ),
+        (Q, {"tables": Q}, TypeError, "tables must be a pair, cos and sin"),
+        (
+            Q,
+            {"tables": (jnp.ones((5, 4)),) * 2, "offset": 3},
+            ValueError,
+            "tables are given, and positions, offset, base or scaling too",
+        ),
+        (
+            Q,
+            {"tables": (jnp.ones((5, 4)), jnp.ones((5, 3)))},
+            ValueError,
+            "cos has shape (5, 4) and sin (5, 3); both must be",
+        ),
+        (
+            Q,
+            {"tables": (jnp.ones((4, 4)),) * 2},
+            ValueError,
+            "cos has shape (4,) before its pairs; it must be (5,)",
+        ),
+        (Q, {"tables": (jnp.ones((5, 5)),) * 2}, ValueError, "rotary_dim is 10; it must be even"),
+        (
+            Q,
+            {"tables": (jnp.ones((5, 2)),) * 2, "rotary_dim": 8},
+            ValueError,
+            "rotary_dim is 8 and tables are of 2 pairs",
+        ),
+        (Q, {"tables": (jnp.ones((5, 2), int),) * 2}, TypeError, "cos has dtype int32; it must"),
+        (Q, {"implementation": "pallas"}, ValueError, "rope: implementation is 'pallas'; it must"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(q: Any, keywords: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        rope(q, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: LinearScaling(0.5), ValueError, "LinearScaling: factor is 0.5; it must be finite"),
+        (lambda: NtkScaling(math.nan), ValueError, "NtkScaling: factor is nan; it must be finite"),
+        (
+            lambda: YarnScaling(2, 64, beta_fast=1, beta_slow=1),
+            ValueError,
+            "YarnScaling: beta_fast is 1; it must be finite and above 1",
+        ),
+        (
+            lambda: YarnScaling(2, 64, attention_factor=0),
+            ValueError,
+            "YarnScaling: attention_factor is 0; it must be finite and above 0",
+        ),
+        (
+            lambda: YarnScaling(2, 0),
+            ValueError,
+            "YarnScaling: original_length is 0; it must be finite and at least 1",
+        ),
+        (
+            lambda: Llama3Scaling(8, 4, 4, 8192),
+            ValueError,
+            "Llama3Scaling: high_freq_factor is 4; it must be finite and above 4",
+        ),
+        (
+            lambda: Llama3Scaling("8", 1, 4, 8192),  # type: ignore[arg-type]
+            TypeError,
+            "Llama3Scaling: factor is '8'; it must be a number",
+        ),
+    ],
+    ids=str,
+)
+def test_scalings_that_are_refused(make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_options_that_are_traced() -> None:
+    for name, value in (("base", 1e4), ("rotary_dim", 4), ("interleaved", True)):
+        with pytest.raises(TypeError, match=f"{name} is traced; it must be known"):
+            jax.jit(lambda value, name=name: rope(Q, **{name: value}))(value)
+
+
+def test_wider_dtypes_are_the_references(rng: np.random.Generator) -> None:
+    with jax.enable_x64(True):
+        q = jnp.asarray(rng.normal(size=(4, 2, 8)))
+        with pytest.raises(TypeError, match=r'x has dtype float64.*implementation="reference"'):
+            rope(q)
+        found = rope(q, offset=jnp.int64(3), implementation="reference")
+        assert found.dtype == jnp.float64
+        angle = angles(np.arange(4) + 3, 8)
+        right, size = rotated(q, np.cos(angle), np.sin(angle))
+        assert (np.abs(found - right) <= 4 * U * size).all()

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Packages every crate as it would be uploaded, builds each from its archive, and looks for what an archive
+# must have.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+# Built quickly, as nothing runs.
+CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 \
+    cargo package --workspace --locked --allow-dirty
+failed=0
+for crate in "${CARGO_TARGET_DIR:-target}"/package/*.crate; do
+    for file in LICENSE README.md Cargo.toml; do
+        # Read to its end: tar would fail where nobody reads on.
+        tar --list --file "$crate" | grep "^[^/]*/$file$" >/dev/null || {
+            printf 'error: %s has no %s\n' "$crate" "$file" >&2
+            failed=1
+        }
+    done
+done
+exit "$failed"

@@ -1,0 +1,188 @@
+"""Builds the site in docs/, runs the code of its pages, and compares what is made with the code.
+
+Run by scripts/tiers/docs.sh, which builds the library and the tools before.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benches")]
+
+from pages import READ, Block, blocks, build, pages  # noqa: E402
+from test_readme import commands  # noqa: E402
+
+LIMIT_S = 300
+BINARIES = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+ALL = [block for page in pages() for block in blocks(page) if not block.reasons]
+# Its other programs are run by the tier readme, and by the documentation tests of xentile-cpu.
+ALL += [block for block in blocks(ROOT / "README.md") if block.language == "cpp"]
+
+
+def run(*command: str | Path) -> str:
+    """Runs a command in the root of the repository, and returns what it printed.
+
+    Fails where the command does.
+    """
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, f"exit code {result.returncode}: {command}"
+    return result.stdout
+
+
+def in_language(language: str) -> pytest.MarkDecorator:
+    """Parametrises a test by the blocks of a language."""
+    found = [block for block in ALL if block.language == language]
+    return pytest.mark.parametrize("block", found, ids=[block.name for block in found])
+
+
+def test_site(tmp_path: Path) -> None:
+    """Sphinx has no warning: no broken link, no name that is not there, no page in no index."""
+    assert build(tmp_path / "site") == 0
+    assert (tmp_path / "site" / "index.html").is_file()
+
+
+def test_reference_is_of_the_code(tmp_path: Path) -> None:
+    """Flags, keys and targets on the pages are those of the tools."""
+    run(sys.executable, "scripts/make_reference.py", "--binaries", BINARIES, "--out", tmp_path)
+    for made in sorted(tmp_path.iterdir()):
+        there = ROOT / "docs" / "reference" / made.name
+        assert there.read_text(encoding="utf-8") == made.read_text(encoding="utf-8"), (
+            f"{there.relative_to(ROOT)} is not what scripts/make_reference.py makes: run it"
+        )
+
+
+def drawn(picture: Path) -> tuple[str, list[float]]:
+    """An SVG's text without what is made of its numbers, and its numbers."""
+    text = re.sub(r"(?<=[#\"])[a-z]+[0-9a-f]{8,}", "ID", picture.read_text(encoding="utf-8"))
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    return re.sub(number, "N", text), [float(found) for found in re.findall(number, text)]
+
+
+def test_pictures_are_of_the_results(tmp_path: Path) -> None:
+    """Each picture is what benches/plot_results.py draws, but for a hundredth of a point."""
+    run(sys.executable, "benches/plot_results.py", "--out", tmp_path)
+    there = ROOT / "docs" / "images"
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == sorted(file.name for file in there.iterdir())
+    for name in names:
+        (text, numbers), (made, expected) = drawn(there / name), drawn(tmp_path / name)
+        is_same = text == made and numbers == pytest.approx(expected, abs=0.01)
+        assert is_same, f"docs/images/{name} is not what benches/plot_results.py draws: run it"
+
+
+def test_readme_has_the_figures_of_the_results() -> None:
+    """Each row of the table has the time, ratio and memory of the files behind the chart."""
+    # It is not there where no test of this file runs.
+    results = importlib.import_module("plot_results")
+
+    _, logits = results.load("nvidia-h200/peers.json")
+    _, linear = results.load("nvidia-h100/linear-peers-by-spread.json")
+    _, on_cpu = results.load("amd-epyc-family-25-model-17/linear-peers-bf16.json")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = [line for line in text.splitlines() if "times as long" in line]
+    shape = {"tokens": 4096, "vocab": 128256}
+    spread = {"distribution": "normal, std 1"}
+    for row, ours, dense, time_of, digits in (
+        (
+            table[0],
+            results.one(logits, "xentile", **shape)["found"]["value_and_grad"],
+            results.one(logits, "JAX dense", **shape)["found"]["value_and_grad"],
+            results.copies(results.one(logits, "xentile", **shape)),
+            2,
+        ),
+        (
+            table[1],
+            results.one(linear, "xentile", **spread)["found"],
+            results.one(linear, "JAX dense", **spread)["found"],
+            results.products(results.one(linear, "xentile", **spread)),
+            1,
+        ),
+        (
+            table[2],
+            results.one(on_cpu, "xentile")["found"],
+            results.one(on_cpu, "JAX dense")["found"],
+            None,
+            0,
+        ),
+    ):
+        said = [f"{ours['median_ms']:.{digits}f} ms", f"{dense['median_ms']:.{digits}f} ms"]
+        said.append(f"**{dense['median_ms'] / ours['median_ms']:.1f} times as long**")
+        said += [f"({time_of:.2f} "] if time_of else []
+        said.append(f"{dense['temp_bytes'] / 2**20:.0f} MiB")
+        of_ours = ours["temp_bytes"] / 2**20
+        said.append(f"{of_ours:.{0 if of_ours > 1 else 1}f} MiB")
+        for figure in said:
+            assert figure in row, f"{figure} is not in {row}"
+    assert len(text.splitlines()) <= 150
+
+
+SHELL = [
+    (block, command)
+    for block in ALL
+    if block.language == "sh"
+    for command in commands(f"```sh\n{block.text}```\n")
+]
+
+
+# Before a page's Python, which may read what they make.
+@pytest.mark.parametrize(
+    ("block", "command"), SHELL, ids=[f"{block.name} {command}" for block, command in SHELL]
+)
+def test_command(block: Block, command: str) -> None:
+    """The command works in a clone's root."""
+    run("bash", "-euo", "pipefail", "-c", command)
+
+
+PYTHON = list(dict.fromkeys(block.page for block in ALL if block.language == "python"))
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=[str(page.relative_to(ROOT)) for page in PYTHON])
+def test_python(page: Path) -> None:
+    """The Python of a page runs from top to bottom."""
+    run(sys.executable, "scripts/pages.py", "run", page)
+
+
+@in_language("cpp")
+def test_cpp(block: Block, tmp_path: Path) -> None:
+    """The program compiles with the header, links with the library, and ends well."""
+    source, program = tmp_path / "program.cpp", tmp_path / "program"
+    source.write_text(block.text, encoding="utf-8")
+    include = ROOT / "crates" / "xentile-xla" / "include"
+    flags = ["-std=c++17", "-Wall", "-Werror", f"-I{include}", "-o", str(program), str(source)]
+    flags += [f"-L{BINARIES}", "-lxentile_xla", f"-Wl,-rpath,{BINARIES}"]
+    run("c++", *flags)
+    run(program)
+
+
+@in_language("yaml")
+def test_config(block: Block, tmp_path: Path) -> None:
+    """It is a config of gradcheck, and the kernel is within tolerance."""
+    config = tmp_path / "config.yaml"
+    config.write_text(block.text, encoding="utf-8")
+    run(BINARIES / "gradcheck", "--config", config)
+
+
+def test_every_block_has_a_test() -> None:
+    """Those of `rust` are documentation tests of the crate that they use."""
+    tested = {"sh", "python", "cpp", "yaml", "rust"} | (READ - {"yaml"})
+    assert {block.language for block in ALL} <= tested
+    sources = [*ROOT.glob("crates/*/src/lib.rs")]
+    text = "".join(source.read_text(encoding="utf-8") for source in sources)
+    for page in {block.page for block in ALL if block.language == "rust"}:
+        assert f'include_str!("../../../{page.relative_to(ROOT)}")' in text

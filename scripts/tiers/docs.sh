@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The site in docs/: it builds without a warning, what is made from code is up to date, and the code on its
+# pages runs. In a virtual environment of its own.
+source scripts/tiers/common.sh
+
+XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,real,train,docs}.txt
+export PATH=$PWD/.venv-docs/bin:$PATH
+cargo build --release
+export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
+export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
+python scripts/pages.py left-out
+pytest -v --durations=5 scripts/tests/test_pages.py

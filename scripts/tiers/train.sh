@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The examples: their tests, the smallest validation of all kernels in examples/train, and the smallest run of
+# examples/transformer_bench. In a virtual environment of their own.
+source scripts/tiers/common.sh
+
+XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
+export PATH=$PWD/.venv-train/bin:$PATH
+cargo build --release
+export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
+export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
+# Most of the time is XLA's, which compiles programs that run a few steps.
+export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+
+status=0
+scripts/pytest_in_shares.sh --durations=5 examples/tests || status=1
+check "validate_training.sh, 12 steps" scripts/validate_training.sh --num_train_steps 12 \
+    --out "$target_dir/validation-test" -- --model_size test --text README.md CHANGELOG.md
+export PYTHONPATH=$PWD/examples:$PYTHONPATH
+check "transformer_bench time" python -m transformer_bench time \
+    --config examples/transformer_bench/configs/test.yaml --json "$target_dir/transformer.jsonl"
+check "transformer_bench report" python -m transformer_bench report \
+    "$target_dir/transformer.jsonl" --out "$target_dir/transformer.md"
+finish_checks || status=1
+exit "$status"
