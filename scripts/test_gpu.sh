@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests and measures what was built, on a machine with an NVIDIA GPU and JAX for CUDA; needs no Rust:
 #
-#     scripts/test_gpu.sh --artifacts DIR [--log FILE] [--out DIR] [SECTION...]
+#     scripts/test_gpu.sh --artifacts DIR [--log FILE] [--out DIR] [--devices N] [SECTION...]
 #
 # DIR holds what was built with CUDA: a wheel of pallas_bridge or libxentile_xla.so, gradcheck and
 # microbench. Where XENTILE_XLA_LIBRARY names a library, that one is taken. Sections, all unless some
@@ -16,6 +16,11 @@
 #     peers         other cross-entropies over logits beside ours; PEERS_ARGUMENTS are passed on
 #     linear-peers  the same for linear cross-entropy; LINEAR_PEERS_ARGUMENTS are passed on
 #
+# With --devices N, of 2 and more, the sections are these, over N GPUs of one machine:
+#
+#     meshes        the tests of pallas_bridge that need several devices
+#     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
+#
 # A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
@@ -23,6 +28,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/tiers/common.sh
 
+devices=1
 all=(jax sanitizer counters gradcheck microbench sweep peers linear-peers)
 artifacts="" log=/dev/null out="" sections=()
 refuse() {
@@ -31,23 +37,33 @@ refuse() {
 }
 while (($#)); do
     case $1 in
-        --artifacts | --log | --out)
+        --artifacts | --log | --out | --devices)
             (($# > 1)) || refuse "$1 needs a value"
             case $1 in
                 --artifacts) artifacts=$2 ;;
                 --log) log=$2 ;;
                 --out) out=$2 ;;
+                --devices) devices=$2 ;;
             esac
             shift 2
             ;;
         *)
-            [[ " ${all[*]} " == *" $1 "* ]] || refuse "no section $1: choose from ${all[*]}"
             sections+=("$1")
             shift
             ;;
     esac
 done
+[[ $devices =~ ^[1-9][0-9]*$ ]] || refuse "--devices is $devices: give a whole number"
+if ((devices > 1)); then
+    all=(meshes scaling)
+    found=$(nvidia-smi --list-gpus | wc -l)
+    ((found >= devices)) || refuse "--devices is $devices, and this machine has $found GPUs"
+fi
 ((${#sections[@]})) || sections=("${all[@]}")
+for section in "${sections[@]}"; do
+    [[ " ${all[*]} " == *" $section "* ]] ||
+        refuse "no section $section with --devices $devices: choose from ${all[*]}"
+done
 [[ -d $artifacts ]] || refuse "--artifacts must name the folder of what was built"
 artifacts=$(realpath "$artifacts")
 scratch=$(mktemp -d)
@@ -124,6 +140,17 @@ section_jax() {
         ((code < 124)) || printf 'check: 0 passed, 1 failed\n'
     done
     return "$status"
+}
+
+section_meshes() {
+    XENTILE_TEST_PLATFORM=cuda timeout -k 5 "$limit" "$python" -m pytest pallas_bridge/tests \
+        -m devices -p no:cacheprovider --tb=short --durations=3
+}
+
+section_scaling() {
+    check scaling timeout -k 5 "$limit" "$python" benches/peers/devices.py --devices "$devices" \
+        --json "$out/devices.json"
+    finish_checks
 }
 
 section_sanitizer() {

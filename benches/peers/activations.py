@@ -161,7 +161,7 @@ def in_torch(name: str, rows: int, columns: int, which: str, seconds: float) -> 
 def about() -> dict[str, Any]:
     """What the figures are of."""
     found: dict[str, Any] = {
-        "command": " ".join(["python", "benches/peers/activations.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benches/peers/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     for name in ("jax", "jaxlib", "torch", "triton"):

@@ -1,6 +1,7 @@
 """The next-token loss of hidden states and the head, by each kernel that a run may choose."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,10 @@ def loss_of(
         # bits has no kernel on CPUs.
         head = head.astype(hidden.dtype)
         if kernel == "fused_linear":
-            return linear(hidden, head, labels, mesh)
+            return over_mesh(linear_cross_entropy, mesh, hidden, head, labels)
         logits = hidden @ head.T
         if kernel == "fused":
-            return cross_entropy(logits, labels, donate_logits=True)
+            return over_mesh(partial(cross_entropy, donate_logits=True), mesh, logits, labels)
         counts = labels != IGNORED
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), jnp.where(counts, labels, 0)
@@ -49,23 +50,26 @@ def loss_of(
         return jnp.where(counts, losses, 0.0).sum() / jnp.maximum(counts.sum(), 1)
 
 
-def linear(hidden: Array, head: Array, labels: Array, mesh: Mesh | None) -> Array:
-    """`linear_cross_entropy`, on a mesh by each device over its own tokens.
+def over_mesh(loss: Callable[..., Array], mesh: Mesh | None, *arrays: Array) -> Array:
+    """A loss of logits, or of hidden states and the head; on a mesh by each device of its part.
 
-    The head is gathered: a vocabulary that is split (the axis `model`) is right, and no faster.
+    Tokens stay on the devices that have them, and so does the vocabulary where the axis `model`
+    cuts it; a head that `fsdp` cuts by its hidden axis is gathered.
     """
     if mesh is None:
-        return linear_cross_entropy(hidden, head, labels, vocab_axis=0)
+        return loss(*arrays)
     over = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
+    model = "model" if "model" in mesh.axis_names else None
+    loss = partial(loss, reduction="sum", **({} if model is None else {"axis_name": model}))
 
-    def of_a_device(hidden: Array, head: Array, labels: Array) -> Any:
-        total = linear_cross_entropy(hidden, head, labels, vocab_axis=0, reduction="sum")
-        count = jnp.sum(labels != IGNORED)
+    def of_a_device(*arrays: Array) -> Array:
+        total, count = loss(*arrays), jnp.sum(arrays[-1] != IGNORED)
         if over:
             total, count = jax.lax.psum(total, over), jax.lax.psum(count, over)
         return total / jnp.maximum(count, 1)
 
     tokens = P(over or None)
-    sharded = jax.shard_map(of_a_device, mesh=mesh, in_specs=(tokens, P(), tokens), out_specs=P())
-    result: Array = sharded(hidden, head, labels)
+    columns = (tokens, P(model)) if len(arrays) == 3 else (P(over or None, None, model),)
+    sharded = jax.shard_map(of_a_device, mesh=mesh, in_specs=(*columns, tokens), out_specs=P())
+    result: Array = sharded(*arrays)
     return result

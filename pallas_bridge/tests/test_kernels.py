@@ -199,7 +199,7 @@ def test_the_same_bits_from_run_to_run(rng: np.random.Generator, dtype: str, voc
 
     for a, b in zip(first[2:], eager[2:], strict=True):
         same_bits(a, b)
-    # Op by op nothing tells f16's fused pass the factor, and the pair that recomputes rounds elsewhere.
+    # Op by op nothing tells f16's fused pass the factor; the pair that recomputes rounds elsewhere.
     if PLATFORM == "cpu" or dtype != "float16":
         same_bits(first[1], eager[1])
     same_bits(looped(logits, labels)[1], first[1])

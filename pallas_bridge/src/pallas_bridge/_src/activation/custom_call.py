@@ -59,7 +59,7 @@ def _bind(
         ),
         implementation=options.implementation,
         dense=dense,
-        dense_on=() if options.kind == "gelu_erf" else ("cuda",),
+        dense_on=() if options.kind.startswith("gelu") else ("cuda",),
     )
     return bind(call, *arrays)[0]
 

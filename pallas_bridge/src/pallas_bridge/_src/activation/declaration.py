@@ -11,7 +11,7 @@ OPERATION = Operation(
         ("cpu", "of gate and up in two arrays XLA's own program"),
         (
             "cuda",
-            "for GELU by erf alone; for other functions, and of two arrays, XLA's own program",
+            "for GELU alone; for other functions, and of two arrays, XLA's own program",
         ),
     ),
 )

@@ -7,5 +7,5 @@ OPERATION = Operation(
     target="xentile_rope",
     falls_back=True,
     # Of docs/internals/rope.md.
-    notes=(("cuda", "by name alone; else XLA's own program"),),
+    notes=(("cuda", "for interleaved pairs alone; for halves XLA's own program"),),
 )
