@@ -90,8 +90,8 @@ def test_cross_entropy(rng: np.random.Generator, way: str, axis: str, dtype: str
     alone = partial(cross_entropy, reduction="sum", **options)
     gradient = [jax.value_and_grad(one) for one in (f, alone)]
     found = held(mesh, *gradient, (logits, labels), specs, dtype)
-    # Numbers of a token at most.
-    assert {*found} <= {"all-reduce"} and max(found.values()) <= TOKENS
+    # Three numbers of a token at most, which XLA may put into one exchange.
+    assert {*found} <= {"all-reduce"} and max(found.values()) <= 3 * TOKENS
 
 
 CUTS = {

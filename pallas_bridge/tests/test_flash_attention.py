@@ -1,5 +1,6 @@
 """Attention against its formulas in float64, under everything that JAX does to functions."""
 
+import contextlib
 import json
 from functools import partial
 from itertools import pairwise
@@ -11,7 +12,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from oracle import Floats
 from pallas_bridge._src import pallas
@@ -270,11 +272,14 @@ def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
         np.testing.assert_array_equal(array, again[name], name)
 
 
+def same(found: Any, right: Any) -> None:
+    """Holds results of other programs: to the same bits where kernels of the library make them."""
+    rounding = 0 if PLATFORM == "cpu" else 1e-5
+    np.testing.assert_allclose(found, right, rtol=rounding, atol=rounding)
+
+
 def test_o_alone_and_without_a_batch(rng: np.random.Generator) -> None:
     q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (20, 30), (16, 8))
-    # On GPUs XLA runs each as a program of its own.
-    rounding = 0 if PLATFORM == "cpu" else 1e-5
-    same = partial(np.testing.assert_allclose, rtol=rounding, atol=rounding)
     o, lse = flash_attention(q, k, v, return_lse=True)
     same(flash_attention(q, k, v), o)
     one, of_one = flash_attention(q[0], k[0], v[0], return_lse=True)
@@ -356,12 +361,12 @@ def test_batch_and_heads_cut_over_a_mesh(rng: np.random.Generator, spec: Any) ->
     assert "all-gather" not in text and "all-reduce" not in text and "all-to-all" not in text
     for found, one in zip(compiled(*placed), right, strict=True):
         assert found.sharding.is_equivalent_to(sharding, 4)
-        np.testing.assert_array_equal(found, one)
+        same(found, one)
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=PartitionSpec(*spec), out_specs=PartitionSpec(*spec)
     )
     for found, one in zip(jax.jit(mapped)(*placed), right, strict=True):
-        np.testing.assert_array_equal(found, one)
+        same(found, one)
 
 
 @pytest.mark.devices(2)
@@ -593,6 +598,46 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
     assert on_cuda.cudnn(Options(0.5), *few) is not None
     wide = [x.astype("float32") for x in given]
     assert on_cuda.cudnn(Options(0.5), *wide) is None
+
+
+@pytest.mark.only("cpu", "a stand-in for cuDNN")
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_programs_that_call_cudnn(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """JAX partitions cuDNN's attention by rules that want a program's devices."""
+    attend: Any = jax.nn.dot_product_attention
+    partitioned = custom_partitioning(lambda q, k, v: attend(q, k, v, is_causal=True))
+    rule = "b s h d, b t k d, b t k d -> b s h d"
+    partitioned.def_partition(sharding_rule=rule, partition=lambda *_: None)
+    counted = []
+
+    @jax.custom_vjp
+    def stand_in(q: Any, k: Any, v: Any) -> Any:
+        counted.append("forward")
+        return partitioned(q, k, v)
+
+    def backward(_: Any, do: Any) -> Any:
+        counted.append("backward")
+        return do, do[:, :, :2], do[:, :, :2]
+
+    stand_in.defvjp(lambda *x: (stand_in(*x), None), backward)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, **_: stand_in(*x))
+    q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (32, 32), (8, 8))
+
+    def step(q: Any, k: Any, v: Any, do: Any) -> Any:
+        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *pull(do)
+
+    given = [q, k, v, do]
+    with contextlib.ExitStack() as stack:
+        if kind is not None:
+            mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+            stack.enter_context(jax.set_mesh(mesh))
+            given = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in given]
+        text = lowered(step, "cuda", *given)
+    assert {*counted} == {"forward", "backward"}
+    assert "xentile" not in text and (kind is None or "CustomSPMDPartitioning" in text)
 
 
 @pytest.mark.newest

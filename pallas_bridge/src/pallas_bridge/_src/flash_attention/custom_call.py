@@ -49,10 +49,13 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
         results=(Result(OUT, like=0), Result(LSE)),
         attributes=_attributes(options),
         implementation=options.implementation,
-        dense=partial(on_cuda.forward, options),
+        dense=partial(reference.forward, options),
         for_tpu=on_tpu.forward(options, *arrays[:3]),
     )
-    o, lse = bind(call, *arrays)
+    if options.implementation is not None:
+        o, lse = bind(call, *arrays)
+    else:
+        o, lse = on_cuda.forward(options, partial(bind, call), *arrays)
     return o, lse
 
 
@@ -66,7 +69,7 @@ def backward(
 
     def dense(*operands: jax.Array) -> Any:
         do, dlse = operands[-2:]
-        return on_cuda.gradients(options, operands[:count], do, dlse if of_lse else None)
+        return reference.gradients(options, operands[:count], do, dlse if of_lse else None)
 
     sinks = (Result(SINKS),) if options.has_sinks else ()
     call = Call(
@@ -79,8 +82,13 @@ def backward(
         dense=dense,
         for_tpu=None if of_lse else on_tpu.gradients(options, *arrays[:3]),
     )
-    given = dlse if of_lse else jnp.zeros_like(lse)
-    return bind(call, *arrays, o, lse, do, given)
+
+    def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return bind(call, *operands, dlse if of_lse else jnp.zeros_like(lse))
+
+    if options.implementation is not None or of_lse:
+        return kernel(*arrays, o, lse, do)
+    return on_cuda.backward(options, kernel, arrays, o, lse, do)
 
 
 def attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:

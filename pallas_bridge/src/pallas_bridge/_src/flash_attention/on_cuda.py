@@ -1,54 +1,57 @@
-"""Attention where the library has no kernel: cuDNN's on NVIDIA GPUs, else XLA's own program."""
+"""cuDNN's attention, which runs on NVIDIA GPUs where it has all of the options."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import reference
+from ..arrays import spec_of
+from ..custom_call import vary_alike
 from .options import Options
 
+Kernel = Callable[..., tuple[jax.Array, ...]]
 
-def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns o and lse."""
-    plain = partial(reference.forward, options)
+
+def forward(options: Options, others: Kernel, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns o and lse, by `others` where it is not cuDNN's.
+
+    What cuDNN is made of is partitioned by rules of JAX that must see a program's devices, so that
+    the choice is part of the traced program.
+    """
     function = cudnn(options, *arrays[:3])
     if function is None:
-        return plain(*arrays)
+        return others(*arrays)
 
     def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Nothing uses lse, and XLA drops it.
-        return function(*arrays[:3]), plain(*arrays)[1]
+        o = function(*arrays[:3])
+        # The caller does not see lse, and the backward pass is cuDNN's too, with its own.
+        lse, *_ = vary_alike([jnp.zeros_like(arrays[0][..., 0], jnp.float32), o])
+        return o, lse
 
-    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
-        *arrays, cuda=of_cudnn, default=plain
+    found: tuple[jax.Array, ...] = jax.lax.platform_dependent(
+        *arrays, cuda=of_cudnn, default=others
     )
     return found
 
 
-def gradients(
-    options: Options, arrays: Sequence[jax.Array], do: jax.Array, dlse: jax.Array | None
+def backward(
+    options: Options, others: Kernel, arrays: Sequence[jax.Array], o: Any, lse: Any, do: Any
 ) -> tuple[jax.Array, ...]:
-    """Returns dq, dk, dv and, with sinks, dsinks."""
-
-    def plain(do: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return reference.gradients(options, arrays, do, dlse)
-
-    function = None if dlse is not None else cudnn(options, *arrays[:3])
+    """Returns dq, dk and dv, by `others` where they are not cuDNN's."""
+    function = cudnn(options, *arrays[:3])
     if function is None:
-        return plain(do, *arrays)
+        return others(*arrays, o, lse, do)
 
-    def of_cudnn(do: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         # Its forward pass is made again, unless XLA finds that it is the one there was.
-        found: tuple[jax.Array, ...] = jax.vjp(function, *arrays[:3])[1](do)
+        found: tuple[jax.Array, ...] = jax.vjp(function, *arrays[:3])[1](arrays[-1])
         return found
 
-    made: tuple[jax.Array, ...] = jax.lax.platform_dependent(
-        do, *arrays, cuda=of_cudnn, default=plain
+    found: tuple[jax.Array, ...] = jax.lax.platform_dependent(
+        *arrays, o, lse, do, cuda=of_cudnn, default=others
     )
-    return made
+    return found
 
 
 def cudnn(options: Options, q: Any, k: Any, v: Any) -> Callable[..., jax.Array] | None:
@@ -87,6 +90,11 @@ def cudnn(options: Options, q: Any, k: Any, v: Any) -> Callable[..., jax.Array] 
         )
         return jnp.moveaxis(o, 1, 2).reshape(*batch, heads, group, queries, v.shape[-1])
 
+    spec = spec_of(jax.typeof(q))
+    if any(one is not None for one in spec):
+        # It knows of no explicit axes; what cuts o is what cuts q.
+        of_o = jax.sharding.PartitionSpec(*spec)
+        function = jax.sharding.auto_axes(function, out_sharding=of_o)
     try:
         jax.eval_shape(function, q, k, v)
     except (RuntimeError, ValueError, NotImplementedError):
