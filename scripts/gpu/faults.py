@@ -1,0 +1,131 @@
+"""What becomes of a job of two processes, a GPU each, when one of them fails in a step.
+
+    python scripts/gpu/faults.py [--json FILE] [FAULT ...]
+
+Both train by linear cross-entropy with the tokens cut over them. Faults, of the second process after
+some steps: `killed` (SIGKILL), `memory` (its device is full), `shapes` (it has other shapes than the
+first). For each is told how long the first process lived on, how it ended, and its last lines. A
+process that lives on for LIMIT seconds hangs, and the exit code is 1.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FAULTS = ("killed", "memory", "shapes")
+# Heartbeats that a process may miss, and what a job may take to end.
+HEARTBEAT, LIMIT = 10, 100
+STEPS_BEFORE = 5
+
+
+def worker(rank: int, address: str, fault: str) -> None:
+    """One process of the job, for ever."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from pallas_bridge import linear_cross_entropy
+
+    jax.distributed.initialize(
+        address, 2, rank, local_device_ids=[rank], heartbeat_timeout_seconds=HEARTBEAT
+    )
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    jax.set_mesh(mesh)
+
+    def arrays(tokens: int) -> Any:
+        def draw(shape: tuple[int, ...], spec: P, dtype: Any) -> jax.Array:
+            make = jax.jit(
+                lambda: jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype),
+                out_shardings=NamedSharding(mesh, spec),
+            )
+            return make()
+
+        hidden = draw((tokens, 1024), P("data"), jnp.bfloat16)
+        return hidden, draw((32000, 1024), P(), jnp.bfloat16), draw((tokens,), P("data"), jnp.int32)
+
+    step = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))
+    given, done = arrays(4096), 0
+    while True:
+        if done == STEPS_BEFORE and rank == 1 and fault == "shapes":
+            given = arrays(2048)
+        if done == STEPS_BEFORE and rank == 1 and fault == "memory":
+            device = jax.local_devices()[0]
+            held = [jax.device_put(jnp.ones(2**31, jnp.int8), device) for _ in range(1000)]
+            jax.block_until_ready(held)
+        jax.block_until_ready(step(*given))
+        done += 1
+        print(f"rank {rank}: step {done}", flush=True)
+        time.sleep(0.1)
+
+
+def outcome(fault: str) -> dict[str, Any]:
+    """Starts a job, has the fault happen, and tells what the first process made of it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, __file__, "--address", address, fault, "--rank"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    logs = [Path(f"/tmp/xentile-faults-{rank}.log") for rank in range(2)]
+    jobs = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    first, second = jobs
+    ready = f"rank 1: step {STEPS_BEFORE}"
+    started = time.monotonic()
+    while ready not in logs[1].read_text() and time.monotonic() - started < LIMIT:
+        time.sleep(0.05)
+    if fault == "killed":
+        second.send_signal(signal.SIGKILL)
+    since = time.monotonic()
+    while first.poll() is None and time.monotonic() - since < LIMIT:
+        time.sleep(0.1)
+    found = {"fault": fault, "seconds": round(time.monotonic() - since, 1), "code": first.poll()}
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    found["second_code"] = second.returncode
+    for name, log in zip(("first", "second"), logs, strict=True):
+        found[name] = [line[:300] for line in log.read_text().splitlines() if line.strip()][-6:]
+    return found
+
+
+def main() -> int:
+    """Has every fault happen; 1 where a process hung."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", default=[*FAULTS])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = {*options.faults} - {*FAULTS}
+    if unknown:
+        parser.error(f"no fault {', '.join(sorted(unknown))}: choose from {', '.join(FAULTS)}")
+    if options.rank is not None:
+        worker(options.rank, options.address, options.faults[0])
+    found = []
+    for fault in options.faults:
+        found.append(outcome(fault))
+        print(json.dumps(found[-1], indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(one["code"] is None for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
