@@ -2,10 +2,10 @@
 
     python scripts/gpu/faults.py [--json FILE] [FAULT ...]
 
-Both train by linear cross-entropy with the tokens cut over them. Faults, of the second process after
-some steps: `killed` (SIGKILL), `memory` (its device is full), `shapes` (it has other shapes than the
-first). For each is told how long the first process lived on, how it ended, and its last lines. A
-process that lives on for LIMIT seconds hangs, and the exit code is 1.
+Both train by linear cross-entropy with the tokens cut over them. Faults, of the second process
+after some steps: `killed` (SIGKILL), `memory` (its device is full), `shapes` (it has other shapes
+than the first). For each is told how long the first process lived on, how it ended, and the last
+lines of both. One that lives on for LIMIT seconds hangs, and the exit code is 1.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 FAULTS = ("killed", "memory", "shapes")
-# Heartbeats that a process may miss, and what a job may take to end.
-HEARTBEAT, LIMIT = 10, 100
+# Seconds: without heartbeats of a process, of waiting for the other at the end, for a job to end.
+HEARTBEAT, SHUTDOWN, LIMIT = 10, 20, 60
 STEPS_BEFORE = 5
 
 
@@ -35,21 +35,23 @@ def worker(rank: int, address: str, fault: str) -> None:
     from pallas_bridge import linear_cross_entropy
 
     jax.distributed.initialize(
-        address, 2, rank, local_device_ids=[rank], heartbeat_timeout_seconds=HEARTBEAT
+        address,
+        2,
+        rank,
+        local_device_ids=[rank],
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=SHUTDOWN,
     )
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     jax.set_mesh(mesh)
 
-    def arrays(tokens: int) -> Any:
-        def draw(shape: tuple[int, ...], spec: P, dtype: Any) -> jax.Array:
-            make = jax.jit(
-                lambda: jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype),
-                out_shardings=NamedSharding(mesh, spec),
-            )
-            return make()
+    def arrays(tokens: int) -> tuple[jax.Array, ...]:
+        def draw(spec: P, *shape: int) -> jax.Array:
+            array: jax.Array = jnp.ones(shape, jnp.bfloat16, out_sharding=NamedSharding(mesh, spec))
+            return array
 
-        hidden = draw((tokens, 1024), P("data"), jnp.bfloat16)
-        return hidden, draw((32000, 1024), P(), jnp.bfloat16), draw((tokens,), P("data"), jnp.int32)
+        labels = jnp.zeros(tokens, jnp.int32, out_sharding=NamedSharding(mesh, P("data")))
+        return draw(P("data"), tokens, 1024), draw(P(), 32000, 1024), labels
 
     step = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))
     given, done = arrays(4096), 0
@@ -101,7 +103,9 @@ def outcome(fault: str) -> dict[str, Any]:
         job.wait()
     found["second_code"] = second.returncode
     for name, log in zip(("first", "second"), logs, strict=True):
-        found[name] = [line[:300] for line in log.read_text().splitlines() if line.strip()][-6:]
+        # Without the frames of a stack trace.
+        lines = [line[:300] for line in log.read_text().splitlines() if line.strip()]
+        found[name] = [line for line in lines if not line.startswith("    @ ")][-6:]
     return found
 
 
