@@ -202,6 +202,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes minutes when it is interpreted, and has nothing unsafe")]
     fn logits_are_read_before_gradients_take_their_place() {
         for (tokens, width) in [(1, 1), (7, 9), (9, 7), (100, 3), (3, 100), (0, 5), (64, 64)] {
             for vocab in [2, 5, 31, 1000] {

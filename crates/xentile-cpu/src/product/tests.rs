@@ -106,6 +106,7 @@ fn check_form<E: Element>(
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "takes hours when it is interpreted")]
 fn products_of_all_extents() {
     for transposed in [[false, false], [true, false], [false, true], [true, true]] {
         for rows in [1, 3, 4, 6, 7, 29] {
@@ -123,6 +124,7 @@ fn products_of_all_extents() {
 
 /// The first terms of panels are those of panels of the first.
 #[test]
+#[cfg_attr(miri, ignore = "takes hours when it is interpreted")]
 fn products_of_the_first_terms() {
     let (rows, columns, held) = (7, 67, 6 * TERMS_STEP);
     let right = numbers::<bf16>(held * columns, 7);
@@ -174,6 +176,7 @@ fn check_alone<E: Element>(form: Form) {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "takes hours when it is interpreted")]
 fn sums_do_not_depend_on_what_is_asked_for_beside_them() {
     forms::<f32>().into_iter().for_each(check_alone::<f32>);
     forms::<bf16>().into_iter().for_each(check_alone::<bf16>);
@@ -203,7 +206,7 @@ fn farthest<E: Element>(
 #[test]
 fn products_follow_float64() {
     fn check<E: Element>(rng: &mut ChaCha8Rng) {
-        let [rows, terms, columns] = [37, 601, 45];
+        let [rows, terms, columns] = if cfg!(miri) { [3, 5, 9] } else { [37, 601, 45] };
         let (a, b) = (drawn::<E>(rng, rows * terms), drawn::<E>(rng, terms * columns));
         let (left, right) = (Matrix::new(&a, rows).transposed(), Matrix::new(&b, columns));
         for form in forms::<E>() {
@@ -217,6 +220,10 @@ fn products_follow_float64() {
     }
     let mut rng = common::fresh_rng("products");
     check::<f32>(&mut rng);
+    if cfg!(miri) {
+        // A minute a dtype.
+        return;
+    }
     check::<bf16>(&mut rng);
     check::<f16>(&mut rng);
 }
