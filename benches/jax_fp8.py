@@ -1,86 +1,148 @@
-"""FP8 quantisation by the library's kernels beside XLA's own program, on the default device.
+"""FP8 quantisation on one device: our kernels and XLA's program, in copies of their bytes.
 
-`python benches/jax_fp8.py [ROUNDS]`: programs take turns, in the memory that XLA gives them; a row
-has the medians, the least times, and the median of the rounds' ratios.
+    python benches/jax_fp8.py [--json FILE] [--shapes MxD ...] [--cases NAME ...] [--seconds S]
+
+A cell is a case of a shape and a dtype, of numbers that are normal or have heavy tails. Programs of
+a cell take turns, each on CALLS inputs one after another, so that what was read before does not
+count; what is said is the median over the rounds of a program's time, and of its ratio to the copy.
+A copy is a kernel that negates as many bytes as must move: x once, or twice where one scale is made
+of all of it, values and scales. `same` says whether both programs have given the same bits.
 """
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+import argparse
+import json
+from collections.abc import Callable
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from peers.activations import CALLS, about, rounds_of
 
-from pallas_bridge import fp8_dequantize, fp8_quantize
+from pallas_bridge import fp8_quantize
 
-SHAPES = ((2048, 4096), (1024, 14336))
+SHAPES = {"cpu": ("2048x4096", "1024x14336"), "gpu": ("8192x4096", "8192x14336")}
 CASES: dict[str, dict[str, Any]] = {
-    "tensor": {},
-    "tensor, scale given": {"scale": 0.01, "return_amax": True},
-    "row": {"granularity": "row"},
     "block_1d": {"granularity": "block_1d"},
-    "block_1d, powers of two": {"granularity": "block_1d", "power_of_two": True},
+    "row": {"granularity": "row"},
     "block_2d": {"granularity": "block_2d"},
-    "tensor, transposed": {"transposed": True},
-    "row, transposed": {"granularity": "row", "transposed": True},
     "block_1d, transposed": {"granularity": "block_1d", "transposed": True},
     "block_2d, transposed": {"granularity": "block_2d", "transposed": True},
+    "tensor": {},
+    "tensor, scale given": {"scale": 0.01, "return_amax": True},
+    "tensor, scale given, transposed": {"scale": 0.01, "return_amax": True, "transposed": True},
+    "row, transposed": {"granularity": "row", "transposed": True},
+    "block_1d, powers of two": {"granularity": "block_1d", "power_of_two": True},
+    "block_1d, e5m2": {"granularity": "block_1d", "dtype": jnp.float8_e5m2},
 }
+# All x is read twice: one scale is made of it before the first value.
+TWICE = ("tensor",)
 
 
-def seconds(run: Callable[..., object], x: object) -> float:
-    """Returns how long a program takes."""
-    began = time.perf_counter()
-    jax.block_until_ready(run(x))
-    return time.perf_counter() - began
+def inputs(shape: tuple[int, int], dtype: str, tails: str) -> list[jax.Array]:
+    """Returns an x for each call."""
+    keys = jax.random.split(jax.random.key(0), 2 * CALLS)
+
+    @jax.jit
+    def draw(first: jax.Array, second: jax.Array) -> jax.Array:
+        x = jax.random.normal(first, shape)
+        if tails == "heavy":
+            # The magnitudes of a lognormal distribution: few are a hundred times the others.
+            x = x * jnp.exp(1.5 * jax.random.normal(second, shape))
+        return x.astype(dtype)
+
+    return [draw(keys[2 * i], keys[2 * i + 1]) for i in range(CALLS)]
+
+
+@jax.jit
+def is_same(found: object, right: object) -> jax.Array:
+    """Whether all bits are the same; every NaN is."""
+
+    def bits(array: jax.Array) -> jax.Array:
+        unsigned = jnp.uint8 if array.dtype.itemsize == 1 else jnp.uint32
+        of = jax.lax.bitcast_convert_type(array, unsigned)
+        return jnp.where(jnp.isnan(array.astype(jnp.float32)), unsigned(0x7F), of)
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+    return jnp.array([(bits(a) == bits(b)).all() for a, b in pairs]).all()
+
+
+class Cell:
+    """The programs of a case, compiled, for x of any distribution."""
+
+    def __init__(self, name: str, x: list[jax.Array]) -> None:
+        """Compiles them."""
+        self.name, self.reads = name, 2 if name in TWICE else 1
+
+        def program(implementation: str) -> Callable[[object], Any]:
+            run = partial(fp8_quantize, implementation=implementation, **CASES[name])
+            return jax.jit(lambda x: [run(one) for one in x]).lower(x).compile()
+
+        self.programs = {"xla": program("reference"), "ours": program("custom_call")}
+        results = jax.eval_shape(partial(fp8_quantize, **CASES[name]), x[0])
+        self.moved = self.reads * x[0].nbytes
+        self.moved += sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(results))
+        # Each of its own input, or XLA reads it once for all.
+        self.sources = [jnp.full(self.moved // 4, i, jnp.bfloat16) for i in range(CALLS)]
+        negate = jax.jit(lambda sources: [-one for one in sources])
+        self.negate = negate.lower(self.sources).compile()
+
+    def measure(self, x: list[jax.Array], seconds: float) -> dict[str, Any]:
+        """Returns what is measured."""
+        first = [program(x)[0] for program in self.programs.values()]
+        same = bool(is_same(*first))
+        del first
+
+        def timed(run: Callable[[object], Any], of: object) -> Callable[[], Any]:
+            return lambda: jax.block_until_ready(run(of))
+
+        runs = {name: timed(program, x) for name, program in self.programs.items()}
+        found = rounds_of({"copy": timed(self.negate, self.sources), **runs}, seconds)
+        return {
+            "moved_mib": self.moved / 2**20,
+            "reads": self.reads,
+            "same": same,
+            **{name: {"ms": 1e3 * t, "copies": ratio} for name, (t, ratio) in found.items()},
+        }
 
 
 def main() -> None:
-    """Prints the table."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {rounds} rounds")
-    print("| M x D | dtype | case | XLA ms | ours ms | least XLA | least ours | XLA / ours |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    rng = np.random.default_rng(0)
-    for shape in SHAPES:
-        for dtype in (jnp.bfloat16, jnp.float32):
-            x = jnp.asarray(rng.normal(size=shape), dtype)
-            for name, options in CASES.items():
-                runs = [
-                    jax.jit(partial(fp8_quantize, implementation=implementation, **options))
-                    for implementation in ("reference", "custom_call")
-                ]
-                report(shape, dtype, name, runs, x, rounds)
-        quantized = fp8_quantize(x, granularity="block_1d")
-        run = jax.jit(lambda q: fp8_dequantize(*q, jnp.bfloat16))
-        report(shape, jnp.bfloat16, "dequantised from block_1d", [run], quantized, rounds)
+    """Measures, prints a table and writes JSON after every cell."""
+    platform = jax.default_backend()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], metavar="NAME")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--tails", nargs="+", default=["normal", "heavy"])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each cell")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    said = about()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    print("| case | M x D | dtype | tails | copy ms | XLA | ours | same bits |")
+    print("| --- | --- | --- | --- | ---: | ---: | ---: | --- |")
+    for shape in options.shapes:
+        rows_of, columns = (int(one) for one in shape.split("x"))
+        for dtype in options.dtypes:
+            of_tails = {one: inputs((rows_of, columns), dtype, one) for one in options.tails}
+            for name in options.cases:
+                cell = Cell(name, next(iter(of_tails.values())))
+                for tails, x in of_tails.items():
+                    row = {"case": name, "shape": shape, "dtype": dtype, "tails": tails}
+                    row.update(cell.measure(x, options.seconds))
+                    rows.append(row)
+                    xla, ours = (f"{row[who]['copies']:.3f}" for who in ("xla", "ours"))
+                    print(
+                        f"| {name} | {shape} | {dtype} | {tails} | {row['copy']['ms']:.4f} "
+                        f"| {xla} | {ours} | {'yes' if row['same'] else 'NO'} |",
+                        flush=True,
+                    )
+                    if options.json:
+                        everything = {"about": said, "results": rows}
+                        options.json.write_text(json.dumps(everything, indent=1) + "\n")
 
 
-def report(
-    shape: tuple[int, int],
-    dtype: object,
-    name: str,
-    runs: Sequence[Callable[..., object]],
-    x: object,
-    rounds: int,
-) -> None:
-    """Prints a row: of XLA's program and ours, or of XLA's alone."""
-    for run in runs:
-        seconds(run, x)
-    times = [[1e3 * seconds(run, x) for run in runs] for _ in range(rounds)]
-    columns = [*zip(*times, strict=True)]
-    medians = [f"{median(column):.2f}" for column in columns]
-    least = [f"{min(column):.2f}" for column in columns]
-    if len(runs) == 1:
-        medians, least, ratio = [*medians, ""], [*least, ""], ""
-    else:
-        ratio = f"{median(xla / ours for xla, ours in times):.1f}"
-    cells = [f"{shape[0]} x {shape[1]}", jnp.dtype(dtype).name, name, *medians, *least, ratio]
-    print(f"| {' | '.join(cells)} |", flush=True)
-
-
-main()
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ negates as many bytes as the operation must read and write, each time of an arra
 import argparse
 import datetime
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -161,7 +162,7 @@ def in_torch(name: str, rows: int, columns: int, which: str, seconds: float) -> 
 def about() -> dict[str, Any]:
     """What the figures are of."""
     found: dict[str, Any] = {
-        "command": " ".join(["python", f"benches/peers/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     for name in ("jax", "jaxlib", "torch", "triton"):
@@ -170,7 +171,12 @@ def about() -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = None
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found["device"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    has_tool = shutil.which(query[0]) is not None
+    found["device"] = (
+        subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        if has_tool
+        else jax.devices()[0].device_kind
+    )
     return found
 
 

@@ -23,6 +23,8 @@ mod bias;
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
 mod driver;
+#[path = "src/fp8_quantize/arguments.rs"]
+mod fp8_quantize;
 #[path = "src/fused_product/arguments.rs"]
 mod fused_product;
 #[path = "src/rms_norm/arguments.rs"]
@@ -35,10 +37,11 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 11] = [
+const LAYOUTS: [mirror::Layout; 12] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
+    fp8_quantize::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
     rms_norm::Arguments::LAYOUT,
     rope::Arguments::LAYOUT,
@@ -49,11 +52,12 @@ const LAYOUTS: [mirror::Layout; 11] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 7] = [
+const NUMBERS: [&[(&str, i64)]; 8] = [
     activation::NUMBERS,
     bias::NUMBERS,
     cross_entropy::NUMBERS,
     driver::NUMBERS,
+    fp8_quantize::NUMBERS,
     fused_product::NUMBERS,
     rms_norm::NUMBERS,
     rope::NUMBERS,
@@ -93,6 +97,7 @@ fn build() -> Result<(), String> {
         "src/bias",
         "src/cross_entropy",
         "src/driver",
+        "src/fp8_quantize",
         "src/fused_product",
         "src/rms_norm",
         "src/rope",

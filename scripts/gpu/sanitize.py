@@ -417,6 +417,106 @@ def run_rotation(case: Rotation, rng: np.random.Generator) -> None:
     assert error < {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3}[case.dtype], error
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """A call of FP8 quantisation."""
+
+    target: str
+    dtype: str
+    form: str
+    shape: tuple[int, int, int]
+    # Rows and columns of a block, all columns where there are none.
+    block: tuple[int, int | None]
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        return f"{self.target} {self.form} {self.dtype} {self.shape} blocks {self.block}"
+
+
+FORMATS = {"f8e4m3fn": ml_dtypes.float8_e4m3fn, "f8e5m2": ml_dtypes.float8_e5m2}
+# Whole vectors, blocks that a row's end cuts, and rows off 16 bytes, in more than one tile.
+QUANTIZED = [(1, 160, 256), (2, 17, 320), (1, 131, 37)]
+BLOCKS: list[tuple[int, int | None]] = [(1, 128), (1, None), (128, 128), (48, 48), (1, 20)]
+
+
+def quantization_cases(quick: bool) -> Iterator[Quantization]:
+    """Every kernel."""
+    for form in FORMATS:
+        for dtype in DTYPES:
+            for shape in QUANTIZED[:1] if quick else QUANTIZED:
+                for name in ("", "_transposed"):
+                    for block in BLOCKS:
+                        yield Quantization(f"xentile_fp8_quantize{name}", dtype, form, shape, block)
+                for name in ("_amax", "_scaled", "_scaled_transposed"):
+                    yield Quantization(f"xentile_fp8_quantize{name}", dtype, form, shape, (1, None))
+
+
+def run_quantization(case: Quantization, rng: np.random.Generator) -> None:
+    """Runs one case; values times their scales are what was quantised, but for their rounding.
+
+    Raises:
+        AssertionError: a value that is further off, or an amax that is wrong.
+    """
+    x = rng.normal(size=case.shape).astype(DTYPES[case.dtype])
+    wide = x.astype(np.float32)
+    values = jax.ShapeDtypeStruct(x.shape, FORMATS[case.form])
+    rows = jax.ShapeDtypeStruct(x.shape[:-1], np.float32)
+    turned = jax.ShapeDtypeStruct(np.swapaxes(x, 1, 2).shape, values.dtype)
+    attributes: dict[str, Any] = {}
+    operands = [jax.device_put(x)]
+
+    def scales(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        down, across = case.block
+        found = (*shape[:-1], *([] if across is None else [-(-shape[-1] // across)]))
+        if down > 1:
+            found = (*shape[:-2], -(-shape[-2] // down), found[-1])
+        return jax.ShapeDtypeStruct(found, np.float32)
+
+    if case.target.endswith("_amax"):
+        results = [rows]
+    elif "_scaled" in case.target:
+        results = [values, rows]
+        operands.append(jax.device_put(np.float32(0.01)))
+    else:
+        results = [values, scales(x.shape)]
+        across = case.block[1]
+        attributes = {"block_rows": np.int64(case.block[0]), "power_of_two": np.bool_(False)}
+        attributes |= {} if across is None else {"block_columns": np.int64(across)}
+    if case.target.endswith("_transposed"):
+        results += [turned] if "_scaled" in case.target else [turned, scales(turned.shape)]
+    call = jax.ffi.ffi_call(case.target, results, vmap_method=None)
+    found = [np.asarray(one) for one in jax.jit(lambda *of: call(*of, **attributes))(*operands)]
+    if "_amax" in case.target or "_scaled" in case.target:
+        amax = found[0] if "_amax" in case.target else found[1]
+        assert (amax == np.abs(wide).max(-1)).all(), "amax"
+    if "_scaled" in case.target:
+        by = np.float32(0.01)
+        pairs = [(found[0], by, wide)]
+        pairs += [(found[2], by, np.swapaxes(wide, 1, 2))] if len(found) > 2 else []
+    elif case.target.endswith("_amax"):
+        pairs = []
+    else:
+        pairs = [(found[0], spread(found[1], case.block, x.shape), wide)]
+        if len(found) > 2:
+            of = spread(found[3], case.block, turned.shape)
+            pairs.append((found[2], of, np.swapaxes(wide, 1, 2)))
+    for value, by, right in pairs:
+        error = np.abs(value.astype(np.float32) * by - right)
+        # Half a unit in the last place, of the least normal number at least.
+        bits, least = (3, -6) if case.form == "f8e4m3fn" else (2, -14)
+        allowed = np.maximum(np.abs(right) * 1.01, by * 2.0**least) * 2.0 ** -(bits + 1)
+        assert (error <= allowed).all(), (error / allowed).max()
+
+
+def spread(scales: np.ndarray, block: tuple[int, int | None], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the scale of each entry of an array, or what broadcasts to it."""
+    rows, columns = block
+    if columns is None:
+        return scales[..., None]
+    scales = np.repeat(scales, columns, -1)[..., : shape[-1]]
+    return np.repeat(scales, rows, -2)[..., : shape[-2], :] if rows > 1 else scales
+
+
 def main() -> int:
     """Runs all cases; the exit code is 1 where one gave what cannot be right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -438,10 +538,11 @@ def main() -> int:
     rng = np.random.default_rng(arguments.seed)
     passed = 0
     linear = [case for case in linear_cases() if not (arguments.no_products and case.has_products)]
-    known: list[Case | Linear | Norm | Rotation] = [
+    known: list[Case | Linear | Norm | Rotation | Quantization] = [
         *cases(arguments.quick),
         *norm_cases(arguments.quick),
         *rotation_cases(arguments.quick),
+        *quantization_cases(arguments.quick),
         *linear,
     ]
     ran = [case for case in known if arguments.only in str(case)]
@@ -456,6 +557,8 @@ def main() -> int:
                 run_norm(case, rng)
             elif isinstance(case, Rotation):
                 run_rotation(case, rng)
+            elif isinstance(case, Quantization):
+                run_quantization(case, rng)
             else:
                 run(case, rng)
             passed += 1

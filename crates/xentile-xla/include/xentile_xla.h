@@ -136,6 +136,21 @@ struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(

@@ -1,6 +1,8 @@
 //! FP8 quantisation: the attributes and the shapes of its targets, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
 use xla_ffi::{DType, Decoder, Error, Parameter, Result};
@@ -38,6 +40,14 @@ pub(crate) fn format(values: DType) -> Result<Format> {
             Format::NAMES
         ))),
     }
+}
+
+/// Checks that the values `name` have the format of the others.
+pub(crate) fn check_format(name: &str, values: DType, of: Format) -> Result {
+    if format(values)? == of {
+        return Ok(());
+    }
+    Err(invalid(format_args!("`{name}` has dtype {values}; it must be {of}")))
 }
 
 /// What a target without attributes of its own takes.

@@ -33,6 +33,8 @@ const LISTS: &[&[Target]] = &[
     rms_norm::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     rope::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    fp8_quantize::cuda::TARGETS,
 ];
 
 /// Every target.

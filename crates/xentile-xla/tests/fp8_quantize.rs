@@ -7,6 +7,7 @@ use half::bf16;
 use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
 use xentile_cpu::fp8_quantize::{Kernel, Launch, Quantized};
 use xentile_cpu::{Isa, Threads};
+use xentile_xla::Target;
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, F8E4M3FN, F8E5M2, Pred, abi};
 
@@ -15,11 +16,15 @@ const COLUMNS: i64 = 10;
 const SQUARE: Blocks = Blocks { rows: 4, columns: Some(4) };
 const PARTS: Blocks = Blocks { rows: 1, columns: Some(4) };
 
-fn handler(pass: &str) -> abi::Handler {
+/// Those of all platforms and stages.
+fn handlers(pass: &str) -> impl Iterator<Item = &'static Target> {
     let target = format!("xentile_fp8_quantize{pass}");
-    let mut entries = xentile_xla::targets().iter();
-    let found = entries.find(|entry| entry.target() == target && entry.platform() == "Host");
-    found.unwrap_or_else(|| panic!("no {target} in the table")).handler()
+    xentile_xla::targets().iter().filter(move |entry| entry.target() == target)
+}
+
+fn handler(pass: &str) -> abi::Handler {
+    let found = handlers(pass).find(|entry| entry.platform() == "Host");
+    found.unwrap_or_else(|| panic!("no target of {pass:?} in the table")).handler()
 }
 
 fn x() -> Vec<bf16> {
@@ -132,12 +137,38 @@ fn empty_arrays_are_taken() {
     assert!(of(&[0, 5], &[0, 2], SQUARE).is_empty());
 }
 
-fn refused(pass: &str, blocks: Blocks, change: impl FnOnce(&mut Call), reason: &str) {
-    let mut call = call(pass, blocks, DType::F8E4M3FN);
-    change(&mut call);
-    call.link();
-    let message = call.refused(handler(pass));
-    assert!(message.contains(reason), "{pass}: {message:?} does not say {reason:?}");
+/// By every handler.
+fn refused(pass: &str, blocks: Blocks, change: impl Fn(&mut Call), reason: &str) {
+    for entry in handlers(pass) {
+        let mut call = call(pass, blocks, DType::F8E4M3FN);
+        change(&mut call);
+        call.link();
+        call.frame.stage = entry.stage();
+        let message = call.refused(entry.handler());
+        let platform = entry.platform();
+        assert!(message.contains(reason), "{platform} {pass}: {message:?} does not say {reason:?}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn without_a_gpu_handlers_for_one_say_what_is_missing() {
+    let Err(missing) = xentile_cuda::available() else {
+        println!("there is a GPU here");
+        return;
+    };
+    for pass in ["", "_transposed", "_scaled", "_scaled_transposed", "_amax"] {
+        let mut count = 0;
+        for entry in handlers(pass).filter(|entry| entry.platform() == "CUDA") {
+            let mut call = call(pass, PARTS, DType::F8E5M2);
+            call.frame.stage = entry.stage();
+            let (code, message) = call.call(entry.handler()).unwrap_err();
+            assert_eq!(code, xla_ffi::ErrorCode::FailedPrecondition, "{message}");
+            assert!(message.contains(&missing.to_string()), "{message}");
+            count += 1;
+        }
+        assert_eq!(count, 2, "{pass}");
+    }
 }
 
 #[test]

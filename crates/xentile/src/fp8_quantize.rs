@@ -28,7 +28,8 @@
 //!
 //! # Special entries
 //!
-//! - **NaN** stays NaN, of its sign, and touches no other entry: amax leaves it aside;
+//! - **NaN** stays NaN, of its sign but on NVIDIA GPUs, whose instruction makes all NaN one, `0x7f`; and
+//!   touches no other entry: amax leaves it aside;
 //! - **infinity** becomes `LARGEST` of its sign, of which amax knows nothing: `LARGEST * scale` is then the
 //!   largest finite entry of its block, and `LARGEST` in a block that has none;
 //! - **zeros** alone have the scale 1, and stay 0 of their sign;

@@ -7,7 +7,9 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, F8E4M3FN, F8E5M2, Result, ThreadPool,
 };
 
-use super::{Options, check, check_scale, format, given, invalid, of_scales, shape, turned};
+use super::{
+    Options, check, check_format, check_scale, format, given, invalid, of_scales, shape, turned,
+};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
 use crate::target::{HOST, target_list};
@@ -39,12 +41,7 @@ target_list! {
 
 /// The bits of values, to be written.
 fn bits<'a>(name: &str, values: AnyBufferMut<'a>, of: Format) -> Result<&'a mut [u8]> {
-    if format(values.dtype())? != of {
-        return Err(invalid(format_args!(
-            "`{name}` has dtype {}; it must be {of}",
-            values.dtype()
-        )));
-    }
+    check_format(name, values.dtype(), of)?;
     let bits = match of {
         Format::E4M3Fn => F8E4M3FN::bits_mut(values.typed::<_, ANY_RANK>()?.into_slice()),
         Format::E5M2 => F8E5M2::bits_mut(values.typed::<_, ANY_RANK>()?.into_slice()),

@@ -73,9 +73,9 @@ def fp8_quantize(
     the scale is a power of two. Bits do not depend on the implementation, on the number of threads,
     or, but for "tensor" and "block_2d", on other rows.
 
-    NaN stays NaN and touches no other entry. Infinities become L of their sign, and scales know
-    nothing of them. A block of zeros has the scale 1. Entries below f32's normal range count as 0,
-    and scales are never below that range.
+    NaN stays NaN, on GPUs without its sign, and touches no other entry. Infinities become L of
+    their sign, and scales know nothing of them. A block of zeros has the scale 1. Entries below
+    f32's normal range count as 0, and scales are never below that range.
 
     It has no derivative: rounding is a step function, and what training puts in its place, the
     cotangent as it is or quantised in turn, is the recipe's to say with `jax.custom_vjp`.
@@ -95,7 +95,8 @@ def fp8_quantize(
       return_amax: of "tensor", whether to give amax of x too: where a scale or an amax is given,
         from the same read.
       implementation: "custom_call" (kernels of the library), "reference" (the program of XLA), or
-        None for what `pallas_bridge.info()` says: kernels on CPUs, elsewhere XLA's program.
+        None for what `pallas_bridge.info()` says: kernels on CPUs and NVIDIA GPUs, elsewhere XLA's
+        program.
 
     Returns:
       `Quantized`: values in the shape of x and their scales in float32. With `transposed`, a pair

@@ -1,0 +1,276 @@
+//! FP8 quantisation of matrices, with scales by row, by block or given, and transposed copies.
+//!
+//! Scales that are made and what they scale come from one read of x, unless a block is larger than the
+//! registers of a CTA. Transposed copies do too where blocks are of 1 x 128 or 128 x 128, or scales are given;
+//! where blocks are others, two more reads make scales of columns, and the copy.
+
+mod arguments;
+mod plan;
+
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+
+use arguments::Arguments;
+use plan::{Pass, Step};
+use xentile::DType;
+use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
+
+use crate::driver::{Driver, Kernel, RawStream};
+use crate::{Device, Error, Result, check_alignment, library};
+
+/// What is asked for, of arrays of one dtype.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantization {
+    options: Fp8Quantize,
+    shape: QuantizeShape,
+    dtype: DType,
+    pass: Pass,
+}
+
+/// The arrays. Those that a pass does not have are null.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands {
+    /// `[G, M, D]`.
+    pub x: *const c_void,
+    /// A scale for so many of the G x M rows, where scales are given.
+    pub scale: *const f32,
+    /// `[G, M, D]`, in bits.
+    pub values: *mut u8,
+    /// A scale of each block; amax `[G, M]` where scales are given or there are no values.
+    pub numbers: *mut f32,
+    /// `[G, D, M]`, in bits.
+    pub values_t: *mut u8,
+    /// A scale of each block of the transposed copy, where scales are not given.
+    pub scales_t: *mut f32,
+}
+
+impl Operands {
+    /// None of them but x.
+    #[must_use]
+    pub fn of(x: *const c_void) -> Self {
+        Self {
+            x,
+            scale: null(),
+            values: null_mut(),
+            numbers: null_mut(),
+            values_t: null_mut(),
+            scales_t: null_mut(),
+        }
+    }
+}
+
+/// What a number of a block is that has no entries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Empty {
+    /// A scale, 1.
+    Scale,
+    /// amax, 0.
+    Amax,
+}
+
+impl Empty {
+    /// Loads what [`fill`](Self::fill) launches.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { kernel(&plan::finish_zeros(0), Format::E4M3Fn, DType::F32, stream) }.map(drop)
+    }
+
+    /// Has `stream` write `count` of them.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, a failure of the driver.
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load), and `numbers` leads to so many on its device, which nothing else touches
+    /// until it has run what was launched here.
+    pub unsafe fn fill(self, stream: *mut c_void, numbers: *mut f32, count: usize) -> Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        let driver = Driver::get()?;
+        // SAFETY: passed on from this function's contract.
+        unsafe { driver.clear(stream, numbers.cast(), count * size_of::<f32>()) }?;
+        if self == Self::Amax {
+            return Ok(());
+        }
+        let step = plan::finish_zeros(count);
+        let arrays = Arguments { turned_scales: numbers, ..Arguments::NONE };
+        // SAFETY: passed on from this function's contract.
+        unsafe { launch(&step, arrays, Format::E4M3Fn, DType::F32, stream) }
+    }
+}
+
+impl Quantization {
+    /// Values, and a scale of each of `blocks`; and the transposed copy with its own scales.
+    ///
+    /// # Errors
+    /// A block of no rows or columns; of a transposed copy, blocks of several rows that are not as many
+    /// columns; more rows or columns than kernels count.
+    pub fn new(
+        options: Fp8Quantize,
+        shape: QuantizeShape,
+        dtype: DType,
+        blocks: Blocks,
+        is_transposed: bool,
+    ) -> Result<Self> {
+        blocks.validate()?;
+        if is_transposed && blocks.rows > 1 && blocks.columns != Some(blocks.rows) {
+            return Err(Error::Problem(xentile::Error::Invalid(format!(
+                "blocks are {} x {}; of a transposed copy they must be parts of rows, or squares",
+                blocks.rows,
+                blocks.columns_of(shape.columns())
+            ))));
+        }
+        Self::checked(options, shape, dtype, Pass::Scales { blocks, is_transposed })
+    }
+
+    /// Values by given scales, one for so many rows or, with a transposed copy, matrices; and amax of rows.
+    ///
+    /// # Errors
+    /// Scales that are not one for so many, or more rows or columns than kernels count.
+    pub fn scaled(
+        format: Format,
+        shape: QuantizeShape,
+        dtype: DType,
+        scales: usize,
+        is_transposed: bool,
+    ) -> Result<Self> {
+        let of = shape.matrices() * if is_transposed { 1 } else { shape.rows() };
+        if shape.elements() > 0 && (scales == 0 || !of.is_multiple_of(scales)) {
+            let what = if is_transposed { "matrices" } else { "rows" };
+            return Err(Error::Problem(xentile::Error::Invalid(format!(
+                "scale holds {scales} elements; it must hold one for every so many of {of} {what}"
+            ))));
+        }
+        let options = Fp8Quantize { format, power_of_two: false };
+        Self::checked(options, shape, dtype, Pass::Given { scales, is_transposed })
+    }
+
+    /// amax of rows.
+    ///
+    /// # Errors
+    /// More rows or columns than kernels count.
+    pub fn amax(shape: QuantizeShape, dtype: DType) -> Result<Self> {
+        let options = Fp8Quantize { format: Format::E4M3Fn, power_of_two: false };
+        Self::checked(options, shape, dtype, Pass::Amax)
+    }
+
+    fn checked(
+        options: Fp8Quantize,
+        shape: QuantizeShape,
+        dtype: DType,
+        pass: Pass,
+    ) -> Result<Self> {
+        let longest = shape.rows().max(shape.columns());
+        if shape.elements() > 0 && i32::try_from(longest).is_err() {
+            return Err(Error::Problem(xentile::Error::Shape {
+                tokens: shape.rows(),
+                vocab: shape.columns(),
+                requirement: "rows and columns must each fit 31 bits",
+            }));
+        }
+        Ok(Self { options, shape, dtype, pass })
+    }
+
+    /// Loads the kernels, so that [`run`](Self::run) has only to launch them.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        for step in self.steps() {
+            // SAFETY: passed on from this function's contract.
+            unsafe { kernel(&step, self.options.format, self.dtype, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Has `stream` write the results.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays
+    /// of these shapes on its device, apart from each other, which nothing else touches until it has run
+    /// what was launched here.
+    pub unsafe fn run(&self, stream: *mut c_void, operands: Operands) -> Result<()> {
+        if self.shape.elements() == 0 {
+            return Ok(());
+        }
+        let Operands { x, scale, values, numbers, values_t, scales_t } = operands;
+        let written = [("values", values.cast()), ("values_t", values_t.cast::<c_void>())];
+        check_alignment("x", x)?;
+        for (name, address) in written {
+            check_alignment(name, address.cast_const())?;
+        }
+        let driver = Driver::get()?;
+        let arrays = Arguments {
+            x,
+            given: scale,
+            values,
+            numbers,
+            turned: values_t,
+            turned_scales: scales_t,
+            e5m2: (self.options.format == Format::E5M2).into(),
+            power_of_two: self.options.power_of_two.into(),
+            ..Arguments::NONE
+        };
+        for step in self.steps() {
+            let (at, count) = match step.zeros {
+                plan::Zeros::None => (null_mut(), 0),
+                plan::Zeros::Numbers(count) => (numbers, count),
+                plan::Zeros::TurnedScales(count) => (scales_t, count),
+            };
+            if count > 0 {
+                // SAFETY: an array of this pass that holds so many numbers.
+                unsafe { driver.clear(stream, at.cast(), count * size_of::<f32>()) }?;
+            }
+            // SAFETY: passed on from this function's contract.
+            unsafe { launch(&step, arrays, self.options.format, self.dtype, stream) }?;
+        }
+        Ok(())
+    }
+
+    fn steps(&self) -> Vec<Step> {
+        plan::steps(self.pass, self.shape, self.dtype)
+    }
+}
+
+/// Launches a step over the arrays of its pass.
+///
+/// # Safety
+/// As for [`Quantization::run`].
+unsafe fn launch(
+    step: &Step,
+    arrays: Arguments,
+    format: Format,
+    dtype: DType,
+    stream: RawStream,
+) -> Result<()> {
+    let extent = step.extent().ok_or_else(|| {
+        Error::Problem(xentile::Error::Invalid(
+            "there are 2^31 blocks or more, which fit no grid".to_owned(),
+        ))
+    })?;
+    // SAFETY: passed on from this function's contract.
+    unsafe {
+        let kernel = kernel(step, format, dtype, stream)?;
+        Driver::get()?.launch(kernel, extent, stream, &step.arguments(arrays))
+    }
+}
+
+/// # Safety
+/// `stream` is a `CUstream` of the calling thread's current context.
+unsafe fn kernel(step: &Step, format: Format, dtype: DType, stream: RawStream) -> Result<Kernel> {
+    // SAFETY: passed on from this function's contract.
+    unsafe { library::kept_kernel(&step.name(format, dtype), Device::current()?, stream) }
+}
