@@ -25,8 +25,8 @@ mod cross_entropy;
 mod driver;
 #[path = "src/fused_product/arguments.rs"]
 mod fused_product;
-#[path = "src/rms_norm/arguments.rs"]
-mod rms_norm;
+#[path = "src/norm/arguments.rs"]
+mod norm;
 #[path = "src/rope/arguments.rs"]
 mod rope;
 #[path = "src/round/arguments.rs"]
@@ -40,7 +40,7 @@ const LAYOUTS: [mirror::Layout; 11] = [
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
-    rms_norm::Arguments::LAYOUT,
+    norm::Arguments::LAYOUT,
     rope::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
     round::Arguments::LAYOUT,
@@ -55,7 +55,7 @@ const NUMBERS: [&[(&str, i64)]; 7] = [
     cross_entropy::NUMBERS,
     driver::NUMBERS,
     fused_product::NUMBERS,
-    rms_norm::NUMBERS,
+    norm::NUMBERS,
     rope::NUMBERS,
 ];
 
@@ -94,7 +94,7 @@ fn build() -> Result<(), String> {
         "src/cross_entropy",
         "src/driver",
         "src/fused_product",
-        "src/rms_norm",
+        "src/norm",
         "src/rope",
         "src/round",
         "src/scale",
