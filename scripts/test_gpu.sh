@@ -162,8 +162,8 @@ section_sanitizer() {
         return 1
     }
     "$sanitizer" --version | tail -n 1
-    for name in cross_entropy scale rms_norm activation rope fp8_quantize round_ bias_sums \
-        fused_product; do
+    for name in cross_entropy scale rms_norm layer_norm activation rope fp8_quantize round_ \
+        bias_sums fused_product; do
         kernels+=(--kernel-name "kns=$name")
     done
     # - memcheck: room between allocations, so that a stray read does not land in a neighbour.

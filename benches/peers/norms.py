@@ -32,7 +32,7 @@ from pallas_bridge._src.rms_norm import custom_call, reference
 from pallas_bridge._src.rms_norm.options import Options
 
 import pallas_bridge
-from pallas_bridge import rms_norm
+from pallas_bridge import layer_norm, rms_norm
 
 # Inputs of a program.
 CALLS = 8
@@ -99,6 +99,11 @@ def _gradients(module: Any, x: Any, weight: Any, rstd: Any, dy: Any, dsum: Any =
     return dx, dweight.astype(weight.dtype)
 
 
+def _layer_both(name: str | None, x: Any, weight: Any, bias: Any, dy: Any) -> Any:
+    y, pull = jax.vjp(partial(layer_norm, implementation=name), x, weight, bias)
+    return y, *pull(dy)
+
+
 def _block(name: str | None, x: Any, residual: Any, weight: Any, matrix: Any, dy: Any) -> Any:
     """A layer's end and the next one's beginning: residual, norm, product, and all gradients."""
 
@@ -154,6 +159,18 @@ OPERATIONS: dict[str, Operation] = {
         ("row", "row", "weight", "row", "row"),
         partial(_add_both, "custom_call"),
         partial(_add_both, "reference"),
+    ),
+    "layer_norm.forward": Operation(
+        2,
+        ("row", "weight", "weight"),
+        _apart(layer_norm, "custom_call"),
+        _apart(layer_norm, "reference"),
+    ),
+    "layer_norm.both": Operation(
+        5,
+        ("row", "weight", "weight", "row"),
+        partial(_layer_both, "custom_call"),
+        partial(_layer_both, "reference"),
     ),
     "block.forward": Operation(
         None,

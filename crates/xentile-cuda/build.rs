@@ -27,8 +27,8 @@ mod driver;
 mod fp8_quantize;
 #[path = "src/fused_product/arguments.rs"]
 mod fused_product;
-#[path = "src/rms_norm/arguments.rs"]
-mod rms_norm;
+#[path = "src/norm/arguments.rs"]
+mod norm;
 #[path = "src/rope/arguments.rs"]
 mod rope;
 #[path = "src/round/arguments.rs"]
@@ -43,7 +43,7 @@ const LAYOUTS: [mirror::Layout; 12] = [
     cross_entropy::Arguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
-    rms_norm::Arguments::LAYOUT,
+    norm::Arguments::LAYOUT,
     rope::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
     round::Arguments::LAYOUT,
@@ -59,7 +59,7 @@ const NUMBERS: [&[(&str, i64)]; 8] = [
     driver::NUMBERS,
     fp8_quantize::NUMBERS,
     fused_product::NUMBERS,
-    rms_norm::NUMBERS,
+    norm::NUMBERS,
     rope::NUMBERS,
 ];
 
@@ -99,7 +99,7 @@ fn build() -> Result<(), String> {
         "src/driver",
         "src/fp8_quantize",
         "src/fused_product",
-        "src/rms_norm",
+        "src/norm",
         "src/rope",
         "src/round",
         "src/scale",

@@ -116,6 +116,9 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
     if let Some(pass) = target.strip_prefix("xentile_flash_attention_") {
         return right_flash_attention(pass, choices);
     }
+    if let Some(pass) = target.strip_prefix("xentile_layer_norm_") {
+        return right_layer_norm(pass, choices);
+    }
     if let Some(pass) = target.strip_prefix("xentile_rms_norm_") {
         return right_rms_norm(pass, choices);
     }
@@ -212,6 +215,29 @@ fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
     Call::new(arguments, results)
         .scalar("eps", *choices.of(&[1e-6, 0.0, f64::MAX]))
         .scalar("zero_centred", xla_ffi::Pred::from(*choices.of(&[false, true])))
+}
+
+/// The same of LayerNorm.
+fn right_layer_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
+    let [dtype, of_weight] = [(); 2].map(|()| *choices.of(&DTYPES));
+    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
+    let columns = 1 + choices.below(80) as i64;
+    let mut some = || leading[..choices.below(leading.len() + 1)].to_vec();
+    let [of_weights, of_biases, groups] = [some(), some(), some()];
+    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
+    let of_columns = |axes: &[i64]| Array::new(of_weight, &[axes, &[columns]].concat());
+    let (weight, bias) = (of_columns(&of_weights), of_columns(&of_biases));
+    let number = || Array::new(DType::F32, &leading);
+    let blocks = 1 + choices.below(7) as i64;
+    let sums = || Array::new(DType::F32, &[&groups[..], &[blocks, columns]].concat());
+    let (arguments, results) = match pass {
+        "forward" => (vec![wide(), weight, bias], vec![wide(), number(), number()]),
+        "backward" => {
+            (vec![wide(), weight, number(), number(), wide()], vec![wide(), sums(), sums()])
+        }
+        _ => panic!("{pass} has no right frame here"),
+    };
+    Call::new(arguments, results).scalar("eps", *choices.of(&[1e-5, 0.0, f64::MAX]))
 }
 
 /// The same of rotary position embedding; indices may be in no table.

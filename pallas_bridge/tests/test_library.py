@@ -85,6 +85,7 @@ def test_info_says_what_runs_where() -> None:
     norms = {"forward", "add_forward", "backward", "add_backward"}
     everywhere |= {f"xentile_rms_norm_{name}" for name in norms}
     everywhere |= {"xentile_rope"} | of_fp8
+    everywhere |= {f"xentile_layer_norm_{name}" for name in ("forward", "backward")}
     attention = {f"xentile_flash_attention_{name}" for name in ("forward", "backward")}
     assert of_host == everywhere | halves | attention
     assert of_cuda in (everywhere | {"xentile_linear_cross_entropy_add"}, set())

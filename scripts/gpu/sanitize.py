@@ -269,9 +269,12 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
             assert error < {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}[case.dtype], error
 
 
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
 @dataclass(frozen=True)
 class Norm:
-    """A call of RMSNorm."""
+    """A call of RMSNorm or LayerNorm."""
 
     target: str
     dtype: str
@@ -298,6 +301,9 @@ def norm_cases(quick: bool) -> Iterator[Norm]:
             for shape in NORM_SHAPES[2:3] if quick else NORM_SHAPES:
                 turn += 1
                 yield Norm(f"rms_norm_{name}", dtype, [*DTYPES][turn % 3], shape, turn % 2 == 0)
+                if "add" not in name:
+                    of_weight = [*DTYPES][turn % 3]
+                    yield Norm(f"layer_norm_{name}", dtype, of_weight, shape, turn % 2 == 0)
 
 
 def run_norm(case: Norm, rng: np.random.Generator) -> None:
@@ -311,6 +317,9 @@ def run_norm(case: Norm, rng: np.random.Generator) -> None:
     weight = rng.normal(size=columns).astype(DTYPES[case.of_weight])
     backward, adds = case.target.endswith("backward"), "add" in case.target
     row, number = jax.ShapeDtypeStruct(case.shape, dtype), jax.ShapeDtypeStruct((rows,), np.float32)
+    if case.target.startswith("layer"):
+        layer_norm(case, x, dy, weight, rng.normal(size=columns).astype(weight.dtype))
+        return
     h = (x + more).astype(dtype) if adds and not backward else x
     z, w = h.astype(np.float64), 1 + weight.astype(np.float64)
     rstd = 1 / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6)
@@ -330,13 +339,54 @@ def run_norm(case: Norm, rng: np.random.Generator) -> None:
         wanted = [z * rstd * w, z, rstd[:, 0]]
     else:
         operands, results, wanted = [x, weight], [row, number], [z * rstd * w, rstd[:, 0]]
+    attributes = {"eps": np.float64(1e-6), "zero_centred": np.bool_(True)}
+    hold_norm(case, operands, attributes, results, wanted)
+
+
+def layer_norm(case: Norm, x: Numbers, dy: Numbers, weight: Numbers, bias: Numbers) -> None:
+    """Runs one case of LayerNorm and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    rows, columns = case.shape
+    row, number = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((rows,), np.float32)
+    z, w, d = (array.astype(np.float64) for array in (x, weight, dy))
+    mean = z.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(((z - mean) ** 2).mean(-1, keepdims=True) + 1e-6)
+    xhat, g = (z - mean) * rstd, d * w
+    statistics = [one[:, 0].astype(np.float32) for one in (mean, rstd)]
+    results: list[Any] = [row, number, number]
+    wanted: list[Any] = [xhat * w + bias.astype(np.float64), *statistics]
+    operands = [x, weight, bias]
+    if case.target.endswith("backward"):
+        # Two blocks, or one more than there are rows.
+        sums = jax.ShapeDtypeStruct((2 if rows > 2 else 3, columns), np.float32)
+        along = (g * xhat).mean(-1, keepdims=True)
+        dx = rstd * (g - g.mean(-1, keepdims=True) - xhat * along)
+        operands, results = [x, weight, *statistics, dy], [row, sums, sums]
+        wanted = [dx, (d * xhat).sum(0), d.sum(0)]
+    hold_norm(case, operands, {"eps": np.float64(1e-6)}, results, wanted)
+
+
+def hold_norm(
+    case: Norm,
+    operands: list[Numbers],
+    attributes: dict[str, Any],
+    results: list[Any],
+    wanted: list[Numbers],
+) -> None:
+    """Runs one call of a norm and holds what it gives.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
     call = jax.ffi.ffi_call(
         f"xentile_{case.target}",
         results,
         input_output_aliases={0: 0} if case.in_place else {},
         vmap_method=None,
     )
-    attributes: dict[str, Any] = {"eps": np.float64(1e-6), "zero_centred": np.bool_(True)}
     program = jax.jit(
         lambda *arrays: call(*arrays, **attributes), donate_argnums=0 if case.in_place else ()
     )

@@ -1,9 +1,9 @@
 //! CPU kernels for training language models.
 //!
 //! Each operation is one file ([`activation`], [`cross_entropy`], [`flash_attention`],
-//! [`fp8_quantize`], [`linear_cross_entropy`], [`rms_norm`], [`rope`], [`scale`](mod@scale)) written
-//! once over the [`simd`](Simd) trait and compiled for every instruction set in [`Isa`],
-//! chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
+//! [`fp8_quantize`], [`layer_norm`], [`linear_cross_entropy`], [`rms_norm`], [`rope`],
+//! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction
+//! set in [`Isa`], chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
 //! takes a row never changes a bit of it.
 //!
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
@@ -18,8 +18,10 @@ pub mod fp8_quantize;
 mod in_out;
 mod isa;
 mod launch;
+pub mod layer_norm;
 pub mod linear_cross_entropy;
 pub mod math;
+mod norm;
 #[cfg(feature = "operation")]
 pub mod operation;
 #[cfg(feature = "operation")]

@@ -8,27 +8,20 @@ use xentile::rms_norm::{
     reference,
 };
 use xentile::{DType, Element};
-use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums, Weight};
+use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums};
 use xentile_cpu::{InOut, Isa, Threads};
 
 mod common;
+#[path = "common/norms.rs"]
+mod norms;
 
-const POISON: f32 = 7.25e3;
-/// The unit of the contract's bounds.
-const U: f64 = 1.0 / 16_777_216.0;
-/// What products may lose below f32's normal range, with room for what multiplies it.
-const LOST: f64 = 1e-35;
+use norms::{AsWeight, LOST, POISON, Padded, U, for_each_dtype, normal, same, wide, within};
 
 const OPTIONS: [RmsNorm; 3] = [
     RmsNorm { eps: 1e-6, zero_centred: false },
     RmsNorm { eps: 0.0, zero_centred: true },
     RmsNorm { eps: 0.25, zero_centred: true },
 ];
-
-fn normal(rng: &mut ChaCha8Rng) -> f64 {
-    let (u, v): (f64, f64) = (1.0 - rng.random::<f64>(), rng.random());
-    (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
-}
 
 /// Where the entries of a row come from.
 #[derive(Clone, Copy, Debug)]
@@ -63,28 +56,6 @@ impl Distribution {
     }
 }
 
-trait AsWeight: Element {
-    fn weight(weight: &[Self]) -> Weight<'_>;
-}
-
-impl AsWeight for f32 {
-    fn weight(weight: &[Self]) -> Weight<'_> {
-        weight.into()
-    }
-}
-
-impl AsWeight for bf16 {
-    fn weight(weight: &[Self]) -> Weight<'_> {
-        weight.into()
-    }
-}
-
-impl AsWeight for f16 {
-    fn weight(weight: &[Self]) -> Weight<'_> {
-        weight.into()
-    }
-}
-
 /// One problem with its inputs.
 struct Case<E, W> {
     options: RmsNorm,
@@ -113,40 +84,6 @@ struct Results<E> {
     dweight: Vec<f32>,
     added_dx: Vec<E>,
     added_dweight: Vec<f32>,
-}
-
-/// An array between poisoned elements.
-struct Padded<E> {
-    all: Vec<E>,
-    skip: usize,
-}
-
-impl<E: Element> Padded<E> {
-    fn of(values: &[E], skip: usize) -> Self {
-        let poison = |count| vec![E::from_f32(POISON); count];
-        Self { all: [poison(skip), values.to_vec(), poison(3)].concat(), skip }
-    }
-
-    fn poisoned(length: usize, skip: usize) -> Self {
-        Self::of(&vec![E::from_f32(POISON); length], skip)
-    }
-
-    fn get(&self) -> &[E] {
-        &self.all[self.skip..self.all.len() - 3]
-    }
-
-    fn get_mut(&mut self) -> &mut [E] {
-        let end = self.all.len() - 3;
-        &mut self.all[self.skip..end]
-    }
-
-    /// The array, if nothing around it was written.
-    fn take(self) -> Vec<E> {
-        let (before, after) = (&self.all[..self.skip], &self.all[self.all.len() - 3..]);
-        let poison = E::from_f32(POISON);
-        assert!(before.iter().chain(after).all(|&x| x == poison), "wrote beside an array");
-        self.get().to_vec()
-    }
 }
 
 impl<E: Element, W: AsWeight> Case<E, W> {
@@ -345,49 +282,6 @@ impl<E: Element, W: AsWeight> Case<E, W> {
             }
         }
     }
-}
-
-fn wide<E: Element>(row: &[E]) -> Vec<f64> {
-    row.iter().map(|x| x.to_f64()).collect()
-}
-
-/// Of every NaN the same, since which of two an operation keeps is the order that the compiler gives
-/// them.
-fn same<E: Element>(what: &str, a: &[E], b: &[E]) {
-    let canonical = |x: f32| if x.is_nan() { f32::NAN } else { x };
-    let bits = |x: &E| canonical(x.to_f32()).to_bits();
-    assert_eq!(a.len(), b.len(), "{what}");
-    if let Some(index) = a.iter().zip(b).position(|(a, b)| bits(a) != bits(b)) {
-        panic!("{what}: element {index} is {:?} and {:?}", a[index], b[index]);
-    }
-}
-
-/// Holds `actual` to what some number within `bound` of `expected` may be rounded to. Where that is
-/// infinite or NaN, `actual` is one of the two.
-fn within<E: Element>(what: &str, actual: E, expected: f64, bound: f64) {
-    let value = actual.to_f64();
-    if !expected.is_finite() || !bound.is_finite() {
-        assert!(!value.is_finite(), "{what}: {actual:?}, expected {expected}");
-        return;
-    }
-    // A tie, which may be rounded either way, lies within.
-    let bound = bound * 1.001 + expected.abs() * 1e-15;
-    let [low, high] = [expected - bound, expected + bound].map(|x| E::from_f64(x).to_f64());
-    assert!(low <= value && value <= high, "{what}: {actual:?}, expected {expected} +- {bound:e}");
-}
-
-/// Runs `body` for every dtype of rows and of weights.
-macro_rules! for_each_dtype {
-    ($body:ident) => {
-        for_each_dtype!($body, f32);
-        for_each_dtype!($body, bf16);
-        for_each_dtype!($body, f16);
-    };
-    ($body:ident, $E:ty) => {
-        $body::<$E, f32>();
-        $body::<$E, bf16>();
-        $body::<$E, f16>();
-    };
 }
 
 #[test]

@@ -97,6 +97,8 @@ struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(struct XLA_FFI_CallFrame*
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_host(
@@ -151,6 +153,14 @@ struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda(
 struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(

@@ -4,8 +4,8 @@ use std::sync::LazyLock;
 
 use crate::target::Target;
 use crate::{
-    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, rms_norm, rope,
-    scale,
+    activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, linear_cross_entropy,
+    rms_norm, rope, scale,
 };
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
@@ -18,6 +18,7 @@ const LISTS: &[&[Target]] = &[
     scale::cpu::TARGETS,
     linear_cross_entropy::cpu::TARGETS,
     rms_norm::cpu::TARGETS,
+    layer_norm::cpu::TARGETS,
     rope::cpu::TARGETS,
     flash_attention::cpu::TARGETS,
     fp8_quantize::cpu::TARGETS,
@@ -31,6 +32,8 @@ const LISTS: &[&[Target]] = &[
     linear_cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     rms_norm::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
+    layer_norm::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     rope::cuda::TARGETS,
     #[cfg(feature = "cuda")]

@@ -1,13 +1,16 @@
 //! Every operation there is.
 
 use crate::operation::Operation;
-use crate::{activation, cross_entropy, flash_attention, linear_cross_entropy, rms_norm, rope};
+use crate::{
+    activation, cross_entropy, flash_attention, layer_norm, linear_cross_entropy, rms_norm, rope,
+};
 
 /// Every operation, the default first.
 const OPERATIONS: &[&dyn Operation] = &[
     &cross_entropy::operation::OPERATION,
     &linear_cross_entropy::operation::OPERATION,
     &rms_norm::operation::OPERATION,
+    &layer_norm::operation::OPERATION,
     &activation::operation::OPERATION,
     &rope::operation::OPERATION,
     &flash_attention::operation::OPERATION,

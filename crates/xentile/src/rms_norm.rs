@@ -49,9 +49,8 @@
 pub mod operation;
 pub mod reference;
 
-use crate::error::check_length;
-use crate::shape::is_addressable;
-use crate::{Error, Result};
+use crate::Result;
+pub use crate::norm::{NormShape, block_rows};
 
 /// How far `rstd` may be off, in units of 2^-24 of itself: half of what the sum is, and a rounding.
 pub const RSTD_ROUNDINGS: f64 = 20.0;
@@ -83,17 +82,13 @@ impl RmsNorm {
     /// # Errors
     /// `eps` is negative, infinite or NaN.
     pub fn validate(&self) -> Result<()> {
-        if self.eps >= 0.0 && self.eps.is_finite() {
-            return Ok(());
-        }
-        Err(Error::Option { name: "eps", value: self.eps, requirement: "finite and at least 0" })
+        crate::norm::check_eps(self.eps)
     }
 
     /// `rstd` of a row with this mean of squares: infinite where f32 holds no such number.
     #[must_use]
     pub fn rstd(&self, mean_of_squares: f64) -> f64 {
-        let rstd = 1.0 / (mean_of_squares + self.eps).sqrt();
-        if rstd > f64::from(f32::MAX) { f64::INFINITY } else { rstd }
+        crate::norm::rstd(mean_of_squares, self.eps)
     }
 
     /// The factor that an entry of the weight stands for.
@@ -101,87 +96,6 @@ impl RmsNorm {
     pub fn factor(&self, weight: f64) -> f64 {
         if self.zero_centred { 1.0 + weight } else { weight }
     }
-}
-
-/// The shape `[T, D]` of what is normalised: rows (all leading axes, flattened) by columns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NormShape {
-    rows: usize,
-    columns: usize,
-}
-
-impl NormShape {
-    /// A shape of `rows` of `columns`. No row at all is a valid (empty) problem.
-    ///
-    /// # Errors
-    /// No column, or more elements than memory can address.
-    pub fn new(rows: usize, columns: usize) -> Result<Self> {
-        let wrong = |requirement| Err(Error::Shape { tokens: rows, vocab: columns, requirement });
-        if columns == 0 {
-            return wrong("a row must have at least 1 column");
-        }
-        // Four bytes is the widest element.
-        if !is_addressable([rows, columns, 4]) {
-            return wrong("rows x columns must fit the address space");
-        }
-        Ok(Self { rows, columns })
-    }
-
-    /// T, the number of rows.
-    #[must_use]
-    pub fn rows(self) -> usize {
-        self.rows
-    }
-
-    /// D, the number of columns.
-    #[must_use]
-    pub fn columns(self) -> usize {
-        self.columns
-    }
-
-    /// T x D.
-    #[must_use]
-    pub fn elements(self) -> usize {
-        self.rows * self.columns
-    }
-
-    /// Checks the length of a `[T, D]` buffer called `name`.
-    ///
-    /// # Errors
-    /// The length is not T x D.
-    pub fn check_matrix(self, name: &'static str, length: usize) -> Result<()> {
-        check_length(name, length, "[T, D]", self.elements())
-    }
-
-    /// Checks the length of a `[T]` buffer called `name`.
-    ///
-    /// # Errors
-    /// The length is not T.
-    pub fn check_rows(self, name: &'static str, length: usize) -> Result<()> {
-        check_length(name, length, "[T]", self.rows)
-    }
-
-    /// The number of weights `[D]` that a buffer of `length` elements holds, each for as many rows.
-    ///
-    /// # Errors
-    /// It holds no whole number of weights, or one that does not divide T.
-    pub fn weights(self, length: usize) -> Result<usize> {
-        let count = length / self.columns;
-        let divides = if count == 0 { self.rows == 0 } else { self.rows.is_multiple_of(count) };
-        let expected = if divides { count * self.columns } else { self.columns };
-        check_length("weight", length, "[D] (or [G, D], where G divides T,)", expected)?;
-        Ok(count)
-    }
-}
-
-/// The rows of each of `blocks` blocks that `rows` are cut into for partial sums of dweight: all but
-/// the last ones have so many, and these fewer or none.
-///
-/// # Panics
-/// There are rows and no block.
-#[must_use]
-pub fn block_rows(rows: usize, blocks: usize) -> usize {
-    if rows == 0 { 0 } else { rows.div_ceil(blocks) }
 }
 
 #[cfg(test)]
@@ -197,30 +111,5 @@ mod tests {
         assert_eq!(refuse(-1e-6), "eps is -0.000001; it must be finite and at least 0");
         assert!(refuse(f64::NAN).starts_with("eps is NaN;"));
         assert!(refuse(f64::INFINITY).starts_with("eps is inf;"));
-    }
-
-    #[test]
-    fn shapes_that_no_kernel_takes_are_refused() {
-        let message = NormShape::new(3, 0).unwrap_err().to_string();
-        assert_eq!(message, "shape [3, 0]: a row must have at least 1 column");
-        assert!(NormShape::new(usize::MAX / 8, 3).is_err());
-        let shape = NormShape::new(4, 3).unwrap();
-        assert_eq!((shape.weights(3), shape.weights(6), shape.weights(12)), (Ok(1), Ok(2), Ok(4)));
-        for wrong in [0, 2, 4, 9, 15] {
-            let message = shape.weights(wrong).unwrap_err().to_string();
-            let says =
-                format!("weight holds {wrong} elements; [D] (or [G, D], where G divides T,)");
-            assert!(message.starts_with(&says), "{message}");
-        }
-        let empty = NormShape::new(0, 3).unwrap();
-        assert_eq!((empty.weights(0), empty.weights(3), empty.weights(6)), (Ok(0), Ok(1), Ok(2)));
-    }
-
-    #[test]
-    fn blocks_cover_every_row() {
-        for (rows, blocks, each) in [(0, 0, 0), (0, 3, 0), (1, 4, 1), (7, 3, 3), (8, 2, 4)] {
-            assert_eq!(block_rows(rows, blocks), each);
-            assert!(each * blocks >= rows);
-        }
     }
 }

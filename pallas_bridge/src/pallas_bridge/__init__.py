@@ -36,6 +36,7 @@ from ._src.fp8_quantize.api import (
     swiglu_fp8,
 )
 from ._src.implementations import Info, PlatformInfo, info
+from ._src.layer_norm.api import layer_norm
 from ._src.library import LibraryError, get_include, get_library
 from ._src.linear_cross_entropy.api import (
     explain,
@@ -72,6 +73,7 @@ __all__ = [
     "get_include",
     "get_library",
     "info",
+    "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "linear_cross_entropy_value_and_grad",

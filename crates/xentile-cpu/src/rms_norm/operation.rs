@@ -1,12 +1,13 @@
 //! The kernels of RMSNorm, as tools run them.
 
-use xentile::operation::{Array, ArrayElement, Arrays, Operation, Pass, Problem};
+use xentile::operation::{ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::rms_norm::NormShape;
 use xentile::rms_norm::operation::{OPERATION, options, shape};
 use xentile::{Element, Result, by_dtype};
 
 use super::{Gradient, Kernel, Launch, PartialSums, Weight};
 use crate::InOut;
+use crate::norm::{BLOCKS, add_up};
 use crate::operation::{Kernels, Run};
 
 /// The kernels of RMSNorm.
@@ -14,9 +15,6 @@ pub(crate) const KERNELS: OfRows = OfRows;
 
 /// The kernels of RMSNorm.
 pub(crate) struct OfRows;
-
-/// Blocks of rows whose sums of dweight are added up here, whatever the number of threads.
-const BLOCKS: usize = 64;
 
 impl Kernels for OfRows {
     fn name(&self) -> &'static str {
@@ -29,11 +27,7 @@ impl Kernels for OfRows {
         inputs: &'a Arrays<'a>,
         launch: Launch<'a>,
     ) -> Result<Box<dyn Run + 'a>> {
-        let weight = match inputs.get("weight") {
-            Some(Array::Bf16(weight)) => Weight::Bf16(weight),
-            Some(Array::F16(weight)) => Weight::F16(weight),
-            _ => Weight::F32(inputs.expect("weight")),
-        };
+        let weight = Weight::of(inputs, "weight").expect("a weight is an input");
         let shape = shape(problem)?;
         let kernel = Kernel::new(options(problem), shape, weight, launch)?;
         Ok(by_dtype!(problem.dtype, E => Box::new(Rows {
@@ -91,21 +85,8 @@ impl<E: Element + ArrayElement> Rows<'_, E> {
             Gradient::Apart { x, dy: given.expect("dy"), dx: dx.expect("a gradient to fill") };
         let partial = PartialSums { sums: &mut self.partial, groups: 1, blocks };
         self.kernel.backward(gradient, &self.rstd, given.slice("dsum"), partial)?;
-        match results.get_mut("dweight") {
-            Some(Array::F32(dweight)) => self.add_up(dweight.to_mut()),
-            Some(Array::Bf16(dweight)) => self.add_up(dweight.to_mut()),
-            Some(Array::F16(dweight)) => self.add_up(dweight.to_mut()),
-            _ => (),
-        }
+        add_up(&self.partial, self.shape.columns(), results.get_mut("dweight"));
         Ok(())
-    }
-
-    /// Adds the blocks up in their order, and rounds once.
-    fn add_up<W: Element>(&self, dweight: &mut [W]) {
-        for (column, dweight) in dweight.iter_mut().enumerate() {
-            let blocks = self.partial[column..].iter().step_by(self.shape.columns());
-            *dweight = W::from_f32(blocks.sum());
-        }
     }
 }
 

@@ -1,17 +1,15 @@
 //! RMSNorm on the CPU.
 
-use xentile::Element;
 use xentile::rms_norm::NormShape;
 use xentile_cpu::Isa;
-use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums, Weight};
-use xla_ffi::{
-    ANY_RANK, Aliased, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result,
-    ThreadPool,
-};
+use xentile_cpu::rms_norm::{Kernel, Launch, PartialSums};
+use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, MayAlias, Result, ThreadPool};
 
-use super::{Options, check_like, check_rstd, check_weight, invalid, partial_sums, shape};
+use super::Options;
 use crate::cpu::{Pool, ask_for_huge_pages, in_out};
-use crate::dtype::{self, with_element};
+use crate::dtype::with_element;
+use crate::norm::cpu::{columns, places};
+use crate::norm::{check_columns, check_like, check_rows, invalid, partial_sums, shape};
 use crate::target::{HOST, target_list};
 
 target_list! {
@@ -47,9 +45,9 @@ fn forward(
     pool: ThreadPool,
 ) -> Result {
     let shape = shape(x.dims())?;
-    check_weight(x.dims(), weight.dims())?;
+    check_columns(x.dims(), "weight", weight.dims())?;
     check_like(x.dims(), &[("y", y.dims())])?;
-    check_rstd(x.dims(), rstd.dims())?;
+    check_rows(x.dims(), "rstd", rstd.dims())?;
     let pool = Pool(pool);
     let kernel = kernel(options, shape, weight, &pool)?;
     with_element!(x.dtype(), "x", E => {
@@ -72,8 +70,8 @@ fn add_forward(
     let shape = shape(x.dims())?;
     let like = [("residual", residual.dims()), ("y", y.dims()), ("sum", sum.dims())];
     check_like(x.dims(), &like)?;
-    check_weight(x.dims(), weight.dims())?;
-    check_rstd(x.dims(), rstd.dims())?;
+    check_columns(x.dims(), "weight", weight.dims())?;
+    check_rows(x.dims(), "rstd", rstd.dims())?;
     let pool = Pool(pool);
     let kernel = kernel(options, shape, weight, &pool)?;
     with_element!(x.dtype(), "x", E => {
@@ -126,13 +124,13 @@ fn gradients(
     pool: ThreadPool,
 ) -> Result {
     let shape = shape(x.dims())?;
-    check_weight(x.dims(), weight.dims())?;
-    check_rstd(x.dims(), rstd.dims())?;
+    check_columns(x.dims(), "weight", weight.dims())?;
+    check_rows(x.dims(), "rstd", rstd.dims())?;
     check_like(x.dims(), &[("dy", dy.dims()), ("dx", dx.dims())])?;
     if let Some(dsum) = &dsum {
         check_like(x.dims(), &[("dsum", dsum.dims())])?;
     }
-    let [groups, blocks] = partial_sums(x.dims(), dweight.dims())?;
+    let [groups, blocks] = partial_sums(x.dims(), "dweight", dweight.dims())?;
     let pool = Pool(pool);
     let kernel = kernel(options, shape, weight, &pool)?;
     with_element!(x.dtype(), "x", E => {
@@ -147,40 +145,12 @@ fn gradients(
     })
 }
 
-/// Where dx lies.
-fn places<'a, E: Element + xla_ffi::Element>(
-    x: MayAlias<Buffer<'a, E>>,
-    dy: MayAlias<Buffer<'a, E>>,
-    dx: BufferMut<'a, E>,
-) -> Result<Gradient<'a, E>> {
-    if x.is_shared() {
-        let dy = dy.apart()?.as_slice();
-        return Ok(match x.with(dx)? {
-            Aliased::InPlace(x) => Gradient::InPlaceOfX { x, dy },
-            Aliased::Apart { argument: x, result: dx } => Gradient::Apart { x, dy, dx },
-        });
-    }
-    let x = x.apart()?.as_slice();
-    Ok(match dy.with(dx)? {
-        Aliased::InPlace(dy) => Gradient::InPlaceOfDy { x, dy },
-        Aliased::Apart { argument: dy, result: dx } => {
-            ask_for_huge_pages(dx);
-            Gradient::Apart { x, dy, dx }
-        }
-    })
-}
-
 fn kernel<'a>(
     options: Options,
     shape: NormShape,
     weight: AnyBuffer<'a>,
     pool: &'a Pool<'a>,
 ) -> Result<Kernel<'a>> {
-    let weight = match weight.dtype() {
-        DType::F32 => Weight::F32(weight.typed::<_, ANY_RANK>()?.as_slice()),
-        DType::Bf16 => Weight::Bf16(weight.typed::<_, ANY_RANK>()?.as_slice()),
-        DType::F16 => Weight::F16(weight.typed::<_, ANY_RANK>()?.as_slice()),
-        other => return Err(dtype::wrong("weight", other, dtype::ELEMENTS)),
-    };
+    let weight = columns("weight", weight)?;
     Kernel::new(options.0, shape, weight, Launch { isa: Isa::detect(), pool }).map_err(invalid)
 }

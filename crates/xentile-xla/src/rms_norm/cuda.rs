@@ -1,12 +1,12 @@
 //! RMSNorm on NVIDIA GPUs.
 
-use std::ffi::c_void;
-
 use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Pass, Weight};
-use xla_ffi::{Context, Result, Stage};
+use xla_ffi::{Context, Result};
 
-use super::{Options, check_like, check_rstd, check_weight, partial_sums, shape};
+use super::Options;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::norm::cuda::{check_dtype, run};
+use crate::norm::{check_columns, check_like, check_rows, partial_sums, shape};
 use crate::target::{CUDA, target_list};
 
 target_list! {
@@ -108,10 +108,13 @@ fn norm(
         y: y.as_ptr(),
         rstd: rstd.as_ptr().cast(),
     };
-    run(&norm, Pass::Forward, context, |norm, stream| {
-        // SAFETY: XLA's stream and buffers, whose shapes were checked.
-        unsafe { norm.forward(stream, arrays) }
-    })
+    run(
+        context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { norm.load(Pass::Forward, stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe { norm.forward(stream, arrays) },
+    )
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]
@@ -163,7 +166,7 @@ fn gradients(
         check_like(x.dims(), &[("dsum", dsum.dims())])?;
         check_dtype(("dsum", dsum), x)?;
     }
-    let [groups, blocks] = partial_sums(x.dims(), dweight.dims())?;
+    let [groups, blocks] = partial_sums(x.dims(), "dweight", dweight.dims())?;
     let sums = PartialSums { groups, blocks };
     if dweight.elements() == 0 {
         return Ok(());
@@ -177,43 +180,21 @@ fn gradients(
         dx: dx.as_ptr(),
         dweight: dweight.as_ptr().cast(),
     };
-    run(&norm, Pass::Backward(sums), context, |norm, stream| {
-        // SAFETY: XLA's stream and buffers, whose shapes were checked.
-        unsafe { norm.backward(stream, sums, arrays) }
-    })
+    run(
+        context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { norm.load(Pass::Backward(sums), stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe { norm.backward(stream, sums, arrays) },
+    )
 }
 
 /// Checks what every pass has.
 fn prepare(x: Any, weight: Any, adds: bool, rstd: &[usize], options: Options) -> Result<Norm> {
     let shape = shape(x.dims())?;
-    check_weight(x.dims(), weight.dims())?;
-    check_rstd(x.dims(), rstd)?;
+    check_columns(x.dims(), "weight", weight.dims())?;
+    check_rows(x.dims(), "rstd", rstd)?;
     let dtype = to_dtype("x", x.dtype())?;
     let weight = Weight { dtype: to_dtype("weight", weight.dtype())?, length: weight.elements() };
     Norm::new(options.0, shape, dtype, weight, adds).map_err(failed)
-}
-
-/// Checks that an argument, with its name, has the dtype of `x`.
-fn check_dtype((name, argument): (&str, Any), x: Any) -> Result {
-    if argument.dtype() == x.dtype() {
-        return Ok(());
-    }
-    Err(crate::dtype::wrong(name, argument.dtype(), &x.dtype().to_string()))
-}
-
-/// Loads `pass` or calls `launch` for it, with XLA's stream.
-fn run(
-    norm: &Norm,
-    pass: Pass,
-    context: Context,
-    launch: impl FnOnce(&Norm, *mut c_void) -> xentile_cuda::Result<()>,
-) -> Result {
-    xentile_cuda::available().map_err(failed)?;
-    let stream = context.stream()?.as_ptr();
-    match context.stage() {
-        // SAFETY: XLA's stream.
-        Stage::Initialize => unsafe { norm.load(pass, stream) },
-        _ => launch(norm, stream),
-    }
-    .map_err(failed)
 }

@@ -6,12 +6,16 @@ use rayon::prelude::*;
 
 use super::reference::{add, backward, dx_scale, forward};
 use super::{DWEIGHT_ROUNDINGS, DX_ROUNDINGS, NormShape, RSTD_ROUNDINGS, RmsNorm, Y_ROUNDINGS};
-use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
-    HIDDEN, Judged, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature,
-    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+use crate::norm::operation::{
+    F32_ROUNDING, FLUSHED, SEEDS, TOLERANCES, WEIGHT_DTYPE, columns_of, rows_of, weight_rule,
 };
-use crate::{DType, Element, Error, Result, by_dtype};
+pub use crate::norm::operation::{shape, weight_dtype};
+use crate::operation::{
+    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, HIDDEN,
+    Judged, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic,
+    TOKENS, ToleranceSpec, Tolerances, Value, Visitor,
+};
+use crate::{Element, Error, Result, by_dtype};
 
 /// RMSNorm of rows, with a residual or without.
 pub const OPERATION: Norm = Norm;
@@ -19,13 +23,6 @@ pub const OPERATION: Norm = Norm;
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm;
-
-/// Half the distance of 1 and the next f32.
-const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
-
-/// What keeps the generators of arrays apart.
-const SEEDS: [u64; 4] =
-    [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb, 0xd6e8_feb8_6659_fd93];
 
 const OPTIONS: [OptionSpec; 4] = [
     OptionSpec::new(
@@ -50,14 +47,7 @@ const OPTIONS: [OptionSpec; 4] = [
         "whether a residual is added first, and the sum given",
     )
     .on_top(),
-    OptionSpec::new(
-        "weight_dtype",
-        Kind::Word(&["f32", "bf16", "f16"]),
-        Value::Absent,
-        "f32, bf16 or f16",
-        "the dtype of the weight; that of rows where absent",
-    )
-    .on_top(),
+    WEIGHT_DTYPE,
 ];
 
 /// The options that kernels take.
@@ -68,25 +58,6 @@ pub fn options(problem: &Problem) -> RmsNorm {
         eps: problem.number("eps").unwrap_or(default.eps),
         zero_centred: problem.flag("zero_centred"),
     }
-}
-
-/// The dtype of the weight.
-#[must_use]
-pub fn weight_dtype(problem: &Problem) -> DType {
-    problem.word("weight_dtype").parse().unwrap_or(problem.dtype)
-}
-
-/// The shape of rows.
-///
-/// # Errors
-/// More elements than memory can address.
-pub fn shape(problem: &Problem) -> Result<NormShape> {
-    NormShape::new(problem.dim("T"), problem.dim("D"))
-}
-
-/// Rows of `[T, D]` from a distribution.
-fn rows_of(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Array<'static> {
-    from.draw(problem.dtype, rows, problem.dim("D"))
 }
 
 impl Operation for Norm {
@@ -107,16 +78,7 @@ impl Operation for Norm {
     }
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 2] = [
-            ToleranceSpec {
-                name: "sum_roundings",
-                about: "what sums over a row and over tokens may be off by beside what kernels may, in \
-                        sqrt(n) units of rounding of f32",
-                default: |_| 0.0,
-            },
-            WHOLE_RESULTS,
-        ];
-        &ALL
+        &TOLERANCES
     }
 
     fn tile(&self) -> &'static [DimSpec] {
@@ -144,10 +106,7 @@ impl Operation for Norm {
 
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
         let has_residual = problem.flag("residual");
-        let weight = match problem.option("weight_dtype") {
-            Value::Absent => ElementRule::Compute,
-            _ => ElementRule::Is(weight_dtype(problem)),
-        };
+        let weight = weight_rule(problem);
         let rows = |name, role| ArraySpec::new(name, &["T", "D"], ElementRule::Compute, role);
         let mut operands = vec![ArraySpec::input("x", &["T", "D"])];
         operands.push(ArraySpec::new(
@@ -186,15 +145,8 @@ impl Operation for Norm {
         inputs.insert("x", rows_of(problem, from, rows));
         // As in training, weights are near the factor 1.
         let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
-        let of_weight =
-            Synthetic { distribution: Distribution::Normal, std: Some(0.25), ..of_weight };
-        let mut weight = vec![0_f32; problem.dim("D")];
-        of_weight.fill(&[0], problem.dim("D"), &mut weight);
         let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
-        let weight = by_dtype!(weight_dtype(problem), W => {
-            Array::of(weight.iter().map(|w| W::from_f32(centre + w)).collect::<Vec<W>>())
-        });
-        inputs.insert("weight", weight);
+        inputs.insert("weight", columns_of(problem, &of_weight, centre));
         if problem.flag("residual") {
             inputs.insert("residual", rows_of(problem, &of_residual, rows));
         }
@@ -344,9 +296,6 @@ impl<E: Element + ArrayElement> OfRows<'_, E> {
         (0..self.shape.rows()).into_par_iter()
     }
 }
-
-/// What a few products that fall below f32's normal range may lose.
-const FLUSHED: f64 = 8.0 * f32::MIN_POSITIVE as f64;
 
 impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
     /// Rows are quickly made again: nothing is kept.

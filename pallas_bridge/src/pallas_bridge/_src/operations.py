@@ -4,6 +4,7 @@ from .activation.declaration import OPERATION as ACTIVATION
 from .cross_entropy.declaration import OPERATION as CROSS_ENTROPY
 from .flash_attention.declaration import OPERATION as FLASH_ATTENTION
 from .fp8_quantize.declaration import OPERATION as FP8_QUANTIZE
+from .layer_norm.declaration import OPERATION as LAYER_NORM
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
 from .operation import Operation
 from .rms_norm.declaration import OPERATION as RMS_NORM
@@ -14,6 +15,7 @@ OPERATIONS: tuple[Operation, ...] = (
     LINEAR_CROSS_ENTROPY,
     ACTIVATION,
     RMS_NORM,
+    LAYER_NORM,
     ROPE,
     FLASH_ATTENTION,
     FP8_QUANTIZE,

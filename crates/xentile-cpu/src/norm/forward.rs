@@ -1,6 +1,6 @@
-//! The forward pass: a row's squares, then its norm.
+//! The forward pass: a row's mean where it is centred, its squares, then its norm.
 
-use xentile::rms_norm::{NormShape, RmsNorm};
+use xentile::norm::{NormShape, rstd};
 use xentile::{DType, Element};
 
 use super::weight::Arranged;
@@ -10,7 +10,7 @@ use crate::simd::{MAX_CHUNK, Simd};
 
 /// What all tasks share.
 pub(crate) struct Rows<'a, E> {
-    pub(super) options: RmsNorm,
+    pub(super) eps: f64,
     pub(super) shape: NormShape,
     pub(super) x: *const E,
     pub(super) y: *mut E,
@@ -18,6 +18,8 @@ pub(crate) struct Rows<'a, E> {
     pub(super) add: Option<(*const E, *mut E)>,
     pub(super) rstd: *mut f32,
     pub(super) weight: &'a Arranged,
+    /// The bias, and where means go, of rows that are centred.
+    pub(super) centring: Option<(&'a Arranged, *mut f32)>,
     /// Whether some output lies in the place of an input.
     pub(super) in_place: bool,
 }
@@ -27,13 +29,13 @@ unsafe impl<E: Element> Sync for Rows<'_, E> {}
 
 /// The rows of one task, `first` to `end`. Whoever makes one vouches that they are the task's alone,
 /// and that all pointers lead to as much as the shape says.
-pub(crate) struct Forward<'a, E> {
+pub(crate) struct Forward<'a, E, const CENTRED: bool> {
     pub(super) rows: &'a Rows<'a, E>,
     pub(super) first: usize,
     pub(super) end: usize,
 }
 
-impl<E: Element> Job for Forward<'_, E> {
+impl<E: Element, const CENTRED: bool> Job for Forward<'_, E, CENTRED> {
     type Output = ();
 
     #[inline(always)]
@@ -43,6 +45,7 @@ impl<E: Element> Job for Forward<'_, E> {
         match add {
             None if stream => self.rows::<S, false, true>(s),
             None => self.rows::<S, false, false>(s),
+            Some(_) if CENTRED => unreachable!("no pass adds and centres"),
             Some((_, sum)) if stream && streams::<S, E>(shape, sum) => {
                 self.rows::<S, true, true>(s);
             }
@@ -51,20 +54,30 @@ impl<E: Element> Job for Forward<'_, E> {
     }
 }
 
-impl<E: Element> Forward<'_, E> {
+impl<E: Element, const CENTRED: bool> Forward<'_, E, CENTRED> {
     #[inline(always)]
     fn rows<S: Simd, const ADD: bool, const STREAM: bool>(&self, s: S) {
         let mut index = self.first;
         while index < self.end {
-            let end = self.end.min(self.rows.weight.end(index));
+            let mut end = self.end.min(self.rows.weight.end(index));
+            if let Some((bias, _)) = self.rows.centring
+                && CENTRED
+            {
+                end = end.min(bias.end(index));
+            }
             while together::<S>() > 1 && index + TOGETHER <= end {
                 // SAFETY: the rows are this task's.
-                unsafe { Group::<S, E, ADD, TOGETHER>::new(s, self.rows, index).run::<STREAM>() };
+                unsafe {
+                    let group = Group::<S, E, CENTRED, ADD, TOGETHER>::new(s, self.rows, index);
+                    group.run::<STREAM>();
+                }
                 index += TOGETHER;
             }
             while index < end {
                 // SAFETY: as above.
-                unsafe { Group::<S, E, ADD, 1>::new(s, self.rows, index).run::<STREAM>() };
+                unsafe {
+                    Group::<S, E, CENTRED, ADD, 1>::new(s, self.rows, index).run::<STREAM>();
+                }
                 index += 1;
             }
         }
@@ -74,25 +87,33 @@ impl<E: Element> Forward<'_, E> {
     }
 }
 
-/// `R` rows from `first`, which have one weight.
-struct Group<'a, S, E, const ADD: bool, const R: usize> {
+/// `R` rows from `first`, which have one weight and one bias.
+struct Group<'a, S, E, const CENTRED: bool, const ADD: bool, const R: usize> {
     simd: S,
     rows: &'a Rows<'a, E>,
     columns: usize,
     first: usize,
     weight: &'a [f32],
+    /// Empty where rows are not centred.
+    bias: &'a [f32],
     /// Where what is read later lies, counted from what is read now; 0 for none.
     ahead: usize,
 }
 
-impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, ADD, R> {
+impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usize>
+    Group<'a, S, E, CENTRED, ADD, R>
+{
     #[inline(always)]
     fn new(simd: S, rows: &'a Rows<'_, E>, first: usize) -> Self {
         let (columns, weight) = (rows.shape.columns(), rows.weight.of(first));
         let ahead = elements_ahead::<E>(R, columns);
         let last = (first + R - 1) * columns;
         let ahead = if last + ahead < rows.shape.elements() { ahead } else { 0 };
-        Self { simd, rows, columns, first, weight, ahead }
+        let bias = match rows.centring {
+            Some((bias, _)) if CENTRED => bias.of(first),
+            _ => &[],
+        };
+        Self { simd, rows, columns, first, weight, bias, ahead }
     }
 
     /// Where `column` of row `row` of the group lies.
@@ -143,18 +164,120 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
     /// The rows are the task's alone, and with `STREAM` outputs lie on lines.
     #[inline(always)]
     unsafe fn run<const STREAM: bool>(&self) {
-        let options = &self.rows.options;
-        let mut rstd = [0.0; R];
-        for (row, rstd) in rstd.iter_mut().enumerate() {
+        let mut factors = [Factors { mean: 0.0, rstd: 0.0 }; R];
+        for (row, factors) in factors.iter_mut().enumerate() {
             // SAFETY: passed on from this function's contract.
             unsafe {
-                let mean = self.sum_of_squares(row) / self.columns as f64;
-                *rstd = options.rstd(mean) as f32;
-                self.rows.rstd.add(self.first + row).write(*rstd);
+                let mean_of_squares = match self.rows.centring {
+                    Some((_, means)) if CENTRED => {
+                        let [mean, variance] = self.moments(row);
+                        factors.mean = mean as f32;
+                        means.add(self.first + row).write(factors.mean);
+                        variance
+                    }
+                    _ => self.sum_of_squares(row) / self.columns as f64,
+                };
+                factors.rstd = rstd(mean_of_squares, self.rows.eps) as f32;
+                self.rows.rstd.add(self.first + row).write(factors.rstd);
             }
         }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.write::<STREAM>(rstd) };
+        unsafe { self.write::<STREAM>(factors) };
+    }
+
+    /// The mean of a row and its variance, in two walks: the first finds what to take off, about the mean,
+    /// and the second, of what is left, how far that is from it too.
+    ///
+    /// # Safety
+    /// The row may be read.
+    #[inline(always)]
+    unsafe fn moments(&self, row: usize) -> [f64; 2] {
+        let count = self.columns as f64;
+        // SAFETY: passed on from this function's contract.
+        let about = unsafe { self.sums::<false>(row, 0.0) }[0] / count;
+        let about = about as f32;
+        // SAFETY: as above.
+        let [sum, squares] = unsafe { self.sums::<true>(row, about) };
+        let off = sum / count;
+        let variance = (squares / count - off * off).max(0.0);
+        // Where the first sum was off by more than rows deviate, which takes a mean of a million
+        // deviations, little is left of the difference; of a row of one number, noise.
+        let is_apart = off * off <= 16.0 * (variance + self.rows.eps);
+        if is_apart && self.is_within_f32(squares) {
+            return [f64::from(about) + off, variance];
+        }
+        // SAFETY: as above.
+        unsafe { self.exact_moments(row) }
+    }
+
+    /// The sum of what is left of a row with `about` taken off, and with `SQUARES` that of its squares.
+    ///
+    /// # Safety
+    /// The row may be read.
+    #[inline(always)]
+    unsafe fn sums<const SQUARES: bool>(&self, row: usize, about: f32) -> [f64; 2] {
+        let (s, off) = (self.simd, self.simd.splat(about));
+        let mut sums = [0.0; 2];
+        let whole = self.columns - self.columns % S::CHUNK;
+        let mut column = 0;
+        while column < whole {
+            let end = whole.min(column + LANE_TERMS * S::CHUNK);
+            let mut lanes = [[s.splat(0.0); 2]; 2];
+            while column < end {
+                if !SQUARES && column / S::CHUNK % 2 == 0 {
+                    // The other half of what is read later is asked for as this row is written.
+                    self.fetch(row, column);
+                }
+                // SAFETY: the chunk ends within the row.
+                let x = unsafe { self.load::<true>(row, column, S::CHUNK) };
+                for i in 0..2 {
+                    let left = if SQUARES { s.sub(x[i], off) } else { x[i] };
+                    lanes[0][i] = s.add(left, lanes[0][i]);
+                    if SQUARES {
+                        lanes[1][i] = s.mul_add(left, left, lanes[1][i]);
+                    }
+                }
+                column += S::CHUNK;
+            }
+            for (sum, lanes) in sums.iter_mut().zip(lanes) {
+                *sum += s.sum(s.add(lanes[0], lanes[1]));
+            }
+        }
+        // A shorter chunk would have zeros that nothing is to be taken off of.
+        for column in whole..self.columns {
+            // SAFETY: the column lies in the row.
+            let left =
+                f64::from(unsafe { *self.rows.x.add(self.at(row, column)) }.to_f32() - about);
+            sums[0] += left;
+            sums[1] += left * left;
+        }
+        sums
+    }
+
+    /// The same as [`moments`](Self::moments) where sums or squares leave the range of f32, or its digits: in
+    /// f64, which holds them.
+    ///
+    /// # Safety
+    /// The row may be read.
+    #[inline(never)]
+    unsafe fn exact_moments(&self, row: usize) -> [f64; 2] {
+        let count = self.columns as f64;
+        let each = |of: &dyn Fn(f64) -> f64| {
+            let range = self.at(row, 0)..self.at(row, self.columns);
+            // SAFETY: passed on from this function's contract.
+            range.map(|at| of(unsafe { *self.rows.x.add(at) }.to_f64())).sum::<f64>() / count
+        };
+        let mean = each(&|x| x);
+        [mean, each(&|x| (x - mean) * (x - mean))]
+    }
+
+    /// Whether a sum of squares in f32 is finite, and has not lost more than the contract grants: what
+    /// squares lose below f32's range is at most 2^-126 each, which is nothing beside a mean or an eps of
+    /// 2^-100.
+    #[inline(always)]
+    fn is_within_f32(&self, squares: f64) -> bool {
+        let least = 2f64.powi(-100);
+        squares.is_finite() && (squares >= least * self.columns as f64 || self.rows.eps >= least)
     }
 
     /// # Safety
@@ -194,11 +317,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
             let pairs = [s.add(lanes[0], lanes[1]), s.add(lanes[2], lanes[3])];
             sum += s.sum(s.add(pairs[0], pairs[1]));
         }
-        // What squares lose below f32's range is at most 2^-126 each, which is nothing beside a mean or
-        // an eps of 2^-100.
-        let least = 2f64.powi(-100);
-        if sum.is_finite() && (sum >= least * self.columns as f64 || self.rows.options.eps >= least)
-        {
+        if self.is_within_f32(sum) {
             return sum;
         }
         // SAFETY: passed on from this function's contract.
@@ -231,17 +350,17 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
     /// # Safety
     /// As for [`Self::run`].
     #[inline(always)]
-    unsafe fn write<const STREAM: bool>(&self, rstd: [f32; R]) {
+    unsafe fn write<const STREAM: bool>(&self, factors: [Factors<f32>; R]) {
         let s = self.simd;
-        let mut factors = [s.splat(0.0); R];
-        for (factor, rstd) in factors.iter_mut().zip(rstd) {
-            *factor = s.splat(rstd);
+        let mut wide = [Factors { mean: s.splat(0.0), rstd: s.splat(0.0) }; R];
+        for (wide, Factors { mean, rstd }) in wide.iter_mut().zip(factors) {
+            *wide = Factors { mean: s.splat(mean), rstd: s.splat(rstd) };
         }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             let later = column / S::CHUNK % 2 == 1;
-            let weight = self.weight(column);
-            for (row, &rstd) in factors.iter().enumerate() {
+            let (weight, bias) = (self.weight(column), self.bias(column));
+            for (row, &factors) in wide.iter().enumerate() {
                 if later {
                     self.fetch(row, column);
                 }
@@ -254,14 +373,15 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
                     {
                         s.put::<E, STREAM>(h, sum.add(at));
                     }
-                    let y = norm(s, h, rstd, weight);
+                    let y = norm::<S, CENTRED>(s, h, factors, weight, bias);
                     s.put::<E, STREAM>(y, self.rows.y.add(at));
                 }
             }
         }
         if whole < self.columns {
-            let (count, weight) = (self.columns - whole, self.weight(whole));
-            for (row, &rstd) in factors.iter().enumerate() {
+            let (weight, bias) = (self.weight(whole), self.bias(whole));
+            let count = self.columns - whole;
+            for (row, &factors) in wide.iter().enumerate() {
                 let at = self.at(row, whole);
                 // SAFETY: the columns lie in the row.
                 unsafe {
@@ -271,7 +391,7 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
                     {
                         ragged::store(s, h, sum.add(at), count);
                     }
-                    let y = norm(s, h, rstd, weight);
+                    let y = norm::<S, CENTRED>(s, h, factors, weight, bias);
                     ragged::store(s, y, self.rows.y.add(at), count);
                 }
             }
@@ -285,17 +405,40 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         // SAFETY: the slice is a chunk long.
         unsafe { self.simd.load(weight.as_ptr()) }
     }
+
+    /// The bias of a chunk; zeros where rows are not centred.
+    #[inline(always)]
+    fn bias(&self, column: usize) -> [S::Vector; 2] {
+        if !CENTRED {
+            return [self.simd.splat(0.0); 2];
+        }
+        let bias = &self.bias[column..column + S::CHUNK];
+        // SAFETY: the slice is a chunk long.
+        unsafe { self.simd.load(bias.as_ptr()) }
+    }
+}
+
+/// What a row is normalised by; the mean is 0 where it is not centred.
+#[derive(Clone, Copy)]
+struct Factors<T> {
+    mean: T,
+    rstd: T,
 }
 
 /// The norm of a chunk.
 #[inline(always)]
-fn norm<S: Simd>(
+fn norm<S: Simd, const CENTRED: bool>(
     s: S,
     h: [S::Vector; 2],
-    rstd: S::Vector,
+    Factors { mean, rstd }: Factors<S::Vector>,
     weight: [S::Vector; 2],
+    bias: [S::Vector; 2],
 ) -> [S::Vector; 2] {
-    [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])]
+    if !CENTRED {
+        return [s.mul(s.mul(h[0], rstd), weight[0]), s.mul(s.mul(h[1], rstd), weight[1])];
+    }
+    let xhat = [s.mul(s.sub(h[0], mean), rstd), s.mul(s.sub(h[1], mean), rstd)];
+    [s.mul_add(xhat[0], weight[0], bias[0]), s.mul_add(xhat[1], weight[1], bias[1])]
 }
 
 /// The nearest numbers of `E`, a tie going to even.

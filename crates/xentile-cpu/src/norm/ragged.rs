@@ -18,7 +18,34 @@ pub(super) unsafe fn load<S: Simd, E: Element, const WHOLE: bool>(
         // SAFETY: passed on from this function's contract.
         return unsafe { s.load(from) };
     }
-    let mut buffer = [E::from_f32(0.0); MAX_CHUNK];
+    // SAFETY: as above.
+    unsafe { filled(s, from, count, E::from_f32(0.0)) }
+}
+
+/// The same with the first element, of which there must be one, in the place of zeros.
+///
+/// # Safety
+/// As for [`load`].
+#[inline(always)]
+pub(super) unsafe fn load_repeating<S: Simd, E: Element, const WHOLE: bool>(
+    s: S,
+    from: *const E,
+    count: usize,
+) -> [S::Vector; 2] {
+    // SAFETY: passed on from this function's contract.
+    unsafe { if WHOLE { s.load(from) } else { filled(s, from, count, *from) } }
+}
+
+/// # Safety
+/// As for [`load`].
+#[inline(always)]
+unsafe fn filled<S: Simd, E: Element>(
+    s: S,
+    from: *const E,
+    count: usize,
+    filling: E,
+) -> [S::Vector; 2] {
+    let mut buffer = [filling; MAX_CHUNK];
     // SAFETY: the buffer holds the largest chunk there is.
     unsafe {
         from.copy_to_nonoverlapping(buffer.as_mut_ptr(), count);

@@ -1,4 +1,6 @@
-// RMSNorm: what its passes share. crates/xentile/src/rms_norm.rs has the formulas.
+// Norms of rows, RMSNorm and LayerNorm: what their passes share. crates/xentile/src/rms_norm.rs and
+// layer_norm.rs there have the formulas. The rows of the latter are *centred*: their mean is taken off, and
+// a bias is added.
 //
 // A *team* of `lanes` threads has a row. Which of them has a column follows from the shape alone and
 // not from where the row lies, so that a row's bits are the same wherever it is.
@@ -11,19 +13,23 @@
 
 namespace xentile {
 
-// Mirrored by `Arguments` in src/rms_norm/arguments.rs. Matrices are [rows, columns].
-struct RmsNormArguments {
+// Mirrored by `Arguments` in src/norm/arguments.rs. Matrices are [rows, columns].
+struct NormArguments {
   const void* x;
   const void* added;   // the residual, or the cotangent of the sum; null for none
   const void* dy;      // backward alone
   const void* weight;  // [rows / weight_rows, columns]
+  const void* bias;    // [rows / bias_rows, columns], of the weight's dtype; of centred rows
+  float* mean;         // [rows], of centred rows
   float* rstd;         // [rows]
   void* to;            // y, or dx
   void* sum;           // x + residual; null for none
   float* dweight;      // [groups, blocks, columns]
+  float* dbias;        // the same, of centred rows
   int64_t rows;
   int64_t columns;
   int64_t weight_rows;  // that follow one another and have one weight
+  int64_t bias_rows;    // and one bias
   int64_t group_rows;   // rows of a group
   int64_t blocks;       // of a group
   double eps;
@@ -83,7 +89,7 @@ __device__ inline void widen(const W* from, float (&to)[kCount]) {
 
 // Calls `body` with the weight of `row`, a pointer to its dtype.
 template <class Body>
-__device__ inline void with_weight(const RmsNormArguments& a, int64_t row, const Body& body) {
+__device__ inline void with_weight(const NormArguments& a, int64_t row, const Body& body) {
   const int64_t at = a.weight_rows < a.rows ? row / a.weight_rows * a.columns : 0;
   if (a.weight_dtype == kWeightBf16) {
     body(static_cast<const __nv_bfloat16*>(a.weight) + at);
@@ -94,9 +100,21 @@ __device__ inline void with_weight(const RmsNormArguments& a, int64_t row, const
   }
 }
 
+// The bias of `row`, in the weight's dtype.
+template <class W>
+__device__ inline const W* bias_of(const NormArguments& a, int64_t row) {
+  return static_cast<const W*>(a.bias) + (a.bias_rows < a.rows ? row / a.bias_rows * a.columns : 0);
+}
+
+// Whether all rows have the same weight and, where they are centred, the same bias.
+template <bool kCentred>
+__device__ inline bool have_one_weight(const NormArguments& a) {
+  return a.weight_rows >= a.rows && (!kCentred || a.bias_rows >= a.rows);
+}
+
 // What `kCount` columns are multiplied by.
 template <int kCount, class W>
-__device__ inline void scales(const RmsNormArguments& a, const W* from, float (&to)[kCount]) {
+__device__ inline void scales(const NormArguments& a, const W* from, float (&to)[kCount]) {
   widen<kCount>(from, to);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) to[i] = a.zero_centred ? 1.0f + to[i] : to[i];
@@ -175,10 +193,41 @@ __device__ inline bool is_beyond_f32(float mean_and_eps) {
   return !(mean_and_eps >= 0x1p-100f && mean_and_eps < 0x1p126f);
 }
 
-// As `RmsNorm::rstd` has it.
-__device__ inline float rstd_of(double squares, const RmsNormArguments& a) {
+// As `xentile::norm::rstd` has it.
+__device__ inline float rstd_of(double squares, const NormArguments& a) {
   const double rstd = 1.0 / sqrt(squares / static_cast<double>(a.columns) + a.eps);
   return rstd > 3.4028234663852886e38 ? __int_as_float(0x7f800000) : static_cast<float>(rstd);
+}
+
+// Of a row that is centred: its mean, and the mean of squares about it.
+struct Moments {
+  float mean;
+  float variance;
+};
+
+// From what is left of a row with `about`, near its mean, taken off: the mean of that, and of its squares.
+__device__ inline Moments moments(float about, float off, float squares) {
+  return {about + off, fmaxf(fmaf(-off, off, squares), 0.0f)};
+}
+
+// Whether a first sum was off by more than rows deviate, which takes a mean of a million deviations: then
+// little is left of the difference of squares, and of a row of one number noise.
+__device__ inline bool is_far(float off, float variance_and_eps) {
+  return !(off * off <= 16.0f * variance_and_eps);
+}
+
+// The sum of a few numbers, as a tree.
+template <int kCount>
+__device__ inline float sum_of(const float (&x)[kCount]) {
+  float s[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = x[i];
+#pragma unroll
+  for (int step = kCount / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < step; ++i) s[i] += s[i + step];
+  }
+  return s[0];
 }
 
 // The sum of squares of a few numbers, as a tree.
@@ -196,11 +245,11 @@ __device__ inline float squares(const float (&x)[kCount]) {
 }
 
 template <int kCount>
-__device__ inline double wide_squares(const float (&x)[kCount]) {
+__device__ inline double wide_squares(const float (&x)[kCount], double about = 0.0) {
   double sum = 0.0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const double wide = x[i];
+    const double wide = x[i] - about;
     sum = fma(wide, wide, sum);
   }
   return sum;

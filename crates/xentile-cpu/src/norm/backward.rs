@@ -1,7 +1,8 @@
-//! The backward pass: of a row the mean of `g xhat` and its part of dweight, then dx.
+//! The backward pass: of a row the mean of `g xhat`, and of `g` where rows are centred, and its part of
+//! dweight and dbias, then dx.
 
 use xentile::Element;
-use xentile::rms_norm::NormShape;
+use xentile::norm::NormShape;
 
 use super::weight::{Arranged, in_columns};
 use super::{LANE_TERMS, TOGETHER, elements_ahead, fetch, ragged, streams, together};
@@ -15,6 +16,8 @@ pub(crate) struct Rows<'a, E> {
     pub(super) dy: *const E,
     pub(super) dsum: Option<*const E>,
     pub(super) dx: *mut E,
+    /// Of rows that are centred.
+    pub(super) mean: Option<&'a [f32]>,
     pub(super) rstd: &'a [f32],
     pub(super) weight: &'a Arranged,
     /// Whether dx lies in the place of x or of dy.
@@ -24,16 +27,18 @@ pub(crate) struct Rows<'a, E> {
 // SAFETY: tasks read and write disjoint ranges of rows.
 unsafe impl<E: Element> Sync for Rows<'_, E> {}
 
-/// A block of rows, `first` to `end`, with its sums `[D]` of dweight. Whoever makes one vouches that
+/// A block of rows, `first` to `end`, with its sums `[D]` of dweight and, where rows are centred, of
+/// dbias. Whoever makes one vouches that
 /// the rows are the task's alone, and that all pointers lead to as much as the shape says.
-pub(crate) struct Backward<'a, E> {
+pub(crate) struct Backward<'a, E, const CENTRED: bool> {
     pub(super) rows: &'a Rows<'a, E>,
     pub(super) first: usize,
     pub(super) end: usize,
     pub(super) sums: &'a mut [f32],
+    pub(super) of_bias: &'a mut [f32],
 }
 
-impl<E: Element> Job for Backward<'_, E> {
+impl<E: Element, const CENTRED: bool> Job for Backward<'_, E, CENTRED> {
     type Output = ();
 
     #[inline(always)]
@@ -42,28 +47,32 @@ impl<E: Element> Job for Backward<'_, E> {
         match (dsum.is_some(), !in_place && streams::<S, E>(shape, dx)) {
             (false, false) => self.rows::<S, false, false>(s),
             (false, true) => self.rows::<S, false, true>(s),
+            (true, _) if CENTRED => unreachable!("no pass adds and centres"),
             (true, false) => self.rows::<S, true, false>(s),
             (true, true) => self.rows::<S, true, true>(s),
         }
     }
 }
 
-impl<E: Element> Backward<'_, E> {
+impl<E: Element, const CENTRED: bool> Backward<'_, E, CENTRED> {
     #[inline(always)]
     fn rows<S: Simd, const ADD: bool, const STREAM: bool>(self, s: S) {
-        let columns = self.rows.shape.columns();
-        let mut sums = vec![0.0; columns.next_multiple_of(MAX_CHUNK)];
+        let padded = self.rows.shape.columns().next_multiple_of(MAX_CHUNK);
+        let mut sums = Sums {
+            of_weight: vec![0.0; padded],
+            of_bias: if CENTRED { vec![0.0; padded] } else { Vec::new() },
+        };
         let mut index = self.first;
         while index < self.end {
             let end = self.end.min(self.rows.weight.end(index));
             while together::<S>() > 1 && index + TOGETHER <= end {
-                let group = Group::<S, E, ADD, TOGETHER>::new(s, self.rows, index);
+                let group = Group::<S, E, CENTRED, ADD, TOGETHER>::new(s, self.rows, index);
                 // SAFETY: the rows are this task's.
                 unsafe { group.run::<STREAM>(&mut sums) };
                 index += TOGETHER;
             }
             while index < end {
-                let group = Group::<S, E, ADD, 1>::new(s, self.rows, index);
+                let group = Group::<S, E, CENTRED, ADD, 1>::new(s, self.rows, index);
                 // SAFETY: as above.
                 unsafe { group.run::<STREAM>(&mut sums) };
                 index += 1;
@@ -72,20 +81,52 @@ impl<E: Element> Backward<'_, E> {
         if STREAM {
             s.fence();
         }
-        in_columns::<S, E>(s, &sums, self.sums);
+        in_columns::<S, E>(s, &sums.of_weight, self.sums);
+        if CENTRED {
+            in_columns::<S, E>(s, &sums.of_bias, self.of_bias);
+        }
     }
 }
 
+/// What rows of a block add up to, in the order of chunks.
+struct Sums {
+    of_weight: Vec<f32>,
+    /// Empty where rows are not centred.
+    of_bias: Vec<f32>,
+}
+
 /// `R` rows from `first`, which have one weight.
-struct Group<'a, S: Simd, E, const ADD: bool, const R: usize> {
+struct Group<'a, S: Simd, E, const CENTRED: bool, const ADD: bool, const R: usize> {
     simd: S,
     rows: &'a Rows<'a, E>,
     columns: usize,
     first: usize,
     weight: &'a [f32],
+    mean: [S::Vector; R],
     rstd: [S::Vector; R],
     /// Where what is read later lies, counted from what is read now; 0 for none.
     ahead: usize,
+}
+
+/// The sums of `g xhat` over a row, and of `g` where it is centred.
+#[derive(Clone, Copy)]
+struct Totals {
+    along: f64,
+    g: f64,
+}
+
+/// The same in lanes.
+#[derive(Clone, Copy)]
+struct Lanes<V> {
+    along: [V; 2],
+    g: [V; 2],
+}
+
+/// What is added, in every lane: the means, negative.
+#[derive(Clone, Copy)]
+struct MinusMeans<V> {
+    along: V,
+    g: V,
 }
 
 /// A chunk of a row.
@@ -95,18 +136,27 @@ struct Chunk<V> {
     xhat: [V; 2],
 }
 
-impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, ADD, R> {
+impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usize>
+    Group<'a, S, E, CENTRED, ADD, R>
+{
     #[inline(always)]
     fn new(simd: S, rows: &'a Rows<'_, E>, first: usize) -> Self {
         let (columns, weight) = (rows.shape.columns(), rows.weight.of(first));
-        let mut rstd = [simd.splat(0.0); R];
+        let [mut mean, mut rstd] = [[simd.splat(0.0); R]; 2];
         for (row, rstd) in rstd.iter_mut().enumerate() {
             *rstd = simd.splat(rows.rstd[first + row]);
+        }
+        if let Some(means) = rows.mean
+            && CENTRED
+        {
+            for (row, mean) in mean.iter_mut().enumerate() {
+                *mean = simd.splat(means[first + row]);
+            }
         }
         let ahead = elements_ahead::<E>(R, columns);
         let last = (first + R - 1) * columns;
         let ahead = if last + ahead < rows.shape.elements() { ahead } else { 0 };
-        Self { simd, rows, columns, first, weight, rstd, ahead }
+        Self { simd, rows, columns, first, weight, mean, rstd, ahead }
     }
 
     /// Where `column` of row `row` of the group lies.
@@ -131,9 +181,17 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         // SAFETY: passed on from this function's contract.
         let (x, dy) = unsafe {
             (
-                ragged::load::<S, E, WHOLE>(s, self.rows.x.add(at), count),
+                match CENTRED {
+                    // What is left of a zero might not be finite.
+                    true => ragged::load_repeating::<S, E, WHOLE>(s, self.rows.x.add(at), count),
+                    false => ragged::load::<S, E, WHOLE>(s, self.rows.x.add(at), count),
+                },
                 ragged::load::<S, E, WHOLE>(s, self.rows.dy.add(at), count),
             )
+        };
+        let x = match CENTRED {
+            true => [s.sub(x[0], self.mean[row]), s.sub(x[1], self.mean[row])],
+            false => x,
         };
         Chunk {
             dy,
@@ -142,12 +200,12 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         }
     }
 
-    /// Writes dx of the rows, and adds their part of dweight to `sums`, in the order of chunks.
+    /// Writes dx of the rows, and adds their part to `sums`.
     ///
     /// # Safety
     /// The rows are the task's alone, and with `STREAM` dx lies on lines.
     #[inline(always)]
-    unsafe fn run<const STREAM: bool>(&self, sums: &mut [f32]) {
+    unsafe fn run<const STREAM: bool>(&self, sums: &mut Sums) {
         // SAFETY: passed on from this function's contract.
         unsafe {
             let totals = self.sum(sums);
@@ -155,18 +213,19 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         }
     }
 
-    /// The sum of `g xhat` of each row. Adds `dy xhat` to `sums`.
+    /// The sums of `g xhat` and, where rows are centred, of `g` of each row. Adds `dy xhat` and `dy` to
+    /// `sums`.
     ///
     /// # Safety
     /// The rows may be read.
     #[inline(always)]
-    unsafe fn sum(&self, sums: &mut [f32]) -> [f64; R] {
+    unsafe fn sum(&self, sums: &mut Sums) -> [Totals; R] {
         let s = self.simd;
-        let mut totals = [0.0; R];
+        let mut totals = [Totals { along: 0.0, g: 0.0 }; R];
         let mut column = 0;
         while column < self.columns {
             let end = self.columns.min(column + LANE_TERMS * S::CHUNK);
-            let mut lanes = [[s.splat(0.0); 2]; R];
+            let mut lanes = [Lanes { along: [s.splat(0.0); 2], g: [s.splat(0.0); 2] }; R];
             while column + S::CHUNK <= end {
                 for row in 0..R {
                     let at = self.at(row, column);
@@ -190,7 +249,11 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
                 column = end;
             }
             for row in 0..R {
-                totals[row] += s.sum(s.add(lanes[row][0], lanes[row][1]));
+                let Lanes { along, g } = lanes[row];
+                totals[row].along += s.sum(s.add(along[0], along[1]));
+                if CENTRED {
+                    totals[row].g += s.sum(s.add(g[0], g[1]));
+                }
             }
         }
         totals
@@ -205,35 +268,53 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         &self,
         column: usize,
         count: usize,
-        lanes: &mut [[S::Vector; 2]; R],
-        sums: &mut [f32],
+        lanes: &mut [Lanes<S::Vector>; R],
+        sums: &mut Sums,
     ) {
         let (s, weight) = (self.simd, self.weight(column));
-        let sums = &mut sums[column..column + S::CHUNK];
+        let of_weight = &mut sums.of_weight[column..column + S::CHUNK];
         // SAFETY: the slice is a chunk long.
-        let [mut a, mut b] = unsafe { s.load(sums.as_ptr()) };
+        let [mut a, mut b] = unsafe { s.load(of_weight.as_ptr()) };
+        let mut of_bias = [s.splat(0.0); 2];
         for (row, lanes) in lanes.iter_mut().enumerate() {
             // SAFETY: passed on from this function's contract.
             let Chunk { dy, g, xhat } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
-            lanes[0] = s.mul_add(g[0], xhat[0], lanes[0]);
-            lanes[1] = s.mul_add(g[1], xhat[1], lanes[1]);
+            lanes.along[0] = s.mul_add(g[0], xhat[0], lanes.along[0]);
+            lanes.along[1] = s.mul_add(g[1], xhat[1], lanes.along[1]);
+            if CENTRED {
+                for i in 0..2 {
+                    lanes.g[i] = s.add(g[i], lanes.g[i]);
+                    of_bias[i] = s.add(dy[i], of_bias[i]);
+                }
+            }
             a = s.mul_add(dy[0], xhat[0], a);
             b = s.mul_add(dy[1], xhat[1], b);
         }
         // SAFETY: as above.
-        unsafe { s.store([a, b], sums.as_mut_ptr()) };
+        unsafe { s.store([a, b], of_weight.as_mut_ptr()) };
+        if CENTRED {
+            let sums = &mut sums.of_bias[column..column + S::CHUNK];
+            // SAFETY: the slice is a chunk long.
+            unsafe {
+                let [a, b] = s.load(sums.as_ptr());
+                s.store([s.add(a, of_bias[0]), s.add(b, of_bias[1])], sums.as_mut_ptr());
+            }
+        }
     }
 
-    /// Writes dx, for the sums of `g xhat`.
+    /// Writes dx, for the sums over rows.
     ///
     /// # Safety
     /// As for [`Self::run`].
     #[inline(always)]
-    unsafe fn write<const STREAM: bool>(&self, totals: [f64; R]) {
+    unsafe fn write<const STREAM: bool>(&self, totals: [Totals; R]) {
         let s = self.simd;
-        let mut minus_means = [s.splat(0.0); R];
-        for (minus_mean, total) in minus_means.iter_mut().zip(totals) {
-            *minus_mean = s.splat(-(total / self.columns as f64) as f32);
+        let mut minus_means = [MinusMeans { along: s.splat(0.0), g: s.splat(0.0) }; R];
+        for (minus_mean, Totals { along, g }) in minus_means.iter_mut().zip(totals) {
+            minus_mean.along = s.splat(-(along / self.columns as f64) as f32);
+            if CENTRED {
+                minus_mean.g = s.splat(-(g / self.columns as f64) as f32);
+            }
         }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
@@ -273,13 +354,14 @@ impl<'a, S: Simd, E: Element, const ADD: bool, const R: usize> Group<'a, S, E, A
         column: usize,
         count: usize,
         weight: [S::Vector; 2],
-        minus_mean: S::Vector,
+        minus: MinusMeans<S::Vector>,
     ) -> [S::Vector; 2] {
         let (s, rstd) = (self.simd, self.rstd[row]);
         // SAFETY: passed on from this function's contract.
         let Chunk { g, xhat, .. } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
-        let a = s.mul_add(xhat[0], minus_mean, g[0]);
-        let b = s.mul_add(xhat[1], minus_mean, g[1]);
+        let g = if CENTRED { [s.add(g[0], minus.g), s.add(g[1], minus.g)] } else { g };
+        let a = s.mul_add(xhat[0], minus.along, g[0]);
+        let b = s.mul_add(xhat[1], minus.along, g[1]);
         match self.rows.dsum {
             Some(dsum) if ADD => {
                 let dsum = dsum.wrapping_add(self.at(row, column));

@@ -1,21 +1,25 @@
-//! What kernels of RMSNorm take, and what planning knows of them.
+//! What kernels of norms take, and what planning knows of them.
 
 use std::ffi::c_void;
 
 mirror! {
-    /// See kernels/rms_norm.cuh.
-    pub(crate) struct Arguments = RmsNormArguments {
+    /// See kernels/norm.cuh.
+    pub(crate) struct Arguments = NormArguments {
         x: *const c_void,
         added: *const c_void,
         dy: *const c_void,
         weight: *const c_void,
+        bias: *const c_void,
+        mean: *mut f32,
         rstd: *mut f32,
         to: *mut c_void,
         sum: *mut c_void,
         dweight: *mut f32,
+        dbias: *mut f32,
         rows: i64,
         columns: i64,
         weight_rows: i64,
+        bias_rows: i64,
         group_rows: i64,
         blocks: i64,
         eps: f64,

@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 use xentile::Element;
+use xentile::norm::NormShape;
 
-use super::{Kernel, ragged};
+use super::{Norm, ragged};
 use crate::Job;
 use crate::parallel::Shared;
 use crate::simd::{MAX_CHUNK, Simd};
@@ -70,18 +71,18 @@ pub(crate) struct Arranged {
 }
 
 impl Arranged {
-    /// The weight of `kernel` for rows of `E`.
-    pub(super) fn new<E: Element>(kernel: &Kernel<'_>) -> Self {
-        let (shape, isa) = (kernel.shape, kernel.launch.isa);
+    /// Those of `weight` for rows of `E` of `norm`.
+    pub(super) fn new<E: Element>(norm: &Norm<'_>, weight: Weight<'_>, zero_centred: bool) -> Self {
+        let (shape, isa) = (norm.shape, norm.launch.isa);
         let columns = shape.columns();
-        let (count, padded) = (kernel.weight.len() / columns, columns.next_multiple_of(MAX_CHUNK));
+        let (count, padded) = (weight.len() / columns, columns.next_multiple_of(MAX_CHUNK));
         let mut factors = vec![0.0; count * padded];
         let to = Shared::new(&mut factors);
         let arrange = |index: usize| {
             let pass = Arrange {
-                weight: kernel.weight,
+                weight,
                 start: index * columns,
-                zero_centred: kernel.options.zero_centred,
+                zero_centred,
                 columns,
                 // SAFETY: each index comes once, so pieces are disjoint.
                 to: unsafe { to.slice(index * padded, padded) },
@@ -91,9 +92,15 @@ impl Arranged {
         };
         match count {
             1 => arrange(0),
-            _ => kernel.launch.pool.run(count, &arrange),
+            _ => norm.launch.pool.run(count, &arrange),
         }
         Self { factors, padded, rows: shape.rows().checked_div(count).unwrap_or(0) }
+    }
+
+    /// Zeros for all rows.
+    pub(super) fn zeros(shape: NormShape) -> Self {
+        let padded = shape.columns().next_multiple_of(MAX_CHUNK);
+        Self { factors: vec![0.0; padded], padded, rows: shape.rows() }
     }
 
     /// The first row after `row` with another weight.

@@ -1,4 +1,5 @@
-// The backward pass of RMSNorm: dx, and for each block of rows what they add to dweight.
+// The backward pass of norms: dx, and for each block of rows what they add to dweight and, where they are
+// centred, to dbias.
 //
 // A CTA has a block, whose sums it keeps in registers, a column's in the thread that has the column in
 // every row of the team. Blocks take turns at rows, so that CTAs which run beside each other read and
@@ -9,17 +10,27 @@
 // whole warps meet once, to add up.
 #pragma once
 
-#include "rms_norm.cuh"
+#include "norm.cuh"
 
 namespace xentile {
 
+// Takes a row's mean off of a few of its numbers. Of zeros in the place of what is not there nothing is
+// left, since what would be might not be finite once it is divided.
+template <int kCount>
+__device__ inline void centre(float (&x)[kCount], float mean, bool is_there) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) x[k] -= is_there ? mean : 0.0f;
+}
+
 // `kVectors` vectors a thread of each row, and a ring of `a.stages` rows a team.
-template <class E, bool kAdd, int kVectors>
-__device__ inline void gradients_ring(const RmsNormArguments& a) {
+template <class E, bool kCentred, bool kAdd, int kVectors>
+__device__ inline void gradients_ring(const NormArguments& a) {
   constexpr int kPer = kPerVector<E>;
   constexpr uint32_t kArrays = kAdd ? 3 : 2;
   extern __shared__ uint4 ring[];
-  __shared__ float parts[2][kNormWarps];
+  // Of `g xhat`, and of `g`.
+  constexpr int kSums = kCentred ? 2 : 1;
+  __shared__ float parts[2][kSums][kNormWarps];
   const Team<false> team(a.lanes);
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
   const void* const arrays[3] = {a.x, a.dy, a.added};
@@ -47,7 +58,7 @@ __device__ inline void gradients_ring(const RmsNormArguments& a) {
     ptx::commit_copies();
   };
 
-  float w[kVectors][kPer], sums[kVectors][kPer];
+  float w[kVectors][kPer], sums[kVectors][kPer], of_bias[kVectors][kPer];
   const auto take_weight = [&](int64_t row) {
     with_weight(a, row, [&](auto* weight) {
 #pragma unroll
@@ -60,7 +71,7 @@ __device__ inline void gradients_ring(const RmsNormArguments& a) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
-    for (int k = 0; k < kPer; ++k) w[i][k] = sums[i][k] = 0.0f;
+    for (int k = 0; k < kPer; ++k) w[i][k] = sums[i][k] = of_bias[i][k] = 0.0f;
   }
 
   int64_t row =
@@ -71,30 +82,40 @@ __device__ inline void gradients_ring(const RmsNormArguments& a) {
   const bool one_weight = a.weight_rows >= a.rows;
   if (one_weight && a.rows > 0) take_weight(0);
   const float share = 1.0f / static_cast<float>(a.columns);
-  float next = row < end ? a.rstd[row] : 0.0f;
+  float next = row < end ? a.rstd[row] : 0.0f, next_mean = 0.0f;
+  if constexpr (kCentred) next_mean = row < end ? a.mean[row] : 0.0f;
   uint32_t stage = 0, turn = 0;
   for (; row - ahead < end; row += step) {
     ptx::wait_for_copies(a.stages - 2);
     fetch(row + (a.stages - 1) * step, stage == 0 ? a.stages - 1 : stage - 1);
     const float rstd = next;
     next = row + step < end ? a.rstd[row + step] : 0.0f;
+    const float row_mean = next_mean;
+    if constexpr (kCentred) next_mean = row + step < end ? a.mean[row + step] : 0.0f;
     if (!one_weight) take_weight(min(row, end - 1));
 
-    float dots[4] = {};
+    float dots[4] = {}, gs[4] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float x[kPer], dy[kPer];
       unpack<E>(*slot(stage, 0, i), x);
       unpack<E>(*slot(stage, 1, i), dy);
+      if constexpr (kCentred) centre(x, row_mean, team.lane + i * team.lanes < vectors);
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
         const float normalised = x[k] * rstd;
         sums[i][k] = fmaf(dy[k], normalised, sums[i][k]);
         dots[k % 4] = fmaf(dy[k] * w[i][k], normalised, dots[k % 4]);
+        if constexpr (kCentred) {
+          of_bias[i][k] += dy[k];
+          gs[k % 4] = fmaf(dy[k], w[i][k], gs[k % 4]);
+        }
       }
     }
-    const float mean =
-        team.sum((dots[0] + dots[1]) + (dots[2] + dots[3]), parts[turn ^= 1]) * share;
+    float over_row[kSums] = {(dots[0] + dots[1]) + (dots[2] + dots[3])};
+    if constexpr (kCentred) over_row[1] = (gs[0] + gs[1]) + (gs[2] + gs[3]);
+    team.add_up(over_row, parts[turn ^= 1]);
+    const float mean = over_row[0] * share;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const uint32_t vector = team.lane + i * team.lanes;
@@ -103,7 +124,12 @@ __device__ inline void gradients_ring(const RmsNormArguments& a) {
       unpack<E>(*slot(stage, 1, i), dy);
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
-        x[k] = rstd * fmaf(-(x[k] * rstd), mean, dy[k] * w[i][k]);
+        if constexpr (kCentred) {
+          const float g = fmaf(dy[k], w[i][k], -over_row[1] * share);
+          x[k] = rstd * fmaf(-((x[k] - row_mean) * rstd), mean, g);
+        } else {
+          x[k] = rstd * fmaf(-(x[k] * rstd), mean, dy[k] * w[i][k]);
+        }
       }
       if constexpr (kAdd) {
         float dsum[kPer];
@@ -118,44 +144,51 @@ __device__ inline void gradients_ring(const RmsNormArguments& a) {
 
   // Teams' sums, [teams, columns], lie where the ring was.
   ptx::wait_for_copies(0);
-  __syncthreads();
-  float* shared = reinterpret_cast<float*>(ring);
-  float* to = a.dweight + static_cast<int64_t>(blockIdx.x) * a.columns;
-  if (a.teams == 1) shared = to;
+  const auto give = [&](const float (&sums)[kVectors][kPer], float* all) {
+    __syncthreads();
+    float* shared = reinterpret_cast<float*>(ring);
+    float* to = all + static_cast<int64_t>(blockIdx.x) * a.columns;
+    if (a.teams == 1) shared = to;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const uint32_t vector = team.lane + i * team.lanes;
-    if (vector >= vectors) continue;
-    float4* place =
-        reinterpret_cast<float4*>(shared + team.index * a.columns + vector * kPer);
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t vector = team.lane + i * team.lanes;
+      if (vector >= vectors) continue;
+      float4* place =
+          reinterpret_cast<float4*>(shared + team.index * a.columns + vector * kPer);
 #pragma unroll
-    for (int k = 0; k < kPer; k += 4) {
-      place[k / 4] =
-          make_float4(sums[i][k], sums[i][k + 1], sums[i][k + 2], sums[i][k + 3]);
+      for (int k = 0; k < kPer; k += 4) {
+        place[k / 4] =
+            make_float4(sums[i][k], sums[i][k + 1], sums[i][k + 2], sums[i][k + 3]);
+      }
     }
-  }
-  if (a.teams == 1) return;
-  __syncthreads();
-  for (uint32_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
-    float total = shared[column];
-    for (uint32_t other = 1; other < a.teams; ++other) {
-      total += shared[other * a.columns + column];
+    if (a.teams == 1) return;
+    __syncthreads();
+    for (uint32_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
+      float total = shared[column];
+      for (uint32_t other = 1; other < a.teams; ++other) {
+        total += shared[other * a.columns + column];
+      }
+      to[column] = total;
     }
-    to[column] = total;
-  }
+  };
+  give(sums, a.dweight);
+  if constexpr (kCentred) give(of_bias, a.dbias);
 }
 
 // Of any length, `kPer` elements at a time. A CTA takes a few rows together, so that what they add to
 // dweight, which lies in memory, is read and written once for all of them; the second time, they come
 // from the caches.
-template <class E, bool kAdd, int kPer>
-__device__ inline void gradients_any(const RmsNormArguments& a) {
-  __shared__ double parts[2][kNormTogether][kNormWarps];
+template <class E, bool kCentred, bool kAdd, int kPer>
+__device__ inline void gradients_any(const NormArguments& a) {
+  // Of `g xhat` of each row, and of `g`.
+  constexpr int kSums = (kCentred ? 2 : 1) * kNormTogether;
+  __shared__ double parts[2][kSums][kNormWarps];
   const Team<true> team(blockDim.x);
   const int64_t pieces = a.columns / kPer;
   const int64_t group = blockIdx.x / a.blocks, block = blockIdx.x % a.blocks;
   const int64_t stop = (group + 1) * a.group_rows;
   float* sums = a.dweight + static_cast<int64_t>(blockIdx.x) * a.columns;
+  float* of_bias = kCentred ? a.dbias + static_cast<int64_t>(blockIdx.x) * a.columns : nullptr;
   uint32_t turn = 0;
   bool is_first = true;
   int64_t end;
@@ -166,9 +199,13 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
     if (a.weight_rows < a.rows) end = min(end, (first / a.weight_rows + 1) * a.weight_rows);
     with_weight(a, first, [&](auto* weight) {
       float rstd[kNormTogether], means[kNormTogether];
-      double dots[kNormTogether] = {};
+      float row_means[kNormTogether], g_means[kNormTogether];
+      double dots[kSums] = {};
 #pragma unroll
-      for (int r = 0; r < kNormTogether; ++r) rstd[r] = first + r < end ? a.rstd[first + r] : 0.0f;
+      for (int r = 0; r < kNormTogether; ++r) {
+        rstd[r] = first + r < end ? a.rstd[first + r] : 0.0f;
+        if constexpr (kCentred) row_means[r] = first + r < end ? a.mean[first + r] : 0.0f;
+      }
       for (int64_t piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
         float w[kPer];
         scales<kPer>(a, weight + piece * kPer, w);
@@ -176,12 +213,17 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
         for (int r = 0; r < kNormTogether; ++r) {
           if (first + r >= end) continue;
           const int64_t at = (first + r) * a.columns + piece * kPer;
-          float x[kPer], dy[kPer], dot = 0.0f;
+          float x[kPer], dy[kPer], dot = 0.0f, g = 0.0f;
           read<E>(a.x, at, x);
           read<E>(a.dy, at, dy);
+          if constexpr (kCentred) centre(x, row_means[r], true);
 #pragma unroll
-          for (int k = 0; k < kPer; ++k) dot = fmaf(dy[k] * w[k], x[k] * rstd[r], dot);
+          for (int k = 0; k < kPer; ++k) {
+            dot = fmaf(dy[k] * w[k], x[k] * rstd[r], dot);
+            if constexpr (kCentred) g = fmaf(dy[k], w[k], g);
+          }
           dots[r] += dot;
+          if constexpr (kCentred) dots[kNormTogether + r] += g;
         }
       }
       turn ^= 1;
@@ -189,13 +231,18 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
 #pragma unroll
       for (int r = 0; r < kNormTogether; ++r) {
         means[r] = static_cast<float>(dots[r] / static_cast<double>(a.columns));
+        if constexpr (kCentred) {
+          g_means[r] =
+              static_cast<float>(dots[kNormTogether + r] / static_cast<double>(a.columns));
+        }
       }
       for (int64_t piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-        float w[kPer], of_weight[kPer];
+        float w[kPer], of_weight[kPer], bias[kPer];
         scales<kPer>(a, weight + piece * kPer, w);
 #pragma unroll
         for (int k = 0; k < kPer; ++k) {
           of_weight[k] = is_first ? 0.0f : sums[piece * kPer + k];
+          if constexpr (kCentred) bias[k] = is_first ? 0.0f : of_bias[piece * kPer + k];
         }
 #pragma unroll
         for (int r = 0; r < kNormTogether; ++r) {
@@ -204,11 +251,17 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
           float x[kPer], dy[kPer];
           read<E>(a.x, at, x);
           read<E>(a.dy, at, dy);
+          if constexpr (kCentred) centre(x, row_means[r], true);
 #pragma unroll
           for (int k = 0; k < kPer; ++k) {
             const float normalised = x[k] * rstd[r];
             of_weight[k] = fmaf(dy[k], normalised, of_weight[k]);
-            x[k] = rstd[r] * fmaf(-normalised, means[r], dy[k] * w[k]);
+            if constexpr (kCentred) {
+              bias[k] += dy[k];
+              x[k] = rstd[r] * fmaf(-normalised, means[r], fmaf(dy[k], w[k], -g_means[r]));
+            } else {
+              x[k] = rstd[r] * fmaf(-normalised, means[r], dy[k] * w[k]);
+            }
           }
           if constexpr (kAdd) {
             float dsum[kPer];
@@ -219,7 +272,10 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
           write<E>(a.to, at, x);
         }
 #pragma unroll
-        for (int k = 0; k < kPer; ++k) sums[piece * kPer + k] = of_weight[k];
+        for (int k = 0; k < kPer; ++k) {
+          sums[piece * kPer + k] = of_weight[k];
+          if constexpr (kCentred) of_bias[piece * kPer + k] = bias[k];
+        }
       }
     });
     is_first = false;
@@ -229,6 +285,7 @@ __device__ inline void gradients_any(const RmsNormArguments& a) {
   if (is_first) {
     for (int64_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
       sums[column] = 0.0f;
+      if constexpr (kCentred) of_bias[column] = 0.0f;
     }
   }
 }

@@ -1,0 +1,97 @@
+//! What the targets of norms share: shapes, on any platform.
+
+pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use xentile::norm::NormShape;
+use xla_ffi::{Error, Result};
+
+/// The shape of `x` `[.., D]`, flattened.
+pub(crate) fn shape(x: &[usize]) -> Result<NormShape> {
+    let Some((&columns, leading)) = x.split_last() else {
+        return Err(invalid("`x` has shape []; it must have an axis at least, the columns"));
+    };
+    if columns == 0 {
+        return Err(invalid(format_args!(
+            "`x` has shape {x:?}; its last axis, the columns, must be at least 1"
+        )));
+    }
+    NormShape::new(product(leading), columns)
+        .map_err(|error| invalid(format_args!("`x` has {error}")))
+}
+
+/// Checks that each of `others`, with its name, has the shape of `x`.
+pub(crate) fn check_like(x: &[usize], others: &[(&str, &[usize])]) -> Result {
+    for (name, dims) in others {
+        if *dims != x {
+            return Err(invalid(format_args!(
+                "`{name}` has shape {dims:?}; it must be {x:?}, that of `x`"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the result `name` has the shape of another one.
+pub(crate) fn check_alike(
+    (name, dims): (&str, &[usize]),
+    (other, like): (&str, &[usize]),
+) -> Result {
+    if dims == like {
+        return Ok(());
+    }
+    Err(invalid(format_args!(
+        "`{name}` has shape {dims:?}; it must be {like:?}, that of `{other}`"
+    )))
+}
+
+/// Checks that the weight or bias `name` is the last axis of `x`, after any number of its leading ones.
+pub(crate) fn check_columns(x: &[usize], name: &str, dims: &[usize]) -> Result {
+    match (dims.split_last(), x.split_last()) {
+        (Some((d, batch)), Some((columns, leading)))
+            if d == columns && leading.starts_with(batch) =>
+        {
+            Ok(())
+        }
+        _ => Err(invalid(format_args!(
+            "`{name}` has shape {dims:?}; it must be the last axis of `x`, {x:?}, after none or \
+             some of its first axes"
+        ))),
+    }
+}
+
+/// Checks that the statistics `name` have the leading axes of `x`.
+pub(crate) fn check_rows(x: &[usize], name: &str, dims: &[usize]) -> Result {
+    let leading = &x[..x.len() - 1];
+    if dims == leading {
+        return Ok(());
+    }
+    Err(invalid(format_args!(
+        "`{name}` has shape {dims:?}; it must be {leading:?}, the leading axes of `x`"
+    )))
+}
+
+/// Groups of rows and blocks of a group in the partial sums `name` `[.., P, D]`, whose leading axes are some of
+/// the first of `x`.
+pub(crate) fn partial_sums(x: &[usize], name: &str, sums: &[usize]) -> Result<[usize; 2]> {
+    let (&columns, leading) = x.split_last().expect("`x` has columns");
+    match sums {
+        [batch @ .., blocks, d] if *blocks > 0 && *d == columns && leading.starts_with(batch) => {
+            Ok([product(batch), *blocks])
+        }
+        _ => Err(invalid(format_args!(
+            "`{name}` has shape {sums:?}; it must be blocks, at least 1, by the last axis of `x`, \
+             {x:?}, after none or some of its first axes"
+        ))),
+    }
+}
+
+/// The product of `axes`: an empty one first, because the others alone may multiply to more than fits.
+fn product(axes: &[usize]) -> usize {
+    if axes.contains(&0) { 0 } else { axes.iter().product() }
+}
+
+pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
+    Error::invalid_argument(message.to_string())
+}

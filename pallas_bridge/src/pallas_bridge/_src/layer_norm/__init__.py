@@ -1,0 +1,1 @@
+"""LayerNorm: a module an implementation, and what they share."""
