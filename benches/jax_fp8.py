@@ -5,8 +5,9 @@
 A cell is a case of a shape and a dtype, of numbers that are normal or have heavy tails. Programs of
 a cell take turns, each on CALLS inputs one after another, so that what was read before does not
 count; what is said is the median over the rounds of a program's time, and of its ratio to the copy.
-A copy is a kernel that negates as many bytes as must move: x once, or twice where one scale is made
-of all of it, values and scales. `same` says whether both programs have given the same bits.
+A copy is a kernel that negates as many bytes as must move: x once, or twice where all of it goes
+into scales before the first value, values and scales. `same` says whether both programs have given
+the same bits.
 """
 
 import argparse
@@ -36,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "block_1d, powers of two": {"granularity": "block_1d", "power_of_two": True},
     "block_1d, e5m2": {"granularity": "block_1d", "dtype": jnp.float8_e5m2},
 }
-# All x is read twice: one scale is made of it before the first value.
-TWICE = ("tensor",)
+# All x is read twice: a scale is made of all of it, or of whole columns, before the first value.
+TWICE = ("tensor", "row, transposed")
 
 
 def inputs(shape: tuple[int, int], dtype: str, tails: str) -> list[jax.Array]:

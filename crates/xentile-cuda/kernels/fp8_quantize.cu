@@ -47,6 +47,8 @@ using namespace xentile;
   FP8_TURNED(squares_ragged_##format, dtype, 1, E, kOfSquares, kE5M2, false)         \
   FP8_TURNED(given_##format, dtype, whole, E, kGiven, kE5M2, true)                   \
   FP8_TURNED(given_ragged_##format, dtype, 1, E, kGiven, kE5M2, false)               \
+  FP8_TURNED(both_##format, dtype, whole, E, kBoth, kE5M2, true)                     \
+  FP8_TURNED(both_ragged_##format, dtype, 1, E, kBoth, kE5M2, false)                 \
   FP8_TURNED(there_##format, dtype, whole / 2, E, kThere, kE5M2, true)               \
   FP8_TURNED(there_ragged_##format, dtype, 1, E, kThere, kE5M2, false)
 
@@ -54,6 +56,8 @@ using namespace xentile;
   FP8_AMAX(, dtype, 8, E, kRows)                                                     \
   FP8_AMAX(_parts, dtype, 6, E, kVectors)                                            \
   FP8_AMAX(_ragged, dtype, 4, E, kRagged)                                            \
+  FP8_TURNED(amax, dtype, whole, E, kNone, false, true)                              \
+  FP8_TURNED(amax_ragged, dtype, 1, E, kNone, false, false)                          \
   FP8(columns, dtype, kFp8ColumnThreads, 2) { fp8::columns<E, true>(a); }            \
   FP8(columns_ragged, dtype, kFp8ColumnThreads, 2) { fp8::columns<E, false>(a); }    \
   FP8_FORMAT(f8e4m3fn, dtype, E, false, whole)                                       \

@@ -104,6 +104,17 @@ __device__ inline uint32_t most_of(uint32_t most, const uint4& unit) {
 
 __device__ inline float normal(float amax) { return amax < FLT_MIN ? 0.0f : amax; }
 
+// The CTA's place in its grid; from the end where amax of all of x came before, so that what was read last is
+// read first, and may still be in the L2.
+__device__ inline int64_t place_in_grid(bool from_end) {
+  return from_end ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+}
+
+// Adds to amax of what others have too. Magnitudes rise with their bits.
+__device__ inline void add_amax(float* to, float amax) {
+  if (amax >= FLT_MIN) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
+}
+
 // Makes scales of amax.
 template <int kCount>
 __device__ inline void to_scales(const Arguments& a, float (&numbers)[kCount]) {

@@ -24,8 +24,8 @@ __device__ inline void runs(const Arguments& a) {
   constexpr bool kAligned = kParts != Parts::kRagged;
   const int across = kParts == Parts::kRows ? 1 : (columns + length - 1) / length;
   const int64_t all = a.matrices * a.rows * across;
-  const int64_t warp =
-      static_cast<int64_t>(blockIdx.x) * (kFp8RunThreads / 32) + threadIdx.x / 32;
+  const int64_t cta = place_in_grid(kValues == Values::kByGiven);
+  const int64_t warp = cta * (kFp8RunThreads / 32) + threadIdx.x / 32;
   const int64_t first = warp * (teams * kBatch) + lane / a.lanes;
   const int64_t row = across == 1 ? first : quotient_of(first, across);
   // The lane's first element; those of its other runs are not far.
@@ -239,10 +239,8 @@ __device__ inline void columns(const Arguments& a) {
   for (int i = threadIdx.x; i < 32 * kPer && i < a.columns - column; i += kFp8ColumnThreads) {
     float amax = 0.0f;
     for (uint32_t w = 0; w < kWarps; ++w) amax = fmaxf(amax, to_float(of_warps[w * 32 * kPer + i]));
-    // Magnitudes rise with their bits.
-    int* to = reinterpret_cast<int*>(a.turned_scales);
-    to += (matrix * a.columns + column + i) * down + of_matrix;
-    if (amax >= FLT_MIN && begin < end) atomicMax(to, __float_as_int(amax));
+    float* to = a.turned_scales + (matrix * a.columns + column + i) * down + of_matrix;
+    if (begin < end) add_amax(to, amax);
   }
 }
 

@@ -15,6 +15,8 @@ enum class Scales {
   kOfRuns,     // made here, of rows and columns of a tile
   kOfSquares,  // made here, of a tile
   kGiven,      // given; amax of rows are added to numbers, which are zeros before
+  kNone,       // amax of rows and columns are added to numbers and turned_scales, which are zeros before
+  kBoth,       // numbers and turned_scales, of whole rows and columns
   kThere,      // turned_scales, of blocks of any rows; and there are no values
 };
 
@@ -36,6 +38,9 @@ struct Turned {
   static constexpr uint32_t kLanes = kTurnedLanes<E>;
   static constexpr uint32_t kThreads = kTurnedThreads<E>;
   static constexpr uint32_t kWarps = kThreads / 32;
+  static constexpr bool kFindsColumns = kScales == Scales::kOfRuns || kScales == Scales::kNone;
+  static constexpr bool kFindsRows = kFindsColumns || kScales == Scales::kGiven;
+  static constexpr bool kColumnsThere = kScales == Scales::kBoth || kScales == Scales::kThere;
 
   const Arguments& a;
   int64_t matrix;
@@ -48,8 +53,10 @@ struct Turned {
   __device__ explicit Turned(const Arguments& arguments) : a(arguments) {
     down = static_cast<int>(ceil_div(a.rows, kTile));
     across = static_cast<int>(ceil_div(a.columns, kTile));
-    const int band = static_cast<int>(blockIdx.x) / across;
-    tile_across = static_cast<int>(blockIdx.x) - band * across;
+    const bool from_end = kScales == Scales::kGiven || kScales == Scales::kBoth;
+    const int cta = static_cast<int>(place_in_grid(from_end));
+    const int band = cta / across;
+    tile_across = cta - band * across;
     tile_down = band % down;
     matrix = band / down;
     row = tile_down * kTile;
@@ -107,12 +114,14 @@ struct Turned {
 
     uint4 held[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) held[i] = load<E, kAligned, true>(x + at(i), count(i));
+    for (int i = 0; i < kRows; ++i) {
+      held[i] = load<E, kAligned, kScales != Scales::kNone>(x + at(i), count(i));
+    }
 
     float by_row[kRows];
     float by_all = 1.0f;
     if constexpr (kScales == Scales::kGiven) by_all = given_reciprocal(a, matrix * a.rows);
-    if constexpr (kScales == Scales::kOfRuns || kScales == Scales::kGiven) {
+    if constexpr (kFindsRows) {
       uint4 most = make_uint4(0, 0, 0, 0);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -124,7 +133,7 @@ struct Turned {
         most = make_uint4(larger<E>(most.x, found.x), larger<E>(most.y, found.y),
                           larger<E>(most.z, found.z), larger<E>(most.w, found.w));
       }
-      if constexpr (kScales == Scales::kOfRuns) {
+      if constexpr (kFindsColumns) {
         if constexpr (kLanes == 16) {
           most.x = larger<E>(most.x, __shfl_xor_sync(kWarp, most.x, 16));
           most.y = larger<E>(most.y, __shfl_xor_sync(kWarp, most.y, 16));
@@ -154,12 +163,10 @@ struct Turned {
       } else {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          // Magnitudes rise with their bits.
-          if (lane == 0 && i < rows && by_row[i] >= FLT_MIN) {
-            atomicMax(reinterpret_cast<int*>(numbers + i), __float_as_int(by_row[i]));
-          }
+          if (lane == 0 && i < rows) add_amax(numbers + i, by_row[i]);
           by_row[i] = by_all;
         }
+        if constexpr (kScales == Scales::kNone) return;
       }
     } else if constexpr (kScales == Scales::kOfSquares) {
       uint32_t most = 0;
@@ -174,6 +181,10 @@ struct Turned {
       by_all = reciprocal(scale);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) by_row[i] = by_all;
+    } else if constexpr (kScales == Scales::kBoth) {
+      const float* numbers = a.numbers + matrix * a.rows + row + group * kRows;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) by_row[i] = i < rows ? reciprocal(__ldg(numbers + i)) : 1.0f;
     }
     if constexpr (kScales != Scales::kThere) {
 #pragma unroll
@@ -193,7 +204,7 @@ struct Turned {
     int block[kRows];
     const int64_t blocks_down = ceil_div(a.rows, a.block_rows);
     const bool is_one = a.block_rows % kRows == 0 || a.block_rows >= a.rows;
-    if constexpr (kScales == Scales::kThere) {
+    if constexpr (kColumnsThere) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int64_t of = min(int64_t{row} + group * kRows + i, a.rows - 1);
@@ -205,7 +216,7 @@ struct Turned {
       float by = by_all;
       if constexpr (kScales == Scales::kOfRuns) by = reciprocals[lane * kPer + j];
       const float* there = nullptr;
-      if constexpr (kScales == Scales::kThere) {
+      if constexpr (kColumnsThere) {
         there = scales_there(j, blocks_down);
         by = reciprocal(__ldg(there + block[0]));
       }
@@ -225,15 +236,19 @@ struct Turned {
     store_turned(tile);
   }
 
-  // Scales of columns, a thread each, of the largest magnitudes of each warp.
+  // Scales of columns, or their amax, a thread each, of the largest magnitudes of each warp.
   __device__ void of_columns(const E* of_warps, float* reciprocals) const {
     float amax = 0.0f;
 #pragma unroll
     for (uint32_t warp = 0; warp < kWarps; ++warp) {
       amax = fmaxf(amax, to_float(of_warps[warp * kTile + threadIdx.x]));
     }
-    const float scale = scale_of(a, amax);
     const int64_t of = column + threadIdx.x;
+    if constexpr (kScales == Scales::kNone) {
+      if (of < a.columns) add_amax(a.turned_scales + matrix * a.columns + of, amax);
+      return;
+    }
+    const float scale = scale_of(a, amax);
     if (of < a.columns) a.turned_scales[(matrix * a.columns + of) * down + tile_down] = scale;
     reciprocals[threadIdx.x] = reciprocal(scale);
   }

@@ -1,8 +1,8 @@
 //! FP8 quantisation of matrices, with scales by row, by block or given, and transposed copies.
 //!
 //! Scales that are made and what they scale come from one read of x, unless a block is larger than the
-//! registers of a CTA. Transposed copies do too where blocks are of 1 x 128 or 128 x 128, or scales are given;
-//! where blocks are others, two more reads make scales of columns, and the copy.
+//! registers of a CTA. Transposed copies do too where blocks are of 1 x 128 or 128 x 128, or scales are given.
+//! With blocks that are whole rows there are two reads, and with others the copy has one or two of its own.
 
 mod arguments;
 mod plan;
@@ -78,7 +78,7 @@ impl Empty {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(self, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { kernel(&plan::finish_zeros(0), Format::E4M3Fn, DType::F32, stream) }.map(drop)
+        unsafe { kernel(&plan::scales_of_amax(0), Format::E4M3Fn, DType::F32, stream) }.map(drop)
     }
 
     /// Has `stream` write `count` of them.
@@ -99,8 +99,8 @@ impl Empty {
         if self == Self::Amax {
             return Ok(());
         }
-        let step = plan::finish_zeros(count);
-        let arrays = Arguments { turned_scales: numbers, ..Arguments::NONE };
+        let step = plan::scales_of_amax(count);
+        let arrays = Arguments { numbers, ..Arguments::NONE };
         // SAFETY: passed on from this function's contract.
         unsafe { launch(&step, arrays, Format::E4M3Fn, DType::F32, stream) }
     }
@@ -225,14 +225,12 @@ impl Quantization {
             ..Arguments::NONE
         };
         for step in self.steps() {
-            let (at, count) = match step.zeros {
-                plan::Zeros::None => (null_mut(), 0),
-                plan::Zeros::Numbers(count) => (numbers, count),
-                plan::Zeros::TurnedScales(count) => (scales_t, count),
-            };
-            if count > 0 {
-                // SAFETY: an array of this pass that holds so many numbers.
-                unsafe { driver.clear(stream, at.cast(), count * size_of::<f32>()) }?;
+            for (at, count) in [(numbers, step.zeros.numbers), (scales_t, step.zeros.turned_scales)]
+            {
+                if count > 0 {
+                    // SAFETY: an array of this pass that holds so many numbers.
+                    unsafe { driver.clear(stream, at.cast(), count * size_of::<f32>()) }?;
+                }
             }
             // SAFETY: passed on from this function's contract.
             unsafe { launch(&step, arrays, self.options.format, self.dtype, stream) }?;

@@ -25,12 +25,22 @@ pub(super) enum Pass {
     Amax,
 }
 
-/// What is 0 before a step.
+/// How many numbers are 0 before a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Zeros {
+    pub(super) numbers: usize,
+    pub(super) turned_scales: usize,
+}
+
+/// What scales are made of, once all has been read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Zeros {
-    None,
-    Numbers(usize),
-    TurnedScales(usize),
+enum Finish {
+    /// Of amax in the place of numbers.
+    Numbers,
+    /// Of amax in their own place.
+    TurnedScales,
+    /// Those of the transposed copy, of those of squares.
+    Squares,
 }
 
 /// A kernel; names are without what is said of all of them.
@@ -44,8 +54,8 @@ enum What {
     Turned(&'static str),
     /// amax of parts of columns.
     Columns,
-    /// Scales of the transposed copy, of what is there.
-    Finish { is_of_columns: bool },
+    /// Scales of what is there.
+    Finish(Finish),
 }
 
 /// A launch.
@@ -93,9 +103,10 @@ impl Step {
             }
             What::Runs { name, .. } => format!("fp8_quantize_{name}{ragged}_{format}_{dtype}"),
             What::Blocks => format!("fp8_quantize_blocks{ragged}_{format}_{dtype}"),
+            What::Turned("amax") => format!("fp8_quantize_turned_amax{ragged}_{dtype}"),
             What::Turned(name) => format!("fp8_quantize_turned_{name}{ragged}_{format}_{dtype}"),
             What::Columns => format!("fp8_quantize_columns{ragged}_{dtype}"),
-            What::Finish { .. } => "fp8_quantize_finish".into(),
+            What::Finish(_) => "fp8_quantize_finish".into(),
         }
     }
 
@@ -110,13 +121,16 @@ impl Step {
     pub(super) fn arguments(&self, arrays: Arguments) -> Arguments {
         let [matrices, rows, columns] = self.shape.map(|extent| extent as i64);
         let [block_rows, block_columns] = self.block.map(|extent| extent as i64);
-        let (numbers, lanes) = match self.what {
-            What::Finish { is_of_columns: true } => (null_mut(), 1),
-            What::Runs { lanes, .. } => (arrays.numbers, lanes as u32),
-            _ => (arrays.numbers, 1),
+        let Arguments { numbers, turned_scales, .. } = arrays;
+        let (numbers, turned_scales) = match self.what {
+            What::Finish(Finish::Numbers) => (null_mut(), numbers),
+            What::Finish(Finish::TurnedScales) => (null_mut(), turned_scales),
+            _ => (numbers, turned_scales),
         };
+        let lanes = if let What::Runs { lanes, .. } = self.what { lanes as u32 } else { 1 };
         Arguments {
             numbers,
+            turned_scales,
             matrices,
             rows,
             columns,
@@ -139,7 +153,7 @@ pub(super) fn steps(pass: Pass, shape: QuantizeShape, dtype: DType) -> Vec<Step>
             vec![of_blocks(shape, dtype, Blocks::ROW, "runs_given", rows / scales)]
         }
         Pass::Given { scales, is_transposed: true } => {
-            let zeros = Zeros::Numbers(rows);
+            let zeros = Zeros { numbers: rows, turned_scales: 0 };
             vec![Step { zeros, ..turned(shape, dtype, "given", rows / scales, [1, 1]) }]
         }
         Pass::Scales { blocks, is_transposed: false } => {
@@ -158,6 +172,16 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
     if blocks == (Blocks { rows: tile, columns: Some(tile) }) {
         return vec![turned(shape, dtype, "squares", 1, [tile, tile])];
     }
+    if blocks == Blocks::ROW {
+        let [of_rows, of_columns] = [rows, columns].map(|extent| shape.matrices() * extent);
+        let zeros = Zeros { numbers: of_rows, turned_scales: of_columns };
+        return vec![
+            Step { zeros, ..turned(shape, dtype, "amax", 1, [1, 1]) },
+            finish(Finish::Numbers, of_rows),
+            finish(Finish::TurnedScales, of_columns),
+            turned(shape, dtype, "both", 1, [rows, 1]),
+        ];
+    }
     let straight = of_blocks(shape, dtype, blocks, "runs", 1);
     // Rows and columns of x that a scale of the transposed copy is of.
     let block = match blocks.rows {
@@ -166,33 +190,34 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
     };
     let there = turned(shape, dtype, "there", 1, block);
     let count = shape.matrices() * rows.div_ceil(block[0]) * columns.div_ceil(block[1]);
-    let finish = Step {
-        what: What::Finish { is_of_columns: blocks.rows == 1 },
-        ctas: count.div_ceil(FINISH_THREADS as usize),
-        threads: FINISH_THREADS as usize,
-        ..there
-    };
     if blocks.rows > 1 {
-        return vec![straight, finish, there];
+        let squares = finish(Finish::Squares, count);
+        let squares = Step { shape: there.shape, block: there.block, ..squares };
+        return vec![straight, squares, there];
     }
     let strips = columns.div_ceil(WARP * per_vector(dtype));
     let parts = rows.div_ceil(block[0]) * block[0].div_ceil(COLUMN_ROWS as usize);
     let of_columns = Step {
         what: What::Columns,
-        zeros: Zeros::TurnedScales(count),
+        zeros: Zeros { numbers: 0, turned_scales: count },
         ctas: shape.matrices() * parts * strips,
         threads: COLUMN_THREADS as usize,
         ..there
     };
-    vec![straight, of_columns, finish, there]
+    vec![straight, of_columns, finish(Finish::TurnedScales, count), there]
 }
 
-/// What makes scales of so many amax in the place of scales of a transposed copy.
-pub(super) fn finish_zeros(count: usize) -> Step {
+/// What makes scales of so many amax in the place of numbers.
+pub(super) fn scales_of_amax(count: usize) -> Step {
+    finish(Finish::Numbers, count)
+}
+
+/// Scales of so many numbers.
+fn finish(of: Finish, count: usize) -> Step {
     Step {
-        what: What::Finish { is_of_columns: true },
+        what: What::Finish(of),
         is_ragged: false,
-        zeros: Zeros::None,
+        zeros: Zeros::default(),
         ctas: count.div_ceil(FINISH_THREADS as usize),
         threads: FINISH_THREADS as usize,
         shape: [1, count, 1],
@@ -232,7 +257,7 @@ fn of_blocks(
     let step = Step {
         what: What::Blocks,
         is_ragged,
-        zeros: Zeros::None,
+        zeros: Zeros::default(),
         ctas: count,
         threads: (block[0] * units)
             .div_ceil(BLOCK_HELD as usize)
@@ -273,7 +298,7 @@ fn turned(
     Step {
         what: What::Turned(name),
         is_ragged: !columns.is_multiple_of(per),
-        zeros: Zeros::None,
+        zeros: Zeros::default(),
         ctas: shape.matrices() * rows.div_ceil(tile) * columns.div_ceil(tile),
         threads: tile / per * 16,
         shape: [shape.matrices(), rows, columns],
@@ -344,13 +369,17 @@ mod tests {
             ["blocks_f8e4m3fn_f32", "finish", "turned_there_f8e4m3fn_f32"]
         );
         assert_eq!(
+            names(Blocks { rows: 1, columns: Some(64) }, [1, 256, 4096], DType::Bf16),
+            ["runs_f8e4m3fn_bf16", "columns_bf16", "finish", "turned_there_f8e4m3fn_bf16"]
+        );
+        assert_eq!(
             names(Blocks::ROW, [1, 256, 4096], DType::Bf16),
-            ["blocks_f8e4m3fn_bf16", "columns_bf16", "finish", "turned_there_f8e4m3fn_bf16"]
+            ["turned_amax_bf16", "finish", "finish", "turned_both_f8e4m3fn_bf16"]
         );
         let given = Pass::Given { scales: 1, is_transposed: true };
         let shape = QuantizeShape::new(1, 130, 256).unwrap();
         let found = steps(given, shape, DType::Bf16);
-        assert_eq!(found[0].zeros, Zeros::Numbers(130));
+        assert_eq!(found[0].zeros, Zeros { numbers: 130, turned_scales: 0 });
         assert_eq!((found[0].ctas, found[0].threads, found[0].rows_of_scale), (4, 256, 130));
     }
 
