@@ -219,7 +219,8 @@ section_counters() {
 }
 
 section_gradcheck() {
-    local config dtype index deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck pids=() names=()
+    local config dtype deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck
+    # shellcheck disable=SC2329 # check calls it
     judge() {
         local left=$((deadline - SECONDS))
         ((left > 0)) || return 124
@@ -227,24 +228,13 @@ section_gradcheck() {
         JAX_DEFAULT_MATMUL_PRECISION=highest XENTILE_PYTHON=$python \
             timeout -k 5 "$left" "$tool" "$@" --set backend=xla:cuda
     }
-    # Several at once, as most of the time is that of the reference in float64, on the host.
-    start() {
-        while (($(jobs -rp | wc -l) >= ${JOBS:-8} / 2)); do sleep 0.1; done
-        names+=("$1")
-        judge "${@:2}" >"$scratch/gradcheck.${#names[@]}" 2>&1 &
-        pids+=($!)
-    }
     for config in configs/gradcheck/*.yaml; do
         # Those read files that a model makes.
-        [[ $config == *real_text* ]] || start "$config" --config "$config"
+        [[ $config == *real_text* ]] || check "$config" judge --config "$config"
     done
     for dtype in f32 f16; do
-        start "qwen_151643, $dtype, none" --config configs/gradcheck/qwen_151643.yaml \
+        check "qwen_151643, $dtype, none" judge --config configs/gradcheck/qwen_151643.yaml \
             --set dtype=$dtype --set shape.seq_len=256 --set options.reduction=none
-    done
-    for index in "${!names[@]}"; do
-        check "${names[index]}" wait "${pids[index]}"
-        cat "$scratch/gradcheck.$((index + 1))"
     done
     finish_checks
 }
