@@ -167,8 +167,9 @@ section_sanitizer() {
         kernels+=(--kernel-name "kns=$name")
     done
     # - memcheck: room between allocations, so that a stray read does not land in a neighbour.
-    # - racecheck: cuBLASLt's products fail under it, looked at or not.
-    # - initcheck: it would not know what those, which are not looked at, have written.
+    # - racecheck: cuBLASLt's products fail under it, looked at or not. It is the slowest, and so in parts.
+    # - initcheck: it would not know what those, which are not looked at, have written, nor what bulk
+    #   copies have.
     # - synccheck: more barriers than a launch of many small CTAs has, since past what it tracks the
     #   tool fails itself; fewer beside products, which leave it no memory for as many, nor for many
     #   tiles.
@@ -184,8 +185,12 @@ section_sanitizer() {
         names+=("$name")
     done <<'END'
 memcheck|--tool memcheck --padding 64|
-racecheck|--tool racecheck|--no-products
-initcheck|--tool initcheck|--no-products
+racecheck|--tool racecheck|--no-products --only cross_entropy
+racecheck-norm|--tool racecheck|--only norm
+racecheck-fp8|--tool racecheck|--only fp8
+racecheck-rope|--tool racecheck|--only rope
+racecheck-scale|--tool racecheck|--only scale
+initcheck|--tool initcheck|--no-products --no-bulk-stores
 synccheck|--tool synccheck --num-cuda-barriers 65536|--no-products
 synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only 300x200
 END

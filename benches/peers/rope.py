@@ -39,11 +39,11 @@ def measured(shape: tuple[int, ...], interleaved: bool, which: str, seconds: flo
             return [jax.vjp(rotate, *pair[:1])[1](pair[1])[0] for pair in zip(x, dy, strict=True)]
 
         compiled = jax.jit(run).lower(x, dy).compile()
-        return lambda: jax.block_until_ready(compiled(x, dy))
+        return lambda: compiled(x, dy)
 
     negate = jax.jit(lambda x: [-one for one in x]).lower(x).compile()
     runs = {
-        "copy": lambda: jax.block_until_ready(negate(x)),
+        "copy": lambda: negate(x),
         "xla": program("reference"),
         "ours": program("custom_call"),
     }
