@@ -29,6 +29,8 @@ TARGETS = [f"xentile_flash_attention_{name}" for name in ("forward", "backward")
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 # What an entry may be off by, relative to the sum of sizes of what it is made of.
 OFF = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+# Half the spacing of f16's subnormal numbers, which probabilities and results are rounded to.
+SUBNORMAL = 2.0**-25
 
 
 def draw(rng: np.random.Generator, dtype: str, *shape: int) -> jax.Array:
@@ -52,8 +54,7 @@ def wanted(
     sinks: Any = None,
 ) -> dict[str, tuple[Floats, Floats]]:
     """Returns what o, lse and gradients should be, with sizes; `seen` is [B, S, Skv]."""
-    # Half the spacing of f16's subnormal numbers, which its probabilities are rounded to.
-    least = 2.0**-25 / OFF["float16"] if q.dtype == jnp.float16 else 0
+    least = SUBNORMAL / OFF["float16"] if q.dtype == jnp.float16 else 0
     q, k, v, do, dlse = map(exact, (q, k, v, do, dlse))
     batch, queries, heads, width = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -118,7 +119,7 @@ def close(found: dict[str, Any], right: dict[str, tuple[Floats, Floats]], dtype:
         off = OFF["float32" if name == "lse" else dtype]
         with np.errstate(invalid="ignore"):
             error = np.where(exact(array) == value, 0, abs(exact(array) - value))
-            ratio = error / (off * size + 1e-30)
+            ratio = error / (off * size + (SUBNORMAL if dtype == "float16" else 1e-30))
         assert not np.isnan(error).any(), f"{name}: NaN"
         worst = ratio.max(initial=0)
         assert worst <= 1, f"{name}: {worst} times what is allowed"

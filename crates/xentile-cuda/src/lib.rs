@@ -2,8 +2,8 @@
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
 //! ([`activation`], [`cross_entropy`], [`fp8_quantize`], [`fused_product`], [`layer_norm`],
-//! [`rms_norm`], [`scale`](mod@scale)). The build script compiles the kernels for every architecture from Ampere on and
-//! embeds the code, if the feature `kernels` is on. That needs CUDA's
+//! [`rms_norm`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and is told there what is missing.
 //!
