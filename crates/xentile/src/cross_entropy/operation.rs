@@ -122,9 +122,7 @@ pub(crate) const DLOGITS: [ToleranceSpec; 2] = [
     ToleranceSpec {
         name: "dlogits_cotangent",
         about: "dlogits: or this share of the token's cotangent, where that is more",
-        // The label's entry is p - 1: what exp and the sum are off by, some units in the last place of
-        // f32, is left there when digits cancel.
-        default: |_| 1.0 / (1 << 22) as f64,
+        default: |_| 1.0 / (1 << 23) as f64,
     },
 ];
 
