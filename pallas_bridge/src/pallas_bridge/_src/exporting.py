@@ -74,6 +74,18 @@ def check_extent(name: str, extent: Any, where: str = "") -> None:
         raise ConfigError(f"{name} is {extent!r}; it must be an integer of at least 1{where}")
 
 
+def weight_dtype_of(config: Mapping[str, Any]) -> str:
+    """Returns the dtype that a config gives a weight beside rows, theirs unless it says another.
+
+    Raises:
+        ConfigError: one that there is not.
+    """
+    dtype: str = config.get("weight_dtype") or config.get("dtype", "bf16")
+    if dtype not in DTYPES:
+        raise ConfigError(f"weight_dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
 def check_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Checks the names of options.
 

@@ -13,12 +13,12 @@ import jax
 from ..exporting import (
     DTYPES,
     Cell,
-    ConfigError,
     Program,
     check_extent,
     check_options,
     no_tile,
     settings_alone,
+    weight_dtype_of,
 )
 from .api import rms_norm
 
@@ -43,10 +43,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
         ConfigError: a key that is missing, or a value that is not taken.
     """
     check_extent("hidden", config.get("hidden"))
-    dtype = config.get("weight_dtype") or config.get("dtype", "bf16")
-    if dtype not in DTYPES:
-        raise ConfigError(f"weight_dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    return Settings(config["hidden"], bool(config.get("residual")), dtype)
+    return Settings(config["hidden"], bool(config.get("residual")), weight_dtype_of(config))
 
 
 def program(cell: Cell) -> Program:
