@@ -186,3 +186,8 @@ def spec_of(aval: Any) -> list[Any]:
     sharding = getattr(aval, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     return [*spec, *[None] * (aval.ndim - len(spec))]
+
+
+def wide(array: jax.Array) -> jax.Array:
+    """Returns an array in f32, or as it is where that is wider."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

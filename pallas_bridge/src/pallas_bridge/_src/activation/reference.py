@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ..arrays import wide
 from .options import Options
 
 
@@ -58,8 +59,3 @@ def gradients(
     """Returns the gradient of each array, made anew from arrays, in its dtype."""
     found: tuple[jax.Array, ...] = jax.vjp(partial(forward, options), *arrays)[1](dy)
     return found
-
-
-def wide(array: jax.Array) -> jax.Array:
-    """Returns an array in f32, or as it is where that is wider."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

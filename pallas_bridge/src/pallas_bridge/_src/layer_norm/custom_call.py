@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import linear
-from ..arrays import Result
+from ..arrays import Result, wide
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
-from ..rms_norm.reference import wide
 from . import reference
 from .declaration import OPERATION
 from .options import Options

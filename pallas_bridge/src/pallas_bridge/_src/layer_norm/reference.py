@@ -6,7 +6,7 @@ It is what kernels are compared with, and what runs where there is none.
 import jax
 import jax.numpy as jnp
 
-from ..rms_norm.reference import wide
+from ..arrays import wide
 from .options import Options
 
 

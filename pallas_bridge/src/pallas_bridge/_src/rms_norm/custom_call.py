@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import linear
-from ..arrays import Result
+from ..arrays import Result, wide
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
@@ -138,8 +138,8 @@ def _transpose(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, 
     (x, weight, rstd), (dy, dsum, drstd) = residuals, cotangents
     if drstd is not None:
         # It is rare, and XLA's.
-        more = -(drstd * rstd**3 / x.shape[-1])[..., None] * reference.wide(x)
-        dsum = (more if dsum is None else reference.wide(dsum) + more).astype(x.dtype)
+        more = -(drstd * rstd**3 / x.shape[-1])[..., None] * wide(x)
+        dsum = (more if dsum is None else wide(dsum) + more).astype(x.dtype)
     if dy is None:
         return dsum, None
     return backward(options, x, weight, rstd, dy, dsum)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays import wide
 from .options import Options
 
 
@@ -97,8 +98,3 @@ def rounded(array: jax.Array, dtype: Any) -> jax.Array:
 @rounded.defjvp
 def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
     return rounded(*primals, dtype), tangents[0]
-
-
-def wide(array: jax.Array) -> jax.Array:
-    """Returns an array in f32, or as it is where that is wider."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from ..arrays import wide
 from .options import Options
 
 
@@ -31,8 +32,3 @@ def rotate(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
         results = [jnp.stack(results, axis=-1).reshape(turned.shape)]
     y: jax.Array = jnp.concatenate([*results, rest], axis=-1)
     return y
-
-
-def wide(array: jax.Array) -> jax.Array:
-    """Returns an array in f32, or as it is where that is wider."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
