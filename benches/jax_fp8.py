@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from peers.activations import CALLS, about, rounds_of
+from peers.turns import CALLS, about, rounds_of
 
 from pallas_bridge import fp8_quantize
 

@@ -2,24 +2,14 @@
 
     python benches/peers/activations.py --json FILE [--operations NAME ...] [--shapes TxF ...]
 
-A cell is an operation at a shape of y, forward or backward. Programs of a cell take turns, so that
-a ratio is of times that lie beside each other; what is said is the median over the rounds of a
-program's time, and of its ratio to the copy. A program runs the operation on CALLS inputs, one
-after another, so that neither Python nor what was read before counts. A copy is a kernel that
-negates as many bytes as the operation must read and write, each time of an array of its own.
+A cell is an operation at a shape of y, forward or backward, timed as turns.py says. A copy is a
+kernel that negates as many bytes as the operation must read and write.
 """
 
 import argparse
-import datetime
 import json
-import shutil
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +17,8 @@ import jax
 import jax.numpy as jnp
 from pallas_bridge._src.activation.custom_call import backward, forward
 from pallas_bridge._src.activation.options import Options
+from turns import CALLS, about, rounds_of
 
-CALLS = 4
-# Programs that follow one another before anything waits, so that starting one does not count.
-PROGRAMS = 8
 SHAPES = ("8192x11008", "8192x14336", "32768x4864")
 GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 OPERATIONS = {
@@ -51,26 +39,6 @@ TORCH = {
     "swiglu halves": lambda F, x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "geglu_erf halves": lambda F, x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
-
-
-def rounds_of(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, tuple[float, float]]:
-    """Returns the median time of each, and of its ratio to that called "copy"."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        jax.block_until_ready(run())
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["copy"]) < 7:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            found = [run() for _ in range(PROGRAMS)][-1]
-            jax.block_until_ready(found)
-            times[name].append((time.perf_counter() - start) / CALLS / PROGRAMS)
-    ratios = {
-        name: [a / b for a, b in zip(of, times["copy"], strict=True)] for name, of in times.items()
-    }
-    return {
-        name: (statistics.median(of), statistics.median(ratios[name])) for name, of in times.items()
-    }
 
 
 def arrays_of(options: Options, rows: int, columns: int) -> tuple[list[list[Any]], list[Any]]:
@@ -160,27 +128,6 @@ def in_torch(name: str, rows: int, columns: int, which: str, seconds: float) -> 
         "torch": {"ms": 1e3 * found["torch"][0], "copies": found["torch"][1]},
         "torch_copy": {"ms": 1e3 * found["copy"][0], "copies": 1.0},
     }
-
-
-def about() -> dict[str, Any]:
-    """What the figures are of."""
-    found: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    for name in ("jax", "jaxlib", "torch", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    has_tool = shutil.which(query[0]) is not None
-    found["device"] = (
-        subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        if has_tool
-        else jax.devices()[0].device_kind
-    )
-    return found
 
 
 def main() -> None:

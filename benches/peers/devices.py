@@ -21,9 +21,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from activations import about
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from turns import about
 
 from pallas_bridge import cross_entropy, linear_cross_entropy
 

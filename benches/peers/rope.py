@@ -3,7 +3,7 @@
     python benches/peers/rope.py --json FILE [--shapes BxSxHxD ...]
 
 A cell is a shape, a layout of pairs and a pass; x is bfloat16, normal. What is timed, and how, is
-as in activations.py. A copy reads and writes x once, all that must move but for the tables.
+as turns.py says. A copy reads and writes x once, all that must move but for the tables.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from activations import CALLS, about, rounds_of
+from turns import CALLS, about, rounds_of
 
 from pallas_bridge import rope
 

@@ -107,6 +107,17 @@ def special(rng: np.random.Generator, x: Any) -> Any:
     return x
 
 
+def hold(found: Any, wanted: Any, implementation: str, name: str) -> None:
+    """Asserts the same bits; but XLA's reciprocals on GPUs may be a unit off, and then values are."""
+    if implementation == "reference" and PLATFORM == "cuda":
+        off = found != wanted
+        np.testing.assert_array_less(off.sum(), 2 + off.size / 100, err_msg=name)
+        apart = np.abs(found.astype(np.int32) - wanted.astype(np.int32))
+        np.testing.assert_array_less(apart, 2, err_msg=name)
+    else:
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("granularity", BLOCKS)
@@ -138,7 +149,7 @@ def test_bits_by_block(
             assert got.values.dtype == form and got.values.shape == of.shape, name
             assert got.scales.dtype == jnp.float32, name
             np.testing.assert_array_equal(got.scales, scales, err_msg=name)
-            np.testing.assert_array_equal(bits(got.values), values, err_msg=name)
+            hold(bits(got.values), values, implementation, name)
 
 
 @pytest.mark.parametrize("form", FORMATS)

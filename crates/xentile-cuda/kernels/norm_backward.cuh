@@ -76,8 +76,9 @@ __device__ inline void gradients_ring(const NormArguments& a) {
 
   int64_t row =
       begin + (a.adjacent ? block * a.teams + team.index : team.index * a.blocks + block);
-  // Parts of a warp take as many turns as the first of them, which may be the only one with a row.
-  const int64_t ahead = a.adjacent ? team.index : 0;
+  // Teams take as many turns as the first, which may be the only one with a row: parts of a warp have to,
+  // and racecheck reports what follows the loop where teams leave it one after another.
+  const int64_t ahead = team.index * (a.adjacent ? 1 : a.blocks);
   for (uint32_t stage = 0; stage + 1 < a.stages; ++stage) fetch(row + stage * step, stage);
   const bool one_weight = a.weight_rows >= a.rows;
   if (one_weight && a.rows > 0) take_weight(0);
