@@ -22,6 +22,7 @@ COMMANDS = [
     ("gradcheck", []),
     ("microbench", []),
     ("microbench", ["sweep"]),
+    ("microbench", ["suite"]),
     ("xentile", []),
     ("xentile", ["ops"]),
     ("xentile", ["plugins"]),
@@ -31,6 +32,7 @@ CONFIGS = [
     ("gradcheck", "gradcheck/config.rs", "Config"),
     ("microbench", "microbench/config.rs", "Config"),
     ("microbench sweep", "sweep/grid.rs", "Config"),
+    ("microbench suite", "suite.rs", "Config"),
 ]
 # What stands for these fields, which are keys of their own.
 FLATTENED = {"top": "extents and options of the operation, below"}

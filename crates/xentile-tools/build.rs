@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn embed_presets() -> Result<(), Box<dyn Error>> {
     let configs = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("configs");
     let mut list = String::from("&[\n");
-    for tool in ["gradcheck", "microbench", "sweep"] {
+    for tool in ["gradcheck", "microbench", "suite", "sweep"] {
         let folder = configs.join(tool);
         println!("cargo::rerun-if-changed={}", folder.display());
         let mut files = std::fs::read_dir(&folder)?

@@ -1,7 +1,7 @@
 //! The tools that prove kernels right (`gradcheck`) and fast (`microbench` and its sweep).
 //!
 //! [`config`] reads what the user asks for, [`gradcheck`] compares, [`microbench`] times, [`sweep`]
-//! repeats, [`plot`] draws, [`ops`] tells what there is. [`commands`] parses flags for the binaries,
+//! repeats, [`suite`] tells of all operations, [`plot`] draws, [`ops`] tells what there is. [`commands`] parses flags for the binaries,
 //! and [`presets`] are the configs that come with them. No operation is
 //! known here by name: `xentile::operations` lists them.
 
@@ -24,6 +24,8 @@ pub mod presets;
 mod progress;
 pub mod schedule;
 mod setup;
+#[cfg(feature = "sweep")]
+pub mod suite;
 #[cfg(feature = "sweep")]
 pub mod sweep;
 mod timing;

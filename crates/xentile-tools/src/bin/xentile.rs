@@ -1,4 +1,4 @@
-//! One program for everything: `xentile gradcheck`, `microbench`, `sweep`, `ops`, `plugins`.
+//! One program for everything: `xentile gradcheck`, `microbench`, `sweep`, `suite`, `ops`, `plugins`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -26,6 +26,8 @@ enum Command {
     Microbench(Box<microbench::Arguments>),
     #[cfg(feature = "sweep")]
     Sweep(microbench::Sweep),
+    #[cfg(feature = "sweep")]
+    Suite(microbench::Suite),
     /// Lists the operations there are. With a NAME: what that one takes and gives, its dims and options
     /// with their defaults, and what runs it on this machine.
     Ops {
@@ -58,6 +60,8 @@ fn main() -> ExitCode {
         Command::Microbench(arguments) => microbench::run(&arguments),
         #[cfg(feature = "sweep")]
         Command::Sweep(sweep) => sweep.run(),
+        #[cfg(feature = "sweep")]
+        Command::Suite(suite) => suite.run(),
         Command::Ops { name } => operations(name.as_deref()),
         Command::Plugins { plugin } => list(plugin),
         Command::Completions { shell } => {

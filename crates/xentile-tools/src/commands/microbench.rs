@@ -14,7 +14,7 @@ use xentile_programs::Exported;
 use crate::config::{self, Backend, Implementation, Op};
 use crate::draft::Draft;
 use crate::microbench::{Config, Logits, apart};
-use crate::{cli, microbench, presets, sweep, tpu};
+use crate::{cli, microbench, presets, suite, sweep, tpu};
 
 /// Times value_and_grad of the scalar loss against a copy measured in the same process.
 ///
@@ -35,6 +35,9 @@ enum Command {
     /// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
     /// tabulates, plots and keeps the best.
     Sweep(Sweep),
+    /// Measures operations over lists of shapes, each beside the plain program: one table of times,
+    /// speed-ups, throughput and memory, and a plot.
+    Suite(Suite),
 }
 
 /// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
@@ -61,6 +64,33 @@ impl Sweep {
         let path = presets::choose("sweep", self.config.as_deref(), self.preset.as_deref())
             .context("no config: name one by --config or --preset")?;
         sweep::run(&path, &self.set)
+    }
+}
+
+/// Measures operations over lists of shapes, each beside the plain program: one table of times,
+/// speed-ups, throughput and memory, and a plot.
+#[derive(clap::Args)]
+pub struct Suite {
+    /// YAML config of the suite.
+    #[arg(long, value_name = "FILE", required_unless_present = "preset")]
+    config: Option<PathBuf>,
+    /// A config that comes with this program, in the place of one of your own.
+    #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("suite"))]
+    preset: Option<String>,
+    /// Overrides a key of the config, such as cell.backend=xla:cpu; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
+    set: Vec<String>,
+}
+
+impl Suite {
+    /// Runs the suite; returns its exit code.
+    ///
+    /// # Errors
+    /// Bad input.
+    pub fn run(&self) -> Result<u8> {
+        let path = presets::choose("suite", self.config.as_deref(), self.preset.as_deref())
+            .context("no config: name one by --config or --preset")?;
+        suite::run(&path, &self.set)
     }
 }
 
@@ -348,6 +378,7 @@ fn append(path: &Path, line: &[u8]) -> std::io::Result<()> {
 pub fn run(arguments: &Arguments) -> Result<u8> {
     match &arguments.command {
         Some(Command::Sweep(sweep)) => sweep.run(),
+        Some(Command::Suite(suite)) => suite.run(),
         None => arguments.measure.run(),
     }
 }

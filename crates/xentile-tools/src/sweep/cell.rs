@@ -3,12 +3,9 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::IsTerminal;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -16,6 +13,7 @@ use super::grid::{Axis, Config, Index, shown, told};
 use crate::draft::Draft;
 use crate::estimate::{Bottleneck, Floor};
 use crate::microbench::apart;
+use crate::progress::Cells;
 
 /// What a cell's process reports, of which the tables use some.
 #[derive(Clone, Debug, Deserialize)]
@@ -171,6 +169,22 @@ impl Row {
     pub(super) fn measured(&self) -> Option<&Measured> {
         self.outcome.as_ref().ok().map(|(measured, _)| measured)
     }
+
+    /// What was found, in a few words.
+    fn told(&self) -> String {
+        match &self.outcome {
+            Ok((measured, _)) => match measured.median_step_ms {
+                Some(ms) => format!("{ms:.3} ms"),
+                None => {
+                    let estimate = measured.estimate.as_ref().map(|estimate| estimate.step_ms);
+                    let estimate = estimate
+                        .map_or(String::new(), |ms| format!(", a step estimated at {ms:.3} ms"));
+                    format!("compiled in {} s{estimate}", figure(measured.compile_s, 3))
+                }
+            },
+            Err(reason) => format!("failed: {reason}"),
+        }
+    }
 }
 
 /// A number for people.
@@ -192,7 +206,7 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
         };
         places.iter().flat_map(beside).collect()
     });
-    let mut progress = Progress::new(grid.len() * config.rounds);
+    let mut progress = Cells::new(grid.len() * config.rounds);
     let mut found: Vec<_> = grid.iter().map(|_| Vec::with_capacity(config.rounds)).collect();
     for _ in 0..config.rounds {
         for (place, rounds) in grid.iter().zip(&mut found) {
@@ -205,11 +219,11 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
                 place: place.clone(),
                 outcome: outcome.map_err(|error| format!("{error:#}")),
             };
-            progress.end(&named, &row);
+            progress.end(&named, row.told(), row.outcome.is_err());
             rounds.push(row);
         }
     }
-    progress.finish();
+    drop(progress);
     Ok(found.into_iter().filter_map(of_rounds).collect())
 }
 
@@ -232,70 +246,6 @@ fn run_cell(cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
         report.shift_remove("config");
     }
     Ok((measured, value))
-}
-
-/// Where the sweep stands: a bar on a terminal, a line a cell elsewhere.
-struct Progress {
-    bar: Option<ProgressBar>,
-    cells: usize,
-    done: usize,
-    start: Instant,
-}
-
-impl Progress {
-    fn new(cells: usize) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new(cells as u64);
-            let template = "{bar:30} {pos}/{len} cells, about {eta} left, {msg}";
-            bar.set_style(
-                ProgressStyle::with_template(template)
-                    .unwrap_or_else(|_| ProgressStyle::default_bar()),
-            );
-            bar.enable_steady_tick(Duration::from_millis(500));
-            bar
-        });
-        Self { bar, cells, done: 0, start: Instant::now() }
-    }
-
-    fn begin(&self, place: &str) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(place.to_owned());
-        }
-    }
-
-    fn end(&mut self, place: &str, row: &Row) {
-        self.done += 1;
-        let told = match &row.outcome {
-            Ok((measured, _)) => match measured.median_step_ms {
-                Some(ms) => format!("{ms:.3} ms"),
-                None => {
-                    let estimate = measured.estimate.as_ref().map(|estimate| estimate.step_ms);
-                    let estimate = estimate
-                        .map_or(String::new(), |ms| format!(", a step estimated at {ms:.3} ms"));
-                    format!("compiled in {} s{estimate}", figure(measured.compile_s, 3))
-                }
-            },
-            Err(reason) => format!("failed: {reason}"),
-        };
-        let (done, cells) = (self.done, self.cells);
-        let cell = format!("{place}: {told}");
-        if let Some(bar) = &self.bar {
-            if row.outcome.is_err() {
-                bar.println(cell);
-            }
-            bar.inc(1);
-        } else {
-            let each = self.start.elapsed().as_secs_f64() / done as f64;
-            let left = each * (cells - done) as f64;
-            eprintln!("[{done}/{cells}] {cell}; about {left:.0} s left");
-        }
-    }
-
-    fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
 }
 
 #[cfg(test)]
