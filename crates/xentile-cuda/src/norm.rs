@@ -34,6 +34,15 @@ pub struct PartialSums {
     pub blocks: usize,
 }
 
+/// What kernels call the dtype of a weight.
+pub(crate) fn weight_dtype(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => arguments::WEIGHT_F32,
+        DType::Bf16 => arguments::WEIGHT_BF16,
+        DType::F16 => arguments::WEIGHT_F16,
+    }
+}
+
 /// What a pass is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
@@ -131,11 +140,7 @@ impl Norm {
             group_rows: 0,
             blocks: 0,
             eps: self.eps,
-            weight_dtype: match self.weight.dtype {
-                DType::F32 => arguments::WEIGHT_F32,
-                DType::Bf16 => arguments::WEIGHT_BF16,
-                DType::F16 => arguments::WEIGHT_F16,
-            },
+            weight_dtype: weight_dtype(self.weight.dtype),
             zero_centred: self.zero_centred.into(),
             lanes: 0,
             teams: 0,

@@ -180,6 +180,14 @@ struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(
 struct XLA_FFI_Error* xentile_rope_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);
