@@ -39,11 +39,13 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 13] = [
+const LAYOUTS: [mirror::Layout; 15] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
+    fp8_quantize::GatedArguments::LAYOUT,
+    fp8_quantize::NormedArguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
     norm::Arguments::LAYOUT,
     qk_norm_rope::Arguments::LAYOUT,

@@ -41,7 +41,8 @@ struct QkNormRopeArguments {
 // Mirrored by `NUMBERS` in src/qk_norm_rope/arguments.rs.
 inline constexpr uint32_t kQkForwardThreads = 128;
 inline constexpr uint32_t kQkBackwardThreads = 512;
-inline constexpr int kQkForwardHeads = 4;  // of a group, at most
+// Heads of a group, at most: as many as registers hold without CTAs having to wait for each other.
+inline constexpr int kQkHalvesHeads = 2, kQkInterleavedHeads = 4;
 inline constexpr int kQkBackwardHeads = 2;
 
 namespace qk {

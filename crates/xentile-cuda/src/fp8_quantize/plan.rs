@@ -6,8 +6,8 @@ use xentile::DType;
 use xentile::fp8_quantize::{Blocks, Format, QuantizeShape};
 
 use super::arguments::{
-    Arguments, BLOCK_HELD, BLOCK_THREADS, COLUMN_ROWS, COLUMN_THREADS, FINISH_THREADS, RUN_BATCH,
-    RUN_THREADS, TILE,
+    Arguments, BLOCK_HELD, BLOCK_THREADS, COLUMN_ROWS, COLUMN_THREADS, FINISH_THREADS, GATED_BATCH,
+    RUN_BATCH, RUN_THREADS, TILE,
 };
 use crate::driver::Extent;
 
@@ -15,7 +15,7 @@ use crate::driver::Extent;
 const WARP: usize = 32;
 
 /// The bytes of a vector.
-const VECTOR: usize = 16;
+pub(super) const VECTOR: usize = 16;
 
 /// What is asked for.
 #[derive(Clone, Copy, Debug)]
@@ -205,6 +205,24 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
         ..there
     };
     vec![straight, of_columns, finish(Finish::TurnedScales, count), there]
+}
+
+/// The launch of values, with the transposed copy or without, of what is made of two arrays, in blocks of one
+/// row and the columns of a tile, of which rows are a whole number.
+pub(super) fn gated(shape: QuantizeShape, dtype: DType, is_transposed: bool) -> Step {
+    let tile = TILE as usize;
+    if is_transposed {
+        return turned(shape, dtype, "gated", 1, [1, tile]);
+    }
+    let blocks = Blocks { rows: 1, columns: Some(tile) };
+    let step = of_blocks(shape, dtype, blocks, "gated", 1);
+    // Two vectors in the place of one are half as many runs.
+    Step { ctas: step.ctas * (RUN_BATCH / GATED_BATCH) as usize, ..step }
+}
+
+/// The launch of values with their transposed copy, in such blocks, of rows that are normalised as they are read.
+pub(super) fn normed(shape: QuantizeShape, dtype: DType) -> Step {
+    turned(shape, dtype, "norm", 1, [1, TILE as usize])
 }
 
 /// What makes scales of so many amax in the place of numbers.

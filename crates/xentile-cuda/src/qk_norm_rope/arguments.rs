@@ -31,6 +31,7 @@ mirror! {
 numbers! {
     FORWARD_THREADS: u32 = kQkForwardThreads, 128;
     BACKWARD_THREADS: u32 = kQkBackwardThreads, 512;
-    FORWARD_HEADS: u32 = kQkForwardHeads, 4;
+    HALVES_HEADS: u32 = kQkHalvesHeads, 2;
+    INTERLEAVED_HEADS: u32 = kQkInterleavedHeads, 4;
     BACKWARD_HEADS: u32 = kQkBackwardHeads, 2;
 }

@@ -27,7 +27,7 @@ Q, K, COLUMNS, TOKENS, TABLE = "*batch H D", "*batch K D", "D", "*batch", "P R"
 OF_Q, OF_K = "*batch H", "*batch K"
 GIVEN = (Q, K, COLUMNS, COLUMNS)
 TABLES = (TOKENS, TABLE, TABLE)
-# Lanes of a warp, which a head's units are shared out to.
+# Lanes of a warp, which a head's vectors are shared out to: one each, or one of either half.
 LANES, VECTOR_BYTES = 32, 16
 
 
@@ -220,5 +220,7 @@ def _transpose(options: Both, residuals: Any, cotangents: Any) -> Sequence[Any]:
     for which, dy in enumerate(cotangents):
         if dy is not None:
             x, weight, rstd = residuals[which:6:2]
-            found[which], found[which + 2] = _of_one(options, x, weight, rstd, *residuals[6:], dy)
+            indices, cos, sin = residuals[6:]
+            one = _of_one(options, x, weight, rstd, indices, cos, sin, dy)
+            found[which], found[which + 2] = one
     return found
