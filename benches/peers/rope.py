@@ -111,7 +111,7 @@ def main() -> None:
     """Measures, prints a table and writes JSON after every cell."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES)
     parser.add_argument("--qk", nargs="*", default=QK)
     parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
     options = parser.parse_args()
