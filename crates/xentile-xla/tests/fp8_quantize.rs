@@ -233,9 +233,9 @@ fn fused(name: &str) -> Call {
         results.extend([bf16(x), f32(&[3])]);
         Call::new(vec![bf16(x), bf16(x), f32(&[columns])], results)
             .scalar("eps", 1e-6)
-            .scalar("zero_centred", xla_ffi::Pred::from(false))
+            .scalar("zero_centred", Pred::from(false))
     };
-    call.scalar("power_of_two", xla_ffi::Pred::from(false))
+    call.scalar("power_of_two", Pred::from(false))
 }
 
 #[cfg(feature = "cuda")]
