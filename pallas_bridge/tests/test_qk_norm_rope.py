@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import ulp
 
+import pallas_bridge
 from pallas_bridge import qk_norm_rope
 
 
@@ -172,6 +173,26 @@ def test_tokens_and_heads_stay_cut(rng: np.random.Generator) -> None:
     for one, right in zip(found, f(*given, cotangents), strict=True):
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-5)
         assert right.ndim == 1 or one.sharding.is_equivalent_to(split, one.ndim)
+
+
+@pytest.mark.only("cpu", "asks nothing of a platform but its name")
+@pytest.mark.parametrize("implementation", [None, "custom_call"])
+def test_a_program_has_one_call_where_there_is_a_kernel(implementation: Any) -> None:
+    library = pallas_bridge.info().library
+    assert library is not None
+    q, k, weight = jnp.ones((2, 6, 4, 64)), jnp.ones((2, 6, 2, 64)), jnp.ones(64)
+
+    def f(q: Any, k: Any) -> Any:
+        return qk_norm_rope(q, k, weight, weight, implementation=implementation)
+
+    def targets(*platforms: str) -> set[str]:
+        program = jax.jit(f).trace(q, k).lower(lowering_platforms=platforms).as_text()
+        return set(re.findall(r"xentile_\w+", program))
+
+    one, two = {"xentile_qk_norm_rope_forward"}, {"xentile_rms_norm_forward", "xentile_rope"}
+    assert targets("cpu") == two
+    if "cuda" in library.platforms:
+        assert targets("cuda") == one and targets("cpu", "cuda") == one | two
 
 
 def test_what_is_wrong_is_said_by_its_name() -> None:

@@ -122,7 +122,6 @@ def rms_norm(
         ),
         implementation=options.implementation,
         dense=partial(_composed_norm, options, norm, is_transposed),
-        dense_if_cut=True,
         is_composed=True,
     )
     return bind(call, x, *([] if residual is None else [residual]), weight)[:-1]
@@ -161,7 +160,6 @@ def swiglu(
         ),
         implementation=options.implementation,
         dense=partial(_composed, options, activation, is_transposed),
-        dense_if_cut=True,
         is_composed=True,
     )
     if activation.layout == "apart":

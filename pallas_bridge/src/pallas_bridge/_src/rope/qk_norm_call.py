@@ -103,7 +103,6 @@ def _bind(
         ),
         implementation=options.norm.implementation,
         dense=partial(dense, options),
-        dense_if_cut=True,
         is_composed=True,
     )
     return bind(call, *arrays)
