@@ -162,7 +162,7 @@ section_sanitizer() {
         return 1
     }
     "$sanitizer" --version | tail -n 1
-    for name in cross_entropy scale rms_norm layer_norm activation rope fp8_quantize round_ \
+    for name in cross_entropy scale rms_norm layer_norm activation rope qk_norm fp8_quantize round_ \
         bias_sums fused_product; do
         kernels+=(--kernel-name "kns=$name")
     done

@@ -29,6 +29,8 @@ mod fp8_quantize;
 mod fused_product;
 #[path = "src/norm/arguments.rs"]
 mod norm;
+#[path = "src/qk_norm_rope/arguments.rs"]
+mod qk_norm_rope;
 #[path = "src/rope/arguments.rs"]
 mod rope;
 #[path = "src/round/arguments.rs"]
@@ -37,13 +39,16 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 12] = [
+const LAYOUTS: [mirror::Layout; 15] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
+    fp8_quantize::GatedArguments::LAYOUT,
+    fp8_quantize::NormedArguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
     norm::Arguments::LAYOUT,
+    qk_norm_rope::Arguments::LAYOUT,
     rope::Arguments::LAYOUT,
     scale::Arguments::LAYOUT,
     round::Arguments::LAYOUT,
@@ -52,7 +57,7 @@ const LAYOUTS: [mirror::Layout; 12] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 8] = [
+const NUMBERS: [&[(&str, i64)]; 9] = [
     activation::NUMBERS,
     bias::NUMBERS,
     cross_entropy::NUMBERS,
@@ -60,6 +65,7 @@ const NUMBERS: [&[(&str, i64)]; 8] = [
     fp8_quantize::NUMBERS,
     fused_product::NUMBERS,
     norm::NUMBERS,
+    qk_norm_rope::NUMBERS,
     rope::NUMBERS,
 ];
 
@@ -100,6 +106,7 @@ fn build() -> Result<(), String> {
         "src/fp8_quantize",
         "src/fused_product",
         "src/norm",
+        "src/qk_norm_rope",
         "src/rope",
         "src/round",
         "src/scale",

@@ -477,6 +477,73 @@ def test_fused_forms_are_the_two_by_themselves(rng: np.random.Generator) -> None
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
+@pytest.mark.parametrize("packing", ["apart", "halves", "interleaved"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_swiglu_in_one_call(rng: np.random.Generator, packing: str, transposed: bool) -> None:
+    """Tiles and batches that are not full, entries past the limit, and what is not finite."""
+
+    def pairs(found: Any) -> list[Any]:
+        return [*found] if transposed else [found]
+
+    shape = (2, 83, 256)
+    gate, up = rng.normal(0, 3, (2, *shape))
+    gate[0, 3, 7], up[1, 80, 200] = np.nan, np.inf
+    gate[:, :, 128:][:, 5] = 0
+    together = np.concatenate if packing == "halves" else np.stack
+    arrays = [gate, up]
+    if packing != "apart":
+        arrays = [together(arrays, -1).reshape(2, 83, 512)]
+    given = [jnp.asarray(one, jnp.bfloat16) for one in arrays]
+    gating: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    gating |= {"interleaved": packing == "interleaved"}
+    for format, power_of_two in zip(FORMATS, (False, True), strict=True):
+        options: dict[str, Any] = {"dtype": format, "power_of_two": power_of_two}
+        options |= {"granularity": "block_1d", "transposed": transposed}
+        found = jax.jit(partial(swiglu_fp8, **gating, **options))(*given)
+        # The kernel's own y, where one array has both.
+        kernel: Any = "custom_call" if packing != "apart" and PLATFORM == "cuda" else None
+        y = jax.jit(partial(swiglu, **gating, implementation=kernel))(*given)
+        right = fp8_quantize(y, **options)
+        if packing == "apart" and PLATFORM == "cuda":
+            # XLA's y may be a rounding of bfloat16 off, which moves a value by a step or a scale.
+            found, right = ([fp8_dequantize(*one) for one in pairs(of)] for of in (found, right))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            if packing == "apart" and PLATFORM == "cuda":
+                np.testing.assert_allclose(a, b, rtol=0.3, atol=0.02)
+            else:
+                np.testing.assert_array_equal(a, b)
+        assert np.isnan(np.asarray(jax.tree.leaves(found)[0], np.float32)[0, 3, 7])
+    with pytest.raises(NotImplementedError, match="has no derivative"):
+        jax.grad(lambda *x: swiglu_fp8(*x, granularity="block_1d", **gating).scales.sum())(*given)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_norm_in_one_call(rng: np.random.Generator, residual: bool, transposed: bool) -> None:
+    """Tiles and batches that are not full, rows beyond f32's squares, and what is not finite."""
+    x, other = rng.normal(size=(2, 2, 67, 896))
+    x[0, 3, 7], x[1, 66], x[1, 5] = np.nan, 0, x[1, 5] * 1e-25
+    other[1, 5] = 0
+    x, other = (jnp.asarray(one, jnp.bfloat16) for one in (x, other))
+    weight = jnp.asarray(rng.normal(0, 0.2, 896), jnp.float32)
+    norm: dict[str, Any] = {"zero_centred": True, "eps": 1e-30}
+    norm |= {"residual": other} if residual else {}
+    for format, power_of_two in zip(FORMATS, (False, True), strict=True):
+        options: dict[str, Any] = {"dtype": format, "power_of_two": power_of_two}
+        options |= {"granularity": "block_1d", "transposed": transposed}
+        found = jax.jit(partial(rms_norm_fp8, **norm, **options))(x, weight)
+        y = jax.jit(partial(rms_norm, **norm))(x, weight)
+        right = fp8_quantize(y[0] if residual else y, **options)
+        pairs = [(found[0], right), (found[1], y[1])] if residual else [(found, right)]
+        for got, one in pairs:
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
+                np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    with pytest.raises(NotImplementedError, match="has no derivative"):
+        one = partial(rms_norm_fp8, granularity="block_1d")
+        jax.grad(lambda x: one(x, weight).scales.sum())(x)
+
+
 def test_exported_programs_run(rng: np.random.Generator) -> None:
     """With rows of a number that is known as it is called."""
     check = jax.export.DisabledSafetyCheck.custom_call("xentile_fp8_quantize")

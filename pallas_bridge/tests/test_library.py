@@ -88,7 +88,11 @@ def test_info_says_what_runs_where() -> None:
     everywhere |= {f"xentile_layer_norm_{name}" for name in ("forward", "backward")}
     attention = {f"xentile_flash_attention_{name}" for name in ("forward", "backward")}
     assert of_host == everywhere | halves | attention
-    assert of_cuda in (everywhere | {"xentile_linear_cross_entropy_add"}, set())
+    of_gpu = {"xentile_linear_cross_entropy_add"}
+    of_gpu |= {f"xentile_qk_norm_rope_{name}" for name in ("forward", "backward")}
+    fused = ("swiglu", "rms_norm", "rms_norm_add")
+    of_gpu |= {f"xentile_fp8_quantize_{n}{turned}" for n in fused for turned in ("", "_transposed")}
+    assert of_cuda in (everywhere | of_gpu, set())
     rows = {row.platform: row for row in info.platforms}
     assert rows["cpu"].implementation == "custom_call" and loaded.cpu_isa in rows["cpu"].reason
     has_cuda = any(target.platform == "CUDA" for target in loaded.targets)

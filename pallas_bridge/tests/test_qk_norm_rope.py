@@ -7,51 +7,192 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import ulp
 
+import pallas_bridge
 from pallas_bridge import qk_norm_rope
 
 
-def plain(q: Any, k: Any, q_weight: Any, k_weight: Any, positions: Any) -> Any:
-    """The formulas, of GPT-NeoX's pairs; in the dtype of what is given."""
+def plain(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, positions: Any, pairs: int, interleaved: bool
+) -> Any:
+    """The formulas; in the dtype of what is given."""
 
     def one(x: Any, weight: Any) -> Any:
         x = x * weight / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-        half = x.shape[-1] // 2
-        angle = positions[:, None, None] * 10000.0 ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
+        angle = positions[..., None, None] * 10000.0 ** (-np.arange(pairs) / pairs)
+        columns = np.arange(2 * pairs).reshape(*((pairs, 2) if interleaved else (2, pairs)))
+        first, second = columns.T if interleaved else columns
+        a, b = x[..., first], x[..., second]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        x = x.at[..., first].set(a * cos - b * sin)
+        return x.at[..., second].set(b * cos + a * sin)
 
     return one(q, q_weight), one(k, k_weight)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+def arrays(
+    rng: np.random.Generator, dtype: str, heads: tuple[int, int], columns: int
+) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+    """q, k and weights, and cotangents."""
+    shapes = [(2, 6, count, columns) for count in heads]
+    q, k, dq, dk = (jnp.asarray(rng.normal(size=shape), dtype) for shape in (*shapes, *shapes))
+    weights = [jnp.asarray(rng.normal(1, 0.2, columns), jnp.float32) for _ in range(2)]
+    return [q, k, *weights], (dq, dk)
+
+
+# Heads of q and k, columns, pairs and whether these are interleaved: what kernels take, several
+# turns of a warp, columns that are copied, lanes that have none, and what they don't take.
+FORMS = [
+    ((4, 2), 16, 8, False),
+    ((14, 2), 64, 32, False),
+    ((5, 3), 96, 16, True),
+    ((3, 1), 96, 24, False),
+    ((9, 1), 128, 64, True),
+    ((2, 2), 256, 128, False),
+    ((2, 1), 20, 6, True),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_and_gradients(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
-    q, dq = (jnp.asarray(rng.normal(size=(2, 6, 4, 16)), dtype) for _ in range(2))
-    k, dk = (jnp.asarray(rng.normal(size=(2, 6, 2, 16)), dtype) for _ in range(2))
-    weights = [jnp.asarray(rng.normal(1, 0.2, 16), jnp.float32) for _ in range(2)]
-    positions = rng.integers(0, 10**6, 6)
+def test_values_and_gradients(rng: np.random.Generator, dtype: str, form: Any) -> None:
+    heads, columns, pairs, interleaved = form
+    given, cotangents = arrays(rng, dtype, heads, columns)
+    # A row for all of a batch, or one each.
+    positions = rng.integers(0, 10**6, (2, 6) if pairs % 16 == 0 else 6)
+    options: dict[str, Any] = {"rotary_dim": 2 * pairs, "interleaved": interleaved}
 
-    def f(*arrays: Any) -> Any:
+    def f(implementation: Any) -> Any:
         def both(*arrays: Any) -> Any:
-            return qk_norm_rope(*arrays, positions=positions, implementation=implementation)
+            return qk_norm_rope(
+                *arrays, positions=positions, implementation=implementation, **options
+            )
 
-        values, pull = jax.vjp(both, *arrays)
-        return *values, *pull((dq, dk))
+        def run(*arrays: Any) -> Any:
+            values, pull = jax.vjp(both, *arrays)
+            return *values, *pull(cotangents)
 
-    found = jax.jit(f)(q, k, *weights)
+        return jax.jit(run)(*given)
+
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(one).astype(np.float64)) for one in (q, k, *weights)]
-        values, pull = jax.vjp(lambda *arrays: plain(*arrays, np.float64(positions)), *wide)
-        given = tuple(jnp.asarray(np.asarray(one).astype(np.float64)) for one in (dq, dk))
-        expected = [np.asarray(one) for one in (*values, *pull(given))]
-    for one, right in zip(found, expected, strict=True):
-        # Two roundings to the dtype, each of numbers as large as the largest of a row, or summed.
-        size = np.abs(right).max() * (1 if right.ndim > 1 else 3)
-        assert np.abs(np.asarray(one).astype(np.float64) - right).max() <= 4 * ulp(size, dtype)
-        assert one.dtype == (dtype if right.ndim > 1 else jnp.float32)
+        wide = [jnp.asarray(np.asarray(one).astype(np.float64)) for one in given]
+        values, pull = jax.vjp(
+            lambda *arrays: plain(*arrays, np.float64(positions), pairs, interleaved), *wide
+        )
+        of_y = tuple(jnp.asarray(np.asarray(one).astype(np.float64)) for one in cotangents)
+        expected = [np.asarray(one) for one in (*values, *pull(of_y))]
+    for implementation in (None, "reference", "custom_call"):
+        for one, right in zip(f(implementation), expected, strict=True):
+            # Two roundings to the dtype, of numbers as large as the largest of a row, or summed.
+            size = np.abs(right).max() * (1 if right.ndim > 1 else 3)
+            assert np.abs(np.asarray(one).astype(np.float64) - right).max() <= 4 * ulp(size, dtype)
+            assert one.dtype == (dtype if right.ndim > 1 else jnp.float32)
+
+
+def test_a_head_has_the_same_bits_wherever_it_is(rng: np.random.Generator) -> None:
+    given, cotangents = arrays(rng, "bfloat16", (14, 2), 64)
+    positions = jnp.zeros((2, 6), jnp.int32)
+
+    @jax.jit
+    def f(q: Any, k: Any, weights: Any, dy: Any, positions: Any) -> Any:
+        values, pull = jax.vjp(lambda q, k: qk_norm_rope(q, k, *weights, positions=positions), q, k)
+        return *values, *pull(dy)
+
+    q, k, *weights = given
+    whole = f(q, k, weights, cotangents, positions)
+    part = f(
+        q[1:, 3:5], k[1:, 3:5], weights, tuple(x[1:, 3:5] for x in cotangents), positions[1:, :2]
+    )
+    for one, of_part in zip(whole, part, strict=True):
+        assert (np.asarray(one[1:, 3:5]) == np.asarray(of_part)).all()
+    # Heads of q, too, among fewer and in another place.
+    fewer = f(q[:, :, 7:9], k, weights, (cotangents[0][:, :, 7:9], cotangents[1]), positions)
+    for index in (0, 2):
+        assert (np.asarray(whole[index][:, :, 7:9]) == np.asarray(fewer[index])).all()
+
+
+def test_heads_beyond_f32_are_normalised(rng: np.random.Generator) -> None:
+    """Squares that f32 cannot hold, and one row that is not finite."""
+    given, _ = arrays(rng, "bfloat16", (4, 2), 64)
+    q, k, *weights = given
+    scale = jnp.asarray([1e-25, 1e25, 1.0, 1.0], jnp.float32)[:, None]
+    found, of_k = qk_norm_rope((q * scale).astype(q.dtype), k, *weights, eps=0.0)
+    right, _ = qk_norm_rope(q, k, *weights, eps=0.0)
+    error = np.abs(np.asarray(found, np.float64) - np.asarray(right, np.float64)).max()
+    assert error <= 0.05 and np.isfinite(np.asarray(of_k, np.float64)).all()
+    spoiled = q.at[1, 2, 3, 5].set(jnp.nan)
+    found, _ = qk_norm_rope(spoiled, k, *weights, eps=0.0)
+    is_nan = np.isnan(np.asarray(found, np.float64))
+    assert is_nan[1, 2, 3].all() and is_nan.sum() == 64
+
+
+def test_modes_and_transformations(rng: np.random.Generator) -> None:
+    given, (dq, dk) = arrays(rng, "float32", (4, 2), 64)
+    q, k, q_weight, k_weight = given
+
+    def f(implementation: Any) -> Any:
+        def run(q: Any, k: Any, q_weight: Any, k_weight: Any) -> Any:
+            def both(*arrays: Any) -> Any:
+                return qk_norm_rope(*arrays, implementation=implementation)
+
+            def of_k(*arrays: Any) -> Any:
+                return (both(*arrays)[1] * dk).sum()
+
+            def loss(q: Any, q_weight: Any) -> Any:
+                return (both(q, k, q_weight, k_weight)[0] * dq).sum()
+
+            one = jax.grad(of_k, (0, 1, 3))(q, k, q_weight, k_weight)
+            moved = jax.jvp(both, (q, k, q_weight, k_weight), (dq, dk, k_weight, q_weight))
+            mapped = jax.vmap(jax.grad(lambda q, w: (both(q, k[0], w, k_weight)[0] ** 3).sum(), 1))
+            several = jnp.stack([q_weight, k_weight])
+            return one, moved, mapped(q, several), jax.grad(loss, 1)(q, q_weight)
+
+        return jax.jit(run)(q, k, q_weight, k_weight)
+
+    found, right = f(None), f("reference")
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4 * np.abs(other).max() + 1e-6)
+
+
+@pytest.mark.devices(4)
+def test_tokens_and_heads_stay_cut(rng: np.random.Generator) -> None:
+    given, cotangents = arrays(rng, "float32", (4, 2), 16)
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("data", None, "heads"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    @jax.jit
+    def f(q: Any, k: Any, q_weight: Any, k_weight: Any, dy: Any) -> Any:
+        values, pull = jax.vjp(qk_norm_rope, q, k, q_weight, k_weight)
+        return *values, *pull(dy)
+
+    placed = [jax.device_put(one, split if one.ndim > 1 else whole) for one in given]
+    found = f(*placed, jax.device_put(cotangents, split))
+    for one, right in zip(found, f(*given, cotangents), strict=True):
+        np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-5)
+        assert right.ndim == 1 or one.sharding.is_equivalent_to(split, one.ndim)
+
+
+@pytest.mark.only("cpu", "asks nothing of a platform but its name")
+@pytest.mark.parametrize("implementation", [None, "custom_call"])
+def test_a_program_has_one_call_where_there_is_a_kernel(implementation: Any) -> None:
+    library = pallas_bridge.info().library
+    assert library is not None
+    q, k, weight = jnp.ones((2, 6, 4, 64)), jnp.ones((2, 6, 2, 64)), jnp.ones(64)
+
+    def f(q: Any, k: Any) -> Any:
+        return qk_norm_rope(q, k, weight, weight, implementation=implementation)
+
+    def targets(*platforms: str) -> set[str]:
+        program = jax.jit(f).trace(q, k).lower(lowering_platforms=platforms).as_text()
+        return set(re.findall(r"xentile_\w+", program))
+
+    one, two = {"xentile_qk_norm_rope_forward"}, {"xentile_rms_norm_forward", "xentile_rope"}
+    assert targets("cpu") == two
+    if "cuda" in library.platforms:
+        assert targets("cuda") == one and targets("cpu", "cuda") == one | two
 
 
 def test_what_is_wrong_is_said_by_its_name() -> None:

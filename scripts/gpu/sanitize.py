@@ -474,6 +474,104 @@ def run_rotation(case: Rotation, rng: np.random.Generator) -> None:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """A call of heads that are normalised and rotated."""
+
+    dtype: str
+    # Tokens, heads of q and of k, columns and pairs.
+    shape: tuple[int, int, int, int, int]
+    interleaved: bool
+    backward: bool
+    in_place: bool
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        layout = "interleaved" if self.interleaved else "halves"
+        which = "backward" if self.backward else "forward"
+        place = "in place" if self.in_place else "apart"
+        return f"qk_norm_rope {which} {self.dtype} {self.shape} {layout} {place}"
+
+
+# Whole turns of a warp, and heads and lanes that are left over, with columns that are copied.
+HEADS = [(9, 4, 2, 128, 64), (37, 7, 3, 96, 16)]
+
+
+def heads_cases(quick: bool) -> Iterator[Heads]:
+    """Every kernel; places take turns."""
+    turn = 0
+    for dtype in DTYPES:
+        for interleaved in (False, True):
+            for backward in (False, True):
+                for shape in HEADS[:1] if quick else HEADS:
+                    turn += 1
+                    yield Heads(dtype, shape, interleaved, backward, turn % 3 == 0)
+
+
+def run_heads(case: Heads, rng: np.random.Generator) -> None:
+    """Runs one case and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    tokens, *heads, columns, pairs = case.shape
+    dtype = DTYPES[case.dtype]
+    x, dy = ([rng.normal(size=(tokens, n, columns)).astype(dtype) for n in heads] for _ in "12")
+    weights = [rng.normal(1, 0.2, columns).astype(of) for of in (np.float32, dtype)]
+    turns = rng.uniform(0, 2 * np.pi, (tokens, pairs))
+    tables = [np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32)]
+    rows = rng.permutation(tokens).astype(np.int32)
+    first, second = slice(pairs), slice(pairs, 2 * pairs)
+    if case.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+
+    def turned(of: np.ndarray, way: int) -> np.ndarray:
+        c, s = (one[rows][:, None].astype(np.float64) for one in tables)
+        a, b, found = of[..., first], of[..., second], of.copy()
+        found[..., first], found[..., second] = a * c - way * b * s, b * c + way * a * s
+        return found
+
+    wide = [one.astype(np.float64) for one in x]
+    by = [1 / np.sqrt((one**2).mean(-1, keepdims=True) + 1e-6) for one in wide]
+    scales = [1 + one.astype(np.float64) for one in weights]
+    like = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in x]
+    rstd = [one[..., 0].astype(np.float32) for one in by]
+    if case.backward:
+        operands = [*x, *weights, *rstd, rows, *tables, *dy]
+        results = [*like, *[jax.ShapeDtypeStruct((3, columns), np.float32)] * 2]
+        gs = [turned(one.astype(np.float64), -1) for one in dy]
+        parts = [*zip(wide, by, scales, gs, strict=True)]
+        wanted = [
+            r * (g * w - z * r * (g * w * z * r).mean(-1, keepdims=True)) for z, r, w, g in parts
+        ]
+        wanted += [(g * z * r).sum((0, 1)) for z, r, _, g in parts]
+    else:
+        operands = [*x, *weights, rows, *tables]
+        results = [*like, *[jax.ShapeDtypeStruct(one.shape, np.float32) for one in rstd]]
+        wanted = [turned(z * r * w, 1) for z, r, w in zip(wide, by, scales, strict=True)] + rstd
+    call = jax.ffi.ffi_call(
+        f"xentile_qk_norm_rope_{'backward' if case.backward else 'forward'}",
+        results,
+        input_output_aliases={0: 0, 1: 1} if case.in_place else {},
+        vmap_method=None,
+    )
+    attributes = {
+        "eps": np.float64(1e-6),
+        "zero_centred": np.bool_(True),
+        "interleaved": np.bool_(case.interleaved),
+    }
+    program = jax.jit(
+        lambda *arrays: call(*arrays, **attributes), donate_argnums=(0, 1) if case.in_place else ()
+    )
+    outputs = jax.block_until_ready(program(*[jax.device_put(array) for array in operands]))
+    for output, right in zip(outputs, wanted, strict=True):
+        found = np.asarray(output).astype(np.float64)
+        # Of blocks the sum alone is the same wherever they come from.
+        found = found.sum(0) if found.ndim > right.ndim else found
+        error = np.abs(found - right).max() / np.abs(right).max()
+        assert error < {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}[case.dtype], error
+
+
+@dataclass(frozen=True)
 class Quantization:
     """A call of FP8 quantisation."""
 
@@ -566,6 +664,79 @@ def run_quantization(case: Quantization, rng: np.random.Generator) -> None:
         assert (error <= allowed).all(), (error / allowed).max()
 
 
+@dataclass(frozen=True)
+class Fused:
+    """A call that quantises what it makes of two arrays or of rows that it normalises."""
+
+    form: str
+    # How gate and up are packed, or "norm", or "add" of a sum with a residual.
+    of: str
+    transposed: bool
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        return f"fp8_quantize of {self.of} {self.form}{' transposed' if self.transposed else ''}"
+
+
+def fused_cases() -> Iterator[Fused]:
+    """Every kernel, and every way that arrays are packed."""
+    for form in FORMATS:
+        for of in ("apart", "halves", "interleaved", "norm", "add"):
+            for transposed in (False, True):
+                yield Fused(form, of, transposed)
+
+
+def run_fused(case: Fused, rng: np.random.Generator) -> None:
+    """Runs one case on tiles that are not full.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    shape = (131, 640)
+    first, second = rng.normal(size=(2, *shape)).astype(DTYPES["bf16"])
+    a, b = (one.astype(np.float64) for one in (first, second))
+    values, turned = jax.ShapeDtypeStruct(shape, FORMATS[case.form]), shape[::-1]
+    results = [values, jax.ShapeDtypeStruct((131, 5), np.float32)]
+    if case.transposed:
+        results += [jax.ShapeDtypeStruct(turned, values.dtype)]
+        results += [jax.ShapeDtypeStruct((640, 2), np.float32)]
+    attributes: dict[str, Any] = {"power_of_two": np.bool_(False)}
+    if case.of in ("norm", "add"):
+        weight = rng.normal(1, 0.2, shape[1]).astype(np.float32)
+        name = "rms_norm_add" if case.of == "add" else "rms_norm"
+        operands = [first, *([second] if case.of == "add" else []), weight]
+        like = jax.ShapeDtypeStruct(shape, first.dtype)
+        results += [like] if case.of == "add" else []
+        results += [jax.ShapeDtypeStruct(shape[:1], np.float32)]
+        attributes |= {"eps": np.float64(1e-6), "zero_centred": np.bool_(False)}
+        a = (a + b).astype(first.dtype).astype(np.float64) if case.of == "add" else a
+        y = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+    else:
+        name = "swiglu"
+        axis = {"apart": None, "halves": 1, "interleaved": 2}[case.of]
+        packed = None if axis is None else np.stack([first, second], axis)
+        operands = [first, second] if packed is None else [packed, packed]
+        attributes |= {"packing": case.of, "alpha": np.float64(1), "up_offset": np.float64(0)}
+        y = a / (1 + np.exp(-a)) * b
+    call = jax.ffi.ffi_call(
+        f"xentile_fp8_quantize_{name}{'_transposed' if case.transposed else ''}",
+        results,
+        vmap_method=None,
+    )
+    program = jax.jit(lambda *of: call(*of, **attributes))
+    found = [np.asarray(one) for one in program(*[jax.device_put(one) for one in operands])]
+    pairs = [(found[0], found[1], y)]
+    pairs += [(found[2], found[3], y.T)] if case.transposed else []
+    for value, scales, right in pairs:
+        by = spread(scales, (1, 128), right.shape)
+        error = np.abs(value.astype(np.float64) * by - right)
+        bits, least = (3, -6) if case.form == "f8e4m3fn" else (2, -14)
+        # Rounded to bfloat16 before.
+        allowed = np.maximum(np.abs(right) * 1.01, by * 2.0**least) * 2.0 ** -(bits + 1)
+        allowed += np.abs(right) * 2.0**-8
+        assert (error <= allowed).all(), (error / allowed).max()
+
+
 def spread(scales: np.ndarray, block: tuple[int, int | None], shape: tuple[int, ...]) -> np.ndarray:
     """Returns the scale of each entry of an array, or what broadcasts to it."""
     rows, columns = block
@@ -601,11 +772,13 @@ def main() -> int:
     rng = np.random.default_rng(arguments.seed)
     passed = 0
     linear = [case for case in linear_cases() if not (arguments.no_products and case.has_products)]
-    known: list[Case | Linear | Norm | Rotation | Quantization] = [
+    known: list[Case | Linear | Norm | Rotation | Heads | Quantization | Fused] = [
         *cases(arguments.quick),
         *norm_cases(arguments.quick),
         *rotation_cases(arguments.quick),
+        *heads_cases(arguments.quick),
         *quantization_cases(arguments.quick),
+        *fused_cases(),
         *linear,
     ]
     if arguments.no_bulk_stores:
@@ -622,6 +795,10 @@ def main() -> int:
                 run_norm(case, rng)
             elif isinstance(case, Rotation):
                 run_rotation(case, rng)
+            elif isinstance(case, Heads):
+                run_heads(case, rng)
+            elif isinstance(case, Fused):
+                run_fused(case, rng)
             elif isinstance(case, Quantization):
                 run_quantization(case, rng)
             else:

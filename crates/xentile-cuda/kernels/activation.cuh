@@ -103,7 +103,9 @@ struct Gated {
   bool gate_is_within;
   bool up_is_within;
 
-  __device__ Gated(const ActivationArguments& a, float gate_given, float up_given)
+  // Arguments say `limit` and `up_offset`.
+  template <class Arguments>
+  __device__ Gated(const Arguments& a, float gate_given, float up_given)
       : gate_is_within(!(gate_given > a.limit)), up_is_within(!(fabsf(up_given) > a.limit)) {
     gate = gate_is_within ? gate_given : a.limit;
     up = (up_is_within ? up_given : copysignf(a.limit, up_given)) + a.up_offset;
@@ -117,8 +119,8 @@ __device__ inline float of_one(const ActivationArguments& a, float x, float dy) 
   return kBackward ? dy * f.slope : f.value;
 }
 
-template <uint32_t kKind>
-__device__ inline float gated(const ActivationArguments& a, float gate, float up) {
+template <uint32_t kKind, class Arguments>
+__device__ inline float gated(const Arguments& a, float gate, float up) {
   const Gated both(a, gate, up);
   return at<kKind>(both.gate, a.alpha).value * both.up;
 }

@@ -11,15 +11,15 @@ using namespace xentile;
 
 #define FP8_RUNS(name, dtype, least, E, kE5M2, kParts)                               \
   FP8(runs_##name, dtype, kFp8RunThreads, least) {                                   \
-    fp8::runs<E, kE5M2, fp8::Parts::kParts, fp8::Values::kByOwn>(a);                 \
+    fp8::runs<E, kE5M2, fp8::Parts::kParts, fp8::Values::kByOwn>(a, fp8::Plain<E>(a));                 \
   }                                                                                  \
   FP8(runs_given_##name, dtype, kFp8RunThreads, least) {                             \
-    fp8::runs<E, kE5M2, fp8::Parts::kParts, fp8::Values::kByGiven>(a);               \
+    fp8::runs<E, kE5M2, fp8::Parts::kParts, fp8::Values::kByGiven>(a, fp8::Plain<E>(a));               \
   }
 
 #define FP8_AMAX(name, dtype, least, E, kParts)                                      \
   FP8(runs_amax##name, dtype, kFp8RunThreads, least) {                               \
-    fp8::runs<E, false, fp8::Parts::kParts, fp8::Values::kNone>(a);                  \
+    fp8::runs<E, false, fp8::Parts::kParts, fp8::Values::kNone>(a, fp8::Plain<E>(a));                  \
   }
 
 #define FP8_BLOCKS(name, dtype, least, E, kE5M2, kAligned)                           \
@@ -31,7 +31,8 @@ using namespace xentile;
 #define FP8_TURNED(name, dtype, least, E, kScales, kE5M2, kAligned)                  \
   FP8(turned_##name, dtype, fp8::kTurnedThreads<E>, least) {                         \
     __shared__ fp8::TurnedShared shared;                                             \
-    fp8::Turned<E, fp8::Scales::kScales, kE5M2, kAligned>(a).run(shared);            \
+    fp8::Turned<E, fp8::Scales::kScales, kE5M2, kAligned>(a, fp8::Plain<E>(a))       \
+        .run(shared);                                                                \
   }
 
 // Those of one format; `whole` CTAs a multiprocessor leave 64 registers a thread of a turned tile.

@@ -232,6 +232,37 @@ __device__ inline uint4 load(const E* from, int count) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// What is quantised, unit by unit: here an array as it is. A source that makes units of more than one vector
+// has another `Raw`, so that all vectors are asked for before units are made of them. In tiles it is told the
+// rows and, by `of_columns`, the columns of a thread's units.
+template <class E>
+struct Plain {
+  using Raw = uint4;
+
+  const E* x;
+
+  __device__ explicit Plain(const Arguments& a) : x(static_cast<const E*>(a.x)) {}
+
+  // The same from an element on.
+  __device__ Plain from(int64_t begin) const {
+    Plain other = *this;
+    other.x += begin;
+    return other;
+  }
+
+  // Asks for the unit that begins at an element, of which `count` are there.
+  template <bool kAligned, bool kStreams>
+  __device__ Raw load(int64_t at, int count) const {
+    return fp8::load<E, kAligned, kStreams>(x + at, count);
+  }
+
+  __device__ uint4 unit(const Raw& raw) const { return raw; }
+
+  struct Columns {};
+  __device__ Columns of_columns(int64_t, int) const { return {}; }
+  __device__ uint4 unit_of(const Raw& raw, const Columns&, int64_t, int) const { return raw; }
+};
+
 // Writes the values of a unit, by the reciprocal of their scale.
 template <class E, bool kE5M2, bool kAligned>
 __device__ inline void store(uint8_t* to, const uint4& unit, float by, int count) {

@@ -12,12 +12,12 @@ enum class Parts { kRows, kVectors, kRagged };
 // What a pass over runs writes beside a number of each.
 enum class Values { kNone, kByGiven, kByOwn };
 
-// Blocks that are rows or parts of rows, of 32 units at most: a team of lanes of a warp takes kFp8RunBatch of
+// Blocks that are rows or parts of rows, of 32 units at most: a team of lanes of a warp takes `kBatch` of
 // them, which are all asked for before anything is computed. Those of a warp follow one another.
-template <class E, bool kE5M2, Parts kParts, Values kValues>
-__device__ inline void runs(const Arguments& a) {
+template <class E, bool kE5M2, Parts kParts, Values kValues, int kBatch = kFp8RunBatch,
+          class Source = Plain<E>>
+__device__ inline void runs(const Arguments& a, const Source& source) {
   constexpr int kPer = kPerVector<E>;
-  constexpr int kBatch = kFp8RunBatch;
   const uint32_t lane = threadIdx.x % 32, place = lane % a.lanes;
   const int teams = 32 / static_cast<int>(a.lanes);
   const int length = static_cast<int>(a.block_columns), columns = static_cast<int>(a.columns);
@@ -31,7 +31,7 @@ __device__ inline void runs(const Arguments& a) {
   // The lane's first element; those of its other runs are not far.
   const int of_row = static_cast<int>(first - row * across);
   const int64_t begin = row * a.columns + of_row * length + place * kPer;
-  const E* x = static_cast<const E*>(a.x) + begin;
+  const Source from = source.from(begin);
   const int left = static_cast<int>(min(max(all - first, int64_t{0}), int64_t{kBatch} * teams));
 
   // Where a run lies, and how many of its elements are the lane's or after it.
@@ -59,11 +59,14 @@ __device__ inline void runs(const Arguments& a) {
       }
     }
   }
-  uint4 held[kBatch];
+  typename Source::Raw raw[kBatch];
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    held[i] = load<E, kAligned, kValues != Values::kNone>(x + at[i], count[i]);
+    raw[i] = from.template load<kAligned, kValues != Values::kNone>(at[i], count[i]);
   }
+  uint4 held[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) held[i] = from.unit(raw[i]);
   float numbers[kBatch];
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) numbers[i] = largest<E>(most_of<E>(0, held[i]));

@@ -30,7 +30,7 @@ struct TurnedShared {
   float reciprocals[kFp8Tile];
 };
 
-template <class E, Scales kScales, bool kE5M2, bool kAligned>
+template <class E, Scales kScales, bool kE5M2, bool kAligned, class Source = Plain<E>>
 struct Turned {
   static constexpr int kPer = kPerVector<E>;
   static constexpr int kRows = 8;  // of a thread
@@ -43,6 +43,7 @@ struct Turned {
   static constexpr bool kColumnsThere = kScales == Scales::kBoth || kScales == Scales::kThere;
 
   const Arguments& a;
+  const Source source;
   int64_t matrix;
   int row, column;   // of the tile
   int down, across;  // tiles
@@ -50,7 +51,7 @@ struct Turned {
   uint32_t lane, group;  // units of a tile's row, and rows
   int rows, columns;     // from the thread's first ones to the matrix's end
 
-  __device__ explicit Turned(const Arguments& arguments) : a(arguments) {
+  __device__ Turned(const Arguments& arguments, const Source& of) : a(arguments), source(of) {
     down = static_cast<int>(ceil_div(a.rows, kTile));
     across = static_cast<int>(ceil_div(a.columns, kTile));
     const bool from_end = kScales == Scales::kGiven || kScales == Scales::kBoth;
@@ -110,12 +111,17 @@ struct Turned {
   __device__ void run(TurnedShared& shared) const {
     uint4* storage = shared.storage;
     float* reciprocals = shared.reciprocals;
-    const E* x = static_cast<const E*>(a.x);
 
+    typename Source::Raw raw[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      raw[i] = source.template load<kAligned, kScales != Scales::kNone>(at(i), count(i));
+    }
+    const auto of_source = source.of_columns(column + lane * kPer, columns);
     uint4 held[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      held[i] = load<E, kAligned, kScales != Scales::kNone>(x + at(i), count(i));
+      held[i] = source.unit_of(raw[i], of_source, matrix * a.rows + row + group * kRows + i, count(i));
     }
 
     float by_row[kRows];

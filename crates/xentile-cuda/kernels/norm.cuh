@@ -87,17 +87,24 @@ __device__ inline void widen(const W* from, float (&to)[kCount]) {
   }
 }
 
-// Calls `body` with the weight of `row`, a pointer to its dtype.
+// Calls `body` with the weight from its element `at` on, a pointer to its dtype.
+template <class Body>
+__device__ inline void with_dtype(uint32_t dtype, const void* weight, int64_t at,
+                                  const Body& body) {
+  if (dtype == kWeightBf16) {
+    body(static_cast<const __nv_bfloat16*>(weight) + at);
+  } else if (dtype == kWeightF16) {
+    body(static_cast<const __half*>(weight) + at);
+  } else {
+    body(static_cast<const float*>(weight) + at);
+  }
+}
+
+// Calls `body` with the weight of `row`.
 template <class Body>
 __device__ inline void with_weight(const NormArguments& a, int64_t row, const Body& body) {
   const int64_t at = a.weight_rows < a.rows ? row / a.weight_rows * a.columns : 0;
-  if (a.weight_dtype == kWeightBf16) {
-    body(static_cast<const __nv_bfloat16*>(a.weight) + at);
-  } else if (a.weight_dtype == kWeightF16) {
-    body(static_cast<const __half*>(a.weight) + at);
-  } else {
-    body(static_cast<const float*>(a.weight) + at);
-  }
+  with_dtype(a.weight_dtype, a.weight, at, body);
 }
 
 // The bias of `row`, in the weight's dtype.
@@ -112,12 +119,23 @@ __device__ inline bool have_one_weight(const NormArguments& a) {
   return a.weight_rows >= a.rows && (!kCentred || a.bias_rows >= a.rows);
 }
 
-// What `kCount` columns are multiplied by.
-template <int kCount, class W>
-__device__ inline void scales(const NormArguments& a, const W* from, float (&to)[kCount]) {
+// What `kCount` columns are multiplied by. Arguments say whether weights are `zero_centred`.
+template <int kCount, class Arguments, class W>
+__device__ inline void scales(const Arguments& a, const W* from, float (&to)[kCount]) {
   widen<kCount>(from, to);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) to[i] = a.zero_centred ? 1.0f + to[i] : to[i];
+}
+
+// The sums of a few numbers over `lanes` of a warp, a power of two, the same in all of them.
+template <int kCount, class T>
+__device__ inline void add_up_lanes(T (&sums)[kCount], uint32_t lanes) {
+#pragma unroll
+  for (uint32_t apart = 16; apart > 0; apart /= 2) {
+    if (apart >= lanes) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
+  }
 }
 
 // Threads of a team. With `kAlike` all teams of a CTA add up at the same places of the program, and meet
@@ -150,12 +168,7 @@ struct Team {
   // once; `parts` has places for each warp of the CTA, which nobody may write before all have read sums.
   template <int kCount, class T>
   __device__ void add_up(T (&sums)[kCount], T (*parts)[kNormWarps]) const {
-#pragma unroll
-    for (uint32_t apart = 16; apart > 0; apart /= 2) {
-      if (apart >= lanes) continue;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
-    }
+    add_up_lanes(sums, lanes);
     if (lanes <= 32) return;
     const uint32_t warps = lanes / 32, first = index * warps;
 #pragma unroll
@@ -193,8 +206,9 @@ __device__ inline bool is_beyond_f32(float mean_and_eps) {
   return !(mean_and_eps >= 0x1p-100f && mean_and_eps < 0x1p126f);
 }
 
-// As `xentile::norm::rstd` has it.
-__device__ inline float rstd_of(double squares, const NormArguments& a) {
+// As `xentile::norm::rstd` has it. Arguments say how many `columns` there are, and `eps`.
+template <class Arguments>
+__device__ inline float rstd_of(double squares, const Arguments& a) {
   const double rstd = 1.0 / sqrt(squares / static_cast<double>(a.columns) + a.eps);
   return rstd > 3.4028234663852886e38 ? __int_as_float(0x7f800000) : static_cast<float>(rstd);
 }

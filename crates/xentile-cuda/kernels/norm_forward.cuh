@@ -135,10 +135,20 @@ __device__ inline void biases(const NormArguments& a, const W*, int64_t row, int
   widen<kPer>(bias_of<W>(a, row) + column, to);
 }
 
+// Puts vectors of y where they belong.
+struct StoreNorm {
+  const NormArguments& a;
+
+  template <class E>
+  __device__ void store(int64_t vector, const float (&y)[kPerVector<E>]) const {
+    store_once(a.to, vector, pack<E>(y));
+  }
+};
+
 // `kVectors` vectors a thread of each of `kRows` rows. Where there is more than one row, a team is a
-// warp or a part of one.
-template <class E, bool kCentred, bool kAdd, int kVectors, int kRows>
-__device__ inline void norm_held(const NormArguments& a) {
+// warp or a part of one. `to` takes y, by vectors of all rows.
+template <class E, bool kCentred, bool kAdd, int kVectors, int kRows, class To>
+__device__ inline void norm_held_to(const NormArguments& a, const To& to) {
   constexpr int kPer = kPerVector<E>;
   __shared__ float parts[kRows][kNormWarps];
   __shared__ double wide_parts[kNormWarps];
@@ -256,11 +266,16 @@ __device__ inline void norm_held(const NormArguments& a) {
               x[k] = x[k] * rstd[of] * w[k];
             }
           }
-          if (has(of, i)) store_once(a.to, place(of, i), pack<E>(x));
+          if (has(of, i)) to.template store<E>(place(of, i), x);
         }
       }
     });
   }
+}
+
+template <class E, bool kCentred, bool kAdd, int kVectors, int kRows>
+__device__ inline void norm_held(const NormArguments& a) {
+  norm_held_to<E, kCentred, kAdd, kVectors, kRows>(a, StoreNorm{a});
 }
 
 // Of any length, `kPer` elements at a time.

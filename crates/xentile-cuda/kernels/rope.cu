@@ -1,11 +1,10 @@
-// Rotary position embedding; src/rope.rs of the crate xentile says what it is. All is flat: a *unit* is what
-// one or two vectors of 16 bytes of a row hold, columns that turn together or columns that are copied.
-// Units know nothing of each other, and each reads all of its own before it writes, so that y may be x.
+// Rotary position embedding; src/rope.rs of the crate xentile says what it is. All is flat: units (rope.cuh)
+// know nothing of each other, and each reads all of its own before it writes, so that y may be x.
 // A thread asks for all that its units read before it computes, so that enough is under way. Heads of a
 // token find their row of the tables in the nearest cache.
 #include <cstdint>
 
-#include "element.cuh"
+#include "rope.cuh"
 
 using namespace xentile;
 
@@ -58,7 +57,7 @@ struct Pass {
   struct Unit {
     Place place;
     uint4 first, second;
-    float cos[kPairs], sin[kPairs];
+    Angles<kPairs> angles;
   };
 
   __device__ Place place(int64_t index) const {
@@ -81,30 +80,10 @@ struct Pass {
 
   __device__ void load_tables(Unit& unit) const {
     const int64_t index = a.indices[unit.place.row];
-    if (index < 0 || index >= a.positions) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) unit.cos[i] = unit.sin[i] = __int_as_float(0x7fc00000);
-      return;
-    }
+    if (index < 0 || index >= a.positions) return unit.angles.forget();
     const int64_t group = a.rows_of_group == a.rows ? 0 : unit.place.row / a.rows_of_group;
     const int64_t at = (group * a.positions + index) * a.pairs + unit.place.unit * kPairs;
-    if constexpr (kPairs % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < kPairs; i += 4) {
-        const float4 cos = __ldg(reinterpret_cast<const float4*>(a.cos + at + i));
-        const float4 sin = __ldg(reinterpret_cast<const float4*>(a.sin + at + i));
-        unit.cos[i] = cos.x, unit.cos[i + 1] = cos.y;
-        unit.cos[i + 2] = cos.z, unit.cos[i + 3] = cos.w;
-        unit.sin[i] = sin.x, unit.sin[i + 1] = sin.y;
-        unit.sin[i + 2] = sin.z, unit.sin[i + 3] = sin.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        unit.cos[i] = __ldg(a.cos + at + i);
-        unit.sin[i] = __ldg(a.sin + at + i);
-      }
-    }
+    unit.angles.load(a.cos + at, a.sin + at);
   }
 
   // Where the unit's first and second columns begin, in elements.
@@ -130,13 +109,6 @@ struct Pass {
     }
   }
 
-  __device__ void turn(const Unit& unit, int pair, float& first, float& second) const {
-    const float cos = unit.cos[pair], sin = a.sign * unit.sin[pair];
-    const float a_0 = first, b_0 = second;
-    first = a_0 * cos - b_0 * sin;
-    second = b_0 * cos + a_0 * sin;
-  }
-
   __device__ void store(const Unit& unit) const {
     const int64_t at = begin(unit.place);
     E* y = static_cast<E*>(a.y) + at;
@@ -149,21 +121,19 @@ struct Pass {
       }
     } else if constexpr (!kVectors) {
       float first = __uint_as_float(unit.first.x), second = __uint_as_float(unit.second.x);
-      turn(unit, 0, first, second);
+      unit.angles.turn(0, a.sign, first, second);
       y[0] = from_float<E>(first);
       y[apart()] = from_float<E>(second);
     } else if constexpr (kInterleaved) {
       float x[kPer];
       unpack<E>(unit.first, x);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) turn(unit, i, x[2 * i], x[2 * i + 1]);
+      unit.angles.turn_interleaved(a.sign, x);
       __stcs(reinterpret_cast<uint4*>(y), pack<E>(x));
     } else {
       float first[kPer], second[kPer];
       unpack<E>(unit.first, first);
       unpack<E>(unit.second, second);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) turn(unit, i, first[i], second[i]);
+      unit.angles.turn_halves(a.sign, first, second);
       __stcs(reinterpret_cast<uint4*>(y), pack<E>(first));
       __stcs(reinterpret_cast<uint4*>(y + a.pairs), pack<E>(second));
     }

@@ -10,13 +10,17 @@ mod plan;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use arguments::Arguments;
+use arguments::{APART, Arguments, GatedArguments, HALVES, INTERLEAVED, NormedArguments};
 use plan::{Pass, Step};
 use xentile::DType;
+use xentile::activation::Activation;
 use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
+use xentile::norm::NormShape;
+use xentile::rms_norm::RmsNorm;
 
 use crate::driver::{Driver, Kernel, RawStream};
-use crate::{Device, Error, Result, check_alignment, library};
+use crate::norm::{self, Weight};
+use crate::{Device, Error, Result, check_alignment, check_places, library};
 
 /// What is asked for, of arrays of one dtype.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +106,7 @@ impl Empty {
         let step = plan::scales_of_amax(count);
         let arrays = Arguments { numbers, ..Arguments::NONE };
         // SAFETY: passed on from this function's contract.
-        unsafe { launch(&step, arrays, Format::E4M3Fn, DType::F32, stream) }
+        unsafe { launch(&step, &step.arguments(arrays), Format::E4M3Fn, DType::F32, stream) }
     }
 }
 
@@ -206,14 +210,36 @@ impl Quantization {
         if self.shape.elements() == 0 {
             return Ok(());
         }
+        let arrays = self.arrays(operands)?;
+        let driver = Driver::get()?;
+        let Operands { numbers, scales_t, .. } = operands;
+        for step in self.steps() {
+            for (at, count) in [(numbers, step.zeros.numbers), (scales_t, step.zeros.turned_scales)]
+            {
+                if count > 0 {
+                    // SAFETY: an array of this pass that holds so many numbers.
+                    unsafe { driver.clear(stream, at.cast(), count * size_of::<f32>()) }?;
+                }
+            }
+            let arguments = step.arguments(arrays);
+            // SAFETY: passed on from this function's contract.
+            unsafe { launch(&step, &arguments, self.options.format, self.dtype, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// What kernels of every step are told.
+    ///
+    /// # Errors
+    /// Arrays that begin at no multiple of 16.
+    fn arrays(&self, operands: Operands) -> Result<Arguments> {
         let Operands { x, scale, values, numbers, values_t, scales_t } = operands;
         let written = [("values", values.cast()), ("values_t", values_t.cast::<c_void>())];
         check_alignment("x", x)?;
         for (name, address) in written {
             check_alignment(name, address.cast_const())?;
         }
-        let driver = Driver::get()?;
-        let arrays = Arguments {
+        Ok(Arguments {
             x,
             given: scale,
             values,
@@ -223,19 +249,7 @@ impl Quantization {
             e5m2: (self.options.format == Format::E5M2).into(),
             power_of_two: self.options.power_of_two.into(),
             ..Arguments::NONE
-        };
-        for step in self.steps() {
-            for (at, count) in [(numbers, step.zeros.numbers), (scales_t, step.zeros.turned_scales)]
-            {
-                if count > 0 {
-                    // SAFETY: an array of this pass that holds so many numbers.
-                    unsafe { driver.clear(stream, at.cast(), count * size_of::<f32>()) }?;
-                }
-            }
-            // SAFETY: passed on from this function's contract.
-            unsafe { launch(&step, arrays, self.options.format, self.dtype, stream) }?;
-        }
-        Ok(())
+        })
     }
 
     fn steps(&self) -> Vec<Step> {
@@ -243,13 +257,237 @@ impl Quantization {
     }
 }
 
-/// Launches a step over the arrays of its pass.
+/// Where gate and up are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// In two arrays.
+    Apart,
+    /// In a row of one, the gate first.
+    Halves,
+    /// In a row of one, by turns.
+    Interleaved,
+}
+
+/// SwiGLU in FP8, in blocks of one row and 128 columns.
+#[derive(Clone, Copy, Debug)]
+pub struct Gated {
+    to: Quantization,
+    activation: Activation,
+    packing: Packing,
+    is_transposed: bool,
+}
+
+impl Gated {
+    /// The columns of a block, of which rows are a whole number.
+    pub const BLOCK: usize = arguments::TILE as usize;
+
+    /// That of y of `shape`, of whose `activation` layout and kind are not read.
+    ///
+    /// # Errors
+    /// An option outside its range, a dtype other than bf16, rows that are no whole number of blocks, or more
+    /// rows or columns than kernels count.
+    pub fn new(
+        activation: Activation,
+        packing: Packing,
+        options: Fp8Quantize,
+        shape: QuantizeShape,
+        dtype: DType,
+        is_transposed: bool,
+    ) -> Result<Self> {
+        activation.validate()?;
+        if dtype != DType::Bf16 || !shape.columns().is_multiple_of(Self::BLOCK) {
+            return Err(Error::Problem(xentile::Error::Invalid(format!(
+                "rows have {} columns in {dtype}; kernels take whole blocks of {} in bf16",
+                shape.columns(),
+                Self::BLOCK
+            ))));
+        }
+        let blocks = Blocks { rows: 1, columns: Some(Self::BLOCK) };
+        let to = Quantization::new(options, shape, dtype, blocks, is_transposed)?;
+        Ok(Self { to, activation, packing, is_transposed })
+    }
+
+    /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { kernel(&self.step(), self.to.options.format, self.to.dtype, stream) }.map(drop)
+    }
+
+    /// Has `stream` write the results of y. `operands.x` is the gate `[G, M, D]` and `up` as it; or x is what
+    /// packs both, and `up` null.
+    ///
+    /// # Errors
+    /// As for [`Quantization::run`].
+    ///
+    /// # Safety
+    /// As for [`Quantization::run`].
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        up: *const c_void,
+    ) -> Result<()> {
+        let shape = self.to.shape;
+        if shape.elements() == 0 {
+            return Ok(());
+        }
+        let arrays = self.to.arrays(operands)?;
+        check_alignment("up", up)?;
+        let step = self.step();
+        let behind =
+            |elements: usize| operands.x.wrapping_byte_add(elements * self.to.dtype.size_bytes());
+        let (up, packing) = match self.packing {
+            Packing::Apart => (up, APART),
+            Packing::Halves => (behind(shape.columns()), HALVES),
+            // The next vector.
+            Packing::Interleaved => (operands.x.wrapping_byte_add(plan::VECTOR), INTERLEAVED),
+        };
+        let arguments = GatedArguments {
+            to: step.arguments(arrays),
+            up,
+            columns: shape.columns() as i64,
+            alpha: self.activation.alpha as f32,
+            limit: self.activation.bound(),
+            up_offset: self.activation.up_offset as f32,
+            packing,
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { launch(&step, &arguments, self.to.options.format, self.to.dtype, stream) }
+    }
+
+    fn step(&self) -> Step {
+        plan::gated(self.to.shape, self.to.dtype, self.is_transposed)
+    }
+}
+
+/// RMSNorm in FP8, in blocks of one row and 128 columns.
+#[derive(Clone, Copy, Debug)]
+pub struct Normed {
+    to: Quantization,
+    norm: norm::Norm,
+    adds: bool,
+    is_transposed: bool,
+}
+
+/// What the norm reads and writes beside what is quantised.
+#[derive(Clone, Copy, Debug)]
+pub struct NormOperands {
+    /// What is added to x, and where the sum goes, which may be the same place.
+    pub residual: Option<(*const c_void, *mut c_void)>,
+    /// `[D]`.
+    pub weight: *const c_void,
+    /// `[G, M]`.
+    pub rstd: *mut f32,
+}
+
+impl Normed {
+    /// The columns of rows, at least and at most.
+    pub const COLUMNS: [usize; 2] = [640, 32768];
+
+    /// That of rows of `shape`; `adds` says that they are sums with a residual.
+    ///
+    /// # Errors
+    /// An option outside its range, a weight of another shape, a dtype other than bf16, or rows that are no whole
+    /// number of blocks, or too short or too long for kernels.
+    pub fn new(
+        options: RmsNorm,
+        to: Fp8Quantize,
+        shape: QuantizeShape,
+        dtype: DType,
+        weight: Weight,
+        adds: bool,
+        is_transposed: bool,
+    ) -> Result<Self> {
+        options.validate()?;
+        let (columns, [least, most]) = (shape.columns(), Self::COLUMNS);
+        let is_taken = (least..=most).contains(&columns) && columns.is_multiple_of(Gated::BLOCK);
+        if dtype != DType::Bf16 || !is_taken {
+            return Err(Error::Problem(xentile::Error::Invalid(format!(
+                "rows have {columns} columns in {dtype}; kernels take {least} to {most}, in whole blocks \
+                 of {}, in bf16",
+                Gated::BLOCK
+            ))));
+        }
+        let kernels = if adds { "fp8_quantize_norm_add" } else { "fp8_quantize_norm" };
+        let RmsNorm { eps, zero_centred } = options;
+        let rows = NormShape::new(shape.matrices() * shape.rows(), columns)?;
+        let norm = norm::Norm { kernels, eps, zero_centred, shape: rows, dtype, weight, arrays: 1 };
+        let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
+        let to = Quantization::new(to, shape, dtype, blocks, is_transposed)?;
+        Ok(Self { to, norm: norm.checked()?, adds, is_transposed })
+    }
+
+    /// Loads the kernels, so that [`run`](Self::run) has only to launch them.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.norm.load(norm::Pass::Forward, stream) }?;
+        if self.is_transposed {
+            let step = plan::normed(self.to.shape, self.to.dtype);
+            // SAFETY: passed on from this function's contract.
+            unsafe { kernel(&step, self.to.options.format, self.to.dtype, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Has `stream` write the results of the norm of `operands.x`, its rstd and, with a residual, the sum.
+    ///
+    /// # Errors
+    /// As for [`Quantization::run`], or a residual and a sum that overlap in part.
+    ///
+    /// # Safety
+    /// As for [`Quantization::run`], but that a sum may lie in the place of its residual.
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        of_norm: NormOperands,
+    ) -> Result<()> {
+        if self.to.shape.elements() == 0 {
+            return Ok(());
+        }
+        let NormOperands { residual, weight, rstd } = of_norm;
+        assert_eq!(self.adds, residual.is_some(), "what is added was said before");
+        let (added, sum) = residual.unwrap_or((null(), null_mut()));
+        if self.adds {
+            check_places(("residual", added), ("sum", sum), self.norm.bytes())?;
+        }
+        let to = self.to.arrays(operands)?;
+        let values = if self.is_transposed { null_mut() } else { to.values };
+        let norm =
+            norm::Arguments { x: operands.x, added, sum, rstd, ..self.norm.arguments(weight)? };
+        let first = |norm| NormedArguments { norm, to: Arguments { values, ..to } };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.norm.launch_with(norm::Pass::Forward, stream, norm, first) }?;
+        if !self.is_transposed {
+            return Ok(());
+        }
+        let step = plan::normed(self.to.shape, self.to.dtype);
+        let x = if self.adds { sum.cast_const() } else { operands.x };
+        let arguments = NormedArguments { norm, to: step.arguments(Arguments { x, ..to }) };
+        // SAFETY: passed on from this function's contract.
+        unsafe { launch(&step, &arguments, self.to.options.format, self.to.dtype, stream) }
+    }
+}
+
+/// Launches a step with what its kernel takes.
 ///
 /// # Safety
 /// As for [`Quantization::run`].
-unsafe fn launch(
+unsafe fn launch<A>(
     step: &Step,
-    arrays: Arguments,
+    arguments: &A,
     format: Format,
     dtype: DType,
     stream: RawStream,
@@ -262,7 +500,7 @@ unsafe fn launch(
     // SAFETY: passed on from this function's contract.
     unsafe {
         let kernel = kernel(step, format, dtype, stream)?;
-        Driver::get()?.launch(kernel, extent, stream, &step.arguments(arrays))
+        Driver::get()?.launch(kernel, extent, stream, arguments)
     }
 }
 

@@ -31,6 +31,7 @@ pub mod layer_norm;
 mod library;
 pub mod linear_cross_entropy;
 mod norm;
+pub mod qk_norm_rope;
 pub mod rms_norm;
 pub mod rope;
 mod round;

@@ -34,6 +34,15 @@ pub struct PartialSums {
     pub blocks: usize,
 }
 
+/// What kernels call the dtype of a weight.
+pub(crate) fn weight_dtype(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => arguments::WEIGHT_F32,
+        DType::Bf16 => arguments::WEIGHT_BF16,
+        DType::F16 => arguments::WEIGHT_F16,
+    }
+}
+
 /// What a pass is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
@@ -131,11 +140,7 @@ impl Norm {
             group_rows: 0,
             blocks: 0,
             eps: self.eps,
-            weight_dtype: match self.weight.dtype {
-                DType::F32 => arguments::WEIGHT_F32,
-                DType::Bf16 => arguments::WEIGHT_BF16,
-                DType::F16 => arguments::WEIGHT_F16,
-            },
+            weight_dtype: weight_dtype(self.weight.dtype),
             zero_centred: self.zero_centred.into(),
             lanes: 0,
             teams: 0,
@@ -178,11 +183,29 @@ impl Norm {
         arguments: Arguments,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_with(pass, stream, arguments, |arguments| arguments) }
+    }
+
+    /// The same of a kernel that takes what `wrap` makes of arguments.
+    ///
+    /// # Errors
+    /// As for [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch), of all pointers in what `wrap` makes.
+    pub(crate) unsafe fn launch_with<A>(
+        &self,
+        pass: Pass,
+        stream: RawStream,
+        arguments: Arguments,
+        wrap: impl FnOnce(Arguments) -> A,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
         let (kernel, plan) = unsafe { self.ready(pass, stream) }?;
         let Plan { ctas, lanes, teams, stages, adjacent, shared_bytes, .. } = plan;
         let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };
         let adjacent = adjacent.into();
-        let arguments = Arguments { lanes, teams, stages, adjacent, ..arguments };
+        let arguments = wrap(Arguments { lanes, teams, stages, adjacent, ..arguments });
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(kernel, extent, stream, &arguments) }
     }

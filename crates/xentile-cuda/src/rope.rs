@@ -114,31 +114,16 @@ impl Rotation {
 
     /// Whether rows, and what turns of them, consist of vectors.
     fn has_vectors(&self) -> bool {
-        let RopeLengths { per, pairs, columns } = self.lengths();
-        let turning = match self.options.layout {
-            Layout::Halves => pairs,
-            Layout::Interleaved => 2 * pairs,
-        };
-        columns.is_multiple_of(per) && turning.is_multiple_of(per)
+        self.vectors().is_some()
     }
 
     /// Units of a row: of vectors that turn, or pairs, and of what is copied.
     fn units(&self) -> usize {
-        let RopeLengths { per, pairs, columns } = self.lengths();
-        let rest = columns - 2 * pairs;
-        match (self.has_vectors(), self.options.layout) {
-            (false, _) => pairs + rest,
-            (true, Layout::Halves) => (pairs + rest) / per,
-            (true, Layout::Interleaved) => columns / per,
-        }
+        self.vectors().unwrap_or(self.shape.columns() - self.shape.pairs())
     }
 
-    fn lengths(&self) -> RopeLengths {
-        RopeLengths {
-            per: VECTOR / self.dtype.size_bytes(),
-            pairs: self.shape.pairs(),
-            columns: self.shape.columns(),
-        }
+    fn vectors(&self) -> Option<usize> {
+        units(self.options.layout, self.shape.columns(), self.shape.pairs(), self.dtype)
     }
 
     /// # Safety
@@ -151,11 +136,15 @@ impl Rotation {
     }
 }
 
-/// Elements of a vector, pairs of a row, and its columns.
-struct RopeLengths {
-    per: usize,
-    pairs: usize,
-    columns: usize,
+/// Units of a row of `columns`, of whose `pairs` each turns: vectors of either half, of interleaved pairs, or
+/// of what is copied. None where rows, or what turns of them, do not consist of vectors.
+pub(crate) fn units(layout: Layout, columns: usize, pairs: usize, dtype: DType) -> Option<usize> {
+    let per = VECTOR / dtype.size_bytes();
+    let (turning, units) = match layout {
+        Layout::Halves => (pairs, (columns - pairs) / per),
+        Layout::Interleaved => (2 * pairs, columns / per),
+    };
+    (columns.is_multiple_of(per) && turning.is_multiple_of(per)).then_some(units)
 }
 
 #[cfg(test)]

@@ -143,6 +143,30 @@ struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_f
 struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(struct XLA_FFI_CallFrame* call_frame);
@@ -180,6 +204,14 @@ struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(
 struct XLA_FFI_Error* xentile_rope_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);

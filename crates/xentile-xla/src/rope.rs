@@ -3,6 +3,8 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+#[cfg(feature = "cuda")]
+pub(crate) mod qk_norm;
 
 use xentile::rope::{Layout, Rope, RopeShape};
 use xla_ffi::{Decoder, Error, Parameter, Result};
@@ -11,10 +13,17 @@ use xla_ffi::{Decoder, Error, Parameter, Result};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options(pub(crate) Rope);
 
+impl Options {
+    /// The layout of pairs.
+    fn layout(decoder: &mut Decoder<'_>) -> Result<Layout> {
+        let interleaved = decoder.parameter("interleaved")?;
+        Ok(if interleaved { Layout::Interleaved } else { Layout::Halves })
+    }
+}
+
 impl<'a> Parameter<'a> for Options {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let interleaved = decoder.parameter("interleaved")?;
-        let layout = if interleaved { Layout::Interleaved } else { Layout::Halves };
+        let layout = Self::layout(decoder)?;
         Ok(Self(Rope { layout, inverse: decoder.parameter("inverse")? }))
     }
 }

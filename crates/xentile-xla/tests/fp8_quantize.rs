@@ -212,3 +212,72 @@ fn what_is_wrong_is_named() {
     refused("_scaled_transposed", PARTS, argument(1, DType::F32, &[2, 6]), "`scale` has shape");
     refused("_amax", PARTS, argument(0, DType::F32, &[]), "`x` has shape []; it must have an axis");
 }
+
+/// A right call of SwiGLU [3, 256] of two arrays, or of RMSNorm of sums [3, 640], with transposed copies.
+#[cfg(feature = "cuda")]
+fn fused(name: &str) -> Call {
+    let bf16 = |dims: &[i64]| Array::new(DType::Bf16, dims);
+    let f32 = |dims: &[i64]| Array::new(DType::F32, dims);
+    let columns = if name == "swiglu" { 256 } else { 640 };
+    let (x, blocks): (&[i64], _) = (&[3, columns], columns / 128);
+    let f8 = |dims: &[i64]| Array::new(DType::F8E4M3FN, dims);
+    let mut results = vec![f8(x), f32(&[3, blocks]), f8(&[columns, 3]), f32(&[columns, 1])];
+    let call = if name == "swiglu" {
+        let packing: &'static str = "apart";
+        let packing = abi::ByteSpan { ptr: packing.as_ptr().cast(), len: packing.len() };
+        Call::new(vec![bf16(x), bf16(x)], results)
+            .attribute("packing", abi::ATTR_TYPE_STRING, packing)
+            .scalar("alpha", 1.0)
+            .scalar("up_offset", 0.0)
+    } else {
+        results.extend([bf16(x), f32(&[3])]);
+        Call::new(vec![bf16(x), bf16(x), f32(&[columns])], results)
+            .scalar("eps", 1e-6)
+            .scalar("zero_centred", Pred::from(false))
+    };
+    call.scalar("power_of_two", Pred::from(false))
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn what_is_wrong_with_fused_forms_is_named() {
+    let missing = xentile_cuda::available().err().map(|missing| missing.to_string());
+    let refused = |name: &str, change: &dyn Fn(&mut Call), reason: &str| {
+        let mut count = 0;
+        let pass = format!("_{name}_transposed");
+        for entry in handlers(&pass).filter(|entry| entry.platform() == "CUDA") {
+            let mut call = fused(name);
+            change(&mut call);
+            call.link();
+            call.frame.stage = entry.stage();
+            let message = call.call(entry.handler()).unwrap_err().1;
+            assert!(message.contains(reason), "{message:?} does not say {reason:?}");
+            count += 1;
+        }
+        assert_eq!(count, 2, "{name}");
+    };
+    for name in ["swiglu", "rms_norm_add"] {
+        if let Some(missing) = &missing {
+            refused(name, &|_| (), missing);
+        }
+        let scales = |call: &mut Call| call.results[1] = Array::new(DType::F32, &[3, 1]);
+        refused(name, &scales, "`scales` has shape [3, 1]");
+        let turned = |call: &mut Call| call.results[3] = Array::new(DType::F32, &[1, 3]);
+        refused(name, &turned, "`scales_t` has shape [1, 3]");
+        let format =
+            |call: &mut Call| call.results[0] = Array::new(DType::U8, &call.results[0].dims);
+        refused(name, &format, "`values` has dtype u8");
+    }
+    let up = |call: &mut Call| call.arguments[1] = Array::new(DType::Bf16, &[3, 128]);
+    refused("swiglu", &up, "`up` has shape [3, 128]; it must be [3, 256]");
+    let dtype = |call: &mut Call| {
+        for argument in &mut call.arguments {
+            *argument = Array::new(DType::F16, &[3, 256]);
+        }
+    };
+    refused("swiglu", &dtype, "rows have 256 columns in f16; kernels take whole blocks of 128");
+    let weight = |call: &mut Call| call.arguments[2] = Array::new(DType::F32, &[3, 640]);
+    refused("rms_norm_add", &weight, "`weight` has shape [3, 640]; it must be [640]");
+    let rstd = |call: &mut Call| call.results[5] = Array::new(DType::F32, &[3, 1]);
+    refused("rms_norm_add", &rstd, "`rstd` has shape [3, 1]");
+}

@@ -99,3 +99,84 @@ fn what_is_wrong_is_named() {
     let dtype = |call: &mut Call| call.results[0] = Array::new(DType::F16, &[2, 3, 2, 10]);
     refused(&dtype, "f16");
 }
+
+/// A right call of heads that are normalised and rotated: q [2, 3, 4, 16], k [2, 3, 2, 16], tables [3, 8].
+#[cfg(feature = "cuda")]
+fn qk_call(pass: &str) -> Call {
+    let bf16 = |dims: &[i64]| Array::new(DType::Bf16, dims);
+    let f32 = |dims: &[i64]| Array::new(DType::F32, dims);
+    let (q, k): (&[i64], &[i64]) = (&[2, 3, 4, 16], &[2, 3, 2, 16]);
+    let mut arguments = vec![bf16(q), bf16(k), f32(&[16]), bf16(&[16])];
+    let rstd = [f32(&q[..3]), f32(&k[..3])];
+    let tables = [Array::new(DType::S32, &[2, 3]), f32(&[3, 8]), f32(&[3, 8])];
+    let mut results = vec![bf16(q), bf16(k)];
+    if pass == "backward" {
+        arguments.extend(rstd);
+        arguments.extend(tables);
+        arguments.extend([bf16(q), bf16(k)]);
+        results.extend([f32(&[5, 16]), f32(&[5, 16])]);
+    } else {
+        arguments.extend(tables);
+        results.extend(rstd);
+    }
+    Call::new(arguments, results)
+        .scalar("eps", 1e-6)
+        .scalar("zero_centred", Pred::from(false))
+        .scalar("interleaved", Pred::from(false))
+}
+
+#[cfg(feature = "cuda")]
+fn qk_handlers(pass: &str) -> impl Iterator<Item = &'static xentile_xla::Target> {
+    let target = format!("xentile_qk_norm_rope_{pass}");
+    xentile_xla::targets().iter().filter(move |entry| entry.target() == target)
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn without_a_gpu_heads_are_not_normalised() {
+    let Err(missing) = xentile_cuda::available() else {
+        println!("there is a GPU here");
+        return;
+    };
+    for pass in ["forward", "backward"] {
+        let mut count = 0;
+        for entry in qk_handlers(pass) {
+            let mut call = qk_call(pass);
+            call.frame.stage = entry.stage();
+            let (code, message) = call.call(entry.handler()).unwrap_err();
+            assert_eq!(code, xla_ffi::ErrorCode::FailedPrecondition, "{message}");
+            assert!(message.contains(&missing.to_string()), "{message}");
+            count += 1;
+        }
+        assert_eq!(count, 2, "{pass}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn what_is_wrong_with_heads_is_named() {
+    let refused = |pass: &str, is_result: bool, index: usize, of: (DType, &[i64]), reason: &str| {
+        for entry in qk_handlers(pass) {
+            let mut call = qk_call(pass);
+            let arrays = if is_result { &mut call.results } else { &mut call.arguments };
+            arrays[index] = Array::new(of.0, of.1);
+            call.link();
+            call.frame.stage = entry.stage();
+            let message = call.refused(entry.handler());
+            assert!(message.contains(reason), "{message:?} does not say {reason:?}");
+        }
+    };
+    let (bf16, f32) = (DType::Bf16, DType::F32);
+    let k = "`k` has shape [2, 3, 2, 8] and `q` [2, 3, 4, 16]; they may differ in heads";
+    refused("forward", false, 1, (bf16, &[2, 3, 2, 8]), k);
+    refused("forward", false, 1, (f32, &[2, 3, 2, 16]), "`k` has dtype f32; it must be bf16");
+    refused("forward", false, 0, (bf16, &[16]), "`q` has shape [16] and `k`");
+    refused("forward", false, 2, (f32, &[8]), "`q_weight` has shape [8]; it must be [16]");
+    refused("forward", false, 4, (DType::S32, &[2]), "`indices` has shape [2]; it must be [2, 3]");
+    refused("forward", false, 5, (f32, &[3, 4]), "`sin` has shape [3, 8]; it must be [3, 4]");
+    refused("forward", true, 2, (f32, &[2, 3]), "`q_rstd` has shape [2, 3]");
+    refused("forward", true, 1, (bf16, &[2, 3, 1, 16]), "`k_turned` has shape");
+    refused("backward", false, 10, (f32, &[2, 3, 2, 16]), "`k_cotangent` has dtype f32");
+    refused("backward", true, 2, (f32, &[0, 16]), "`dq_weight` has shape [0, 16]");
+    refused("backward", true, 3, (f32, &[4, 16]), "`dk_weight` has shape [4, 16]");
+}

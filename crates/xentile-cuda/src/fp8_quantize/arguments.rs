@@ -23,6 +23,27 @@ mirror! {
     }
 }
 
+mirror! {
+    /// See kernels/fp8_gated.cu.
+    pub(crate) struct GatedArguments = Fp8GatedArguments {
+        to: Arguments,
+        up: *const c_void,
+        columns: i64,
+        alpha: f32,
+        limit: f32,
+        up_offset: f32,
+        packing: u32,
+    }
+}
+
+mirror! {
+    /// See kernels/fp8_norm.cu.
+    pub(crate) struct NormedArguments = Fp8NormArguments {
+        norm: crate::norm::Arguments,
+        to: Arguments,
+    }
+}
+
 numbers! {
     RUN_THREADS: u32 = kFp8RunThreads, 128;
     RUN_BATCH: u32 = kFp8RunBatch, 8;
@@ -32,4 +53,8 @@ numbers! {
     COLUMN_THREADS: u32 = kFp8ColumnThreads, 256;
     COLUMN_ROWS: u32 = kFp8ColumnRows, 128;
     FINISH_THREADS: u32 = kFp8FinishThreads, 256;
+    APART: u32 = kFp8Apart, 0;
+    HALVES: u32 = kFp8Halves, 1;
+    INTERLEAVED: u32 = kFp8Interleaved, 2;
+    GATED_BATCH: u32 = kFp8GatedBatch, 4;
 }

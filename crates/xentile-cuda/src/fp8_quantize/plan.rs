@@ -6,8 +6,8 @@ use xentile::DType;
 use xentile::fp8_quantize::{Blocks, Format, QuantizeShape};
 
 use super::arguments::{
-    Arguments, BLOCK_HELD, BLOCK_THREADS, COLUMN_ROWS, COLUMN_THREADS, FINISH_THREADS, RUN_BATCH,
-    RUN_THREADS, TILE,
+    Arguments, BLOCK_HELD, BLOCK_THREADS, COLUMN_ROWS, COLUMN_THREADS, FINISH_THREADS, GATED_BATCH,
+    RUN_BATCH, RUN_THREADS, TILE,
 };
 use crate::driver::Extent;
 
@@ -15,7 +15,7 @@ use crate::driver::Extent;
 const WARP: usize = 32;
 
 /// The bytes of a vector.
-const VECTOR: usize = 16;
+pub(super) const VECTOR: usize = 16;
 
 /// What is asked for.
 #[derive(Clone, Copy, Debug)]
@@ -207,6 +207,24 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
     vec![straight, of_columns, finish(Finish::TurnedScales, count), there]
 }
 
+/// The launch of values, with the transposed copy or without, of what is made of two arrays, in blocks of one
+/// row and the columns of a tile, of which rows are a whole number.
+pub(super) fn gated(shape: QuantizeShape, dtype: DType, is_transposed: bool) -> Step {
+    let tile = TILE as usize;
+    if is_transposed {
+        return turned(shape, dtype, "gated", 1, [1, tile]);
+    }
+    let blocks = Blocks { rows: 1, columns: Some(tile) };
+    let step = of_blocks(shape, dtype, blocks, "gated", 1);
+    // Two vectors in the place of one are half as many runs.
+    Step { ctas: step.ctas * (RUN_BATCH / GATED_BATCH) as usize, ..step }
+}
+
+/// The launch of values with their transposed copy, in such blocks, of rows that are normalised as they are read.
+pub(super) fn normed(shape: QuantizeShape, dtype: DType) -> Step {
+    turned(shape, dtype, "norm", 1, [1, TILE as usize])
+}
+
 /// What makes scales of so many amax in the place of numbers.
 pub(super) fn scales_of_amax(count: usize) -> Step {
     finish(Finish::Numbers, count)
@@ -381,6 +399,18 @@ mod tests {
         let found = steps(given, shape, DType::Bf16);
         assert_eq!(found[0].zeros, Zeros { numbers: 130, turned_scales: 0 });
         assert_eq!((found[0].ctas, found[0].threads, found[0].rows_of_scale), (4, 256, 130));
+    }
+
+    #[test]
+    fn fused_forms_are_shared_out_as_others_are() {
+        let shape = QuantizeShape::new(2, 100, 640).unwrap();
+        let of = |step: Step| (step.name(Format::E5M2, DType::Bf16), step.ctas, step.threads);
+        let case =
+            |name: &str, ctas, threads| (format!("fp8_quantize_{name}_f8e5m2_bf16"), ctas, threads);
+        // 1000 runs, 32 a CTA.
+        assert_eq!(of(gated(shape, DType::Bf16, false)), case("gated", 32, 128));
+        assert_eq!(of(gated(shape, DType::Bf16, true)), case("turned_gated", 10, 256));
+        assert_eq!(of(normed(shape, DType::Bf16)), case("turned_norm", 10, 256));
     }
 
     #[test]

@@ -1,11 +1,18 @@
 //! FP8 quantisation on NVIDIA GPUs.
 
-use xentile::fp8_quantize::Fp8Quantize;
-use xentile_cuda::fp8_quantize::{Empty, Operands, Quantization};
-use xla_ffi::{Context, Result, Stage};
+use xentile::activation::{Activation, Kind, Layout};
+use xentile::fp8_quantize::{Blocks, Fp8Quantize};
+use xentile::rms_norm::RmsNorm;
+use xentile_cuda::fp8_quantize::{
+    Empty, Gated, NormOperands, Normed, Operands, Packing, Quantization,
+};
+use xentile_cuda::rms_norm::Weight;
+use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
-use super::{Options, check, check_format, check_scale, format, of_scales, shape, turned};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, failed, to_dtype};
+use super::{Options, check, check_format, check_scale, format, invalid, of_scales, shape, turned};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::norm::cuda::{check_dtype, run};
+use crate::norm::{check_like, check_rows};
 use crate::target::{CUDA, target_list};
 
 target_list! {
@@ -31,6 +38,73 @@ target_list! {
     "xentile_fp8_quantize_transposed", Execute: fn xentile_fp8_quantize_transposed_cuda =
         quantize_transposed(x, values, scales, values_t, scales_t, options, context),
         traits = TRAITS;
+
+    /// Loads what quantises SwiGLU.
+    "xentile_fp8_quantize_swiglu", Initialize:
+        fn xentile_fp8_quantize_swiglu_cuda_initialize = swiglu(
+            x, up, values, scales, gate, context,
+        ), traits = TRAITS;
+
+    /// Values and scales of SwiGLU, by parts of 128 columns.
+    "xentile_fp8_quantize_swiglu", Execute: fn xentile_fp8_quantize_swiglu_cuda = swiglu(
+        x, up, values, scales, gate, context,
+    ), traits = TRAITS;
+
+    /// Loads what gives the transposed copy of that too.
+    "xentile_fp8_quantize_swiglu_transposed", Initialize:
+        fn xentile_fp8_quantize_swiglu_transposed_cuda_initialize = swiglu_transposed(
+            x, up, values, scales, values_t, scales_t, gate, context,
+        ), traits = TRAITS;
+
+    /// The same, and the transposed copy.
+    "xentile_fp8_quantize_swiglu_transposed", Execute:
+        fn xentile_fp8_quantize_swiglu_transposed_cuda = swiglu_transposed(
+            x, up, values, scales, values_t, scales_t, gate, context,
+        ), traits = TRAITS;
+
+    /// Loads what does the following.
+    "xentile_fp8_quantize_rms_norm", Initialize:
+        fn xentile_fp8_quantize_rms_norm_cuda_initialize = rms_norm(
+            x, weight, values, scales, rstd, norm, context,
+        ), traits = TRAITS;
+
+    /// Values and scales of RMSNorm, by parts of 128 columns, and rstd of rows.
+    "xentile_fp8_quantize_rms_norm", Execute: fn xentile_fp8_quantize_rms_norm_cuda = rms_norm(
+        x, weight, values, scales, rstd, norm, context,
+    ), traits = TRAITS;
+
+    /// Loads what does the following.
+    "xentile_fp8_quantize_rms_norm_add", Initialize:
+        fn xentile_fp8_quantize_rms_norm_add_cuda_initialize = rms_norm_add(
+            x, residual, weight, values, scales, sum, rstd, norm, context,
+        ), traits = TRAITS;
+
+    /// The same of a sum with a residual, which is a result too.
+    "xentile_fp8_quantize_rms_norm_add", Execute: fn xentile_fp8_quantize_rms_norm_add_cuda = rms_norm_add(
+        x, residual, weight, values, scales, sum, rstd, norm, context,
+    ), traits = TRAITS;
+
+    /// Loads what does the following.
+    "xentile_fp8_quantize_rms_norm_transposed", Initialize:
+        fn xentile_fp8_quantize_rms_norm_transposed_cuda_initialize = rms_norm_transposed(
+            x, weight, values, scales, values_t, scales_t, rstd, norm, context,
+        ), traits = TRAITS;
+
+    /// The same of rows alone, and the transposed copy.
+    "xentile_fp8_quantize_rms_norm_transposed", Execute: fn xentile_fp8_quantize_rms_norm_transposed_cuda = rms_norm_transposed(
+        x, weight, values, scales, values_t, scales_t, rstd, norm, context,
+    ), traits = TRAITS;
+
+    /// Loads what does the following.
+    "xentile_fp8_quantize_rms_norm_add_transposed", Initialize:
+        fn xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize = rms_norm_add_transposed(
+            x, residual, weight, values, scales, values_t, scales_t, sum, rstd, norm, context,
+        ), traits = TRAITS;
+
+    /// The same of a sum, and the transposed copy.
+    "xentile_fp8_quantize_rms_norm_add_transposed", Execute: fn xentile_fp8_quantize_rms_norm_add_transposed_cuda = rms_norm_add_transposed(
+        x, residual, weight, values, scales, values_t, scales_t, sum, rstd, norm, context,
+    ), traits = TRAITS;
 
     /// Loads what takes a scale.
     "xentile_fp8_quantize_scaled", Initialize: fn xentile_fp8_quantize_scaled_cuda_initialize =
@@ -122,6 +196,269 @@ fn quantize_transposed(
         ..Operands::of(x.as_ptr())
     };
     launch(&pass, operands, &context)
+}
+
+/// The attributes of SwiGLU in FP8.
+#[derive(Clone, Copy, Debug)]
+struct GateOptions {
+    activation: Activation,
+    packing: Packing,
+    power_of_two: bool,
+}
+
+impl<'a> Parameter<'a> for GateOptions {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let packing = match decoder.parameter::<&str>("packing")? {
+            "apart" => Packing::Apart,
+            "halves" => Packing::Halves,
+            "interleaved" => Packing::Interleaved,
+            other => {
+                return Err(invalid(format_args!(
+                    "attribute packing is `{other}`; it must be one of apart, halves, interleaved"
+                )));
+            }
+        };
+        let activation = Activation {
+            kind: Kind::Silu,
+            layout: Layout::Halves,
+            alpha: decoder.parameter("alpha")?,
+            limit: decoder.parameter("limit")?,
+            up_offset: decoder.parameter("up_offset")?,
+        };
+        Ok(Self { activation, packing, power_of_two: decoder.parameter("power_of_two")? })
+    }
+}
+
+fn swiglu(
+    x: Any,
+    up: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    gate: GateOptions,
+    context: Context,
+) -> Result {
+    gated(x, up, (&values, &scales), None, gate, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn swiglu_transposed(
+    x: Any,
+    up: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    values_t: AnyMut,
+    scales_t: FloatsMut,
+    gate: GateOptions,
+    context: Context,
+) -> Result {
+    gated(x, up, (&values, &scales), Some((&values_t, &scales_t)), gate, &context)
+}
+
+/// `up` is `x` where that packs both.
+fn gated(
+    x: Any,
+    up: Any,
+    (values, scales): (&AnyMut, &FloatsMut),
+    transposed: Option<(&AnyMut, &FloatsMut)>,
+    gate: GateOptions,
+    context: &Context,
+) -> Result {
+    let y = values.dims();
+    let shape = shape(y, if transposed.is_some() { 2 } else { 1 })?;
+    let (leading, columns) = y.split_at(y.len() - 1);
+    let right = match gate.packing {
+        Packing::Apart => y.to_vec(),
+        Packing::Halves => [leading, &[2], columns].concat(),
+        Packing::Interleaved => [leading, columns, &[2]].concat(),
+    };
+    let dtype = to_dtype("x", x.dtype())?;
+    for (name, one) in [("x", x), ("up", up)] {
+        if one.dims() != right {
+            return Err(invalid(format_args!(
+                "`{name}` has shape {:?}; it must be {right:?}, as `values` has shape {y:?}",
+                one.dims()
+            )));
+        }
+    }
+    if up.dtype() != x.dtype() {
+        return Err(crate::dtype::wrong("up", up.dtype(), &x.dtype().to_string()));
+    }
+    let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
+    check("scales", scales.dims(), &of_scales(y, blocks), y)?;
+    let format = format(values.dtype())?;
+    let mut operands = Operands {
+        values: values.as_ptr().cast(),
+        numbers: scales.as_ptr().cast(),
+        ..Operands::of(x.as_ptr())
+    };
+    if let Some((values_t, scales_t)) = transposed {
+        let turned = turned(y);
+        check("values_t", values_t.dims(), &turned, y)?;
+        check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), y)?;
+        check_format("values_t", values_t.dtype(), format)?;
+        operands.values_t = values_t.as_ptr().cast();
+        operands.scales_t = scales_t.as_ptr().cast();
+    }
+    let Some(shape) = shape else {
+        return match transposed {
+            Some((_, scales_t)) => fill(Empty::Scale, &[scales, scales_t], context),
+            None => fill(Empty::Scale, &[scales], context),
+        };
+    };
+    let options = Fp8Quantize { format, power_of_two: gate.power_of_two };
+    let pass =
+        Gated::new(gate.activation, gate.packing, options, shape, dtype, transposed.is_some())
+            .map_err(failed)?;
+    run(
+        *context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { pass.load(stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe { pass.run(stream, operands, up.as_ptr()) },
+    )
+}
+
+/// The attributes of RMSNorm in FP8.
+#[derive(Clone, Copy, Debug)]
+struct NormOptions {
+    norm: RmsNorm,
+    power_of_two: bool,
+}
+
+impl<'a> Parameter<'a> for NormOptions {
+    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+        let norm = crate::rms_norm::Options::decode(decoder, name)?.0;
+        Ok(Self { norm, power_of_two: decoder.parameter("power_of_two")? })
+    }
+}
+
+/// What RMSNorm in FP8 takes and gives.
+struct NormArrays<'a> {
+    x: Any<'a>,
+    residual: Option<(Any<'a>, AnyMut<'a>)>,
+    weight: Any<'a>,
+    values: AnyMut<'a>,
+    scales: FloatsMut<'a>,
+    transposed: Option<(AnyMut<'a>, FloatsMut<'a>)>,
+    rstd: FloatsMut<'a>,
+}
+
+fn rms_norm(
+    x: Any,
+    weight: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    rstd: FloatsMut,
+    norm: NormOptions,
+    context: Context,
+) -> Result {
+    let (residual, transposed) = (None, None);
+    normed(NormArrays { x, residual, weight, values, scales, transposed, rstd }, norm, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn rms_norm_add(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    sum: AnyMut,
+    rstd: FloatsMut,
+    norm: NormOptions,
+    context: Context,
+) -> Result {
+    let (residual, transposed) = (Some((residual, sum)), None);
+    normed(NormArrays { x, residual, weight, values, scales, transposed, rstd }, norm, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn rms_norm_transposed(
+    x: Any,
+    weight: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    values_t: AnyMut,
+    scales_t: FloatsMut,
+    rstd: FloatsMut,
+    norm: NormOptions,
+    context: Context,
+) -> Result {
+    let (residual, transposed) = (None, Some((values_t, scales_t)));
+    normed(NormArrays { x, residual, weight, values, scales, transposed, rstd }, norm, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn rms_norm_add_transposed(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    values: AnyMut,
+    scales: FloatsMut,
+    values_t: AnyMut,
+    scales_t: FloatsMut,
+    sum: AnyMut,
+    rstd: FloatsMut,
+    norm: NormOptions,
+    context: Context,
+) -> Result {
+    let (residual, transposed) = (Some((residual, sum)), Some((values_t, scales_t)));
+    normed(NormArrays { x, residual, weight, values, scales, transposed, rstd }, norm, &context)
+}
+
+fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
+    let NormArrays { x, residual, weight, values, scales, transposed, rstd } = arrays;
+    let shape = shape(x.dims(), if transposed.is_some() { 2 } else { 1 })?;
+    let dtype = to_dtype("x", x.dtype())?;
+    let columns = &x.dims()[x.dims().len() - 1..];
+    let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
+    check("weight", weight.dims(), columns, x.dims())?;
+    check_like(x.dims(), &[("values", values.dims())])?;
+    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check_rows(x.dims(), "rstd", rstd.dims())?;
+    if let Some((residual, sum)) = &residual {
+        check_like(x.dims(), &[("residual", residual.dims()), ("sum", sum.dims())])?;
+        check_dtype(("residual", *residual), x)?;
+        check_result(("residual", *residual), ("sum", sum))?;
+    }
+    let format = format(values.dtype())?;
+    let mut operands = Operands {
+        values: values.as_ptr().cast(),
+        numbers: scales.as_ptr().cast(),
+        ..Operands::of(x.as_ptr())
+    };
+    if let Some((values_t, scales_t)) = &transposed {
+        let turned = turned(x.dims());
+        check("values_t", values_t.dims(), &turned, x.dims())?;
+        check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
+        check_format("values_t", values_t.dtype(), format)?;
+        operands.values_t = values_t.as_ptr().cast();
+        operands.scales_t = scales_t.as_ptr().cast();
+    }
+    let Some(shape) = shape else {
+        return match &transposed {
+            Some((_, scales_t)) => fill(Empty::Scale, &[&scales, scales_t], context),
+            None => fill(Empty::Scale, &[&scales], context),
+        };
+    };
+    let of_weight =
+        Weight { dtype: to_dtype("weight", weight.dtype())?, length: weight.elements() };
+    let to = Fp8Quantize { format, power_of_two: norm.power_of_two };
+    let (adds, is_transposed) = (residual.is_some(), transposed.is_some());
+    let pass = Normed::new(norm.norm, to, shape, dtype, of_weight, adds, is_transposed);
+    let pass = pass.map_err(failed)?;
+    let of_norm = NormOperands {
+        residual: residual.map(|(residual, sum)| (residual.as_ptr().cast_const(), sum.as_ptr())),
+        weight: weight.as_ptr(),
+        rstd: rstd.as_ptr().cast(),
+    };
+    run(
+        *context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { pass.load(stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe { pass.run(stream, operands, of_norm) },
+    )
 }
 
 fn scaled(x: Any, scale: Floats, values: AnyMut, amax: FloatsMut, context: Context) -> Result {

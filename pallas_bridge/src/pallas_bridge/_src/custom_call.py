@@ -75,6 +75,10 @@ class Call:
     dense_on: tuple[str, ...] = ()
     # Whether it takes the call's place where XLA cuts arrays, since kernels need them whole.
     dense_if_cut: bool = False
+    # Whether it is made of other calls, each of which has its own choice of what runs. It then
+    # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
+    # cuts arrays, and where something that tokens share is mapped.
+    is_composed: bool = False
 
     @cached_property
     def signature(self) -> Signature:
@@ -221,18 +225,23 @@ def _lower_alone(
         without = {
             one
             for one in platforms
-            if one in call.dense_on or (one != "cpu" and not _has_kernel(call, one))
+            if one in call.dense_on
+            or ((one != "cpu" or call.is_composed) and not _has_kernel(call, one))
         }
-        if call.implementation is None and without == {*platforms}:
+        chooses = call.implementation is None or call.is_composed
+        is_mapped = call.signature.mapped_axes(ctx.avals_in) > 0
+        if call.is_composed and (mapped or is_mapped or not partitioning.is_whole(module)):
             return _lower_dense(ctx, *operands, **params)
-        if call.implementation is None and without:
+        if chooses and without == {*platforms}:
+            return _lower_dense(ctx, *operands, **params)
+        if chooses and without:
             kernels = {
                 one: "pallas" if one == "tpu" else "custom_call"
                 for one in platforms
                 if one not in without
             }
             return _lower_for_each(ctx, *operands, **params, of=kernels)
-        is_gathered = call.dense_if_cut or call.signature.mapped_axes(ctx.avals_in) > 0
+        is_gathered = call.dense_if_cut or is_mapped
         if call.implementation is None and is_gathered and not partitioning.is_whole(module):
             # XLA would gather arrays for its kernel, such as tokens where what some share is cut.
             return _lower_dense(ctx, *operands, **params)
@@ -369,7 +378,8 @@ def _lower_for_each(
     def named(implementation: str | None) -> Callable[..., Any]:
         if implementation is None:
             return _dense(call, keep, mapped, ctx.avals_in)
-        one = dataclasses.replace(call, implementation=implementation)
+        # What runs is settled by that, also of calls that others may stand in for.
+        one = dataclasses.replace(call, implementation=implementation, is_composed=False)
         return partial(_custom_call.bind, call=one, keep=keep, mapped=mapped)
 
     branches = {platform: named(implementation) for platform, implementation in of.items()}

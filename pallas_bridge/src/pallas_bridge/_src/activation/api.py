@@ -140,31 +140,39 @@ def reglu(
     return _gated("relu", x, up, implementation=implementation, **gate)
 
 
-def _gated(
+def _gated(kind: Kind, x: ArrayLike, up: ArrayLike | None, **gate: Any) -> jax.Array:
+    return _of(gated_options(kind, up is not None, **gate), x, up)
+
+
+def gated_options(
     kind: Kind,
-    x: ArrayLike,
-    up: ArrayLike | None,
+    is_apart: bool,
     *,
     interleaved: bool,
     limit: float | None,
     up_offset: float,
     alpha: float = 1.0,
     implementation: Implementation | None,
-) -> jax.Array:
+) -> Options:
+    """Returns the options of gate and up, `is_apart` in two arrays.
+
+    Raises:
+        TypeError: an option that is no number, no bool or traced.
+        ValueError: an option outside its range, or that excludes another.
+    """
     is_interleaved = check_flag("interleaved", interleaved)
-    if up is not None and is_interleaved:
+    if is_apart and is_interleaved:
         raise ValueError("interleaved is True and up is given; of two arrays nothing is packed")
-    if up is not None and implementation == "custom_call":
+    if is_apart and implementation == "custom_call":
         raise ValueError(
             f"{OPERATION}: implementation is 'custom_call'; of gate and up in two arrays it must "
             "be 'reference' or None, which is XLA's program"
         )
+    choose(OPERATION, implementation)
     layout: Layout = "interleaved" if is_interleaved else "halves"
-    return _activation(
+    return Options(
         kind,
-        x,
-        up,
-        layout="apart" if up is not None else layout,
+        "apart" if is_apart else layout,
         alpha=alpha,
         limit=None if limit is None else check_float32("limit", limit, is_positive=True),
         up_offset=check_float32("up_offset", up_offset, is_positive=False),
@@ -173,20 +181,17 @@ def _gated(
 
 
 def _activation(
-    kind: Kind,
-    x: ArrayLike,
-    up: ArrayLike | None = None,
-    *,
-    layout: Layout = "single",
-    implementation: Implementation | None,
-    **more: Any,
+    kind: Kind, x: ArrayLike, *, implementation: Implementation | None, **more: Any
 ) -> jax.Array:
     choose(OPERATION, implementation)
-    options = Options(kind, layout, implementation=implementation, **more)
+    return _of(Options(kind, "single", implementation=implementation, **more), x, None)
+
+
+def _of(options: Options, x: ArrayLike, up: ArrayLike | None) -> jax.Array:
     x = jnp.asarray(x)
     up = None if up is None else jnp.asarray(up)
-    check_arrays(x, up, is_packed=layout in ("halves", "interleaved"))
-    if layout == "single" and x.ndim == 0:
+    check_arrays(x, up, is_packed=options.layout in ("halves", "interleaved"))
+    if options.layout == "single" and x.ndim == 0:
         # Kernels have columns.
         return custom_call.activation(options, x[None])[0]
     return custom_call.activation(options, x, *([] if up is None else [up]))

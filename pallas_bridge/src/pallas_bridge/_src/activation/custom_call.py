@@ -24,7 +24,7 @@ PACKED = {"single": "*batch F", "halves": "*batch P F", "interleaved": "*batch F
 COLUMNS = "*batch F"
 
 
-def _unpacked(options: Options, x: jax.Array) -> jax.Array:
+def unpacked(options: Options, x: jax.Array) -> jax.Array:
     """Returns x with an axis of 2 for what it packs."""
     *leading, width = x.shape
     if options.layout == "halves":
@@ -39,7 +39,7 @@ def _is_fast_in_xla(options: Options) -> bool:
     return not options.kind.startswith("gelu") and options.layout != "interleaved"
 
 
-def _packed(options: Options, x: jax.Array) -> jax.Array:
+def packed(options: Options, x: jax.Array) -> jax.Array:
     """Returns x with its columns in one axis."""
     if options.layout == "single":
         return x
@@ -79,10 +79,10 @@ def forward(options: Options, *arrays: jax.Array) -> jax.Array:
         return reference.forward(options, *arrays)
 
     def dense(x: jax.Array) -> Any:
-        return (reference.forward(options, _packed(options, x)),)
+        return (reference.forward(options, packed(options, x)),)
 
     operands, result = (PACKED[options.layout],), Result(COLUMNS, like=0)
-    return _bind(options, "forward", operands, result, dense, _unpacked(options, *arrays))
+    return _bind(options, "forward", operands, result, dense, unpacked(options, *arrays))
 
 
 def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
@@ -91,13 +91,13 @@ def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tu
         return reference.gradients(options, arrays, dy)
 
     def dense(x: jax.Array, dy: jax.Array) -> Any:
-        (dx,) = reference.gradients(options, [_packed(options, x)], dy)
-        return (_unpacked(options, dx),)
+        (dx,) = reference.gradients(options, [packed(options, x)], dy)
+        return (unpacked(options, dx),)
 
     operands = (PACKED[options.layout], COLUMNS)
     result = Result(PACKED[options.layout], like=0)
-    x = _unpacked(options, *arrays)
-    return (_packed(options, _bind(options, "backward", operands, result, dense, x, dy)),)
+    x = unpacked(options, *arrays)
+    return (packed(options, _bind(options, "backward", operands, result, dense, x, dy)),)
 
 
 def activation(options: Options, *arrays: jax.Array) -> jax.Array:

@@ -9,12 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..activation.api import swiglu
+from ..activation.api import gated_options, swiglu
+from ..activation.options import Options as Activation
+from ..activation.options import check_arrays as check_gated
 from ..checks import DTYPES, check_flag
 from ..implementations import choose
 from ..operation import Implementation
 from ..rms_norm.api import rms_norm
-from . import custom_call, reference
+from ..rms_norm.options import Options as Norm
+from ..rms_norm.options import check_arrays as check_norm_arrays
+from ..rms_norm.options import check_options as check_norm_options
+from . import custom_call, fused, reference
 from .declaration import OPERATION
 from .options import (
     Granularity,
@@ -268,6 +273,10 @@ def rms_norm_fp8(
 ) -> Any:
     """RMSNorm, quantised to FP8: `fp8_quantize` of `rms_norm`, and its bits.
 
+    On NVIDIA GPUs one kernel makes values of what it reads, where x is bfloat16, blocks are those
+    of "block_1d" of 128 columns, and rows whole ones of 640 to 32768 columns; with the transposed
+    copy it is two kernels, the first of which gives statistics, and the sum with a residual.
+
     Args:
       x: as of `rms_norm`.
       weight: as of `rms_norm`.
@@ -285,7 +294,19 @@ def rms_norm_fp8(
       NotImplementedError: a derivative.
     """
     implementation = quantization.get("implementation")
-    found = rms_norm(
+    choose(OPERATION, implementation)
+    found = fused.options_of(quantization)
+    arrays = [jnp.asarray(x), *([] if residual is None else [jnp.asarray(residual)])]
+    weight = jnp.asarray(weight)
+    if found is not None and fused.takes_rows(*found, weight, arrays):
+        options, is_transposed = found
+        norm = check_norm_options(eps, zero_centred, implementation)
+        of_residual = arrays[1] if arrays[1:] else None
+        check_norm_arrays(arrays[0], weight, of_residual)
+        results = _norm_by_block(options, norm, is_transposed, arrays[0], weight, of_residual)
+        quantized = _paired(results[: 4 if is_transposed else 2], is_transposed)
+        return quantized if residual is None else (quantized, results[-1])
+    normed = rms_norm(
         x,
         weight,
         eps=eps,
@@ -294,8 +315,8 @@ def rms_norm_fp8(
         implementation=implementation,
     )
     if residual is None:
-        return fp8_quantize(found, **quantization)
-    y, total = found
+        return fp8_quantize(normed, **quantization)
+    y, total = normed
     return fp8_quantize(y, **quantization), total
 
 
@@ -311,6 +332,10 @@ def swiglu_fp8(
 ) -> Any:
     """SwiGLU, quantised to FP8: `fp8_quantize` of `swiglu`, and its bits.
 
+    On NVIDIA GPUs one kernel makes values of what it reads, where x is bfloat16, blocks are those
+    of "block_1d" of 128 columns, and rows whole ones: y is then that of the library's kernel, which
+    is off XLA's by a rounding here and there.
+
     Args:
       x: as of `swiglu`.
       up: as of `swiglu`.
@@ -319,7 +344,7 @@ def swiglu_fp8(
       limit: as of `swiglu`.
       up_offset: as of `swiglu`.
       **quantization: the options of `fp8_quantize`; `implementation` is of both, but that gate and
-        up in two arrays are XLA's.
+        up in two arrays are XLA's where there is no such kernel.
 
     Returns:
       What `fp8_quantize` gives of the activation.
@@ -329,16 +354,24 @@ def swiglu_fp8(
       ValueError: as of the two functions.
       NotImplementedError: a derivative.
     """
-    y = swiglu(
-        x,
-        up,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-        up_offset=up_offset,
-        implementation=None if up is not None else quantization.get("implementation"),
-    )
-    return fp8_quantize(y, **quantization)
+    implementation = quantization.get("implementation")
+    gate: dict[str, Any] = {
+        "interleaved": interleaved,
+        "alpha": alpha,
+        "limit": limit,
+        "up_offset": up_offset,
+        "implementation": None if up is not None else implementation,
+    }
+    choose(OPERATION, implementation)
+    found = fused.options_of(quantization)
+    arrays = [jnp.asarray(x), *([] if up is None else [jnp.asarray(up)])]
+    if found is not None and fused.takes_gates(*found, arrays):
+        options, is_transposed = found
+        activation = gated_options("silu", up is not None, **gate)
+        check_gated(arrays[0], arrays[1] if arrays[1:] else None, is_packed=up is None)
+        results = _swiglu_by_block(options, activation, is_transposed, *arrays)
+        return _paired(results, is_transposed)
+    return fp8_quantize(swiglu(*arrays, **gate), **quantization)
 
 
 def _paired(results: Any, is_transposed: bool) -> Any:
@@ -361,6 +394,25 @@ def _by_block(options: Options, is_transposed: bool, x: jax.Array) -> tuple[jax.
         return of_reference(options, x)
     run = custom_call.quantize_transposed if is_transposed else custom_call.quantize
     return run(options, x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _swiglu_by_block(
+    options: Options, activation: Activation, is_transposed: bool, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    return fused.swiglu(options, activation, is_transposed, *arrays)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _norm_by_block(
+    options: Options,
+    norm: Norm,
+    is_transposed: bool,
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    return fused.rms_norm(options, norm, is_transposed, x, weight, residual)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -394,6 +446,16 @@ def _dequantize(
 
 @_by_block.defjvp
 def _by_block_jvp(*_: Any) -> NoReturn:
+    _refuse_derivative("fp8_quantize")
+
+
+@_swiglu_by_block.defjvp
+def _swiglu_by_block_jvp(*_: Any) -> NoReturn:
+    _refuse_derivative("fp8_quantize")
+
+
+@_norm_by_block.defjvp
+def _norm_by_block_jvp(*_: Any) -> NoReturn:
     _refuse_derivative("fp8_quantize")
 
 

@@ -116,9 +116,44 @@ def rope(
     [[[0.5403 0.8415]]]
     """
     choose(OPERATION, implementation)
+    q, k = jnp.asarray(q), None if k is None else jnp.asarray(k)
+    options, cos, sin = prepared(
+        q,
+        k,
+        positions=positions,
+        offset=offset,
+        base=base,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=scaling,
+        tables=tables,
+        implementation=implementation,
+    )
+    rotated = [custom_call.rope(options, x, cos, sin) for x in (q, *([] if k is None else [k]))]
+    return rotated[0] if k is None else tuple(rotated)
+
+
+def prepared(
+    q: jax.Array,
+    k: jax.Array | None,
+    *,
+    positions: ArrayLike | None,
+    offset: ArrayLike,
+    base: float,
+    rotary_dim: int | None,
+    interleaved: bool,
+    scaling: Scaling | None,
+    tables: tuple[ArrayLike, ArrayLike] | None,
+    implementation: Implementation | None,
+) -> tuple[Options, jax.Array, jax.Array]:
+    """Returns options, and tables [S, R / 2] or [.., S, R / 2] with all of q's axes.
+
+    Raises:
+        TypeError: what `rope` raises.
+        ValueError: the same.
+    """
     options = Options(check_flag("interleaved", interleaved), implementation=implementation)
     base, scaling = check_base(base), check_scaling(scaling)
-    q, k = jnp.asarray(q), None if k is None else jnp.asarray(k)
     check_arrays(q, k)
     leading = q.shape[:-2]
     if tables is None:
@@ -136,8 +171,7 @@ def rope(
     if cos.ndim > 2:
         # Of tables with batches calls know, if they have all of them.
         cos, sin = (jnp.broadcast_to(one, (*leading, one.shape[-1])) for one in (cos, sin))
-    rotated = [custom_call.rope(options, x, cos, sin) for x in (q, *([] if k is None else [k]))]
-    return rotated[0] if k is None else tuple(rotated)
+    return options, cos, sin
 
 
 def _is_set(offset: ArrayLike) -> bool:

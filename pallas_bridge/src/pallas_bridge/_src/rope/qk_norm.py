@@ -6,10 +6,14 @@ from jax.typing import ArrayLike
 
 from ..implementations import choose
 from ..operation import Implementation
-from ..rms_norm.api import rms_norm
-from .api import BASE, rope
+from ..rms_norm.api import IMPLEMENTATIONS
+from ..rms_norm.options import check_arrays as check_norm_arrays
+from ..rms_norm.options import check_options
+from . import custom_call
+from .api import BASE, prepared
 from .declaration import OPERATION
-from .options import check_arrays
+from .qk_norm_call import Both, fits
+from .qk_norm_call import qk_norm_rope as in_one_call
 from .scaling import Scaling
 
 
@@ -34,8 +38,10 @@ def qk_norm_rope(
 
         rope(rms_norm(q, q_weight), rms_norm(k, k_weight))
 
-    as Qwen 3 and Gemma 3 have it. It is these two, one after the other: what is normalised is
-    rounded to the dtype of q and k before it is rotated. It is differentiable in both modes with
+    as Qwen 3 and Gemma 3 have it: what is normalised is rounded to the dtype of q and k before it
+    is rotated. On NVIDIA GPUs one kernel does both for q and k, in a read and a write, where heads
+    are of whole vectors of 16 bytes, of 512 bytes or less of interleaved pairs and up to 1024 of
+    halves; elsewhere it is the two, one after the other. It is differentiable in both modes with
     respect to q, k and both weights; q, k and a number a head are kept for that.
 
     Args:
@@ -63,13 +69,10 @@ def qk_norm_rope(
     """
     choose(OPERATION, implementation)
     q, k = jnp.asarray(q), jnp.asarray(k)
-    check_arrays(q, k)
-    normalised = [
-        rms_norm(x, weight, eps=eps, zero_centred=zero_centred, implementation=implementation)
-        for x, weight in ((q, q_weight), (k, k_weight))
-    ]
-    return rope(
-        *normalised,
+    q_weight, k_weight = jnp.asarray(q_weight), jnp.asarray(k_weight)
+    options, cos, sin = prepared(
+        q,
+        k,
         positions=positions,
         offset=offset,
         base=base,
@@ -79,3 +82,17 @@ def qk_norm_rope(
         tables=tables,
         implementation=implementation,
     )
+    norm = check_options(eps, zero_centred, implementation)
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        check_norm_arrays(x, weight, None)
+    is_one = implementation != "reference" and fits(
+        options, q, k, (q_weight, k_weight), 2 * cos.shape[-1]
+    )
+    if is_one:
+        return in_one_call(Both(norm, options), q, k, q_weight, k_weight, cos, sin)
+    module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
+    q, k = (
+        custom_call.rope(options, module.norm(norm, x, weight, None)[0], cos, sin)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q, k

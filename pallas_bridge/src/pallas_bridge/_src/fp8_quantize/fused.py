@@ -1,0 +1,179 @@
+"""SwiGLU and RMSNorm in FP8 as one call, which have kernels on NVIDIA GPUs.
+
+Elsewhere, and where it may not be, what the function and `fp8_quantize` run takes its place.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..activation import custom_call as activation_call
+from ..activation.options import Options as Activation
+from ..arrays import Result, spec_of
+from ..checks import DTYPES, check_flag
+from ..custom_call import Call, bind
+from ..rms_norm import custom_call as norm_call
+from ..rms_norm.options import Options as Norm
+from . import custom_call
+from .declaration import OPERATION
+from .options import Options, check_options
+
+# Columns of a block, the only ones that kernels make.
+BLOCK = 128
+# Columns of rows that are normalised, at least and at most.
+NORMED = (640, 32768)
+# What `fp8_quantize` may be asked for.
+KEYWORDS = {"dtype", "granularity", "block_size", "power_of_two", "transposed", "implementation"}
+
+
+def options_of(keywords: Mapping[str, Any]) -> tuple[Options, bool] | None:
+    """Returns options, and whether there is a transposed copy; None for what is composed.
+
+    Raises:
+        TypeError: what `fp8_quantize` raises of keywords.
+        ValueError: the same.
+    """
+    is_known = {*keywords} <= KEYWORDS and keywords.get("granularity") == "block_1d"
+    if not is_known or keywords.get("implementation") == "reference":
+        return None
+    options = check_options(
+        keywords.get("dtype", jnp.float8_e4m3fn),
+        "block_1d",
+        keywords.get("block_size", BLOCK),
+        keywords.get("power_of_two", False),
+        keywords.get("implementation"),
+    )
+    return options, check_flag("transposed", keywords.get("transposed", False))
+
+
+def _fits(options: Options, is_transposed: bool, columns: Any, arrays: Sequence[jax.Array]) -> bool:
+    """Whether kernels take rows of so many columns, of the first of some arrays."""
+    return (
+        options.block_size == BLOCK
+        and isinstance(columns, int)
+        and columns % BLOCK == 0
+        and columns > 0
+        and arrays[0].ndim > is_transposed
+        and all(axis is None for one in arrays for axis in spec_of(jax.typeof(one)))
+    )
+
+
+def takes_gates(options: Options, is_transposed: bool, arrays: Sequence[jax.Array]) -> bool:
+    """Whether kernels take gate and up, or what packs both."""
+    x = arrays[0]
+    width = x.shape[-1] if x.ndim else None
+    columns = width if len(arrays) > 1 or not isinstance(width, int) or width % 2 else width // 2
+    is_right = all(one.dtype == jnp.bfloat16 for one in arrays)
+    return is_right and _fits(options, is_transposed, columns, arrays)
+
+
+def takes_rows(
+    options: Options, is_transposed: bool, weight: jax.Array, arrays: Sequence[jax.Array]
+) -> bool:
+    """Whether kernels take rows that are normalised, x and perhaps a residual."""
+    x = arrays[0]
+    columns = x.shape[-1] if x.ndim else None
+    if not isinstance(columns, int) or not NORMED[0] <= columns <= NORMED[1]:
+        return False
+    is_right = all(one.dtype == jnp.bfloat16 for one in arrays) and weight.dtype in DTYPES
+    return is_right and _fits(options, is_transposed, columns, [*arrays, weight])
+
+
+def _rows(is_transposed: bool) -> str:
+    return "*batch M D" if is_transposed else "*batch D"
+
+
+def _results(options: Options, is_transposed: bool) -> list[Result]:
+    """Returns values and scales, and those of the transposed copy."""
+    dims = _rows(is_transposed)
+    results = [Result(dims, dtype=options.dtype), Result(f"{dims}/{BLOCK}")]
+    if is_transposed:
+        results += [Result("*batch D M", dtype=options.dtype), Result(f"*batch D M/{BLOCK}")]
+    return results
+
+
+def rms_norm(
+    options: Options,
+    norm: Norm,
+    is_transposed: bool,
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Returns values and scales of the norm, which fits, those of the transposed copy, the sum."""
+    dims = _rows(is_transposed)
+    adds = residual is not None
+    results = _results(options, is_transposed)
+    results += [Result(dims, like=0)] if adds else []
+    call = Call(
+        operation=OPERATION,
+        target="xentile_fp8_quantize_rms_norm"
+        f"{'_add' if adds else ''}{'_transposed' if is_transposed else ''}",
+        operands=(dims, *[dims] * adds, "D"),
+        results=(*results, Result(dims[:-2])),
+        attributes=(
+            ("eps", np.float64(norm.eps)),
+            ("zero_centred", np.bool_(norm.zero_centred)),
+            ("power_of_two", np.bool_(options.power_of_two)),
+        ),
+        implementation=options.implementation,
+        dense=partial(_composed_norm, options, norm, is_transposed),
+        is_composed=True,
+    )
+    return bind(call, x, *([] if residual is None else [residual]), weight)[:-1]
+
+
+def _composed_norm(
+    options: Options, norm: Norm, is_transposed: bool, x: jax.Array, *more: jax.Array
+) -> tuple[jax.Array, ...]:
+    *residual, weight = more
+    y, total, rstd = norm_call.norm(norm, x, weight, residual[0] if residual else None)
+    run = custom_call.quantize_transposed if is_transposed else custom_call.quantize
+    return *run(options, y), *([total] if residual else []), rstd
+
+
+def swiglu(
+    options: Options, activation: Activation, is_transposed: bool, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns values and scales of the activation, which fits, and of the transposed copy."""
+    packed = dims = _rows(is_transposed)
+    if activation.layout == "halves":
+        packed = f"{dims[:-1]}P D"
+    elif activation.layout == "interleaved":
+        packed = f"{dims} P"
+    more = () if activation.limit is None else (("limit", np.float64(activation.limit)),)
+    call = Call(
+        operation=OPERATION,
+        target=f"xentile_fp8_quantize_swiglu{'_transposed' if is_transposed else ''}",
+        operands=(packed, packed),
+        results=tuple(_results(options, is_transposed)),
+        attributes=(
+            ("packing", activation.layout),
+            ("alpha", np.float64(activation.alpha)),
+            ("up_offset", np.float64(activation.up_offset)),
+            *more,
+            ("power_of_two", np.bool_(options.power_of_two)),
+        ),
+        implementation=options.implementation,
+        dense=partial(_composed, options, activation, is_transposed),
+        is_composed=True,
+    )
+    if activation.layout == "apart":
+        return bind(call, *arrays)
+    x = activation_call.unpacked(activation, *arrays)
+    # Once for each: calls have as many operands, whatever is packed.
+    return bind(call, x, x)
+
+
+def _composed(
+    options: Options, activation: Activation, is_transposed: bool, x: jax.Array, up: jax.Array
+) -> tuple[jax.Array, ...]:
+    is_apart = activation.layout == "apart"
+    arrays = (x, up) if is_apart else (activation_call.packed(activation, x),)
+    y = activation_call.activation(activation, *arrays)
+    run = custom_call.quantize_transposed if is_transposed else custom_call.quantize
+    return run(options, y)

@@ -1,0 +1,225 @@
+"""RMSNorm of heads and their rotation as one call, which has kernels on NVIDIA GPUs.
+
+Elsewhere, and where it may not be, the calls of `rms_norm` and of `rope` take its place one after
+the other, and each has what runs on a platform.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import linear
+from ..arrays import Result, spec_of
+from ..checks import DTYPES
+from ..custom_call import Call, bind, vary_alike
+from ..rms_norm import custom_call as norm_call
+from ..rms_norm.options import Options as NormOptions
+from . import custom_call as rope_call
+from .declaration import OPERATION
+from .options import Options
+
+Q, K, COLUMNS, TOKENS, TABLE = "*batch H D", "*batch K D", "D", "*batch", "P R"
+OF_Q, OF_K = "*batch H", "*batch K"
+GIVEN = (Q, K, COLUMNS, COLUMNS)
+TABLES = (TOKENS, TABLE, TABLE)
+# Lanes of a warp, which a head's vectors are shared out to: one each, or one of either half.
+LANES, VECTOR_BYTES = 32, 16
+
+
+@dataclass(frozen=True)
+class Both:
+    """The options of the norm and of the rotation."""
+
+    norm: NormOptions
+    rope: Options
+    # Whether the row of the tables is the token's place in its sequence; else each token has one.
+    has_one_table: bool = True
+
+
+def fits(
+    options: Options, q: jax.Array, k: jax.Array, weights: Sequence[jax.Array], R: Any
+) -> bool:
+    """Whether kernels take heads [.., H, D] of which R columns turn."""
+    columns = q.shape[-1]
+    arrays = (q, k, *weights)
+    if not (isinstance(columns, int) and isinstance(R, int) and R > 0):
+        return False
+    if q.dtype != k.dtype or any(one.dtype not in DTYPES for one in arrays):
+        return False
+    if any(axis is not None for one in arrays for axis in spec_of(jax.typeof(one))):
+        return False
+    per = VECTOR_BYTES // q.dtype.itemsize
+    turning, held = (R, columns) if options.interleaved else (R // 2, columns - R // 2)
+    return columns % per == 0 and turning % per == 0 and held // per <= LANES
+
+
+def qk_norm_rope(
+    options: Both,
+    q: jax.Array,
+    k: jax.Array,
+    q_weight: jax.Array,
+    k_weight: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what q [.., S, H, D] and k [.., S, K, D], which fit, become.
+
+    Tables are [S, R / 2], or [.., S, R / 2] with all of q's axes.
+    """
+    leading = q.shape[:-2]
+    if cos.ndim > 2:
+        options = replace(options, has_one_table=False)
+        cos, sin = (one.reshape(-1, one.shape[-1]) for one in (cos, sin))
+        indices = jax.lax.iota(np.int32, cos.shape[0]).reshape(leading)
+    else:
+        indices = jax.lax.broadcasted_iota(np.int32, leading, len(leading) - 1)
+    given = vary_alike([q, k, q_weight, k_weight, indices, cos, sin])
+    of_q, of_k = _qk_norm_rope(options, *given)
+    return of_q, of_k
+
+
+def _bind(
+    options: Both,
+    name: str,
+    operands: tuple[str, ...],
+    results: tuple[Result, ...],
+    dense: Any,
+    *arrays: jax.Array,
+) -> tuple[jax.Array, ...]:
+    call = Call(
+        operation=OPERATION,
+        target=f"xentile_qk_norm_rope_{name}",
+        operands=operands,
+        results=results,
+        attributes=(
+            ("eps", np.float64(options.norm.eps)),
+            ("zero_centred", np.bool_(options.norm.zero_centred)),
+            ("interleaved", np.bool_(options.rope.interleaved)),
+        ),
+        implementation=options.norm.implementation,
+        dense=partial(dense, options),
+        is_composed=True,
+    )
+    return bind(call, *arrays)
+
+
+def _forward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what q and k become, and the rstd of their heads."""
+    results = (Result(Q, like=0), Result(K, like=1), Result(OF_Q), Result(OF_K))
+    return _bind(options, "forward", (*GIVEN, *TABLES), results, _composed, *arrays)
+
+
+def _composed(
+    options: Both,
+    q: jax.Array,
+    k: jax.Array,
+    q_weight: jax.Array,
+    k_weight: jax.Array,
+    indices: jax.Array,
+    *tables: jax.Array,
+) -> tuple[jax.Array, ...]:
+    cos, sin = _by_token(options, indices, *tables)
+    turned, found = [], []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        y, _, rstd = norm_call.norm(options.norm, x, weight, None)
+        turned.append(rope_call.rope(options.rope, y, cos, sin))
+        found.append(rstd)
+    return *turned, *found
+
+
+def _backward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns gradients of q and k, and in f32 of the weights."""
+    operands = (*GIVEN, OF_Q, OF_K, *TABLES, Q, K)
+    results = (Result(Q, like=0), Result(K, like=1), Result(COLUMNS), Result(COLUMNS))
+    return _bind(options, "backward", operands, results, _composed_backward, *arrays)
+
+
+def _composed_backward(
+    options: Both,
+    q: jax.Array,
+    k: jax.Array,
+    q_weight: jax.Array,
+    k_weight: jax.Array,
+    q_rstd: jax.Array,
+    k_rstd: jax.Array,
+    indices: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *cotangents: jax.Array,
+) -> tuple[jax.Array, ...]:
+    parts = ((q, q_weight, q_rstd), (k, k_weight, k_rstd))
+    found = [
+        _of_one(options, *part, indices, cos, sin, dy)
+        for part, dy in zip(parts, cotangents, strict=True)
+    ]
+    (dq, dq_weight), (dk, dk_weight) = found
+    return dq, dk, dq_weight, dk_weight
+
+
+def _of_one(
+    options: Both,
+    x: jax.Array,
+    weight: jax.Array,
+    rstd: jax.Array,
+    indices: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of q alone, or of k, and of its weight."""
+    back = replace(options.rope, inverse=not options.rope.inverse)
+    turned = rope_call.rope(back, dy, *_by_token(options, indices, cos, sin))
+    return norm_call.backward(options.norm, x, weight, rstd, turned, None)
+
+
+def _by_token(options: Both, indices: jax.Array, *tables: jax.Array) -> Sequence[jax.Array]:
+    """Returns tables as `rope` takes them."""
+    return tables if options.has_one_table else [jnp.take(one, indices, axis=0) for one in tables]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _qk_norm_rope(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return _forward(options, *arrays)[:2]
+
+
+@partial(_qk_norm_rope.defjvp, symbolic_zeros=True)
+def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    *turned, q_rstd, k_rstd = _forward(options, *primals)
+    moving = [linear.given(one) for one in tangents[:4]]
+    if all(one is None for one in moving):
+        return (*turned,), tuple(map(jnp.zeros_like, turned))
+    residuals = (*primals[:4], q_rstd, k_rstd, *primals[4:])
+    apply, transpose = partial(_apply, options), partial(_transpose, options)
+    dims = ((*GIVEN, OF_Q, OF_K, *TABLES), GIVEN)
+    found = linear.bind(apply, transpose, residuals, moving, turned, dims)
+    return (*turned,), tuple(found)
+
+
+def _apply(options: Both, residuals: Any, tangents: Any) -> Sequence[jax.Array]:
+    given, of_tables = residuals[:4], residuals[6:]
+
+    def both(*given: jax.Array) -> Sequence[jax.Array]:
+        return _composed(options, *given, *of_tables)[:2]
+
+    found: Sequence[jax.Array] = linear.tangents_of(both, given, tangents)
+    return found
+
+
+def _transpose(options: Both, residuals: Any, cotangents: Any) -> Sequence[Any]:
+    if all(one is not None for one in cotangents):
+        dq, dk, *of_weights = _backward(options, *residuals, *cotangents)
+        return dq, dk, *of_weights
+    # Nothing depends on one of the two.
+    found: list[Any] = [None] * 4
+    for which, dy in enumerate(cotangents):
+        if dy is not None:
+            x, weight, rstd = residuals[which:6:2]
+            indices, cos, sin = residuals[6:]
+            one = _of_one(options, x, weight, rstd, indices, cos, sin, dy)
+            found[which], found[which + 2] = one
+    return found
