@@ -108,7 +108,7 @@ def special(rng: np.random.Generator, x: Any) -> Any:
 
 
 def hold(found: Any, wanted: Any, implementation: str, name: str) -> None:
-    """Asserts the same bits; but XLA's reciprocals on GPUs may be a unit off, and then values are."""
+    """Asserts the same bits; XLA's reciprocals on GPUs may be a unit off, and then values are."""
     if implementation == "reference" and PLATFORM == "cuda":
         off = found != wanted
         np.testing.assert_array_less(off.sum(), 2 + off.size / 100, err_msg=name)
