@@ -227,9 +227,7 @@ def dense(
     of = labels_of_part(options, exchange, labels, vocab)
     frozen = exchange.spread(of.ignored)[..., None]
     logits = jnp.where(frozen, jax.lax.stop_gradient(logits), logits)
-    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if options.softcap is not None:
-        z = options.softcap * jnp.tanh(z / options.softcap)
+    z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     highest = exchange.max(jax.lax.stop_gradient(z).max(-1))
     # A masked entry has no gradient, not even as the label.
     z = jnp.where((z == -jnp.inf) & exchange.spread(highest > -jnp.inf)[..., None], -jnp.inf, z)
