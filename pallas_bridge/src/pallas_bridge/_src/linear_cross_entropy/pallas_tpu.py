@@ -22,9 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
 from ..cross_entropy.options import Options, Tile
-from ..cross_entropy.tpu_kernel import Formula
 from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
-from ..cross_entropy.tpu_kernel import LEAST
+from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
 from ..pallas import Target
 from .product import operand_dtype
