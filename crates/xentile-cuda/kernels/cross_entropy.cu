@@ -45,7 +45,7 @@ using namespace xentile;
 
 // Of every option, and of what is said of the distribution.
 #define WHOLE(name, Name, dtype, E, variant, smooth, capped)                    \
-  extern "C" __global__ void __launch_bounds__(kWholeThreads, 2)                \
+  extern "C" __global__ void __launch_bounds__(kWholeThreads, 4)                \
       cross_entropy_whole_forward_##dtype##_##variant(                          \
           const __grid_constant__ CrossEntropyArguments a) {                    \
     WholeForward<E>(a).run();                                                   \

@@ -4,17 +4,17 @@
 //
 // The forward pass has a CTA a row, which it reads once. A thread's exponentials are relative to the largest
 // it has met, and where it meets a larger one its sums are put in terms of that (Milakov and Gimelshein,
-// 2018). The backward pass is that of flat.cuh.
+// 2018). CTAs are small, so that the loads of some overlap the arithmetic of others. The backward pass is
+// that of flat.cuh.
 #pragma once
 
 #include "cross_entropy.cuh"
 #include "flat.cuh"
-#include "plain.cuh"
 #include "row.cuh"
 
 namespace xentile {
 
-inline constexpr uint32_t kWholeThreads = kPlainThreads;
+inline constexpr uint32_t kWholeThreads = 256;
 // Vectors of a thread that are under way at once.
 inline constexpr uint32_t kWholeBatch = 4;
 
@@ -126,6 +126,8 @@ struct WholeForward {
         all.at = start;
         all.lower(fminf(map.apply(highest) * -map.scale, kUnset));
       }
+      // Two of each, as a sum waits for the one before it.
+      float exponentials[2] = {}, weighted[2] = {};
 #pragma unroll
       for (uint32_t i = 0; i < kWholeBatch; ++i) {
         if (i >= count) break;
@@ -136,8 +138,19 @@ struct WholeForward {
           for (uint32_t j = 0; j < kPer; ++j) x[j] = map.cap.apply(x[j]);
         }
 #pragma unroll
-        for (uint32_t j = 0; j < kPer; ++j) all.add(x[j], map.scale);
+        for (uint32_t j = 0; j < kPer; ++j) {
+          const float y = fmaf(x[j], map.scale, all.c);
+          const float exponential = ptx::ex2(y);
+          exponentials[j % 2] += exponential;
+          weighted[j % 2] = fmaf(exponential, fmaxf(y, kLeastExponent), weighted[j % 2]);
+        }
+        if (a.label_smoothing != 0.0) {
+#pragma unroll
+          for (uint32_t j = 0; j < kPer; ++j) all.values += x[j];
+        }
       }
+      all.exponentials += exponentials[0] + exponentials[1];
+      all.weighted += weighted[0] + weighted[1];
     }
     return all;
   }

@@ -532,7 +532,13 @@ impl Kernel {
                 let extent = extent_of(flat.tiles, arguments::FLAT_THREADS);
                 (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
-            Plan::Plain => (extent_of(at_most(blocks(1)), arguments::PLAIN_THREADS), arguments),
+            Plan::Plain => {
+                let threads = match variant {
+                    Variant::Any => arguments::WHOLE_THREADS,
+                    _ => arguments::PLAIN_THREADS,
+                };
+                (extent_of(at_most(blocks(1)), threads), arguments)
+            }
         };
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(code, extent, stream, &arguments) }
@@ -628,7 +634,11 @@ impl Kernel {
             other => other,
         };
         let code = load("plain", variant)?;
-        let most = device.limits().multiprocessors * plan::PLAIN_CTAS;
+        let ctas = match variant {
+            Variant::Any => WHOLE_CTAS,
+            _ => plan::PLAIN_CTAS,
+        };
+        let most = device.limits().multiprocessors * ctas;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
 }
@@ -677,6 +687,9 @@ struct Ready {
     /// multiprocessors for the packed one.
     most: u32,
 }
+
+/// CTAs of kernels/whole.cuh that a multiprocessor has room for.
+const WHOLE_CTAS: u32 = 4;
 
 /// Rows of CTAs that a launch may have.
 const GRID_ROWS: u32 = 65_535;

@@ -55,4 +55,5 @@ numbers! {
     FLAT_BATCH: u32 = kFlatBatch, 16;
     PACKED_THREADS: u32 = kPackedThreads, 256;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
+    WHOLE_THREADS: u32 = kWholeThreads, 256;
 }
