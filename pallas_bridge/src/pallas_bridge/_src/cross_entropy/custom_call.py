@@ -65,7 +65,7 @@ def forward_known(
     labels: jax.Array,
     columns: jax.Array | None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns loss, logps, lse, entropy, the columns' logits and argmax, of those asked for.
+    """Returns loss, logps, lse, entropy, the columns' logits and correct, of those asked for.
 
     After them lse_low.
     """
@@ -79,7 +79,9 @@ def forward_known(
         found = (loss, logps, lse)
     if columns is not None:
         found = *found, known.pick(options, logits, columns)
-    return (*found, argmax) if distribution else found, lse_low
+    if distribution:
+        found = *found, known.is_correct(options, labels, argmax)
+    return found, lse_low
 
 
 def backward_known(
@@ -93,7 +95,7 @@ def backward_known(
 ) -> jax.Array:
     """Returns dlogits for lse, lse_low, entropy, the columns' logits, and cotangents.
 
-    Cotangents are those of what `forward_known` gives, but argmax. None is one of zeros.
+    Cotangents are those of what `forward_known` gives, but correct. None is one of zeros.
     """
     lse, lse_low, entropy, picked = saved
     g, h, k, *others = cotangents
@@ -138,7 +140,7 @@ def _known_jvp(options: Options, distribution: bool, primals: Any, tangents: Any
     apply = partial(_known_tangents, options, distribution)
     transpose = partial(_known_pull, options, distribution)
     found = linear.bind(apply, transpose, residuals, [linear.given(tangents[0])], moving)
-    return outputs, known.with_argmax(distribution, outputs, found)
+    return outputs, known.with_correct(distribution, outputs, found)
 
 
 def _known_tangents(options: Options, distribution: bool, residuals: Any, tangents: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from .options import Options, is_ignored
@@ -99,17 +98,15 @@ def make(
     outputs: tuple[jax.Array, ...],
     picked: jax.Array | None,
 ) -> Known:
-    """Returns what is known, of loss, logps, lse, and of entropy and argmax if those were asked for.
+    """Returns what is known, of loss, logps, lse, and of entropy and correct if those were asked for.
 
     `picked` has the columns' logits as they go into the softmax, NaN for columns there are not.
     """
     loss, logps, lse, *more = outputs
     entropy, correct, column_logps = None, None, None
     if asked.distribution:
-        entropy, argmax = more
-        correct = (argmax == labels.astype(jnp.int32)) & ~is_ignored(options, labels)
-        # A label that int32 does not hold is no column.
-        correct &= (labels >= 0) & (labels <= jnp.iinfo(jnp.int32).max)
+        entropy, correct = more
+        correct = correct > 0
     if picked is not None:
         ignored = is_ignored(options, labels)[..., None]
         column_logps = jnp.where(ignored, 0, picked - lse[..., None])
@@ -119,7 +116,7 @@ def make(
 def ordered(
     options: Options, asked: Asked, labels: jax.Array, outputs: tuple[jax.Array, ...]
 ) -> Known:
-    """Returns what is known, of loss, logps, lse, entropy, columns' logits and argmax.
+    """Returns what is known, of loss, logps, lse, entropy, columns' logits and correct.
 
     Of these as many as are asked for.
     """
@@ -131,11 +128,20 @@ def ordered(
     return make(options, asked, labels, (*floats, *more), picked)
 
 
-def with_argmax(distribution: bool, outputs: Any, tangents: Any) -> tuple[Any, ...]:
-    """Returns the tangents of outputs: argmax, the last of a distribution's, has none."""
-    if not distribution:
-        return tuple(tangents)
-    return *tangents, np.zeros(outputs[-1].shape, jax.dtypes.float0)
+def is_correct(options: Options, labels: jax.Array, argmax: jax.Array) -> jax.Array:
+    """Returns 1 for tokens whose label is the likeliest column, else 0, in f32.
+
+    Numbers, since a rule of JAX's for derivatives has to give booleans a tangent of its own kind.
+    """
+    correct = (argmax == labels.astype(jnp.int32)) & ~is_ignored(options, labels)
+    # A label that int32 does not hold is no column.
+    correct &= (labels >= 0) & (labels <= jnp.iinfo(jnp.int32).max)
+    return correct.astype(jnp.float32)
+
+
+def with_correct(distribution: bool, outputs: Any, tangents: Any) -> tuple[Any, ...]:
+    """Returns the tangents of outputs: correct, the last of a distribution's, has one of zeros."""
+    return (*tangents, 0 * outputs[-1]) if distribution else tuple(tangents)
 
 
 def pick(options: Options, logits: jax.Array, columns: jax.Array, first: Any = 0) -> jax.Array:

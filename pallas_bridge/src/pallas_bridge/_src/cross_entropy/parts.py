@@ -237,7 +237,8 @@ def known_of(
         if asked.distribution:
             highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
             argmax = vocab_parts.argmax(exchange, logits.shape[-1], highest, argmax)
-            outputs = *outputs, jnp.where(jnp.isnan(outputs[2]), -1, argmax)
+            argmax = jnp.where(jnp.isnan(outputs[2]), -1, argmax)
+            outputs = *outputs, known.is_correct(options, labels, argmax)
     else:
         outputs = _known(*given)
     return known.ordered(options, asked, labels, outputs)
@@ -331,7 +332,8 @@ def _forward_known(
         whole, picked = _pick(options, exchange, logits, columns)
         outputs = *outputs, whole
     if distribution:
-        outputs = *outputs, jnp.where(jnp.isnan(lse), -1, argmax)
+        argmax = jnp.where(jnp.isnan(lse), -1, argmax)
+        outputs = *outputs, known.is_correct(options, labels, argmax)
     return outputs, (lse, lse_low, entropy, is_empty, picked)
 
 
@@ -360,7 +362,7 @@ def _known_jvp(
     )
     of_logits = [linear.given(tangents[0])]
     found = linear.bind(apply, transpose, (*primals, saved), of_logits, moving)
-    return outputs, known.with_argmax(distribution, outputs, found)
+    return outputs, known.with_correct(distribution, outputs, found)
 
 
 def _known_tangents(

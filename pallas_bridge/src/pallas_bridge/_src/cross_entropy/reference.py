@@ -75,7 +75,8 @@ def known_of(options: Options, asked: Asked, logits: jax.Array, labels: jax.Arra
     """Returns what is asked for of each token."""
     outputs = known_floats(options, asked.distribution, logits, labels, asked.columns)
     if asked.distribution:
-        outputs = *outputs, distribution(options, logits, labels)[2]
+        argmax = distribution(options, logits, labels)[2]
+        outputs = *outputs, known.is_correct(options, labels, argmax)
     return known.ordered(options, asked, labels, outputs)
 
 

@@ -96,7 +96,7 @@ def _forward(
     if columns is not None:
         outputs.append(blank(columns))
     if chunks.distribution:
-        outputs.append(blank(labels, dtype="int32"))
+        outputs.append(number)
     *outputs, low = each(len(labels), chunks.count, body, (*outputs, number))
     return tuple(outputs), low
 
@@ -156,7 +156,7 @@ def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
     apply, transpose = partial(_tangents, chunks), partial(_pull, chunks)
     of_arrays = [None if one is None else linear.given(one) for one in tangents[:3]]
     found = linear.bind(apply, transpose, residuals, of_arrays, moving)
-    return outputs, known.with_argmax(chunks.distribution, outputs, found)
+    return outputs, known.with_correct(chunks.distribution, outputs, found)
 
 
 def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
