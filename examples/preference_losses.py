@@ -5,9 +5,10 @@ output matrix, without logits in memory:
 
     _, logps = pallas_bridge.linear_cross_entropy_per_token(hidden, weight, labels)  # [B, T]
 
-where a token of the prompt or of padding has the label -100, and so a log-probability of 0. Samples
-that were drawn at a temperature have the policy's log-probabilities at it: say `temperature=` there,
-and `return_entropy=True` for PPO's entropy bonus. With a vocabulary that is cut over devices say `axis_name` there: nothing here sees the vocabulary.
+where a token of the prompt or of padding has the label -100, and so a log-probability of 0. For
+samples that were drawn at a temperature say `temperature` there, for PPO's entropy bonus
+`return_entropy`, and with a vocabulary that is cut over devices `axis_name`: nothing here sees the
+vocabulary.
 
 Every loss is a scalar to be minimised, in the dtype of `logps`. Gradients go through `logps`, the
 policy's, alone: those of the reference, those that samples were drawn with, and advantages are

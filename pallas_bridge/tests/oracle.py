@@ -84,7 +84,7 @@ class Oracle:
         k: npt.ArrayLike = 0.0,
         q: npt.ArrayLike = 0.0,
     ) -> Floats:
-        """The gradient [T, V] for cotangents of loss, logps, lse and entropy, each [T] or a number."""
+        """The gradient [T, V] for cotangents of loss, logps, lse, entropy: [T] or numbers."""
         v = self.__dict__
         with np.errstate(all="ignore"):
             g, h, k, q = (

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def problem(rng: np.random.Generator, dtype: Any, tokens: int, vocab: int) -> Any:
-    """Logits with ties at the top, labels that often are there, and columns, of which two are one."""
+    """Logits with ties at the top, labels that often are there, and columns, two the same."""
     x = jnp.asarray(3 * rng.normal(size=(tokens, vocab)), dtype)
     x = x.at[0, 3 : vocab : vocab // 3].set(20)
     y = rng.integers(0, vocab, tokens).astype(np.int32)
@@ -54,8 +54,16 @@ def test_values_and_gradients(rng: np.random.Generator, dtype: str, name: str) -
 
     def objective(x: jax.Array) -> Any:
         loss, logps, lse, entropy, correct, column_logps = f(x, y)
-        total = sum((a * b).sum() for a, b in zip((loss, logps, lse, entropy), (g, h, k, q), strict=True))
-        return total + (of_columns * column_logps).sum(), (loss, lse, entropy, correct, column_logps)
+        total = sum(
+            (a * b).sum() for a, b in zip((loss, logps, lse, entropy), (g, h, k, q), strict=True)
+        )
+        return total + (of_columns * column_logps).sum(), (
+            loss,
+            lse,
+            entropy,
+            correct,
+            column_logps,
+        )
 
     gradient, (loss, lse, entropy, correct, column_logps) = jax.jit(
         jax.grad(objective, has_aux=True)

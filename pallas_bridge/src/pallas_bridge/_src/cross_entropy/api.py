@@ -100,7 +100,8 @@ def cross_entropy(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of logits against labels, reduced over all tokens.
 
-    For a token with logits z (f32, after softcap and temperature) and label y, with lse = logsumexp(z):
+    For a token with logits z (f32, after softcap and temperature) and label y, with
+    lse = logsumexp(z):
 
         loss = (1 - e) * (lse - z_y) + e * (lse - mean(z)) + z_loss * lse^2,  e = label_smoothing
 

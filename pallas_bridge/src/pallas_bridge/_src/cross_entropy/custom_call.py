@@ -153,7 +153,8 @@ def _known_tangents(options: Options, distribution: bool, residuals: Any, tangen
 
 
 def _known_pull(options: Options, distribution: bool, residuals: Any, cotangents: Any) -> Any:
-    return (backward_known(options, distribution, *residuals, cotangents),)
+    logits, labels, columns, saved = residuals
+    return (backward_known(options, distribution, logits, labels, columns, saved, cotangents),)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -52,9 +52,10 @@ class Asked:
             (self.correct, known.correct),
             (self.columns is not None, known.column_logps),
         )
-        return tuple(one for is_asked, one in found if is_asked)
+        return tuple(one for is_asked, one in found if is_asked and one is not None)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Known:
     """What is known of each token, [..] each; None for what nobody asked for."""
@@ -98,7 +99,7 @@ def make(
     outputs: tuple[jax.Array, ...],
     picked: jax.Array | None,
 ) -> Known:
-    """Returns what is known, of loss, logps, lse, and of entropy and correct if those were asked for.
+    """Returns what is known, of loss, logps, lse, and entropy and correct if those are asked for.
 
     `picked` has the columns' logits as they go into the softmax, NaN for columns there are not.
     """

@@ -102,7 +102,8 @@ def _cut(mesh: Any, names: Names, count: int, logits: jax.Array) -> jax.Array:
     parts = logits.reshape(*tokens, count, vocab // count)
     leading = [PartitionSpec.UNCONSTRAINED] * (logits.ndim - 1)
     spec = PartitionSpec(*leading, meshes.entry(names), None)
-    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+    cut: jax.Array = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+    return cut
 
 
 def _over_explicit(

@@ -51,7 +51,7 @@ def per_token(
 def distribution(
     options: Options, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns entropy, highest and argmax, each [..]; the last is -1 over a row with no finite sum."""
+    """Returns entropy, highest and argmax, each [..]; argmax is -1 where there is no finite sum."""
     ignored = is_ignored(options, labels)
     highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
     z = options.mapped(

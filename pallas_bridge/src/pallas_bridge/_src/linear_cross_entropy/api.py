@@ -539,9 +539,7 @@ class _Arrays:
         flat = dataclasses.replace(asked, columns=columns)
         products = Products(self.axis)
         if self.implementation == "reference":
-            found = known.known_of_dense(
-                self.options, products, flat, hidden, weight, bias, labels
-            )
+            found = known.known_of_dense(self.options, products, flat, hidden, weight, bias, labels)
         else:
             of = (hidden, weight, bias, self.axis)
             plan, _, _ = _plans(*of, False, max_scratch_bytes, self.options.tile)
@@ -554,11 +552,8 @@ class _Arrays:
                 hidden, weight, bias, labels,
             )  # fmt: skip
 
-        def shaped(one: jax.Array | None) -> jax.Array | None:
-            return None if one is None else one.reshape(*self.shape, *one.shape[1:])
-
-        return Known(**{field.name: shaped(getattr(found, field.name))
-                        for field in dataclasses.fields(found)})  # type: ignore[arg-type]
+        shaped: Known = jax.tree.map(lambda one: one.reshape(*self.shape, *one.shape[1:]), found)
+        return shaped
 
     def place(self, cut: parts.Cut) -> None:
         """Has what has a number a token lie as tokens do."""
@@ -713,7 +708,7 @@ def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> 
 def _without_temperature(
     options: Options, chosen: tuple[Plan, Plan | None, Plan | None]
 ) -> tuple[Plan, Plan | None, Plan | None]:
-    """Leaves out the plan for NVIDIA's GPUs, whose kernels have no temperature, where there is one."""
+    """Leaves out the plan for NVIDIA's GPUs, whose kernels have none, where there is one."""
     plan, cuda, cpu = chosen
     return plan, cuda if options.temperature == 1 else None, cpu
 

@@ -129,7 +129,9 @@ def _backward(
 
     add = partial(tokens.add_gradients, chunks.products, weight, w, bias)
     zeros = tokens.blank_gradients(hidden, weight, bias, chunks.count)
-    return tokens.rounded_gradients(each(len(labels), chunks.count, body, zeros), hidden, weight, bias)
+    return tokens.rounded_gradients(
+        each(len(labels), chunks.count, body, zeros), hidden, weight, bias
+    )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -173,4 +175,5 @@ def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
 
 def _pull(chunks: Chunks, residuals: Any, cotangents: Any) -> Gradients:
     arrays, saved = residuals
-    return _backward(chunks, *arrays, saved, cotangents)
+    hidden, weight, bias, labels, columns = arrays
+    return _backward(chunks, hidden, weight, bias, labels, columns, saved, cotangents)

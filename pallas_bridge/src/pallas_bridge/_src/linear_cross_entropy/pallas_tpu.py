@@ -203,7 +203,7 @@ class _Tile:
         return self._column(start) < self.tiles.vocab - self.first
 
     def logits(self, start: int) -> tuple[jax.Array, jax.Array]:
-        """Logits of the part from `start` on, in f32, and what softcap and temperature make of them."""
+        """Logits of the part from `start` on, in f32, and what goes into the softmax."""
         part = self.weight[pl.ds(start, self.tiles.part), :]
         z = _dot(part, self.x[...], 1, 1)
         if self.bias is not None:

@@ -67,7 +67,9 @@ def fused(
 
     add = partial(add_gradients, products, weight, w, bias)
     outputs = (blank(labels),) * 3
-    outputs, sums = each(len(labels), chunk, body, (outputs, blank_gradients(hidden, weight, bias, chunk)))
+    outputs, sums = each(
+        len(labels), chunk, body, (outputs, blank_gradients(hidden, weight, bias, chunk))
+    )
     return *outputs, rounded_gradients(sums, hidden, weight, bias)
 
 
@@ -99,7 +101,7 @@ def backward(
 
 
 def in_place(options: Options) -> Options:
-    """Returns options by which dlogits take the place of a chunk's logits, which nothing else reads."""
+    """Returns options by which dlogits take the place of logits, which nothing else reads."""
     return dataclasses.replace(options, donate_logits=True)
 
 
@@ -123,7 +125,10 @@ def put(whole: Any, parts: Any, first: Any) -> Any:
 
 
 def blank_gradients(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
-    """Returns where gradients go: of hidden as they are, sums in f32 of the others; None for one chunk."""
+    """Returns where gradients go; None for one chunk.
+
+    Those of hidden are as they will be, and sums in f32 of the others.
+    """
     if chunk >= len(hidden):
         return None
     sums = [blank(x) for x in (weight, bias) if x is not None]
