@@ -5,8 +5,10 @@ output matrix, without logits in memory:
 
     _, logps = pallas_bridge.linear_cross_entropy_per_token(hidden, weight, labels)  # [B, T]
 
-where a token of the prompt or of padding has the label -100, and so a log-probability of 0. With
-a vocabulary that is cut over devices say `axis_name` there: nothing here sees the vocabulary.
+where a token of the prompt or of padding has the label -100, and so a log-probability of 0. For
+samples that were drawn at a temperature say `temperature` there, for PPO's entropy bonus
+`return_entropy`, and with a vocabulary that is cut over devices `axis_name`: nothing here sees the
+vocabulary.
 
 Every loss is a scalar to be minimised, in the dtype of `logps`. Gradients go through `logps`, the
 policy's, alone: those of the reference, those that samples were drawn with, and advantages are
@@ -156,11 +158,19 @@ def group_advantages(rewards: Array) -> Array:
 
 
 def ppo_policy_loss(
-    logps: Array, old_logps: Array, advantages: Array, mask: Array, *, clip: float = 0.2
+    logps: Array,
+    old_logps: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    clip: float = 0.2,
+    entropies: Array | None = None,
+    entropy_weight: float = 0.01,
 ) -> Array:
-    """The clipped policy loss of PPO (Schulman et al., 2017, equation 7).
+    """The clipped policy loss of PPO, with its entropy bonus (Schulman et al., 2017, eq. 7 and 9).
 
-    -surrogate, the mean over all tokens that count.
+    -surrogate - entropy_weight * entropy, the mean over all tokens that count; equation 9 without
+    the term of the value function, which is another model's.
 
     Args:
         logps: [B, T], the policy's.
@@ -168,8 +178,14 @@ def ppo_policy_loss(
         advantages: [B, T], of each token.
         mask: [B, T], of booleans: the tokens of the responses.
         clip: epsilon, of the ratio.
+        entropies: [B, T], of the policy's distributions; None for no bonus. Gradients go through
+            them too.
+        entropy_weight: c_2, the weight of the bonus.
     """
-    return -mean_of(clipped_surrogate(logps, old_logps, advantages, mask, clip), mask, None)
+    gains = clipped_surrogate(logps, old_logps, advantages, mask, clip)
+    if entropies is not None:
+        gains = gains + entropy_weight * entropies
+    return -mean_of(gains, mask, None)
 
 
 def clipped_surrogate(

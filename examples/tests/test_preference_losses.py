@@ -290,6 +290,44 @@ def test_through_the_vocabulary(rng: np.random.Generator, name: str, per_token: 
     check(jax.jit(jax.value_and_grad(loss))(arrays), partial(dense, problem), arrays)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("of", ["hidden", "logits"])
+def test_at_a_temperature_with_an_entropy_bonus(
+    rng: np.random.Generator, name: str, of: str
+) -> None:
+    problem = draw(rng, name)
+    (labels,), temperature = problem.labels, 0.6
+    mask, weight_of_bonus = labels != IGNORED, 0.3
+
+    def loss(arrays: Any) -> jax.Array:
+        x, weight = arrays
+        asked = {"temperature": temperature, "return_entropy": True}
+        if of == "hidden":
+            found = linear_cross_entropy_per_token(x, weight, labels, vocab_axis=0, **asked)
+        else:
+            found = cross_entropy_per_token(jnp.einsum("btd,vd->btv", x, weight), labels, **asked)
+        _, logps, entropies = found
+        if name == "grpo":  # whose paper has none
+            return problem.ours([logps], problem.constants)
+        c = problem.constants
+        return losses.ppo_policy_loss(
+            logps, c["old"], c["advantages"], mask,
+            entropies=entropies, entropy_weight=weight_of_bonus,
+        )  # fmt: skip
+
+    def paper(arrays: list[F64]) -> float:
+        x, weight = arrays
+        value = dense(problem, [x / temperature, weight])
+        if name == "ppo":
+            z = x @ weight.T / temperature
+            p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+            value -= weight_of_bonus * float((-(p * np.log(p)).sum(-1))[mask].mean())
+        return value
+
+    arrays = draw_model(rng, problem)
+    check(jax.jit(jax.value_and_grad(loss))(arrays), paper, arrays)
+
+
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(("name", "per_token"), [("dpo", of_hidden), ("grpo", of_logits)])
 def test_with_a_cut_vocabulary(

@@ -19,11 +19,12 @@ const MOST_BYTES: usize = 1 << 16;
 
 /// Numbers that frames get wrong.
 const ODD: [i64; 12] = [0, 1, 2, 3, 7, 8, 1 << 20, 1 << 31, 1 << 61, i64::MAX, i64::MIN, -1];
-const NAMES: [&str; 20] = [
+const NAMES: [&str; 21] = [
     "ignore_index",
     "label_smoothing",
     "z_loss",
     "softcap",
+    "temperature",
     "time_block",
     "block_size",
     "every_token",
@@ -141,6 +142,13 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
             [wide(), labels()].into_iter().chain(floats(1)).collect(),
             floats(3).chain([wide()]).collect(),
         ),
+        "xentile_cross_entropy_distribution" => (
+            vec![wide(), labels()],
+            floats(6).chain([Array::new(DType::S32, &leading)]).collect(),
+        ),
+        "xentile_cross_entropy_distribution_backward" => {
+            ([wide(), labels()].into_iter().chain(floats(7)).collect(), vec![wide()])
+        }
         "xentile_scale" => ([wide()].into_iter().chain(floats(1)).collect(), vec![wide()]),
         _ => panic!("{target} has no right frame here"),
     };
@@ -148,7 +156,7 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
     if target == "xentile_scale" {
         return call;
     }
-    with_options(call, target == "xentile_cross_entropy_backward", choices)
+    with_options(call, target.ends_with("backward"), choices)
 }
 
 /// The same of linear cross-entropy; scratch may be too little.
@@ -381,6 +389,9 @@ fn with_options(mut call: Call, is_backward: bool, choices: &mut Choices<'_>) ->
         .scalar("z_loss", *choices.of(&[0.0, 1e-4, 10.0]));
     if let Some(softcap) = *choices.of(&[None, Some(5.0), Some(f64::MIN_POSITIVE)]) {
         call = call.scalar("softcap", softcap);
+    }
+    if let Some(temperature) = *choices.of(&[None, Some(0.7), Some(1e9)]) {
+        call = call.scalar("temperature", temperature);
     }
     for name in ["time_block", "block_size"] {
         if let Some(extent) = *choices.of(&[None, Some(1_i64), Some(3), Some(i64::MAX)]) {

@@ -23,12 +23,14 @@ class Oracle:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         """Computes the forward values."""
         with np.errstate(all="ignore"):
             raw = self.logits.astype(np.float64)
             z = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
+            z = z / self.temperature
             highest = z.max(-1, keepdims=True)
             lse = np.log(np.exp(z - highest).sum(-1)) + highest[:, 0]
             lse[~np.isfinite(lse)] = np.nan
@@ -53,12 +55,40 @@ class Oracle:
             size = np.maximum(np.abs(lse), np.abs(z[tokens, column]))
             self_["size"] = np.maximum(np.nan_to_num(size, posinf=1.0), 1.0)
 
-    def gradient(self, g: npt.ArrayLike, h: npt.ArrayLike = 0.0, k: npt.ArrayLike = 0.0) -> Floats:
-        """The gradient [T, V] for cotangents of loss, logps and lse, each [T] or a number."""
+    def entropy(self) -> Floats:
+        """Of every token's distribution, [T], as -sum p log p; 0 where ignored."""
         v = self.__dict__
         with np.errstate(all="ignore"):
-            g, h, k = (
-                np.broadcast_to(c, len(self.labels)).astype(float)[:, None] for c in (g, h, k)
+            p = np.exp(v["z"] - v["lse"][:, None])
+            terms = np.where(p == 0, 0, p * np.log(np.where(p == 0, 1, p)))
+            return np.where(v["ignored"], 0, -terms.sum(-1))
+
+    def correct(self) -> npt.NDArray[np.bool_]:
+        """Whether each label is the first column with the largest logit, [T]."""
+        v = self.__dict__
+        first = np.argmax(np.where(np.isnan(v["raw"]), -np.inf, v["raw"]), -1)
+        found = np.array([int(label) for label in self.labels]) == first
+        good: npt.NDArray[np.bool_] = found & ~np.isnan(v["lse"]) & ~v["ignored"]
+        return good
+
+    def column_logps(self, columns: npt.NDArray[np.integer]) -> Floats:
+        """Of given columns [T, K]; 0 where ignored."""
+        v = self.__dict__
+        picked = np.take_along_axis(v["z"], columns, -1) - v["lse"][:, None]
+        return np.where(v["ignored"][:, None], 0, picked)
+
+    def gradient(
+        self,
+        g: npt.ArrayLike,
+        h: npt.ArrayLike = 0.0,
+        k: npt.ArrayLike = 0.0,
+        q: npt.ArrayLike = 0.0,
+    ) -> Floats:
+        """The gradient [T, V] for cotangents of loss, logps, lse, entropy: [T] or numbers."""
+        v = self.__dict__
+        with np.errstate(all="ignore"):
+            g, h, k, q = (
+                np.broadcast_to(c, len(self.labels)).astype(float)[:, None] for c in (g, h, k, q)
             )
             lse = v["lse"][:, None]
             p = np.exp(v["z"] - lse)
@@ -67,12 +97,16 @@ class Oracle:
             e, w = self.label_smoothing, self.z_loss
             dz = g * ((1 + 2 * w * lse) * p - (1 - e) * at_label - e / p.shape[1])
             dz += h * (at_label - p) + k * p
+            # By the chain rule over p, where the contract has lse and the entropy.
+            dp = np.where(p == 0, 0, -(np.log(np.where(p == 0, 1, p)) + 1))
+            dz += q * p * (dp - (p * dp).sum(-1, keepdims=True))
             if self.softcap is not None:
-                dz *= 1 - (v["z"] / self.softcap) ** 2
+                dz *= 1 - (v["z"] * self.temperature / self.softcap) ** 2
+            dz /= self.temperature
             dz[v["z"] == -np.inf] = 0
             dz[np.isnan(lse[:, 0]) | v["bad"]] = np.nan
             dz[v["ignored"]] = 0
-            dz[((g == 0) & (h == 0) & (k == 0))[:, 0]] = 0
+            dz[((g == 0) & (h == 0) & (k == 0) & (q == 0))[:, 0]] = 0
         return dz
 
     def factors(self, reduction: str, weights: Floats | None = None) -> Floats:

@@ -49,6 +49,24 @@ def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
             "softcap is 0.0; it must be finite and above 0",
         ),
         (LOGITS, LABELS, {"softcap": float("inf")}, ValueError, "softcap is inf"),
+        (LOGITS, LABELS, {"temperature": 0}, ValueError, "temperature is 0.0; it must be above 0"),
+        (LOGITS, LABELS, {"temperature": -0.5}, ValueError, "temperature is -0.5; it must be"),
+        (LOGITS, LABELS, {"temperature": float("nan")}, ValueError, "temperature is nan"),
+        (
+            LOGITS,
+            LABELS,
+            {"columns": np.zeros((2, 4), int)},
+            ValueError,
+            "columns have shape (2, 4); it must be (2, 3, 'K')",
+        ),
+        (
+            LOGITS,
+            LABELS,
+            {"columns": np.zeros((2, 3, 129), int)},
+            ValueError,
+            "their last axis must be in [1, 128]",
+        ),
+        (LOGITS, LABELS, {"columns": np.zeros((2, 3, 1))}, TypeError, "columns have dtype float"),
         (LOGITS, LABELS, {"softcap": "30"}, TypeError, "softcap is '30'; it must be a number"),
         (
             LOGITS,
@@ -106,7 +124,8 @@ def test_f64_needs_the_reference() -> None:
 
 
 def test_traced_options_are_named() -> None:
-    for name in ("label_smoothing", "z_loss", "softcap", "block_size", "ignore_index"):
+    names = "label_smoothing", "z_loss", "softcap", "temperature", "block_size", "ignore_index"
+    for name in names:
         with pytest.raises(TypeError, match=f"{name} is traced"):
             jax.eval_shape(lambda x, y, o: cross_entropy(x, y, **{name: o}), LOGITS, LABELS, 1)  # noqa: B023
 

@@ -72,7 +72,8 @@ def test_info_says_what_runs_where() -> None:
     loaded = info.library
     assert loaded is not None and loaded.path.is_file()
     passes = ("forward", "backward", "fused")
-    everywhere = {f"xentile_cross_entropy_{name}" for name in passes} | {"xentile_scale"}
+    of_logits = (*passes, "distribution", "distribution_backward")
+    everywhere = {f"xentile_cross_entropy_{name}" for name in of_logits} | {"xentile_scale"}
     everywhere |= {f"xentile_activation_{name}" for name in ("forward", "backward")}
     of_host, of_cuda = (
         {target.target for target in loaded.targets if target.platform == platform}

@@ -20,7 +20,13 @@ from pallas_bridge._src.pallas import ANY, TARGETS
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "ignore_index": 7}
+OPTIONS = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-3,
+    "softcap": 5.0,
+    "ignore_index": 7,
+    "temperature": 1.25,
+}
 # Tokens, hidden columns, vocabulary, dtype or those of hidden and weight, the axis of the
 # vocabulary, a bias, options.
 Case = tuple[int, int, int, str, int, bool, dict[str, Any]]

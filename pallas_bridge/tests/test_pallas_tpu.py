@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
             "label_smoothing": 0.2,
             "z_loss": 1e-2,
             "softcap": 15.0,
+            "temperature": 1.25,
             "ignore_index": 3,
             "time_block": 8,
             "block_size": 128,
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "smoothing": (18, 200, "bfloat16", {"label_smoothing": 0.1, "block_size": 128}),
     "z-loss": (18, 200, "bfloat16", {"z_loss": 1e-3, "block_size": 128}),
     "softcap": (18, 200, "float32", {"softcap": 30.0, "block_size": 128}),
+    "temperature": (18, 200, "bfloat16", {"temperature": 0.7, "block_size": 128}),
 }
 
 

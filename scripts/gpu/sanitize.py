@@ -81,6 +81,11 @@ def cases(quick: bool) -> Iterator[Case]:
                     )
                     wide, name = turn % 3 == 0, f"cross_entropy_{target}"
                     yield Case(name, dtype, variant, shape, in_place, wide, tile)
+    for target in ("distribution", "distribution_backward"):
+        for dtype in DTYPES:
+            for shape in SHAPES[1:2] if quick else SHAPES:
+                in_place = target.endswith("backward") and dtype != "f32"
+                yield Case(f"cross_entropy_{target}", dtype, "capped", shape, in_place, False, {})
     for dtype in DTYPES:
         for in_place in (False, True):
             yield Case("scale", dtype, "basic", SHAPES[1], in_place, False, {})
@@ -117,12 +122,20 @@ def run(case: Case, rng: np.random.Generator) -> None:
             attributes["every_token"] = np.bool_(True)
         if case.target.endswith("forward"):
             operands, results = [x, y], per_token * 4
+        elif case.target.endswith("distribution"):
+            attributes["temperature"] = np.float64(0.7)
+            argmax = jax.ShapeDtypeStruct((tokens,), np.int32)
+            operands, results = [x, y], [*per_token * 6, argmax]
         elif case.target.endswith("fused"):
             operands, results = [x, y, given[0]], [*per_token * 3, like]
         else:
             z = x.astype(np.float64)
             lse = np.log(np.exp(z).sum(-1)).astype(np.float32)
-            operands, results = [x, y, lse, np.zeros_like(lse), *given], [like]
+            saved = [lse, np.zeros_like(lse)]
+            if "distribution" in case.target:
+                saved.append(lse / 2)
+                given.append(given[0])
+            operands, results = [x, y, *saved, *given], [like]
     aliases = {0: len(results) - 1} if case.in_place else {}
     call = jax.ffi.ffi_call(
         f"xentile_{case.target}", results, input_output_aliases=aliases, vmap_method=None
@@ -141,7 +154,7 @@ def run(case: Case, rng: np.random.Generator) -> None:
     if not case.target.endswith("backward"):
         loss = outputs[0]
         assert np.isnan(loss[-1]) and loss[-2] == 0 and np.isfinite(loss[:-1]).all(), loss
-    if not case.target.endswith("forward"):
+    if not case.target.endswith(("forward", "distribution")):
         gradient = outputs[-1]
         assert np.isnan(gradient[-1]).all() and not gradient[-2].any()
         assert np.isfinite(gradient[:-1]).all()

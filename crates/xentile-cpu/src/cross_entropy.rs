@@ -9,6 +9,9 @@
 //!    second-level cache when tiles are a few tokens high, so memory is read once and written once.
 //!
 //! What falls between the passes is a few float64 operations a token.
+//!
+//! A temperature, and what is said of the distribution, are for passes of their own (`whole`), so that nobody
+//! pays for them who has not asked.
 
 mod column_block;
 #[cfg(feature = "operation")]
@@ -20,6 +23,7 @@ pub(crate) mod operation;
 mod passes;
 mod short;
 mod statistics;
+mod whole;
 
 use std::ops::Range;
 
@@ -95,6 +99,26 @@ impl SavedLse<'_> {
         shape.check_tokens("lse", self.lse.len())?;
         self.lse_low.map_or(Ok(()), |low| shape.check_tokens("lse_low", low.len()))
     }
+}
+
+/// Where what is said of each token's distribution goes, each `[T]`.
+#[derive(Debug)]
+pub struct DistributionOutputs<'a> {
+    /// `entropy`: 0 for ignored tokens.
+    pub entropy: &'a mut [f32],
+    /// `highest`.
+    pub highest: &'a mut [f32],
+    /// `argmax`: -1 over a row with no finite sum, and where its logits are not read.
+    pub argmax: &'a mut [i32],
+}
+
+/// What the gradient of entropies takes, each `[T]` in f32.
+#[derive(Clone, Copy, Debug)]
+pub struct EntropyCotangents<'a> {
+    /// [`DistributionOutputs::entropy`].
+    pub entropy: &'a [f32],
+    /// The cotangents of it.
+    pub dentropy: &'a [f32],
 }
 
 /// A number of `token`, 0 where there are none.
@@ -179,6 +203,9 @@ impl<'a> Kernel<'a> {
     ) -> Result<Self> {
         options.validate()?;
         shape.check_tokens("labels", labels.len())?;
+        // As kernels have its reciprocal, so that label and row are divided by one number.
+        let temperature = 1.0 / f64::from((1.0 / options.temperature) as f32);
+        let options = CrossEntropy { temperature, ..options };
         Ok(Self { options, shape, labels, launch })
     }
 
@@ -198,6 +225,54 @@ impl<'a> Kernel<'a> {
         let outputs = Outputs::new(self.shape, outputs)?;
         let work = Work { outputs: Some(&outputs), saved: None, cotangents: None };
         self.run(&matrix, &work);
+        Ok(())
+    }
+
+    /// As [`Self::forward`], and fills `distribution` too.
+    ///
+    /// # Errors
+    /// `logits` is not `[T, V]`, or an output not `[T]`.
+    pub fn distribution<E: Element>(
+        &self,
+        logits: &[E],
+        outputs: TokenOutputs<'_>,
+        distribution: DistributionOutputs<'_>,
+    ) -> Result<()> {
+        let matrix = Matrix::read_only(logits, self.shape)?;
+        let outputs = Outputs::new(self.shape, outputs)?;
+        let DistributionOutputs { entropy, highest, argmax } = distribution;
+        self.shape.check_tokens("entropy", entropy.len())?;
+        self.shape.check_tokens("highest", highest.len())?;
+        self.shape.check_tokens("argmax", argmax.len())?;
+        let shared = SharedDistribution {
+            entropy: Shared::new(entropy),
+            highest: Shared::new(highest),
+            argmax: Shared::new(argmax),
+        };
+        let work = Work { outputs: Some(&outputs), saved: None, cotangents: None };
+        self.whole_rows(&matrix, &work, Some(&shared), None);
+        Ok(())
+    }
+
+    /// As [`Self::backward`], with the gradient for cotangents of the entropies too.
+    ///
+    /// # Errors
+    /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
+    pub fn distribution_backward<E: Element>(
+        &self,
+        logits: InOut<'_, E>,
+        saved: SavedLse<'_>,
+        cotangents: Cotangents<'_>,
+        entropy: EntropyCotangents<'_>,
+    ) -> Result<()> {
+        let matrix = Matrix::new(logits, self.shape)?;
+        saved.check(self.shape)?;
+        cotangents.check(self.shape)?;
+        self.shape.check_tokens("entropy", entropy.entropy.len())?;
+        self.shape.check_tokens("dentropy", entropy.dentropy.len())?;
+        let of = |token| Some(cotangents.of(token));
+        let work = Work { outputs: None, saved: Some(saved), cotangents: Some(&of) };
+        self.whole_rows(&matrix, &work, None, Some(entropy));
         Ok(())
     }
 
@@ -289,7 +364,9 @@ impl<'a> Kernel<'a> {
     }
 
     fn run<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
-        if self.shape.vocab() <= short::LONGEST {
+        if self.options.is_tempered() {
+            self.whole_rows(matrix, work, None, None);
+        } else if self.shape.vocab() <= short::LONGEST {
             self.short_rows(matrix, work);
         } else {
             self.long_rows(matrix, work);
@@ -451,6 +528,103 @@ impl<'a> Kernel<'a> {
                 let row = std::slice::from_ref(&gradients[token]);
                 self.gradient(matrix, [token, block_size], row, block..block + 1, None);
             });
+        }
+    }
+
+    /// Rows one by one, with every option.
+    fn whole_rows<E: Element>(
+        &self,
+        matrix: &Matrix<'_, E>,
+        work: &Work<'_>,
+        distribution: Option<&SharedDistribution<'_>>,
+        of_entropy: Option<EntropyCotangents<'_>>,
+    ) {
+        let (isa, passes, vocab) = (self.launch.isa, Passes::get(), self.shape.vocab());
+        let map = whole::Map {
+            softcap: self.options.softcap.map(|cap| cap as f32),
+            scale: (1.0 / self.options.temperature) as f32,
+        };
+        let mean = self.options.label_smoothing != 0.0;
+        let tokens = self.shape.tokens();
+        let step = self.tile::<E>().time_block().max(SHORT_TASK / vocab);
+        let step = step.min(tokens.div_ceil(self.launch.pool.threads())).max(1);
+        self.launch.pool.run(tokens.div_ceil(step), &|index| {
+            for token in index * step..tokens.min((index + 1) * step) {
+                let cotangents = work.cotangents.and_then(|cotangents| cotangents(token));
+                let q = of_entropy.map_or(0.0, |of| f64::from(of.dentropy[token]));
+                let entropy = of_entropy.map_or(0.0, |of| f64::from(of.entropy[token]));
+                let is_wanted = self.wants(work, token, cotangents)
+                    || distribution.is_some() && !self.is_ignored(token);
+                let has_gradient = q != 0.0 || cotangents.is_some_and(|of| of != [0.0; 3]);
+                let label =
+                    if is_wanted || has_gradient { self.label(matrix, token) } else { None };
+                let mut lse = work.saved.map_or(f64::NAN, |saved| saved.exact(token));
+                if let Some(outputs) = work.outputs {
+                    let mut found = whole::Found::NOTHING;
+                    let mut values = TokenValues::default();
+                    if is_wanted {
+                        let found = &mut found;
+                        let pass = whole::WholeSums { matrix, token, map, label, mean, found };
+                        (passes.whole_sums)(isa, pass);
+                        values = self.values(token, label, found.lse(), found.mean(vocab));
+                    }
+                    // SAFETY: this task alone has this token.
+                    unsafe {
+                        outputs.write(token, values);
+                        if let Some(distribution) = distribution {
+                            let is_ignored = self.is_ignored(token);
+                            distribution.write(token, is_wanted.then_some(&found), is_ignored);
+                        }
+                    }
+                    // As the backward pass would read it, so that both give the same bits.
+                    let (high, low) = split(values.lse);
+                    lse = f64::from(high) + f64::from(low);
+                }
+                if work.cotangents.is_some() {
+                    let row = match label {
+                        _ if !has_gradient => whole::WholeRow::Fill(0.0),
+                        None => whole::WholeRow::Fill(self.without_label(token)),
+                        Some(label) => {
+                            let of = cotangents.unwrap_or_default();
+                            self.whole_row(lse, of, label, entropy, q)
+                        }
+                    };
+                    (passes.whole_gradient)(isa, whole::WholeGradient { matrix, token, map, row });
+                }
+            }
+        });
+    }
+
+    /// The contract's gradient of a token that has a `label`, for cotangents of loss, logps and lse, and
+    /// `q` of the entropy.
+    fn whole_row(
+        &self,
+        lse: f64,
+        cotangents: [f64; 3],
+        label: Label,
+        entropy: f64,
+        q: f64,
+    ) -> whole::WholeRow {
+        let near = Near::new(lse, label);
+        let Some(of) = self.coefficients(lse, cotangents, label, near.p_less_one) else {
+            return whole::WholeRow::Fill(f32::NAN);
+        };
+        let scale = 1.0 / self.options.temperature;
+        // With d = z - shift, z - lse + H is d + (shift - lse + H).
+        let offset = f64::from(near.shift) - lse + entropy;
+        let mut at_label = of.at_label;
+        if q != 0.0 && label.logit != f64::NEG_INFINITY {
+            let log_p = label.logit - lse;
+            at_label -= q * log_p.exp() * (log_p + entropy) * self.slope_at(label);
+        }
+        let factor = scale * near.factor;
+        whole::WholeRow::Formula {
+            shift: near.shift,
+            probability: to_f32((of.probability - q * offset) * factor) / EXP_SCALE,
+            slope: to_f32(-q * factor) / EXP_SCALE,
+            constant: to_f32(of.constant * scale),
+            label: label.column,
+            at_label,
         }
     }
 
@@ -619,10 +793,18 @@ impl<'a> Kernel<'a> {
                 // a p - b = a (p - 1) + (a - b), which does not cancel as p nears 1.
                 let rest = g * (2.0 * w * lse + e) + k + constant;
                 let dz = probability * p_less_one + rest;
-                let slope = self.options.softcap.map_or(1.0, |c| 1.0 - (label.logit / c).powi(2));
-                dz * slope
+                dz * self.slope_at(label)
             },
         })
+    }
+}
+
+impl Kernel<'_> {
+    /// The derivative of the label's number by its logit.
+    fn slope_at(&self, label: Label) -> f64 {
+        let temperature = self.options.temperature;
+        let slope = |c: f64| 1.0 - (label.logit * temperature / c).powi(2);
+        self.options.softcap.map_or(1.0, slope) / temperature
     }
 }
 
@@ -703,6 +885,33 @@ pub(crate) struct TokenValues {
     loss: f64,
     logps: f64,
     pub(crate) lse: f64,
+}
+
+/// [`DistributionOutputs`] shared among tasks.
+struct SharedDistribution<'a> {
+    entropy: Shared<'a, f32>,
+    highest: Shared<'a, f32>,
+    argmax: Shared<'a, i32>,
+}
+
+impl SharedDistribution<'_> {
+    /// Writes what was found of `token`, if its logits were read.
+    ///
+    /// # Safety
+    /// No other task writes `token`.
+    unsafe fn write(&self, token: usize, found: Option<&whole::Found>, is_ignored: bool) {
+        let (entropy, highest, argmax) = match found {
+            None => (0.0, 0.0, -1),
+            Some(found) if found.lse().is_nan() => (f32::NAN, f32::NAN, -1),
+            Some(found) => (found.entropy() as f32, found.highest, found.argmax as i32),
+        };
+        // SAFETY: the caller alone has this token.
+        unsafe {
+            self.entropy.slice(token, 1)[0] = if is_ignored { 0.0 } else { entropy };
+            self.highest.slice(token, 1)[0] = highest;
+            self.argmax.slice(token, 1)[0] = argmax;
+        }
+    }
 }
 
 /// [`TokenOutputs`] checked and shared among tasks.

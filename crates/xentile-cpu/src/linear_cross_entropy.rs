@@ -74,6 +74,9 @@ pub struct Linear<'a> {
     launch: Launch<'a>,
     shape: LinearShape,
     columns: usize,
+    /// What logits are multiplied by as they are made: the reciprocal of the temperature, which `kernel`
+    /// knows nothing of.
+    scale: f32,
 }
 
 /// The tile tuned for operands of dtype `E` and `vocab` columns: the most tokens of a task where
@@ -115,8 +118,13 @@ impl<'a> Linear<'a> {
         if columns == 0 {
             return Err(Error::Tile { name: "columns" });
         }
+        options.validate()?;
+        // Logits are divided by the temperature as they are made, under a cap that is divided too.
+        let scale = (1.0 / options.temperature) as f32;
+        let softcap = options.softcap.map(|cap| cap * f64::from(scale));
+        let options = CrossEntropy { softcap, temperature: 1.0, ..options };
         let kernel = Kernel::with_unchecked_labels(options, shape.logits(), labels, launch)?;
-        Ok(Self { kernel, launch, shape, columns: columns.min(shape.vocab()) })
+        Ok(Self { scale, kernel, launch, shape, columns: columns.min(shape.vocab()) })
     }
 
     /// Fills what `outputs` asks for.
@@ -156,7 +164,7 @@ impl<'a> Linear<'a> {
         let ([hidden, weight, logits, sums, shifts], _) = layout.split(scratch)?;
         let places = [hidden, weight, logits, shifts];
         let work = Work::new(self, operands, places, gradients.weight, &mut []);
-        let cotangents = |token| cotangents.of(token);
+        let cotangents = |token| self.scaled(cotangents.of(token));
         let column_blocks = column_blocks(self.shape, self.columns);
         work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
@@ -197,7 +205,7 @@ impl<'a> Linear<'a> {
         }
         let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
         let cotangents = |token| match takes_part(token) {
-            true => [dloss[token].into(), 0.0, 0.0],
+            true => self.scaled([dloss[token].into(), 0.0, 0.0]),
             false => [0.0; 3],
         };
         work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
@@ -243,9 +251,17 @@ impl<'a> Linear<'a> {
     ) -> Result<()> {
         self.check_backward(operands, saved, cotangents, &gradients)?;
         let (work, column_blocks, sums) = self.keeping(operands, gradients.weight, scratch)?;
-        let cotangents = |token| cotangents.of(token);
+        let cotangents = |token| self.scaled(cotangents.of(token));
         work.gradients(&column_blocks, saved, &cotangents, gradients.hidden, sums, gradients.bias);
         Ok(())
+    }
+
+    /// Cotangents by which the gradient of divided logits is that of logits.
+    fn scaled(&self, cotangents: [f64; 3]) -> [f64; 3] {
+        match self.scale {
+            1.0 => cotangents,
+            scale => cotangents.map(|of| of * f64::from(scale)),
+        }
     }
 
     /// Checks that `bytes` of scratch are enough for a pass over elements `E`.
@@ -417,6 +433,10 @@ impl<'a, E: Element> Work<'a, E> {
                     *logit += bias;
                 }
             }
+        }
+        let scale = self.linear.scale;
+        if scale != 1.0 {
+            logits.iter_mut().for_each(|logit| *logit *= scale);
         }
     }
 

@@ -5,10 +5,15 @@ use std::fmt::Debug;
 use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
-use xentile::cross_entropy::reference::{TokenCotangents, TokenForward, forward, gradient};
+use xentile::cross_entropy::reference::{
+    TokenCotangents, TokenForward, distribution, forward, gradient,
+};
 use xentile::cross_entropy::{CrossEntropy, Reduction, TokenFactors};
 use xentile::{DType, Element, Labels, LogitsShape, Tile};
-use xentile_cpu::cross_entropy::{Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs};
+use xentile_cpu::cross_entropy::{
+    Cotangents, DistributionOutputs, EntropyCotangents, Kernel, Launch, Reduce, SavedLse,
+    TokenOutputs,
+};
 use xentile_cpu::{InOut, Isa, Threads};
 
 mod common;
@@ -120,7 +125,10 @@ impl<E: Element> Case<E> {
         // exp is 3 units off at most, once in the sum and once in the gradient, and a unit may be
         // twice as large, relative to the value, before a division as after it. A capped logit is a
         // few units off too, which exp makes a relative error.
-        let f32_ulps = 16.0 + 4.0 * self.options.softcap.unwrap_or(0.0);
+        // A temperature moves every distance from lse by half a unit.
+        let f32_ulps = 16.0
+            + 4.0 * self.options.softcap.unwrap_or(0.0)
+            + if self.options.is_tempered() { 32.0 } else { 0.0 };
         let mut judge = Judge { f32_ulps, ..Judge::default() };
         let mut losses = Vec::new();
         for (token, &label) in self.labels.iter().enumerate() {
@@ -136,7 +144,7 @@ impl<E: Element> Case<E> {
 
             let [g, h, k] = [0, 1, 2].map(|i| f64::from(self.cotangents[i][token]));
             let mut dz = vec![f64::NAN; z.len()];
-            let cotangents = TokenCotangents { loss: g, logps: h, lse: k };
+            let cotangents = TokenCotangents { loss: g, logps: h, lse: k, entropy: 0.0 };
             gradient(&self.options, &z, label, expected.lse, cotangents, &mut dz);
             let size =
                 (g * (1.0 + 2.0 * self.options.z_loss * expected.lse)).abs() + h.abs() + k.abs();
@@ -164,6 +172,65 @@ impl<E: Element> Case<E> {
         let expected = factors.reduce(losses);
         near(&format!("{what} mean"), results.mean as f32, expected, expected.abs().max(1.0));
         judge.finish(&what);
+    }
+
+    /// Holds what is said of the distribution to the reference, and the gradient with its cotangents.
+    fn check_distribution(&self, what: &str) {
+        let what = format!("{what} {} {} [{:?}]", E::DTYPE, self.isa, self.shape);
+        let pool = Threads::new(2).unwrap();
+        let launch = Launch { isa: self.isa, tile: self.tile, pool: &pool };
+        let labels = Labels::from(self.labels.as_slice());
+        let kernel =
+            Kernel::with_unchecked_labels(self.options, self.shape, labels, launch).unwrap();
+        let (t, vocab) = (self.shape.tokens(), self.shape.vocab());
+        let [mut lse, mut lse_low, mut entropy, mut highest] = [(); 4].map(|()| vec![POISON; t]);
+        let mut argmax = vec![-7; t];
+        let outputs = TokenOutputs {
+            lse: Some(&mut lse),
+            lse_low: Some(&mut lse_low),
+            ..TokenOutputs::default()
+        };
+        let of = DistributionOutputs {
+            entropy: &mut entropy,
+            highest: &mut highest,
+            argmax: &mut argmax,
+        };
+        kernel.distribution(&self.logits, outputs, of).unwrap();
+        let [g, h, q] = &self.cotangents;
+        let mut dlogits = self.logits.clone();
+        let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
+        let cotangents = Cotangents { loss: Some(g), logps: Some(h), lse: None };
+        let of_entropy = EntropyCotangents { entropy: &entropy, dentropy: q };
+        let in_place = InOut::InPlace(&mut dlogits[..]);
+        kernel.distribution_backward(in_place, saved, cotangents, of_entropy).unwrap();
+        for (token, &label) in self.labels.iter().enumerate() {
+            let what = format!("{what} token {token}");
+            let row = token * vocab..(token + 1) * vocab;
+            let z: Vec<f64> = self.logits[row.clone()].iter().map(|z| z.to_f64()).collect();
+            let (forward, expected) =
+                (forward(&self.options, &z, label), distribution(&self.options, &z));
+            near(&format!("{what} lse"), lse[token], forward.lse, forward.lse.abs().max(1.0));
+            let is_ignored = label == self.options.ignore_index;
+            let of_row = if is_ignored { 0.0 } else { expected.entropy };
+            near(&format!("{what} entropy"), entropy[token], of_row, of_row.max(1.0));
+            near(&format!("{what} highest"), highest[token], expected.highest, 1e-12);
+            assert_eq!(argmax[token], expected.argmax.map_or(-1, |at| at as i32), "{what}");
+            let [g, h, q] = [g, h, q].map(|of| f64::from(of[token]));
+            let of = TokenCotangents { loss: g, logps: h, lse: 0.0, entropy: q };
+            let mut dz = vec![f64::NAN; vocab];
+            gradient(&self.options, &z, label, forward.lse, of, &mut dz);
+            // z - lse + H cancels, and is as wrong as its largest term.
+            let size = g.abs() + h.abs() + q.abs() * (1.0 + of_row.abs());
+            let scale = 1.0 / self.options.temperature;
+            for (column, (actual, expected)) in dlogits[row].iter().zip(&dz).enumerate() {
+                let (actual, error) = (actual.to_f64(), (actual.to_f64() - expected).abs());
+                let bound = 2.0 * E::DTYPE.ulp(*expected) + 1e-6 * size * scale;
+                assert!(
+                    error <= bound || actual.is_nan() && expected.is_nan(),
+                    "{what} column {column}: {actual}, expected {expected}, bound {bound:e}"
+                );
+            }
+        }
     }
 
     /// What a loss may be wrong in proportion to: every term that it sums.
@@ -277,12 +344,53 @@ fn options_on_every_instruction_set() {
             CrossEntropy { label_smoothing: 1.0, ..base },
             CrossEntropy { z_loss: 1e-4, ..base },
             CrossEntropy { softcap: Some(30.0), ..base },
-            CrossEntropy { softcap: Some(2.0), z_loss: 0.1, label_smoothing: 0.2, ignore_index: 3 },
+            CrossEntropy {
+                softcap: Some(2.0),
+                z_loss: 0.1,
+                label_smoothing: 0.2,
+                ignore_index: 3,
+                temperature: 1.3,
+            },
+            CrossEntropy { temperature: 0.6, ..base },
         ];
         for options in all {
             for isa in Isa::available() {
                 let case = Case::<E>::new(&mut rng, 6, 1003, 4.0);
                 Case { isa, options, ..case }.check(&format!("{options:?}"));
+            }
+        }
+    }
+    for_each_dtype!(body);
+}
+
+#[test]
+fn distributions_on_every_instruction_set() {
+    fn body<E: Element>() {
+        let mut rng = common::fresh_rng("distributions");
+        let base = CrossEntropy::default();
+        let all = [
+            base,
+            CrossEntropy { temperature: 0.7, z_loss: 1e-3, ..base },
+            CrossEntropy { softcap: Some(4.0), temperature: 1.5, label_smoothing: 0.1, ..base },
+        ];
+        for (options, isa) in
+            all.into_iter().flat_map(|of| Isa::available().into_iter().map(move |isa| (of, isa)))
+        {
+            // Rows of less than a chunk, of a block and a bit, and of several with a larger one last.
+            for vocab in [1, 3, 1003, 3000] {
+                let mut case = Case::<E>::new(&mut rng, 9, vocab, 3.0);
+                case.logits[vocab - 1] = E::from_f32(50.0);
+                if vocab > 3 {
+                    // Ties, and masked entries.
+                    case.logits[vocab..][5..8].fill(E::from_f32(30.0));
+                    case.logits[2 * vocab..][..700].fill(E::from_f32(f32::NEG_INFINITY));
+                    case.labels[2] = vocab as i64 - 1;
+                }
+                case.logits[3 * vocab..4 * vocab].fill(E::from_f32(f32::NEG_INFINITY));
+                case.logits[5 * vocab - 1] = E::from_f32(f32::NAN);
+                (case.labels[5], case.labels[6]) = (-100, vocab as i64);
+                case.cotangents[2][7] = 0.0;
+                Case { isa, options, ..case }.check_distribution(&format!("{options:?}"));
             }
         }
     }

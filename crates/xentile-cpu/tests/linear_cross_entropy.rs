@@ -193,7 +193,7 @@ impl<E: Element> Case<E> {
             let cotangents = |token: usize| {
                 let [g, h, k] = self.cotangents.each_ref().map(|x| f64::from(x[token]));
                 let others = if is_fused { [0.0; 2] } else { [h, k] };
-                TokenCotangents { loss: g, logps: others[0], lse: others[1] }
+                TokenCotangents { loss: g, logps: others[0], lse: others[1], entropy: 0.0 }
             };
             let exact = gradients(&self.options, &checked, &tokens, cotangents);
             let size = pull_back(&checked, Factors::Magnitudes, |token, logits, bound| {
@@ -293,7 +293,13 @@ macro_rules! for_each_dtype {
 }
 
 fn some_options() -> CrossEntropy {
-    CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, softcap: Some(4.0), ignore_index: 0 }
+    CrossEntropy {
+        label_smoothing: 0.1,
+        z_loss: 1e-3,
+        softcap: Some(4.0),
+        ignore_index: 0,
+        temperature: 1.0,
+    }
 }
 
 #[test]
@@ -360,7 +366,8 @@ fn logits_of_any_spread() {
                 some_options(),
                 CrossEntropy { softcap: None, ..some_options() },
                 CrossEntropy { softcap: Some(30.0), ..CrossEntropy::default() },
-            ][rng.random_range(0..3)];
+                CrossEntropy { temperature: 1.25, ..some_options() },
+            ][rng.random_range(0..4)];
             case.check(&what);
         }
         for height in [38.0, 300.0] {

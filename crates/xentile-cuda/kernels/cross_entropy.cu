@@ -1,8 +1,10 @@
 // The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
-// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all.
+// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all; `any` has a
+// temperature too, and what is said of the distribution.
 #include "cross_entropy.cuh"
 #include "flat.cuh"
 #include "plain.cuh"
+#include "whole.cuh"
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "packed.cuh"
 #include "ring.cuh"
@@ -41,6 +43,19 @@ using namespace xentile;
     flat<E, smooth, capped>(a);                                 \
   }
 
+// Of every option, and of what is said of the distribution.
+#define WHOLE(name, Name, dtype, E, variant, smooth, capped)                    \
+  extern "C" __global__ void __launch_bounds__(kWholeThreads, 4)                \
+      cross_entropy_whole_forward_##dtype##_##variant(                          \
+          const __grid_constant__ CrossEntropyArguments a) {                    \
+    WholeForward<E>(a).run();                                                   \
+  }                                                                             \
+  extern "C" __global__ void __launch_bounds__(kFlatThreads, 8)                 \
+      cross_entropy_whole_backward_##dtype##_##variant(                         \
+          const __grid_constant__ CrossEntropyArguments a) {                    \
+    flat<E, smooth, capped, WholeGradient>(a);                                  \
+  }
+
 #define FOR_EACH_DTYPE(KERNEL, name, Name, variant, smooth, capped) \
   KERNEL(name, Name, bf16, __nv_bfloat16, variant, smooth, capped)  \
   KERNEL(name, Name, f16, __half, variant, smooth, capped)          \
@@ -54,6 +69,7 @@ using namespace xentile;
 FOR_EACH_DTYPE(FLAT, backward, Backward, basic, false, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, smooth, true, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, capped, true, true)
+FOR_EACH_DTYPE(WHOLE, , , any, false, false)
 FOR_EACH_PASS(PLAIN, smooth, true, false)
 FOR_EACH_PASS(PLAIN, capped, true, true)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -59,6 +59,13 @@ struct CrossEntropyArguments {
   // The packed schedule's: lanes of a row, and whether rows are whole vectors.
   uint32_t lanes;
   uint32_t whole_vectors;
+  // What whole.cuh alone knows of: outputs and what they are made from may be null.
+  double temperature;
+  float* entropy;
+  float* highest;
+  int32_t* argmax;
+  const float* saved_entropy;
+  const float* dentropy;
 };
 
 inline constexpr float kLog2E = 1.44269504f;
@@ -510,6 +517,24 @@ __device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, cons
 struct RowGradient {
   float c, factor, offset;
   float at_p;  // what multiplies p: g*(1 + 2*w*lse) - h + k
+
+  // For flat.cuh, which other gradients go by as well: what all rows have, and what is known of one.
+  using Common = Cap;
+
+  template <bool kCap>
+  __device__ static Cap common(const CrossEntropyArguments& a) {
+    return Cap(kCap ? a.softcap : 1.0);
+  }
+
+  __device__ static Token describe(const CrossEntropyArguments& a, int64_t index) {
+    return describe_saved(a, index);
+  }
+
+  template <bool kSmooth, class Row>
+  __device__ static RowGradient of_row(const CrossEntropyArguments& a, const Row& row,
+                                       const Cap&) {
+    return of<kSmooth>(a, row.token);
+  }
 
   // From the sums of the row.
   template <bool kSmooth>

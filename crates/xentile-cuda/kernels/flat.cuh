@@ -16,15 +16,15 @@ inline constexpr uint32_t kFlatThreads = 64;
 // Vectors of a thread that are under way at once.
 inline constexpr uint32_t kFlatBatch = 16;
 
-template <class E, bool kSmooth, bool kCap>
+template <class E, bool kSmooth, bool kCap, class Gradient = RowGradient>
 struct Flat {
   static constexpr uint32_t kPer = kPerVector<E>;
 
   const CrossEntropyArguments& a;
-  const Cap cap;
+  const typename Gradient::Common cap;
 
   __device__ explicit Flat(const CrossEntropyArguments& arguments)
-      : a(arguments), cap(kCap ? arguments.softcap : 1.0) {}
+      : a(arguments), cap(Gradient::template common<kCap>(arguments)) {}
 
   __device__ static void load(uint4 (&batch)[kFlatBatch], const Row<E>& row, const uint4* from,
                               uint32_t start, uint32_t end) {
@@ -53,7 +53,7 @@ struct Flat {
     // Before anything is computed that the loads could wait for.
     uint4 batch[kFlatBatch];
     load(batch, row, from, first, end);
-    const RowGradient gradient = RowGradient::of<kSmooth>(a, row.token);
+    const Gradient gradient = Gradient::template of_row<kSmooth>(a, row, cap);
     const uint32_t label_at = row.place();
     for (uint32_t start = first; start < end;) {
 #pragma unroll
@@ -78,7 +78,7 @@ struct Flat {
     }
   }
 
-  __device__ __noinline__ E at_the_label(const Token& token, const RowGradient& gradient,
+  __device__ __noinline__ E at_the_label(const Token& token, const Gradient& gradient,
                                          float x) const {
     return from_float<E>(gradient.template at_the_label<kCap>(a, token, x, cap, token.saved()));
   }
@@ -90,7 +90,7 @@ struct Flat {
          first += step) {
       const int64_t end = min(first + a.time_block, a.tokens);
       for (int64_t index = first; index < end; ++index) {
-        tile(Row<E>::of(a, index, describe_saved(a, index)), begin, begin + a.chunk_vectors);
+        tile(Row<E>::of(a, index, Gradient::describe(a, index)), begin, begin + a.chunk_vectors);
       }
     }
   }
@@ -98,9 +98,9 @@ struct Flat {
 
 // The kernel. CTAs are tiles by blocks of tokens, of which those that are too many for a grid are
 // taken in turns.
-template <class E, bool kSmooth, bool kCap>
+template <class E, bool kSmooth, bool kCap, class Gradient = RowGradient>
 __device__ inline void flat(const CrossEntropyArguments& a) {
-  Flat<E, kSmooth, kCap>(a).run();
+  Flat<E, kSmooth, kCap, Gradient>(a).run();
 }
 
 }  // namespace xentile

@@ -5,7 +5,8 @@
 //! (kernels/ring.cuh). Rows of small vocabularies come several to a CTA (kernels/packed.cuh), in every
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
-//! (kernels/flat.cuh). [`plan`] chooses.
+//! (kernels/flat.cuh). [`plan`] chooses. A temperature, and what is said of the distribution, have kernels
+//! of their own (kernels/whole.cuh); a fused pass with a temperature is the other two, one after the other.
 
 mod arguments;
 pub mod plan;
@@ -52,13 +53,17 @@ pub(crate) enum Variant {
     Basic,
     /// No softcap.
     Smooth,
-    /// All.
+    /// All but a temperature.
     Capped,
+    /// Any option, and what is said of the distribution.
+    Any,
 }
 
 impl Variant {
     pub(crate) fn of(options: &CrossEntropy) -> Self {
-        if options.softcap.is_some() {
+        if options.is_tempered() {
+            Self::Any
+        } else if options.softcap.is_some() {
             Self::Capped
         } else if options.label_smoothing != 0.0 {
             Self::Smooth
@@ -72,6 +77,7 @@ impl Variant {
             Self::Basic => "basic",
             Self::Smooth => "smooth",
             Self::Capped => "capped",
+            Self::Any => "any",
         }
     }
 }
@@ -122,6 +128,26 @@ impl TokenOutputs {
         let (loss, logps, lse, lse_low) = (from(loss), from(logps), from(lse), from(lse_low));
         Self { loss, logps, lse, lse_low, zero_idle }
     }
+}
+
+/// Where what is said of each token's distribution goes on a GPU, each `[T]`.
+#[derive(Clone, Copy, Debug)]
+pub struct DistributionOutputs {
+    /// `entropy`, f32: 0 for ignored tokens.
+    pub entropy: *mut f32,
+    /// `highest`, f32.
+    pub highest: *mut f32,
+    /// `argmax`: -1 over a row with no finite sum, and where its logits are not read.
+    pub argmax: *mut i32,
+}
+
+/// What the gradient of entropies takes, each `[T]` in f32 on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct EntropyCotangents {
+    /// [`DistributionOutputs::entropy`].
+    pub entropy: *const f32,
+    /// The cotangents of it.
+    pub dentropy: *const f32,
 }
 
 /// What a forward pass leaves for the backward pass, each `[T]` in f32 on a GPU.
@@ -228,7 +254,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
         // SAFETY: passed on from this function's contract.
-        Ok(unsafe { self.ready(pass, stream) }?.plan.tile(self.dtype))
+        Ok(unsafe { self.ready(pass, self.variant(), stream) }?.plan.tile(self.dtype))
     }
 
     /// Loads what `pass` runs, so that the call has only to launch it.
@@ -239,8 +265,82 @@ impl Kernel {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+        let variant = self.variant();
+        if variant == Variant::Any && pass == Pass::Fused {
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                self.ready(Pass::Forward, variant, stream)?;
+                return self.ready(Pass::Backward, variant, stream).map(drop);
+            }
+        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, stream) }.map(drop)
+        unsafe { self.ready(pass, variant, stream) }.map(drop)
+    }
+
+    /// As [`load`](Self::load), for [`distribution`](Self::distribution) and
+    /// [`distribution_backward`](Self::distribution_backward).
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load_distribution(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.ready(pass, Variant::Any, stream) }.map(drop)
+    }
+
+    /// What the options ask for.
+    fn variant(&self) -> Variant {
+        Variant::of(&self.options)
+    }
+
+    /// As [`forward`](Self::forward), and fills `distribution` too.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn distribution(
+        &self,
+        stream: *mut c_void,
+        logits: *const c_void,
+        labels: Labels,
+        outputs: TokenOutputs,
+        distribution: DistributionOutputs,
+    ) -> Result<()> {
+        check_alignment("logits", logits)?;
+        let DistributionOutputs { entropy, highest, argmax } = distribution;
+        let arguments = self.arguments(logits, labels).with_outputs(outputs);
+        let arguments = Arguments { entropy, highest, argmax, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Forward, Variant::Any, stream, arguments) }
+    }
+
+    /// As [`backward`](Self::backward), with the gradient for cotangents of the entropies too.
+    ///
+    /// # Errors
+    /// As those of [`backward`](Self::backward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn distribution_backward(
+        &self,
+        stream: *mut c_void,
+        (logits, dlogits): (*const c_void, *mut c_void),
+        labels: Labels,
+        saved: SavedLse,
+        cotangents: Cotangents,
+        of_entropy: EntropyCotangents,
+    ) -> Result<()> {
+        check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
+        let EntropyCotangents { entropy: saved_entropy, dentropy } = of_entropy;
+        let arguments = self.arguments(logits, labels);
+        let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
+        let arguments = Arguments { saved_entropy, dentropy, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Backward, Variant::Any, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for.
@@ -261,7 +361,7 @@ impl Kernel {
         check_alignment("logits", logits)?;
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, stream, arguments) }
+        unsafe { self.launch(Pass::Forward, self.variant(), stream, arguments) }
     }
 
     /// Has `stream` write the gradient for `cotangents` to `dlogits` `[T, V]`, which may be `logits`.
@@ -283,7 +383,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels);
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, stream, arguments) }
+        unsafe { self.launch(Pass::Backward, self.variant(), stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for, and write the gradient for cotangents `dloss` `[T]`
@@ -306,8 +406,24 @@ impl Kernel {
     ) -> Result<()> {
         check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
+        let arguments = arguments.with_outputs(outputs);
+        let variant = self.variant();
+        if variant == Variant::Any {
+            let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
+            if saved.lse.is_null() || saved.lse_low.is_null() {
+                return Err(Error::NoLse);
+            }
+            let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
+            let backward =
+                self.arguments(logits, labels).with_cotangents(dlogits, saved, cotangents);
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                self.launch(Pass::Forward, variant, stream, arguments)?;
+                return self.launch(Pass::Backward, variant, stream, backward);
+            }
+        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Fused, stream, arguments.with_outputs(outputs)) }
+        unsafe { self.launch(Pass::Fused, variant, stream, arguments) }
     }
 
     /// Bytes of the logits.
@@ -354,17 +470,29 @@ impl Kernel {
             pieces_of_a_column: 1,
             lanes: 0,
             whole_vectors: 0,
+            temperature: self.options.temperature,
+            entropy: null_mut(),
+            highest: null_mut(),
+            argmax: null_mut(),
+            saved_entropy: null(),
+            dentropy: null(),
         }
     }
 
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context, and `arguments` suit it.
-    unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: Arguments) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        pass: Pass,
+        variant: Variant,
+        stream: RawStream,
+        arguments: Arguments,
+    ) -> Result<()> {
         if self.shape.tokens() == 0 {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let Ready { code, plan, most } = unsafe { self.ready(pass, stream) }?;
+        let Ready { code, plan, most } = unsafe { self.ready(pass, variant, stream) }?;
         let tokens = self.shape.tokens();
         let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
         let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
@@ -404,7 +532,13 @@ impl Kernel {
                 let extent = extent_of(flat.tiles, arguments::FLAT_THREADS);
                 (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
-            Plan::Plain => (extent_of(at_most(blocks(1)), arguments::PLAIN_THREADS), arguments),
+            Plan::Plain => {
+                let threads = match variant {
+                    Variant::Any => arguments::WHOLE_THREADS,
+                    _ => arguments::PLAIN_THREADS,
+                };
+                (extent_of(at_most(blocks(1)), threads), arguments)
+            }
         };
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(code, extent, stream, &arguments) }
@@ -414,7 +548,7 @@ impl Kernel {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, pass: Pass, variant: Variant, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let room = plan::room(device.limits(), self.shape.tokens());
@@ -422,7 +556,7 @@ impl Kernel {
             device: device.number(),
             pass,
             dtype: self.dtype,
-            variant: Variant::of(&self.options),
+            variant,
             vocab: self.shape.vocab(),
             is_whole: [self.part.stride, self.part.vocab] == [self.shape.vocab(); 2],
             room,
@@ -440,7 +574,18 @@ impl Kernel {
         let Key { vocab, is_whole, room, .. } = *key;
         let shape = Shape { pass: key.pass, dtype, vocab, is_whole, room };
         let mut plan = plan::choose(device, shape, self.time_block, self.block_size);
+        if key.variant == Variant::Any {
+            plan = match key.pass {
+                // No rows are packed there.
+                Pass::Backward => {
+                    let shape = Shape { is_whole: false, ..shape };
+                    plan::choose(device, shape, self.time_block, self.block_size)
+                }
+                _ => Plan::Plain,
+            };
+        }
         let load = |schedule: &str, variant: Variant| {
+            let schedule = if variant == Variant::Any { "whole" } else { schedule };
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
             unsafe { library::kernel(&name, device, stream) }
@@ -489,7 +634,11 @@ impl Kernel {
             other => other,
         };
         let code = load("plain", variant)?;
-        let most = device.limits().multiprocessors * plan::PLAIN_CTAS;
+        let ctas = match variant {
+            Variant::Any => WHOLE_CTAS,
+            _ => plan::PLAIN_CTAS,
+        };
+        let most = device.limits().multiprocessors * ctas;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
 }
@@ -538,6 +687,9 @@ struct Ready {
     /// multiprocessors for the packed one.
     most: u32,
 }
+
+/// CTAs of kernels/whole.cuh that a multiprocessor has room for.
+const WHOLE_CTAS: u32 = 4;
 
 /// Rows of CTAs that a launch may have.
 const GRID_ROWS: u32 = 65_535;

@@ -38,6 +38,18 @@ pub enum Error {
         /// The oldest that will do.
         needed: i32,
     },
+    /// A fused pass with a temperature that leaves no lse.
+    #[error("lse and lse_low are not asked for; the fused pass needs them beside a temperature")]
+    NoLse,
+    /// A temperature where there is none.
+    #[error(
+        "the temperature is {temperature}; the kernels of linear cross-entropy here take 1 alone: \
+         make logits by chunks, and give them to those of cross-entropy"
+    )]
+    Temperature {
+        /// What was asked for.
+        temperature: f64,
+    },
     /// There is no GPU, or none that this process may see.
     #[error(
         "the CUDA driver finds no GPU; the kernels here need one (is CUDA_VISIBLE_DEVICES set?)"

@@ -679,6 +679,7 @@ mod tests {
             label_smoothing: 0.0,
             z_loss: 0.0,
             softcap: None,
+            temperature: 1.0,
         },
     };
 

@@ -146,6 +146,7 @@ impl<E: Element> Problem<E> {
             label_smoothing: if rng.random_range(0..3) == 0 { 0.1 } else { 0.0 },
             z_loss: 1e-3,
             softcap: (rng.random_range(0..3) == 0).then_some(5.0),
+            temperature: 1.0,
         };
         let mut numbers = |count: usize, scale: f64| -> Vec<E> {
             (0..count).map(|_| E::from_f64((rng.random::<f64>() - 0.5) * scale)).collect()
@@ -176,6 +177,7 @@ impl<E: Element> Problem<E> {
                 loss: of(token, 0),
                 logps: of(token, 1),
                 lse: of(token, 2),
+                entropy: 0.0,
             }),
             reference::gradients(&options, &operands, &outputs, |token| TokenCotangents {
                 loss: of(token, 0),

@@ -33,6 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             label_smoothing: take("label_smoothing").map_or(Ok(0.0), str::parse)?,
             z_loss: take("z_loss").map_or(Ok(0.0), str::parse)?,
             softcap: take("softcap").map(str::parse).transpose()?,
+            temperature: take("temperature").map_or(Ok(1.0), str::parse)?,
         },
         time_block: take("time_block").map(str::parse).transpose()?,
         block_size: take("block_size").map(str::parse).transpose()?,

@@ -87,6 +87,10 @@ struct XLA_FFI_Error* xentile_activation_backward_host(struct XLA_FFI_CallFrame*
 struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_forward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_host(
@@ -137,6 +141,14 @@ struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda(
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_frame);

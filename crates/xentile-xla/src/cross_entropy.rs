@@ -25,6 +25,7 @@ impl<'a> Parameter<'a> for Options {
             label_smoothing: decoder.parameter("label_smoothing")?,
             z_loss: decoder.parameter("z_loss")?,
             softcap: decoder.parameter("softcap")?,
+            temperature: decoder.parameter::<Option<f64>>("temperature")?.unwrap_or(1.0),
         };
         contract.validate().map_err(|error| invalid(format_args!("attribute {error}")))?;
         Ok(Self {

@@ -8,7 +8,8 @@ use rand_chacha::ChaCha8Rng;
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{Labels, LogitsShape, Tile};
 use xentile_cpu::cross_entropy::{
-    Cotangents, Kernel, Launch, SavedLse, TokenOutputs, default_tile,
+    Cotangents, DistributionOutputs, EntropyCotangents, Kernel, Launch, SavedLse, TokenOutputs,
+    default_tile,
 };
 use xentile_cpu::scale::scale;
 use xentile_cpu::{InOut, Isa, Threads};
@@ -129,6 +130,9 @@ impl<E: Element> Problem<E> {
         if let Some(softcap) = options.softcap {
             call = call.scalar("softcap", softcap);
         }
+        if options.is_tempered() {
+            call = call.scalar("temperature", options.temperature);
+        }
         for (name, extent) in ["time_block", "block_size"].into_iter().zip(self.tile) {
             if let Some(extent) = extent {
                 call = call.scalar(name, extent);
@@ -160,6 +164,20 @@ impl<E: Element> Problem<E> {
         self.attributes(call(arguments, results), Some(every_token))
     }
 
+    fn distribution(&self) -> Call {
+        let mut results: Vec<_> = (0..6).map(|_| self.tokenwise()).collect();
+        results.push(Array::new(DType::S32, &self.leading));
+        self.attributes(call(vec![self.logits(), self.labels(true)], results), Some(true))
+    }
+
+    fn distribution_backward(&self, saved: [&[f32]; 3]) -> Call {
+        let [g, h, k] = self.cotangents.each_ref().map(|values| self.floats(values));
+        let mut arguments = vec![self.logits(), self.labels(true)];
+        arguments.extend(saved.map(|values| self.floats(values)));
+        arguments.extend([g, h, k, self.floats(&self.cotangents[1])]);
+        self.attributes(call(arguments, vec![self.dlogits()]), None)
+    }
+
     fn with_kernel(&self, body: impl FnOnce(Kernel<'_>)) {
         let pool = Threads::new(1).unwrap();
         let tuned = default_tile::<E>(self.shape.vocab());
@@ -173,8 +191,51 @@ impl<E: Element> Problem<E> {
         body(Kernel::with_unchecked_labels(self.options, self.shape, labels, launch).unwrap());
     }
 
+    /// The handlers of distributions against the kernel, bit for bit.
+    fn check_distribution(&self) {
+        let tokens = self.shape.tokens();
+        self.with_kernel(|kernel| {
+            let mut native = [(); 6].map(|()| vec![7.0_f32; tokens]);
+            let mut argmax = vec![7_i32; tokens];
+            let [loss, logps, lse, lse_low, entropy, highest] = native.each_mut();
+            let outputs = TokenOutputs {
+                loss: Some(loss),
+                logps: Some(logps),
+                lse: Some(lse),
+                lse_low: Some(lse_low),
+                zero_idle: false,
+            };
+            let of = DistributionOutputs { entropy, highest, argmax: &mut argmax };
+            kernel.distribution(&self.logits, outputs, of).unwrap();
+            let mut forward = self.distribution();
+            forward.call(handler("xentile_cross_entropy_distribution")).unwrap();
+            for (result, native) in forward.results.iter_mut().zip(&native) {
+                same_bits("distribution", &result.values::<f32>(), native);
+            }
+            assert_eq!(forward.results[6].values::<i32>(), argmax);
+
+            let [_, _, lse, lse_low, entropy, _] = &native;
+            let mut dlogits = self.logits.clone();
+            let [g, h, k] = &self.cotangents;
+            kernel
+                .distribution_backward(
+                    InOut::InPlace(&mut dlogits),
+                    SavedLse { lse, lse_low: Some(lse_low) },
+                    Cotangents { loss: Some(g), logps: Some(h), lse: Some(k) },
+                    EntropyCotangents { entropy, dentropy: h },
+                )
+                .unwrap();
+            let backward = || self.distribution_backward([lse, lse_low, entropy]);
+            for mut backward in [backward(), in_place(backward(), 0, 0)] {
+                backward.call(handler("xentile_cross_entropy_distribution_backward")).unwrap();
+                same_bits("backward", &backward.results[0].values::<E>(), &dlogits);
+            }
+        });
+    }
+
     /// Every handler against the kernel, bit for bit.
     fn check(&self) {
+        self.check_distribution();
         let tokens = self.shape.tokens();
         self.with_kernel(|kernel| {
             for (narrow, every_token) in
@@ -337,6 +398,10 @@ fn right(target: &str) -> Call {
         "xentile_cross_entropy_forward" => problem.forward(true, true),
         "xentile_cross_entropy_backward" => problem.backward(true, &[0.0; 6], &[0.0; 6]),
         "xentile_cross_entropy_fused" => problem.fused(true, true),
+        "xentile_cross_entropy_distribution" => problem.distribution(),
+        "xentile_cross_entropy_distribution_backward" => {
+            problem.distribution_backward([&[0.0; 6]; 3])
+        }
         "xentile_scale" => call(
             vec![Array::new(DType::Bf16, &[2, 3, 5]), Array::of(&[2, 3], &[0.5_f32; 6])],
             vec![Array::new(DType::Bf16, &[2, 3, 5])],
@@ -357,6 +422,17 @@ fn names(target: &str) -> (&'static [&'static str], &'static [&'static str]) {
         "xentile_cross_entropy_fused" => {
             (&["logits", "labels", "dloss"], &["loss", "lse", "lse_low", "dlogits"])
         }
+        "xentile_cross_entropy_distribution" => (
+            &["logits", "labels"],
+            &["loss", "logps", "lse", "lse_low", "entropy", "highest", "argmax"],
+        ),
+        "xentile_cross_entropy_distribution_backward" => (
+            &[
+                "logits", "labels", "lse", "lse_low", "entropy", "dloss", "dlogps", "dlse",
+                "dentropy",
+            ],
+            &["dlogits"],
+        ),
         "xentile_scale" => (&["x", "factor"], &["scaled"]),
         _ => panic!("{target} has no names here"),
     }
@@ -413,6 +489,11 @@ fn operand(call: &mut Call, result: bool, index: usize) -> &mut Box<Array> {
     if result { &mut call.results[index] } else { &mut call.arguments[index] }
 }
 
+/// Whether a target gives nothing of the shape of its logits.
+fn is_forward(target: &str) -> bool {
+    target.ends_with("forward") || target.ends_with("distribution")
+}
+
 #[test]
 fn wrong_shapes_are_refused_by_name() {
     for target in targets() {
@@ -431,7 +512,7 @@ fn wrong_shapes_are_refused_by_name() {
             for dims in wrong {
                 let reason = match name {
                     // Its shape is what others are held to, and another one fits a forward pass.
-                    "logits" if dims[..] == [2, 3, 6] && target.contains("forward") => continue,
+                    "logits" if dims[..] == [2, 3, 6] && is_forward(target) => continue,
                     "logits" | "x" => String::from("` has shape ["),
                     _ => format!("`{name}` has shape {dims:?}; it must be "),
                 };
@@ -486,7 +567,7 @@ fn wrong_dtypes_are_refused_by_name() {
                 let last = names(target).1.last().unwrap();
                 let [named, value] = match (name, dtype) {
                     ("labels", DType::S64) => continue,
-                    ("logits", DType::F16) if target.contains("forward") => continue,
+                    ("logits", DType::F16) if is_forward(target) => continue,
                     // f16 is right, and the result is what must be f16 too.
                     ("logits" | "x", DType::F16) => [last, "has dtype bf16; it must be f16"],
                     _ => [name, &*format!("has dtype {dtype}; it must be ")],
@@ -560,7 +641,7 @@ fn wrong_attributes_are_refused_by_name() {
             let reason = format!("attribute `{name}` is u8; it must be");
             refused(target, |call| set(call, name, 1_u8), &[&reason]);
         }
-        for name in ["softcap", "time_block", "block_size"] {
+        for name in ["softcap", "temperature", "time_block", "block_size"] {
             let reason = format!("attribute `{name}` is f32; it must be");
             refused(target, |call| set(call, name, 1_f32), &[&reason]);
         }
@@ -574,6 +655,7 @@ fn wrong_attributes_are_refused_by_name() {
             ("label_smoothing", &[2.0, -0.1, f64::NAN, f64::INFINITY][..]),
             ("z_loss", &[-1e-4, f64::NAN, f64::INFINITY]),
             ("softcap", &[0.0, -3.0, f64::NAN, f64::INFINITY]),
+            ("temperature", &[0.0, -1.0, f64::NAN, f64::INFINITY]),
         ] {
             for &value in values {
                 let reason = format!("attribute {name} is {value}; it must be ");
@@ -597,6 +679,7 @@ fn memory_shared_in_part_is_refused() {
     for (target, result) in [
         ("xentile_cross_entropy_backward", 0),
         ("xentile_cross_entropy_fused", 3),
+        ("xentile_cross_entropy_distribution_backward", 0),
         ("xentile_scale", 0),
     ] {
         for entry in every_handler(target) {

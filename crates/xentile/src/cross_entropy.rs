@@ -2,7 +2,8 @@
 //!
 //! For one token, `z` is its row of logits in at least f32, `y` its label, `V` the vocabulary:
 //!
-//! - with softcap, `z <- c * tanh(z / c)` first;
+//! - with softcap, `z <- c * tanh(z / c)` first, and then `z <- z / t` with `t = temperature`, above 0
+//!   (Hinton et al., 2015): all that follows is of the distribution at that temperature;
 //! - `lse = logsumexp(z)`;
 //! - `per_token_logps = z_y - lse`: no smoothing, no z-loss;
 //! - `per_token_loss = (1 - e) * (lse - z_y) + e * (lse - mean_v z_v) + w * lse^2`, with
@@ -10,7 +11,23 @@
 //!   Chowdhery et al., 2022);
 //! - for cotangents `g` of the loss, `h` of logps and `k` of lse, the gradient is
 //!   `dz_v = g * ((1 + 2 * w * lse) * p_v - (1 - e) * [v = y] - e / V) + h * ([v = y] - p_v) + k * p_v`
-//!   with `p = softmax(z)`, times `1 - (z_v / c)^2` with softcap.
+//!   with `p = softmax(z)`, times `1 / t`, and times `1 - tanh^2` with softcap.
+//!
+//! Logits scaled by `1 / t` under a cap of `c / t` are the same numbers as those capped by `c` and divided
+//! by `t`: `(c / t) * tanh((z / t) / (c / t))`. So kernels have one factor for it.
+//!
+//! # The distribution
+//!
+//! Some callers want to know of the predicted distribution itself:
+//!
+//! - `entropy = -sum_v p_v ln p_v = lse - sum_v p_v z_v`, in nats (Shannon, 1948), where an entry with
+//!   `p_v = 0`, masked ones among them, adds 0. Its gradient comes of `dp_v / dz_u = p_v ([u = v] - p_u)`:
+//!   `d entropy / dz_u = p_u - p_u - p_u (z_u - sum_v p_v z_v)`, and with `sum_v p_v z_v = lse - entropy`
+//!   that is `-p_u * (z_u - lse + entropy)`. A cotangent `q` of it adds `q` times that to `dz_u`, before the
+//!   factors of temperature and softcap. It is 0 for ignored tokens and NaN over a row with no finite sum;
+//! - `argmax`, the first column with the largest logit as it was given, before softcap and temperature,
+//!   which keep the order but may round two to one, and `highest`, that logit. A row with no finite sum
+//!   has none. A token is **correct** where its label is the `argmax`. Neither has a derivative.
 //!
 //! Four kinds of token are special:
 //!
@@ -46,7 +63,12 @@
 //!   `g * (1 + 2 * w * lse - e / n) - h + k` without,
 //!
 //! which gives its columns of the whole's gradient: `g' - h' + k'` is the coefficient of `p_v` above, `h'` that
-//! of `[v = y]`, and `-g' / (V / n)` the constant. [`parts`] is the same in float64.
+//! of `[v = y]`, and `-g' / (V / n)` the constant.
+//!
+//! Of entropies `H_i` of parts, with `w_i = exp(d_i) / s`, the whole's is `ln s - sum_i w_i (d_i - H_i)`, one
+//! more sum; and a part's gradient for a cotangent of it is as above, with the whole's lse and entropy. The
+//! whole's `argmax` is that of the first part whose `highest` is the largest of all. [`parts`] is the same in
+//! float64.
 
 #[cfg(feature = "operation")]
 mod draw;
@@ -59,6 +81,9 @@ pub(crate) mod trained;
 
 use crate::{Error, Labels, LogitsShape, Result};
 
+/// The least temperature; its reciprocal is the largest.
+const LEAST_TEMPERATURE: f64 = 1.0 / (1_u64 << 40) as f64;
+
 /// The options of cross-entropy, the same for every backend.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CrossEntropy {
@@ -70,11 +95,19 @@ pub struct CrossEntropy {
     pub z_loss: f64,
     /// `c`, the bound of `c * tanh(z / c)`, above 0.
     pub softcap: Option<f64>,
+    /// `t`, which logits are divided by after softcap, above 0.
+    pub temperature: f64,
 }
 
 impl Default for CrossEntropy {
     fn default() -> Self {
-        Self { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0, softcap: None }
+        Self {
+            ignore_index: -100,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            softcap: None,
+            temperature: 1.0,
+        }
     }
 }
 
@@ -102,18 +135,35 @@ impl CrossEntropy {
         if !(self.z_loss >= 0.0 && self.z_loss.is_finite()) {
             return wrong("z_loss", self.z_loss, "finite and at least 0");
         }
-        match self.softcap {
-            Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
-                wrong("softcap", cap, "finite and above 0, or absent")
-            }
-            _ => Ok(()),
+        if let Some(cap) = self.softcap
+            && !(cap > 0.0 && cap.is_finite())
+        {
+            return wrong("softcap", cap, "finite and above 0, or absent");
         }
+        // Kernels take the reciprocal in f32.
+        if !(self.temperature >= LEAST_TEMPERATURE && self.temperature <= 1.0 / LEAST_TEMPERATURE) {
+            return wrong("temperature", self.temperature, "in [2^-40, 2^40]");
+        }
+        Ok(())
     }
 
-    /// `z`, under the cap where there is one.
+    /// Whether logits are divided by anything.
+    #[must_use]
+    pub fn is_tempered(&self) -> bool {
+        self.temperature != 1.0
+    }
+
+    /// `z`, under the cap where there is one, over the temperature.
     #[must_use]
     pub fn cap(&self, z: f64) -> f64 {
-        self.softcap.map_or(z, |c| c * (z / c).tanh())
+        self.softcap.map_or(z, |c| c * (z / c).tanh()) / self.temperature
+    }
+
+    /// The derivative of [`Self::cap`] at `z`.
+    #[must_use]
+    pub fn slope(&self, z: f64) -> f64 {
+        // 1 - tanh^2 = sech^2, which does not cancel near saturation.
+        self.softcap.map_or(1.0, |c| (z / c).cosh().powi(-2)) / self.temperature
     }
 
     /// What `label` means for a token of `vocab` columns.
@@ -233,6 +283,10 @@ mod tests {
         assert!(refuse(CrossEntropy { label_smoothing: f64::NAN, ..base }).contains("NaN"));
         assert!(refuse(CrossEntropy { z_loss: -1e-4, ..base }).starts_with("z_loss is -0.0001"));
         assert!(refuse(CrossEntropy { softcap: Some(0.0), ..base }).starts_with("softcap is 0;"));
+        for temperature in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let message = refuse(CrossEntropy { temperature, ..base });
+            assert!(message.starts_with("temperature is ") && message.contains("; it must be in"));
+        }
     }
 
     #[test]

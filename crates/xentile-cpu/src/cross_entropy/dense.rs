@@ -78,7 +78,7 @@ impl<E: Element> Dense<'_, E> {
                 Target::OutOfRange => return dlogits.fill(E::from_f32(f32::NAN)),
             };
             let (e, w) = (self.options.label_smoothing as f32, self.options.z_loss as f32);
-            let TokenCotangents { loss, logps, lse: of_lse } = cotangents[token];
+            let TokenCotangents { loss, logps, lse: of_lse, .. } = cotangents[token];
             let [g, h, k] = [loss, logps, of_lse].map(|cotangent| cotangent as f32);
             let slope = g * (1.0 + 2.0 * w * lse) - h + k;
             let constant = g * e / self.vocab as f32;
@@ -86,9 +86,12 @@ impl<E: Element> Dense<'_, E> {
             for (v, (dz, &p)) in dlogits.iter_mut().zip(probabilities).enumerate() {
                 let hit = if v == label { g * (1.0 - e) - h } else { 0.0 };
                 let mut gradient = slope * p - constant - hit;
+                let temperature = self.options.temperature as f32;
                 if let Some(cap) = self.options.softcap {
-                    gradient *= 1.0 - (self.capped(self.logits[row + v]) / cap as f32).powi(2);
+                    let z = self.capped(self.logits[row + v]) * temperature;
+                    gradient *= 1.0 - (z / cap as f32).powi(2);
                 }
+                gradient /= temperature;
                 *dz = E::from_f32(gradient);
             }
         });
@@ -96,7 +99,8 @@ impl<E: Element> Dense<'_, E> {
 
     fn capped(&self, logit: E) -> f32 {
         let z = logit.to_f32();
-        self.options.softcap.map_or(z, |cap| cap as f32 * (z / cap as f32).tanh())
+        let z = self.options.softcap.map_or(z, |cap| cap as f32 * (z / cap as f32).tanh());
+        z / self.options.temperature as f32
     }
 }
 
@@ -120,10 +124,17 @@ mod tests {
                 loss: g[token].into(),
                 logps: h[token].into(),
                 lse: k[token].into(),
+                ..TokenCotangents::default()
             })
             .collect();
         let plain = CrossEntropy::default();
-        let all = CrossEntropy { label_smoothing: 0.1, z_loss: 1e-3, softcap: Some(5.0), ..plain };
+        let all = CrossEntropy {
+            label_smoothing: 0.1,
+            z_loss: 1e-3,
+            softcap: Some(5.0),
+            temperature: 0.7,
+            ..plain
+        };
         let pool = Threads::new(2).unwrap();
         for options in [plain, all] {
             let dense = Dense { options, vocab, logits: &logits, labels: &labels, pool: &pool };

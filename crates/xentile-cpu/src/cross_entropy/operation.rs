@@ -185,7 +185,7 @@ impl<E: Element + ArrayElement> NotTiled<'_, E> {
         let all = ["dloss", "dlogps", "dlse"].map(|name| given.slice::<f32>(name));
         let of_token = |token: usize| {
             let [loss, logps, lse] = all.map(|all| all.map_or(0.0, |all| f64::from(all[token])));
-            TokenCotangents { loss, logps, lse }
+            TokenCotangents { loss, logps, lse, ..TokenCotangents::default() }
         };
         (0..self.of.shape.tokens()).map(of_token).collect()
     }

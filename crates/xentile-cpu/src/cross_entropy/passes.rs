@@ -3,6 +3,7 @@
 use super::gradient::Gradient;
 use super::short::{Exponentials, Gradients};
 use super::statistics::Statistics;
+use super::whole::{WholeGradient, WholeSums};
 
 crate::compiled::passes! {
     /// Each pass over logits `E`.
@@ -11,5 +12,7 @@ crate::compiled::passes! {
         gradient: Gradient,
         exponentials: Exponentials,
         gradients: Gradients,
+        whole_sums: WholeSums,
+        whole_gradient: WholeGradient,
     }
 }

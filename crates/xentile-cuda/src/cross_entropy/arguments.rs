@@ -37,10 +37,16 @@ mirror! {
         pieces_of_a_column: u32,
         lanes: u32,
         whole_vectors: u32,
+        temperature: f64,
+        entropy: *mut f32,
+        highest: *mut f32,
+        argmax: *mut i32,
+        saved_entropy: *const f32,
+        dentropy: *const f32,
     }
 }
 
-// See kernels/ring.cuh, row.cuh, packed.cuh, flat.cuh and plain.cuh.
+// See kernels/ring.cuh, row.cuh, packed.cuh, flat.cuh, plain.cuh and whole.cuh.
 numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
@@ -49,4 +55,5 @@ numbers! {
     FLAT_BATCH: u32 = kFlatBatch, 16;
     PACKED_THREADS: u32 = kPackedThreads, 256;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
+    WHOLE_THREADS: u32 = kWholeThreads, 256;
 }

@@ -414,8 +414,13 @@ impl FusedProduct {
 mod tests {
     use super::*;
 
-    const OPTIONS: CrossEntropy =
-        CrossEntropy { ignore_index: -100, label_smoothing: 0.0, z_loss: 1e-4, softcap: None };
+    const OPTIONS: CrossEntropy = CrossEntropy {
+        ignore_index: -100,
+        label_smoothing: 0.0,
+        z_loss: 1e-4,
+        softcap: None,
+        temperature: 1.0,
+    };
 
     #[test]
     fn unnormalised_need_the_range_of_f32_and_one_share_of_a_row() {

@@ -35,6 +35,10 @@ impl Rows {
             z = b.binary("multiply", &tanh, &c);
             tanh
         });
+        if options.is_tempered() {
+            let temperature = b.constant(options.temperature, &matrix);
+            z = b.binary("divide", &z, &temperature);
+        }
 
         let highest = b.reduce("maximum", f64::NEG_INFINITY, &z, 1);
         let spread = b.broadcast(&highest, &[0], &matrix.dims);
@@ -132,6 +136,10 @@ impl Rows {
             let one = b.constant(1.0, &matrix);
             let slope = b.binary("subtract", &one, &square);
             dz = b.binary("multiply", &dz, &slope);
+        }
+        if problem.options.is_tempered() {
+            let temperature = b.constant(problem.options.temperature, &matrix);
+            dz = b.binary("divide", &dz, &temperature);
         }
 
         // Masked entries have no gradient; a row without a finite sum is NaN throughout.

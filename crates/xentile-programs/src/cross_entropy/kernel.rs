@@ -14,6 +14,7 @@ fn attributes(problem: &Problem, every_token: Option<bool>) -> Vec<(&'static str
         ("label_smoothing", Some(Attribute::F64(options.label_smoothing))),
         ("z_loss", Some(Attribute::F64(options.z_loss))),
         ("softcap", options.softcap.map(Attribute::F64)),
+        ("temperature", options.is_tempered().then_some(Attribute::F64(options.temperature))),
         ("time_block", extent(problem.time_block)),
         ("block_size", extent(problem.block_size)),
         ("every_token", every_token.map(Attribute::Bool)),

@@ -234,7 +234,7 @@ fn one_wrong_entry<E: Element + ArrayElement>() {
             let lse = forward(&of, logits, label(token)).lse;
             let [loss, logps, of_lse] =
                 ["dloss", "dlogps", "dlse"].map(|name| f64::from(given.expect::<f32>(name)[token]));
-            let cotangents = TokenCotangents { loss, logps, lse: of_lse };
+            let cotangents = TokenCotangents { loss, logps, lse: of_lse, entropy: 0.0 };
             gradient(&of, logits, label(token), lse, cotangents, out);
         });
     let mut found = [rounded::<E>(&hidden), rounded(&weight), rounded(&bias)];

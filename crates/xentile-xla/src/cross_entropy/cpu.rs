@@ -3,7 +3,8 @@
 use xentile::{Element, Labels, LogitsShape};
 use xentile_cpu::Isa;
 use xentile_cpu::cross_entropy::{
-    Cotangents, Kernel, Launch, SavedLse, TokenOutputs, default_tile,
+    Cotangents, DistributionOutputs, EntropyCotangents, Kernel, Launch, SavedLse, TokenOutputs,
+    default_tile,
 };
 use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
@@ -30,6 +31,19 @@ target_list! {
     /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
     "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_host = fused(
         logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, pool,
+    );
+
+    /// What forward gives, and entropy, highest and argmax of each token.
+    "xentile_cross_entropy_distribution", Execute:
+    fn xentile_cross_entropy_distribution_host = distribution(
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        pool,
+    );
+
+    /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
+    "xentile_cross_entropy_distribution_backward", Execute:
+    fn xentile_cross_entropy_distribution_backward_host = distribution_backward(
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options, pool,
     );
 }
 
@@ -115,6 +129,74 @@ fn fused(
         let logits = in_out(logits.typed::<E, ANY_RANK>()?.with(dlogits)?);
         let kernel = kernel::<E>(&options, shape, labels, &pool)?;
         kernel.fused(logits, &dloss, outputs).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution(
+    logits: AnyBuffer,
+    labels: AnyBuffer,
+    loss: BufferMut<f32>,
+    logps: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    entropy: BufferMut<f32>,
+    highest: BufferMut<f32>,
+    argmax: BufferMut<i32>,
+    options: Options,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
+    let labels = to_labels(labels)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: Some(logps.into_slice()),
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let of = DistributionOutputs {
+        entropy: entropy.into_slice(),
+        highest: highest.into_slice(),
+        argmax: argmax.into_slice(),
+    };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let logits = logits.typed::<E, ANY_RANK>()?;
+        let kernel = kernel::<E>(&options, shape, labels, &pool)?;
+        kernel.distribution(&logits, outputs, of).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution_backward(
+    logits: MayAlias<AnyBuffer>,
+    labels: AnyBuffer,
+    lse: Buffer<f32>,
+    lse_low: Buffer<f32>,
+    entropy: Buffer<f32>,
+    dloss: Buffer<f32>,
+    dlogps: Buffer<f32>,
+    dlse: Buffer<f32>,
+    dentropy: Buffer<f32>,
+    dlogits: AnyBufferMut,
+    options: Options,
+    pool: ThreadPool,
+) -> Result {
+    let shape = shape_of!(
+        logits => dlogits; labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy
+    )?;
+    let labels = to_labels(labels)?;
+    let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
+    let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
+    let of_entropy = EntropyCotangents { entropy: &entropy, dentropy: &dentropy };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let dlogits = dlogits.typed::<E, ANY_RANK>()?;
+        let logits = in_out(logits.typed::<E, ANY_RANK>()?.with(dlogits)?);
+        let kernel = kernel::<E>(&options, shape, labels, &pool)?;
+        kernel.distribution_backward(logits, saved, cotangents, of_entropy).map_err(invalid)
     })
 }
 

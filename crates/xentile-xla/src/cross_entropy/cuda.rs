@@ -3,8 +3,11 @@
 use std::ptr::null_mut;
 
 use xentile::LogitsShape;
-use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
-use xla_ffi::{Context, DType, Result, Stage};
+use xentile_cuda::cross_entropy::{
+    Cotangents, DistributionOutputs, EntropyCotangents, Kernel, Labels, Pass, SavedLse,
+    TokenOutputs,
+};
+use xla_ffi::{BufferMut, Context, DType, OnDevice, Result, Stage};
 
 use super::{Options, shape_of, wrong_labels};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
@@ -44,6 +47,34 @@ target_list! {
     /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
     "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_cuda = fused(
         logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, context,
+    ), traits = TRAITS;
+
+    /// Loads what distribution runs.
+    "xentile_cross_entropy_distribution", Initialize:
+    fn xentile_cross_entropy_distribution_cuda_initialize = distribution(
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        context,
+    ), traits = TRAITS;
+
+    /// What forward gives, and entropy, highest and argmax of each token.
+    "xentile_cross_entropy_distribution", Execute:
+    fn xentile_cross_entropy_distribution_cuda = distribution(
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        context,
+    ), traits = TRAITS;
+
+    /// Loads what the backward pass of distribution runs.
+    "xentile_cross_entropy_distribution_backward", Initialize:
+    fn xentile_cross_entropy_distribution_backward_cuda_initialize = distribution_backward(
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options,
+        context,
+    ), traits = TRAITS;
+
+    /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
+    "xentile_cross_entropy_distribution_backward", Execute:
+    fn xentile_cross_entropy_distribution_backward_cuda = distribution_backward(
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options,
+        context,
     ), traits = TRAITS;
 }
 
@@ -133,6 +164,93 @@ fn fused(
     })
 }
 
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution(
+    logits: Any,
+    labels: Any,
+    loss: FloatsMut,
+    logps: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    entropy: FloatsMut,
+    highest: FloatsMut,
+    argmax: OnDevice<BufferMut<i32>>,
+    options: Options,
+    every_token: bool,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    let outputs = TokenOutputs {
+        loss: loss.as_ptr().cast(),
+        logps: logps.as_ptr().cast(),
+        lse: lse.as_ptr().cast(),
+        lse_low: lse_low.as_ptr().cast(),
+        zero_idle: !every_token,
+    };
+    let of = DistributionOutputs {
+        entropy: entropy.as_ptr().cast(),
+        highest: highest.as_ptr().cast(),
+        argmax: argmax.as_ptr().cast(),
+    };
+    call.run_with(
+        // SAFETY: XLA's stream.
+        |kernel, stream| unsafe { kernel.load_distribution(Pass::Forward, stream) },
+        |kernel, stream| {
+            // SAFETY: XLA's stream and buffers, whose shapes were checked.
+            unsafe { kernel.distribution(stream, logits.as_ptr(), call.labels, outputs, of) }
+        },
+    )
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution_backward(
+    logits: Any,
+    labels: Any,
+    lse: Floats,
+    lse_low: Floats,
+    entropy: Floats,
+    dloss: Floats,
+    dlogps: Floats,
+    dlse: Floats,
+    dentropy: Floats,
+    dlogits: AnyMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(
+        logits => dlogits; labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy
+    )?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
+    let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
+    let cotangents = Cotangents {
+        loss: dloss.as_ptr().cast(),
+        logps: dlogps.as_ptr().cast(),
+        lse: dlse.as_ptr().cast(),
+    };
+    let of_entropy =
+        EntropyCotangents { entropy: entropy.as_ptr().cast(), dentropy: dentropy.as_ptr().cast() };
+    let matrices = (logits.as_ptr().cast_const(), dlogits.as_ptr());
+    call.run_with(
+        // SAFETY: XLA's stream.
+        |kernel, stream| unsafe { kernel.load_distribution(Pass::Backward, stream) },
+        |kernel, stream| {
+            // SAFETY: XLA's stream and buffers, whose shapes were checked.
+            unsafe {
+                kernel.distribution_backward(
+                    stream,
+                    matrices,
+                    call.labels,
+                    saved,
+                    cotangents,
+                    of_entropy,
+                )
+            }
+        },
+    )
+}
+
 /// Labels of either width.
 pub(crate) fn to_labels(labels: Any) -> Result<Labels> {
     match labels.dtype() {
@@ -173,14 +291,23 @@ impl<'a> Call<'a> {
         pass: Pass,
         launch: impl FnOnce(&Kernel, *mut std::ffi::c_void) -> xentile_cuda::Result<()>,
     ) -> Result {
+        // SAFETY: XLA's stream.
+        self.run_with(|kernel, stream| unsafe { kernel.load(pass, stream) }, launch)
+    }
+
+    /// Calls `load` or `launch`, with XLA's stream.
+    fn run_with(
+        &self,
+        load: impl FnOnce(&Kernel, *mut std::ffi::c_void) -> xentile_cuda::Result<()>,
+        launch: impl FnOnce(&Kernel, *mut std::ffi::c_void) -> xentile_cuda::Result<()>,
+    ) -> Result {
         if self.tokens == 0 {
             return Ok(());
         }
         xentile_cuda::available().map_err(failed)?;
         let stream = self.context.stream()?.as_ptr();
         match self.context.stage() {
-            // SAFETY: XLA's stream.
-            Stage::Initialize => unsafe { self.kernel.load(pass, stream) },
+            Stage::Initialize => load(&self.kernel, stream),
             _ => launch(&self.kernel, stream),
         }
         .map_err(failed)

@@ -24,7 +24,7 @@ pub const OPERATION: Logits = Logits;
 pub struct Logits;
 
 /// The options of a loss over a vocabulary.
-pub(crate) const OPTIONS: [OptionSpec; 6] = [
+pub(crate) const OPTIONS: [OptionSpec; 7] = [
     OptionSpec::new(
         "ignore_index",
         Kind::Integer,
@@ -54,6 +54,13 @@ pub(crate) const OPTIONS: [OptionSpec; 6] = [
         "the bound c of c tanh(z / c)",
     ),
     OptionSpec::new(
+        "temperature",
+        Kind::Number,
+        Value::Number(1.0),
+        "in [2^-40, 2^40]",
+        "what logits are divided by, after softcap",
+    ),
+    OptionSpec::new(
         "reduction",
         Kind::Word(&["none", "mean", "sum"]),
         Value::Word("mean"),
@@ -70,13 +77,14 @@ pub(crate) const OPTIONS: [OptionSpec; 6] = [
 ];
 
 /// The options of a loss over logits: those, and what a caller multiplies it by.
-const OF_LOGITS: [OptionSpec; 8] = [
+const OF_LOGITS: [OptionSpec; 9] = [
     OPTIONS[0],
     OPTIONS[1],
     OPTIONS[2],
     OPTIONS[3],
     OPTIONS[4],
     OPTIONS[5],
+    OPTIONS[6],
     OptionSpec::new(
         "factor",
         Kind::Number,
@@ -146,6 +154,7 @@ pub fn options(problem: &Problem) -> CrossEntropy {
         label_smoothing: number("label_smoothing").unwrap_or(default.label_smoothing),
         z_loss: number("z_loss").unwrap_or(default.z_loss),
         softcap: number("softcap"),
+        temperature: number("temperature").unwrap_or(default.temperature),
     }
 }
 
@@ -314,7 +323,7 @@ pub(crate) fn cotangents<'a>(
         let [g, h, k] = ["dloss", "dlogps", "dlse"].map(|name| given.expect::<f32>(name));
         return Box::new(move |token| {
             let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
-            Some(TokenCotangents { loss, logps, lse })
+            Some(TokenCotangents { loss, logps, lse, entropy: 0.0 })
         });
     };
     let factors = factors(problem, reduction, labels, given);
@@ -756,7 +765,7 @@ impl<E: Element> Reference for OfLogits<'_, E> {
                 self.wide_row(token, wide);
                 let (label, lse) = (self.labels[token], self.tokens[token].lse);
                 gradient(&self.options, wide, label, lse, cotangents, dz);
-                let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
+                let TokenCotangents { loss: g, logps: h, lse: k, .. } = cotangents;
                 size = (g * (1.0 + 2.0 * self.options.z_loss * lse)).abs() + h.abs() + k.abs();
             }
             rows.row(token * self.vocab, dz, Bound::All(share * size));

@@ -66,6 +66,22 @@ pub fn merge(options: &CrossEntropy, parts: &[TokenPart], target: Target) -> Tok
     TokenForward { loss, logps, lse }
 }
 
+/// The entropy of a token of whose columns `parts` are all, of each its `lse` and entropy.
+#[must_use]
+pub fn merge_entropy(parts: &[(f64, f64)]) -> f64 {
+    let max = parts.iter().map(|part| part.0).fold(f64::NEG_INFINITY, f64::max);
+    let (mut sum, mut weighted) = (0.0, 0.0);
+    for &(lse, entropy) in parts {
+        let less = lse - max;
+        if less == f64::NEG_INFINITY {
+            continue;
+        }
+        sum += less.exp();
+        weighted += less.exp() * (less - entropy);
+    }
+    sum.ln() - weighted / sum
+}
+
 /// The cotangents that a part's backward pass takes, with the whole's `lse`, for those of the whole's
 /// outputs; `has_label` says whether the label is a column of this part, one of `count`.
 #[must_use]
@@ -76,7 +92,7 @@ pub fn cotangents(
     lse: f64,
     of: TokenCotangents,
 ) -> TokenCotangents {
-    let TokenCotangents { loss: g, logps: h, lse: k } = of;
+    let TokenCotangents { loss: g, logps: h, lse: k, entropy } = of;
     if of.are_zero() {
         return of;
     }
@@ -87,19 +103,19 @@ pub fn cotangents(
     } else {
         (0.0, g * (1.0 + 2.0 * w * lse - share) - h + k)
     };
-    TokenCotangents { loss: g * share, logps, lse }
+    TokenCotangents { loss: g * share, logps, lse, entropy }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cross_entropy::reference::gradient;
+    use crate::cross_entropy::reference::{distribution, gradient};
 
     const MASKED: f64 = f64::NEG_INFINITY;
 
     /// Both passes of a row, whole and in parts.
     fn both(options: &CrossEntropy, row: &[f64], label: i64, count: usize) -> [Vec<f64>; 2] {
-        let of = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25 };
+        let of = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25, entropy: 0.0 };
         let whole = forward(options, row, label);
         let mut dlogits = vec![f64::NAN; row.len()];
         gradient(options, row, label, whole.lse, of, &mut dlogits);
@@ -157,6 +173,25 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn entropies_of_parts_are_that_of_the_whole() {
+        let row = [0.3, -1.2, 2.5, 0.0, 1.1, 40.0, -3.0, 0.7, MASKED, 0.1, MASKED, MASKED];
+        for softcap in [None, Some(3.0)] {
+            let options = CrossEntropy { softcap, temperature: 0.6, ..CrossEntropy::default() };
+            let whole = distribution(&options, &row).entropy;
+            for count in [1, 2, 4] {
+                let parts: Vec<_> = (row.chunks(row.len() / count))
+                    .map(|logits| {
+                        let entropy = distribution(&options, logits).entropy;
+                        (part(&options, logits, None).lse, entropy)
+                    })
+                    .collect();
+                let merged = merge_entropy(&parts);
+                assert!((merged - whole).abs() < 1e-14, "{count} parts: {merged} and {whole}");
             }
         }
     }

@@ -23,6 +23,8 @@ pub struct TokenCotangents {
     pub logps: f64,
     /// `k`, of `lse`.
     pub lse: f64,
+    /// `q`, of `entropy`.
+    pub entropy: f64,
 }
 
 impl TokenCotangents {
@@ -56,6 +58,35 @@ pub fn forward(options: &CrossEntropy, logits: &[f64], label: i64) -> TokenForwa
     }
 }
 
+/// What is said of one token's distribution.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenDistribution {
+    /// `entropy`, of the row's whoever its label is.
+    pub entropy: f64,
+    /// The largest logit, as given.
+    pub highest: f64,
+    /// Its first column; none where the row has no finite sum.
+    pub argmax: Option<usize>,
+}
+
+/// The distribution of one token with `logits` `[V]`.
+#[must_use]
+pub fn distribution(options: &CrossEntropy, logits: &[f64]) -> TokenDistribution {
+    // No column is ignored.
+    let lse = forward(&CrossEntropy { ignore_index: -1, ..*options }, logits, 0).lse;
+    if lse.is_nan() {
+        return TokenDistribution { entropy: f64::NAN, highest: f64::NAN, argmax: None };
+    }
+    let terms = logits.iter().map(|&logit| {
+        let log_p = options.cap(logit) - lse;
+        let p = log_p.exp();
+        if p == 0.0 { 0.0 } else { -p * log_p }
+    });
+    let highest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let argmax = logits.iter().position(|&logit| logit == highest);
+    TokenDistribution { entropy: terms.sum(), highest, argmax }
+}
+
 /// Writes the gradient of one token to `dlogits` `[V]`, given `lse` from [`forward`].
 ///
 /// # Panics
@@ -78,7 +109,7 @@ pub fn gradient(
         Target::Column(_) if lse.is_nan() => return dlogits.fill(f64::NAN),
         Target::Column(y) => y,
     };
-    let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
+    let TokenCotangents { loss: g, logps: h, lse: k, entropy: q } = cotangents;
     let (e, w) = (options.label_smoothing, options.z_loss);
     for (v, (dz, &logit)) in dlogits.iter_mut().zip(logits).enumerate() {
         let z = options.cap(logit);
@@ -90,9 +121,35 @@ pub fn gradient(
         let hit = if v == y { 1.0 } else { 0.0 };
         let smooth = e / logits.len() as f64;
         *dz = g * ((1.0 + 2.0 * w * lse) * p - (1.0 - e) * hit - smooth) + h * (hit - p) + k * p;
-        if let Some(c) = options.softcap {
-            // 1 - tanh^2 = sech^2, which does not cancel near saturation.
-            *dz *= (logit / c).cosh().powi(-2);
+        *dz *= options.slope(logit);
+    }
+    if q != 0.0 {
+        add_gradient_of_entropy(
+            options,
+            logits,
+            lse,
+            distribution(options, logits).entropy,
+            q,
+            dlogits,
+        );
+    }
+}
+
+/// Adds to `dlogits` `[V]` the gradient for a cotangent of the entropy alone. Of columns that are a part of
+/// a vocabulary, `lse` and `entropy` are the whole's.
+pub fn add_gradient_of_entropy(
+    options: &CrossEntropy,
+    logits: &[f64],
+    lse: f64,
+    entropy: f64,
+    cotangent: f64,
+    dlogits: &mut [f64],
+) {
+    for (dz, &logit) in dlogits.iter_mut().zip(logits) {
+        let log_p = options.cap(logit) - lse;
+        let p = log_p.exp();
+        if p != 0.0 {
+            *dz -= cotangent * p * (log_p + entropy) * options.slope(logit);
         }
     }
 }
@@ -104,16 +161,25 @@ mod tests {
     const ROW: [f64; 5] = [0.3, -1.2, 2.5, 0.0, 1.1];
 
     /// Every option at once, so that each term of the formula is exercised.
-    const OPTIONS: CrossEntropy =
-        CrossEntropy { ignore_index: -100, label_smoothing: 0.1, z_loss: 0.01, softcap: Some(3.0) };
+    const OPTIONS: CrossEntropy = CrossEntropy {
+        ignore_index: -100,
+        label_smoothing: 0.1,
+        z_loss: 0.01,
+        softcap: Some(3.0),
+        temperature: 0.7,
+    };
 
     /// The contract's gradient must be the derivative of its forward pass.
     #[test]
     fn gradient_is_the_derivative_of_forward() {
-        let cotangents = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25 };
+        let cotangents = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25, entropy: -0.6 };
         let objective = |row: &[f64]| {
             let out = forward(&OPTIONS, row, 1);
-            cotangents.loss * out.loss + cotangents.logps * out.logps + cotangents.lse * out.lse
+            let entropy = distribution(&OPTIONS, row).entropy;
+            cotangents.loss * out.loss
+                + cotangents.logps * out.logps
+                + cotangents.lse * out.lse
+                + cotangents.entropy * entropy
         };
         let mut dlogits = [f64::NAN; 5];
         gradient(&OPTIONS, &ROW, 1, forward(&OPTIONS, &ROW, 1).lse, cotangents, &mut dlogits);
@@ -142,10 +208,23 @@ mod tests {
         assert!((out.loss - (4f64.ln() + 2.0 * lse * lse)).abs() < 1e-13);
     }
 
+    /// Values worked out by hand: p = 1/2, 1/4, 1/4 at temperature 2, beside a masked entry.
+    #[test]
+    fn a_distribution() {
+        let options = CrossEntropy { temperature: 2.0, ..Default::default() };
+        let ln2 = 2f64.ln();
+        let of = distribution(&options, &[-2.0 * ln2, 0.0, -2.0 * ln2, f64::NEG_INFINITY]);
+        assert!((of.entropy - 1.5 * ln2).abs() < 1e-15);
+        assert_eq!((of.highest, of.argmax), (0.0, Some(1)));
+        // Of equals the first.
+        assert_eq!(distribution(&options, &[0.0, 1.0, 1.0]).argmax, Some(1));
+        assert_eq!(distribution(&options, &[0.0, f64::NAN]).argmax, None);
+    }
+
     #[test]
     fn special_tokens_keep_the_contract() {
         let options = CrossEntropy::default();
-        let unit = TokenCotangents { loss: 1.0, logps: 1.0, lse: 1.0 };
+        let unit = TokenCotangents { loss: 1.0, logps: 1.0, lse: 1.0, entropy: 1.0 };
         let row = |row: &[f64], label: i64| {
             let out = forward(&options, row, label);
             let mut dlogits = vec![7.0; row.len()];

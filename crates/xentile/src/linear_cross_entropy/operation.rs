@@ -30,7 +30,7 @@ pub struct Hidden;
 /// Half the distance of 1 and the next f32.
 const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 
-const OPTIONS: [OptionSpec; 9] = [
+const OPTIONS: [OptionSpec; 10] = [
     OptionSpec::new(
         "bias",
         Kind::Bool,
@@ -62,6 +62,7 @@ const OPTIONS: [OptionSpec; 9] = [
     LOSS_OPTIONS[3],
     LOSS_OPTIONS[4],
     LOSS_OPTIONS[5],
+    LOSS_OPTIONS[6],
 ];
 
 fn vocab_axis(problem: &Problem) -> Result<VocabAxis> {
@@ -350,7 +351,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
                 true => F32_ROUNDING * (z.abs() + self.operands.bias(column).abs()),
                 false => 0.0,
             };
-            of_product * norm + of_bias
+            (of_product * norm + of_bias) / self.options.temperature
         };
         columns.map(shift).collect()
     }
@@ -363,9 +364,9 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         (self.options.cap(z) - lse).exp()
     }
 
-    /// The derivative of softcap.
+    /// The derivative of softcap and temperature.
     fn slope(&self, z: f64) -> f64 {
-        self.options.softcap.map_or(1.0, |cap| (z / cap).cosh().powi(-2))
+        self.options.slope(z)
     }
 
     fn token(&self, token: usize, logits: &[f64], shifts: &[f64]) -> Token {
@@ -407,7 +408,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         if cotangents.are_zero() || matches!(target, Target::Ignored) {
             return;
         }
-        let TokenCotangents { loss: g, logps: h, lse: k } = cotangents;
+        let TokenCotangents { loss: g, logps: h, lse: k, .. } = cotangents;
         let (e, w) = (self.options.label_smoothing, self.options.z_loss);
         let (lse, lse_shift) = (of.exact.lse, of.lse_shift);
         let of_p = (g * (1.0 + 2.0 * w * lse) - h + k).abs();

@@ -257,8 +257,13 @@ mod tests {
         std::iter::repeat_with(next).take(count).collect()
     }
 
-    const OPTIONS: CrossEntropy =
-        CrossEntropy { ignore_index: -100, label_smoothing: 0.1, z_loss: 0.01, softcap: Some(3.0) };
+    const OPTIONS: CrossEntropy = CrossEntropy {
+        ignore_index: -100,
+        label_smoothing: 0.1,
+        z_loss: 0.01,
+        softcap: Some(3.0),
+        temperature: 0.7,
+    };
 
     /// More tokens than threads have rows for, with every option, each argument moved by itself.
     #[test]
@@ -274,6 +279,7 @@ mod tests {
                 loss: g[token].into(),
                 logps: h[token].into(),
                 lse: k[token].into(),
+                entropy: 0.0,
             };
             let run = |arrays: &[Vec<f32>; 3]| {
                 let [hidden, weight, bias] = arrays;

@@ -184,6 +184,32 @@ def merge(
     return loss, logps, lse, lse_low
 
 
+def merge_entropy(exchange: Exchange, lse: jax.Array, entropy: jax.Array) -> jax.Array:
+    """Returns the entropy [..] of the whole vocabulary, of each part's lse and entropy.
+
+    lse is that of `without_logits`.
+    """
+    less = lse - exchange.spread(exchange.max(lse))
+    is_empty = lse == -jnp.inf
+    share = jnp.exp(less)
+    total, weighted = exchange.sum(share, jnp.where(is_empty, 0, share * (less - entropy)))
+    merged: jax.Array = jnp.log(total) - weighted / total
+    return merged
+
+
+def argmax(exchange: Exchange, width: int, highest: jax.Array, argmax: jax.Array) -> jax.Array:
+    """Returns the first column [..] with the whole's largest logit, of parts of `width` columns.
+
+    `highest` is a part's largest, and `argmax` its first column in the part.
+    """
+    index = exchange.index().astype(jnp.int32)
+    has_largest = highest == exchange.spread(exchange.max(highest))
+    first = -exchange.max(jnp.where(has_largest, -index, -exchange.count))
+    found: jax.Array
+    (found,) = exchange.sum(jnp.where(index == exchange.spread(first), argmax + index * width, 0))
+    return found
+
+
 def cotangents(
     options: Options,
     exchange: Exchange,
@@ -227,9 +253,7 @@ def dense(
     of = labels_of_part(options, exchange, labels, vocab)
     frozen = exchange.spread(of.ignored)[..., None]
     logits = jnp.where(frozen, jax.lax.stop_gradient(logits), logits)
-    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if options.softcap is not None:
-        z = options.softcap * jnp.tanh(z / options.softcap)
+    z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     highest = exchange.max(jax.lax.stop_gradient(z).max(-1))
     # A masked entry has no gradient, not even as the label.
     z = jnp.where((z == -jnp.inf) & exchange.spread(highest > -jnp.inf)[..., None], -jnp.inf, z)

@@ -12,6 +12,7 @@ from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call, parts, reference
 from .declaration import OPERATION
+from .known import Asked, check_columns
 from .options import Options, check_arrays, check_options, narrow_labels
 from .reduction import token_factors, weighted
 
@@ -29,6 +30,7 @@ class _Keywords(TypedDict, total=False):
     label_smoothing: float
     z_loss: float
     softcap: float | None
+    temperature: float
     block_size: int | None
     time_block: int | None
     donate_logits: bool
@@ -60,6 +62,21 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_correct: bool = ...,
+    columns: ArrayLike | None = ...,
+    **options: Unpack[_Keywords],
+) -> Any: ...
+
+
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -70,16 +87,21 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    return_correct: bool = False,
+    columns: ArrayLike | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of logits against labels, reduced over all tokens.
 
-    For a token with logits z (f32, after softcap) and label y, with lse = logsumexp(z):
+    For a token with logits z (f32, after softcap and temperature) and label y, with
+    lse = logsumexp(z):
 
         loss = (1 - e) * (lse - z_y) + e * (lse - mean(z)) + z_loss * lse^2,  e = label_smoothing
 
@@ -101,7 +123,16 @@ def cross_entropy(
       label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
       z_loss: the weight of lse^2, at least 0.
       softcap: c > 0 replaces z by c * tanh(z / c) (Gemma Team, 2024); None for none.
+      temperature: t > 0 divides z, after softcap (Hinton et al., 2015): everything is of the
+        distribution at that temperature. On GPUs a mean's gradient then reads logits once more.
       return_lse: whether to return lse too, that of ignored tokens included.
+      return_entropy: whether to return the entropy of every token's distribution, in nats
+        (Shannon, 1948): lse - sum_v p_v z_v, with the gradient -p_v (z_v - lse + entropy). It is 0
+        for ignored tokens.
+      return_correct: whether to return which tokens have the largest logit at their label; of
+        equal ones the first column counts. It has no derivative, and is False for ignored tokens.
+      columns: [.., T, K] with K to 128, of any integer dtype, to return z_c - lse of these columns
+        too; None for none. It is 0 for ignored tokens, and NaN for a column outside [0, V).
       block_size: vocabulary columns of a tile; None for the tuned number.
       time_block: tokens of a tile; None for the tuned number.
       donate_logits: whether the gradient takes the place of the logits in memory, which halves the
@@ -117,8 +148,10 @@ def cross_entropy(
         of explicit ones. Logits stay where they are: devices exchange a few numbers a token.
 
     Returns:
-      The loss in float32, a scalar or [.., T] for "none"; with `return_lse` the pair of loss and
-      lse [.., T] in float32.
+      The loss in float32, a scalar or [.., T] for "none"; where more is asked for, a tuple of the
+      loss and of it, in this order: lse [.., T] and entropy [.., T] in float32, correct [.., T] of
+      booleans, the columns' log-probabilities [.., T, K] in float32. With any of the last three,
+      the gradient takes one more reading of the logits than that of a mean.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -131,6 +164,8 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    columns = check_columns(columns, jnp.shape(labels))
+    asked = Asked(return_lse, return_entropy, return_correct, columns)
     logits, labels, weights, options, module = _prepare(
         logits,
         labels,
@@ -141,11 +176,19 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
         donate_logits=donate_logits,
     )
+    if asked.any:
+        known = module.known_of(options, asked, logits, labels)
+        if reduction != "none":
+            factors = token_factors(options, reduction, labels, weights)
+            return weighted(known.loss, factors).sum(), *asked.of(known)
+        loss = known.loss if weights is None else weighted(known.loss, weights)
+        return loss, *asked.of(known)
     if reduction == "none":
         loss, _, lse = module.per_token(options, logits, labels)
         if weights is not None:
@@ -176,6 +219,19 @@ def cross_entropy_per_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
+@overload
+def cross_entropy_per_token(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_correct: bool = ...,
+    columns: ArrayLike | None = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, ...]: ...
+
+
 def cross_entropy_per_token(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -184,13 +240,17 @@ def cross_entropy_per_token(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    return_correct: bool = False,
+    columns: ArrayLike | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
-) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Loss and log-probability of the label for every token.
 
     The arguments are those of `cross_entropy`. Both outputs, and lse, may be used and
@@ -198,13 +258,16 @@ def cross_entropy_per_token(
     of a mean.
 
     Returns:
-      (per_token_loss, per_token_logps), and lse with `return_lse`, each [.., T] in float32.
-      per_token_logps is z_y - lse, without smoothing or z-loss; both are 0 for ignored tokens.
+      (per_token_loss, per_token_logps), each [.., T] in float32, and after them what else is asked
+      for, as `cross_entropy` has it. per_token_logps is z_y - lse, without smoothing or z-loss;
+      both are 0 for ignored tokens.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
     """
+    columns = check_columns(columns, jnp.shape(labels))
+    asked = Asked(return_lse, return_entropy, return_correct, columns)
     logits, labels, _, options, module = _prepare(
         logits,
         labels,
@@ -215,11 +278,15 @@ def cross_entropy_per_token(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
         donate_logits=donate_logits,
     )
+    if asked.any:
+        known = module.known_of(options, asked, logits, labels)
+        return known.loss, known.logps, *asked.of(known)
     loss, logps, lse = module.per_token(options, logits, labels)
     return (loss, logps, lse) if return_lse else (loss, logps)
 

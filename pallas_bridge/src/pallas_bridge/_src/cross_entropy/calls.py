@@ -1,6 +1,7 @@
 """The library's calls for cross-entropy over logits."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from ..arrays import Result
 from ..custom_call import Call, Merge, WithoutGradient
 from ..pallas import Target
+from . import reference
 from .declaration import OPERATION
 from .options import Options
 
@@ -24,6 +26,7 @@ def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, A
         "label_smoothing": np.float64(options.label_smoothing),
         "z_loss": np.float64(options.z_loss),
         "softcap": None if options.softcap is None else np.float64(options.softcap),
+        "temperature": None if options.temperature == 1 else np.float64(options.temperature),
         "block_size": None if options.block_size is None else np.int64(options.block_size),
         "time_block": None if options.time_block is None else np.int64(options.time_block),
         "every_token": None if every_token is None else np.bool_(every_token),
@@ -63,6 +66,33 @@ def backward_call(options: Options, merge: Merge | None = None) -> Call:
         merge=merge,
         implementation=options.implementation,
         for_tpu=_in_pallas,
+    )
+
+
+def distribution_call(options: Options, every_token: bool) -> Call:
+    """Gives what `forward_call` does, and entropy, highest and argmax."""
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_distribution",
+        operands=(LOGITS, TOKENS),
+        results=(*(NUMBER,) * 6, Result(TOKENS, dtype=np.int32)),
+        attributes=attributes(options, every_token),
+        implementation=options.implementation,
+        dense=partial(reference.distribution_forward, options),
+    )
+
+
+def distribution_backward_call(options: Options) -> Call:
+    """Gives dlogits of what `backward_call` takes, then entropy and dentropy."""
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_distribution_backward",
+        operands=(LOGITS, *[TOKENS] * 8),
+        results=(GRADIENT,),
+        attributes=attributes(options, None),
+        reuses=(0, 0) if options.donate_logits else None,
+        implementation=options.implementation,
+        dense=partial(reference.distribution_backward, options),
     )
 
 

@@ -14,8 +14,15 @@ import jax.numpy as jnp
 
 from .. import linear
 from ..custom_call import bind
-from . import reference
-from .calls import backward_call, forward_call, fused_call
+from . import known, reference
+from .calls import (
+    backward_call,
+    distribution_backward_call,
+    distribution_call,
+    forward_call,
+    fused_call,
+)
+from .known import Asked, Known
 from .merging import Backward, again_call, scaled_call
 from .options import Options
 from .reduction import countable, token_cotangents, weighted
@@ -49,6 +56,105 @@ def fused(
     call = fused_call(options, every_token)
     loss, lse, lse_low, dlogits = bind(call, logits, labels, dloss)
     return loss, lse, lse_low, dlogits
+
+
+def forward_known(
+    options: Options,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns loss, logps, lse, entropy, the columns' logits and correct, of those asked for.
+
+    After them lse_low.
+    """
+    if distribution:
+        call = distribution_call(options, options.every_token)
+        keep = (0, 1, 2, 3, 4, 6)
+        loss, logps, lse, lse_low, entropy, argmax = bind(call, logits, labels, keep=keep)
+        found: tuple[jax.Array, ...] = (loss, logps, lse, entropy)
+    else:
+        loss, logps, lse, lse_low = forward(options, logits, labels)
+        found = (loss, logps, lse)
+    if columns is not None:
+        found = *found, known.pick(options, logits, columns)
+    if distribution:
+        found = *found, known.is_correct(options, labels, argmax)
+    return found, lse_low
+
+
+def backward_known(
+    options: Options,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+    saved: Any,
+    cotangents: Any,
+) -> jax.Array:
+    """Returns dlogits for lse, lse_low, entropy, the columns' logits, and cotangents.
+
+    Cotangents are those of what `forward_known` gives, but correct. None is one of zeros.
+    """
+    lse, lse_low, entropy, picked = saved
+    g, h, k, *others = cotangents
+    g, h, k = (jnp.zeros_like(lse) if one is None else one for one in (g, h, k))
+    q = others.pop(0) if distribution else None
+    if q is None:
+        dlogits = backward(options, logits, labels, (lse, lse_low), (g, h, k))
+    else:
+        call = distribution_backward_call(options)
+        (dlogits,) = bind(call, logits, labels, lse, lse_low, entropy, g, h, k, q)
+    if columns is not None and others[0] is not None:
+        dlogits = known.add_picked(options, dlogits, columns, picked, others[0])
+    return dlogits
+
+
+def known_of(options: Options, asked: Asked, logits: jax.Array, labels: jax.Array) -> Known:
+    """Returns what is asked for of each token; the gradient is recomputed."""
+    outputs = _known(options, asked.distribution, logits, labels, asked.columns)
+    return known.ordered(options, asked, labels, outputs)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _known(
+    options: Options,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    outputs, _ = forward_known(options, distribution, logits, labels, columns)
+    return outputs
+
+
+@partial(_known.defjvp, symbolic_zeros=True)
+def _known_jvp(options: Options, distribution: bool, primals: Any, tangents: Any) -> Any:
+    logits, labels, columns = primals
+    outputs, lse_low = forward_known(options, distribution, logits, labels, columns)
+    moving = outputs[:-1] if distribution else outputs
+    entropy = outputs[3] if distribution else None
+    picked = None if columns is None else moving[-1]
+    residuals = logits, labels, columns, (outputs[2], lse_low, entropy, picked)
+    apply = partial(_known_tangents, options, distribution)
+    transpose = partial(_known_pull, options, distribution)
+    found = linear.bind(apply, transpose, residuals, [linear.given(tangents[0])], moving)
+    return outputs, known.with_correct(distribution, outputs, found)
+
+
+def _known_tangents(options: Options, distribution: bool, residuals: Any, tangents: Any) -> Any:
+    logits, labels, columns, _ = residuals
+
+    def plain(logits: jax.Array) -> Any:
+        return reference.known_floats(options, distribution, logits, labels, columns)
+
+    return linear.tangents_of(plain, (logits,), tangents)
+
+
+def _known_pull(options: Options, distribution: bool, residuals: Any, cotangents: Any) -> Any:
+    logits, labels, columns, saved = residuals
+    return (backward_known(options, distribution, logits, labels, columns, saved, cotangents),)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -16,7 +16,15 @@ from . import tpu_plan
 from .api import cross_entropy, cross_entropy_per_token
 
 PLATFORMS = ("tpu", "cpu", "cuda")
-OPTIONS = ("reduction", "weights", "ignore_index", "label_smoothing", "z_loss", "softcap")
+OPTIONS = (
+    "reduction",
+    "weights",
+    "ignore_index",
+    "label_smoothing",
+    "z_loss",
+    "softcap",
+    "temperature",
+)
 FORMS = ("constant", "argument")
 
 

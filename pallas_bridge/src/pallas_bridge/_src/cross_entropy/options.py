@@ -15,6 +15,7 @@ Tile = tuple[int | None, int | None]
 
 INT32 = np.iinfo(np.int32)
 INT64 = np.iinfo(np.int64)
+LEAST_TEMPERATURE = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,22 @@ class Options:
     donate_logits: bool
     # What the user asked for by name.
     implementation: str | None = None
+    # What logits are divided by, after softcap.
+    temperature: float = 1.0
+
+    def mapped(self, logits: jax.Array) -> jax.Array:
+        """Returns what goes into the softmax, of logits as wide as it is to be."""
+        z = logits
+        if self.softcap is not None:
+            z = self.softcap * jnp.tanh(z / self.softcap)
+        return z if self.temperature == 1 else z / self.temperature
+
+    def slope(self, mapped: jax.Array) -> jax.Array | float:
+        """Returns the derivative of that, of what it gave."""
+        slope: jax.Array | float = 1 / self.temperature
+        if self.softcap is not None:
+            slope = (1 - (mapped * (self.temperature / self.softcap)) ** 2) * slope
+        return slope
 
     @property
     def tile(self) -> Tile:
@@ -83,6 +100,7 @@ def check_options(
     time_block: int | None,
     every_token: bool,
     donate_logits: bool,
+    temperature: float = 1.0,
 ) -> Options:
     """Returns the options.
 
@@ -98,6 +116,12 @@ def check_options(
     cap = None if softcap is None else _number("softcap", softcap)
     if cap is not None and not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap is {cap}; it must be finite and above 0, or None")
+    warmth = _number("temperature", temperature)
+    if not LEAST_TEMPERATURE <= warmth <= 1 / LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature is {warmth}; it must be above 0, in [2^-40, 2^40]: to take the likeliest "
+            "token, ask for return_correct"
+        )
     time_block, block_size = check_tile(time_block, block_size)
     return Options(
         ignore_index=_integer("ignore_index", ignore_index, INT64.min),
@@ -108,6 +132,7 @@ def check_options(
         time_block=time_block,
         every_token=every_token,
         donate_logits=donate_logits,
+        temperature=warmth,
     )
 
 

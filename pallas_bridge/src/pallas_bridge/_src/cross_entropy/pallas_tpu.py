@@ -65,7 +65,11 @@ def _call(
         out_shape.append(jax.ShapeDtypeStruct((blocks, NUMBERS, rows), jnp.float32))
         out_specs.append(block_of(NUMBERS))
     formula = Formula(
-        options.label_smoothing, options.z_loss, options.softcap, target.compares_bf16
+        options.label_smoothing,
+        options.z_loss,
+        options.softcap,
+        target.compares_bf16,
+        options.temperature,
     )
     name = {(True, True): "fused", (True, False): "forward", (False, True): "backward"}
     elements = plan.tokens * plan.vocab
@@ -111,6 +115,7 @@ def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
         label_smoothing=float(attributes["label_smoothing"]),
         z_loss=float(attributes["z_loss"]),
         softcap=float(attributes["softcap"]) if "softcap" in attributes else None,
+        temperature=float(attributes.get("temperature", 1.0)),
         block_size=int(attributes["block_size"]) if "block_size" in attributes else None,
         time_block=int(attributes["time_block"]) if "time_block" in attributes else None,
         every_token=bool(attributes.get("every_token", True)),

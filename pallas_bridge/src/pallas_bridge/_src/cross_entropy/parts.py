@@ -1,5 +1,6 @@
 """Cross-entropy over logits of a vocabulary in parts, by the kernels for whole ones."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,14 @@ from .. import linear, meshes, vocab_parts
 from ..custom_call import bind
 from ..meshes import Names
 from ..vocab_parts import Exchange, OverAxis, OverDevices, labels_of_part, options_of_part
-from .calls import backward_call, forward_call
+from . import known
+from .calls import (
+    backward_call,
+    distribution_backward_call,
+    distribution_call,
+    forward_call,
+)
+from .known import Asked, Known
 from .options import Options
 from .reduction import weighted
 
@@ -25,6 +33,8 @@ class Parts:
     """The functions of an implementation, for logits whose vocabulary is cut over devices."""
 
     run: Callable[[Options, jax.Array, jax.Array], Outputs]
+    # The same of what is known of tokens.
+    run_known: Callable[[Options, Asked, jax.Array, jax.Array], Known]
     # Has an array of a number a token lie as the tokens do.
     place: Callable[[jax.Array], jax.Array] = lambda x: x
 
@@ -39,6 +49,12 @@ class Parts:
         loss, _, lse = self.run(options, logits, labels)
         return weighted(loss, factors).sum(), lse
 
+    def known_of(
+        self, options: Options, asked: Asked, logits: jax.Array, labels: jax.Array
+    ) -> Known:
+        """Returns what is asked for of each token."""
+        return self.run_known(options, asked, logits, labels)
+
 
 def find(logits: jax.Array, axis_name: Any) -> Parts | None:
     """Returns what runs over the mesh axes that cut the vocabulary; None where none is known to.
@@ -49,7 +65,11 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
     """
     names = meshes.names_of(axis_name)
     if meshes.are_of_devices(names):
-        return Parts(lambda *given: per_token(given[0], OverDevices.of(names), *given[1:]))
+        exchange = OverDevices.of(names)
+        return Parts(
+            lambda options, *arrays: per_token(options, exchange, *arrays),
+            lambda options, asked, *arrays: known_of(options, exchange, asked, *arrays),
+        )
     *leading, last = meshes.cuts(logits)
     if not names and not last:
         return None
@@ -64,21 +84,26 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
             )
         tokens = PartitionSpec(*map(meshes.entry, leading))
         run = partial(_over_explicit, mesh, tokens, last)
-        return Parts(run, partial(meshes.place, mesh, tokens))
+        run_known = partial(_known_over_explicit, mesh, tokens, last)
+        return Parts(run, run_known, partial(meshes.place, mesh, tokens))
     count = meshes.check_divides(mesh, names, "logits", logits.shape[-1])
-    return Parts(partial(_over_axis, mesh, names, count))
+    cut = partial(_cut, mesh, names, count)
+    return Parts(
+        lambda options, logits, labels: per_token(options, OverAxis(count), cut(logits), labels),
+        lambda options, asked, logits, labels: known_of(
+            options, OverAxis(count), asked, cut(logits), labels
+        ),
+    )
 
 
-def _over_axis(
-    mesh: Any, names: Names, count: int, options: Options, logits: jax.Array, labels: jax.Array
-) -> Outputs:
+def _cut(mesh: Any, names: Names, count: int, logits: jax.Array) -> jax.Array:
     """Has XLA cut logits over a mesh, after the axis of the vocabulary has become two."""
     *tokens, vocab = logits.shape
     parts = logits.reshape(*tokens, count, vocab // count)
     leading = [PartitionSpec.UNCONSTRAINED] * (logits.ndim - 1)
     spec = PartitionSpec(*leading, meshes.entry(names), None)
-    parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
-    return per_token(options, OverAxis(count), parts, labels)
+    cut: jax.Array = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+    return cut
 
 
 def _over_explicit(
@@ -99,6 +124,41 @@ def _over_explicit(
     mapped = meshes.on_devices(mesh, axes, of_device, specs, (tokens,) * 3)
     outputs: Outputs = mapped(logits, labels)
     return outputs
+
+
+def _known_over_explicit(
+    mesh: Any,
+    tokens: PartitionSpec,
+    names: Names,
+    options: Options,
+    asked: Asked,
+    logits: jax.Array,
+    labels: jax.Array,
+) -> Known:
+    """As `_over_explicit`, what is asked for of each token."""
+    fields = [
+        ("loss", tokens),
+        ("logps", tokens),
+        ("lse", tokens),
+        *([("entropy", tokens), ("correct", tokens)] if asked.distribution else []),
+    ]
+    columns = [] if asked.columns is None else [asked.columns]
+    of_columns = PartitionSpec(*tokens, *[None] * (logits.ndim - len(tokens)))
+    if columns:
+        fields.append(("column_logps", of_columns))
+        columns = [meshes.place(mesh, of_columns, columns[0])]
+
+    def of_device(logits: jax.Array, labels: jax.Array, *columns: jax.Array) -> Any:
+        one = dataclasses.replace(asked, columns=columns[0] if columns else None)
+        found = known_of(options, OverDevices.of(names), one, logits, labels)
+        return tuple(getattr(found, name) for name, _ in fields)
+
+    specs = PartitionSpec(*tokens, meshes.entry(names)), tokens, *[of_columns] * len(columns)
+    axes = meshes.explicit_axes(mesh)
+    results = tuple(spec for _, spec in fields)
+    mapped = meshes.on_devices(mesh, axes, of_device, specs, results)
+    found = mapped(logits, labels, *columns)
+    return Known(**{name: one for (name, _), one in zip(fields, found, strict=True)})
 
 
 def per_token(
@@ -165,4 +225,184 @@ def _pull(
     saved = (jnp.broadcast_to(exchange.spread(x), of.given.shape) for x in (lse, lse_low))
     call = backward_call(options_of_part(options))
     (dlogits,) = bind(call, logits, of.given, *saved, *of_part)
+    return (dlogits,)
+
+
+def known_of(
+    options: Options, exchange: Exchange, asked: Asked, logits: jax.Array, labels: jax.Array
+) -> Known:
+    """Returns what is asked for of each token of a part's logits, as `per_token` has them."""
+    given = options, exchange, asked.distribution, logits, labels, asked.columns
+    if options.implementation == "reference":
+        outputs = _known_dense(*given)
+        if asked.distribution:
+            highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
+            argmax = vocab_parts.argmax(exchange, logits.shape[-1], highest, argmax)
+            argmax = jnp.where(jnp.isnan(outputs[2]), -1, argmax)
+            outputs = *outputs, known.is_correct(options, labels, argmax)
+    else:
+        outputs = _known(*given)
+    return known.ordered(options, asked, labels, outputs)
+
+
+def _columns_of_part(
+    exchange: Exchange, width: int, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns columns [.., K] as a part takes them, and the part's first."""
+    first = exchange.index() * width
+    if isinstance(exchange, OverDevices):
+        return columns, first
+    columns = jnp.broadcast_to(
+        columns[..., None, :], (*columns.shape[:-1], exchange.count, columns.shape[-1])
+    )
+    return columns, first[:, None]
+
+
+def _pick(
+    options: Options, exchange: Exchange, logits: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the columns' logits [.., K] of the whole, and as the part has them, NaN elsewhere."""
+    width = logits.shape[-1]
+    of_part, first = _columns_of_part(exchange, width, columns)
+    picked = known.pick(options, logits, of_part, first)
+    local = of_part - first
+    here = jnp.where((local >= 0) & (local < width), picked, 0)
+    if isinstance(exchange, OverAxis):
+        here = here.swapaxes(-1, -2)
+    (total,) = exchange.sum(here)
+    is_column = (columns >= 0) & (columns < exchange.count * width)
+    return jnp.where(is_column, total, jnp.nan), picked
+
+
+def _known_dense(
+    options: Options,
+    exchange: Exchange,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Returns loss, logps, lse, entropy and the columns' logits, in plain JAX."""
+    outputs: tuple[jax.Array, ...] = vocab_parts.dense(options, exchange, logits, labels)
+    ignored = labels_of_part(options, exchange, labels, logits.shape[-1]).ignored
+    frozen = exchange.spread(ignored)[..., None]
+    logits = jnp.where(frozen, jax.lax.stop_gradient(logits), logits)
+    if distribution:
+        z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+        lse = exchange.spread(outputs[2])[..., None]
+        masked = (z == -jnp.inf) & ~jnp.isnan(lse)
+        log_p = jnp.where(masked, 0, z - lse)
+        terms = jnp.where(masked, 0, jnp.exp(log_p) * log_p).sum(-1)
+        (total,) = exchange.sum(terms)
+        outputs = *outputs, jnp.where(ignored, 0, -total)
+    if columns is not None:
+        outputs = *outputs, _pick(options, exchange, logits, columns)[0]
+    return outputs
+
+
+def _forward_known(
+    options: Options,
+    exchange: Exchange,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> Any:
+    """Returns the outputs, and what the backward pass takes besides the arrays."""
+    width = logits.shape[-1]
+    if distribution:
+        of = labels_of_part(options, exchange, labels, width)
+        call = distribution_call(options_of_part(options), options.every_token)
+        *part, entropy, highest, argmax = bind(call, logits, of.given)
+        if options.softcap is None:
+            part[2] = vocab_parts.without_logits(
+                part[2], lambda: logits.max(-1).astype(part[2].dtype)
+            )
+        loss, logps, lse, lse_low = vocab_parts.merge(options, exchange, of, part)
+        is_empty = part[2] == -jnp.inf
+        entropy = vocab_parts.merge_entropy(exchange, part[2], entropy)
+        entropy = jnp.where(of.ignored, 0, entropy)
+        highest = jnp.where(is_empty, -jnp.inf, highest)
+        argmax = vocab_parts.argmax(exchange, width, highest, argmax)
+        outputs: tuple[jax.Array, ...] = (loss, logps, lse, entropy)
+    else:
+        loss, logps, lse, lse_low, is_empty = _forward(options, exchange, logits, labels)
+        entropy, outputs = None, (loss, logps, lse)
+    picked = None
+    if columns is not None:
+        whole, picked = _pick(options, exchange, logits, columns)
+        outputs = *outputs, whole
+    if distribution:
+        argmax = jnp.where(jnp.isnan(lse), -1, argmax)
+        outputs = *outputs, known.is_correct(options, labels, argmax)
+    return outputs, (lse, lse_low, entropy, is_empty, picked)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _known(
+    options: Options,
+    exchange: Exchange,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    outputs: tuple[jax.Array, ...]
+    outputs, _ = _forward_known(options, exchange, distribution, logits, labels, columns)
+    return outputs
+
+
+@partial(_known.defjvp, symbolic_zeros=True)
+def _known_jvp(
+    options: Options, exchange: Exchange, distribution: bool, primals: Any, tangents: Any
+) -> Any:
+    outputs, saved = _forward_known(options, exchange, distribution, *primals)
+    moving = outputs[:-1] if distribution else outputs
+    apply, transpose = (
+        partial(f, options, exchange, distribution) for f in (_known_tangents, _known_pull)
+    )
+    of_logits = [linear.given(tangents[0])]
+    found = linear.bind(apply, transpose, (*primals, saved), of_logits, moving)
+    return outputs, known.with_correct(distribution, outputs, found)
+
+
+def _known_tangents(
+    options: Options, exchange: Exchange, distribution: bool, residuals: Any, tangents: Any
+) -> Any:
+    logits, labels, columns, _ = residuals
+
+    def plain(logits: jax.Array) -> Any:
+        return _known_dense(options, exchange, distribution, logits, labels, columns)
+
+    return linear.tangents_of(plain, (logits,), tangents)
+
+
+def _known_pull(
+    options: Options, exchange: Exchange, distribution: bool, residuals: Any, cotangents: Any
+) -> tuple[jax.Array]:
+    logits, labels, columns, (lse, lse_low, entropy, is_empty, picked) = residuals
+    g, h, k, *others = cotangents
+    of = labels_of_part(options, exchange, labels, logits.shape[-1])
+    given = [jnp.zeros_like(lse) if one is None else one for one in (g, h, k)]
+    of_part = vocab_parts.cotangents(options, exchange, of, lse, is_empty, given)
+
+    def everywhere(*numbers: jax.Array) -> Any:
+        return (jnp.broadcast_to(exchange.spread(x), of.given.shape) for x in numbers)
+
+    q = others.pop(0) if distribution else None
+    if q is None:
+        call = backward_call(options_of_part(options))
+        (dlogits,) = bind(call, logits, of.given, *everywhere(lse, lse_low), *of_part)
+    else:
+        saved = everywhere(lse, lse_low, entropy)
+        (q,) = everywhere(exchange.cotangent(q))
+        q = jnp.where(is_empty, 0, q)
+        call = distribution_backward_call(options_of_part(options))
+        (dlogits,) = bind(call, logits, of.given, *saved, *of_part, q)
+    if columns is not None and others[0] is not None:
+        of_columns, first = _columns_of_part(exchange, logits.shape[-1], columns)
+        d = exchange.cotangent(others[0])
+        if isinstance(exchange, OverAxis):
+            d = jnp.broadcast_to(d[..., None, :], of_columns.shape)
+        dlogits = known.add_picked(options, dlogits, of_columns, picked, d, first)
     return (dlogits,)

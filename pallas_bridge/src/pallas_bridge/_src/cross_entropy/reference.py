@@ -6,6 +6,8 @@ Slow and large on purpose: it is what kernels are compared with, and what runs w
 import jax
 import jax.numpy as jnp
 
+from . import known
+from .known import Asked, Known
 from .options import Options, is_ignored
 from .reduction import weighted
 
@@ -21,9 +23,7 @@ def per_token(
     vocab = logits.shape[-1]
     ignored = is_ignored(options, labels)
     logits = _without_gradient(ignored, logits)
-    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if options.softcap is not None:
-        z = options.softcap * jnp.tanh(z / options.softcap)
+    z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     highest = jax.lax.stop_gradient(z.max(axis=-1, keepdims=True))
     # A masked entry has no gradient, not even as the label; a row of nothing else is no row.
     z = jnp.where((z == -jnp.inf) & (highest > -jnp.inf), -jnp.inf, z)
@@ -46,6 +46,87 @@ def per_token(
         jnp.where(ignored, 0, logps * valid),
         lse,
     )
+
+
+def distribution(
+    options: Options, logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns entropy, highest and argmax, each [..]; argmax is -1 where there is no finite sum."""
+    ignored = is_ignored(options, labels)
+    highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
+    z = options.mapped(
+        _without_gradient(ignored, logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
+    )
+    largest = jax.lax.stop_gradient(z.max(axis=-1, keepdims=True))
+    masked = (z == -jnp.inf) & (largest > -jnp.inf)
+    below = jnp.where(masked, 0, z - largest)
+    exponentials = jnp.where(masked, 0, jnp.exp(below))
+    total = exponentials.sum(-1)
+    entropy = jnp.log(total) - (exponentials * below).sum(-1) / total
+    unknown = jnp.isnan(entropy)
+    return (
+        jnp.where(ignored, 0, entropy),
+        jnp.where(unknown, jnp.nan, jax.lax.stop_gradient(highest).astype(z.dtype)),
+        jnp.where(unknown, -1, argmax),
+    )
+
+
+def known_of(options: Options, asked: Asked, logits: jax.Array, labels: jax.Array) -> Known:
+    """Returns what is asked for of each token."""
+    outputs = known_floats(options, asked.distribution, logits, labels, asked.columns)
+    if asked.distribution:
+        argmax = distribution(options, logits, labels)[2]
+        outputs = *outputs, known.is_correct(options, labels, argmax)
+    return known.ordered(options, asked, labels, outputs)
+
+
+def known_floats(
+    options: Options,
+    with_distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Returns loss, logps, lse, entropy and the columns' logits, of those asked for."""
+    outputs: tuple[jax.Array, ...] = per_token(options, logits, labels)
+    if with_distribution:
+        outputs = *outputs, distribution(options, logits, labels)[0]
+    if columns is not None:
+        plain = _without_gradient(is_ignored(options, labels), logits)
+        outputs = *outputs, known.pick(options, plain, columns)
+    return outputs
+
+
+def distribution_forward(
+    options: Options, logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns what the call for it does, in f32: loss, logps, lse, lse_low, and those."""
+    loss, logps, lse = per_token(options, logits, labels)
+    entropy, highest, argmax = distribution(options, logits, labels)
+    return loss, logps, lse, jnp.zeros_like(lse), entropy, highest, argmax
+
+
+def distribution_backward(
+    options: Options, logits: jax.Array, labels: jax.Array, *numbers: jax.Array
+) -> tuple[jax.Array]:
+    """Returns dlogits as the call does: of lse, lse_low, entropy and cotangents."""
+    lse, low, entropy, g, h, k, q = (one[..., None] for one in numbers)
+    vocab = logits.shape[-1]
+    z = options.mapped(logits.astype(jnp.float32))
+    log_p = (z - lse) - low
+    p = jnp.exp(log_p)
+    a = g * (1 + 2 * options.z_loss * lse) - h + k
+    column = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    at_label = h - g * (1 - options.label_smoothing)
+    dz = a * p + jnp.where(column == labels[..., None], at_label, 0)
+    dz -= g * options.label_smoothing / vocab
+    dz -= q * p * jnp.where(p == 0, 0, log_p + entropy)
+    dz = jnp.where(z == -jnp.inf, 0, dz * options.slope(z))
+    ignored = is_ignored(options, labels)
+    wrong = ((labels < 0) | (labels >= vocab))[..., None] | ~jnp.isfinite(lse)
+    idle = ignored[..., None] | ((g == 0) & (h == 0) & (k == 0) & (q == 0))
+    dz = jnp.where(idle, 0, jnp.where(wrong, jnp.nan, dz))
+    return (dz.astype(logits.dtype),)
 
 
 def reduced(

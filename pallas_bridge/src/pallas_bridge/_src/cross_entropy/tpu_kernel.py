@@ -37,12 +37,20 @@ class Formula:
     z_loss: float
     softcap: float | None
     compares_bf16: bool
+    temperature: float = 1.0
 
     def cap(self, z: jax.Array) -> jax.Array:
-        """Applies softcap, where there is one."""
-        if self.softcap is None:
-            return z
-        return self.softcap * jnp.tanh(z * (1 / self.softcap))
+        """Applies softcap, where there is one, and temperature."""
+        if self.softcap is not None:
+            z = self.softcap * jnp.tanh(z * (1 / self.softcap))
+        return z if self.temperature == 1 else z * (1 / self.temperature)
+
+    def times_slope(self, d: jax.Array, z: jax.Array) -> jax.Array:
+        """Multiplies by the derivative of `cap`, of what that gave."""
+        if self.softcap is not None:
+            t = z * (self.temperature / self.softcap)
+            d = d * ((1 - t) * (1 + t))
+        return d if self.temperature == 1 else d * (1 / self.temperature)
 
 
 def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -> None:
@@ -421,9 +429,7 @@ class _Sweeps:
                         if formula.softcap is None:
                             # NaN where the whole row is.
                             d = jnp.where(z == -jnp.inf, factor * 0.0, d)
-                    if formula.softcap is not None:
-                        t = z * (1 / formula.softcap)
-                        d *= (1 - t) * (1 + t)
+                    d = formula.times_slope(d, z)
                     d = jnp.where(_repeated(active[top], count), d, 0.0)
                     chunk[where] = d.astype(self.plan.dtype)
                 return carry
@@ -508,9 +514,7 @@ class _Tokens:
         d -= g * (formula.label_smoothing / self.plan.vocab)
         if formula.softcap is None:
             d = jnp.where(z == -jnp.inf, a * 0.0, d)
-        else:
-            t = z * (1 / formula.softcap)
-            d *= (1 - t) * (1 + t)
+        d = formula.times_slope(d, z)
         d = jnp.where(state.takes_part[:, :1] != 0, d, 0.0)
         state.at_label[...] = jnp.broadcast_to(d, self.wide)
 

@@ -13,11 +13,12 @@ from jax.typing import ArrayLike
 from .. import meshes, pallas, vocab_parts
 from ..checks import check_dtype
 from ..cross_entropy.api import AxisName
+from ..cross_entropy.known import Asked, Known, check_columns
 from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
 from ..operation import Implementation
-from . import on_cpu, on_cuda, on_tpu, parts, reference, schedules
+from . import known, on_cpu, on_cuda, on_tpu, parts, reference, schedules
 from . import plan as plans
 from .declaration import OPERATION
 from .plan import Plan, Problem
@@ -35,6 +36,7 @@ class _Keywords(TypedDict, total=False):
     label_smoothing: float
     z_loss: float
     softcap: float | None
+    temperature: float
     max_scratch_bytes: int | None
     block_size: int | None
     time_block: int | None
@@ -68,6 +70,22 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    weights: ArrayLike | None = ...,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_correct: bool = ...,
+    columns: ArrayLike | None = ...,
+    **options: Unpack[_Keywords],
+) -> Any: ...
+
+
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -81,13 +99,17 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    return_correct: bool = False,
+    columns: ArrayLike | None = None,
     max_scratch_bytes: int | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
@@ -124,7 +146,16 @@ def linear_cross_entropy(
       label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
       z_loss: the weight of lse^2, at least 0.
       softcap: c > 0 replaces z by c * tanh(z / c); None for none.
+      temperature: t > 0 divides z, after softcap, as for `cross_entropy`. On GPUs XLA makes the
+        logits then, a chunk at a time, in f32.
       return_lse: whether to return lse too, that of ignored tokens included.
+      return_entropy: whether to return the entropy of every token's distribution, as for
+        `cross_entropy`.
+      return_correct: whether to return which tokens have the largest logit at their label,
+        likewise.
+      columns: [.., K] with K to 128, to return the log-probabilities of these columns too,
+        likewise. For any of these three, logits are made a chunk of tokens at a time, and again in
+        the backward pass: four products. They are not there for a vocabulary cut over devices.
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
@@ -141,8 +172,9 @@ def linear_cross_entropy(
         that of `hidden` is summed over devices.
 
     Returns:
-      The loss in float32, a scalar or [..] for "none"; with `return_lse` the pair of loss and lse
-      [..] in float32.
+      The loss in float32, a scalar or [..] for "none"; where more is asked for, a tuple of the loss
+      and of it, in this order: lse [..] and entropy [..] in float32, correct [..] of booleans, the
+      columns' log-probabilities [.., K] in float32.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -159,6 +191,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
@@ -166,6 +199,15 @@ def linear_cross_entropy(
     )
     of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
+    if asked.any:
+        found = _known(of, cut, max_scratch_bytes, asked)
+        if reduction == "none":
+            loss = found.loss if of.weights is None else weighted(found.loss, of.weights)
+        else:
+            factors = token_factors(of.options, reduction, of.labels, of.weights)
+            loss = weighted(found.loss, factors).sum()
+        return loss, *asked.of(found)
     if reduction == "none":
         loss, _, lse = _per_token(of, cut, max_scratch_bytes)
         loss = loss if of.weights is None else weighted(loss, of.weights)
@@ -188,6 +230,7 @@ def linear_cross_entropy_value_and_grad(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     max_scratch_bytes: int | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
@@ -214,6 +257,7 @@ def linear_cross_entropy_value_and_grad(
       label_smoothing: the share of the target spread evenly over the vocabulary.
       z_loss: the weight of lse^2.
       softcap: c > 0 replaces z by c * tanh(z / c).
+      temperature: t > 0 divides z, after softcap.
       max_scratch_bytes: what may be held beyond operands and results, in bytes.
       block_size: vocabulary columns of a tile.
       time_block: tokens of a tile.
@@ -234,6 +278,7 @@ def linear_cross_entropy_value_and_grad(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=False,
@@ -260,6 +305,7 @@ def linear_cross_entropy_value_and_grad(
         loss, (dhidden, dweight, *dbias) = jax.value_and_grad(loss_of, tuple(range(len(of))))(*of)
         return loss, (dhidden.reshape(jnp.shape(hidden)), sums + dweight, *dbias)
     chosen = _plans(x, w, b, call.axis, True, max_scratch_bytes, call.options.tile, running=True)
+    chosen = _without_temperature(call.options, chosen)
     schedule = schedules.Schedule(call.options, Products(call.axis), *chosen)
     loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
     dhidden = dhidden.reshape(jnp.shape(hidden))
@@ -288,6 +334,20 @@ def linear_cross_entropy_per_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
+@overload
+def linear_cross_entropy_per_token(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_correct: bool = ...,
+    columns: ArrayLike | None = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[jax.Array, ...]: ...
+
+
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -299,20 +359,25 @@ def linear_cross_entropy_per_token(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    return_correct: bool = False,
+    columns: ArrayLike | None = None,
     max_scratch_bytes: int | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
-) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Loss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
     any combination, for at most one product of N x D x V more than a mean takes.
 
     Returns:
-      (per_token_loss, per_token_logps), and lse with `return_lse`, each [..] in float32.
+      (per_token_loss, per_token_logps), each [..] in float32, and after them what else is asked
+      for, as `linear_cross_entropy` has it.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -323,6 +388,7 @@ def linear_cross_entropy_per_token(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
@@ -330,6 +396,10 @@ def linear_cross_entropy_per_token(
     )
     of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
     cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
+    if asked.any:
+        found = _known(of, cut, max_scratch_bytes, asked)
+        return found.loss, found.logps, *asked.of(found)
     loss, logps, lse = _per_token(of, cut, max_scratch_bytes)
     return (loss, logps, lse) if return_lse else (loss, logps)
 
@@ -350,6 +420,8 @@ def explain(
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
+    It is the plan of a loss by itself: on GPUs one with a temperature, and anywhere one that says
+    what is known of tokens, goes by chunks of XLA's products.
 
     Returns:
       The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
@@ -450,13 +522,40 @@ class _Arrays:
         schedule = None
         if self.implementation != "reference":
             of = (hidden, weight, bias, self.axis)
-            chosen = _plans(*of, reduced, max_scratch_bytes, options.tile)
+            chosen = _without_temperature(
+                options, _plans(*of, reduced, max_scratch_bytes, options.tile)
+            )
             schedule = schedules.Schedule(options, products, *chosen)
         if exchange is not None:
             return _Functions(parts, (parts.Work(self.options, exchange, products, schedule),))
         if schedule is None:
             return _Functions(reference, (options, products))
         return _Functions(schedules, (schedule,))
+
+    def known_of(self, max_scratch_bytes: int | None, asked: Asked) -> Known:
+        """Returns what is asked for of each token [..]."""
+        hidden, weight, bias, labels = self.flat
+        columns = asked.columns
+        if columns is not None:
+            columns = columns.reshape(-1, columns.shape[-1])
+        flat = dataclasses.replace(asked, columns=columns)
+        products = Products(self.axis)
+        if self.implementation == "reference":
+            found = known.known_of_dense(self.options, products, flat, hidden, weight, bias, labels)
+        else:
+            of = (hidden, weight, bias, self.axis)
+            plan, _, _ = _plans(*of, False, max_scratch_bytes, self.options.tile)
+            chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
+            if plan.schedule != "tokens":
+                # Too few bytes for sums of dweight, which are taken all the same.
+                chunk = max(plan.max_scratch_bytes // (8 * weight.shape[self.axis]), 1)
+            found = known.known_of(
+                self.options, products, min(chunk, max(len(labels), 1)), flat,
+                hidden, weight, bias, labels,
+            )  # fmt: skip
+
+        shaped: Known = jax.tree.map(lambda one: one.reshape(*self.shape, *one.shape[1:]), found)
+        return shaped
 
     def place(self, cut: parts.Cut) -> None:
         """Has what has a number a token lie as tokens do."""
@@ -491,6 +590,34 @@ def _per_token(
         of_device, results, of.hidden, of.weight, of.bias, of.labels
     )
     return found
+
+
+def _known(
+    of: _Arrays, cut: parts.Cut | None, max_scratch_bytes: int | None, asked: Asked
+) -> Known:
+    """Returns what is asked for of each token [..]; has weights lie as these do."""
+    if cut is None:
+        return of.known_of(max_scratch_bytes, asked)
+    if cut.names:
+        raise ValueError(
+            "return_entropy, return_correct and columns are not there for a vocabulary that is cut "
+            f"over {cut.names}: gather the weight first, or give logits to cross_entropy, which "
+            "takes its axis_name"
+        )
+    columns = [] if asked.columns is None else [asked.columns]
+    names = ["loss", "logps", "lse", *(["entropy", "correct"] if asked.distribution else [])]
+    names += ["column_logps"] * len(columns)
+
+    def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, *columns: Any) -> Any:
+        one = of.of_device(hidden, cut.whole(weight), bias, labels)
+        given = dataclasses.replace(asked, columns=columns[0] if columns else None)
+        found = one.known_of(max_scratch_bytes, given)
+        return tuple(getattr(found, name) for name in names)
+
+    of.place(cut)
+    results = (cut.tokens,) * len(names)
+    found = cut.run(of_device, results, of.hidden, of.weight, of.bias, of.labels, *columns)
+    return Known(**dict(zip(names, found, strict=True)))
 
 
 def _reduced(
@@ -578,6 +705,14 @@ def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> 
                 "vocabulary"
             )
     return vocab_axis
+
+
+def _without_temperature(
+    options: Options, chosen: tuple[Plan, Plan | None, Plan | None]
+) -> tuple[Plan, Plan | None, Plan | None]:
+    """Leaves out the plan for NVIDIA's GPUs, whose kernels have none, where there is one."""
+    plan, cuda, cpu = chosen
+    return plan, cuda if options.temperature == 1 else None, cpu
 
 
 def _plans(

@@ -176,11 +176,11 @@ def _logits(
     start: Any,
     width: int,
 ) -> jax.Array:
-    """Returns logits of columns from `start` on, in f32 and after softcap."""
+    """Returns logits of columns from `start` on, in f32, after softcap and temperature."""
     part = products.columns(weight, start, width).astype(x.dtype)
     of_part = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
     z = products.logits(x, part, of_part)
-    return z if options.softcap is None else options.softcap * jnp.tanh(z / options.softcap)
+    return options.mapped(z)
 
 
 def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
@@ -228,8 +228,8 @@ def _dlogits(
     p = jnp.exp(z - lse[:, None])
     dz = of_p[:, None] * p + jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
     dz -= (g * smoothing / vocab)[:, None]
-    if options.softcap is not None:
-        dz *= 1 - (z / options.softcap) ** 2
+    if options.softcap is not None or options.temperature != 1:
+        dz *= options.slope(z)
     # A masked entry has none, and a row that is no row has NaN everywhere.
     dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
     return jnp.where(idle[:, None], 0, dz)

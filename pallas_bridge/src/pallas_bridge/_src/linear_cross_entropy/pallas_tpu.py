@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..compat import varying_like
 from ..cross_entropy.options import Options, Tile
 from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
-from ..cross_entropy.tpu_kernel import LEAST
+from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
 from ..pallas import Target
 from .product import operand_dtype
@@ -203,15 +203,21 @@ class _Tile:
         return self._column(start) < self.tiles.vocab - self.first
 
     def logits(self, start: int) -> tuple[jax.Array, jax.Array]:
-        """Logits of the part from `start` on, in f32, and what softcap leaves of these."""
+        """Logits of the part from `start` on, in f32, and what goes into the softmax."""
         part = self.weight[pl.ds(start, self.tiles.part), :]
         z = _dot(part, self.x[...], 1, 1)
         if self.bias is not None:
             # A row for all tokens, turned into a column.
             wide = jnp.broadcast_to(self.bias[0:1, pl.ds(start, self.tiles.part)], (LANES, len(z)))
             z = z + wide.T[:, :1]
-        cap = self.options.softcap
-        return z, z if cap is None else cap * jnp.tanh(z * (1 / cap))
+        return z, _formula(self.options).cap(z)
+
+
+def _formula(options: Options) -> Formula:
+    """Returns the formula of logits' kernels, which is this one's too."""
+    return Formula(
+        options.label_smoothing, options.z_loss, options.softcap, False, options.temperature
+    )
 
 
 def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
@@ -382,9 +388,7 @@ def _backward_kernel(
             d -= even
         # A masked entry has none, NaN where the whole row is.
         d = jnp.where(plain == -jnp.inf, of_p * 0, d)
-        if options.softcap is not None:
-            t = z * (1 / options.softcap)
-            d *= (1 - t) * (1 + t)
+        d = _formula(options).times_slope(d, z)
         d = jnp.where(active != 0, d, 0)
         valid = tile.is_valid(start)
         if valid is not None:

@@ -62,13 +62,15 @@ def fused(
         outputs, sums = carry
         x, y, g, out = rows(first, count, hidden, labels, factors, idle)
         z = products.logits(x.astype(w.dtype), w, bias)
-        *found, dlogits = kernels.fused(_in_place(options), options.every_token, z, y, g)
+        *found, dlogits = kernels.fused(in_place(options), options.every_token, z, y, g)
         return put(outputs, found, first), add(sums, dlogits, x, out, first)
 
-    add = partial(_add, products, weight, w, bias)
+    add = partial(add_gradients, products, weight, w, bias)
     outputs = (blank(labels),) * 3
-    outputs, sums = each(len(labels), chunk, body, (outputs, _zeros(hidden, weight, bias, chunk)))
-    return *outputs, _rounded(sums, hidden, weight, bias)
+    outputs, sums = each(
+        len(labels), chunk, body, (outputs, blank_gradients(hidden, weight, bias, chunk))
+    )
+    return *outputs, rounded_gradients(sums, hidden, weight, bias)
 
 
 def backward(
@@ -90,16 +92,16 @@ def backward(
         x, y, out, lse, low, *given = rows(first, count, hidden, labels, idle, *saved, *cotangents)
         z = products.logits(x.astype(w.dtype), w, bias)
         g, h, k = given
-        dlogits = kernels.backward(_in_place(options), z, y, (lse, low), (g, h, k))
+        dlogits = kernels.backward(in_place(options), z, y, (lse, low), (g, h, k))
         return add(sums, dlogits, x, out, first)
 
-    add = partial(_add, products, weight, w, bias)
-    sums = each(len(labels), chunk, body, _zeros(hidden, weight, bias, chunk))
-    return _rounded(sums, hidden, weight, bias)
+    add = partial(add_gradients, products, weight, w, bias)
+    sums = each(len(labels), chunk, body, blank_gradients(hidden, weight, bias, chunk))
+    return rounded_gradients(sums, hidden, weight, bias)
 
 
-def _in_place(options: Options) -> Options:
-    # Nothing else reads a chunk's logits.
+def in_place(options: Options) -> Options:
+    """Returns options by which dlogits take the place of logits, which nothing else reads."""
     return dataclasses.replace(options, donate_logits=True)
 
 
@@ -122,15 +124,18 @@ def put(whole: Any, parts: Any, first: Any) -> Any:
     )
 
 
-def _zeros(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
-    """Where gradients go: of hidden as they are, sums in f32 of the others; None for one chunk."""
+def blank_gradients(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int) -> Any:
+    """Returns where gradients go; None for one chunk.
+
+    Those of hidden are as they will be, and sums in f32 of the others.
+    """
     if chunk >= len(hidden):
         return None
     sums = [blank(x) for x in (weight, bias) if x is not None]
     return blank(hidden, dtype=hidden.dtype), *sums
 
 
-def _add(
+def add_gradients(
     products: Products,
     weight: jax.Array,
     w: jax.Array,
@@ -153,7 +158,8 @@ def _add(
     return dhidden, dweight, *(one + other for one, other in zip(dbias, of_bias, strict=True))
 
 
-def _rounded(sums: Any, hidden: jax.Array, weight: jax.Array, bias: Bias) -> Gradients:
+def rounded_gradients(sums: Any, hidden: jax.Array, weight: jax.Array, bias: Bias) -> Gradients:
+    """Returns gradients of sums, in the dtypes of what they belong to."""
     if sums is None:  # no tokens
         zeros: Gradients = jax.tree.map(jnp.zeros_like, (hidden, weight, bias))
         return zeros

@@ -1,0 +1,179 @@
+"""What is known of each token's distribution, of logits that a chunk of tokens makes at a time.
+
+A chunk's logits are a product, as `tokens` has them, and the kernels of cross-entropy say of them
+what is asked for; the backward pass makes them again. So entropy and given columns cost nothing of
+their own here: the columns' logits are taken where all of them are, and their cotangents are added
+to a chunk's dlogits, from where the products take them to hidden states and weight in f32 sums.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from .. import linear
+from ..cross_entropy import custom_call as kernels
+from ..cross_entropy import known
+from ..cross_entropy import reference as of_logits
+from ..cross_entropy.known import Asked, Known
+from ..cross_entropy.options import Options, is_ignored
+from ..custom_call import vary_alike
+from . import reference, tokens
+from .declaration import OPERATION
+from .product import Products, blank, each, operand_dtype
+from .tokens import Bias, Gradients, idle_tokens, put, rows
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Everything but the arrays."""
+
+    options: Options
+    products: Products
+    # Tokens of a chunk.
+    count: int
+    distribution: bool
+
+
+def known_of(
+    options: Options,
+    products: Products,
+    chunk: int,
+    asked: Asked,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+) -> Known:
+    """Returns what is asked for of each token [N]; the gradient makes logits again."""
+    given = [one for one in (hidden, weight, bias, labels, asked.columns) if one is not None]
+    varying = iter(vary_alike(given))
+    alike = [
+        None if one is None else next(varying)
+        for one in (hidden, weight, bias, labels, asked.columns)
+    ]
+    outputs = _known(Chunks(options, products, chunk, asked.distribution), *alike)
+    return known.ordered(options, asked, labels, outputs)
+
+
+def known_of_dense(
+    options: Options,
+    products: Products,
+    asked: Asked,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+) -> Known:
+    """Returns the same by the dense program."""
+    idle = is_ignored(options, labels)
+    z = reference.logits(products, idle, hidden, weight, bias)
+    return of_logits.known_of(options, asked, z, labels)
+
+
+def _forward(
+    chunks: Chunks,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> Any:
+    """Returns the outputs of `kernels.forward_known`, and lse_low."""
+    w = weight.astype(operand_dtype(hidden, weight))
+    per_token = (hidden, labels, *([] if columns is None else [columns]))
+
+    def body(first: Any, count: int, outputs: Any) -> Any:
+        x, y, *c = rows(first, count, *per_token)
+        z = chunks.products.logits(x.astype(w.dtype), w, bias)
+        of_columns = c[0] if c else None
+        found, low = kernels.forward_known(chunks.options, chunks.distribution, z, y, of_columns)
+        return put(outputs, (*found, low), first)
+
+    number = blank(labels)
+    outputs = [number] * (4 if chunks.distribution else 3)
+    if columns is not None:
+        outputs.append(blank(columns))
+    if chunks.distribution:
+        outputs.append(number)
+    *outputs, low = each(len(labels), chunks.count, body, (*outputs, number))
+    return tuple(outputs), low
+
+
+def _backward(
+    chunks: Chunks,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    columns: jax.Array | None,
+    saved: Any,
+    cotangents: Any,
+) -> Gradients:
+    w = weight.astype(operand_dtype(hidden, weight))
+    options = tokens.in_place(chunks.options)
+    numbers = [one for one in cotangents if one is not None]
+    idle = idle_tokens(options, labels, *(one.reshape(len(one), -1).any(-1) for one in numbers))
+    more = labels, columns, saved, cotangents
+    flat, tree = jax.tree.flatten(more)
+
+    def body(first: Any, count: int, sums: Any) -> Any:
+        x, out, *part = rows(first, count, hidden, idle, *flat)
+        y, c, of_saved, of_cotangents = jax.tree.unflatten(tree, part)
+        z = chunks.products.logits(x.astype(w.dtype), w, bias)
+        dlogits = kernels.backward_known(
+            options, chunks.distribution, z, y, c, of_saved, of_cotangents
+        )
+        return add(sums, dlogits, x, out, first)
+
+    add = partial(tokens.add_gradients, chunks.products, weight, w, bias)
+    zeros = tokens.blank_gradients(hidden, weight, bias, chunks.count)
+    return tokens.rounded_gradients(
+        each(len(labels), chunks.count, body, zeros), hidden, weight, bias
+    )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _known(
+    chunks: Chunks,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    columns: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    outputs: tuple[jax.Array, ...]
+    outputs, _ = _forward(chunks, hidden, weight, bias, labels, columns)
+    return outputs
+
+
+@partial(_known.defjvp, symbolic_zeros=True)
+def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
+    outputs, low = linear.whole(OPERATION, partial(_forward, chunks), *arrays)
+    moving = outputs[:-1] if chunks.distribution else outputs
+    entropy = outputs[3] if chunks.distribution else None
+    picked = None if arrays[-1] is None else moving[-1]
+    residuals = arrays, (outputs[2], low, entropy, picked)
+    apply, transpose = partial(_tangents, chunks), partial(_pull, chunks)
+    of_arrays = [None if one is None else linear.given(one) for one in tangents[:3]]
+    found = linear.bind(apply, transpose, residuals, of_arrays, moving)
+    return outputs, known.with_correct(chunks.distribution, outputs, found)
+
+
+def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
+    (*arrays, labels, columns), _ = residuals
+    options = chunks.options
+
+    def plain(hidden: Any, weight: Any, bias: Any) -> Any:
+        idle = is_ignored(options, labels)
+        z = reference.logits(chunks.products, idle, hidden, weight, bias)
+        return of_logits.known_floats(options, chunks.distribution, z, labels, columns)
+
+    return linear.tangents_of(plain, arrays, tangents)
+
+
+def _pull(chunks: Chunks, residuals: Any, cotangents: Any) -> Gradients:
+    arrays, saved = residuals
+    hidden, weight, bias, labels, columns = arrays
+    return _backward(chunks, hidden, weight, bias, labels, columns, saved, cotangents)

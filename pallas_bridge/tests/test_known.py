@@ -1,0 +1,248 @@
+"""What losses know of a token: entropy, whether its label is the likeliest, and given columns."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from on_mesh import NAMES, WAYS, mesh_of
+from oracle import Oracle, assert_gradient, assert_tokens
+
+from pallas_bridge import (
+    cross_entropy,
+    cross_entropy_per_token,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
+
+ASKED: dict[str, Any] = {"return_lse": True, "return_entropy": True, "return_correct": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7, "z_loss": 1e-3},
+    "all": {"temperature": 1.5, "softcap": 6.0, "label_smoothing": 0.1, "z_loss": 1e-3},
+}
+
+
+def problem(rng: np.random.Generator, dtype: Any, tokens: int, vocab: int) -> Any:
+    """Logits with ties at the top, labels that often are there, and columns, two the same."""
+    x = jnp.asarray(3 * rng.normal(size=(tokens, vocab)), dtype)
+    x = x.at[0, 3 : vocab : vocab // 3].set(20)
+    y = rng.integers(0, vocab, tokens).astype(np.int32)
+    y[: tokens // 2] = np.argmax(np.asarray(x, np.float32), -1)[: tokens // 2]
+    y[1] = 3 + vocab // 3 if tokens > 1 else y[0]
+    y[-1] = -100
+    x = x.at[1].set(x[0])
+    columns = rng.integers(0, vocab, (tokens, 3))
+    columns[:, 2] = columns[:, 0]
+    return x, y, columns
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(rng: np.random.Generator, dtype: str, name: str) -> None:
+    options = OPTIONS[name]
+    x, y, columns = problem(rng, dtype, 40, 1201)
+    oracle: Any = Oracle(np.asarray(x), y, **options)
+    f = partial(cross_entropy_per_token, columns=columns, **ASKED, **options)
+    g, h, k, q = rng.normal(size=(4, 40)).astype(np.float32)
+    of_columns = rng.normal(size=(40, 3)).astype(np.float32)
+
+    def objective(x: jax.Array) -> Any:
+        loss, logps, lse, entropy, correct, column_logps = f(x, y)
+        total = sum(
+            (a * b).sum() for a, b in zip((loss, logps, lse, entropy), (g, h, k, q), strict=True)
+        )
+        return total + (of_columns * column_logps).sum(), (
+            loss,
+            lse,
+            entropy,
+            correct,
+            column_logps,
+        )
+
+    gradient, (loss, lse, entropy, correct, column_logps) = jax.jit(
+        jax.grad(objective, has_aux=True)
+    )(x)
+    size = oracle.size + np.abs(oracle.loss)
+    assert_tokens("loss", loss, oracle.loss, size)
+    assert_tokens("lse", lse, oracle.lse, size)
+    assert_tokens("entropy", entropy, oracle.entropy(), size)
+    assert np.array_equal(correct, oracle.correct())
+    assert correct[0] and not correct[1] and not correct[-1]  # of equals the first
+    np.testing.assert_allclose(column_logps, oracle.column_logps(columns), rtol=0, atol=3e-5)
+
+    # Log-probabilities of columns are K more tokens of the row.
+    expected = oracle.gradient(g, h, k - of_columns.sum(-1), q)
+    picked = np.take_along_axis(oracle.z, columns, -1)
+    slope = 1 if oracle.softcap is None else 1 - (picked * oracle.temperature / oracle.softcap) ** 2
+    d = np.where(oracle.ignored[:, None], 0, of_columns * slope / oracle.temperature)
+    exact = dtype == "float32"
+    np.add.at(expected, (np.arange(40)[:, None], columns), d)
+    scale = 1 + np.abs(expected)
+    error = np.abs(np.asarray(gradient, np.float64) - expected) / scale
+    # A column's gradient is added to one that is rounded already.
+    assert error.max() < (2e-5 if exact else 4 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.numbers
+def test_special_tokens(rng: np.random.Generator) -> None:
+    x = np.array(3 * rng.normal(size=(8, 77)), np.float32)
+    y = rng.integers(1, 77, 8).astype(np.int32)
+    x[0, ::2], y[0] = -np.inf, 1
+    x[1, 5], x[2, 6], x[3] = np.nan, np.inf, -np.inf
+    y[4], y[5] = 77, -100
+    x[5, 2] = np.nan
+    columns = np.full((8, 2), 4)
+    columns[0] = 4, 77
+    oracle: Any = Oracle(x, y, temperature=0.5)
+    f = partial(cross_entropy_per_token, temperature=0.5, return_entropy=True, return_correct=True)
+    q = rng.normal(size=8).astype(np.float32)
+    q[6] = 0
+    (entropy, correct), pull = jax.vjp(lambda x: f(x, y)[2:], x)
+    zero = np.zeros(8, jax.dtypes.float0)
+    assert_tokens("entropy", entropy, oracle.entropy(), oracle.size)
+    assert not np.asarray(correct)[1:6].any()
+    assert_gradient(pull((q, zero))[0], oracle.gradient(0, q=q), 4 * q, size=4096.0)
+    *_, logps = cross_entropy(x, y, columns=columns)
+    assert logps[0, 0] == -np.inf and np.isnan(logps[0, 1]) and (logps[5] == 0).all()
+
+
+def test_reductions_and_forward_mode(rng: np.random.Generator) -> None:
+    x, y, columns = problem(rng, "float32", 6, 50)
+    weights = rng.random(6).astype(np.float32)
+    options = {"temperature": 0.8, "weights": weights}
+    loss, entropy = cross_entropy(x, y, return_entropy=True, **options)
+    np.testing.assert_allclose(loss, cross_entropy(x, y, **options), rtol=1e-6)
+    assert entropy.shape == (6,)
+
+    def f(x: jax.Array) -> jax.Array:
+        loss, entropy, logps = cross_entropy(x, y, return_entropy=True, columns=columns, **options)
+        return loss + (entropy * weights).sum() + logps.sum()
+
+    direction = rng.normal(size=x.shape).astype(np.float32)
+    _, along = jax.jvp(f, (x,), (direction,))
+    np.testing.assert_allclose(along, (jax.grad(f)(x) * direction).sum(), rtol=1e-4)
+    mapped = jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(mapped[1], jax.grad(f)(2 * x), atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bool) -> None:
+    hidden = rng.normal(size=(2, 9, 16)).astype(np.float32)
+    weight = rng.normal(size=(300, 16)).astype(np.float32) / 3
+    b = rng.normal(size=300).astype(np.float32) if bias else np.zeros(300, np.float32)
+    y = rng.integers(0, 300, (2, 9))
+    y[0, 3] = -100
+    columns = rng.integers(0, 300, (2, 9, 4))
+    options = {"temperature": temperature, "softcap": 20.0 if bias else None}
+    known = {**options, "columns": columns, **ASKED}
+
+    def of_logits(hidden: Any, weight: Any, b: Any) -> Any:
+        logits = hidden @ weight.T + b
+        found = cross_entropy_per_token(logits, y, implementation="reference", **known)
+        return (*found, cross_entropy(logits, y, implementation="reference", **options))
+
+    def of_hidden(hidden: Any, weight: Any, b: Any) -> Any:
+        b = b if bias else None
+        # Chunks of a few tokens.
+        found = linear_cross_entropy_per_token(
+            hidden, weight, y, bias=b, max_scratch_bytes=None, **known
+        )
+        return (*found, linear_cross_entropy(hidden, weight, y, bias=b, **options))
+
+    outputs, pull = jax.vjp(of_logits, hidden, weight, b)
+    found, pull_found = jax.vjp(of_hidden, hidden, weight, b)
+    cotangents = [
+        np.zeros(x.shape, jax.dtypes.float0) if x.dtype == bool
+        else jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+        for x in outputs
+    ]  # fmt: skip
+    for one, other in zip(outputs, found, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    count = 3 if bias else 2
+    expected, gradients = pull(tuple(cotangents)), pull_found(tuple(cotangents))
+    for one, other in zip(expected[:count], gradients[:count], strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(one).max())
+
+
+@pytest.mark.devices(8)
+@pytest.mark.only("cpu", "no kernel knows of the mesh")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
+    options = {"temperature": 0.7, "label_smoothing": 0.1, "softcap": 9.0} if way == "auto" else {}
+    options = options or {"temperature": 1.3, "z_loss": 1e-2}
+    x, y, columns = problem(rng, "float32", 8, 64)
+    if "softcap" not in options:
+        x = x.at[:, 48:].set(-np.inf)  # a part of padding
+        y, columns = np.where(y >= 48, 5, y), columns % 48
+    mesh = mesh_of((2, 4), way)
+    f = partial(cross_entropy_per_token, **ASKED, **options)
+    if way != "explicit":
+        f = partial(f, axis_name="vocab")
+
+    def run(x: jax.Array, y: jax.Array, columns: jax.Array) -> Any:
+        if way in ("auto", "explicit"):
+            return f(x, y, columns=columns)
+        tokens, wide = P("data"), P("data", None)
+        return jax.shard_map(
+            lambda x, y, columns: f(x, y, columns=columns),
+            mesh=mesh,
+            in_specs=(P(*NAMES), tokens, wide),
+            out_specs=(*(tokens,) * 5, wide),
+            check_vma=way == "checked",
+        )(x, y, columns)
+
+    def pulled(run: Any, x: Any, *others: Any) -> Any:
+        outputs, pull = jax.vjp(lambda x: run(x, *others), x)
+        cotangents = [
+            np.zeros(one.shape, jax.dtypes.float0) if one.dtype == bool else jnp.cos(one)
+            for one in outputs
+        ]
+        return outputs, pull(tuple(cotangents))[0]
+
+    whole = partial(cross_entropy_per_token, implementation="reference", **ASKED, **options)
+    outputs, gradient = pulled(lambda x, y, columns: whole(x, y, columns=columns), x, y, columns)
+    with jax.set_mesh(mesh):
+        given = [
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in ((x, P(*NAMES)), (y, P("data")), (columns, P("data", None)))
+        ]
+        found, of_found = jax.jit(partial(pulled, run))(*given)
+    for one, other in zip(outputs, found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    np.testing.assert_allclose(gradient, of_found, atol=1e-5)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.only("cpu", "no kernel knows of the mesh")
+def test_a_weight_over_devices_has_a_temperature_and_nothing_else(
+    rng: np.random.Generator,
+) -> None:
+    hidden = rng.normal(size=(8, 16)).astype(np.float32)
+    weight = rng.normal(size=(64, 16)).astype(np.float32)
+    y = rng.integers(0, 64, 8)
+    f = partial(linear_cross_entropy, vocab_axis=0, temperature=0.7)
+    with jax.set_mesh(mesh_of((2, 4), "auto")):
+        cut = jax.jit(jax.value_and_grad(partial(f, axis_name="vocab")))(hidden, weight, y)
+        with pytest.raises(ValueError, match="gather the weight first, or give logits"):
+            f(hidden, weight, y, axis_name="vocab", return_entropy=True)
+    expected = jax.value_and_grad(partial(f, implementation="reference"))(hidden, weight, y)
+    for one, other in zip(expected, cut, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.newest
+def test_a_tpu_has_xlas_program() -> None:
+    x, y = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def f(x: Any, y: Any) -> Any:
+        return jax.grad(lambda x: cross_entropy(x, y, return_entropy=True)[1].sum())(x)
+
+    program = jax.jit(f).trace(x, y).lower(lowering_platforms=("tpu",)).as_text()
+    assert "distribution" not in program
