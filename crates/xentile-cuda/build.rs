@@ -23,6 +23,8 @@ mod bias;
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
 mod driver;
+#[path = "src/flash_attention/arguments.rs"]
+mod flash_attention;
 #[path = "src/fp8_quantize/arguments.rs"]
 mod fp8_quantize;
 #[path = "src/fused_product/arguments.rs"]
@@ -37,10 +39,11 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 12] = [
+const LAYOUTS: [mirror::Layout; 13] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
+    flash_attention::Arguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fused_product::Arguments::LAYOUT,
     norm::Arguments::LAYOUT,
@@ -52,11 +55,12 @@ const LAYOUTS: [mirror::Layout; 12] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 8] = [
+const NUMBERS: [&[(&str, i64)]; 9] = [
     activation::NUMBERS,
     bias::NUMBERS,
     cross_entropy::NUMBERS,
     driver::NUMBERS,
+    flash_attention::NUMBERS,
     fp8_quantize::NUMBERS,
     fused_product::NUMBERS,
     norm::NUMBERS,
@@ -97,6 +101,7 @@ fn build() -> Result<(), String> {
         "src/bias",
         "src/cross_entropy",
         "src/driver",
+        "src/flash_attention",
         "src/fp8_quantize",
         "src/fused_product",
         "src/norm",

@@ -37,6 +37,8 @@ const LISTS: &[&[Target]] = &[
     #[cfg(feature = "cuda")]
     rope::cuda::TARGETS,
     #[cfg(feature = "cuda")]
+    flash_attention::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
     fp8_quantize::cuda::TARGETS,
 ];
 
