@@ -13,6 +13,8 @@
 #include <cstdint>
 
 #include "element.cuh"
+#include "flash_attention_hopper.cuh"
+#include "hopper.cuh"
 #include "ptx.cuh"
 
 namespace xentile {
@@ -55,7 +57,17 @@ namespace attention {
 
 inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline constexpr int kWarps = kAttentionThreads / 32;
-inline constexpr int kStrip = 16;
+// Rows of a product of four warps.
+inline constexpr int kStrip = 64;
+
+// Whether products are a warpgroup's.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <class E>
+inline constexpr bool kHasWarpgroups = true;
+#else
+template <class E>
+inline constexpr bool kHasWarpgroups = false;
+#endif
 
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
@@ -114,23 +126,25 @@ __device__ inline void copy_small(uint32_t to, const void* from, bool is_there) 
                : "memory");
 }
 
-// Rows of kColumns elements of 16 bits in shared memory. The vectors of a row change places by the
-// row's number, so that eight rows of a matrix lie in different banks.
-template <class E, int kColumns>
+// kCount rows of kColumns elements of 16 bits in shared memory, 64 columns after another. The vectors of
+// a row's 64 columns change places by the row's number, so that eight rows of a matrix lie in different
+// banks; a warpgroup's products take them so too.
+template <class E, int kColumns, int kCount>
 struct Rows {
   static constexpr int kVectors = kColumns / 8;
-  static constexpr int kRowBytes = kColumns * 2;
+  static constexpr int kPanelBytes = kCount * 128;
+  static constexpr int kBytes = kCount * kColumns * 2;
   // Rows that the CTA's threads copy at a time.
   static constexpr int kStep = kAttentionThreads / kVectors;
 
   uint32_t base;
 
   __device__ uint32_t at(int row, int vector) const {
-    return base + row * kRowBytes + ((vector ^ (row & 7)) << 4);
+    return base + vector / 8 * kPanelBytes + row * 128 + ((vector % 8 ^ (row & 7)) << 4);
   }
 
-  // Copies kCount rows of `columns` elements, zeros for those of which `is_there(row)` does not hold.
-  template <int kCount, class IsThere>
+  // Copies rows of `columns` elements, zeros for those of which `is_there(row)` does not hold.
+  template <class IsThere>
   __device__ void load(const E* from, int columns, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
     const bool has_vector = vector * 8 < columns;
@@ -179,7 +193,7 @@ struct Rows {
     }
     __syncwarp();
 #pragma unroll
-    for (int i = lane; i < kStrip * kVectors; i += 32) {
+    for (int i = lane; i < 16 * kVectors; i += 32) {
       const int vector = i % kVectors, of = i / kVectors;
       if (vector * 8 >= columns || of >= count) continue;
       uint4 value;
@@ -192,56 +206,95 @@ struct Rows {
   }
 };
 
-// sums[strip] += rows of `left` times rows of `right`: logits, and their like of values.
-template <int kStrips, int kCount, class E, int kColumns>
-__device__ inline void multiply_rows(float (&sums)[kStrips][kCount / 8][4],
-                                     const Rows<E, kColumns>& left, int left_row,
-                                     const Rows<E, kColumns>& right) {
+// The first of the 16 rows of a strip that are the calling warp's. A strip of the four warps is 64 rows.
+__device__ inline int own_row(int strip) { return strip * kStrip + threadIdx.x / 32 * 16; }
+
+// sums = 64 rows of `left` from `row`, times rows of `right`: logits, and their like of values. With a
+// warpgroup's products they are there once `wait` says so.
+template <int kCount, class E, int kColumns, int kLeftRows>
+__device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
+                                     const Rows<E, kColumns, kLeftRows>& left, int strip,
+                                     const Rows<E, kColumns, kCount>& right) {
+  if constexpr (kHasWarpgroups<E>) {
+    const uint64_t of_left = ptx::matrix_of(left.base), of_right = ptx::matrix_of(right.base);
+    hopper::fence();
 #pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip) {
-#pragma unroll
-    for (int j = 0; j < kCount / 8; ++j) {
-      sums[strip][j][0] = sums[strip][j][1] = sums[strip][j][2] = sums[strip][j][3] = 0;
+    for (int step = 0; step < kColumns / 16; ++step) {
+      const int within = step % 4 * 32, panel = step / 4;
+      hopper::multiply<E>(
+          sums, of_left + (panel * left.kPanelBytes + strip * (kStrip * 128) + within) / 16,
+          of_right + (panel * right.kPanelBytes + within) / 16, step > 0);
     }
-  }
+    ptx::wgmma_commit();
+  } else {
 #pragma unroll
-  for (int step = 0; step < kColumns / 16; ++step) {
-    uint32_t of_left[kStrips][4];
+    for (int j = 0; j < kCount / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
 #pragma unroll
-    for (int strip = 0; strip < kStrips; ++strip) {
-      left.left(of_left[strip], left_row + strip * kStrip, step);
-    }
+    for (int step = 0; step < kColumns / 16; ++step) {
+      uint32_t of_left[4];
+      left.left(of_left, own_row(strip), step);
 #pragma unroll
-    for (int j = 0; j < kCount / 16; ++j) {
-      uint32_t of_right[4];
-      right.right_of_rows(of_right, 16 * j, step);
-#pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
-        multiply<E>(sums[strip][2 * j], of_left[strip], of_right[0], of_right[1]);
-        multiply<E>(sums[strip][2 * j + 1], of_left[strip], of_right[2], of_right[3]);
+      for (int j = 0; j < kCount / 16; ++j) {
+        uint32_t of_right[4];
+        right.right_of_rows(of_right, 16 * j, step);
+        multiply<E>(sums[2 * j], of_left, of_right[0], of_right[1]);
+        multiply<E>(sums[2 * j + 1], of_left, of_right[2], of_right[3]);
       }
     }
   }
 }
 
-// sums[strip] += left[strip] times `right`, whose rows the sums go along.
-template <int kStrips, int kCount, class E, int kColumns>
-__device__ inline void multiply_along(float (&sums)[kStrips][kColumns / 8][4],
-                                      const uint32_t (&left)[kStrips][kCount / 16][4],
-                                      const Rows<E, kColumns>& right) {
+// sums += left times `right`, whose rows the sums go along. The same.
+template <int kCount, class E, int kColumns>
+__device__ inline void multiply_along(float (&sums)[kColumns / 8][4],
+                                      uint32_t (&left)[kCount / 16][4],
+                                      const Rows<E, kColumns, kCount>& right) {
+  if constexpr (kHasWarpgroups<E>) {
+    const uint64_t of_right = ptx::transposed_of(right.base, right.kPanelBytes);
+    hopper::fence();
 #pragma unroll
-  for (int step = 0; step < kCount / 16; ++step) {
+    for (int step = 0; step < kCount / 16; ++step) {
+      hopper::multiply<E>(sums, left[step], of_right + step * (16 * 128 / 16));
+    }
+    ptx::wgmma_commit();
+  } else {
 #pragma unroll
-    for (int j = 0; j < kColumns / 16; ++j) {
-      uint32_t of_right[4];
-      right.right(of_right, 16 * step, j);
+    for (int step = 0; step < kCount / 16; ++step) {
 #pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
-        multiply<E>(sums[strip][2 * j], left[strip][step], of_right[0], of_right[1]);
-        multiply<E>(sums[strip][2 * j + 1], left[strip][step], of_right[2], of_right[3]);
+      for (int j = 0; j < kColumns / 16; ++j) {
+        uint32_t of_right[4];
+        right.right(of_right, 16 * step, j);
+        multiply<E>(sums[2 * j], left[step], of_right[0], of_right[1]);
+        multiply<E>(sums[2 * j + 1], left[step], of_right[2], of_right[3]);
       }
     }
   }
+}
+
+// Waits for all but the last kPending products, whose sums and factors nothing may touch before.
+template <class E, int kPending>
+__device__ inline void wait() {
+  if constexpr (kHasWarpgroups<E>) ptx::wgmma_wait<kPending>();
+}
+
+// Keeps what is computed of sums behind a wait.
+template <class E, int kCount>
+__device__ inline void settle(float (&sums)[kCount][4]) {
+  if constexpr (kHasWarpgroups<E>) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sums[j][i])::"memory");
+    }
+  }
+}
+
+// Has what copies brought be known to all that products read it by.
+template <class E>
+__device__ inline void meet_copies() {
+  ptx::wait_for_copies(0);
+  if constexpr (kHasWarpgroups<E>) ptx::fence_async_shared();
+  __syncthreads();
 }
 
 // Whether no number of `all` is within [low, high], by the 32 lanes.
@@ -326,8 +379,8 @@ struct Bend {
 // A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
 template <class E, int kColumns, int kStrips, int kKeys>
 struct QueryBlock {
-  static constexpr int kRows = kWarps * kStrips * kStrip;
-  using Tile = Rows<E, kColumns>;
+  static constexpr int kRows = kStrips * kStrip;
+  using Tile = Rows<E, kColumns, kKeys>;
 
   struct Shared {
     int2 ranges[kRows];
@@ -404,8 +457,8 @@ struct QueryBlock {
     const int low = hull.low - key, high = hull.high - key;
     const auto is_there = [&](int row) { return low <= row && row < high; };
     const int64_t from = of_keys * a.keys + key;
-    k.template load<kKeys>(static_cast<const E*>(a.k) + from * a.width, a.width, is_there);
-    v.template load<kKeys>(static_cast<const E*>(a.v) + from * a.value_width, a.value_width,
+    k.load(static_cast<const E*>(a.k) + from * a.width, a.width, is_there);
+    v.load(static_cast<const E*>(a.v) + from * a.value_width, a.value_width,
                            is_there);
     if (a.kv_segments != nullptr && threadIdx.x < kKeys) {
       const int row = threadIdx.x;
@@ -453,75 +506,82 @@ struct Forward {
   static constexpr int kStrips = kColumns == 256 ? 1 : 2;
   static constexpr int kKeys = kColumns == 256 ? 32 : 64;
   using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
-  using Tile = Rows<E, kColumns>;
-  static constexpr int kTileBytes = kKeys * Tile::kRowBytes;
-  static constexpr int kRowsBytes = Block::kRows * Tile::kRowBytes;
-  static constexpr int kSharedBytes = kRowsBytes + 4 * kTileBytes;
+  using Tile = typename Block::Tile;
+  using Queries = Rows<E, kColumns, Block::kRows>;
+  static constexpr int kSharedBytes = Queries::kBytes + 4 * Tile::kBytes;
 
   float sums[kStrips][kColumns / 8][4];
   // Of rows lane / 4 and 8 behind it: the largest product, and the thread's part of the sum.
   float largest[kStrips][2], total[kStrips][2];
 
-  __device__ void add(const Block& block, const Bend& bend, const Tile& q, const Tile& k,
+  __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Tile& k,
                       const Tile& v, int key, int stage) {
-    const int row = threadIdx.x / 32 * (kStrips * kStrip);
+    const bool is_whole = block.is_whole(key);
     float products[kStrips][kKeys / 8][4];
-    multiply_rows<kStrips, kKeys>(products, q, row, k);
-    if (bend.is_bent) {
-#pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            products[strip][j][i] = bend(products[strip][j][i], slope);
-          }
-        }
-      }
-    }
-    if (!block.is_whole(key)) {
-#pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
-        block.mask(products[strip], row + strip * kStrip, key, stage);
-      }
-    }
     uint32_t p[kStrips][kKeys / 16][4];
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
-      float shift[2];
+      multiply_rows<kKeys>(products[strip], q, strip, k);
+    }
+    // A strip's exponentials are made beside the products of another.
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float most = largest[strip][half];
+    for (int strip = 0; strip < kStrips; ++strip) {
+      wait<E, kStrips - 1>();
+      settle<E>(products[strip]);
+      weigh(block, bend, products[strip], p[strip], strip, key, stage, is_whole);
+      multiply_along<kKeys>(sums[strip], p[strip], v);
+    }
+    wait<E, 0>();
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-          most = fmaxf(most, fmaxf(products[strip][j][2 * half], products[strip][j][2 * half + 1]));
-        }
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        shift[half] = most == -infinity() ? 0 : most * bend.factor;
-        const float kept = ptx::ex2(largest[strip][half] * bend.factor - shift[half]);
-        largest[strip][half] = most;
-        total[strip][half] *= kept;
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          sums[strip][j][2 * half] *= kept;
-          sums[strip][j][2 * half + 1] *= kept;
-        }
-      }
+    for (int strip = 0; strip < kStrips; ++strip) settle<E>(sums[strip]);
+  }
+
+  // Makes probabilities of a strip's products, without what they are divided by.
+  __device__ void weigh(const Block& block, const Bend& bend, float (&products)[kKeys / 8][4],
+                        uint32_t (&p)[kKeys / 16][4], int strip, int key, int stage,
+                        bool is_whole) {
+    if (bend.is_bent) {
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
-        float(&of)[4] = products[strip][j];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          of[i] = ptx::ex2(fmaf(of[i], bend.factor, -shift[i / 2]));
-          total[strip][i / 2] += of[i];
+          float slope;
+          products[j][i] = bend(products[j][i], slope);
         }
-        p[strip][j / 2][j % 2 * 2] = packed<E>(of[0], of[1]);
-        p[strip][j / 2][j % 2 * 2 + 1] = packed<E>(of[2], of[3]);
       }
     }
-    multiply_along<kStrips, kKeys>(sums, p, v);
+    if (!is_whole) block.mask(products, own_row(strip), key, stage);
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = largest[strip][half];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        most = fmaxf(most, fmaxf(products[j][2 * half], products[j][2 * half + 1]));
+      }
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      shift[half] = most == -infinity() ? 0 : most * bend.factor;
+      const float kept = ptx::ex2(largest[strip][half] * bend.factor - shift[half]);
+      largest[strip][half] = most;
+      total[strip][half] *= kept;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        sums[strip][j][2 * half] *= kept;
+        sums[strip][j][2 * half + 1] *= kept;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      float(&of)[4] = products[j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of[i] = ptx::ex2(fmaf(of[i], bend.factor, -shift[i / 2]));
+        total[strip][i / 2] += of[i];
+      }
+      p[j / 2][j % 2 * 2] = packed<E>(of[0], of[1]);
+      p[j / 2][j % 2 * 2 + 1] = packed<E>(of[2], of[3]);
+    }
   }
 
   __device__ static void run(const FlashAttentionArguments& a) {
@@ -529,8 +589,8 @@ struct Forward {
     __shared__ typename Block::Shared shared;
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
-    const Tile q{base};
-    q.template load<Block::kRows>(
+    const Queries q{base};
+    q.load(
         static_cast<const E*>(a.q) + block.row(0) * a.width, a.width,
         [&](int row) { return row < block.left_from(0); });
     Forward of;
@@ -544,15 +604,16 @@ struct Forward {
       of.total[strip][0] = of.total[strip][1] = 0;
     }
     const Bend bend(a);
-    const auto k = [&](int stage) { return Tile{base + kRowsBytes + 2 * stage * kTileBytes}; };
-    const auto v = [&](int stage) { return Tile{base + kRowsBytes + (2 * stage + 1) * kTileBytes}; };
+    const auto k = [&](int stage) { return Tile{base + Queries::kBytes + 2 * stage * Tile::kBytes}; };
+    const auto v = [&](int stage) {
+      return Tile{base + Queries::kBytes + (2 * stage + 1) * Tile::kBytes};
+    };
     int key = block.next(block.hull.low / kKeys * kKeys), stage = 0;
     if (key < block.hull.high) block.load(key, k(0), v(0), 0);
     ptx::commit_copies();
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
-      ptx::wait_for_copies(0);
-      __syncthreads();
+      meet_copies<E>();
       if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
       ptx::commit_copies();
       of.add(block, bend, q, k(stage), v(stage), key, stage);
@@ -563,9 +624,9 @@ struct Forward {
     of.finish(block, bend, q);
   }
 
-  __device__ void finish(const Block& block, const Bend& bend, const Tile& q) {
+  __device__ void finish(const Block& block, const Bend& bend, const Queries& q) {
     const FlashAttentionArguments& a = block.a;
-    const int row = threadIdx.x / 32 * (kStrips * kStrip), lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
     const float sink =
         a.sinks == nullptr ? -infinity() : a.sinks[block.head] * kLog2E;
 #pragma unroll
@@ -585,7 +646,7 @@ struct Forward {
         const float kept = at == -infinity() ? 1 : ptx::ex2(at - shift);
         whole *= kept;
         if (a.sinks != nullptr) whole += ptx::ex2(sink - shift);
-        const int own = row + strip * kStrip + lane / 4 + 8 * half;
+        const int own = own_row(strip) + lane / 4 + 8 * half;
         const int2 range = block.shared.ranges[own];
         const bool is_empty = range.x >= range.y;
         inverse[half] = is_empty || whole == 0 ? 0 : kept / whole;
@@ -598,7 +659,7 @@ struct Forward {
           sums[strip][j][2 * half] = sums[strip][j][2 * half + 1] = 0;
         }
       }
-      const int own = row + strip * kStrip;
+      const int own = own_row(strip);
       q.store(sums[strip], inverse[0], inverse[1], own,
               static_cast<E*>(a.o) + block.row(own) * a.value_width, a.value_width,
               block.left_from(own));
@@ -619,59 +680,59 @@ __device__ inline float probability(const Bend& bend, float product, float lse) 
 // dq, after what needs the notes in its place.
 template <class E, int kColumns>
 struct QueryGradients {
-  static constexpr int kStrips = kColumns == 256 ? 1 : 2;
-  static constexpr int kKeys = kColumns == 256 ? 16 : kColumns == 128 ? 32 : 64;
-  using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
-  using Tile = Rows<E, kColumns>;
-  static constexpr int kTileBytes = kKeys * Tile::kRowBytes;
-  static constexpr int kRowsBytes = Block::kRows * Tile::kRowBytes;
-  static constexpr int kSharedBytes = 2 * kRowsBytes + 4 * kTileBytes;
+  static constexpr int kKeys = kColumns == 256 ? 16 : 64;
+  using Block = QueryBlock<E, kColumns, 1, kKeys>;
+  using Tile = typename Block::Tile;
+  using Queries = Rows<E, kColumns, Block::kRows>;
+  static constexpr int kSharedBytes = 2 * Queries::kBytes + 4 * Tile::kBytes;
 
-  float sums[kStrips][kColumns / 8][4];
-  float lse[kStrips][2], delta[kStrips][2];
+  float sums[kColumns / 8][4];
+  float lse[2], delta[2];
 
-  __device__ void add(const Block& block, const Bend& bend, const Tile& q, const Tile& dout,
+  __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Queries& dout,
                       const Tile& k, const Tile& v, int key, int stage) {
-    const int row = threadIdx.x / 32 * (kStrips * kStrip);
-    float p[kStrips][kKeys / 8][4], of_values[kStrips][kKeys / 8][4];
-    multiply_rows<kStrips, kKeys>(p, q, row, k);
-    multiply_rows<kStrips, kKeys>(of_values, dout, row, v);
-    const bool is_whole = block.is_whole(key);
-    uint32_t ds[kStrips][kKeys / 16][4];
-#pragma unroll
-    for (int strip = 0; strip < kStrips; ++strip) {
-      if (bend.is_bent) {
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            p[strip][j][i] = bend(p[strip][j][i], slope);
-            of_values[strip][j][i] = (of_values[strip][j][i] - delta[strip][i / 2]) * slope;
-          }
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) of_values[strip][j][i] -= delta[strip][i / 2];
-        }
-      }
-      if (!is_whole) block.mask(p[strip], row + strip * kStrip, key, stage);
+    float p[kKeys / 8][4], of_values[kKeys / 8][4];
+    multiply_rows<kKeys>(p, q, 0, k);
+    multiply_rows<kKeys>(of_values, dout, 0, v);
+    wait<E, 1>();
+    settle<E>(p);
+    float slope[kKeys / 8][4];
+    if (bend.is_bent) {
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
-        float(&of)[4] = p[strip][j];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float one = probability(bend, of[i], lse[strip][i / 2]);
-          // What is not seen may be NaN.
-          of[i] = one == 0 ? 0 : one * of_values[strip][j][i];
-        }
-        ds[strip][j / 2][j % 2 * 2] = packed<E>(of[0], of[1]);
-        ds[strip][j / 2][j % 2 * 2 + 1] = packed<E>(of[2], of[3]);
+        for (int i = 0; i < 4; ++i) p[j][i] = bend(p[j][i], slope[j][i]);
       }
     }
-    multiply_along<kStrips, kKeys>(sums, ds, k);
+    if (!block.is_whole(key)) block.mask(p, own_row(0), key, stage);
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i / 2]);
+    }
+    if (bend.is_bent) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[j][i] *= slope[j][i];
+      }
+    }
+    wait<E, 0>();
+    settle<E>(of_values);
+    uint32_t ds[kKeys / 16][4];
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // What is not seen may be NaN.
+        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * (of_values[j][i] - delta[i / 2]);
+      }
+      ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+      ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+    }
+    multiply_along<kKeys>(sums, ds, k);
+    wait<E, 0>();
+    settle<E>(sums);
   }
 
   __device__ static void run(const FlashAttentionArguments& a) {
@@ -679,42 +740,39 @@ struct QueryGradients {
     __shared__ typename Block::Shared shared;
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
-    const Tile q{base}, dout{base + kRowsBytes};
+    const Queries q{base}, dout{base + Queries::kBytes};
     const auto is_there = [&](int row) { return row < block.left_from(0); };
-    q.template load<Block::kRows>(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width,
-                                  is_there);
-    dout.template load<Block::kRows>(
-        static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, is_there);
-    const int row = threadIdx.x / 32 * (kStrips * kStrip), lane = threadIdx.x % 32;
+    q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width,
+              is_there);
+    const int row = own_row(0), lane = threadIdx.x % 32;
     E* dq = static_cast<E*>(a.dq);
     QueryGradients of;
 #pragma unroll
-    for (int strip = 0; strip < kStrips; ++strip) {
+    for (int j = 0; j < kColumns / 8; ++j) {
+      of.sums[j][0] = of.sums[j][1] = of.sums[j][2] = of.sums[j][3] = 0;
+    }
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        of.sums[strip][j][0] = of.sums[strip][j][1] = of.sums[strip][j][2] = of.sums[strip][j][3] = 0;
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int own = row + strip * kStrip + lane / 4 + 8 * half;
-        const bool reads = own < block.left_from(0);
-        of.lse[strip][half] = reads ? lse_of(a.lse[block.row(own)]) : 0;
-        of.delta[strip][half] =
-            reads ? reinterpret_cast<const Note*>(dq + block.row(own) * a.width)->delta : 0;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + lane / 4 + 8 * half;
+      const bool reads = own < block.left_from(0);
+      of.lse[half] = reads ? lse_of(a.lse[block.row(own)]) : 0;
+      of.delta[half] =
+          reads ? reinterpret_cast<const Note*>(dq + block.row(own) * a.width)->delta : 0;
     }
     const Bend bend(a);
-    const auto k = [&](int stage) { return Tile{base + 2 * kRowsBytes + 2 * stage * kTileBytes}; };
+    const auto k = [&](int stage) {
+      return Tile{base + 2 * Queries::kBytes + 2 * stage * Tile::kBytes};
+    };
     const auto v = [&](int stage) {
-      return Tile{base + 2 * kRowsBytes + (2 * stage + 1) * kTileBytes};
+      return Tile{base + 2 * Queries::kBytes + (2 * stage + 1) * Tile::kBytes};
     };
     int key = block.next(block.hull.low / kKeys * kKeys), stage = 0;
     if (key < block.hull.high) block.load(key, k(0), v(0), 0);
     ptx::commit_copies();
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
-      ptx::wait_for_copies(0);
-      __syncthreads();
+      meet_copies<E>();
       if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
       ptx::commit_copies();
       of.add(block, bend, q, dout, k(stage), v(stage), key, stage);
@@ -723,20 +781,14 @@ struct QueryGradients {
     ptx::wait_for_copies(0);
     __syncthreads();
 #pragma unroll
-    for (int strip = 0; strip < kStrips; ++strip) {
-      const int own = row + strip * kStrip;
+    for (int half = 0; half < 2; ++half) {
+      const int2 range = shared.ranges[row + lane / 4 + 8 * half];
+      if (range.x < range.y) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int2 range = shared.ranges[own + lane / 4 + 8 * half];
-        if (range.x < range.y) continue;
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          of.sums[strip][j][2 * half] = of.sums[strip][j][2 * half + 1] = 0;
-        }
-      }
-      q.store(of.sums[strip], a.scale, a.scale, own, dq + block.row(own) * a.width, a.width,
-              block.left_from(own));
+      for (int j = 0; j < kColumns / 8; ++j) of.sums[j][2 * half] = of.sums[j][2 * half + 1] = 0;
     }
+    q.store(of.sums, a.scale, a.scale, row, dq + block.row(row) * a.width, a.width,
+            block.left_from(row));
   }
 };
 
@@ -747,10 +799,9 @@ struct KeyGradients {
   static constexpr int kKeys = kAttentionBlock;
   // Of queries, of a tile.
   static constexpr int kRows = kColumns == 256 ? 16 : 64;
-  using Tile = Rows<E, kColumns>;
-  static constexpr int kTileBytes = kRows * Tile::kRowBytes;
-  static constexpr int kKeysBytes = kKeys * Tile::kRowBytes;
-  static constexpr int kSharedBytes = 2 * kKeysBytes + 4 * kTileBytes;
+  using Tile = Rows<E, kColumns, kRows>;
+  using Keys = Rows<E, kColumns, kKeys>;
+  static constexpr int kSharedBytes = 2 * Keys::kBytes + 4 * Tile::kBytes;
 
   struct Shared {
     int2 ranges[2][kRows];
@@ -779,7 +830,7 @@ struct KeyGradients {
   int within = 0;
   Note note;
 
-  float keys[1][kMakesKeys ? kColumns / 8 : 1][4], values[1][kMakesValues ? kColumns / 8 : 1][4];
+  float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kColumns / 8 : 1][4];
 
   __device__ KeyGradients(const FlashAttentionArguments& a, Shared& shared, int64_t index)
       : a(a), shared(shared) {
@@ -868,8 +919,8 @@ struct KeyGradients {
       const int2 range = ranges[own];
       return range.x < range.y;
     };
-    q.template load<kRows>(static_cast<const E*>(a.q) + row * a.width, a.width, is_there);
-    dout.template load<kRows>(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width,
+    q.load(static_cast<const E*>(a.q) + row * a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width,
                               is_there);
     const int own = threadIdx.x % 64;
     if (own >= kRows) return;
@@ -889,7 +940,7 @@ struct KeyGradients {
   }
 
   __device__ void mask(float (&products)[kRows / 8][4], int stage) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * kStrip + lane / 4;
+    const int lane = threadIdx.x % 32, row = own_row(0) + lane / 4;
     const int key = first_key + row;
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
@@ -912,11 +963,14 @@ struct KeyGradients {
     }
   }
 
-  __device__ void add(const Bend& bend, const Tile& k, const Tile& v, const Tile& q,
+  __device__ void add(const Bend& bend, const Keys& k, const Keys& v, const Tile& q,
                       const Tile& dout, const Place& at, int stage) {
-    const int row = threadIdx.x / 32 * kStrip, lane = threadIdx.x % 32;
-    float p[1][kRows / 8][4];
-    multiply_rows<1, kRows>(p, k, row, q);
+    const int lane = threadIdx.x % 32;
+    float p[kRows / 8][4], of_values[kMakesKeys ? kRows / 8 : 1][4];
+    multiply_rows<kRows>(p, k, 0, q);
+    if constexpr (kMakesKeys) multiply_rows<kRows>(of_values, v, 0, dout);
+    wait<E, kMakesKeys ? 1 : 0>();
+    settle<E>(p);
     float slope[kMakesKeys ? kRows / 8 : 1][4];
     if (bend.is_bent) {
 #pragma unroll
@@ -924,34 +978,35 @@ struct KeyGradients {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float own;
-          p[0][j][i] = bend(p[0][j][i], own);
+          p[j][i] = bend(p[j][i], own);
           if (kMakesKeys) slope[j][i] = own;
         }
       }
     }
-    if (!at.is_whole) mask(p[0], stage);
-    uint32_t of[1][kRows / 16][4];
+    if (!at.is_whole) mask(p, stage);
+    uint32_t of[kRows / 16][4];
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 raw =
           *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + lane % 4 * 2]);
       const float lse[2] = {lse_of(raw.x), lse_of(raw.y)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[0][j][i] = probability(bend, p[0][j][i], lse[i % 2]);
-      of[0][j / 2][j % 2 * 2] = packed<E>(p[0][j][0], p[0][j][1]);
-      of[0][j / 2][j % 2 * 2 + 1] = packed<E>(p[0][j][2], p[0][j][3]);
+      for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i % 2]);
+      of[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+      of[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
     }
-    if constexpr (kMakesValues) multiply_along<1, kRows>(values, of, dout);
+    if constexpr (kMakesValues) multiply_along<kRows>(values, of, dout);
+    uint32_t ds[kMakesKeys ? kRows / 16 : 1][4];
     if constexpr (kMakesKeys) {
       if (bend.is_bent) {
 #pragma unroll
         for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) p[0][j][i] *= slope[j][i];
+          for (int i = 0; i < 4; ++i) p[j][i] *= slope[j][i];
         }
       }
-      float of_values[1][kRows / 8][4];
-      multiply_rows<1, kRows>(of_values, v, row, dout);
+      wait<E, kMakesValues ? 1 : 0>();
+      settle<E>(of_values);
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
         const float2 delta =
@@ -959,14 +1014,17 @@ struct KeyGradients {
         const float of_rows[2] = {delta.x, delta.y};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float one = p[0][j][i];
-          p[0][j][i] = one == 0 ? 0 : one * (of_values[0][j][i] - of_rows[i % 2]);
+          const float one = p[j][i];
+          p[j][i] = one == 0 ? 0 : one * (of_values[j][i] - of_rows[i % 2]);
         }
-        of[0][j / 2][j % 2 * 2] = packed<E>(p[0][j][0], p[0][j][1]);
-        of[0][j / 2][j % 2 * 2 + 1] = packed<E>(p[0][j][2], p[0][j][3]);
+        ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+        ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
       }
-      multiply_along<1, kRows>(keys, of, q);
+      multiply_along<kRows>(keys, ds, q);
     }
+    wait<E, 0>();
+    if constexpr (kMakesKeys) settle<E>(keys);
+    if constexpr (kMakesValues) settle<E>(values);
   }
 
   __device__ static void run(const FlashAttentionArguments& a, int64_t index) {
@@ -974,29 +1032,31 @@ struct KeyGradients {
     __shared__ Shared shared;
     KeyGradients of(a, shared, index);
     const uint32_t base = ptx::shared_address(memory);
-    const Tile k{base}, v{base + kKeysBytes};
+    const Keys k{base}, v{base + Keys::kBytes};
     const int count = of.end_key - of.first_key;
     const int64_t first = of.of_keys * a.keys + of.first_key;
     const auto is_there = [&](int row) { return row < count; };
-    k.template load<kKeys>(static_cast<const E*>(a.k) + first * a.width, a.width, is_there);
-    v.template load<kKeys>(static_cast<const E*>(a.v) + first * a.value_width, a.value_width,
+    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, is_there);
+    v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width,
                            is_there);
     if constexpr (kMakesKeys) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
-        of.keys[0][j][0] = of.keys[0][j][1] = of.keys[0][j][2] = of.keys[0][j][3] = 0;
+        of.keys[j][0] = of.keys[j][1] = of.keys[j][2] = of.keys[j][3] = 0;
       }
     }
     if constexpr (kMakesValues) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
-        of.values[0][j][0] = of.values[0][j][1] = of.values[0][j][2] = of.values[0][j][3] = 0;
+        of.values[j][0] = of.values[j][1] = of.values[j][2] = of.values[j][3] = 0;
       }
     }
     const Bend bend(a);
-    const auto q = [&](int stage) { return Tile{base + 2 * kKeysBytes + 2 * stage * kTileBytes}; };
+    const auto q = [&](int stage) {
+      return Tile{base + 2 * Keys::kBytes + 2 * stage * Tile::kBytes};
+    };
     const auto dout = [&](int stage) {
-      return Tile{base + 2 * kKeysBytes + (2 * stage + 1) * kTileBytes};
+      return Tile{base + 2 * Keys::kBytes + (2 * stage + 1) * Tile::kBytes};
     };
     Place at = of.next();
     int stage = 0;
@@ -1004,8 +1064,7 @@ struct KeyGradients {
     ptx::commit_copies();
     while (at.is_there) {
       const Place next = of.next();
-      ptx::wait_for_copies(0);
-      __syncthreads();
+      meet_copies<E>();
       if (next.is_there) of.load(next, q(stage ^ 1), dout(stage ^ 1), stage ^ 1);
       ptx::commit_copies();
       of.add(bend, k, v, q(stage), dout(stage), at, stage);
@@ -1013,13 +1072,13 @@ struct KeyGradients {
     }
     ptx::wait_for_copies(0);
     __syncthreads();
-    const int row = threadIdx.x / 32 * kStrip;
+    const int row = own_row(0);
     if constexpr (kMakesKeys) {
-      k.store(of.keys[0], a.scale, a.scale, row, static_cast<E*>(a.dk) + (first + row) * a.width,
+      k.store(of.keys, a.scale, a.scale, row, static_cast<E*>(a.dk) + (first + row) * a.width,
               a.width, count - row);
     }
     if constexpr (kMakesValues) {
-      v.store(of.values[0], 1, 1, row, static_cast<E*>(a.dv) + (first + row) * a.value_width,
+      v.store(of.values, 1, 1, row, static_cast<E*>(a.dv) + (first + row) * a.value_width,
               a.value_width, count - row);
     }
   }

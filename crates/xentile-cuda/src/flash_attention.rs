@@ -270,37 +270,33 @@ impl Attention {
             65..=128 => 128,
             _ => 256,
         };
-        // Queries of a CTA, and what it walks over: tiles of keys or queries, two and two at a time.
-        let rows = if columns == 256 { 64 } else { 128 };
-        let bytes = |own: usize, tile: usize| {
-            u32::try_from((own + 4 * tile) * columns * 2).expect("fits shared memory")
-        };
         let of_heads = |blocks: usize, heads: Option<usize>| heads?.checked_mul(blocks);
         let query_heads = heads.checked_mul(group);
-        let step = |name: &str, ctas, shared_bytes| Step {
+        // Rows that a CTA keeps, and of a tile, of which two of keys and values are there at a time.
+        let step = |name: &str, ctas, kept: usize, tile: usize| Step {
             name: format!("flash_attention_{name}_{}", self.dtype),
             ctas,
             threads: THREADS,
-            shared_bytes,
+            shared_bytes: u32::try_from((kept + 4 * tile) * columns * 2).expect("fits a CTA"),
         };
-        let of_rows = of_heads(queries.div_ceil(rows), query_heads);
         if pass == Pass::Forward {
-            let tile = if columns == 256 { 32 } else { 64 };
-            return vec![step(&format!("forward_{columns}"), of_rows, bytes(rows, tile))];
+            let (rows, tile) = if columns == 256 { (64, 32) } else { (128, 64) };
+            let ctas = of_heads(queries.div_ceil(rows), query_heads);
+            return vec![step(&format!("forward_{columns}"), ctas, rows, tile)];
         }
-        let mut steps = vec![step("notes", of_heads(queries.div_ceil(BLOCK), query_heads), 0)];
+        let of_queries = of_heads(queries.div_ceil(BLOCK), query_heads);
+        let of_keys = of_heads(keys.div_ceil(BLOCK), Some(heads));
+        let (kept, tile) = (2 * BLOCK, if columns == 256 { 16 } else { 64 });
+        let mut steps = vec![step("notes", of_queries, 0, 0)];
         if has_sinks {
-            let sinks = step("sinks", query_heads, 0);
+            let sinks = step("sinks", query_heads, 0, 0);
             steps.push(Step { threads: SINK_THREADS, ..sinks });
         }
-        let of_keys = of_heads(keys.div_ceil(BLOCK), Some(heads));
-        let tile = if columns == 256 { 16 } else { 64 };
-        steps.push(step(&format!("keys_{columns}"), of_keys, bytes(2 * BLOCK, tile)));
+        steps.push(step(&format!("keys_{columns}"), of_keys, kept, tile));
         if columns == 256 {
-            steps.push(step("values_256", of_keys, bytes(2 * BLOCK, tile)));
+            steps.push(step("values_256", of_keys, kept, tile));
         }
-        let tile = if columns == 256 { 16 } else { 4096 / columns };
-        steps.push(step(&format!("queries_{columns}"), of_rows, bytes(2 * rows, tile)));
+        steps.push(step(&format!("queries_{columns}"), of_queries, kept, tile));
         steps
     }
 }
@@ -338,7 +334,7 @@ mod tests {
             named("notes", 72, 0),
             named("sinks", 24, 0),
             named("keys_128", 12, 96),
-            named("queries_128", 48, 96),
+            named("queries_128", 72, 96),
         ];
         assert_eq!(of(128, Pass::Backward, true), backward);
         let backward = [

@@ -90,8 +90,8 @@ def flash_attention(
         lse = log(sum(exp(t)))        over the keys that a query sees, and exp(sink) of its head
         o = sum(exp(t - lse) * v)
 
-    Logits, softmax and sums are f32; where q is bfloat16, probabilities are rounded to that before
-    they are multiplied with v. It is differentiable in both modes with respect to q, k, v and
+    Logits, softmax and sums are f32; where q has 16 bits, probabilities may be rounded to its dtype
+    before they are multiplied with v. It is differentiable in both modes with respect to q, k, v and
     `sinks`; forward mode is that of XLA's program, with all logits in memory. Kept for the backward
     pass are q, k, v, o and lse.
 
