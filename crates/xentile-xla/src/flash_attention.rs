@@ -82,6 +82,9 @@ impl<'a, I: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Seen<I, F> {
     }
 }
 
+/// Tells the shape of a kind of buffer.
+type Dims<B> = fn(&B) -> &[usize];
+
 /// A call's shape, with its leading axes.
 pub(crate) struct Call<'a> {
     pub(crate) shape: AttentionShape,
@@ -93,7 +96,7 @@ impl<'a> Call<'a> {
     pub(crate) fn new<I, F>(
         [q, k, v]: [&'a [usize]; 3],
         seen: &Seen<I, F>,
-        (of_integers, of_floats): (fn(&I) -> &[usize], fn(&F) -> &[usize]),
+        (of_integers, of_floats): (Dims<I>, Dims<F>),
     ) -> Result<Self> {
         let shape = shape(q, k, v)?;
         let leading = &q[..q.len() - 3];

@@ -96,7 +96,7 @@ fn backward(
     call.check_backward(
         [o.dims(), lse.dims(), dout.dims(), dlse.dims()],
         [dq.dims(), dk.dims(), dv.dims()],
-        (dsinks.as_ref().map(|array| array.dims()), seen.sinks.is_some()),
+        (dsinks.as_ref().map(BufferMut::dims), seen.sinks.is_some()),
     )?;
     let pool = Pool(pool);
     let kernel = kernel(call.shape, options, &seen, &pool)?;

@@ -130,7 +130,7 @@ fn backward(
     call.check_backward(
         [o.dims(), lse.dims(), dout.dims(), dlse.dims()],
         [dq.dims(), dk.dims(), dv.dims()],
-        (dsinks.as_ref().map(|array| array.dims()), seen.sinks.is_some()),
+        (dsinks.as_ref().map(OnDevice::dims), seen.sinks.is_some()),
     )?;
     let of_results = [("dq", dq.dtype()), ("dk", dk.dtype()), ("dv", dv.dtype())];
     check_dtypes(q.dtype(), [("o", o.dtype()), ("do", dout.dtype())])?;
