@@ -148,11 +148,12 @@ struct Rows {
   __device__ void load(const E* from, int columns, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
     const bool has_vector = vector * 8 < columns;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
       const bool reads = has_vector && is_there(row);
-      const E* source = reads ? from + static_cast<int64_t>(row) * columns + vector * 8 : from;
+      // A tile's rows are few, and 32 bits enough.
+      const E* source = from + (reads ? row * columns + vector * 8 : 0);
       ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
     }
   }
@@ -680,29 +681,43 @@ __device__ inline float probability(const Bend& bend, float product, float lse) 
 // dq, after what needs the notes in its place.
 template <class E, int kColumns>
 struct QueryGradients {
-  static constexpr int kKeys = kColumns == 256 ? 16 : 64;
+  static constexpr int kKeys = kColumns == 256 ? 32 : 64;
+  static constexpr int kStages = kColumns == 256 ? 1 : 2;
   using Block = QueryBlock<E, kColumns, 1, kKeys>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
-  static constexpr int kSharedBytes = 2 * Queries::kBytes + 4 * Tile::kBytes;
+  static constexpr int kSharedBytes = 2 * Queries::kBytes + 2 * kStages * Tile::kBytes;
 
   float sums[kColumns / 8][4];
   float lse[2], delta[2];
 
+  template <bool kIsBent>
   __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Queries& dout,
                       const Tile& k, const Tile& v, int key, int stage) {
     float p[kKeys / 8][4], of_values[kKeys / 8][4];
     multiply_rows<kKeys>(p, q, 0, k);
     multiply_rows<kKeys>(of_values, dout, 0, v);
-    wait<E, 1>();
-    settle<E>(p);
-    float slope[kKeys / 8][4];
-    if (bend.is_bent) {
+    const auto differences = [&](auto slope_of) {
+      settle<E>(of_values);
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[j][i] = bend(p[j][i], slope[j][i]);
+        for (int i = 0; i < 4; ++i) {
+          of_values[j][i] = (of_values[j][i] - delta[i / 2]) * slope_of(j, i);
+        }
       }
+    };
+    if constexpr (kIsBent) {
+      wait<E, 0>();
+      settle<E>(p);
+      differences([&](int j, int i) {
+        float slope;
+        p[j][i] = bend(p[j][i], slope);
+        return slope;
+      });
+    } else {
+      wait<E, 1>();
+      settle<E>(p);
     }
     if (!block.is_whole(key)) block.mask(p, own_row(0), key, stage);
 #pragma unroll
@@ -710,22 +725,17 @@ struct QueryGradients {
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i / 2]);
     }
-    if (bend.is_bent) {
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[j][i] *= slope[j][i];
-      }
+    if constexpr (!kIsBent) {
+      wait<E, 0>();
+      differences([](int, int) { return 1.0f; });
     }
-    wait<E, 0>();
-    settle<E>(of_values);
     uint32_t ds[kKeys / 16][4];
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // What is not seen may be NaN.
-        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * (of_values[j][i] - delta[i / 2]);
+        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
       }
       ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
       ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
@@ -773,10 +783,20 @@ struct QueryGradients {
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
       meet_copies<E>();
-      if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
+      const int other = stage ^ (kStages - 1);
+      if (kStages == 2 && next < block.hull.high) block.load(next, k(other), v(other), other);
       ptx::commit_copies();
-      of.add(block, bend, q, dout, k(stage), v(stage), key, stage);
-      key = next, stage ^= 1;
+      if (bend.is_bent) {
+        of.template add<true>(block, bend, q, dout, k(stage), v(stage), key, stage);
+      } else {
+        of.template add<false>(block, bend, q, dout, k(stage), v(stage), key, stage);
+      }
+      if (kStages == 1) {
+        __syncthreads();
+        if (next < block.hull.high) block.load(next, k(0), v(0), 0);
+        ptx::commit_copies();
+      }
+      key = next, stage = other;
     }
     ptx::wait_for_copies(0);
     __syncthreads();
@@ -797,11 +817,23 @@ struct QueryGradients {
 template <class E, int kColumns, bool kMakesKeys, bool kMakesValues>
 struct KeyGradients {
   static constexpr int kKeys = kAttentionBlock;
-  // Of queries, of a tile.
-  static constexpr int kRows = kColumns == 256 ? 16 : 64;
+  // Queries of a tile, and how many tiles are there at a time.
+  static constexpr int kRows = kColumns == 256 ? 32 : 64;
+  static constexpr int kStages = kColumns == 256 ? 1 : 2;
   using Tile = Rows<E, kColumns, kRows>;
   using Keys = Rows<E, kColumns, kKeys>;
-  static constexpr int kSharedBytes = 2 * Keys::kBytes + 4 * Tile::kBytes;
+  static constexpr int kSharedBytes = 2 * Keys::kBytes + 2 * kStages * Tile::kBytes;
+
+  // How far a warp has looked for blocks to take: all look alike, and none has registers for it.
+  struct Search {
+    // The head of the group, and the block that the next 32 notes are of; of the last 32, as bits, those
+    // that are to be taken, those that see all keys, and those with queries that see nothing.
+    int head, base;
+    uint32_t seen, whole, blank;
+    // The block of the last tile, its place among 32, and the tile within.
+    int block, bit, within;
+    int least_segment, most_segment;  // of keys
+  };
 
   struct Shared {
     int2 ranges[2][kRows];
@@ -809,6 +841,7 @@ struct KeyGradients {
     float delta[2][kRows];
     int32_t segments[2][kRows];
     int32_t of_keys[kKeys];
+    Search searches[kWarps];
   };
 
   // A tile of queries: of a head of the group, from a query on; and whether all see all keys.
@@ -821,14 +854,6 @@ struct KeyGradients {
   Shared& shared;
   int64_t of_keys;
   int first_key, end_key;
-  int64_t blocks;
-  int least_segment, most_segment;
-  // Blocks of all heads of the group, 32 at a time: of `seen`, those not yet taken.
-  int64_t base = 0;
-  uint32_t seen = 0;
-  int64_t block = -1;
-  int within = 0;
-  Note note;
 
   float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kColumns / 8 : 1][4];
 
@@ -839,73 +864,85 @@ struct KeyGradients {
     first_key = static_cast<int>(index % tiles * kKeys);
     end_key = static_cast<int>(min(static_cast<int64_t>(first_key) + kKeys,
                                    static_cast<int64_t>(a.keys)));
-    blocks = (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock;
-    least_segment = INT32_MAX, most_segment = INT32_MIN;
+    int least = INT32_MAX, most = INT32_MIN;
     if (a.kv_segments != nullptr) {
       for (int i = threadIdx.x % 32; i < end_key - first_key; i += 32) {
         const int32_t segment = a.kv_segments[of_keys * a.keys + first_key + i];
         if (threadIdx.x < 32) shared.of_keys[i] = segment;
-        least_segment = min(least_segment, segment);
-        most_segment = max(most_segment, segment);
+        least = min(least, segment);
+        most = max(most, segment);
       }
-      least_segment = __reduce_min_sync(0xffffffffu, least_segment);
-      most_segment = __reduce_max_sync(0xffffffffu, most_segment);
+      least = __reduce_min_sync(0xffffffffu, least);
+      most = __reduce_max_sync(0xffffffffu, most);
     }
+    if (threadIdx.x % 32 == 0) {
+      shared.searches[threadIdx.x / 32] = {0, 0, 0, 0, 0, -1, 0, 0, least, most};
+    }
+    __syncwarp();
   }
 
   __device__ const Note& note_of(int64_t row) const {
     return *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
   }
 
-  // The row of queries at which a block begins, of all heads.
-  __device__ int64_t row_of(int64_t block) const {
-    const int64_t all = of_keys * a.group + block / blocks;
-    return all * a.queries + block % blocks * kAttentionBlock;
-  }
-
   // The next tile of which some query may see some key.
   __device__ Place next() {
-    if (block >= 0 && within + kRows < kAttentionBlock &&
-        block % blocks * kAttentionBlock + within + kRows < a.queries) {
-      within += kRows;
-      return place();
-    }
-    within = 0;
-    const int64_t all = blocks * a.group;
-    while (true) {
-      while (seen == 0) {
-        if (base >= all) return {0, 0, false, false, false};
-        const int64_t own = base + threadIdx.x % 32;
-        bool sees = false;
-        if (own < all) {
-          const Note& note = note_of(row_of(own));
-          sees = note.low < end_key && note.high > first_key;
-        }
-        seen = __ballot_sync(0xffffffffu, sees);
-        base += 32;
-      }
-      block = base - 32 + __ffs(seen) - 1;
-      seen &= seen - 1;
-      const int64_t first = block % blocks * kAttentionBlock;
-      if (a.q_segments != nullptr &&
-          are_apart(a.q_segments + of_keys * a.queries + first,
-                    static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first)),
-                    least_segment, most_segment)) {
-        continue;
-      }
-      note = note_of(row_of(block));
-      return place();
-    }
+    const int lane = threadIdx.x % 32;
+    Search search = shared.searches[threadIdx.x / 32];
+    const bool is_there = advance(search);
+    __syncwarp();
+    if (lane == 0) shared.searches[threadIdx.x / 32] = search;
+    __syncwarp();
+    return {of_keys * a.group + search.head,
+            static_cast<int64_t>(search.block) * kAttentionBlock + search.within, is_there,
+            (search.whole >> search.bit & 1) != 0, (search.blank >> search.bit & 1) != 0};
   }
 
-  __device__ Place place() const {
-    const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
-    const bool has_ends = low != kNever && high != kNever;
-    const bool is_whole = has_ends && a.q_segments == nullptr &&
-                          note.low + static_cast<int64_t>(low) * 64 <= first_key &&
-                          first_key + kKeys <= note.high - static_cast<int64_t>(high) * 64;
-    return {of_keys * a.group + block / blocks, block % blocks * kAttentionBlock + within, true,
-            is_whole, !has_ends};
+  __device__ bool advance(Search& search) const {
+    const int64_t after =
+        static_cast<int64_t>(search.block) * kAttentionBlock + search.within + kRows;
+    if (search.block >= 0 && search.within + kRows < kAttentionBlock && after < a.queries) {
+      search.within += kRows;
+      return true;
+    }
+    search.within = 0;
+    const int blocks = static_cast<int>(
+        (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock);
+    while (true) {
+      while (search.seen == 0) {
+        if (search.base >= blocks) {
+          if (search.head + 1 >= a.group) return false;
+          search.head += 1, search.base = 0;
+        }
+        const int block = search.base + threadIdx.x % 32;
+        bool sees = false, is_whole = false, has_blanks = false;
+        if (block < blocks) {
+          const int64_t first = static_cast<int64_t>(block) * kAttentionBlock;
+          const Note note = note_of((of_keys * a.group + search.head) * a.queries + first);
+          const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
+          sees = note.low < end_key && note.high > first_key;
+          has_blanks = low == kNever || high == kNever;
+          is_whole = !has_blanks && a.q_segments == nullptr &&
+                     note.low + static_cast<int64_t>(low) * 64 <= first_key &&
+                     first_key + kKeys <= note.high - static_cast<int64_t>(high) * 64;
+        }
+        search.seen = __ballot_sync(0xffffffffu, sees);
+        search.whole = __ballot_sync(0xffffffffu, is_whole);
+        search.blank = __ballot_sync(0xffffffffu, has_blanks);
+        search.base += 32;
+      }
+      search.bit = __ffs(search.seen) - 1;
+      search.seen &= search.seen - 1;
+      search.block = search.base - 32 + search.bit;
+      const int64_t first = static_cast<int64_t>(search.block) * kAttentionBlock;
+      const int count =
+          static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
+      if (a.q_segments == nullptr ||
+          !are_apart(a.q_segments + of_keys * a.queries + first, count, search.least_segment,
+                     search.most_segment)) {
+        return true;
+      }
+    }
   }
 
   __device__ void load(const Place& at, const Tile& q, const Tile& dout, int stage) const {
@@ -963,25 +1000,46 @@ struct KeyGradients {
     }
   }
 
+  template <bool kIsBent>
   __device__ void add(const Bend& bend, const Keys& k, const Keys& v, const Tile& q,
                       const Tile& dout, const Place& at, int stage) {
     const int lane = threadIdx.x % 32;
     float p[kRows / 8][4], of_values[kMakesKeys ? kRows / 8 : 1][4];
     multiply_rows<kRows>(p, k, 0, q);
     if constexpr (kMakesKeys) multiply_rows<kRows>(of_values, v, 0, dout);
-    wait<E, kMakesKeys ? 1 : 0>();
-    settle<E>(p);
-    float slope[kMakesKeys ? kRows / 8 : 1][4];
-    if (bend.is_bent) {
+    // What ds are p times of: as soon as a softcap's slope is known, or else when they are wanted.
+    const auto differences = [&](auto slope_of) {
+      settle<E>(of_values);
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + lane % 4 * 2]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float own;
-          p[j][i] = bend(p[j][i], own);
-          if (kMakesKeys) slope[j][i] = own;
+          of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? delta.x : delta.y)) * slope_of(j, i);
         }
       }
+    };
+    if constexpr (kIsBent) {
+      wait<E, 0>();
+      settle<E>(p);
+      const auto bent = [&](int j, int i) {
+        float slope;
+        p[j][i] = bend(p[j][i], slope);
+        return slope;
+      };
+      if constexpr (kMakesKeys) {
+        differences(bent);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) bent(j, i);
+        }
+      }
+    } else {
+      wait<E, kMakesKeys ? 1 : 0>();
+      settle<E>(p);
     }
     if (!at.is_whole) mask(p, stage);
     uint32_t of[kRows / 16][4];
@@ -998,24 +1056,16 @@ struct KeyGradients {
     if constexpr (kMakesValues) multiply_along<kRows>(values, of, dout);
     uint32_t ds[kMakesKeys ? kRows / 16 : 1][4];
     if constexpr (kMakesKeys) {
-      if (bend.is_bent) {
-#pragma unroll
-        for (int j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) p[j][i] *= slope[j][i];
-        }
+      if constexpr (!kIsBent) {
+        wait<E, kMakesValues ? 1 : 0>();
+        differences([](int, int) { return 1.0f; });
       }
-      wait<E, kMakesValues ? 1 : 0>();
-      settle<E>(of_values);
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
-        const float2 delta =
-            *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + lane % 4 * 2]);
-        const float of_rows[2] = {delta.x, delta.y};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float one = p[j][i];
-          p[j][i] = one == 0 ? 0 : one * (of_values[j][i] - of_rows[i % 2]);
+          // What is not seen may be NaN.
+          p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
         }
         ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
         ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
@@ -1037,8 +1087,9 @@ struct KeyGradients {
     const int64_t first = of.of_keys * a.keys + of.first_key;
     const auto is_there = [&](int row) { return row < count; };
     k.load(static_cast<const E*>(a.k) + first * a.width, a.width, is_there);
-    v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width,
-                           is_there);
+    if constexpr (kMakesKeys) {
+      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, is_there);
+    }
     if constexpr (kMakesKeys) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
@@ -1065,10 +1116,20 @@ struct KeyGradients {
     while (at.is_there) {
       const Place next = of.next();
       meet_copies<E>();
-      if (next.is_there) of.load(next, q(stage ^ 1), dout(stage ^ 1), stage ^ 1);
+      const int other = stage ^ (kStages - 1);
+      if (kStages == 2 && next.is_there) of.load(next, q(other), dout(other), other);
       ptx::commit_copies();
-      of.add(bend, k, v, q(stage), dout(stage), at, stage);
-      at = next, stage ^= 1;
+      if (bend.is_bent) {
+        of.template add<true>(bend, k, v, q(stage), dout(stage), at, stage);
+      } else {
+        of.template add<false>(bend, k, v, q(stage), dout(stage), at, stage);
+      }
+      if (kStages == 1) {
+        __syncthreads();
+        if (next.is_there) of.load(next, q(0), dout(0), 0);
+        ptx::commit_copies();
+      }
+      at = next, stage = other;
     }
     ptx::wait_for_copies(0);
     __syncthreads();
