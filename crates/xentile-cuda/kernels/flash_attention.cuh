@@ -1,10 +1,11 @@
 // Attention by tiles; docs/internals/flash-attention.md draws the schedules and says why they are so.
 //
-// A CTA is four warps, each with strips of 16 rows of a product whose sums stay in its registers: rows
-// of queries where o or dq are made, rows of keys where dk and dv are. What the CTA walks over comes a
-// tile at a time by asynchronous copies, into one of two places while the other is computed on. A
-// product's left factor that was itself computed goes from sums to operand within a thread, since the
-// two lie in the same lanes. Logits are in units of ln(2), so that an exponential is one instruction.
+// A CTA is four warps, and a strip the 64 rows of a product that they share, whose sums stay in their
+// registers: rows of queries where o or dq are made, rows of keys where dk and dv are. What the CTA walks
+// over comes a tile at a time by asynchronous copies, as a rule into one of two places while the other is
+// computed on. A product's left factor that was itself computed goes from sums to operand within a
+// thread, since the two lie in the same lanes. Logits are in units of ln(2), so that an exponential is one
+// instruction.
 //
 // Nothing is added atomically, and a row's sums have its own tiles in their order: tiles that begin at
 // multiples of their length, of which one that the row does not see adds zeros.
@@ -459,8 +460,7 @@ struct QueryBlock {
     const auto is_there = [&](int row) { return low <= row && row < high; };
     const int64_t from = of_keys * a.keys + key;
     k.load(static_cast<const E*>(a.k) + from * a.width, a.width, is_there);
-    v.load(static_cast<const E*>(a.v) + from * a.value_width, a.value_width,
-                           is_there);
+    v.load(static_cast<const E*>(a.v) + from * a.value_width, a.value_width, is_there);
     if (a.kv_segments != nullptr && threadIdx.x < kKeys) {
       const int row = threadIdx.x;
       const bool reads = key + static_cast<int64_t>(row) < a.keys;
@@ -673,7 +673,7 @@ __device__ inline float lse_of(float lse) {
   return lse == -infinity() ? infinity() : lse * kLog2E;
 }
 
-// Makes probabilities of products, in place, and what ds is times the difference behind it.
+// The probability of a product, or of a logit where logits are bent; lse is of `lse_of`.
 __device__ inline float probability(const Bend& bend, float product, float lse) {
   return ptx::ex2(fmaf(product, bend.factor, -lse));
 }
@@ -753,8 +753,7 @@ struct QueryGradients {
     const Queries q{base}, dout{base + Queries::kBytes};
     const auto is_there = [&](int row) { return row < block.left_from(0); };
     q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width,
-              is_there);
+    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, is_there);
     const int row = own_row(0), lane = threadIdx.x % 32;
     E* dq = static_cast<E*>(a.dq);
     QueryGradients of;
@@ -836,7 +835,7 @@ struct KeyGradients {
   };
 
   struct Shared {
-    int2 ranges[2][kRows];
+    alignas(16) int2 ranges[2][kRows];
     float lse[2][kRows];
     float delta[2][kRows];
     int32_t segments[2][kRows];
@@ -957,8 +956,7 @@ struct KeyGradients {
       return range.x < range.y;
     };
     q.load(static_cast<const E*>(a.q) + row * a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width,
-                              is_there);
+    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width, is_there);
     const int own = threadIdx.x % 64;
     if (own >= kRows) return;
     const bool reads = own < left;
