@@ -149,7 +149,7 @@ struct Rows {
   __device__ void load(const E* from, int columns, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
     const bool has_vector = vector * 8 < columns;
-#pragma unroll 2
+#pragma unroll
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
       const bool reads = has_vector && is_there(row);
