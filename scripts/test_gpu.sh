@@ -163,7 +163,7 @@ section_sanitizer() {
     }
     "$sanitizer" --version | tail -n 1
     for name in cross_entropy scale rms_norm layer_norm activation rope qk_norm fp8_quantize round_ \
-        bias_sums fused_product; do
+        bias_sums fused_product flash_attention; do
         kernels+=(--kernel-name "kns=$name")
     done
     # - memcheck: room between allocations, so that a stray read does not land in a neighbour.
@@ -190,6 +190,7 @@ racecheck-norm|--tool racecheck|--only norm
 racecheck-fp8|--tool racecheck|--only fp8
 racecheck-rope|--tool racecheck|--only rope
 racecheck-scale|--tool racecheck|--only scale
+racecheck-attention|--tool racecheck|--only flash_attention
 initcheck|--tool initcheck|--no-products --no-bulk-stores
 synccheck|--tool synccheck --num-cuda-barriers 65536|--no-products
 synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only 300x200

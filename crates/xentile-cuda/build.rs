@@ -23,6 +23,8 @@ mod bias;
 mod cross_entropy;
 #[path = "src/driver/abi.rs"]
 mod driver;
+#[path = "src/flash_attention/arguments.rs"]
+mod flash_attention;
 #[path = "src/fp8_quantize/arguments.rs"]
 mod fp8_quantize;
 #[path = "src/fused_product/arguments.rs"]
@@ -39,10 +41,11 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 15] = [
+const LAYOUTS: [mirror::Layout; 16] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
+    flash_attention::Arguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fp8_quantize::GatedArguments::LAYOUT,
     fp8_quantize::NormedArguments::LAYOUT,
@@ -62,6 +65,7 @@ const NUMBERS: [&[(&str, i64)]; 9] = [
     bias::NUMBERS,
     cross_entropy::NUMBERS,
     driver::NUMBERS,
+    flash_attention::NUMBERS,
     fp8_quantize::NUMBERS,
     fused_product::NUMBERS,
     norm::NUMBERS,
@@ -103,6 +107,7 @@ fn build() -> Result<(), String> {
         "src/bias",
         "src/cross_entropy",
         "src/driver",
+        "src/flash_attention",
         "src/fp8_quantize",
         "src/fused_product",
         "src/norm",

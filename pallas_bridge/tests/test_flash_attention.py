@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -178,8 +179,26 @@ def seen_by(
     return np.broadcast_to(seen, (batch, queries, keys))
 
 
-KERNEL = pytest.mark.only("cpu", "the library has no attention for GPUs")
-IMPLEMENTATIONS = (pytest.param("custom_call", marks=KERNEL), "reference")
+# Kernels for GPUs take 16 bits.
+IN_F32 = pytest.mark.only("cpu", "the library has no attention of f32 for GPUs")
+OF_KERNELS = "float32" if PLATFORM == "cpu" else "bfloat16"
+IMPLEMENTATIONS = ("custom_call", "reference")
+
+
+def each(dtypes: Sequence[str]) -> Any:
+    """Parametrizes a test by implementations and dtypes."""
+    return pytest.mark.parametrize(
+        ("implementation", "dtype"),
+        [
+            pytest.param(one, dtype, marks=IN_F32)
+            if (one, dtype) == ("custom_call", "float32")
+            else (one, dtype)
+            for one in IMPLEMENTATIONS
+            for dtype in dtypes
+        ],
+    )
+
+
 SHAPES: list[Any] = [
     # batch, heads, lengths, widths, causal, window
     (2, (4, 2), (37, 37), (16, 16), True, None),
@@ -187,14 +206,15 @@ SHAPES: list[Any] = [
     (1, (2, 2), (70, 33), (8, 40), True, None),
     (2, (1, 1), (1, 1), (8, 8), False, None),
     (1, (2, 1), (230, 250), (64, 32), False, (None, 9)),
+    (1, (4, 2), (150, 201), (128, 128), True, None),
+    (1, (2, 1), (140, 140), (256, 136), True, (70, None)),
     (1, (1, 1), (0, 5), (8, 8), False, None),
     (1, (1, 1), (5, 0), (8, 8), True, None),
     (0, (2, 1), (3, 4), (8, 8), False, None),
 ]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each(DTYPES)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_values_and_gradients(
     rng: np.random.Generator, case: Any, dtype: str, implementation: Any
@@ -206,8 +226,7 @@ def test_values_and_gradients(
     close(found, wanted(*given, seen), dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each(["float32", "bfloat16"])
 def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
     given = arrays(rng, dtype, 2, (4, 2), (50, 60), (16, 24))
     seen = seen_by(50, 60, causal=True, batch=2)
@@ -223,14 +242,14 @@ def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implement
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_segments_and_lengths(rng: np.random.Generator, implementation: Any) -> None:
-    given = arrays(rng, "float32", 3, (2, 1), (90, 90), (8, 8))
+    given = arrays(rng, OF_KERNELS, 3, (2, 1), (90, 90), (8, 8))
     text = np.sort(rng.integers(0, 4, (3, 90)), -1)
     strewn = rng.integers(0, 3, (3, 90))
     for of_queries, of_keys in ((text, text), (text, strewn)):
         same = of_queries[:, :, None] == of_keys[:, None]
         segment_ids: Any = of_queries if of_queries is of_keys else (of_queries, of_keys)
         found = run(*given, causal=True, segment_ids=segment_ids, implementation=implementation)
-        close(found, wanted(*given, seen_by(90, 90, True, batch=3) & same), "float32")
+        close(found, wanted(*given, seen_by(90, 90, True, batch=3) & same), OF_KERNELS)
     q_lengths, kv_lengths = np.array([90, 17, 0]), np.array([33, 90, 5])
     for of_queries, of_keys in ((q_lengths, kv_lengths), (None, kv_lengths), (q_lengths, None)):
         seen = np.zeros((3, 90, 90), bool)
@@ -240,12 +259,12 @@ def test_segments_and_lengths(rng: np.random.Generator, implementation: Any) -> 
             seen[entry, :queries, :keys] = seen_by(queries, keys, True, (40, None))[0]
         options: Any = {"q_lengths": of_queries, "kv_lengths": of_keys, "window": (40, None)}
         found = run(*given, causal=True, implementation=implementation, **options)
-        close(found, wanted(*given, seen), "float32")
+        close(found, wanted(*given, seen), OF_KERNELS)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
-    given = arrays(rng, "float32", 1, (2, 1), (50, 70), (8, 8))
+    given = arrays(rng, OF_KERNELS, 1, (2, 1), (50, 70), (8, 8))
     q_ends, kv_ends = np.array([0, 7, 7, 30, 45]), np.array([0, 12, 20, 40, 64])
     seen = np.zeros((1, 50, 70), bool)
     for (a, b), (c, d) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
@@ -258,7 +277,7 @@ def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
         kv_cumulative=kv_ends,
         implementation=implementation,
     )
-    close({name: x[None] for name, x in found.items()}, wanted(*given, seen), "float32")
+    close({name: x[None] for name, x in found.items()}, wanted(*given, seen), OF_KERNELS)
     # What nobody has in its range may be anything.
     q, k, v, do, dlse = flat
     bad = (q.at[45:].set(jnp.nan), k.at[64:].set(jnp.nan), v.at[64:].set(jnp.inf), do, dlse)
@@ -456,7 +475,6 @@ def test_the_program_for_tools_computes_attention(rng: np.random.Generator) -> N
     close({**found, "dsinks": dsinks}, right, "float32")
 
 
-@KERNEL
 def test_bits_do_not_depend_on_the_batch(rng: np.random.Generator) -> None:
     given = arrays(rng, "bfloat16", 3, (4, 2), (130, 260), (16, 16))
     found = run(*given, causal=True, implementation="custom_call")
@@ -519,11 +537,17 @@ def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
 
     def step(q: Any, k: Any, v: Any, **options: Any) -> Any:
         o, pull = jax.vjp(partial(flash_attention, **options), q, k, v)
-        return o, *pull(do)
+        return o, *pull(do.astype(o.dtype))
 
     assert all(target in lowered(step, "cpu", q, k, v) for target in TARGETS)
-    # Where there is no cuDNN, XLA's program.
+    # Where there is no cuDNN, kernels of the library; of f32, or without them, XLA's program.
+    loaded = pallas_bridge.info().library
+    assert loaded is not None
+    has_kernels = any(target.platform == "CUDA" for target in loaded.targets)
     text = lowered(step, "cuda", q, k, v)
+    assert ["xentile" in text, "dot_general" in text] == [has_kernels, not has_kernels]
+    assert all(target in text for target in TARGETS) == has_kernels
+    text = lowered(step, "cuda", *(x.astype("float32") for x in (q, k, v)))
     assert "xentile" not in text and "dot_general" in text
     text = lowered(partial(step, causal=True), "tpu", q, k, v)
     assert text.count("tpu_custom_call") >= 3
@@ -534,7 +558,8 @@ def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
     text = lowered(flash_attention, "tpu", q[:, :100], k, v)
     assert "tpu_custom_call" not in text
     info = str(pallas_bridge.info())
-    assert "flash_attention on cuda: reference: cuDNN's, by jax.nn.dot_product_attention" in info
+    kind = "custom_call: kernels of the library; " if has_kernels else "reference: "
+    assert f"flash_attention on cuda: {kind}cuDNN's, by jax.nn.dot_product_attention" in info
     assert "flash_attention on tpu: pallas: kernels in Pallas; JAX's splash attention" in info
 
 
@@ -554,6 +579,34 @@ def test_cudnn_is_taken(rng: np.random.Generator, dtype: str, options: Any) -> N
     right = wanted(q, k, v, do, zeros, seen_by(384, 384, batch=2, **options))
     del right["lse"]
     close(dict(zip(right, step(q, k, v, do), strict=True)), right, dtype)
+
+
+@pytest.mark.only("cuda", "programs for CPUs have no other")
+def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -> None:
+    q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (384, 384), (64, 64))
+    segment_ids = np.sort(rng.integers(0, 4, (2, 384)), -1)
+
+    def step(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
+        o, pull = jax.vjp(partial(flash_attention, causal=True, **options), q, k, v)
+        return o, *pull(do)
+
+    zeros, seen = jnp.zeros(q.shape[:3], jnp.float32), seen_by(384, 384, True, batch=2)
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None]
+    more: dict[str, Any]
+    for more, mask in (
+        ({"softcap": 20.0}, seen),
+        ({"sinks": jnp.ones(4)}, seen),
+        ({"segment_ids": segment_ids}, seen & same_segment),
+        ({"kv_lengths": np.array([384, 384])}, seen),
+    ):
+        compiled = jax.jit(partial(step, **more)).lower(q, k, v, do).compile()
+        assert all(target in compiled.as_text() for target in TARGETS), more
+        # No logits in memory.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 384 * 384 * 4
+        options = {name: more[name] for name in ("softcap", "sinks") if name in more}
+        right = wanted(q, k, v, do, zeros, mask, **options)
+        right = {name: right[name] for name in ("o", "dq", "dk", "dv")}
+        close(dict(zip(right, compiled(q, k, v, do), strict=True)), right, "bfloat16")
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")

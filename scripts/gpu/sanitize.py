@@ -759,6 +759,110 @@ def spread(scales: np.ndarray, block: tuple[int, int | None], shape: tuple[int, 
     return np.repeat(scales, rows, -2)[..., : shape[-2], :] if rows > 1 else scales
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Both calls of attention."""
+
+    dtype: str
+    # Heads of keys, queries a head of keys, queries, keys, and columns of keys and values.
+    shape: tuple[int, int, int, int, int, int]
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What a failure is found again by."""
+        return f"flash_attention {self.dtype} {self.shape} {' '.join(self.options)}"
+
+
+# One for each width that heads are padded to, of more than a tile and of a few columns.
+ATTENTION = [(2, 2, 150, 170, 64, 40), (1, 2, 140, 133, 128, 72), (1, 2, 70, 90, 200, 256)]
+ATTENTION_OPTIONS = [("segments", "sinks"), ("softcap",), ("blanks", "sinks")]
+
+
+def attention_cases(quick: bool) -> Iterator[Attention]:
+    """Every kernel; options take turns."""
+    for turn, dtype in enumerate(("bf16", "f16")):
+        for index, shape in enumerate(ATTENTION):
+            options = ATTENTION_OPTIONS[(index + turn) % 3]
+            yield Attention(dtype, shape, ("sinks",) if quick else options)
+
+
+def run_attention(case: Attention, rng: np.random.Generator) -> None:
+    """Runs one case, causal of queries and keys that end together, and holds it against float64.
+
+    Raises:
+        AssertionError: values that are further off than rounding explains.
+    """
+    heads, group, queries, keys, width, value_width = case.shape
+    shapes = [(heads, group, queries, width), (heads, keys, width), (heads, keys, value_width)]
+    q, k, v = (rng.normal(size=shape).astype(DTYPES[case.dtype]) for shape in shapes)
+    dout = rng.normal(size=(*shapes[0][:-1], value_width)).astype(DTYPES[case.dtype])
+    dlse = rng.normal(size=shapes[0][:-1]).astype(np.float32)
+    place = np.arange(queries) + keys - queries
+    ends = np.clip(place + 1, 0, keys)
+    if "blanks" in case.options:
+        ends[::7] = 0
+    ranges = np.broadcast_to(np.stack([0 * ends, ends], -1), (heads, queries, 2)).astype(np.int32)
+    seen = np.broadcast_to(np.arange(keys) < ends[:, None], (heads, queries, keys))
+    operands: list[Any] = [q, k, v, ranges]
+    if "segments" in case.options:
+        both = [
+            np.sort(rng.integers(0, 3, (heads, n)), -1).astype(np.int32) for n in case.shape[2:4]
+        ]
+        operands += both
+        seen = seen & (both[0][:, :, None] == both[1][:, None])
+    scale, cap = 1 / np.sqrt(width), 2.0 if "softcap" in case.options else None
+    sinks = np.full((heads, group), -np.inf, np.float32)
+    if "sinks" in case.options:
+        sinks = rng.normal(size=(heads, group)).astype(np.float32)
+        operands.append(sinks)
+
+    wide_q, wide_k, wide_v, wide_dout = (x.astype(np.float64) for x in (q, k, v, dout))
+    t = scale * np.einsum("ngsd,nkd->ngsk", wide_q, wide_k)
+    slope = np.ones_like(t)
+    if cap is not None:
+        slope = 1 - np.tanh(t / cap) ** 2
+        t = cap * np.tanh(t / cap)
+    mask = seen[:, None]
+    total = np.where(mask, np.exp(t), 0).sum(-1) + np.exp(sinks.astype(np.float64))[..., None]
+    with np.errstate(divide="ignore"):
+        lse = np.log(total)
+    p = np.where(
+        mask & (total > 0)[..., None], np.exp(t) / np.where(total > 0, total, 1)[..., None], 0
+    )
+    o = np.einsum("ngsk,nke->ngse", p, wide_v)
+    delta = np.where(total > 0, (wide_dout * o).sum(-1) - dlse, 0)
+    ds = p * slope * (np.einsum("ngse,nke->ngsk", wide_dout, wide_v) - delta[..., None])
+    right = [
+        scale * np.einsum("ngsk,nkd->ngsd", ds, wide_k),
+        scale * np.einsum("ngsk,ngsd->nkd", ds, wide_q),
+        np.einsum("ngsk,ngse->nke", p, wide_dout),
+    ]
+    if "sinks" in case.options:
+        right.append(-(np.exp(sinks[..., None] - lse) * delta).sum(-1))
+
+    attributes: dict[str, Any] = {"scale": np.float64(scale)}
+    attributes |= {} if cap is None else {"softcap": np.float64(cap)}
+    attributes |= {name: np.bool_(name in case.options) for name in ("segments", "sinks")}
+
+    def call(name: str, results: list[Any], arrays: list[Any]) -> list[Any]:
+        shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results]
+        made = jax.ffi.ffi_call(f"xentile_flash_attention_{name}", shapes, vmap_method=None)
+        program = jax.jit(lambda *of: made(*of, **attributes))
+        return [np.asarray(one) for one in program(*map(jax.device_put, arrays))]
+
+    found = call("forward", [dout, dlse], operands)
+    results = [q, k, v, *([sinks] if "sinks" in case.options else [])]
+    found += call("backward", results, [*operands, *found, dout, dlse])
+    off = {"f16": 4e-3, "bf16": 3e-2}[case.dtype]
+    for name, one, of in zip(
+        ("o", "lse", "dq", "dk", "dv", "dsinks"), found, [o, lse, *right], strict=False
+    ):
+        assert (np.isneginf(one) == np.isneginf(of)).all(), name
+        finite = np.isfinite(of)
+        error = np.abs(one.astype(np.float64)[finite] - of[finite]).max() / np.abs(of[finite]).max()
+        assert error < off, f"{name}: {error}"
+
+
 def main() -> int:
     """Runs all cases; the exit code is 1 where one gave what cannot be right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -785,13 +889,14 @@ def main() -> int:
     rng = np.random.default_rng(arguments.seed)
     passed = 0
     linear = [case for case in linear_cases() if not (arguments.no_products and case.has_products)]
-    known: list[Case | Linear | Norm | Rotation | Heads | Quantization | Fused] = [
+    known: list[Case | Linear | Norm | Rotation | Heads | Quantization | Fused | Attention] = [
         *cases(arguments.quick),
         *norm_cases(arguments.quick),
         *rotation_cases(arguments.quick),
         *heads_cases(arguments.quick),
         *quantization_cases(arguments.quick),
         *fused_cases(),
+        *attention_cases(arguments.quick),
         *linear,
     ]
     if arguments.no_bulk_stores:
@@ -814,6 +919,8 @@ def main() -> int:
                 run_fused(case, rng)
             elif isinstance(case, Quantization):
                 run_quantization(case, rng)
+            elif isinstance(case, Attention):
+                run_attention(case, rng)
             else:
                 run(case, rng)
             passed += 1

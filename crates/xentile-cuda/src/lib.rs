@@ -1,7 +1,7 @@
 //! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`activation`], [`cross_entropy`], [`fp8_quantize`], [`fused_product`], [`layer_norm`],
+//! ([`activation`], [`cross_entropy`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`layer_norm`],
 //! [`rms_norm`], [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
@@ -25,6 +25,7 @@ pub mod cross_entropy;
 mod device;
 mod driver;
 mod error;
+pub mod flash_attention;
 pub mod fp8_quantize;
 pub mod fused_product;
 pub mod layer_norm;

@@ -150,6 +150,14 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda_initializ
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda_initialize(

@@ -1,6 +1,8 @@
 //! Attention: the attributes and the shapes of its targets, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xentile::flash_attention::{AttentionShape, FlashAttention};
 use xla_ffi::{Decoder, Error, Parameter, Result};
@@ -21,7 +23,7 @@ impl<'a> Parameter<'a> for Options {
 }
 
 /// The shape of `q` `[.., G, S, D]`, `k` `[.., K, D]` and `v` `[.., K, E]`.
-pub(crate) fn shape(q: &[usize], k: &[usize], v: &[usize]) -> Result<AttentionShape> {
+fn shape(q: &[usize], k: &[usize], v: &[usize]) -> Result<AttentionShape> {
     let (
         [leading @ .., group, queries, width],
         [of_k @ .., keys, k_width],
@@ -57,8 +59,105 @@ pub(crate) fn shape(q: &[usize], k: &[usize], v: &[usize]) -> Result<AttentionSh
     Ok(shape)
 }
 
+/// What queries see, and sinks: ranges, and what the attributes `segments` and `sinks` say that there is.
+/// Of buffers of s32 and of f32.
+pub(crate) struct Seen<I, F> {
+    pub(crate) ranges: I,
+    pub(crate) segments: Option<[I; 2]>,
+    pub(crate) sinks: Option<F>,
+}
+
+impl<'a, I: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Seen<I, F> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let ranges = decoder.parameter("ranges")?;
+        let segments = match decoder.parameter("segments")? {
+            false => None,
+            true => Some([decoder.parameter("q_segments")?, decoder.parameter("kv_segments")?]),
+        };
+        let sinks = match decoder.parameter("sinks")? {
+            false => None,
+            true => Some(decoder.parameter("sinks")?),
+        };
+        Ok(Self { ranges, segments, sinks })
+    }
+}
+
+/// Tells the shape of a kind of buffer.
+type Dims<B> = fn(&B) -> &[usize];
+
+/// A call's shape, with its leading axes.
+pub(crate) struct Call<'a> {
+    pub(crate) shape: AttentionShape,
+    leading: &'a [usize],
+}
+
+impl<'a> Call<'a> {
+    /// Checks the shapes of q, k, v and of what is seen, whose buffers the functions tell the shape of.
+    pub(crate) fn new<I, F>(
+        [q, k, v]: [&'a [usize]; 3],
+        seen: &Seen<I, F>,
+        (of_integers, of_floats): (Dims<I>, Dims<F>),
+    ) -> Result<Self> {
+        let shape = shape(q, k, v)?;
+        let leading = &q[..q.len() - 3];
+        let AttentionShape { group, queries, keys, .. } = shape;
+        check("ranges", of_integers(&seen.ranges), leading, &[queries, 2])?;
+        if let Some([of_queries, of_keys]) = &seen.segments {
+            check("q_segments", of_integers(of_queries), leading, &[queries])?;
+            check("kv_segments", of_integers(of_keys), leading, &[keys])?;
+        }
+        if let Some(sinks) = &seen.sinks {
+            check("sinks", of_floats(sinks), leading, &[group])?;
+        }
+        Ok(Self { shape, leading })
+    }
+
+    /// Checks the shapes of the forward pass's results.
+    pub(crate) fn check_forward(&self, o: &[usize], lse: &[usize]) -> Result {
+        self.check_queries("o", o, &[self.shape.value_width])?;
+        self.check_queries("lse", lse, &[])
+    }
+
+    /// Checks the shapes of what the backward pass takes and gives besides; of the sinks' gradient where it
+    /// is, and whether it should be.
+    pub(crate) fn check_backward(
+        &self,
+        [o, lse, dout, dlse]: [&[usize]; 4],
+        [dq, dk, dv]: [&[usize]; 3],
+        (dsinks, has_sinks): (Option<&[usize]>, bool),
+    ) -> Result {
+        let AttentionShape { width, value_width, group, .. } = self.shape;
+        for (name, dims, columns) in [
+            ("o", o, &[value_width][..]),
+            ("lse", lse, &[]),
+            ("do", dout, &[value_width]),
+            ("dlse", dlse, &[]),
+            ("dq", dq, &[width]),
+        ] {
+            self.check_queries(name, dims, columns)?;
+        }
+        self.check_keys("dk", dk, width)?;
+        self.check_keys("dv", dv, value_width)?;
+        if dsinks.is_some() != has_sinks {
+            return Err(invalid(
+                "the call must have the result `dsinks` where it has `sinks`, and there alone",
+            ));
+        }
+        dsinks.map_or(Ok(()), |dims| check("dsinks", dims, self.leading, &[group]))
+    }
+
+    fn check_queries(&self, name: &str, dims: &[usize], columns: &[usize]) -> Result {
+        let rows = [&[self.shape.group, self.shape.queries], columns].concat();
+        check(name, dims, self.leading, &rows)
+    }
+
+    fn check_keys(&self, name: &str, dims: &[usize], columns: usize) -> Result {
+        check(name, dims, self.leading, &[self.shape.keys, columns])
+    }
+}
+
 /// Checks that an array, with its name, is `leading` and then `last`.
-pub(crate) fn check(name: &str, dims: &[usize], leading: &[usize], last: &[usize]) -> Result {
+fn check(name: &str, dims: &[usize], leading: &[usize], last: &[usize]) -> Result {
     let right = [leading, last].concat();
     if dims == right {
         return Ok(());

@@ -39,6 +39,8 @@ const LISTS: &[&[Target]] = &[
     #[cfg(feature = "cuda")]
     rope::qk_norm::TARGETS,
     #[cfg(feature = "cuda")]
+    flash_attention::cuda::TARGETS,
+    #[cfg(feature = "cuda")]
     fp8_quantize::cuda::TARGETS,
 ];
 

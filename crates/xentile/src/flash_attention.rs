@@ -21,8 +21,8 @@
 //! # Precision
 //!
 //! Logits, statistics and every sum are f32. Probabilities, and ds, are operands of products: kernels
-//! may round them to bf16, once, where that is the dtype. [`reference::Head`] gives with each value how
-//! far it may be off.
+//! may round them to the dtype, once, where that has 16 bits. [`reference::Head`] gives with each value
+//! how far it may be off.
 //!
 //! Each sum has an order that follows from the shape and the ranges of its own row: no number of
 //! threads, and no other row, head or batch entry changes a bit.

@@ -85,6 +85,11 @@ impl Head<'_> {
         self.dtype.ulp(1.0) / 2.0
     }
 
+    /// What probabilities and ds may be off besides, where they are below f16's normal range.
+    fn subnormal(&self) -> f64 {
+        if self.dtype == DType::F16 { 0.5_f64.powi(25) } else { 0.0 }
+    }
+
     fn keys(&self) -> usize {
         self.v.len() / self.widths[1]
     }
@@ -137,7 +142,7 @@ impl Head<'_> {
         for &(key, t) in &row.seen {
             let p = (t - row.lse).exp();
             for (o, v) in o.iter_mut().zip(Self::of(self.v, key, width)) {
-                o.add(p * v, relative * (p * v).abs());
+                o.add(p * v, relative * (p * v).abs() + self.subnormal() * v.abs());
             }
         }
         Near { value: row.lse, bound: row.logit + of_sum + 2.0 * U * row.lse.abs() }
@@ -193,7 +198,8 @@ impl Head<'_> {
             let sizes = relative * difference.abs() + dp_bound + delta.bound;
             let off = p * (slope * sizes + slope_bound * difference.abs())
                 + (rounding + 4.0 * U) * ds.abs()
-                + U * p * (dp.abs() + delta.value.abs());
+                + U * p * (dp.abs() + delta.value.abs())
+                + self.subnormal();
             for (dq, k) in dq.iter_mut().zip(k) {
                 let size = (scale * k).abs();
                 dq.add(scale * ds * k, size * (off + of_keys * ds.abs()));
@@ -203,7 +209,8 @@ impl Head<'_> {
                 dk.add(scale * ds * q, size * (off + of_queries * ds.abs()));
             }
             for (dv, dout) in gradients.v[key * value_width..].iter_mut().zip(dout) {
-                dv.add(p * dout, (relative + rounding + of_queries) * (p * dout).abs());
+                let relative = relative + rounding + of_queries;
+                dv.add(p * dout, relative * (p * dout).abs() + self.subnormal() * dout.abs());
             }
         }
         let p = self.sink.map_or(0.0, |sink| (sink - row.lse).exp());

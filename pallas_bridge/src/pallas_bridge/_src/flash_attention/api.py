@@ -90,10 +90,10 @@ def flash_attention(
         lse = log(sum(exp(t)))        over the keys that a query sees, and exp(sink) of its head
         o = sum(exp(t - lse) * v)
 
-    Logits, softmax and sums are f32; where q is bfloat16, probabilities are rounded to that before
-    they are multiplied with v. It is differentiable in both modes with respect to q, k, v and
-    `sinks`; forward mode is that of XLA's program, with all logits in memory. Kept for the backward
-    pass are q, k, v, o and lse.
+    Logits, softmax and sums are f32; where q has 16 bits, probabilities may be rounded to its dtype
+    before they are multiplied with v. It is differentiable in both modes with respect to q, k, v
+    and `sinks`; forward mode is that of XLA's program, with all logits in memory. Kept for the
+    backward pass are q, k, v, o and lse.
 
     Queries and keys end together: query i of S has the place i + Skv - S among keys, so that with
     `causal` the last query sees all keys (as in FlashAttention from 2.1 on;

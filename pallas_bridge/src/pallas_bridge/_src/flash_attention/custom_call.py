@@ -16,7 +16,7 @@ from ..arrays import Result
 from ..custom_call import Call, bind, vary_alike
 from . import on_cuda, on_tpu, reference
 from .declaration import OPERATION
-from .options import Options
+from .options import COLUMNS_STEP, Options
 
 Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
 OUT = "*batch G S E"
@@ -38,6 +38,13 @@ def _attributes(options: Options) -> tuple[tuple[str, Any], ...]:
     )
 
 
+def _dense_on(q: Any, v: Any) -> tuple[str, ...]:
+    """Returns where XLA's own program runs, though the library has kernels for other arrays."""
+    columns = (q.shape[-1], v.shape[-1])
+    has_kernel = q.dtype != jnp.float32 and not any(one % COLUMNS_STEP for one in columns)
+    return () if has_kernel else ("cuda",)
+
+
 def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares."""
     if options.implementation == "reference":
@@ -50,6 +57,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
         attributes=_attributes(options),
         implementation=options.implementation,
         dense=partial(reference.forward, options),
+        dense_on=_dense_on(arrays[0], arrays[2]),
         for_tpu=on_tpu.forward(options, *arrays[:3]),
     )
     if options.implementation is not None:
@@ -80,6 +88,7 @@ def backward(
         attributes=_attributes(options),
         implementation=options.implementation,
         dense=dense,
+        dense_on=_dense_on(arrays[0], arrays[2]),
         for_tpu=None if of_lse else on_tpu.gradients(options, *arrays[:3]),
     )
 

@@ -8,7 +8,14 @@ OPERATION = Operation(
     target="xentile_flash_attention_forward",
     implementations=("reference", "custom_call", "pallas"),
     falls_back=True,
-    notes=(("tpu", "JAX's splash attention; for options that it lacks XLA's own program"),),
+    notes=(
+        (
+            "cuda",
+            "cuDNN's, by jax.nn.dot_product_attention, where it has the options; of float32 XLA's "
+            "own program",
+        ),
+        ("tpu", "JAX's splash attention; for options that it lacks XLA's own program"),
+    ),
     without=(
         (
             "cuda",

@@ -1,0 +1,1223 @@
+// Attention by tiles; docs/internals/flash-attention.md draws the schedules and says why they are so.
+//
+// A CTA is four warps, and a strip the 64 rows of a product that they share, whose sums stay in their
+// registers: rows of queries where o or dq are made, rows of keys where dk and dv are. What the CTA walks
+// over comes a tile at a time by asynchronous copies, as a rule into one of two places while the other is
+// computed on. A product's left factor that was itself computed goes from sums to operand within a
+// thread, since the two lie in the same lanes. Logits are in units of ln(2), so that an exponential is one
+// instruction.
+//
+// Nothing is added atomically, and a row's sums have its own tiles in their order: tiles that begin at
+// multiples of their length, of which one that the row does not see adds zeros.
+#pragma once
+
+#include <cstdint>
+
+#include "element.cuh"
+#include "flash_attention_hopper.cuh"
+#include "hopper.cuh"
+#include "ptx.cuh"
+
+namespace xentile {
+
+// Mirrored by `Arguments` in src/flash_attention/arguments.rs.
+struct FlashAttentionArguments {
+  const void* q;                // [heads, group, queries, width]
+  const void* k;                // [heads, keys, width]
+  const void* v;                // [heads, keys, value_width]
+  const int32_t* ranges;        // [heads, queries, 2]
+  const int32_t* q_segments;    // [heads, queries], or null
+  const int32_t* kv_segments;   // [heads, keys], or null
+  const float* sinks;           // [heads, group], or null
+  void* o;                      // [heads, group, queries, value_width]
+  float* lse;                   // [heads, group, queries]
+  const void* dout;             // as o
+  const float* dlse;            // as lse
+  void* dq;                     // as q; before it is made, its rows hold a `Note` each
+  void* dk;                     // as k
+  void* dv;                     // as v
+  float* dsinks;                // as sinks
+  int64_t heads;
+  int32_t group;
+  int32_t queries;
+  int32_t keys;
+  int32_t width;
+  int32_t value_width;
+  float scale;
+  float softcap;  // 0 for none
+  uint32_t pad;
+};
+
+// Mirrored by `NUMBERS` in src/flash_attention/arguments.rs.
+inline constexpr uint32_t kAttentionThreads = 128;
+inline constexpr uint32_t kAttentionSinkThreads = 256;
+// Queries of a block of notes, and keys of a CTA that makes dk and dv.
+inline constexpr int32_t kAttentionBlock = 64;
+
+namespace attention {
+
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+inline constexpr int kWarps = kAttentionThreads / 32;
+// Rows of a product of four warps.
+inline constexpr int kStrip = 64;
+
+// Whether products are a warpgroup's.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <class E>
+inline constexpr bool kHasWarpgroups = true;
+#else
+template <class E>
+inline constexpr bool kHasWarpgroups = false;
+#endif
+
+__device__ inline float infinity() { return __int_as_float(0x7f800000); }
+
+// What the first bytes of a row of dq hold until dq is made: delta of the row and, of the first row of a
+// block, the hull [low, high) of its ranges. A tile of keys that is as many times 64 keys within the hull's
+// ends as `inner` says, of its low end and, in the upper half, of its high end, is seen by all of the block.
+struct __align__(16) Note {
+  float delta;
+  int32_t low;
+  int32_t high;
+  uint32_t inner;
+};
+
+// An end that no tile is within, as of blocks with a row that sees nothing.
+inline constexpr uint32_t kNever = 0xffffu;
+
+// Sum += left right, of 16 x 16 and 16 x 8 in f32.
+template <class E>
+__device__ inline void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right_0,
+                                uint32_t right_1) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
+  }
+}
+
+// Four 8 x 8 matrices, of which each lane names a row.
+__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ inline void load_transposed(uint32_t (&to)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(at)
+               : "memory");
+}
+
+// Copies of a number or a pair of them; zeros unless `is_there`.
+template <int kBytes>
+__device__ inline void copy_small(uint32_t to, const void* from, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "n"(kBytes), "r"(is_there ? kBytes : 0)
+               : "memory");
+}
+
+// kCount rows of kColumns elements of 16 bits in shared memory, 64 columns after another. The vectors of
+// a row's 64 columns change places by the row's number, so that eight rows of a matrix lie in different
+// banks; a warpgroup's products take them so too.
+template <class E, int kColumns, int kCount>
+struct Rows {
+  static constexpr int kVectors = kColumns / 8;
+  static constexpr int kPanelBytes = kCount * 128;
+  static constexpr int kBytes = kCount * kColumns * 2;
+  // Rows that the CTA's threads copy at a time.
+  static constexpr int kStep = kAttentionThreads / kVectors;
+
+  uint32_t base;
+
+  __device__ uint32_t at(int row, int vector) const {
+    return base + vector / 8 * kPanelBytes + row * 128 + ((vector % 8 ^ (row & 7)) << 4);
+  }
+
+  // Copies rows of `columns` elements, zeros for those of which `is_there(row)` does not hold.
+  template <class IsThere>
+  __device__ void load(const E* from, int columns, const IsThere& is_there) const {
+    const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
+    const bool has_vector = vector * 8 < columns;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kStep) {
+      const int row = first + i;
+      const bool reads = has_vector && is_there(row);
+      // A tile's rows are few, and 32 bits enough.
+      const E* source = from + (reads ? row * columns + vector * 8 : 0);
+      ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
+    }
+  }
+
+  // The left factor of 16 rows from `row` and 16 columns from 16 `step`.
+  __device__ void left(uint32_t (&to)[4], int row, int step) const {
+    const int lane = threadIdx.x % 32;
+    load_matrices(to, at(row + lane % 16, 2 * step + lane / 16));
+  }
+
+  // The right factors of 16 rows, which are columns of two products, and 16 columns.
+  __device__ void right_of_rows(uint32_t (&to)[4], int row, int step) const {
+    const int lane = threadIdx.x % 32;
+    load_matrices(to, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+  }
+
+  // The right factors of 16 rows, along which sums go, and 16 columns of two products.
+  __device__ void right(uint32_t (&to)[4], int row, int step) const {
+    const int lane = threadIdx.x % 32;
+    load_transposed(to, at(row + lane % 16, 2 * step + lane / 16));
+  }
+
+  // Puts a strip's sums, times `factor` of each half, into 16 rows from `row`, and these into memory
+  // `to`, of which there are `count`. The warp's own rows, which no other looks at.
+  __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1,
+                        int row, E* to, int columns, int64_t count) const {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const uint32_t upper = packed<E>(sums[j][0] * factor_0, sums[j][1] * factor_0);
+      const uint32_t lower = packed<E>(sums[j][2] * factor_1, sums[j][3] * factor_1);
+      const uint32_t within = lane % 4 * 4;
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(row + lane / 4, j) + within), "r"(upper)
+                   : "memory");
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(row + lane / 4 + 8, j) + within), "r"(lower)
+                   : "memory");
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = lane; i < 16 * kVectors; i += 32) {
+      const int vector = i % kVectors, of = i / kVectors;
+      if (vector * 8 >= columns || of >= count) continue;
+      uint4 value;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(at(row + of, vector))
+                   : "memory");
+      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * columns + vector * 8) = value;
+    }
+  }
+};
+
+// The first of the 16 rows of a strip that are the calling warp's. A strip of the four warps is 64 rows.
+__device__ inline int own_row(int strip) { return strip * kStrip + threadIdx.x / 32 * 16; }
+
+// sums = 64 rows of `left` from `row`, times rows of `right`: logits, and their like of values. With a
+// warpgroup's products they are there once `wait` says so.
+template <int kCount, class E, int kColumns, int kLeftRows>
+__device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
+                                     const Rows<E, kColumns, kLeftRows>& left, int strip,
+                                     const Rows<E, kColumns, kCount>& right) {
+  if constexpr (kHasWarpgroups<E>) {
+    const uint64_t of_left = ptx::matrix_of(left.base), of_right = ptx::matrix_of(right.base);
+    hopper::fence();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      const int within = step % 4 * 32, panel = step / 4;
+      hopper::multiply<E>(
+          sums, of_left + (panel * left.kPanelBytes + strip * (kStrip * 128) + within) / 16,
+          of_right + (panel * right.kPanelBytes + within) / 16, step > 0);
+    }
+    ptx::wgmma_commit();
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      uint32_t of_left[4];
+      left.left(of_left, own_row(strip), step);
+#pragma unroll
+      for (int j = 0; j < kCount / 16; ++j) {
+        uint32_t of_right[4];
+        right.right_of_rows(of_right, 16 * j, step);
+        multiply<E>(sums[2 * j], of_left, of_right[0], of_right[1]);
+        multiply<E>(sums[2 * j + 1], of_left, of_right[2], of_right[3]);
+      }
+    }
+  }
+}
+
+// sums += left times `right`, whose rows the sums go along. The same.
+template <int kCount, class E, int kColumns>
+__device__ inline void multiply_along(float (&sums)[kColumns / 8][4],
+                                      uint32_t (&left)[kCount / 16][4],
+                                      const Rows<E, kColumns, kCount>& right) {
+  if constexpr (kHasWarpgroups<E>) {
+    const uint64_t of_right = ptx::transposed_of(right.base, right.kPanelBytes);
+    hopper::fence();
+#pragma unroll
+    for (int step = 0; step < kCount / 16; ++step) {
+      hopper::multiply<E>(sums, left[step], of_right + step * (16 * 128 / 16));
+    }
+    ptx::wgmma_commit();
+  } else {
+#pragma unroll
+    for (int step = 0; step < kCount / 16; ++step) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) {
+        uint32_t of_right[4];
+        right.right(of_right, 16 * step, j);
+        multiply<E>(sums[2 * j], left[step], of_right[0], of_right[1]);
+        multiply<E>(sums[2 * j + 1], left[step], of_right[2], of_right[3]);
+      }
+    }
+  }
+}
+
+// Waits for all but the last kPending products, whose sums and factors nothing may touch before.
+template <class E, int kPending>
+__device__ inline void wait() {
+  if constexpr (kHasWarpgroups<E>) ptx::wgmma_wait<kPending>();
+}
+
+// Keeps what is computed of sums behind a wait.
+template <class E, int kCount>
+__device__ inline void settle(float (&sums)[kCount][4]) {
+  if constexpr (kHasWarpgroups<E>) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sums[j][i])::"memory");
+    }
+  }
+}
+
+// Has what copies brought be known to all that products read it by.
+template <class E>
+__device__ inline void meet_copies() {
+  ptx::wait_for_copies(0);
+  if constexpr (kHasWarpgroups<E>) ptx::fence_async_shared();
+  __syncthreads();
+}
+
+// Whether no number of `all` is within [low, high], by the 32 lanes.
+__device__ inline bool are_apart(const int32_t* all, int count, int low, int high) {
+  bool is_within = false;
+  for (int i = threadIdx.x % 32; i < count; i += 32) {
+    const int32_t one = all[i];
+    is_within |= low <= one && one <= high;
+  }
+  return !__any_sync(0xffffffffu, is_within);
+}
+
+// A range of keys that a query sees; none for rows that are not there.
+__device__ inline int2 range_of(const FlashAttentionArguments& a, int64_t head, int64_t query) {
+  if (query >= a.queries) return make_int2(0, 0);
+  const int2 range = reinterpret_cast<const int2*>(a.ranges)[head * a.queries + query];
+  const int2 within = make_int2(max(range.x, 0), min(range.y, a.keys));
+  return within.x < within.y ? within : make_int2(0, 0);
+}
+
+// What the ranges of a block have in common.
+struct Hull {
+  int low, high;              // that of all
+  int inner_low, inner_high;  // what all see
+
+  __device__ static Hull none() { return {INT32_MAX, 0, 0, INT32_MAX}; }
+
+  __device__ void add(int2 range) {
+    if (range.x < range.y) {
+      low = min(low, range.x);
+      high = max(high, range.y);
+      inner_low = max(inner_low, range.x);
+      inner_high = min(inner_high, range.y);
+    } else {
+      inner_low = INT32_MAX;
+    }
+  }
+
+  __device__ void reduce_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+    inner_low = __reduce_max_sync(0xffffffffu, inner_low);
+    inner_high = __reduce_min_sync(0xffffffffu, inner_high);
+  }
+};
+
+// tanh to a few units of rounding: by its series near 0, where one minus a quotient would cancel.
+__device__ inline float tanh_of(float x) {
+  const float square = x * x;
+  float series = fmaf(square, 62.0f / 2835, -17.0f / 315);
+  series = fmaf(square, series, 2.0f / 15);
+  series = fmaf(square, series, -1.0f / 3);
+  series = fmaf(x * square, series, x);
+  const float far = fmaf(-2.0f, ptx::rcp(1 + ptx::ex2(x * (2 * kLog2E))), 1.0f);
+  return square < 0.04f ? series : far;
+}
+
+// What turns a product into a logit in units of ln(2): the product times `factor`, unless `is_bent`.
+struct Bend {
+  // With a softcap, what tanh is taken of is the product times `inner`; without, that is the logit.
+  float inner, outer, factor;
+  bool is_bent, has_cap;
+
+  __device__ explicit Bend(const FlashAttentionArguments& a) {
+    has_cap = a.softcap > 0;
+    is_bent = has_cap || !(a.scale > 0);
+    inner = has_cap ? a.scale / a.softcap : a.scale * kLog2E;
+    outer = a.softcap * kLog2E;
+    factor = is_bent ? 1.0f : inner;
+  }
+
+  // The logit in units of ln(2), and its derivative in those of scale.
+  __device__ float operator()(float product, float& slope) const {
+    slope = 1;
+    if (!has_cap) return product * inner;
+    const float bent = tanh_of(product * inner);
+    slope = fmaf(-bent, bent, 1.0f);
+    return bent * outer;
+  }
+};
+
+// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
+template <class E, int kColumns, int kStrips, int kKeys>
+struct QueryBlock {
+  static constexpr int kRows = kStrips * kStrip;
+  using Tile = Rows<E, kColumns, kKeys>;
+
+  struct Shared {
+    int2 ranges[kRows];
+    int32_t segments[kRows];
+    int32_t of_keys[2][kKeys];
+    int hulls[kWarps][6];
+  };
+
+  const FlashAttentionArguments& a;
+  Shared& shared;
+  int64_t head, of_keys;  // of queries, and of keys
+  int64_t first;          // query
+  Hull hull;
+  int least_segment, most_segment;
+
+  // Blocks of most work come first.
+  __device__ QueryBlock(const FlashAttentionArguments& a, Shared& shared) : a(a), shared(shared) {
+    const int64_t blocks = (static_cast<int64_t>(a.queries) + kRows - 1) / kRows;
+    head = blockIdx.x / blocks;
+    of_keys = head / a.group;
+    first = (blocks - 1 - blockIdx.x % blocks) * kRows;
+    hull = Hull::none();
+    least_segment = INT32_MAX, most_segment = INT32_MIN;
+    for (int row = threadIdx.x; row < kRows; row += kAttentionThreads) {
+      const int2 range = range_of(a, of_keys, first + row);
+      shared.ranges[row] = range;
+      if (first + row >= a.queries) continue;
+      hull.add(range);
+      if (a.q_segments != nullptr) {
+        const int32_t segment = a.q_segments[of_keys * a.queries + first + row];
+        shared.segments[row] = segment;
+        if (range.x < range.y) {
+          least_segment = min(least_segment, segment);
+          most_segment = max(most_segment, segment);
+        }
+      }
+    }
+    hull.reduce_warp();
+    least_segment = __reduce_min_sync(0xffffffffu, least_segment);
+    most_segment = __reduce_max_sync(0xffffffffu, most_segment);
+    int(&own)[6] = shared.hulls[threadIdx.x / 32];
+    if (threadIdx.x % 32 == 0) {
+      own[0] = hull.low, own[1] = hull.high, own[2] = hull.inner_low, own[3] = hull.inner_high;
+      own[4] = least_segment, own[5] = most_segment;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const int(&other)[6] = shared.hulls[warp];
+      hull.low = min(hull.low, other[0]), hull.high = max(hull.high, other[1]);
+      hull.inner_low = max(hull.inner_low, other[2]);
+      hull.inner_high = min(hull.inner_high, other[3]);
+      least_segment = min(least_segment, other[4]), most_segment = max(most_segment, other[5]);
+    }
+  }
+
+  // Rows that there are from `row` on.
+  __device__ int64_t left_from(int row) const { return a.queries - first - row; }
+
+  __device__ int64_t row(int row) const { return head * a.queries + first + row; }
+
+  // The first key of the first tile from `key` on that some query may see; `hull.high` or more for none.
+  __device__ int next(int64_t key) const {
+    while (key < hull.high && a.kv_segments != nullptr &&
+           are_apart(a.kv_segments + of_keys * a.keys + key,
+                     min(kKeys, static_cast<int>(a.keys - key)), least_segment, most_segment)) {
+      key += kKeys;
+    }
+    return static_cast<int>(min(key, static_cast<int64_t>(INT32_MAX)));
+  }
+
+  // Asks for a tile of keys and values, of which nothing outside the hull is read.
+  __device__ void load(int key, const Tile& k, const Tile& v, int stage) const {
+    const int low = hull.low - key, high = hull.high - key;
+    const auto is_there = [&](int row) { return low <= row && row < high; };
+    const int64_t from = of_keys * a.keys + key;
+    k.load(static_cast<const E*>(a.k) + from * a.width, a.width, is_there);
+    v.load(static_cast<const E*>(a.v) + from * a.value_width, a.value_width, is_there);
+    if (a.kv_segments != nullptr && threadIdx.x < kKeys) {
+      const int row = threadIdx.x;
+      const bool reads = key + static_cast<int64_t>(row) < a.keys;
+      copy_small<4>(ptx::shared_address(&shared.of_keys[stage][row]),
+                    a.kv_segments + (reads ? from + row : 0), reads);
+    }
+  }
+
+  __device__ bool is_whole(int key) const {
+    return hull.inner_low <= key && kKeys <= hull.inner_high - key && a.kv_segments == nullptr;
+  }
+
+  // Has products that are not seen be -inf; `row` is the strip's first.
+  __device__ void mask(float (&products)[kKeys / 8][4], int row, int key, int stage) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + lane / 4 + 8 * half;
+      const int2 range = shared.ranges[own];
+      const int low = range.x - key - lane % 4 * 2, high = range.y - key - lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const bool is_seen = low <= 8 * j + i && 8 * j + i < high;
+          if (!is_seen) products[j][2 * half + i] = -infinity();
+        }
+      }
+      if (a.kv_segments == nullptr) continue;
+      const int32_t segment = shared.segments[own];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        const int2 pair = *reinterpret_cast<const int2*>(&shared.of_keys[stage][8 * j + lane % 4 * 2]);
+        if (pair.x != segment) products[j][2 * half] = -infinity();
+        if (pair.y != segment) products[j][2 * half + 1] = -infinity();
+      }
+    }
+  }
+};
+
+// o and lse.
+template <class E, int kColumns>
+struct Forward {
+  static constexpr int kStrips = kColumns == 256 ? 1 : 2;
+  static constexpr int kKeys = kColumns == 256 ? 32 : 64;
+  using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
+  using Tile = typename Block::Tile;
+  using Queries = Rows<E, kColumns, Block::kRows>;
+  static constexpr int kSharedBytes = Queries::kBytes + 4 * Tile::kBytes;
+
+  float sums[kStrips][kColumns / 8][4];
+  // Of rows lane / 4 and 8 behind it: the largest product, and the thread's part of the sum.
+  float largest[kStrips][2], total[kStrips][2];
+
+  __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Tile& k,
+                      const Tile& v, int key, int stage) {
+    const bool is_whole = block.is_whole(key);
+    float products[kStrips][kKeys / 8][4];
+    uint32_t p[kStrips][kKeys / 16][4];
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+      multiply_rows<kKeys>(products[strip], q, strip, k);
+    }
+    // A strip's exponentials are made beside the products of another.
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+      wait<E, kStrips - 1>();
+      settle<E>(products[strip]);
+      weigh(block, bend, products[strip], p[strip], strip, key, stage, is_whole);
+      multiply_along<kKeys>(sums[strip], p[strip], v);
+    }
+    wait<E, 0>();
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) settle<E>(sums[strip]);
+  }
+
+  // Makes probabilities of a strip's products, without what they are divided by.
+  __device__ void weigh(const Block& block, const Bend& bend, float (&products)[kKeys / 8][4],
+                        uint32_t (&p)[kKeys / 16][4], int strip, int key, int stage,
+                        bool is_whole) {
+    if (bend.is_bent) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float slope;
+          products[j][i] = bend(products[j][i], slope);
+        }
+      }
+    }
+    if (!is_whole) block.mask(products, own_row(strip), key, stage);
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = largest[strip][half];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        most = fmaxf(most, fmaxf(products[j][2 * half], products[j][2 * half + 1]));
+      }
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      shift[half] = most == -infinity() ? 0 : most * bend.factor;
+      const float kept = ptx::ex2(largest[strip][half] * bend.factor - shift[half]);
+      largest[strip][half] = most;
+      total[strip][half] *= kept;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        sums[strip][j][2 * half] *= kept;
+        sums[strip][j][2 * half + 1] *= kept;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      float(&of)[4] = products[j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of[i] = ptx::ex2(fmaf(of[i], bend.factor, -shift[i / 2]));
+        total[strip][i / 2] += of[i];
+      }
+      p[j / 2][j % 2 * 2] = packed<E>(of[0], of[1]);
+      p[j / 2][j % 2 * 2 + 1] = packed<E>(of[2], of[3]);
+    }
+  }
+
+  __device__ static void run(const FlashAttentionArguments& a) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ typename Block::Shared shared;
+    const Block block(a, shared);
+    const uint32_t base = ptx::shared_address(memory);
+    const Queries q{base};
+    q.load(
+        static_cast<const E*>(a.q) + block.row(0) * a.width, a.width,
+        [&](int row) { return row < block.left_from(0); });
+    Forward of;
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        of.sums[strip][j][0] = of.sums[strip][j][1] = of.sums[strip][j][2] = of.sums[strip][j][3] = 0;
+      }
+      of.largest[strip][0] = of.largest[strip][1] = -infinity();
+      of.total[strip][0] = of.total[strip][1] = 0;
+    }
+    const Bend bend(a);
+    const auto k = [&](int stage) { return Tile{base + Queries::kBytes + 2 * stage * Tile::kBytes}; };
+    const auto v = [&](int stage) {
+      return Tile{base + Queries::kBytes + (2 * stage + 1) * Tile::kBytes};
+    };
+    int key = block.next(block.hull.low / kKeys * kKeys), stage = 0;
+    if (key < block.hull.high) block.load(key, k(0), v(0), 0);
+    ptx::commit_copies();
+    while (key < block.hull.high) {
+      const int next = block.next(static_cast<int64_t>(key) + kKeys);
+      meet_copies<E>();
+      if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
+      ptx::commit_copies();
+      of.add(block, bend, q, k(stage), v(stage), key, stage);
+      key = next, stage ^= 1;
+    }
+    ptx::wait_for_copies(0);
+    __syncthreads();
+    of.finish(block, bend, q);
+  }
+
+  __device__ void finish(const Block& block, const Bend& bend, const Queries& q) {
+    const FlashAttentionArguments& a = block.a;
+    const int lane = threadIdx.x % 32;
+    const float sink =
+        a.sinks == nullptr ? -infinity() : a.sinks[block.head] * kLog2E;
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+      float inverse[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float whole = total[strip][half];
+        whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+        whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+        const float at = largest[strip][half] == -infinity() ? -infinity()
+                                                             : largest[strip][half] * bend.factor;
+        // A sink that is NaN makes all of it that.
+        const float most = sink > at || sink != sink ? sink : at;
+        const float shift = most == -infinity() ? 0 : most;
+        // Sums were made with another shift; those of NaN alone with none.
+        const float kept = at == -infinity() ? 1 : ptx::ex2(at - shift);
+        whole *= kept;
+        if (a.sinks != nullptr) whole += ptx::ex2(sink - shift);
+        const int own = own_row(strip) + lane / 4 + 8 * half;
+        const int2 range = block.shared.ranges[own];
+        const bool is_empty = range.x >= range.y;
+        inverse[half] = is_empty || whole == 0 ? 0 : kept / whole;
+        if (lane % 4 == 0 && own < block.left_from(0)) {
+          a.lse[block.row(own)] = whole == 0 ? -infinity() : (shift + log2f(whole)) * kLn2;
+        }
+        if (!is_empty) continue;
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          sums[strip][j][2 * half] = sums[strip][j][2 * half + 1] = 0;
+        }
+      }
+      const int own = own_row(strip);
+      q.store(sums[strip], inverse[0], inverse[1], own,
+              static_cast<E*>(a.o) + block.row(own) * a.value_width, a.value_width,
+              block.left_from(own));
+    }
+  }
+};
+
+// A row's lse in units of ln(2), which makes all probabilities 0 where there is no key.
+__device__ inline float lse_of(float lse) {
+  return lse == -infinity() ? infinity() : lse * kLog2E;
+}
+
+// The probability of a product, or of a logit where logits are bent; lse is of `lse_of`.
+__device__ inline float probability(const Bend& bend, float product, float lse) {
+  return ptx::ex2(fmaf(product, bend.factor, -lse));
+}
+
+// dq, after what needs the notes in its place.
+template <class E, int kColumns>
+struct QueryGradients {
+  static constexpr int kKeys = kColumns == 256 ? 32 : 64;
+  static constexpr int kStages = kColumns == 256 ? 1 : 2;
+  using Block = QueryBlock<E, kColumns, 1, kKeys>;
+  using Tile = typename Block::Tile;
+  using Queries = Rows<E, kColumns, Block::kRows>;
+  static constexpr int kSharedBytes = 2 * Queries::kBytes + 2 * kStages * Tile::kBytes;
+
+  float sums[kColumns / 8][4];
+  float lse[2], delta[2];
+
+  template <bool kIsBent>
+  __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Queries& dout,
+                      const Tile& k, const Tile& v, int key, int stage) {
+    float p[kKeys / 8][4], of_values[kKeys / 8][4];
+    multiply_rows<kKeys>(p, q, 0, k);
+    multiply_rows<kKeys>(of_values, dout, 0, v);
+    const auto differences = [&](auto slope_of) {
+      settle<E>(of_values);
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          of_values[j][i] = (of_values[j][i] - delta[i / 2]) * slope_of(j, i);
+        }
+      }
+    };
+    if constexpr (kIsBent) {
+      wait<E, 0>();
+      settle<E>(p);
+      differences([&](int j, int i) {
+        float slope;
+        p[j][i] = bend(p[j][i], slope);
+        return slope;
+      });
+    } else {
+      wait<E, 1>();
+      settle<E>(p);
+    }
+    if (!block.is_whole(key)) block.mask(p, own_row(0), key, stage);
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i / 2]);
+    }
+    if constexpr (!kIsBent) {
+      wait<E, 0>();
+      differences([](int, int) { return 1.0f; });
+    }
+    uint32_t ds[kKeys / 16][4];
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // What is not seen may be NaN.
+        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+      }
+      ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+      ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+    }
+    multiply_along<kKeys>(sums, ds, k);
+    wait<E, 0>();
+    settle<E>(sums);
+  }
+
+  __device__ static void run(const FlashAttentionArguments& a) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ typename Block::Shared shared;
+    const Block block(a, shared);
+    const uint32_t base = ptx::shared_address(memory);
+    const Queries q{base}, dout{base + Queries::kBytes};
+    const auto is_there = [&](int row) { return row < block.left_from(0); };
+    q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, is_there);
+    const int row = own_row(0), lane = threadIdx.x % 32;
+    E* dq = static_cast<E*>(a.dq);
+    QueryGradients of;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      of.sums[j][0] = of.sums[j][1] = of.sums[j][2] = of.sums[j][3] = 0;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + lane / 4 + 8 * half;
+      const bool reads = own < block.left_from(0);
+      of.lse[half] = reads ? lse_of(a.lse[block.row(own)]) : 0;
+      of.delta[half] =
+          reads ? reinterpret_cast<const Note*>(dq + block.row(own) * a.width)->delta : 0;
+    }
+    const Bend bend(a);
+    const auto k = [&](int stage) {
+      return Tile{base + 2 * Queries::kBytes + 2 * stage * Tile::kBytes};
+    };
+    const auto v = [&](int stage) {
+      return Tile{base + 2 * Queries::kBytes + (2 * stage + 1) * Tile::kBytes};
+    };
+    int key = block.next(block.hull.low / kKeys * kKeys), stage = 0;
+    if (key < block.hull.high) block.load(key, k(0), v(0), 0);
+    ptx::commit_copies();
+    while (key < block.hull.high) {
+      const int next = block.next(static_cast<int64_t>(key) + kKeys);
+      meet_copies<E>();
+      const int other = stage ^ (kStages - 1);
+      if (kStages == 2 && next < block.hull.high) block.load(next, k(other), v(other), other);
+      ptx::commit_copies();
+      if (bend.is_bent) {
+        of.template add<true>(block, bend, q, dout, k(stage), v(stage), key, stage);
+      } else {
+        of.template add<false>(block, bend, q, dout, k(stage), v(stage), key, stage);
+      }
+      if (kStages == 1) {
+        __syncthreads();
+        if (next < block.hull.high) block.load(next, k(0), v(0), 0);
+        ptx::commit_copies();
+      }
+      key = next, stage = other;
+    }
+    ptx::wait_for_copies(0);
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int2 range = shared.ranges[row + lane / 4 + 8 * half];
+      if (range.x < range.y) continue;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) of.sums[j][2 * half] = of.sums[j][2 * half + 1] = 0;
+    }
+    q.store(of.sums, a.scale, a.scale, row, dq + block.row(row) * a.width, a.width,
+            block.left_from(row));
+  }
+};
+
+// dk and dv of 64 keys, 16 a warp, which walk over the blocks of queries that see them. Products have
+// keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
+template <class E, int kColumns, bool kMakesKeys, bool kMakesValues>
+struct KeyGradients {
+  static constexpr int kKeys = kAttentionBlock;
+  // Queries of a tile, and how many tiles are there at a time.
+  static constexpr int kRows = kColumns == 256 ? 32 : 64;
+  static constexpr int kStages = kColumns == 256 ? 1 : 2;
+  using Tile = Rows<E, kColumns, kRows>;
+  using Keys = Rows<E, kColumns, kKeys>;
+  static constexpr int kSharedBytes = 2 * Keys::kBytes + 2 * kStages * Tile::kBytes;
+
+  // How far a warp has looked for blocks to take: all look alike, and none has registers for it.
+  struct Search {
+    // The head of the group, and the block that the next 32 notes are of; of the last 32, as bits, those
+    // that are to be taken, those that see all keys, and those with queries that see nothing.
+    int head, base;
+    uint32_t seen, whole, blank;
+    // The block of the last tile, its place among 32, and the tile within.
+    int block, bit, within;
+    int least_segment, most_segment;  // of keys
+  };
+
+  struct Shared {
+    alignas(16) int2 ranges[2][kRows];
+    float lse[2][kRows];
+    float delta[2][kRows];
+    int32_t segments[2][kRows];
+    int32_t of_keys[kKeys];
+    Search searches[kWarps];
+  };
+
+  // A tile of queries: of a head of the group, from a query on; and whether all see all keys.
+  struct Place {
+    int64_t head, first;
+    bool is_there, is_whole, has_blanks;
+  };
+
+  const FlashAttentionArguments& a;
+  Shared& shared;
+  int64_t of_keys;
+  int first_key, end_key;
+
+  float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kColumns / 8 : 1][4];
+
+  __device__ KeyGradients(const FlashAttentionArguments& a, Shared& shared, int64_t index)
+      : a(a), shared(shared) {
+    const int64_t tiles = (static_cast<int64_t>(a.keys) + kKeys - 1) / kKeys;
+    of_keys = index / tiles;
+    first_key = static_cast<int>(index % tiles * kKeys);
+    end_key = static_cast<int>(min(static_cast<int64_t>(first_key) + kKeys,
+                                   static_cast<int64_t>(a.keys)));
+    int least = INT32_MAX, most = INT32_MIN;
+    if (a.kv_segments != nullptr) {
+      for (int i = threadIdx.x % 32; i < end_key - first_key; i += 32) {
+        const int32_t segment = a.kv_segments[of_keys * a.keys + first_key + i];
+        if (threadIdx.x < 32) shared.of_keys[i] = segment;
+        least = min(least, segment);
+        most = max(most, segment);
+      }
+      least = __reduce_min_sync(0xffffffffu, least);
+      most = __reduce_max_sync(0xffffffffu, most);
+    }
+    if (threadIdx.x % 32 == 0) {
+      shared.searches[threadIdx.x / 32] = {0, 0, 0, 0, 0, -1, 0, 0, least, most};
+    }
+    __syncwarp();
+  }
+
+  __device__ const Note& note_of(int64_t row) const {
+    return *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
+  }
+
+  // The next tile of which some query may see some key.
+  __device__ Place next() {
+    const int lane = threadIdx.x % 32;
+    Search search = shared.searches[threadIdx.x / 32];
+    const bool is_there = advance(search);
+    __syncwarp();
+    if (lane == 0) shared.searches[threadIdx.x / 32] = search;
+    __syncwarp();
+    return {of_keys * a.group + search.head,
+            static_cast<int64_t>(search.block) * kAttentionBlock + search.within, is_there,
+            (search.whole >> search.bit & 1) != 0, (search.blank >> search.bit & 1) != 0};
+  }
+
+  __device__ bool advance(Search& search) const {
+    const int64_t after =
+        static_cast<int64_t>(search.block) * kAttentionBlock + search.within + kRows;
+    if (search.block >= 0 && search.within + kRows < kAttentionBlock && after < a.queries) {
+      search.within += kRows;
+      return true;
+    }
+    search.within = 0;
+    const int blocks = static_cast<int>(
+        (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock);
+    while (true) {
+      while (search.seen == 0) {
+        if (search.base >= blocks) {
+          if (search.head + 1 >= a.group) return false;
+          search.head += 1, search.base = 0;
+        }
+        const int block = search.base + threadIdx.x % 32;
+        bool sees = false, is_whole = false, has_blanks = false;
+        if (block < blocks) {
+          const int64_t first = static_cast<int64_t>(block) * kAttentionBlock;
+          const Note note = note_of((of_keys * a.group + search.head) * a.queries + first);
+          const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
+          sees = note.low < end_key && note.high > first_key;
+          has_blanks = low == kNever || high == kNever;
+          is_whole = !has_blanks && a.q_segments == nullptr &&
+                     note.low + static_cast<int64_t>(low) * 64 <= first_key &&
+                     first_key + kKeys <= note.high - static_cast<int64_t>(high) * 64;
+        }
+        search.seen = __ballot_sync(0xffffffffu, sees);
+        search.whole = __ballot_sync(0xffffffffu, is_whole);
+        search.blank = __ballot_sync(0xffffffffu, has_blanks);
+        search.base += 32;
+      }
+      search.bit = __ffs(search.seen) - 1;
+      search.seen &= search.seen - 1;
+      search.block = search.base - 32 + search.bit;
+      const int64_t first = static_cast<int64_t>(search.block) * kAttentionBlock;
+      const int count =
+          static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
+      if (a.q_segments == nullptr ||
+          !are_apart(a.q_segments + of_keys * a.queries + first, count, search.least_segment,
+                     search.most_segment)) {
+        return true;
+      }
+    }
+  }
+
+  __device__ void load(const Place& at, const Tile& q, const Tile& dout, int stage) const {
+    const int64_t left = a.queries - at.first, row = at.head * a.queries + at.first;
+    const int64_t of_ranges = of_keys * a.queries + at.first;
+    const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + of_ranges;
+    // Queries that see nothing may hold anything.
+    const auto is_there = [&](int own) {
+      if (own >= left) return false;
+      if (!at.has_blanks) return true;
+      const int2 range = ranges[own];
+      return range.x < range.y;
+    };
+    q.load(static_cast<const E*>(a.q) + row * a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width, is_there);
+    const int own = threadIdx.x % 64;
+    if (own >= kRows) return;
+    const bool reads = own < left;
+    const int64_t from = reads ? own : 0;
+    if (threadIdx.x < 64) {
+      copy_small<8>(ptx::shared_address(&shared.ranges[stage][own]), ranges + from, reads);
+      copy_small<4>(ptx::shared_address(&shared.lse[stage][own]), a.lse + row + from, reads);
+    } else {
+      copy_small<4>(ptx::shared_address(&shared.delta[stage][own]), &note_of(row + from).delta,
+                    reads);
+      if (a.q_segments != nullptr) {
+        copy_small<4>(ptx::shared_address(&shared.segments[stage][own]),
+                      a.q_segments + of_ranges + from, reads);
+      }
+    }
+  }
+
+  __device__ void mask(float (&products)[kRows / 8][4], int stage) const {
+    const int lane = threadIdx.x % 32, row = own_row(0) + lane / 4;
+    const int key = first_key + row;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const int column = 8 * j + lane % 4 * 2;
+      const int4 ranges = *reinterpret_cast<const int4*>(&shared.ranges[stage][column]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int own = key + 8 * half;
+        if (!(ranges.x <= own && own < ranges.y)) products[j][2 * half] = -infinity();
+        if (!(ranges.z <= own && own < ranges.w)) products[j][2 * half + 1] = -infinity();
+      }
+      if (a.q_segments == nullptr) continue;
+      const int2 pair = *reinterpret_cast<const int2*>(&shared.segments[stage][column]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t segment = shared.of_keys[row + 8 * half];
+        if (pair.x != segment) products[j][2 * half] = -infinity();
+        if (pair.y != segment) products[j][2 * half + 1] = -infinity();
+      }
+    }
+  }
+
+  template <bool kIsBent>
+  __device__ void add(const Bend& bend, const Keys& k, const Keys& v, const Tile& q,
+                      const Tile& dout, const Place& at, int stage) {
+    const int lane = threadIdx.x % 32;
+    float p[kRows / 8][4], of_values[kMakesKeys ? kRows / 8 : 1][4];
+    multiply_rows<kRows>(p, k, 0, q);
+    if constexpr (kMakesKeys) multiply_rows<kRows>(of_values, v, 0, dout);
+    // What ds are p times of: as soon as a softcap's slope is known, or else when they are wanted.
+    const auto differences = [&](auto slope_of) {
+      settle<E>(of_values);
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.delta[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? delta.x : delta.y)) * slope_of(j, i);
+        }
+      }
+    };
+    if constexpr (kIsBent) {
+      wait<E, 0>();
+      settle<E>(p);
+      const auto bent = [&](int j, int i) {
+        float slope;
+        p[j][i] = bend(p[j][i], slope);
+        return slope;
+      };
+      if constexpr (kMakesKeys) {
+        differences(bent);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) bent(j, i);
+        }
+      }
+    } else {
+      wait<E, kMakesKeys ? 1 : 0>();
+      settle<E>(p);
+    }
+    if (!at.is_whole) mask(p, stage);
+    uint32_t of[kRows / 16][4];
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 raw =
+          *reinterpret_cast<const float2*>(&shared.lse[stage][8 * j + lane % 4 * 2]);
+      const float lse[2] = {lse_of(raw.x), lse_of(raw.y)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i % 2]);
+      of[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+      of[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+    }
+    if constexpr (kMakesValues) multiply_along<kRows>(values, of, dout);
+    uint32_t ds[kMakesKeys ? kRows / 16 : 1][4];
+    if constexpr (kMakesKeys) {
+      if constexpr (!kIsBent) {
+        wait<E, kMakesValues ? 1 : 0>();
+        differences([](int, int) { return 1.0f; });
+      }
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // What is not seen may be NaN.
+          p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+        }
+        ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+        ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+      }
+      multiply_along<kRows>(keys, ds, q);
+    }
+    wait<E, 0>();
+    if constexpr (kMakesKeys) settle<E>(keys);
+    if constexpr (kMakesValues) settle<E>(values);
+  }
+
+  __device__ static void run(const FlashAttentionArguments& a, int64_t index) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ Shared shared;
+    KeyGradients of(a, shared, index);
+    const uint32_t base = ptx::shared_address(memory);
+    const Keys k{base}, v{base + Keys::kBytes};
+    const int count = of.end_key - of.first_key;
+    const int64_t first = of.of_keys * a.keys + of.first_key;
+    const auto is_there = [&](int row) { return row < count; };
+    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, is_there);
+    if constexpr (kMakesKeys) {
+      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, is_there);
+    }
+    if constexpr (kMakesKeys) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        of.keys[j][0] = of.keys[j][1] = of.keys[j][2] = of.keys[j][3] = 0;
+      }
+    }
+    if constexpr (kMakesValues) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        of.values[j][0] = of.values[j][1] = of.values[j][2] = of.values[j][3] = 0;
+      }
+    }
+    const Bend bend(a);
+    const auto q = [&](int stage) {
+      return Tile{base + 2 * Keys::kBytes + 2 * stage * Tile::kBytes};
+    };
+    const auto dout = [&](int stage) {
+      return Tile{base + 2 * Keys::kBytes + (2 * stage + 1) * Tile::kBytes};
+    };
+    Place at = of.next();
+    int stage = 0;
+    if (at.is_there) of.load(at, q(0), dout(0), 0);
+    ptx::commit_copies();
+    while (at.is_there) {
+      const Place next = of.next();
+      meet_copies<E>();
+      const int other = stage ^ (kStages - 1);
+      if (kStages == 2 && next.is_there) of.load(next, q(other), dout(other), other);
+      ptx::commit_copies();
+      if (bend.is_bent) {
+        of.template add<true>(bend, k, v, q(stage), dout(stage), at, stage);
+      } else {
+        of.template add<false>(bend, k, v, q(stage), dout(stage), at, stage);
+      }
+      if (kStages == 1) {
+        __syncthreads();
+        if (next.is_there) of.load(next, q(0), dout(0), 0);
+        ptx::commit_copies();
+      }
+      at = next, stage = other;
+    }
+    ptx::wait_for_copies(0);
+    __syncthreads();
+    const int row = own_row(0);
+    if constexpr (kMakesKeys) {
+      k.store(of.keys, a.scale, a.scale, row, static_cast<E*>(a.dk) + (first + row) * a.width,
+              a.width, count - row);
+    }
+    if constexpr (kMakesValues) {
+      v.store(of.values, 1, 1, row, static_cast<E*>(a.dv) + (first + row) * a.value_width,
+              a.value_width, count - row);
+    }
+  }
+};
+
+// Notes of a block of a head of queries.
+template <class E>
+__device__ inline void write_notes(const FlashAttentionArguments& a) {
+  const int64_t blocks = (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock;
+  const int64_t head = blockIdx.x / blocks, first = blockIdx.x % blocks * kAttentionBlock;
+  const int64_t of_keys = head / a.group, row = head * a.queries + first;
+  const int count =
+      static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto note_of = [&](int own) {
+    return reinterpret_cast<Note*>(static_cast<E*>(a.dq) + (row + own) * a.width);
+  };
+  // Lanes that share a row, a vector each.
+  const int lanes = a.value_width <= 64 ? 8 : a.value_width <= 128 ? 16 : 32;
+  const int vector = lane % lanes;
+  for (int begin = warp * (32 / lanes); begin < kAttentionBlock; begin += kWarps * (32 / lanes)) {
+    const int own = begin + lane / lanes;
+    float sum = 0;
+    const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
+    if (range.x < range.y && vector * 8 < a.value_width) {
+      const int64_t at = (row + own) * a.value_width + vector * 8;
+      float x[8], y[8];
+      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at), x);
+      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at), y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
+    }
+    for (int apart = lanes / 2; apart > 0; apart /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+    }
+    if (own < count && vector == 0) {
+      const bool sees_any = a.lse[row + own] != -infinity();
+      note_of(own)->delta = sees_any ? sum - a.dlse[row + own] : 0;
+    }
+  }
+  if (warp != 0) return;
+  Hull hull = Hull::none();
+  for (int own = lane; own < count; own += 32) hull.add(range_of(a, of_keys, first + own));
+  hull.reduce_warp();
+  if (lane != 0) return;
+  Note& note = *note_of(0);
+  note.low = hull.low;
+  note.high = hull.high;
+  const bool has_inner = hull.inner_low != INT32_MAX && hull.low < hull.high;
+  // As many times 64 keys as take an end in.
+  const auto steps = [&](int64_t apart) {
+    const int64_t all = (apart + 63) / 64;
+    return has_inner && all < kNever ? static_cast<uint32_t>(all) : kNever;
+  };
+  note.inner = steps(static_cast<int64_t>(hull.inner_low) - hull.low) |
+               steps(static_cast<int64_t>(hull.high) - hull.inner_high) << 16;
+}
+
+// What the sink of a head of queries gets, from notes.
+template <class E>
+__device__ inline void sum_sinks(const FlashAttentionArguments& a) {
+  __shared__ double parts[kAttentionSinkThreads];
+  const int64_t head = blockIdx.x;
+  const float sink = a.sinks[head];
+  double sum = 0;
+  for (int64_t query = threadIdx.x; query < a.queries; query += kAttentionSinkThreads) {
+    const int64_t row = head * a.queries + query;
+    const float lse = a.lse[row];
+    if (lse == -infinity()) continue;
+    const Note& note =
+        *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
+    sum -= static_cast<double>(exp2f((sink - lse) * kLog2E)) * note.delta;
+  }
+  parts[threadIdx.x] = sum;
+  for (int apart = kAttentionSinkThreads / 2; apart > 0; apart /= 2) {
+    __syncthreads();
+    if (threadIdx.x < apart) parts[threadIdx.x] += parts[threadIdx.x + apart];
+  }
+  if (threadIdx.x == 0) a.dsinks[head] = static_cast<float>(parts[0]);
+}
+
+}  // namespace attention
+}  // namespace xentile

@@ -1,0 +1,39 @@
+//! What kernels of attention take.
+
+use std::ffi::c_void;
+
+mirror! {
+    /// See kernels/flash_attention.cuh.
+    pub(crate) struct Arguments = FlashAttentionArguments {
+        q: *const c_void,
+        k: *const c_void,
+        v: *const c_void,
+        ranges: *const i32,
+        q_segments: *const i32,
+        kv_segments: *const i32,
+        sinks: *const f32,
+        o: *mut c_void,
+        lse: *mut f32,
+        dout: *const c_void,
+        dlse: *const f32,
+        dq: *mut c_void,
+        dk: *mut c_void,
+        dv: *mut c_void,
+        dsinks: *mut f32,
+        heads: i64,
+        group: i32,
+        queries: i32,
+        keys: i32,
+        width: i32,
+        value_width: i32,
+        scale: f32,
+        softcap: f32,
+        pad: u32,
+    }
+}
+
+numbers! {
+    THREADS: u32 = kAttentionThreads, 128;
+    SINK_THREADS: u32 = kAttentionSinkThreads, 256;
+    BLOCK: usize = kAttentionBlock, 64;
+}

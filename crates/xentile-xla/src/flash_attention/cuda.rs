@@ -1,0 +1,160 @@
+//! Attention on NVIDIA GPUs, of bf16 and f16.
+
+use std::ptr::{null, null_mut};
+
+use xentile_cuda::flash_attention::{Attention, Gradients, Operands, Pass, Saved};
+use xla_ffi::{Buffer, BufferMut, Context, DType, OnDevice, Result, Stage};
+
+use super::{Call, Options, Seen};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, failed, to_dtype};
+use crate::dtype;
+use crate::target::{CUDA, target_list};
+
+target_list! {
+    CUDA;
+
+    /// Loads what makes o and lse.
+    "xentile_flash_attention_forward", Initialize:
+    fn xentile_flash_attention_forward_cuda_initialize = forward(
+        q, k, v, seen, o, lse, options, context,
+    ), traits = TRAITS;
+
+    /// o and lse.
+    "xentile_flash_attention_forward", Execute: fn xentile_flash_attention_forward_cuda = forward(
+        q, k, v, seen, o, lse, options, context,
+    ), traits = TRAITS;
+
+    /// Loads what makes gradients.
+    "xentile_flash_attention_backward", Initialize:
+    fn xentile_flash_attention_backward_cuda_initialize = backward(
+        q, k, v, seen, saved, saved_lse, dout, dlse, dq, dk, dv, dsinks, options, context,
+    ), traits = TRAITS;
+
+    /// dq, dk, dv and, with sinks, dsinks, from what forward gave and cotangents of that.
+    "xentile_flash_attention_backward", Execute: fn xentile_flash_attention_backward_cuda = backward(
+        q, k, v, seen, saved, saved_lse, dout, dlse, dq, dk, dv, dsinks, options, context,
+    ), traits = TRAITS;
+}
+
+type Integers<'a> = OnDevice<Buffer<'a, i32>>;
+
+/// A call that was checked, of arrays of one dtype.
+struct Checked<'a> {
+    call: Call<'a>,
+    attention: Attention,
+    operands: Operands,
+}
+
+fn checked<'a>(
+    [q, k, v]: &'a [Any; 3],
+    seen: &Seen<Integers, Floats>,
+    options: Options,
+) -> Result<Checked<'a>> {
+    let call = Call::new(
+        [q.dims(), k.dims(), v.dims()],
+        seen,
+        (|array| array.dims(), |array| array.dims()),
+    )?;
+    check_dtypes(q.dtype(), [("k", k.dtype()), ("v", v.dtype())])?;
+    let attention =
+        Attention::new(options.0, call.shape, to_dtype("q", q.dtype())?).map_err(failed)?;
+    let integers = |array: &Integers| array.as_ptr().cast_const().cast::<i32>();
+    let segments =
+        |index: usize| seen.segments.as_ref().map_or(null(), |all| integers(&all[index]));
+    let operands = Operands {
+        q: q.as_ptr().cast_const(),
+        k: k.as_ptr().cast_const(),
+        v: v.as_ptr().cast_const(),
+        ranges: integers(&seen.ranges),
+        q_segments: segments(0),
+        kv_segments: segments(1),
+        sinks: seen.sinks.as_ref().map_or(null(), |sinks| sinks.as_ptr().cast_const().cast()),
+    };
+    Ok(Checked { call, attention, operands })
+}
+
+/// Checks that all have the dtype of q.
+fn check_dtypes<const N: usize>(q: DType, all: [(&'static str, DType); N]) -> Result {
+    match all.into_iter().find(|(_, dtype)| *dtype != q) {
+        Some((name, other)) => Err(dtype::wrong(name, other, &q.to_string())),
+        None => Ok(()),
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    seen: Seen<Integers, Floats>,
+    o: AnyMut,
+    lse: FloatsMut,
+    options: Options,
+    context: Context,
+) -> Result {
+    let of = [q, k, v];
+    let Checked { call, attention, operands } = checked(&of, &seen, options)?;
+    call.check_forward(o.dims(), lse.dims())?;
+    check_dtypes(q.dtype(), [("o", o.dtype())])?;
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => attention.load(Pass::Forward, stream),
+            _ => attention.forward(stream, operands, o.as_ptr(), lse.as_ptr().cast()),
+        }
+    };
+    outcome.map_err(failed)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    seen: Seen<Integers, Floats>,
+    o: Any,
+    lse: Floats,
+    dout: Any,
+    dlse: Floats,
+    dq: AnyMut,
+    dk: AnyMut,
+    dv: AnyMut,
+    dsinks: Option<OnDevice<BufferMut<f32>>>,
+    options: Options,
+    context: Context,
+) -> Result {
+    let of = [q, k, v];
+    let Checked { call, attention, operands } = checked(&of, &seen, options)?;
+    call.check_backward(
+        [o.dims(), lse.dims(), dout.dims(), dlse.dims()],
+        [dq.dims(), dk.dims(), dv.dims()],
+        (dsinks.as_ref().map(OnDevice::dims), seen.sinks.is_some()),
+    )?;
+    let of_results = [("dq", dq.dtype()), ("dk", dk.dtype()), ("dv", dv.dtype())];
+    check_dtypes(q.dtype(), [("o", o.dtype()), ("do", dout.dtype())])?;
+    check_dtypes(q.dtype(), of_results)?;
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    let saved = Saved {
+        o: o.as_ptr().cast_const(),
+        lse: lse.as_ptr().cast_const().cast(),
+        dout: dout.as_ptr().cast_const(),
+        dlse: dlse.as_ptr().cast_const().cast(),
+    };
+    let gradients = Gradients {
+        q: dq.as_ptr(),
+        k: dk.as_ptr(),
+        v: dv.as_ptr(),
+        sinks: dsinks.map_or(null_mut(), |array| array.as_ptr().cast()),
+    };
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => attention.load(Pass::Backward, stream),
+            _ => attention.backward(stream, operands, saved, gradients),
+        }
+    };
+    outcome.map_err(failed)
+}
