@@ -60,7 +60,7 @@ const LAYOUTS: [mirror::Layout; 16] = [
     driver::TensorMap::LAYOUT,
 ];
 /// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 9] = [
+const NUMBERS: [&[(&str, i64)]; 10] = [
     activation::NUMBERS,
     bias::NUMBERS,
     cross_entropy::NUMBERS,
