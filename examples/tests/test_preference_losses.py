@@ -301,7 +301,7 @@ def test_at_a_temperature_with_an_entropy_bonus(
 
     def loss(arrays: Any) -> jax.Array:
         x, weight = arrays
-        asked = {"temperature": temperature, "return_entropy": True}
+        asked: dict[str, Any] = {"temperature": temperature, "return_entropy": True}
         if of == "hidden":
             found = linear_cross_entropy_per_token(x, weight, labels, vocab_axis=0, **asked)
         else:
