@@ -142,10 +142,9 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
             [wide(), labels()].into_iter().chain(floats(1)).collect(),
             floats(3).chain([wide()]).collect(),
         ),
-        "xentile_cross_entropy_distribution" => (
-            vec![wide(), labels()],
-            floats(6).chain([Array::new(DType::S32, &leading)]).collect(),
-        ),
+        "xentile_cross_entropy_distribution" => {
+            (vec![wide(), labels()], floats(6).chain([Array::new(DType::S32, &leading)]).collect())
+        }
         "xentile_cross_entropy_distribution_backward" => {
             ([wide(), labels()].into_iter().chain(floats(7)).collect(), vec![wide()])
         }
