@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of xentile and xentile-cpu, and a call through the shared library, as aarch64 programs
-# under qemu's user-mode emulation, so that the NEON kernels are tested on any x86-64 machine:
+# Runs the tests of xentile-cpu, and a call through the shared library, as aarch64 programs under qemu's
+# user-mode emulation, so that the NEON kernels are tested on any x86-64 machine:
 #
 #     scripts/test_neon.sh
 #
@@ -26,6 +26,6 @@ if [[ -n ${XENTILE_XLA_LIBRARY:-} ]]; then
     exit
 fi
 echo "left out: real_vocabularies, which takes minutes under emulation; rows of every other length are run"
-cargo test --no-fail-fast --target "$target" -p xentile -p xentile-cpu --lib --tests -- \
+cargo test --no-fail-fast --target "$target" -p xentile-cpu --lib --tests -- \
     --skip real_vocabularies
 "${call[@]}"

@@ -16,6 +16,6 @@ for source in fuzz/fuzz_targets/*.rs; do
     # As one unit a crate would be compiled by one core; what is fuzzed is small.
     check "$name" cargo fuzz run --target-dir "$target_dir/fuzz" --codegen-units 16 \
         "$name" "fuzz/corpus/$name" "fuzz/seeds/$name" -- \
-        -max_total_time="${FUZZ_SECONDS:-20}" -timeout=10 -print_final_stats=1
+        -max_total_time="${FUZZ_SECONDS:-10}" -timeout=10 -print_final_stats=1
 done
 finish_checks
