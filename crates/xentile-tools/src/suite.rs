@@ -398,7 +398,7 @@ mod tests {
         assert!(told("cells: []").contains("cells is empty"));
         assert!(told("cells: [{op: rms_norm, widht: 3}]").contains("cells[0]"));
         assert!(told("cells: [{impl: kernel}]").contains("cells[0].impl is set"));
-        assert!(told("cells: [{op: cross_entropy}]").contains("cells[0]"));
+        assert!(told("cells: [{op: cross_entropy, time: 0}]").contains("cells[0]"));
         assert!(told("cels: []").contains("cels"));
     }
 
