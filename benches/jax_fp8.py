@@ -15,7 +15,6 @@ differ where XLA's activation or norm is a rounding off.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from peers.turns import CALLS, about, rounds_of
+from peers.turns import CALLS, rounds_of, save
 
 from pallas_bridge import fp8_quantize, rms_norm, rms_norm_fp8, swiglu, swiglu_fp8
 
@@ -145,7 +144,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of each cell")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    said = about()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print("| case | M x D | dtype | tails | copy ms | XLA | composed | ours | same bits |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |")
@@ -168,9 +166,7 @@ def main() -> None:
                         f"| {xla} | {composed} | {ours} | {'yes' if row['same'] else 'NO'} |",
                         flush=True,
                     )
-                    if options.json:
-                        everything = {"about": said, "results": rows}
-                        options.json.write_text(json.dumps(everything, indent=1) + "\n")
+                    save(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from pallas_bridge._src.activation.custom_call import backward, forward
 from pallas_bridge._src.activation.options import Options
-from turns import CALLS, about, rounds_of
+from turns import CALLS, rounds_of, save
 
 SHAPES = ("8192x11008", "8192x14336", "32768x4864")
 GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -168,9 +168,7 @@ def main() -> None:
                 print(
                     f"| {name} | {shape} | {which} | {copy:.4f} | {' | '.join(texts)} |", flush=True
                 )
-                if options.json:
-                    everything = {"about": about(), "results": rows}
-                    options.json.write_text(json.dumps(everything, indent=1) + "\n")
+                save(options.json, rows)
 
 
 if __name__ == "__main__":

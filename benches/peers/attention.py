@@ -3,18 +3,13 @@
     python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward]
 
 A cell is a shape with its options, forward or backward, in bfloat16 of normal numbers, causal.
-Programs of a cell take turns, each PROGRAMS times without a wait, so that starting one does not
-count; what is said is the median over the rounds, the rate in TFLOP/s of what is seen (two products
-forward and five backward), and the time of the others in units of ours. A backward pass is timed
-alone, from what its forward pass left.
+Programs are timed as turns.py says, a call each; beside the time stand the rate in TFLOP/s of what
+is seen (two products forward and five backward), and the time in units of ours. A backward pass is
+timed alone, from what its forward pass left.
 """
 
 import argparse
-import datetime
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,11 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from turns import rounds_of, save
 
 from pallas_bridge import flash_attention
 
-PROGRAMS = 6
-LEAST_ROUNDS = 5
 # Batch, tokens, heads of queries and of keys, columns, and options beside `causal`.
 CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "4x4096 32/8 128": ((4, 4096, 32, 8, 128), {}),
@@ -98,20 +92,6 @@ def compiled(
     return lambda: backward(pull, dout)
 
 
-def rounds_of(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Returns the median time of each."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["ours"]) < LEAST_ROUNDS:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(PROGRAMS):
-                found = run()
-            jax.block_until_ready(found)
-            times[name].append((time.perf_counter() - start) / PROGRAMS)
-    return {name: statistics.median(of) for name, of in times.items()}
-
-
 def cell_of(name: str, which: str, seconds: float) -> dict[str, Any]:
     """Returns what is measured of a cell."""
     shape, options = CELLS[name]
@@ -122,19 +102,20 @@ def cell_of(name: str, which: str, seconds: float) -> dict[str, Any]:
         try:
             run = compiled(function, arrays, dout, which)
             jax.block_until_ready(run())
+        # What has no such option, or no memory for all logits, is told of; the others go on.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             failed[of] = str(error).splitlines()[0][:200]
         else:
             runs[of] = run
     if "ours" not in runs:
         return {"failed": failed}
-    times = rounds_of(runs, seconds)
+    times = rounds_of(runs, seconds, calls=1, against="ours")
     batch, tokens, heads, _, columns = shape
     operations = 4 * batch * heads * columns * seen_of(tokens, options)
     operations *= 1 if which == "forward" else 2.5
     measured = {
-        of: {"ms": 1e3 * t, "tflops": operations / t / 1e12, "ours": t / times["ours"]}
-        for of, t in times.items()
+        of: {"ms": 1e3 * t, "tflops": operations / t / 1e12, "ours": ratio}
+        for of, (t, ratio) in times.items()
     }
     return {**measured, "failed": failed}
 
@@ -147,23 +128,18 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell, at the least")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-    }
+    rows: list[dict[str, Any]] = []
     for name in [name for name in CELLS if arguments.cells in name]:
         for which in arguments.passes:
             found = cell_of(name, which, arguments.seconds)
-            report[f"{name} {which}"] = found
+            rows.append({"cell": name, "pass": which, **found})
+            save(arguments.json, rows)
             line = ", ".join(
                 f"{of} {one['ms']:.3f} ms {one['tflops']:.0f} TFLOP/s ({one['ours']:.2f})"
                 for of, one in found.items()
                 if of != "failed"
             )
             print(f"{name} {which}: {line} {found['failed'] or ''}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

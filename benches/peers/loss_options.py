@@ -9,7 +9,6 @@ reading and one writing, as much as the loss must move.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from distributions import Distribution
-from turns import about, rounds_of
+from turns import rounds_of, save
 
 from pallas_bridge import cross_entropy
 
@@ -111,9 +110,7 @@ def main() -> None:
                 f"| {shape} | {of} | {copy:.4f} | {' | '.join(texts)} |{row.get('error', '')}",
                 flush=True,
             )
-            if options.json:
-                found = {"about": about(), "results": rows}
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+            save(options.json, rows)
 
 
 if __name__ == "__main__":

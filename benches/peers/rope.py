@@ -12,7 +12,6 @@ and k for both.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from turns import CALLS, about, rounds_of
+from turns import CALLS, rounds_of, save
 
 from pallas_bridge import qk_norm_rope, rms_norm, rope
 
@@ -134,9 +133,7 @@ def main() -> None:
                 ratios = [f"{row[name]['copies']:.3f}" if name in row else "" for name in names]
                 cells_of = [shape, pairs, which, f"{row['copy']['ms']:.4f}", *ratios]
                 print(f"| {' | '.join(cells_of)} |", flush=True)
-                if options.json:
-                    found = {"about": about(), "results": rows}
-                    options.json.write_text(json.dumps(found, indent=1) + "\n")
+                save(options.json, rows)
 
 
 if __name__ == "__main__":
