@@ -678,6 +678,23 @@ __device__ inline float probability(const Bend& bend, float product, float lse) 
   return ptx::ex2(fmaf(product, bend.factor, -lse));
 }
 
+// Cotangents of logits as the operand of a product: probabilities, which they replace, times what those of
+// values leave.
+template <class E, int kEighths>
+__device__ inline void cotangents(float (&p)[kEighths][4], const float (&of_values)[kEighths][4],
+                                  uint32_t (&ds)[kEighths / 2][4]) {
+#pragma unroll
+  for (int j = 0; j < kEighths; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // What is not seen may be NaN.
+      p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+    }
+    ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+    ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+  }
+}
+
 // dq, after what needs the notes in its place.
 template <class E, int kColumns>
 struct QueryGradients {
@@ -730,16 +747,7 @@ struct QueryGradients {
       differences([](int, int) { return 1.0f; });
     }
     uint32_t ds[kKeys / 16][4];
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // What is not seen may be NaN.
-        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
-      }
-      ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-      ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-    }
+    cotangents<E>(p, of_values, ds);
     multiply_along<kKeys>(sums, ds, k);
     wait<E, 0>();
     settle<E>(sums);
@@ -1058,16 +1066,7 @@ struct KeyGradients {
         wait<E, kMakesValues ? 1 : 0>();
         differences([](int, int) { return 1.0f; });
       }
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          // What is not seen may be NaN.
-          p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
-        }
-        ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-        ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-      }
+      cotangents<E>(p, of_values, ds);
       multiply_along<kRows>(keys, ds, q);
     }
     wait<E, 0>();
