@@ -11,7 +11,7 @@ use xentile::operation::Pass;
 
 use crate::cli;
 use crate::config::{self, Implementation, Schema, name};
-use crate::draft::{Draft, write_whole};
+use crate::draft::write_whole;
 use crate::machine::Machine;
 use crate::memory;
 use crate::microbench::{self, apart};
@@ -88,7 +88,7 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
         for config in &one {
             let named = format!("{} by {}", row.title(), name(&config.implementation));
             progress.begin(&named);
-            let found = measured(config, &out);
+            let found = measured(config);
             let told = match &found {
                 Ok(report) => format!("{} ms", figure(report["median_step_ms"].as_f64(), 3)),
                 Err(reason) => format!("failed: {reason}"),
@@ -115,19 +115,13 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
 }
 
 /// The report of one measurement, of a process of its own.
-fn measured(config: &microbench::Config, out: &Path) -> Result<Value, String> {
-    let measure = || {
-        // Never finished: it is there for the process alone.
-        let cell = Draft::new(&out.join("cell.yaml"))?;
-        fs::write(cell.path(), serde_yaml::to_string(config)?)?;
-        let mut report = apart::report(cell.path(), &[])?;
-        if let Some(report) = report.as_object_mut() {
-            // Told once for all.
-            report.shift_remove("machine");
-        }
-        anyhow::Ok(report)
-    };
-    measure().map_err(|error| format!("{error:#}"))
+fn measured(config: &microbench::Config) -> Result<Value, String> {
+    let mut report = apart::measured(config).map_err(|error| format!("{error:#}"))?;
+    if let Some(report) = report.as_object_mut() {
+        // Told once for all.
+        report.shift_remove("machine");
+    }
+    Ok(report)
 }
 
 /// One problem, by the kernel and by the plain program.
@@ -265,16 +259,17 @@ impl Suite {
             })
             .collect();
         // Names to the left, numbers to the right.
+        let is_name = |at: usize| at < 4 || at == 7;
         let line = |cells: &[String]| {
             let padded = cells.iter().zip(&widths).enumerate().map(|(at, (cell, &width))| {
-                if at < 4 || at == 7 { format!("{cell:width$}") } else { format!("{cell:>width$}") }
+                if is_name(at) { format!("{cell:width$}") } else { format!("{cell:>width$}") }
             });
             format!("| {} |\n", padded.collect::<Vec<_>>().join(" | "))
         };
-        let rule = widths.iter().enumerate().map(|(at, width)| {
-            let dashes = "-".repeat(width - 1);
-            if at < 4 || at == 7 { format!("{dashes}-") } else { format!("{dashes}:") }
-        });
+        let rule = widths
+            .iter()
+            .enumerate()
+            .map(|(at, width)| "-".repeat(width - 1) + if is_name(at) { "-" } else { ":" });
         let mut table = line(&HEADS.map(str::to_owned));
         _ = writeln!(table, "| {} |", rule.collect::<Vec<_>>().join(" | "));
         for row in &rows {

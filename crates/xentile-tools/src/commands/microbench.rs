@@ -12,7 +12,6 @@ use xentile::operation;
 use xentile_programs::Exported;
 
 use crate::config::{self, Backend, Implementation, Op};
-use crate::draft::Draft;
 use crate::microbench::{Config, Logits, apart};
 use crate::{cli, microbench, presets, suite, sweep, tpu};
 
@@ -279,13 +278,8 @@ impl Measure {
             println!("{}", table.head());
         }
         for (index, one) in all.iter().enumerate() {
-            let name = format!("xentile-{index}.yaml");
-            // Never finished: it is there for the process alone.
-            let draft = Draft::new(&std::env::temp_dir().join(name))?;
-            std::fs::write(draft.path(), serde_yaml::to_string(one)?)
-                .with_context(|| format!("cannot write {}", draft.path().display()))?;
-            let report = apart::report(draft.path(), &[])
-                .with_context(|| format!("measurement {}", index + 1))?;
+            let report =
+                apart::measured(one).with_context(|| format!("measurement {}", index + 1))?;
             let line = json_line(&report)?;
             match self.json_file() {
                 None if is_quiet => std::io::stdout().write_all(&line)?,

@@ -6,6 +6,21 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use super::config::Config;
+use crate::draft::Draft;
+
+/// The report of `config`.
+///
+/// # Errors
+/// As for [`report`], or its file cannot be written.
+pub(crate) fn measured(config: &Config) -> Result<Value> {
+    // Never finished: it is there for the process alone.
+    let cell = Draft::new(&std::env::temp_dir().join("xentile-cell.yaml"))?;
+    std::fs::write(cell.path(), serde_yaml::to_string(config)?)
+        .with_context(|| format!("cannot write {}", cell.path().display()))?;
+    report(cell.path(), &[])
+}
+
 /// The report of the config at `path`, overridden by `sets`.
 ///
 /// # Errors
