@@ -21,7 +21,7 @@ use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Weight};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
-static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| fake::driver(&["driver.c"]));
+static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| fake::driver(&["driver.c"], &[]));
 
 /// What the driver and [`calls`] print, with such a driver.
 fn printed(told: &[(&str, &str)]) -> String {

@@ -43,7 +43,12 @@ typedef struct {
   int64_t tokens, vocab, columns, stride, first_column, ignore_index;
   double label_smoothing, z_loss, softcap;
   uint32_t labels_are_64_bit, every_token, plan[8];
+  double temperature;
+  float *entropy, *highest;
+  int32_t* argmax;
+  const float *saved_entropy, *dentropy;
 } Rows;
+_Static_assert(sizeof(Rows) == ROWS_BYTES, "Rows is not what kernels take now");
 
 /* As in kernels/fused_product.cuh; a map is what driver.c makes of one. */
 typedef struct {
@@ -73,6 +78,7 @@ typedef struct {
   int64_t part_first, part_count, part_stride;
   uint32_t blocks, tiles, parts, token_blocks, group, adds;
 } Product;
+_Static_assert(sizeof(Product) == PRODUCT_BYTES, "Product is not what kernels take now");
 
 static int64_t label_of(const Rows* a, int64_t row) {
   return a->labels_are_64_bit ? ((const int64_t*)a->labels)[row] : ((const int32_t*)a->labels)[row];

@@ -3,9 +3,20 @@
 
 #![cfg(all(feature = "kernels", target_os = "linux"))]
 
+#[macro_use]
+#[path = "../src/mirror.rs"]
+mod mirror;
+
 #[path = "../../xentile-cpu/tests/common/mod.rs"]
 mod common;
+// What kernels take, which host.c declares once more.
+#[path = "../src/cross_entropy/arguments.rs"]
+mod cross_entropy;
+#[path = "../src/driver/abi.rs"]
+mod driver;
 mod fake;
+#[path = "../src/fused_product/arguments.rs"]
+mod fused_product;
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -24,7 +35,11 @@ use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Opera
 
 /// Runs [`schedules`] as a process that finds the fake libraries, on a GPU of `capability`.
 fn run(capability: &str, variables: &[(&str, &str)]) {
-    let folder = fake::driver(&["driver.c", "host.c"]);
+    let sizes = [
+        ("ROWS_BYTES", cross_entropy::Arguments::LAYOUT.size),
+        ("PRODUCT_BYTES", fused_product::Arguments::LAYOUT.size),
+    ];
+    let folder = fake::driver(&["driver.c", "host.c"], &sizes);
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "schedules", "--include-ignored", "--nocapture"])
         .env("LD_LIBRARY_PATH", folder.path())
