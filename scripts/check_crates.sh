@@ -4,8 +4,8 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Built quickly, as nothing runs.
-CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 \
+# Built quickly, as nothing runs; cargo asks the registry, which may be slow to answer.
+CARGO_NET_RETRY=10 CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 \
     cargo package --workspace --locked --allow-dirty
 failed=0
 for crate in "${CARGO_TARGET_DIR:-target}"/package/*.crate; do
