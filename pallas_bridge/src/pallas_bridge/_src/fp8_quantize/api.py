@@ -1,5 +1,6 @@
 """FP8 quantisation: what users call."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -379,12 +380,15 @@ def _paired(results: Any, is_transposed: bool) -> Any:
     return (quantized, Quantized(*results[2:])) if is_transposed else quantized
 
 
-def _refuse_derivative(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name} has no derivative, since rounding is a step function: use jax.custom_vjp around "
-        "what is computed in FP8, whose backward rule says what cotangents are, or quantise "
-        "jax.lax.stop_gradient(x)"
-    )
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} has no derivative, since rounding is a step function: use jax.custom_vjp "
+            "around what is computed in FP8, whose backward rule says what cotangents are, or "
+            "quantise jax.lax.stop_gradient(x)"
+        )
+
+    return refuse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -444,29 +448,11 @@ def _dequantize(
     return (values.astype(jnp.float32) * scales).astype(dtype)
 
 
-@_by_block.defjvp
-def _by_block_jvp(*_: Any) -> NoReturn:
-    _refuse_derivative("fp8_quantize")
-
-
-@_swiglu_by_block.defjvp
-def _swiglu_by_block_jvp(*_: Any) -> NoReturn:
-    _refuse_derivative("fp8_quantize")
-
-
-@_norm_by_block.defjvp
-def _norm_by_block_jvp(*_: Any) -> NoReturn:
-    _refuse_derivative("fp8_quantize")
-
-
-@_by_tensor.defjvp
-def _by_tensor_jvp(*_: Any) -> NoReturn:
-    _refuse_derivative("fp8_quantize")
-
-
-@_dequantize.defjvp
-def _dequantize_jvp(*_: Any) -> NoReturn:
-    _refuse_derivative("fp8_dequantize")
+_by_block.defjvp(_refusal("fp8_quantize"))
+_by_tensor.defjvp(_refusal("fp8_quantize"))
+_swiglu_by_block.defjvp(_refusal("swiglu_fp8"))
+_norm_by_block.defjvp(_refusal("rms_norm_fp8"))
+_dequantize.defjvp(_refusal("fp8_dequantize"))
 
 
 def _scale_of(options: Options, amax: jax.Array) -> jax.Array:
