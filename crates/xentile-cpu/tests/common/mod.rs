@@ -1,6 +1,6 @@
 //! What the integration tests share.
 
-use rand::SeedableRng;
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 /// A generator seeded afresh in every run, or from `XENTILE_TEST_SEED`; the seed is printed, and
@@ -15,4 +15,15 @@ pub fn fresh_rng(what: &str) -> ChaCha8Rng {
     };
     println!("{what}: XENTILE_TEST_SEED={seed}");
     ChaCha8Rng::seed_from_u64(seed)
+}
+
+/// All of `choices`; where programs run slowly, as `XENTILE_TEST_STRIDE` says, so few of them from one
+/// that is drawn.
+#[allow(dead_code, reason = "for those tests that run long")]
+pub fn some_where_slow<T: Copy>(rng: &mut ChaCha8Rng, choices: &[T], few: usize) -> Vec<T> {
+    if std::env::var_os("XENTILE_TEST_STRIDE").is_none() {
+        return choices.to_vec();
+    }
+    let first = rng.random_range(0..choices.len());
+    choices.iter().copied().cycle().skip(first).take(few).collect()
 }
