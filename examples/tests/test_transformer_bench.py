@@ -469,12 +469,14 @@ def test_layers_runs(tmp_path: Path) -> None:
 
 
 class Counting:
-    """In place of `runner.Compiling`: has what XLA counts of a program, and runs nothing."""
+    """In place of `runner.Compiling`."""
 
     def __init__(self, function: Any, *_: object, **options: Any) -> None:
+        """Takes the function, and options of `jax.jit`."""
         self.jitted = jax.jit(function, **options)
 
     def __call__(self, *arguments: Any) -> float:
+        """The operations that XLA counts in the program, which does not run."""
         cost: Any = self.jitted.lower(*arguments).cost_analysis()
         return float(cost["flops"])
 
@@ -486,7 +488,7 @@ def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch
     cell = cell_of(**changes, width=64, ffn=128, head_width=16, vocab=256)
     monkeypatch.setattr(runner, "Compiling", Counting)
     found = {
-        part: layers.call_of(cell, part, None)()
+        part: layers.call_of(cell, part, None)[0]()
         for part in (*parts.names_of(cell), layers.WHOLE, *parts.OUTSIDE, layers.MODEL)
     }
     of_layer = sum(found[part] for part in parts.names_of(cell))

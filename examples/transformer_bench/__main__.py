@@ -18,6 +18,7 @@ HELP = {
     "time": "seconds a step, by size, length and steps of warm-up",
     "memory": "what a program holds by category; nothing runs",
     "layers": "milliseconds of each part of a layer",
+    "kernels": "the model's kernels from a profile, by kind and by part",
     "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
     "attention": "attention alone, by head size and length",
     "jit": "op by op, compiled, and compiled with our kernels",
@@ -65,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> int:
     """Runs a command that measures; returns the exit status."""
     spec = load(arguments.config, arguments.set)
     if arguments.command != "attention":
-        # A layer by itself has less than all parameters.
+        # Of `layers` most rows have less than all parameters.
         if arguments.command != "layers":
             check_limit(spec)
         if spec.attention == "cudnn":

@@ -145,8 +145,8 @@ class Inputs:
         }[part](), 2
 
 
-def call_of(cell: Cell, part: str, limit: int | None) -> Callable[[], Any]:
-    """What runs a part once on random inputs; it compiles the part as it is first called.
+def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any], Any]:
+    """What runs a part once on random inputs, and the `Compiling` that has its program then.
 
     In training it runs forward and backward, with a random gradient of its results. Caches are
     given up to the program that writes to them, and the next call takes those that it returned.
@@ -176,10 +176,10 @@ def call_of(cell: Cell, part: str, limit: int | None) -> Callable[[], Any]:
             return y, back(gradient)
 
         run = Compiling(both, limit)
-        return lambda: run(gradient, *arguments)
+        return lambda: run(gradient, *arguments), run
     if not inputs.is_decoding or part not in ("attention", WHOLE, MODEL):
         run = Compiling(forward, limit)
-        return lambda: run(*arguments)
+        return lambda: run(*arguments), run
     # Attention has its caches as two arguments, the others as one.
     first = 3 if part == "attention" else len(arguments) - 1
     run = Compiling(forward, limit, donate_argnums=tuple(range(first, len(arguments))))
@@ -190,7 +190,7 @@ def call_of(cell: Cell, part: str, limit: int | None) -> Callable[[], Any]:
         _, *new = run(*fixed, *caches)
         caches = (tuple(new),) if part == WHOLE else tuple(new)
 
-    return decode
+    return decode, run
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
@@ -201,7 +201,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     limit = device_limit(cell["memory_limit"])
 
     def measure(variant: Cell) -> Row:
-        call = call_of(cell, variant["part"], limit)
+        call, _ = call_of(cell, variant["part"], limit)
         _, found = model.timed(call, 2, cell["steps"], LEAST_SECONDS)
         return {"median": statistics.median(found)}
 

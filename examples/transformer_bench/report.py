@@ -14,6 +14,7 @@ TITLES = {
     "time": "Time of a step",
     "memory": "Memory of a program",
     "layers": "Where a layer's time goes",
+    "kernels": "Which kernels take a step's time",
     "precision": "Precision",
     "attention": "Attention alone",
     "jit": "Op by op, and compiled",

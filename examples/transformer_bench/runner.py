@@ -28,6 +28,7 @@ MODULES = {
     "time": "timing",
     "memory": "memory",
     "layers": "layers",
+    "kernels": "kernels",
     "precision": "precision",
     "attention": "attention",
     "jit": "jit",
