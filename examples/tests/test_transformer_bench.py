@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from train import breakdown
 from train.config import InputError
 from transformer_bench import (
+    buffers,
     config,
+    kernels,
     layers,
     memory,
     model,
@@ -423,7 +426,9 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     page = out.read_text()
     assert "## Time of a step\n\n| size |" in page and "jax " in page
-    assert "<table>" in html.read_text()
+    assert "![Time of a step](page-time.svg)" in page
+    assert "average of a step (s), after 1 of warm-up" in (tmp_path / "page-time.svg").read_text()
+    assert "<table>" in html.read_text() and '<img src="data:image/svg+xml;' in html.read_text()
 
 
 def test_a_real_run_is_out_of_memory(tmp_path: Path) -> None:
@@ -458,6 +463,21 @@ def test_memory_runs(tmp_path: Path) -> None:
     assert (both["optimizer_bytes"], both["gradients_bytes"]) == (0, bytes_)
     assert step["optimizer_bytes"] >= 2 * bytes_ and step["gradients_bytes"] == 0
     assert "2 x layers x batch x length x width, in all" in memory.words([both, step])
+    for row in (both, step):
+        # Of a program that XLA packed well; more than the temporaries would be wrong.
+        assert 0.9 * row["temporaries_bytes"] < max(row["timeline"]) <= row["temporaries_bytes"]
+        sizes = [of["bytes"] for of in row["buffers"]]
+        assert len(sizes) == buffers.LARGEST and sizes == sorted(sizes, reverse=True)
+    # Gate and up of both layers; its gradients are made where it is used.
+    up = 2 * 32 * 128 * 2
+    found = {(of["bytes"], of["what"], of["scope"]): of["line"] for of in both["buffers"]}
+    assert found[up, "argument", "params['blocks']['up']"] == ""
+    (line,) = {line for (size, what, _), line in found.items() if (size, what) == (up, "result")}
+    file, _, number = line.partition(":")
+    source = (ROOT / "examples" / file).read_text().splitlines()[int(number) - 1]
+    assert "self.up" in source
+    text = memory.table([both, step])
+    assert "| 16.0 KiB | argument | params['blocks']['up'] |  |" in text
 
 
 def test_layers_runs(tmp_path: Path) -> None:
@@ -514,6 +534,65 @@ def test_sums_of_a_layer_and_its_model(tmp_path: Path) -> None:
     assert 0.3 < took["model"] / sums.parts_of_model < 3
     speed = f"{2 * 128 / took['model']:,.0f}"
     assert f"| {speed} |" in layers.table(rows) and f"{speed} tokens a second" in layers.words(rows)
+
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %dot.1 = f32[4]{0} dot(%p, %p), metadata={op_name="jit(f)/jvp(attention)/dot_general"}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %product = f32[4]{0} fusion(%x), kind=kOutput, calls=%fused
+  %library = f32[4]{0} custom-call(%x), custom_call_target="__cublas$gemm", METADATA/gate and up/d"}
+  %own = f32[4]{0} custom-call(%x), custom_call_target="xentile_rms_norm", METADATA/jvp(norm 1)/x"}
+  ROOT %add = f32[4]{0} add(%own, %library), METADATA/residual 1/attention_like/add"}
+}
+""".replace("METADATA", 'metadata={op_name="jit(f)')
+
+
+def test_kernels_of_a_program_by_kind_and_part() -> None:
+    kinds = kernels.kinds_of_program(PROGRAM)
+    expected = {"product": kernels.PRODUCT, "library": kernels.PRODUCT, "own": kernels.FUSED}
+    assert {name: kinds[name] for name in (*expected, "add")} == {**expected, "add": kernels.REST}
+    scopes = kernels.scope_of(parts.names_of({}))
+    found, _ = breakdown.parts_of_program(PROGRAM, scopes)
+    assert {name: found[name] for name in ("product", "library", "own", "add")} == {
+        "product": "attention",
+        "library": "gate and up",
+        "own": "norm 1",
+        "add": "residual 1",
+    }
+    assert scopes("jit(f)/norm 12/mul") == ""
+
+
+def test_a_profile_without_kernels_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no profile: name one that JAX wrote"):
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+    with jax.profiler.trace(tmp_path):
+        pass
+    with pytest.raises(ValueError, match="has no instruction of the step"):
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+
+
+def test_kernels_runs(tmp_path: Path) -> None:
+    """Of a profile all times are told of once, by part and by kind."""
+    settings = ["phases=[prefill]", "norm=ours", "attention=ours", "mlp=ours", "steps=2"]
+    (row,) = measured("kernels", tmp_path, settings)
+    assert row["kernels"] > 0
+    for key in ("by_part", "by_kind"):
+        assert sum(row[key].values()) == pytest.approx(row["kernels"])
+    assert row["by_kind"][kernels.FUSED] > 0 and row["by_kind"][kernels.PRODUCT] > 0
+    assert row["attention"].keys() <= {kernels.FUSED, kernels.REST}
+    assert sum(row["attention"].values()) == pytest.approx(row["by_part"]["attention"])
+    # Two layers have two norms, attention and an activation each, and there is one norm more.
+    assert row["launches"] >= 2 * 4 + 1
+    top = row["top"][0]
+    assert top["seconds"] == max(one["seconds"] for one in row["top"])
+    assert f"| {top['name']} | {top['kind']} | {top['part']} |" in kernels.table([row])
+    assert "Prefill of test at length 16 in float32 launches" in kernels.words([row])
 
 
 def test_precision_runs(tmp_path: Path) -> None:

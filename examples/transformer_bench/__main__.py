@@ -81,14 +81,22 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def make_page(arguments: argparse.Namespace) -> None:
-    """Writes what `report` asks for."""
-    text = report.page(arguments.files)
-    if arguments.out is None:
-        print(text)
+    """Writes what `report` asks for; pictures lie beside a page of Markdown, and in one of HTML."""
+    out: Path | None = arguments.out
+
+    def beside(command: str, picture: str) -> str:
+        assert out is not None
+        file = out.with_name(f"{out.stem}-{command}.svg")
+        write(file, picture)
+        return file.name
+
+    if out is None:
+        print(report.page(arguments.files))
     else:
-        write(arguments.out, text)
+        write(out, report.page(arguments.files, beside))
     if arguments.html is not None:
-        write(arguments.html, report.html(text))
+        page = report.page(arguments.files, lambda _, picture: report.embedded(picture))
+        write(arguments.html, report.html(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,29 +124,32 @@ class Module:
         walk(self.entry)
         return found
 
-    def told(self, identity: int) -> Instruction:
-        """An instruction that has the line and scope of what made this one's numbers, or itself.
+    def told(self, makers: Sequence[int]) -> Instruction:
+        """The nearest instruction with a line of the model to those that write a buffer.
 
-        It is looked for in what a fusion calls, and then among operands.
+        Near are a maker itself and what it calls as a fusion, then operands, and theirs. The first
+        maker is given where there is none.
         """
-        own = self.instructions[identity]
-        level = [identity]
+        level, seen = list(makers), set(makers)
         for _ in range(FAR):
             following: list[int] = []
-            for at in level:
-                instruction = self.instructions[at]
+            for identity in level:
+                instruction = self.instructions[identity]
+                if instruction.opcode in ("while", "parameter"):
+                    continue
                 inner = [
-                    self.instructions[one]
+                    self.instructions[at]
                     for computation in instruction.called
                     if instruction.opcode == "fusion"
-                    for one in reversed(self.computations[computation])
+                    for at in reversed(self.computations[computation])
                 ]
                 for each in (instruction, *inner):
                     if each.is_told:
                         return each
-                following += instruction.operands
+                following += [one for one in instruction.operands if one not in seen]
+                seen.update(following)
             level = following
-        return own
+        return self.instructions[makers[0]]
 
 
 def sources_of(data: bytes) -> dict[int, str]:
@@ -314,8 +317,7 @@ def largest(buffers: Sequence[Buffer], module: Module) -> list[dict[str, Any]]:
     for buffer in sorted(buffers, key=lambda of: of.size, reverse=True)[:LARGEST]:
         # An argument's scope is its name, whatever an optimizer writes over it.
         own = buffer.makers[:1] if buffer.what == "argument" else buffer.makers
-        makers = [module.told(identity) for identity in own]
-        told = next((each for each in makers if each.is_told), makers[0])
+        told = module.told(own)
         found.append(
             {
                 "bytes": buffer.size,

@@ -127,7 +127,7 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
         "launches": sum(count for _, count in found.values()) / steps,
         "distinct": len(found),
         "by_kind": by_kind,
-        "by_part": {part: by_part[part] for part in (*names, OTHER) if part in by_part},
+        "by_part": {part: by_part.get(part, 0.0) for part in (*names, OTHER)},
         "attention": attention,
         "top": [
             {
