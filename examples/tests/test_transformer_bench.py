@@ -516,6 +516,9 @@ def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch
     outside = sum(found[part] for part in parts.OUTSIDE)
     assert found[layers.MODEL] == pytest.approx(found[layers.WHOLE] + outside, rel=0.03)
     assert outside > 0.2 * of_layer
+    needed = config.parameter_bytes(cell, "float32")
+    with pytest.raises(runner.OutOfMemory, match=str(needed)):
+        layers.call_of(cell, layers.MODEL, needed - 1)
 
 
 def test_sums_of_a_layer_and_its_model(tmp_path: Path) -> None:

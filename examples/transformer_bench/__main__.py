@@ -16,8 +16,8 @@ from .runner import MODULES, child, run
 
 HELP = {
     "time": "seconds a step, by size, length and steps of warm-up",
-    "memory": "what a program holds by category; nothing runs",
-    "layers": "milliseconds of each part of a layer",
+    "memory": "what a program holds by category, its largest buffers; nothing runs",
+    "layers": "milliseconds of each part of a layer, and of the model",
     "kernels": "the model's kernels from a profile, by kind and by part",
     "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
     "attention": "attention alone, by head size and length",
@@ -41,7 +41,7 @@ def parser() -> Parser:
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
         one.add_argument("--resume", action="store_true", help="leave rows as --json has them")
-    one = commands.add_parser("report", help="a page of files that --json made")
+    one = commands.add_parser("report", help="a page with pictures of files that --json made")
     one.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     one.add_argument("--out", type=Path, metavar="PAGE.md", help="(default: the terminal)")
     one.add_argument("--html", type=Path, metavar="PAGE.html")

@@ -141,8 +141,7 @@ class Spec:
 
     def parameter_bytes(self, size: str, policy: str) -> int:
         """What the parameters take."""
-        each = 2 if policy == "bfloat16" else 4
-        return self.dims_of(size).parameters(self.vocab) * each
+        return parameter_bytes({**self.dims_of(size)._asdict(), "vocab": self.vocab}, policy)
 
 
 def load(path: Path | None, overrides: list[str]) -> Spec:
@@ -288,6 +287,12 @@ def converted(key: str, value: Any, default: Any) -> Any:
     if type(value) is not type(default):
         raise InputError(f"{key} is {value}: give a value of type {type(default).__name__}")
     return value
+
+
+def parameter_bytes(cell: dict[str, Any], policy: str) -> int:
+    """What the parameters of a cell take, of which it has dimensions and vocabulary."""
+    dims = Dims(**{name: cell[name] for name in Dims._fields})
+    return dims.parameters(cell["vocab"]) * (2 if policy == "bfloat16" else 4)
 
 
 def cell_of(spec: Spec, size: str, length: int, policy: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import tables
-from .config import Spec, cell_of
+from .config import Spec, cell_of, parameter_bytes
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -150,13 +150,19 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
 
     In training it runs forward and backward, with a random gradient of its results. Caches are
     given up to the program that writes to them, and the next call takes those that it returned.
+
+    Raises:
+        OutOfMemory: It is the model, and its parameters have no room.
     """
     import jax
     import jax.numpy as jnp
 
     from . import parts
-    from .runner import Compiling
+    from .runner import Compiling, OutOfMemory
 
+    needed = parameter_bytes(cell, cell["policy"]) if part == MODEL else 0
+    if limit is not None and needed > limit:
+        raise OutOfMemory(needed)
     of = parts.functions(cell, jnp.float32)
     inputs = Inputs(cell)
     arguments, count = inputs.of_part(part)
