@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from train import breakdown
 from train.config import InputError
 from transformer_bench import (
+    buffers,
     config,
+    kernels,
     layers,
     memory,
     model,
@@ -73,8 +76,10 @@ def test_settings_override() -> None:
     override = ["lengths=[128, 256]", "sizes=mine", "dims.mine=[64, 96, 3, 4]", "memory_limit=1"]
     spec = config.load(TEST, [*override, "loss=ours"])
     assert (spec.sizes, spec.lengths, spec.batch) == (("mine",), (128, 256), 2)
-    assert spec.dims_of("mine") == (64, 96, 3, 4, 4, 16)
+    assert spec.dims_of("mine") == (64, 96, 3, 4, 4, 16, 0, 0)
     assert (spec.loss, spec.memory_limit) == ("ours", 1)
+    # As Qwen3-0.6B is published.
+    assert spec.dims_of("qwen3-0.6b").parameters(151936) == 596_049_920
     assert spec.dims_of("test").heads == 4
 
 
@@ -89,6 +94,7 @@ def test_settings_override() -> None:
         ("time --set dims.a=[36,64,2,3] sizes=a", "has heads of 12 columns: give a width and"),
         ("time --set dims.a=[64,64,2,4,3,16] sizes=a", "has 3 heads of keys, which do not divide"),
         ("time --set dims.a=[64,64,0,4] sizes=a", "give whole numbers of 1 or more"),
+        ("time --set dims.a=[64,64,2,4,2,16,2,0] sizes=a", "give 0 or 1 for norms of heads"),
         ("time --set dims.a=[64,64] sizes=a", "give NAME: [width, ffn, layers, heads]"),
         (
             "time --set memory_limit=0.1 sizes=[small,medium]",
@@ -296,26 +302,36 @@ def test_a_layer_adds_up() -> None:
     """The sum of parts, shares of it, all layers, and tokens a second."""
     cell: dict[str, Any] = {"size": "a", "layers": 5, "batch": 2, "length": 50, "policy": "mixed"}
     cell |= {"phase": "prefill", "norm": "xla", "attention": "xla", "mlp": "xla"}
-    times = {part: 1e-3 * (i + 1) for i, part in enumerate(layers.PARTS)}
+    times = {part: 1e-3 * (i + 1) for i, part in enumerate(parts.names_of({}))}
     rows: list[dict[str, Any]] = [
         {"case": {**cell, "part": part}, "status": "ok", "median": took}
         for part, took in {**times, layers.WHOLE: 0.033}.items()
     ]
     text = layers.table(rows)
     assert "| QKV | ok | 2 | 3.0% |" in text
-    assert "| sum of the parts | ok | 66 | 100.0% |" in text
+    assert "| sum of the parts | sum | 66 | 100.0% |" in text
     assert "| the layer as one program | ok | 33 | 50.0% |" in text
-    assert "| all 5 layers | ok | 165 |  |" in text
-    # 2 x 50 tokens in 0.165 s.
-    assert "606.1 tokens a second" in text
+    # 2 x 50 tokens in 0.165 s. Files of old have no rows of the model.
+    assert "| all 5 layers, by one as one program | sum | 165 |  | 606 |" in text
+    assert "sum of layers, embedding" not in text
     told = layers.words(rows)
     assert "residual 2 17%, down 15%, activation 14%; as one program it takes 0.50" in told
     decode = [{**row, "case": {**row["case"], "phase": "decode"}} for row in rows]
-    assert "12.12 tokens a second" in layers.table(decode)
+    assert " | 165 |  | 12.1 |" in layers.table(decode)
+    around = {"embedding": 0.001, "final norm": 0.004, "head": 0.03, "model": 0.4}
+    for part, took in around.items():
+        rows.append({"case": {**cell, "part": part}, "status": "ok", "median": took})
+    text = layers.table(rows)
+    assert "| head | ok | 30 | 15.0% | 3,333 |" in text
+    assert "| sum of layers, embedding, norm and head | sum | 200 | 100.0% | 500 |" in text
+    assert "| the model as one program | ok | 400 | 200.0% | 250 |" in text
+    assert "takes 2.00 of its layers, embedding, norm and head, of which" in layers.words(rows)
     del rows[3]["median"]
     rows[3]["status"] = "OOM"
-    assert layers.totals(rows) == (None, 0.033)
-    assert "1 of 12 rows ran out of memory" in layers.words(rows)
+    sums = layers.Totals(cell, rows)
+    assert (sums.parts, sums.whole) == (None, 0.033)
+    assert sums.parts_of_model == pytest.approx(0.2)
+    assert "1 of 16 rows ran out of memory" in layers.words(rows)
 
 
 def cell_of(**more: Any) -> dict[str, Any]:
@@ -323,9 +339,10 @@ def cell_of(**more: Any) -> dict[str, Any]:
     return {**config.cell_of(spec, "test", 16, "float32"), **more}
 
 
-def test_parts_are_the_model(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("qk_norm", [0, 1])
+def test_parts_are_the_model(rng: np.random.Generator, qk_norm: int) -> None:
     """A layer of parts is train.model.Block, by each kernel; and a decoder's is its last token."""
-    cell = cell_of(kv_heads=2)
+    cell = cell_of(kv_heads=2, qk_norm=qk_norm)
     of = model.program_of(cell).config.model
     from train.model import Block
 
@@ -338,6 +355,10 @@ def test_parts_are_the_model(rng: np.random.Generator) -> None:
     block.norm1.weight[...], block.norm2.weight[...] = weights["norm1"], weights["norm2"]
     block.qkv[...], block.out[...] = weights["qkv"], weights["out"]
     block.up[...], block.down[...] = weights["up"], weights["down"]
+    of_heads = [weights[name] for name in ("q_norm", "k_norm")] if qk_norm else []
+    for one, weight in zip((block.q_norm, block.k_norm), of_heads, strict=False):
+        assert one is not None
+        one.weight[...] = weight
     turns = parts.tables_of(2, 0, 16, 8)
     branch, stream = block(x, jnp.zeros_like(x), turns, None)
     expected = branch + stream
@@ -347,7 +368,7 @@ def test_parts_are_the_model(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
     functions = parts.functions(cell, jnp.float32)
     _, k, v = functions["QKV"](functions["norm 1"](x, weights["norm1"]), weights["qkv"])
-    _, k = functions["rope"](k, k, *turns)
+    _, k = functions[parts.turn_of(cell)](k, k, *of_heads, *turns)
     empty = k.at[:, -1].set(jnp.nan), v.at[:, -1].set(jnp.nan)
     last = parts.tables_of(2, 15, 1, 8)
     y, keys, values = parts.layer(functions, x[:, -1:], weights, last, empty)
@@ -405,7 +426,9 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     page = out.read_text()
     assert "## Time of a step\n\n| size |" in page and "jax " in page
-    assert "<table>" in html.read_text()
+    assert "![Time of a step](page-time.svg)" in page
+    assert "average of a step (s), after 1 of warm-up" in (tmp_path / "page-time.svg").read_text()
+    assert "<table>" in html.read_text() and '<img src="data:image/svg+xml;' in html.read_text()
 
 
 def test_a_real_run_is_out_of_memory(tmp_path: Path) -> None:
@@ -440,12 +463,139 @@ def test_memory_runs(tmp_path: Path) -> None:
     assert (both["optimizer_bytes"], both["gradients_bytes"]) == (0, bytes_)
     assert step["optimizer_bytes"] >= 2 * bytes_ and step["gradients_bytes"] == 0
     assert "2 x layers x batch x length x width, in all" in memory.words([both, step])
+    for row in (both, step):
+        # Of a program that XLA packed well; more than the temporaries would be wrong.
+        assert 0.9 * row["temporaries_bytes"] < max(row["timeline"]) <= row["temporaries_bytes"]
+        sizes = [of["bytes"] for of in row["buffers"]]
+        assert len(sizes) == buffers.LARGEST and sizes == sorted(sizes, reverse=True)
+    # Gate and up of both layers; its gradients are made where it is used.
+    up = 2 * 32 * 128 * 2
+    found = {(of["bytes"], of["what"], of["scope"]): of["line"] for of in both["buffers"]}
+    assert found[up, "argument", "params['blocks']['up']"] == ""
+    (line,) = {line for (size, what, _), line in found.items() if (size, what) == (up, "result")}
+    file, _, number = line.partition(":")
+    source = (ROOT / "examples" / file).read_text().splitlines()[int(number) - 1]
+    assert "self.up" in source
+    text = memory.table([both, step])
+    assert "| 16.0 KiB | argument | params['blocks']['up'] |  |" in text
 
 
 def test_layers_runs(tmp_path: Path) -> None:
     rows = measured("layers", tmp_path, ["phases=[decode]", "policies=[mixed]", "steps=1"])
-    assert [row["case"]["part"] for row in rows] == [*layers.PARTS, layers.WHOLE]
+    of_layer = parts.names_of(rows[0]["case"])
+    expected = [*of_layer, layers.WHOLE, *parts.OUTSIDE, layers.MODEL]
+    assert [row["case"]["part"] for row in rows] == expected
     assert all(row["median"] > 0 for row in rows)
+
+
+class Counting:
+    """In place of `runner.Compiling`."""
+
+    def __init__(self, function: Any, *_: object, **options: Any) -> None:
+        """Takes the function, and options of `jax.jit`."""
+        self.jitted = jax.jit(function, **options)
+
+    def __call__(self, *arguments: Any) -> float:
+        """The operations that XLA counts in the program, which does not run."""
+        cost: Any = self.jitted.lower(*arguments).cost_analysis()
+        return float(cost["flops"])
+
+
+def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By operations that XLA counts, forward and backward: no part is left out or counted twice."""
+    # One layer, as XLA counts the body of a loop once.
+    changes = {"layers": 1, "qk_norm": 1, "tied": 1, "phase": "training", "steps": 1}
+    cell = cell_of(**changes, width=64, ffn=128, head_width=16, vocab=256)
+    monkeypatch.setattr(runner, "Compiling", Counting)
+    found = {
+        part: layers.call_of(cell, part, None)[0]()
+        for part in (*parts.names_of(cell), layers.WHOLE, *parts.OUTSIDE, layers.MODEL)
+    }
+    of_layer = sum(found[part] for part in parts.names_of(cell))
+    assert found[layers.WHOLE] == pytest.approx(of_layer, rel=0.03)
+    outside = sum(found[part] for part in parts.OUTSIDE)
+    assert found[layers.MODEL] == pytest.approx(found[layers.WHOLE] + outside, rel=0.03)
+    assert outside > 0.2 * of_layer
+    needed = config.parameter_bytes(cell, "float32")
+    with pytest.raises(runner.OutOfMemory, match=str(needed)):
+        layers.call_of(cell, layers.MODEL, needed - 1)
+
+
+def test_sums_of_a_layer_and_its_model(tmp_path: Path) -> None:
+    """Sums in the table are of the rows above, and near what was measured of one program."""
+    # So large that products take most of the time, not calls.
+    dims = "dims.a=[256,1024,2,4,2,64,1,1]"
+    settings = [dims, "sizes=a", "lengths=[128]", "phases=[prefill]", "vocab=1000", "steps=5"]
+    rows = measured("layers", tmp_path, settings)
+    took = {row["case"]["part"]: row["median"] for row in rows}
+    sums = layers.Totals(rows[0]["case"], rows)
+    assert sums.parts == pytest.approx(sum(list(took.values())[:11]))
+    outside = took["embedding"] + took["final norm"] + took["head"]
+    assert sums.parts_of_model == pytest.approx(2 * took["layer"] + outside)
+    assert sums.parts is not None and sums.parts_of_model is not None
+    assert 0.3 < took["layer"] / sums.parts < 2
+    assert 0.3 < took["model"] / sums.parts_of_model < 3
+    speed = f"{2 * 128 / took['model']:,.0f}"
+    assert f"| {speed} |" in layers.table(rows) and f"{speed} tokens a second" in layers.words(rows)
+
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %dot.1 = f32[4]{0} dot(%p, %p), metadata={op_name="jit(f)/jvp(attention)/dot_general"}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %product = f32[4]{0} fusion(%x), kind=kOutput, calls=%fused
+  %library = f32[4]{0} custom-call(%x), custom_call_target="__cublas$gemm", METADATA/gate and up/d"}
+  %own = f32[4]{0} custom-call(%x), custom_call_target="xentile_rms_norm", METADATA/jvp(norm 1)/x"}
+  ROOT %add = f32[4]{0} add(%own, %library), METADATA/residual 1/attention_like/add"}
+}
+""".replace("METADATA", 'metadata={op_name="jit(f)')
+
+
+def test_kernels_of_a_program_by_kind_and_part() -> None:
+    kinds = kernels.kinds_of_program(PROGRAM)
+    expected = {"product": kernels.PRODUCT, "library": kernels.PRODUCT, "own": kernels.FUSED}
+    assert {name: kinds[name] for name in (*expected, "add")} == {**expected, "add": kernels.REST}
+    scopes = kernels.scope_of(parts.names_of({}))
+    found, _ = breakdown.parts_of_program(PROGRAM, scopes)
+    assert {name: found[name] for name in ("product", "library", "own", "add")} == {
+        "product": "attention",
+        "library": "gate and up",
+        "own": "norm 1",
+        "add": "residual 1",
+    }
+    assert scopes("jit(f)/norm 12/mul") == ""
+
+
+def test_a_profile_without_kernels_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no profile: name one that JAX wrote"):
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+    with jax.profiler.trace(tmp_path):
+        pass
+    with pytest.raises(ValueError, match="has no instruction of the step"):
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+
+
+def test_kernels_runs(tmp_path: Path) -> None:
+    """Of a profile all times are told of once, by part and by kind."""
+    settings = ["phases=[prefill]", "norm=ours", "attention=ours", "mlp=ours", "steps=2"]
+    (row,) = measured("kernels", tmp_path, settings)
+    assert row["kernels"] > 0
+    for key in ("by_part", "by_kind"):
+        assert sum(row[key].values()) == pytest.approx(row["kernels"])
+    assert row["by_kind"][kernels.FUSED] > 0 and row["by_kind"][kernels.PRODUCT] > 0
+    assert row["attention"].keys() <= {kernels.FUSED, kernels.REST}
+    assert sum(row["attention"].values()) == pytest.approx(row["by_part"]["attention"])
+    # Two layers have two norms, attention and an activation each, and there is one norm more.
+    assert row["launches"] >= 2 * 4 + 1
+    top = row["top"][0]
+    assert top["seconds"] == max(one["seconds"] for one in row["top"])
+    assert f"| {top['name']} | {top['kind']} | {top['part']} |" in kernels.table([row])
+    assert "Prefill of test at length 16 in float32 launches" in kernels.words([row])
 
 
 def test_precision_runs(tmp_path: Path) -> None:

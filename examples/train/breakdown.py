@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def part_of(op_name: str) -> str:
     return next((word for word in reversed(words) if word in PARTS), "")
 
 
-def parts_of_program(text: str) -> tuple[dict[str, str], set[str]]:
-    """Reads a compiled program's text.
+def parts_of_program(
+    text: str, part_of: Callable[[str], str] = part_of
+) -> tuple[dict[str, str], set[str]]:
+    """Reads a compiled program's text; `part_of` gives the part of a scope's name, "" for none.
 
     Returns:
         The part of each instruction by its name: its own scope's, or else that of most of the
@@ -104,22 +107,37 @@ def of_trace(folder: Path, text: str) -> dict[str, float]:
         ValueError: The trace has no instruction of the program.
     """
     parts, containers = parts_of_program(text)
-    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    on_device: dict[str, float] = defaultdict(float)
-    on_host: dict[str, float] = defaultdict(float)
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        times = on_device if plane.name.startswith("/device:") else on_host
+    times: dict[str, float] = defaultdict(float)
+    for name, (took, _) in instructions_of_trace(folder, parts.keys() - containers).items():
+        times[parts[name]] += took
+    total = sum(times.values())
+    return {part: times.get(part, 0.0) / total for part in (*PARTS, OTHER)}
+
+
+def instructions_of_trace(folder: Path, names: Container[str]) -> dict[str, tuple[float, int]]:
+    """The nanoseconds of each instruction of a trace by its name, and how often it ran.
+
+    Raises:
+        ValueError: The trace has no time of any instruction in `names`.
+    """
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise ValueError(f"folder {folder} has no profile: name one that JAX wrote")
+    on_device: dict[str, tuple[float, int]] = {}
+    on_host: dict[str, tuple[float, int]] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+        found = on_device if plane.name.startswith("/device:") else on_host
         for line in plane.lines:
             for event in line.events:
                 name = instruction(event)
-                if name in parts and name not in containers:
-                    times[parts[name]] += event.duration_ns
+                if name is not None and name in names:
+                    took, count = found.get(name, (0.0, 0))
+                    found[name] = took + event.duration_ns, count + 1
     # What a host says of a device's instructions is that it launched them.
-    times = on_device or on_host
-    total = sum(times.values())
-    if total == 0:
-        raise ValueError(f"profile {file} has no instruction of the step")
-    return {part: times.get(part, 0.0) / total for part in (*PARTS, OTHER)}
+    found = on_device or on_host
+    if not sum(took for took, _ in found.values()):
+        raise ValueError(f"profile {files[-1]} has no instruction of the step")
+    return found
 
 
 def instruction(event: Any) -> str | None:

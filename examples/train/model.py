@@ -125,15 +125,29 @@ class Block(nnx.Module):
                 qkv = qkv + self.bias[...].astype(x.dtype)
             heads = qkv.reshape(*x.shape[:2], -1, of.head_width)
             q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("position"):
-            q, k = rotate(q, *tables), rotate(k, *tables)
+        q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(q, k, v, mask)
         with jax.named_scope("projections"):
             y: Array = mixed.reshape(*x.shape[:2], -1) @ self.out[...].astype(x.dtype)
             return y
+
+    def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Queries and keys, normalised by head where the model does that, and rotated."""
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.q_norm.kernel == "ours":
+                with jax.named_scope("norms"):
+                    return pallas_bridge.qk_norm_rope(
+                        q,
+                        k,
+                        self.q_norm.weight[...],
+                        self.k_norm.weight[...],
+                        eps=self.of.norm_eps,
+                        tables=(tables[0][:, :, 0], tables[1][:, :, 0]),
+                    )
+            q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("position"):
+            return rotate(q, *tables), rotate(k, *tables)
 
     def feed_forward(self, x: Array) -> Array:
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) over x [B, T, D]."""

@@ -16,8 +16,9 @@ from .runner import MODULES, child, run
 
 HELP = {
     "time": "seconds a step, by size, length and steps of warm-up",
-    "memory": "what a program holds by category; nothing runs",
-    "layers": "milliseconds of each part of a layer",
+    "memory": "what a program holds by category, its largest buffers; nothing runs",
+    "layers": "milliseconds of each part of a layer, and of the model",
+    "kernels": "the model's kernels from a profile, by kind and by part",
     "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
     "attention": "attention alone, by head size and length",
     "jit": "op by op, compiled, and compiled with our kernels",
@@ -40,7 +41,7 @@ def parser() -> Parser:
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
         one.add_argument("--resume", action="store_true", help="leave rows as --json has them")
-    one = commands.add_parser("report", help="a page of files that --json made")
+    one = commands.add_parser("report", help="a page with pictures of files that --json made")
     one.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     one.add_argument("--out", type=Path, metavar="PAGE.md", help="(default: the terminal)")
     one.add_argument("--html", type=Path, metavar="PAGE.html")
@@ -65,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> int:
     """Runs a command that measures; returns the exit status."""
     spec = load(arguments.config, arguments.set)
     if arguments.command != "attention":
-        # A layer by itself has less than all parameters.
+        # Of `layers` most rows have less than all parameters.
         if arguments.command != "layers":
             check_limit(spec)
         if spec.attention == "cudnn":
@@ -80,14 +81,22 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def make_page(arguments: argparse.Namespace) -> None:
-    """Writes what `report` asks for."""
-    text = report.page(arguments.files)
-    if arguments.out is None:
-        print(text)
+    """Writes what `report` asks for; pictures lie beside a page of Markdown, and in one of HTML."""
+    out: Path | None = arguments.out
+
+    def beside(command: str, picture: str) -> str:
+        assert out is not None
+        file = out.with_name(f"{out.stem}-{command}.svg")
+        write(file, picture)
+        return file.name
+
+    if out is None:
+        print(report.page(arguments.files))
     else:
-        write(arguments.out, text)
+        write(out, report.page(arguments.files, beside))
     if arguments.html is not None:
-        write(arguments.html, report.html(text))
+        page = report.page(arguments.files, lambda _, picture: report.embedded(picture))
+        write(arguments.html, report.html(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

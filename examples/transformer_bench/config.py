@@ -22,6 +22,8 @@ class Dims(NamedTuple):
     """A decoder's dimensions: hidden size D, columns F of the gate, blocks, heads.
 
     Of 0 heads of keys there are as many as of queries, and 0 columns of a head are D / heads.
+    `qk_norm` is 1 where queries and keys are normalised by head, and `tied` where the head is the
+    embedding.
     """
 
     width: int
@@ -30,12 +32,16 @@ class Dims(NamedTuple):
     heads: int
     kv_heads: int = 0
     head_width: int = 0
+    qk_norm: int = 0
+    tied: int = 0
 
     def parameters(self, vocab: int) -> int:
-        """How many numbers the model has: SwiGLU has three matrices, embedding and head are two."""
+        """How many numbers the model has: SwiGLU has three matrices, an untied head is one."""
         columns = 2 * (self.heads + self.kv_heads) * self.head_width
         matrices = self.width * columns + 3 * self.width * self.ffn
-        return self.layers * (matrices + 2 * self.width) + self.width + 2 * vocab * self.width
+        norms = 2 * self.width + (2 * self.head_width if self.qk_norm else 0)
+        tables = (1 if self.tied else 2) * vocab * self.width
+        return self.layers * (matrices + norms) + self.width + tables
 
 
 SIZES = {
@@ -48,8 +54,8 @@ SIZES = {
     "large": Dims(1280, 5120, 36, 20),
     "xl": Dims(1600, 6400, 48, 25),
     "2.7B": Dims(2560, 10240, 32, 32),
-    # Dimensions of Qwen3-0.6B, from its published configuration; without its norms of heads.
-    "qwen3-0.6b": Dims(1024, 3072, 28, 16, 8, 128),
+    # Dimensions of Qwen3-0.6B, from its published configuration.
+    "qwen3-0.6b": Dims(1024, 3072, 28, 16, 8, 128, 1, 1),
 }
 
 
@@ -60,7 +66,8 @@ class Spec:
     Attributes:
         sizes: Names, of `SIZES` or of `dims`.
         dims: Sizes of one's own: name to [width, ffn, layers, heads], and where they are others
-            than these say, heads of keys and columns of a head.
+            than these say, heads of keys and columns of a head; then 1 or 0 for norms of heads of
+            queries and keys, and for a head that is the embedding.
         lengths: Tokens of a sequence.
         batch: Sequences of a step.
         vocab: Columns of the logits.
@@ -114,6 +121,10 @@ class Spec:
                 f"size {size} has {dims.heads} heads, which do not divide its width {dims.width}: "
                 "give a number that does"
             )
+        if max(dims.qk_norm, dims.tied) > 1:
+            raise InputError(
+                f"size {size} has {tuple(dims)}: give 0 or 1 for norms of heads and a tied head"
+            )
         of_head = dims.head_width or dims.width // dims.heads
         if of_head % 8:
             raise InputError(
@@ -130,8 +141,7 @@ class Spec:
 
     def parameter_bytes(self, size: str, policy: str) -> int:
         """What the parameters take."""
-        each = 2 if policy == "bfloat16" else 4
-        return self.dims_of(size).parameters(self.vocab) * each
+        return parameter_bytes({**self.dims_of(size)._asdict(), "vocab": self.vocab}, policy)
 
 
 def load(path: Path | None, overrides: list[str]) -> Spec:
@@ -256,7 +266,7 @@ def converted(key: str, value: Any, default: Any) -> Any:
     """
     if key == "dims":
         is_right = isinstance(value, dict) and all(
-            isinstance(one, list) and len(one) in (4, 6) and all(type(n) is int for n in one)
+            isinstance(one, list) and len(one) in (4, 6, 8) and all(type(n) is int for n in one)
             for one in value.values()
         )
         if not is_right:
@@ -277,6 +287,12 @@ def converted(key: str, value: Any, default: Any) -> Any:
     if type(value) is not type(default):
         raise InputError(f"{key} is {value}: give a value of type {type(default).__name__}")
     return value
+
+
+def parameter_bytes(cell: dict[str, Any], policy: str) -> int:
+    """What the parameters of a cell take, of which it has dimensions and vocabulary."""
+    dims = Dims(**{name: cell[name] for name in Dims._fields})
+    return dims.parameters(cell["vocab"]) * (2 if policy == "bfloat16" else 4)
 
 
 def cell_of(spec: Spec, size: str, length: int, policy: str) -> dict[str, Any]:

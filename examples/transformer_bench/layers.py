@@ -1,4 +1,4 @@
-"""`layers`: milliseconds of each part of a layer, each as a program of its own."""
+"""`layers`: milliseconds of each part of a layer and of the model, each as a program of its own."""
 
 import itertools
 import statistics
@@ -6,110 +6,209 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import tables
-from .config import Spec, cell_of
+from .config import Spec, cell_of, parameter_bytes
 from .tables import Row
 
 Cell = dict[str, Any]
-# In the order of a layer. In a decoder's attention is the write to its cache, too.
-PARTS = (
-    "norm 1",
-    "QKV",
-    "rope",
-    "attention",
-    "output",
-    "residual 1",
-    "norm 2",
-    "gate and up",
-    "activation",
-    "down",
-    "residual 2",
-)
 WHOLE = "layer"
+MODEL = "model"
+# Parts that take microseconds are timed for so long, that a pause of the machine is not the median.
+LEAST_SECONDS = 0.05
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
-    """A cell for each size, length, policy and phase; a row for each part and the whole layer."""
+    """A cell for each size, length, policy and phase; a row for each part, the layer, the model."""
+    from .parts import OUTSIDE, names_of
+
+    for cell in phases(spec):
+        found = (*names_of(cell), WHOLE, *OUTSIDE, MODEL)
+        yield cell, [{"part": part} for part in found]
+
+
+def phases(spec: Spec) -> Iterator[Cell]:
+    """A cell for each size, length, policy and phase."""
     for size, length, policy, phase in itertools.product(
         spec.sizes, spec.lengths, spec.policies, spec.phases
     ):
-        cell = {**cell_of(spec, size, length, policy), "phase": phase, "steps": spec.steps}
-        yield cell, [{"part": part} for part in (*PARTS, WHOLE)]
+        yield {**cell_of(spec, size, length, policy), "phase": phase, "steps": spec.steps}
 
 
-def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes weights and inputs, and returns what measures a part.
+class Inputs:
+    """Random weights and inputs of a cell's phase, in the dtypes of its policy."""
 
-    In training a part runs forward and backward, with a random gradient of its results.
+    def __init__(self, cell: Cell) -> None:
+        """Takes the cell; arrays are made as they are asked for."""
+        self.cell = cell
+        self.is_decoding = cell["phase"] == "decode"
+        self.is_training = cell["phase"] == "training"
+        self.length = 1 if self.is_decoding else cell["length"]
+        self.keys = itertools.count(cell["seed"] * 1000)
+
+    def random(self, shape: tuple[int, ...], of: Any = None) -> Any:
+        """Normal numbers in the dtype given, or that which is computed in."""
+        import jax
+        import jax.numpy as jnp
+
+        from .parts import dtype_of
+
+        numbers = jax.random.normal(jax.random.key(next(self.keys)), shape, jnp.float32)
+        return numbers.astype(dtype_of(self.cell) if of is None else of)
+
+    def weight(self, shape: tuple[int, ...]) -> Any:
+        """A weight, in the dtype that parameters are kept in."""
+        is_narrow = self.cell["policy"] == "bfloat16"
+        return 0.02 * self.random(shape, "bfloat16" if is_narrow else "float32")
+
+    def layer(self, leading: tuple[int, ...] = ()) -> dict[str, Any]:
+        """A layer's weights, or a stack of so many."""
+        from .parts import weight_shapes
+
+        shapes = weight_shapes(self.cell).items()
+        return {name: self.weight((*leading, *shape)) for name, shape in shapes}
+
+    def hidden(self) -> Any:
+        """Hidden states [B, T, D]."""
+        return self.random((self.cell["batch"], self.length, self.cell["width"]))
+
+    def caches(self) -> tuple[Any, ...]:
+        """A layer's keys and values [B, S, K, H] where a token is decoded; else none."""
+        if not self.is_decoding:
+            return ()
+        cell = self.cell
+        shape = (cell["batch"], cell["length"], cell["kv_heads"], cell["head_width"])
+        return self.random(shape), self.random(shape)
+
+    def turns(self) -> tuple[Any, Any]:
+        """RoPE's tables; of the last place where a token is decoded."""
+        from .parts import tables_of
+
+        cell = self.cell
+        first = cell["length"] - self.length
+        return tables_of(cell["batch"], first, self.length, cell["head_width"])
+
+    def tokens(self) -> tuple[Any, Any]:
+        """Tokens [B, T], and labels in training."""
+        from .model import random_batch
+
+        batch = random_batch({**self.cell, "length": self.length})
+        return batch["tokens"], batch["labels"] if self.is_training else None
+
+    def decoder(self) -> tuple[Any, ...]:
+        """What `parts.decoder` takes, and last the caches."""
+        cell = self.cell
+        table = (cell["vocab"], cell["width"])
+        count = cell["layers"]
+        of_layers: Any = (
+            [self.layer() for _ in range(count)] if self.is_decoding else self.layer((count,))
+        )
+        params = {"embedding": self.weight(table), "layers": of_layers}
+        params["norm"] = self.weight((cell["width"],))
+        if not cell["tied"]:
+            params["head"] = self.weight(table)
+        caches = tuple(self.caches() for _ in range(count)) if self.is_decoding else ()
+        return params, *self.tokens(), self.turns(), caches
+
+    def of_part(self, part: str) -> tuple[tuple[Any, ...], int]:
+        """A part's arguments, and how many of the first of them have a gradient."""
+        cell, batch, length = self.cell, self.cell["batch"], self.length
+        q_shape = (batch, length, cell["heads"], cell["head_width"])
+        k_shape = (batch, length, cell["kv_heads"], cell["head_width"])
+        table = (cell["vocab"], cell["width"])
+        if part == MODEL:
+            return self.decoder(), 1
+        if part == WHOLE:
+            return (self.hidden(), self.layer(), self.turns(), self.caches()), 2
+        weights = self.layer() if part not in ("embedding", "head") else {}
+        if part.startswith("norm ") or part == "final norm":
+            return (self.hidden(), weights["norm1"]), 2
+        if part.startswith("residual "):
+            return (self.hidden(), self.hidden()), 2
+        if part.endswith("rope"):
+            of_heads = [weights[name] for name in ("q_norm", "k_norm") if name in weights]
+            found = (self.random(q_shape), self.random(k_shape), *of_heads)
+            return (*found, *self.turns()), len(found)
+        if part == "attention":
+            found = (self.random(q_shape), self.random(k_shape), self.random(k_shape))
+            return (*found, *self.caches()), 3
+        if part == "embedding":
+            return (self.weight(table), self.tokens()[0]), 1
+        if part == "head":
+            return (self.hidden(), self.weight(table), self.tokens()[1]), 2
+        if part == "activation":
+            return (self.random((batch, length, 2 * cell["ffn"])),), 1
+        mixed = (batch, length, cell["heads"] * cell["head_width"])
+        return {
+            "QKV": lambda: (self.hidden(), weights["qkv"]),
+            "output": lambda: (self.random(mixed), weights["out"]),
+            "gate and up": lambda: (self.hidden(), weights["up"]),
+            "down": lambda: (self.random((batch, length, cell["ffn"])), weights["down"]),
+        }[part](), 2
+
+
+def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any], Any]:
+    """What runs a part once on random inputs, and the `Compiling` that has its program then.
+
+    In training it runs forward and backward, with a random gradient of its results. Caches are
+    given up to the program that writes to them, and the next call takes those that it returned.
+
+    Raises:
+        OutOfMemory: It is the model, and its parameters have no room.
     """
     import jax
     import jax.numpy as jnp
 
-    from . import model, parts
-    from .runner import Compiling, device_limit
+    from . import parts
+    from .runner import Compiling, OutOfMemory
+
+    needed = parameter_bytes(cell, cell["policy"]) if part == MODEL else 0
+    if limit is not None and needed > limit:
+        raise OutOfMemory(needed)
+    of = parts.functions(cell, jnp.float32)
+    inputs = Inputs(cell)
+    arguments, count = inputs.of_part(part)
+
+    def forward(*arguments: Any) -> Any:
+        if part == MODEL:
+            return parts.decoder(of, *arguments)
+        return parts.layer(of, *arguments) if part == WHOLE else of[part](*arguments)
+
+    if inputs.is_training:
+        shapes = jax.eval_shape(forward, *arguments)
+        gradient = jax.tree.map(lambda leaf: inputs.random(leaf.shape, leaf.dtype), shapes)
+
+        def both(gradient: Any, *arguments: Any) -> Any:
+            fixed = arguments[count:]
+            y, back = jax.vjp(lambda *of: forward(*of, *fixed), *arguments[:count])
+            return y, back(gradient)
+
+        run = Compiling(both, limit)
+        return lambda: run(gradient, *arguments), run
+    if not inputs.is_decoding or part not in ("attention", WHOLE, MODEL):
+        run = Compiling(forward, limit)
+        return lambda: run(*arguments), run
+    # Attention has its caches as two arguments, the others as one.
+    first = 3 if part == "attention" else len(arguments) - 1
+    run = Compiling(forward, limit, donate_argnums=tuple(range(first, len(arguments))))
+    fixed, caches = arguments[:first], arguments[first:]
+
+    def decode() -> None:
+        nonlocal caches
+        _, *new = run(*fixed, *caches)
+        caches = (tuple(new),) if part == WHOLE else tuple(new)
+
+    return decode, run
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Returns what measures a part."""
+    from . import model
+    from .runner import device_limit
 
     limit = device_limit(cell["memory_limit"])
-    phase, batch = cell["phase"], cell["batch"]
-    length = 1 if phase == "decode" else cell["length"]
-    dtype = jnp.float32 if cell["policy"] == "float32" else jnp.bfloat16
-    kept = jnp.bfloat16 if cell["policy"] == "bfloat16" else jnp.float32
-    keys = itertools.count(cell["seed"] * 1000)
-
-    def random(shape: tuple[int, ...], of: Any = dtype) -> Any:
-        return jax.random.normal(jax.random.key(next(keys)), shape, jnp.float32).astype(of)
-
-    weights = {name: 0.02 * random(one, kept) for name, one in parts.weight_shapes(cell).items()}
-    of_head = cell["head_width"]
-    q = random((batch, length, cell["heads"], of_head))
-    k, v = (random((batch, length, cell["kv_heads"], of_head)) for _ in range(2))
-    caches: tuple[Any, ...] = ()
-    if phase == "decode":
-        shape = (batch, cell["length"], cell["kv_heads"], of_head)
-        caches = tuple(random(shape) for _ in range(2))
-    turns = parts.tables_of(batch, cell["length"] - length, length, of_head)
-    x, other = (random((batch, length, cell["width"])) for _ in range(2))
-    inner = random((batch, length, cell["ffn"]))
-    packed = random((batch, length, 2 * cell["ffn"]))
-    of = parts.functions(cell, jnp.float32)
-    inputs: dict[str, tuple[Any, ...]] = {
-        "norm 1": (x, weights["norm1"]),
-        "QKV": (x, weights["qkv"]),
-        "rope": (q, k, *turns),
-        "attention": (q, k, v, *caches),
-        "output": (q.reshape(batch, length, -1), weights["out"]),
-        "residual 1": (x, other),
-        "norm 2": (x, weights["norm2"]),
-        "gate and up": (x, weights["up"]),
-        "activation": (packed,),
-        "down": (inner, weights["down"]),
-        "residual 2": (x, other),
-        WHOLE: (x, weights, turns, caches),
-    }
 
     def measure(variant: Cell) -> Row:
-        part = variant["part"]
-
-        def forward(*arguments: Any) -> Any:
-            if part == WHOLE:
-                return parts.layer(of, *arguments)
-            return of[part](*arguments)
-
-        arguments = inputs[part]
-        if phase == "training":
-            shapes = jax.eval_shape(forward, *arguments)
-            gradient = jax.tree.map(lambda leaf: random(leaf.shape, leaf.dtype), shapes)
-
-            # RoPE's tables have no gradient in a model, nor has an absent cache.
-            count = {"rope": 2, WHOLE: 2}.get(part, len(arguments))
-
-            def both(gradient: Any, *arguments: Any) -> Any:
-                fixed = arguments[count:]
-                y, back = jax.vjp(lambda *of: forward(*of, *fixed), *arguments[:count])
-                return y, back(gradient)
-
-            run, arguments = Compiling(both, limit), (gradient, *arguments)
-        else:
-            run = Compiling(forward, limit)
-        _, found = model.timed(lambda: run(*arguments), 2, cell["steps"])
+        call, _ = call_of(cell, variant["part"], limit)
+        _, found = model.timed(call, 2, cell["steps"], LEAST_SECONDS)
         return {"median": statistics.median(found)}
 
     return measure
@@ -124,55 +223,98 @@ def groups(rows: Sequence[Row]) -> list[tuple[Cell, list[Row]]]:
     return list(found.values())
 
 
-def totals(of: Sequence[Row]) -> tuple[float | None, float | None]:
-    """Seconds of all parts of a layer together, and of it as one program; None if not all."""
-    parts = [row.get("median") for row in of if row["case"]["part"] != WHOLE]
-    whole = [row.get("median") for row in of if row["case"]["part"] == WHOLE]
-    known = [one for one in parts if one is not None]
-    return (
-        sum(known) if known and len(known) == len(parts) else None,
-        whole[0] if whole else None,
-    )
+def around(name: str) -> bool:
+    """Whether a row is of the model, outside of its layers."""
+    from .parts import OUTSIDE
+
+    return name in (*OUTSIDE, MODEL)
 
 
-def tokens_a_second(cell: Cell, whole: float) -> float:
-    """Of all layers, without embedding and head."""
+def total(of: Sequence[Row]) -> float | None:
+    """Seconds of rows together; None where there are none, or one has no figure."""
+    found = [row.get("median") for row in of]
+    known = [one for one in found if one is not None]
+    return sum(known) if known and len(known) == len(found) else None
+
+
+class Totals:
+    """A layer's and its model's sums, in seconds; None where a part has no figure.
+
+    `parts` are those of a layer together, `whole` is it as one program, `layers` all layers by
+    that, `parts_of_model` those with what is around them, and `model` is it as one program.
+    """
+
+    def __init__(self, cell: Cell, of: Sequence[Row]) -> None:
+        """Takes the rows of a layer."""
+        by = {row["case"]["part"]: row for row in of}
+        self.parts = total([row for name, row in by.items() if name != WHOLE and not around(name)])
+        self.whole = by.get(WHOLE, {}).get("median")
+        self.layers = None if self.whole is None else cell["layers"] * self.whole
+        outside = total([row for name, row in by.items() if around(name) and name != MODEL])
+        self.parts_of_model: float | None = None
+        if self.layers is not None and outside is not None:
+            self.parts_of_model = self.layers + outside
+        self.model = by.get(MODEL, {}).get("median")
+
+
+def tokens_a_second(cell: Cell, took: float) -> float:
+    """By the seconds that a batch takes."""
     tokens = cell["batch"] * (1 if cell["phase"] == "decode" else cell["length"])
-    return float(tokens / (cell["layers"] * whole))
+    return float(tokens / took)
 
 
 def title(cell: Cell) -> str:
     """What a layer's table is of."""
+    loss = f", loss {cell['loss']}" if cell["phase"] == "training" else ""
     return (
         f"{cell['size']}, {cell['phase']}, batch {cell['batch']}, length {cell['length']}, "
-        f"{cell['policy']}; norm {cell['norm']}, attention {cell['attention']}, mlp {cell['mlp']}"
+        f"{cell['policy']}; norm {cell['norm']}, attention {cell['attention']}, mlp "
+        f"{cell['mlp']}{loss}"
     )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table for each layer: parts, their sum, the layer as one program, all layers."""
+    """Two tables for each layer: its parts, and the model of such layers with tokens a second."""
     found = []
     for cell, of in groups(rows):
-        total, whole = totals(of)
-        lines = []
+        sums = Totals(cell, of)
+        by = {row["case"]["part"]: row for row in of}
 
-        def line(name: str, ended: str, took: float | None, total: float | None = total) -> None:
-            share = f"{took / total:.1%}" if took is not None and total else ""
-            lines.append([name, ended, "" if took is None else f"{1e3 * took:.4g}", share])  # noqa: B023
+        def line(name: str, ended: str, took: float | None, beside: float | None) -> list[str]:
+            share = f"{took / beside:.1%}" if took is not None and beside else ""
+            return [name, ended, "" if took is None else f"{1e3 * took:.4g}", share]
 
-        for row in of:
-            if row["case"]["part"] != WHOLE:
-                line(row["case"]["part"], tables.status(row), row.get("median"))
-        ended = "" if total is None else "ok"
-        line("sum of the parts", ended, total)
-        for row in of:
-            if row["case"]["part"] == WHOLE:
-                line("the layer as one program", tables.status(row), whole)
-        if whole is not None:
-            line(f"all {cell['layers']} layers", "ok", cell["layers"] * whole, None)
-        text = tables.table(["part", "status", "time (ms)", "of the sum"], lines)
-        speed = "" if whole is None else f"\n\n{tokens_a_second(cell, whole):.4g} tokens a second."
-        found.append(f"{title(cell)}:\n\n{text}{speed}")
+        def measured(part: str, name: str, beside: float | None) -> list[str]:
+            return line(name, tables.status(by[part]), by[part].get("median"), beside)  # noqa: B023
+
+        def summed(name: str, took: float | None, beside: float | None) -> list[str]:
+            return line(name, "" if took is None else "sum", took, beside)
+
+        own = [part for part in by if part != WHOLE and not around(part)]
+        lines = [measured(part, part, sums.parts) for part in own]
+        lines.append(summed("sum of the parts", sums.parts, sums.parts))
+        if WHOLE in by:
+            lines.append(measured(WHOLE, "the layer as one program", sums.parts))
+        text = tables.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
+        found.append(f"{title(cell)}:\n\n{text}")
+        beside = sums.parts_of_model
+        count = f"all {cell['layers']} layers, by one as one program"
+        rows_of_model = [(summed(count, sums.layers, beside), sums.layers)]
+        for part in by:
+            if around(part) and part != MODEL:
+                rows_of_model.append((measured(part, part, beside), by[part].get("median")))
+        if len(rows_of_model) > 1:
+            rows_of_model.append(
+                (summed("sum of layers, embedding, norm and head", beside, beside), beside)
+            )
+        if MODEL in by:
+            rows_of_model.append((measured(MODEL, "the model as one program", beside), sums.model))
+        lines = [
+            [*one, tables.rate(None if took is None else tokens_a_second(cell, took))]
+            for one, took in rows_of_model
+        ]
+        heads = ["part of the model", "status", "time (ms)", "of the sum", "tokens a second"]
+        found.append(tables.table(heads, lines))
     return "\n\n".join(found)
 
 
@@ -180,17 +322,29 @@ def words(rows: Sequence[Row]) -> str:
     """What the numbers show: the largest parts, and what one program saves beside its parts."""
     told = [tables.ends(rows)]
     for cell, of in groups(rows):
-        total, whole = totals(of)
-        if total is None:
+        sums = Totals(cell, of)
+        if sums.parts is None:
             continue
         parts = [row for row in of if row["case"]["part"] != WHOLE]
+        parts = [row for row in parts if not around(row["case"]["part"])]
         parts.sort(key=lambda row: row["median"], reverse=True)
         largest = ", ".join(
-            f"{row['case']['part']} {row['median'] / total:.0%}" for row in parts[:3]
+            f"{row['case']['part']} {row['median'] / sums.parts:.0%}" for row in parts[:3]
         )
-        beside = "" if whole is None else f"; as one program it takes {whole / total:.2f} of that"
+        beside = (
+            ""
+            if sums.whole is None
+            else f"; as one program it takes {sums.whole / sums.parts:.2f} of that"
+        )
         told.append(
             f"In {cell['phase']} of {cell['size']} at length {cell['length']} most of the parts' "
             f"sum is {largest}{beside}."
         )
+        if sums.model and sums.layers and sums.parts_of_model:
+            outside = 1 - sums.layers / sums.parts_of_model
+            told.append(
+                f"The model as one program takes {sums.model / sums.parts_of_model:.2f} of its "
+                f"layers, embedding, norm and head, of which those outside of layers are "
+                f"{outside:.0%}: {tables.rate(tokens_a_second(cell, sums.model))} tokens a second."
+            )
     return " ".join(filter(None, told))

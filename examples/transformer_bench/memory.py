@@ -24,7 +24,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     import jax
     from train.step import program_bytes
 
-    from . import model
+    from . import buffers, model
     from .runner import OutOfMemory
 
     program = model.program_of(cell)
@@ -63,6 +63,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
             **stream,
+            **buffers.of_program(compiled),
         }
 
     return measure
@@ -103,8 +104,24 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
     }
 
 
+def title(row: Row) -> str:
+    """What a program is, in words."""
+    case = row["case"]
+    return f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']}"
+
+
+def largest(row: Row) -> str:
+    """A table of a program's largest buffers."""
+    lines = [
+        [tables.size(of["bytes"]), of["what"], of["scope"] or of["name"], of["line"]]
+        for of in row["buffers"]
+    ]
+    text = tables.table(["size", "kind", "made by, or name", "line of the model"], lines)
+    return f"Largest buffers, {title(row)}, kernels {tables.kernels(row['case'])}:\n\n{text}"
+
+
 def table(rows: Sequence[Row]) -> str:
-    """A line a program; sizes by category."""
+    """A line a program with sizes by category; then a table of the largest buffers of each."""
     heads = [
         "size",
         "batch",
@@ -125,7 +142,8 @@ def table(rows: Sequence[Row]) -> str:
         line += [tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak")]
         line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
         lines.append([*line, tables.size(row.get("stream_bytes"))])
-    return tables.table(heads, lines)
+    parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
+    return "\n\n".join([tables.table(heads, lines), *parts])
 
 
 def words(rows: Sequence[Row]) -> str:
@@ -134,14 +152,19 @@ def words(rows: Sequence[Row]) -> str:
     found = tables.finished(rows)
     if found:
         top = max(found, key=lambda row: row["peak_bytes"])
-        largest = max(CATEGORIES, key=lambda name: top[f"{name}_bytes"])
-        share = top[f"{largest}_bytes"] / top["peak_bytes"]
-        case = top["case"]
+        category = max(CATEGORIES, key=lambda name: top[f"{name}_bytes"])
+        share = top[f"{category}_bytes"] / top["peak_bytes"]
         told.append(
-            f"The largest program is {case['mode']} of {case['size']} at length "
-            f"{case['length']} in {case['policy']} with {tables.size(top['peak_bytes'])}, "
-            f"{share:.0%} of it {largest}."
+            f"The largest program is {title(top)} with {tables.size(top['peak_bytes'])}, "
+            f"{share:.0%} of it {category}."
         )
+        temporaries = [of for of in top.get("buffers", ()) if of["what"] == "temporary"]
+        if temporaries:
+            first = temporaries[0]
+            told.append(
+                f"Its largest temporary has {tables.size(first['bytes'])}, made by "
+                f"{first['scope'] or first['name']} ({first['line'] or 'no line of the model'})."
+            )
     streams = [row for row in found if "stream_bytes" in row]
     wrong = [row for row in streams if row["stream_bytes"] != row["stream_expected_bytes"]]
     if streams and not wrong:

@@ -38,7 +38,8 @@ def program_of(cell: Cell) -> Program:
         kv_heads=cell["kv_heads"],
         head_width=cell["head_width"],
         ffn=cell["ffn"],
-        tied=False,
+        tied=bool(cell["tied"]),
+        qk_norm=bool(cell["qk_norm"]),
     )
     layer = {"xla": "baseline", "ours": "ours"}
     options = Options(
@@ -93,10 +94,15 @@ def random_batch(cell: Cell) -> dict[str, Array]:
     return placed
 
 
-def timed(call: Callable[[], Any], warmups: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each call, those of warm-up first; a call has to wait for its results."""
-    found = []
-    for _ in range(warmups + steps):
+def timed(
+    call: Callable[[], Any], warmups: int, steps: int, least: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """Seconds of each call, those of warm-up first; a call has to wait for its results.
+
+    There are more calls than `steps` where these take less than `least` seconds together.
+    """
+    found: list[float] = []
+    while len(found) < warmups + steps or sum(found[warmups:]) < least:
         started = time.perf_counter()
         call()
         found.append(time.perf_counter() - started)

@@ -1,8 +1,8 @@
-"""A layer in pieces that run by themselves, in any dtype.
+"""A layer in pieces that run by themselves, in any dtype, and the model of such layers.
 
 It is the mathematics of train.model.Block, with one matrix of queries, keys and values and one of
 gate and up. `wide` is what norms, rotations, softmax and the loss compute in: float32 in that
-model.
+model. Each piece has its name as a scope (`jax.named_scope`), by which kernels.py knows it again.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from train.losses import loss_of
 
 import pallas_bridge
 
@@ -19,6 +20,36 @@ Array = jax.Array
 Cell = dict[str, Any]
 Weights = dict[str, Array]
 EPS = 1e-6
+LOSSES: dict[str, Any] = {"xla": "baseline", "ours": "fused_linear"}
+# Before, and after a layer's attention; what lies between them has its name from `turn_of`.
+BEFORE = ("norm 1", "QKV")
+AFTER = (
+    "attention",
+    "output",
+    "residual 1",
+    "norm 2",
+    "gate and up",
+    "activation",
+    "down",
+    "residual 2",
+)
+# Of the model, around its layers.
+OUTSIDE = ("embedding", "final norm", "head")
+
+
+def turn_of(cell: Cell) -> str:
+    """The name of the part that rotates queries and keys, normalising them by head or not."""
+    return "head norms, rope" if cell.get("qk_norm") else "rope"
+
+
+def names_of(cell: Cell) -> tuple[str, ...]:
+    """A layer's parts, in its order."""
+    return (*BEFORE, turn_of(cell), *AFTER)
+
+
+def dtype_of(cell: Cell) -> Any:
+    """What a cell computes in."""
+    return jnp.float32 if cell["policy"] == "float32" else jnp.bfloat16
 
 
 def rms_norm(x: Array, weight: Array, wide: Any) -> Array:
@@ -59,9 +90,11 @@ def weight_shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's weights."""
     width, ffn, of_head = cell["width"], cell["ffn"], cell["head_width"]
     q, kv = cell["heads"] * of_head, cell["kv_heads"] * of_head
+    of_heads = {"q_norm": (of_head,), "k_norm": (of_head,)} if cell["qk_norm"] else {}
     return {
         "norm1": (width,),
         "qkv": (width, q + 2 * kv),
+        **of_heads,
         "out": (q, width),
         "norm2": (width,),
         "up": (width, 2 * ffn),
@@ -70,10 +103,12 @@ def weight_shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
 
 
 def functions(cell: Cell, wide: Any) -> dict[str, Callable[..., Any]]:
-    """A layer's parts by name, by the cell's kernels.
+    """A layer's parts and the model's others by name, by the cell's kernels.
 
-    Attention takes q, k, v, and in a decoder then the caches of keys and values [B, S, K, H], whose
-    last place it fills; it returns [B, T, N x H].
+    The head takes hidden states [B, T, D], its matrix [V, D] and labels [B, T], and gives the loss;
+    without labels the logits [B, V] of the last token. Attention takes q, k, v, and in a decoder
+    then the caches of keys and values [B, S, K, H], whose last place it fills; it returns
+    [B, T, N x H].
     """
     heads, kv_heads, of_head = cell["heads"], cell["kv_heads"], cell["head_width"]
 
@@ -90,7 +125,13 @@ def functions(cell: Cell, wide: Any) -> dict[str, Callable[..., Any]]:
         q, k, v = jnp.split(packed, (heads, heads + kv_heads), axis=2)
         return q, k, v
 
-    def rope(q: Array, k: Array, cosines: Array, sines: Array) -> tuple[Array, Array]:
+    def rope(q: Array, k: Array, *others: Array) -> tuple[Array, Array]:
+        *weights, cosines, sines = others
+        if weights and cell["norm"] == "ours":
+            tables = cosines[:, :, 0], sines[:, :, 0]
+            return pallas_bridge.qk_norm_rope(q, k, *weights, eps=EPS, tables=tables)
+        if weights:
+            q, k = (norm(x, weight) for x, weight in zip((q, k), weights, strict=True))
         return rotate(q, cosines, sines, wide), rotate(k, cosines, sines, wide)
 
     def attention(q: Array, k: Array, v: Array, *caches: Array) -> Any:
@@ -119,10 +160,18 @@ def functions(cell: Cell, wide: Any) -> dict[str, Callable[..., Any]]:
     def residual(stream: Array, branch: Array) -> Array:
         return stream + branch
 
-    return {
+    def embedding(table: Array, tokens: Array) -> Array:
+        return table[tokens].astype(dtype_of(cell))
+
+    def head(y: Array, table: Array, labels: Array | None = None) -> Array:
+        if labels is None:
+            return y[:, -1] @ table.astype(y.dtype).T
+        return loss_of(LOSSES[cell["loss"]], y, table, labels)
+
+    found: dict[str, Callable[..., Any]] = {
         "norm 1": norm,
         "QKV": qkv,
-        "rope": rope,
+        turn_of(cell): rope,
         "attention": attention,
         "output": project,
         "residual 1": residual,
@@ -131,7 +180,11 @@ def functions(cell: Cell, wide: Any) -> dict[str, Callable[..., Any]]:
         "activation": activation,
         "down": project,
         "residual 2": residual,
+        "embedding": embedding,
+        "final norm": norm,
+        "head": head,
     }
+    return {name: jax.named_scope(name)(function) for name, function in found.items()}
 
 
 def layer(
@@ -143,7 +196,9 @@ def layer(
 ) -> Any:
     """A whole layer over x [B, T, D]; in a decoder with its caches, which it then returns too."""
     q, k, v = of["QKV"](of["norm 1"](x, weights["norm1"]), weights["qkv"])
-    q, k = of["rope"](q, k, *tables)
+    turn = next(name for name in of if name.endswith("rope"))
+    of_heads = [weights[name] for name in ("q_norm", "k_norm") if name in weights]
+    q, k = of[turn](q, k, *of_heads, *tables)
     mixed = of["attention"](q, k, v, *caches)
     new: tuple[Array, ...] = ()
     if caches:
@@ -153,3 +208,32 @@ def layer(
     packed = of["gate and up"](of["norm 2"](x, weights["norm2"]), weights["up"])
     x = of["residual 2"](x, of["down"](of["activation"](packed), weights["down"]))
     return (x, *new) if caches else x
+
+
+def decoder(
+    of: dict[str, Callable[..., Any]],
+    params: dict[str, Any],
+    tokens: Array,
+    labels: Array | None,
+    tables: tuple[Array, Array],
+    caches: tuple[tuple[Array, ...], ...] = (),
+) -> Any:
+    """The model over tokens [B, T]: its loss, or the logits [B, V] of the last token.
+
+    Weights of layers are stacked along a first axis, and `jax.lax.scan` goes over them. With
+    caches, two a layer, they are a list, and the layers one after another, so that no weight is
+    copied out of a stack and XLA can write to the caches where they lie; these are returned too.
+    """
+    x = of["embedding"](params["embedding"], tokens)
+    new = []
+    if caches:
+        for weights, cache in zip(params["layers"], caches, strict=True):
+            x, *written = layer(of, x, weights, tables, cache)
+            new.append(tuple(written))
+    else:
+        x, _ = jax.lax.scan(
+            lambda x, weights: (layer(of, x, weights, tables), None), x, params["layers"]
+        )
+    table = params["head"] if "head" in params else params["embedding"]
+    y = of["head"](of["final norm"](x, params["norm"]), table, labels)
+    return (y, tuple(new)) if caches else y

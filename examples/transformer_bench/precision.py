@@ -19,6 +19,8 @@ SUMS = (
     ("float32", "bfloat16"),
 )
 ADDEND, COUNT = 0.01, 1000
+# What a pass goes through, in its order.
+MIDDLE = ("output of the layers", "output of the norm", "logits")
 # Parameters, what is computed in, and what norms, softmax and the loss are computed in.
 DTYPES = {
     "float64": ("float64", "float64", "float64"),
@@ -126,7 +128,7 @@ def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict
     logits = y @ params["head"].T.astype(narrow)
     chosen = jax.nn.log_softmax(logits.astype(wide), axis=-1)
     loss = -jnp.mean(jnp.take_along_axis(chosen, labels[..., None], axis=-1))
-    return loss, {"output of the layers": x, "output of the norm": y, "logits": logits}
+    return loss, dict(zip(MIDDLE, (x, y, logits), strict=True))
 
 
 def passes(cell: Cell, policy: str) -> Any:
@@ -176,7 +178,7 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
         "forward_backward": statistics.median(took),
         "dtypes": {
             "parameters": dtypes(params),
-            **{name: dtypes(value) for name, value in middle.items()},
+            **{name: dtypes(middle[name]) for name in MIDDLE},
             "loss": dtypes(loss),
             "gradients": dtypes(found),
         },

@@ -1,12 +1,14 @@
 """`report`: one page of what other commands wrote as JSON lines."""
 
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from train import log
 from train.config import InputError
 
+from . import plots
 from .runner import MODULES, module_of, read_rows
 from .tables import Row
 
@@ -14,6 +16,7 @@ TITLES = {
     "time": "Time of a step",
     "memory": "Memory of a program",
     "layers": "Where a layer's time goes",
+    "kernels": "Which kernels take a step's time",
     "precision": "Precision",
     "attention": "Attention alone",
     "jit": "Op by op, and compiled",
@@ -39,8 +42,18 @@ def starts(path: Path) -> list[Row]:
     return found
 
 
-def page(paths: Sequence[Path]) -> str:
+def embedded(picture: str) -> str:
+    """The address of a picture that is in a page itself."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
+
+
+def page(paths: Sequence[Path], place: Callable[[str, str], str] | None = None) -> str:
     """The page of files, in Markdown.
+
+    Args:
+        paths: The files.
+        place: Takes a command's name and its picture as SVG, and returns the picture's address;
+            without it the page has no pictures.
 
     Raises:
         InputError: A file cannot be read.
@@ -54,6 +67,9 @@ def page(paths: Sequence[Path]) -> str:
         of_command = [row for row in rows if row["command"] == command]
         if of_command:
             parts.append(f"## {TITLES[command]}\n\n{section(command, of_command)}")
+            picture = plots.figure_of(command, of_command) if place is not None else None
+            if place is not None and picture is not None:
+                parts.append(f"![{TITLES[command]}]({place(command, picture)})\n")
     machines: dict[str, list[str]] = {}
     for path in paths:
         for record in starts(path):
@@ -74,8 +90,11 @@ def html(text: str) -> str:
     """A page of Markdown as HTML."""
     from markdown_it import MarkdownIt
 
-    body = MarkdownIt("commonmark").enable("table").render(text)
-    style = "body{font:16px sans-serif;margin:2em}td,th{padding:0 .6em}"
+    markdown = MarkdownIt("commonmark").enable("table")
+    # It refuses pictures that are in the page, of any kind but a few.
+    markdown.validateLink = lambda url: True  # type: ignore[method-assign]
+    body = markdown.render(text)
+    style = "body{font:16px sans-serif;margin:2em}td,th{padding:0 .6em}img{max-width:100%}"
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
         f"<title>A transformer taken apart</title><style>{style}</style>\n{body}</html>\n"

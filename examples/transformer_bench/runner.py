@@ -21,13 +21,14 @@ from train import log
 from train.config import InputError, RunError
 
 from .config import GIB, Spec
-from .tables import Row, size, status
+from .tables import Row, duration, size, status
 
 # By the name of the command, the module that has `cells`, `prepare`, `table` and `words`.
 MODULES = {
     "time": "timing",
     "memory": "memory",
     "layers": "layers",
+    "kernels": "kernels",
     "precision": "precision",
     "attention": "attention",
     "jit": "jit",
@@ -318,7 +319,7 @@ def line_of(row: Row) -> str:
     where = " ".join(f"{name}={value}" for name, value in shown.items())
     told = f" ({row['error']})" if row.get("error") else ""
     took = row.get("average", row.get("median", row.get("forward_backward")))
-    figure = "" if took is None else f", {took:.4g} s"
+    figure = "" if took is None else f", {duration(took)}"
     if "peak_bytes" in row:
         figure += f", peak {size(row['peak_bytes'])}"
     return f"{row['command']} {where}: {status(row)}{told}{figure}"

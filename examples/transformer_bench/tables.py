@@ -24,12 +24,29 @@ def seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def duration(value: float) -> str:
+    """Seconds, in s, ms or us, to four digits."""
+    for unit, one in (("s", 1.0), ("ms", 1e-3)):
+        if value >= one:
+            return f"{value / one:.4g} {unit}"
+    return f"{value * 1e6:.4g} us"
+
+
+def rate(value: float | None) -> str:
+    """A number a second, to a whole from 100 on; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def size(count: int | None) -> str:
     """Bytes in KiB, MiB or GiB; "" for None."""
     if count is None:
         return ""
     if count == 0:
         return "0"
+    if abs(count) < 2**10:
+        return f"{count} B"
     if abs(count) < 2**20:
         return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.2f} MiB"
