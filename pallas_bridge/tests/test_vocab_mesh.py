@@ -1,6 +1,7 @@
 """Losses of a vocabulary that is cut over a mesh, and what devices exchange for them."""
 
 import dataclasses
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle
 
-from pallas_bridge import cross_entropy, cross_entropy_per_token
+from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.devices(8),
@@ -272,6 +273,47 @@ def test_a_program_over_a_mesh_is_exported(rng: np.random.Generator) -> None:
     expected = jax.value_and_grad(partial(cross_entropy, z_loss=0.1))(logits, labels)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("way", ["logits", "weight", "product"])
+def test_a_gather_that_a_name_would_spare_is_told_of(way: str) -> None:
+    mesh = mesh_of((2, 4), "auto")
+    y = jnp.zeros((2, 8), jnp.int32)
+
+    def compiled(columns: Any, axis_name: Any = None) -> tuple[bool, list[str]]:
+        def loss(x: Any, w: Any, y: Any) -> Any:
+            if way == "weight":
+                return linear_cross_entropy(x, w, y, axis_name=axis_name)
+            return cross_entropy(x @ w.T if way == "product" else x, y, axis_name=axis_name)
+
+        def of_each(x: Any, w: Any) -> Any:
+            return jax.vmap(lambda x, y: loss(x, w, y))(x, y).sum()
+
+        x, w = jnp.ones((2, 8, 64 if way == "logits" else 16)), jnp.ones((64, 16))
+        specs = P(None, "data", columns if way == "logits" else None), P(columns)
+        placed = [
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip((x, w), specs, strict=True)
+        ]
+        with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lowered = jax.jit(jax.grad(of_each)).lower(*placed)
+            # Every compilation tells, and Python shows a text once.
+            program = lowered.compile().as_text()
+            jax.export.export(
+                jax.jit(of_each),
+                disabled_checks=[
+                    jax.export.DisabledSafetyCheck.custom_call(name)
+                    for name in ("xentile_cross_entropy_forward", "xentile_cross_entropy_fused")
+                ],
+            )(*placed)
+        assert "nspectSharding" not in program
+        return "all-gather(" in program, [str(one.message) for one in told]
+
+    assert compiled(None) == (False, [])
+    assert compiled("vocab", "vocab") == (False, [])
+    is_gathered, (told,) = compiled("vocab")
+    assert is_gathered and "is cut over 4 devices" in told and "with axis_name='vocab'" in told
 
 
 def test_arrays_that_are_there_tell_themselves(rng: np.random.Generator) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import meshes, pallas, vocab_parts
+from .. import gathering, meshes, pallas, vocab_parts
 from ..checks import check_dtype
 from ..cross_entropy.api import AxisName
 from ..cross_entropy.known import Asked, Known, check_columns
@@ -198,7 +198,7 @@ def linear_cross_entropy(
         donate_logits=False,
     )
     of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
-    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    cut = of.find(axis_name)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         found = _known(of, cut, max_scratch_bytes, asked)
@@ -395,7 +395,7 @@ def linear_cross_entropy_per_token(
         donate_logits=False,
     )
     of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
-    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    cut = of.find(axis_name)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         found = _known(of, cut, max_scratch_bytes, asked)
@@ -556,6 +556,13 @@ class _Arrays:
 
         shaped: Known = jax.tree.map(lambda one: one.reshape(*self.shape, *one.shape[1:]), found)
         return shaped
+
+    def find(self, axis_name: AxisName | None) -> parts.Cut | None:
+        """Returns how they are known to be cut; where they are not, a gather is to be told of."""
+        cut = parts.find(self.hidden, self.weight, self.axis, axis_name)
+        if cut is None and self.implementation != "reference":
+            self.weight = gathering.watched(OPERATION, "weight", self.weight, self.axis)
+        return cut
 
     def place(self, cut: parts.Cut) -> None:
         """Has what has a number a token lie as tokens do."""
