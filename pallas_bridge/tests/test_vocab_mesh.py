@@ -1,6 +1,7 @@
 """Losses of a vocabulary that is cut over a mesh, and what devices exchange for them."""
 
 import dataclasses
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -110,6 +111,74 @@ def test_logits_stay_where_they_are(
     found = exchanged(check(problem, cotangents))
     # Numbers of a device's tokens, and nothing else.
     assert {*found} <= {"all-reduce"} and max(found.values(), default=0) <= 16 // shape[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of", ["logits", "weight"])
+def test_an_axis_of_one_device_changes_nothing(rng: np.random.Generator, way: str, of: str) -> None:
+    mesh = mesh_of((8, 1), way)
+    logits, labels, _ = draw(rng, 16, 72)
+    hidden, weight = rng.normal(size=(16, 24)), rng.normal(size=(72, 24))
+    given, specs = [logits], [P("data", "vocab")]
+    if of == "weight":
+        given, specs = [hidden, weight], [P("data"), P("vocab")]
+    given = [jnp.asarray(x, jnp.float32) for x in given]
+    loss = cross_entropy if of == "logits" else partial(linear_cross_entropy, vocab_axis=0)
+
+    def run(*arrays: Any, **more: Any) -> Any:
+        return loss(*arrays, reduction="sum", return_lse=True, return_correct=True, **more)
+
+    def over_mesh(f: Any, *arrays: Any) -> Any:
+        if way == "explicit":
+            return f(*arrays)
+        f = partial(f, axis_name="vocab")
+        if way == "auto":
+            return f(*arrays)
+
+        def of_device(*arrays: Any) -> Any:
+            total, *others = f(*arrays)
+            return jax.lax.psum(total, "data"), *others
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(*specs, P("data")),
+            out_specs=(P(), P("data"), P("data")),
+            check_vma=way == "checked",
+        )(*arrays)
+
+    def lse_alone(*arrays: Any, **more: Any) -> Any:
+        total, lse = loss(*arrays, reduction="sum", return_lse=True, **more)
+        return total, lse, lse > 1
+
+    for f in (run, lse_alone) if of == "logits" else (lse_alone,):
+        moving = tuple(range(len(given)))
+        changed = partial(jax.value_and_grad, argnums=moving, has_aux=True)
+        expected = changed(lambda *x, f=f: (f(*x)[0], f(*x)[1:]))(*given, labels)
+        with jax.set_mesh(mesh):
+            placed = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip((*given, labels), (*specs, P("data")), strict=True)
+            ]
+
+            def total(*x: Any, f: Any = f) -> Any:
+                first, *others = over_mesh(f, *x)
+                return first, tuple(others)
+
+            compiled = jax.jit(changed(total)).lower(*placed).compile()
+            found = compiled(*placed)
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, found, expected)
+        program = compiled.as_text()
+        if of == "logits":
+            assert exchanged(program) == {"all-reduce": 1}
+        else:
+            # What tokens share, and nothing of theirs.
+            assert exchanged(program) == {"all-reduce": 72 * 24}
+            # The transpose of what `shard_map` is given, where it keeps no track.
+            assert way == "unchecked" or not re.search(r"f32\[2,24\]\S* all-reduce\(", program)
+        # One pass, and not the two of parts.
+        assert f is run or "xentile_cross_entropy_fused" in program
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -310,7 +310,7 @@ def _prepare(
     checked = dataclasses.replace(check_options(**options), implementation=implementation)
     labels, checked = narrow_labels(labels, checked)
     weights = None if weights is None else weights.astype(jnp.float32)
-    cut = parts.find(logits, axis_name)
+    cut = parts.find(module, logits, axis_name)
     if cut is not None:
         module, labels = cut, cut.place(labels)
         weights = None if weights is None else cut.place(weights)

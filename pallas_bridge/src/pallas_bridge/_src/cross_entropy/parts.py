@@ -1,6 +1,7 @@
 """Cross-entropy over logits of a vocabulary in parts, by the kernels for whole ones."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,8 +57,41 @@ class Parts:
         return self.run_known(options, asked, logits, labels)
 
 
-def find(logits: jax.Array, axis_name: Any) -> Parts | None:
+@dataclass(frozen=True)
+class Alone:
+    """The same where one device has the whole vocabulary: what an implementation does anyway."""
+
+    module: Any
+    # Has logits lie as those of a vocabulary that nothing cuts.
+    whole: Callable[[jax.Array], jax.Array]
+    place: Callable[[jax.Array], jax.Array]
+
+    def per_token(self, options: Options, logits: jax.Array, labels: jax.Array) -> Outputs:
+        """Returns loss, logps and lse, each [..] in f32."""
+        outputs: Outputs = self.module.per_token(options, self.whole(logits), labels)
+        return outputs
+
+    def reduced(
+        self, options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the scalar sum of factor * loss, and lse [..]."""
+        loss, lse = self.module.reduced(options, self.whole(logits), labels, factors)
+        return loss, lse
+
+    def known_of(
+        self, options: Options, asked: Asked, logits: jax.Array, labels: jax.Array
+    ) -> Known:
+        """Returns what is asked for of each token."""
+        columns = None if asked.columns is None else self.place(asked.columns)
+        asked = dataclasses.replace(asked, columns=columns)
+        known: Known = self.module.known_of(options, asked, self.whole(logits), labels)
+        return known
+
+
+def find(module: Any, logits: jax.Array, axis_name: Any) -> Parts | Alone | None:
     """Returns what runs over the mesh axes that cut the vocabulary; None where none is known to.
+
+    `module` is what runs over a vocabulary that is whole.
 
     Raises:
         TypeError: `axis_name` is no name.
@@ -66,6 +100,9 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
     names = meshes.names_of(axis_name)
     if meshes.are_of_devices(names):
         exchange = OverDevices.of(names)
+        if exchange.count == 1:
+            same = partial(meshes.of_the_only, names)
+            return Alone(module, same, same)
         return Parts(
             lambda options, *arrays: per_token(options, exchange, *arrays),
             lambda options, asked, *arrays: known_of(options, exchange, asked, *arrays),
@@ -83,10 +120,15 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
                 "their last axis must be sharded over it, and over nothing else: reshard it first"
             )
         tokens = PartitionSpec(*map(meshes.entry, leading))
+        place = partial(meshes.place, mesh, tokens)
+        if math.prod(mesh.shape[name] for name in names) == 1:
+            return Alone(module, partial(meshes.place, mesh, PartitionSpec(*tokens, None)), place)
         run = partial(_over_explicit, mesh, tokens, last)
         run_known = partial(_known_over_explicit, mesh, tokens, last)
-        return Parts(run, run_known, partial(meshes.place, mesh, tokens))
+        return Parts(run, run_known, place)
     count = meshes.check_divides(mesh, names, "logits", logits.shape[-1])
+    if count == 1:
+        return None
     cut = partial(_cut, mesh, names, count)
     return Parts(
         lambda options, logits, labels: per_token(options, OverAxis(count), cut(logits), labels),

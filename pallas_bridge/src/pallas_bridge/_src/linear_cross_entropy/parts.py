@@ -167,8 +167,9 @@ class Cut:
     gathered: tuple[Names, ...] = ()
 
     def exchange(self) -> OverDevices | None:
-        """Returns how parts exchange numbers; None where there are none."""
-        return OverDevices.of(self.names) if self.names else None
+        """Returns how parts exchange numbers; None where there are none, or one."""
+        exchange = OverDevices.of(self.names) if self.names else None
+        return None if exchange is None or exchange.count == 1 else exchange
 
     def whole(self, weight: jax.Array) -> jax.Array:
         """Returns a device's weight as products take it."""
@@ -184,7 +185,9 @@ class Cut:
 
     def place(self, x: jax.Array) -> jax.Array:
         """Has an array of a number a token lie as the tokens do."""
-        return x if self.mesh is None else meshes.place(self.mesh, self.tokens, x)
+        if self.mesh is not None:
+            return meshes.place(self.mesh, self.tokens, x)
+        return meshes.of_the_only(self.names, x) if self.exchange() is None else x
 
     def run(
         self,
@@ -200,6 +203,9 @@ class Cut:
         `others` have a number a token, and results lie as `results` says.
         """
         if self.mesh is None:
+            if self.exchange() is None:
+                alone = partial(meshes.of_the_only, self.names)
+                return function(*jax.tree.map(alone, (hidden, weight, bias, *others)))
             return function(hidden, weight, bias, *others)
         of_hidden = PartitionSpec(*self.tokens, None)
         of_bias = PartitionSpec(meshes.entry(self.names))
@@ -248,6 +254,8 @@ def find(hidden: jax.Array, weight: jax.Array, vocab_axis: int, axis_name: Any) 
             f"axis_name is {axis_name!r} and weight is sharded as {_spec(of_weight)}; its axis "
             f"{vocab_axis} must be sharded over it, and over nothing else: reshard it first"
         )
+    # An axis of one device cuts nothing.
+    of_weight = [tuple(name for name in one if mesh.shape[name] > 1) for one in of_weight]
     taken = {name for one in tokens for name in one}
     # Devices that have other tokens need the whole of what they share; where devices with the same
     # tokens have parts of D, nobody sums over these.
