@@ -48,7 +48,7 @@ def per_token(
     """
     # Labels stay as they are: what is made of them and of exchanged numbers is every part's.
     of = _labels(work, weight, labels)
-    hidden, weight, bias, _ = _alike(hidden, weight, bias, of.given)
+    hidden, weight, bias, _ = alike(hidden, weight, bias, of.given)
     outputs: Outputs = (_dense if work.schedule is None else _per_token)(
         work, hidden, weight, bias, labels
     )
@@ -60,10 +60,10 @@ def _labels(work: Work, weight: jax.Array, labels: jax.Array) -> Labels:
     return labels_of_part(work.options, work.exchange, labels, vocab)
 
 
-def _alike(*arrays: Any) -> list[Any]:
+def alike(*arrays: Any) -> list[Any]:
     """Has arrays vary alike, within `shard_map`; what transposes that is a sum over devices."""
-    alike = iter(vary_alike([x for x in arrays if x is not None]))
-    return [None if x is None else next(alike) for x in arrays]
+    varying = iter(vary_alike([x for x in arrays if x is not None]))
+    return [None if x is None else next(varying) for x in arrays]
 
 
 def reduced(work: Work, *arrays_and_factors: Any) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ def _forward(
 ) -> Any:
     """Returns the outputs, and what the backward pass takes besides the arrays."""
     of = _labels(work, weight, labels)
-    arrays = _alike(hidden, weight, bias, of.given)
+    arrays = alike(hidden, weight, bias, of.given)
     *part, left = linear.whole(OPERATION, partial(_of_part, work), *arrays)
     loss, logps, lse, lse_low = vocab_parts.merge(work.options, work.exchange, of, part)
     return (loss, logps, lse), (lse, lse_low, part[2] == -jnp.inf, left)
@@ -146,7 +146,7 @@ def _pull(work: Work, residuals: Any, cotangents: Any) -> Any:
     given = [jnp.zeros_like(lse) if one is None else one for one in cotangents]
     of_part = vocab_parts.cotangents(work.options, work.exchange, of, lse, is_empty, given)
     # Loops want what they carry to vary as what they make does.
-    arrays = _alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
+    arrays = alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
     *arrays, lse, lse_low, g, h, k = arrays
     return work.schedule.resume(*arrays, (lse, lse_low), (g, h, k), left)
 
