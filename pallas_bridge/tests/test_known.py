@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_mesh import NAMES, WAYS, mesh_of
+from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle, assert_gradient, assert_tokens
+from pallas_bridge._src.linear_cross_entropy import plan
 
 from pallas_bridge import (
     cross_entropy,
@@ -221,20 +222,111 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
 
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
-def test_a_weight_over_devices_has_a_temperature_and_nothing_else(
-    rng: np.random.Generator,
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [*((way, "all") for way in WAYS), ("checked", "columns"), ("unchecked", "dense")],
+)
+def test_a_weight_over_devices(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str, asked: str
 ) -> None:
-    hidden = rng.normal(size=(8, 16)).astype(np.float32)
-    weight = rng.normal(size=(64, 16)).astype(np.float32)
-    y = rng.integers(0, 64, 8)
-    f = partial(linear_cross_entropy, vocab_axis=0, temperature=0.7)
+    if way != "auto":  # where XLA cuts tokens, it would move them from chunk to chunk
+        monkeypatch.setattr(plan, "USUAL_TOKENS", 8)  # of 20 on a device
+    vocab, real = 400, 270  # the last part of four is padding
+    hidden = rng.normal(size=(40, 12)).astype(np.float32)
+    weight = rng.normal(size=(vocab, 12)).astype(np.float32)
+    bias = rng.normal(size=vocab).astype(np.float32)
+    bias[real:] = -np.inf
+    # The largest logit twice, in two parts, and once more in the second.
+    weight[[7, 150, 151]], bias[[7, 150, 151]] = 2 * np.sign(hidden[0]), 9.0
+    y = rng.integers(0, real, 40).astype(np.int32)
+    y[:4], y[5] = (7, 150, 7, 151), -100
+    columns = rng.integers(0, real, (40, 3)).astype(np.uint8)
+    columns[:, 2] = columns[:, 0]
+    options: dict[str, Any] = {"temperature": 1.3, "z_loss": 1e-2}
+    if asked == "dense":
+        options = {"temperature": 0.7, "label_smoothing": 0.1, "softcap": 9.0}
+        bias[real:] = 0
+    cotangents = rng.normal(size=(40, 7)).astype(np.float32)
+    f = partial(linear_cross_entropy_per_token, vocab_axis=0, **options)
+    if asked != "columns":
+        f = partial(f, **ASKED)
+
+    def outputs(f: Any, h: Any, w: Any, b: Any, y: Any, columns: Any) -> Any:
+        return f(h, w, y, bias=b, columns=columns)
+
+    def pulled(run: Any, c: Any, h: Any, w: Any, b: Any, *others: Any) -> Any:
+        found, pull = jax.vjp(lambda *moving: run(*moving, *others), h, w, b)
+        c = [
+            np.zeros(one.shape, jax.dtypes.float0)
+            if one.dtype == bool
+            else c[:, n] if one.ndim == 1
+            else c[:, 4:]
+            for n, one in enumerate(found)
+        ]  # fmt: skip
+        return found, pull(tuple(c))
+
+    arrays = hidden, weight, bias, y, columns
+    whole = partial(outputs, partial(f, implementation="reference"))
+    expected, gradients = pulled(whole, cotangents, *arrays)
+    mesh = mesh_of((2, 4), way)
+    g = partial(f, max_scratch_bytes=1 << 20)
+    if asked == "dense":
+        g = partial(f, implementation="reference")
+    over = partial(outputs, g if way == "explicit" else partial(g, axis_name="vocab"))
+    specs = P("data"), P("vocab"), P("vocab"), P("data"), P("data")
+    run = over
+    if way in ("checked", "unchecked"):
+        results = (P("data"),) * len(expected)
+        check = way == "checked"
+        run = jax.shard_map(over, mesh=mesh, in_specs=specs, out_specs=results, check_vma=check)
+    with jax.set_mesh(mesh):
+        given = [
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip((cotangents, *arrays), (P("data"), *specs), strict=True)
+        ]
+        compiled = jax.jit(partial(pulled, run)).lower(*given).compile()
+        found, of_found = compiled(*given)
+        moved = exchanged(compiled.as_text())
+    # dhidden where columns are cut, and dweight where tokens are.
+    assert {*moved} == {"all-reduce"} and moved["all-reduce"] <= 100 * 12
+    if asked == "all":
+        assert expected[4][0] and not expected[4][1]  # of equals the first
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-5)
+    for one, other in zip(gradients, of_found, strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(one).max())
+
+
+@pytest.mark.devices(8)
+@pytest.mark.only("cpu", "no kernel knows of the mesh")
+def test_a_weight_over_devices_under_transformations(rng: np.random.Generator) -> None:
+    h = jnp.asarray(rng.normal(size=(2, 8, 12)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(64, 12)), jnp.float32)
+    y = jnp.asarray(rng.integers(0, 64, (2, 8)))
+
+    def loss(w: Any, h: Any, y: Any, **more: Any) -> Any:
+        mean, entropy, correct, logps = linear_cross_entropy(
+            h, w, y, return_entropy=True, return_correct=True, columns=y[:, None], **more
+        )
+        return mean + jnp.cos(entropy).sum() + jnp.where(correct, logps[:, 0], 0).sum()
+
+    def every(f: Any, w: Any) -> Any:
+        mapped = jax.grad(lambda w: jax.vmap(lambda h, y: f(w, h, y))(h, y).sum())(w)
+
+        def scanned(w: Any) -> Any:
+            again = jax.checkpoint(f)
+            return jax.lax.scan(lambda sum_, hy: (sum_ + again(w, *hy), None), 0.0, (h, y))[0]
+
+        return (
+            mapped,
+            jax.value_and_grad(scanned)(w),
+            jax.jvp(lambda w: f(w, h[0], y[0]), (w,), (w,)),
+        )
+
+    expected = jax.jit(partial(every, loss))(w)
     with jax.set_mesh(mesh_of((2, 4), "auto")):
-        cut = jax.jit(jax.value_and_grad(partial(f, axis_name="vocab")))(hidden, weight, y)
-        with pytest.raises(ValueError, match="gather the weight first, or give logits"):
-            f(hidden, weight, y, axis_name="vocab", return_entropy=True)
-    expected = jax.value_and_grad(partial(f, implementation="reference"))(hidden, weight, y)
-    for one, other in zip(expected, cut, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        found = jax.jit(partial(every, partial(loss, axis_name="vocab")))(w)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
 
 @pytest.mark.newest

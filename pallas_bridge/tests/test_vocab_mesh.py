@@ -1,6 +1,8 @@
 """Losses of a vocabulary that is cut over a mesh, and what devices exchange for them."""
 
 import dataclasses
+import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle
 
-from pallas_bridge import cross_entropy, cross_entropy_per_token
+from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.devices(8),
@@ -109,6 +111,74 @@ def test_logits_stay_where_they_are(
     found = exchanged(check(problem, cotangents))
     # Numbers of a device's tokens, and nothing else.
     assert {*found} <= {"all-reduce"} and max(found.values(), default=0) <= 16 // shape[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of", ["logits", "weight"])
+def test_an_axis_of_one_device_changes_nothing(rng: np.random.Generator, way: str, of: str) -> None:
+    mesh = mesh_of((8, 1), way)
+    logits, labels, _ = draw(rng, 16, 72)
+    hidden, weight = rng.normal(size=(16, 24)), rng.normal(size=(72, 24))
+    given, specs = [logits], [P("data", "vocab")]
+    if of == "weight":
+        given, specs = [hidden, weight], [P("data"), P("vocab")]
+    given = [jnp.asarray(x, jnp.float32) for x in given]
+    loss = cross_entropy if of == "logits" else partial(linear_cross_entropy, vocab_axis=0)
+
+    def run(*arrays: Any, **more: Any) -> Any:
+        return loss(*arrays, reduction="sum", return_lse=True, return_correct=True, **more)
+
+    def over_mesh(f: Any, *arrays: Any) -> Any:
+        if way == "explicit":
+            return f(*arrays)
+        f = partial(f, axis_name="vocab")
+        if way == "auto":
+            return f(*arrays)
+
+        def of_device(*arrays: Any) -> Any:
+            total, *others = f(*arrays)
+            return jax.lax.psum(total, "data"), *others
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(*specs, P("data")),
+            out_specs=(P(), P("data"), P("data")),
+            check_vma=way == "checked",
+        )(*arrays)
+
+    def lse_alone(*arrays: Any, **more: Any) -> Any:
+        total, lse = loss(*arrays, reduction="sum", return_lse=True, **more)
+        return total, lse, lse > 1
+
+    for f in (run, lse_alone):
+        moving = tuple(range(len(given)))
+        changed = partial(jax.value_and_grad, argnums=moving, has_aux=True)
+        expected = changed(lambda *x, f=f: (f(*x)[0], f(*x)[1:]))(*given, labels)
+        with jax.set_mesh(mesh):
+            placed = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip((*given, labels), (*specs, P("data")), strict=True)
+            ]
+
+            def total(*x: Any, f: Any = f) -> Any:
+                first, *others = over_mesh(f, *x)
+                return first, tuple(others)
+
+            compiled = jax.jit(changed(total)).lower(*placed).compile()
+            found = compiled(*placed)
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, found, expected)
+        program = compiled.as_text()
+        if of == "logits":
+            assert exchanged(program) == {"all-reduce": 1}
+        else:
+            # What tokens share, and nothing of theirs.
+            assert exchanged(program) == {"all-reduce": 72 * 24}
+            # The transpose of what `shard_map` is given, where it keeps no track.
+            assert way == "unchecked" or not re.search(r"f32\[2,24\]\S* all-reduce\(", program)
+        # One pass, and not the two of parts.
+        assert f is run or "xentile_cross_entropy_fused" in program
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -272,6 +342,47 @@ def test_a_program_over_a_mesh_is_exported(rng: np.random.Generator) -> None:
     expected = jax.value_and_grad(partial(cross_entropy, z_loss=0.1))(logits, labels)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("way", ["logits", "weight", "product"])
+def test_a_gather_that_a_name_would_spare_is_told_of(way: str) -> None:
+    mesh = mesh_of((2, 4), "auto")
+    y = jnp.zeros((2, 8), jnp.int32)
+
+    def compiled(columns: Any, axis_name: Any = None) -> tuple[bool, list[str]]:
+        def loss(x: Any, w: Any, y: Any) -> Any:
+            if way == "weight":
+                return linear_cross_entropy(x, w, y, axis_name=axis_name)
+            return cross_entropy(x @ w.T if way == "product" else x, y, axis_name=axis_name)
+
+        def of_each(x: Any, w: Any) -> Any:
+            return jax.vmap(lambda x, y: loss(x, w, y))(x, y).sum()
+
+        x, w = jnp.ones((2, 8, 64 if way == "logits" else 16)), jnp.ones((64, 16))
+        specs = P(None, "data", columns if way == "logits" else None), P(columns)
+        placed = [
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip((x, w), specs, strict=True)
+        ]
+        with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lowered = jax.jit(jax.grad(of_each)).lower(*placed)
+            # Every compilation tells, and Python shows a text once.
+            program = lowered.compile().as_text()
+            jax.export.export(
+                jax.jit(of_each),
+                disabled_checks=[
+                    jax.export.DisabledSafetyCheck.custom_call(name)
+                    for name in ("xentile_cross_entropy_forward", "xentile_cross_entropy_fused")
+                ],
+            )(*placed)
+        assert "nspectSharding" not in program
+        return "all-gather(" in program, [str(one.message) for one in told]
+
+    assert compiled(None) == (False, [])
+    assert compiled("vocab", "vocab") == (False, [])
+    is_gathered, (told,) = compiled("vocab")
+    assert is_gathered and "is cut over 4 devices" in told and "with axis_name='vocab'" in told
 
 
 def test_arrays_that_are_there_tell_themselves(rng: np.random.Generator) -> None:

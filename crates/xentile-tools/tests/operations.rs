@@ -236,6 +236,11 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
             "options={reduction: none, factor_form: argument}",
             "options.factor is 1, an argument; reduction none has no part for it",
         ),
+        (
+            logits,
+            "options.distribution=true",
+            "options.distribution is true with reduction mean, whose cotangents are of the loss alone",
+        ),
         (logits, "options.factor=infinite", "`options.factor`: invalid type"),
         (logits, "options=7", "`options`: it must be a mapping of keys to values"),
         (

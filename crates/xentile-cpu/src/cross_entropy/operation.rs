@@ -1,13 +1,18 @@
 //! The kernels of cross-entropy, as tools run them.
 
-use xentile::cross_entropy::operation::{OPERATION, factor, logits_shape, options, reduction};
+use xentile::cross_entropy::operation::{
+    OPERATION, factor, has_distribution, logits_shape, options, reduction,
+};
 use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
 use xentile::cross_entropy::{CrossEntropy, TokenFactors};
 use xentile::operation::{ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::{Element, LogitsShape, Result, Tile, by_dtype};
 
 use super::dense::Dense;
-use super::{Cotangents, Kernel, Launch, Reduce, SavedLse, TokenOutputs, default_tile};
+use super::{
+    Cotangents, DistributionOutputs, EntropyCotangents, Kernel, Launch, Reduce, SavedLse,
+    TokenOutputs, default_tile,
+};
 use crate::operation::{Kernels, Run};
 use crate::{InOut, Parallel, operation};
 
@@ -42,8 +47,10 @@ impl Kernels for OfLogits {
         Ok(by_dtype!(problem.dtype, E => Box::new(Tiled {
             of: logits,
             logits: inputs.expect::<E>("logits"),
+            labels: inputs.expect::<i64>("labels"),
             kernel,
             saved: Default::default(),
+            entropy: Vec::new(),
         })))
     }
 
@@ -53,6 +60,9 @@ impl Kernels for OfLogits {
         inputs: &'a Arrays<'a>,
         pool: &'a dyn Parallel,
     ) -> Option<Box<dyn Run + 'a>> {
+        if has_distribution(problem) {
+            return None;
+        }
         let shape = logits_shape(problem).ok()?;
         let (options, labels) = (options(problem), inputs.expect::<i64>("labels"));
         Some(by_dtype!(problem.dtype, E => Box::new(NotTiled {
@@ -86,9 +96,12 @@ impl Shape<'_> {
 struct Tiled<'a, E> {
     of: Shape<'a>,
     logits: &'a [E],
+    labels: &'a [i64],
     kernel: Kernel<'a>,
     /// lse and what rounding it lost.
     saved: [Vec<f32>; 2],
+    /// Empty where no distribution is asked for.
+    entropy: Vec<f32>,
 }
 
 impl<E: Element + ArrayElement> Tiled<'_, E> {
@@ -99,7 +112,29 @@ impl<E: Element + ArrayElement> Tiled<'_, E> {
         let [loss, logps] = results.slices_mut(["loss", "logps"]);
         let (lse, lse_low) = (Some(lse.as_mut_slice()), Some(lse_low.as_mut_slice()));
         let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
-        self.kernel.forward(self.logits, outputs)?;
+        if has_distribution(self.of.problem) {
+            self.entropy.resize(self.of.shape.tokens(), 0.0);
+            let mut highest = vec![0.0; self.of.shape.tokens()];
+            let mut argmax = vec![0; self.of.shape.tokens()];
+            let distribution = DistributionOutputs {
+                entropy: &mut self.entropy,
+                highest: &mut highest,
+                argmax: &mut argmax,
+            };
+            self.kernel.distribution(self.logits, outputs, distribution)?;
+            let [entropy, correct] = results.slices_mut(["entropy", "correct"]);
+            if let Some(entropy) = entropy {
+                entropy.copy_from_slice(&self.entropy);
+            }
+            let ignored = options(self.of.problem).ignore_index;
+            let tokens = correct.into_iter().flatten().zip(self.labels.iter().zip(&argmax));
+            for (correct, (&label, &argmax)) in tokens {
+                let is_correct = label == i64::from(argmax) && label != ignored;
+                *correct = f32::from(u8::from(is_correct));
+            }
+        } else {
+            self.kernel.forward(self.logits, outputs)?;
+        }
         if let [Some(lse)] = results.slices_mut(["lse"]) {
             lse.copy_from_slice(&self.saved[0]);
         }
@@ -111,7 +146,12 @@ impl<E: Element + ArrayElement> Tiled<'_, E> {
         let saved = SavedLse { lse: &self.saved[0], lse_low: Some(&self.saved[1]) };
         let [dlogits] = results.slices_mut(["dlogits"]);
         let logits = InOut::apart(self.logits, dlogits.expect("a gradient to fill"));
-        self.kernel.backward(logits, saved, Cotangents { loss, logps, lse })
+        let cotangents = Cotangents { loss, logps, lse };
+        let Some(dentropy) = given.slice("dentropy") else {
+            return self.kernel.backward(logits, saved, cotangents);
+        };
+        let entropy = EntropyCotangents { entropy: &self.entropy, dentropy };
+        self.kernel.distribution_backward(logits, saved, cotangents, entropy)
     }
 }
 

@@ -6,7 +6,9 @@ use std::time::Instant;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::reference::{TokenCotangents, TokenForward, forward, gradient};
+use super::reference::{
+    TokenCotangents, TokenDistribution, TokenForward, distribution, forward, gradient,
+};
 use super::{CrossEntropy, Reduction, Target, TokenFactors};
 use crate::operation::{
     Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
@@ -76,8 +78,8 @@ pub(crate) const OPTIONS: [OptionSpec; 7] = [
     ),
 ];
 
-/// The options of a loss over logits: those, and what a caller multiplies it by.
-const OF_LOGITS: [OptionSpec; 9] = [
+/// The options of a loss over logits: those, what a caller multiplies it by, and what else is asked for.
+const OF_LOGITS: [OptionSpec; 10] = [
     OPTIONS[0],
     OPTIONS[1],
     OPTIONS[2],
@@ -98,6 +100,13 @@ const OF_LOGITS: [OptionSpec; 9] = [
         Value::Word("constant"),
         "constant or argument",
         "whether a program has the factor in it, or is given it as it runs",
+    ),
+    OptionSpec::new(
+        "distribution",
+        Kind::Bool,
+        Value::Bool(false),
+        "true or false; true with reduction none",
+        "whether a token's entropy, with its gradient, and whether its label is the likeliest are asked for",
     ),
 ];
 
@@ -143,6 +152,27 @@ pub(crate) const OUTPUTS: [Output; 3] = [
     ("logps", "fwd/logp", |token| token.logps),
     ("lse", "fwd/lse", |token| token.lse),
 ];
+
+/// An output where a token's distribution is asked for.
+type DistributionOutput = (&'static str, &'static str, fn(&TokenDistribution, Target) -> f64);
+
+/// What is said of the distribution of a token with a target. An ignored token has none.
+const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
+    ("entropy", "fwd/entropy", |of, target| match target {
+        Target::Ignored => 0.0,
+        _ => of.entropy,
+    }),
+    ("correct", "fwd/correct", |of, target| match (target, of.argmax) {
+        (Target::Column(label), Some(likeliest)) if label == likeliest => 1.0,
+        _ => 0.0,
+    }),
+];
+
+/// Whether a token's distribution is asked for.
+#[must_use]
+pub fn has_distribution(problem: &Problem) -> bool {
+    problem.flag("distribution")
+}
 
 /// The options that kernels take.
 #[must_use]
@@ -202,6 +232,13 @@ pub(crate) fn validate(problem: &Problem) -> Result<()> {
                 .to_owned(),
         ));
     }
+    if reduction(problem).is_some() && has_distribution(problem) {
+        return Err(Error::Invalid(format!(
+            "options.distribution is true with reduction {}, whose cotangents are of the loss alone; set \
+             options.reduction to none",
+            problem.word("reduction")
+        )));
+    }
     if reduction(problem).is_none() && (factor(problem) != 1.0 || takes_factor(problem)) {
         return Err(Error::Invalid(format!(
             "options.factor is {}, {}; reduction none has no part for it, as each loss has a \
@@ -223,6 +260,9 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
             ["loss", "logps", "lse"].map(|name| tokens(name, Role::Output)).into()
         }
     };
+    if has_distribution(problem) && matches!(pass, Pass::Forward | Pass::ForwardAndBackward) {
+        results.extend(DISTRIBUTION_OUTPUTS.map(|(name, ..)| tokens(name, Role::Output)));
+    }
     if pass.has_gradients() {
         let gradient = |spec: &ArraySpec| ArraySpec {
             name: gradient_of(spec.name),
@@ -252,6 +292,9 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
             operands.push(tokens("dloss", Role::Cotangent("loss")));
             operands.push(tokens("dlogps", Role::Cotangent("logps")));
             operands.push(tokens("dlse", Role::Cotangent("lse")));
+            if has_distribution(problem) {
+                operands.push(tokens("dentropy", Role::Cotangent("entropy")));
+            }
         }
     }
     Signature { operands, results }
@@ -265,6 +308,9 @@ fn gradient_of(name: &str) -> &'static str {
         _ => "dbias",
     }
 }
+
+/// Tells the seed of cotangents of entropies from that of others.
+const OF_ENTROPY: u64 = 0x656e_7472_6f70_79;
 
 /// Weights or cotangents of tokens.
 pub(crate) fn given(
@@ -291,7 +337,12 @@ pub(crate) fn given(
         }
         Pass::Backward | Pass::ForwardAndBackward => {
             let [loss, logps, lse] = from.cotangents(rows);
-            none.with("dloss", loss).with("dlogps", logps).with("dlse", lse)
+            let given = none.with("dloss", loss).with("dlogps", logps).with("dlse", lse);
+            if !has_distribution(problem) {
+                return given;
+            }
+            let [entropy, ..] = from.apart(OF_ENTROPY).cotangents(rows);
+            given.with("dentropy", entropy)
         }
     }
 }
@@ -321,9 +372,11 @@ pub(crate) fn cotangents<'a>(
 ) -> Box<dyn Fn(usize) -> Option<TokenCotangents> + Sync + 'a> {
     let Some(reduction) = reduction(problem).filter(|_| pass == Pass::Fused) else {
         let [g, h, k] = ["dloss", "dlogps", "dlse"].map(|name| given.expect::<f32>(name));
+        let q = given.slice::<f32>("dentropy");
         return Box::new(move |token| {
             let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
-            Some(TokenCotangents { loss, logps, lse, entropy: 0.0 })
+            let entropy = q.map_or(0.0, |cotangent| f64::from(cotangent[token]));
+            Some(TokenCotangents { loss, logps, lse, entropy })
         });
     };
     let factors = factors(problem, reduction, labels, given);
@@ -519,9 +572,9 @@ impl Operation for Logits {
         reduction(problem).is_some()
     }
 
-    /// What is done about a factor is JAX's part.
+    /// What is done about a factor is JAX's part, and so are cotangents of what it makes of a distribution.
     fn needs_jax(&self, problem: &Problem) -> bool {
-        factor(problem) != 1.0 || takes_factor(problem)
+        factor(problem) != 1.0 || takes_factor(problem) || has_distribution(problem)
     }
 
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
@@ -628,6 +681,7 @@ impl Operation for Logits {
             labels,
             tolerances,
             tokens: Vec::new(),
+            distributions: Vec::new(),
         })))
     }
 
@@ -677,6 +731,8 @@ struct OfLogits<'a, E> {
     labels: &'a [i64],
     tolerances: Tolerances,
     tokens: Vec<TokenForward>,
+    /// Empty where nobody asks.
+    distributions: Vec<TokenDistribution>,
 }
 
 impl<E: Element> OfLogits<'_, E> {
@@ -710,6 +766,14 @@ impl<E: Element> Reference for OfLogits<'_, E> {
             forward(&self.options, wide, label)
         };
         self.tokens = labels.map_init(Vec::new, token).collect();
+        if has_distribution(self.problem) {
+            let tokens = (0..self.labels.len()).into_par_iter();
+            let of = |wide: &mut Vec<f64>, token: usize| {
+                self.wide_row(token, wide);
+                distribution(&self.options, wide)
+            };
+            self.distributions = tokens.map_init(Vec::new, of).collect();
+        }
     }
 
     fn outputs(&self, visitor: &mut dyn Visitor) {
@@ -718,6 +782,16 @@ impl<E: Element> Reference for OfLogits<'_, E> {
             visitor.result(array, name, judged, &|rows| {
                 for (token, reference) in self.tokens.iter().enumerate() {
                     rows.row(token, &[of(reference)], Bound::All(self.scale(token, reference)));
+                }
+            });
+        }
+        for (array, name, of) in DISTRIBUTION_OUTPUTS {
+            let judged = if array == "correct" { Judged::Reached } else { judged };
+            visitor.result(array, name, judged, &|rows| {
+                for (token, reference) in self.distributions.iter().enumerate() {
+                    let target = self.options.target(self.labels[token], self.vocab);
+                    let scale = self.scale(token, &self.tokens[token]);
+                    rows.row(token, &[of(reference, target)], Bound::All(scale));
                 }
             });
         }
@@ -765,8 +839,10 @@ impl<E: Element> Reference for OfLogits<'_, E> {
                 self.wide_row(token, wide);
                 let (label, lse) = (self.labels[token], self.tokens[token].lse);
                 gradient(&self.options, wide, label, lse, cotangents, dz);
-                let TokenCotangents { loss: g, logps: h, lse: k, .. } = cotangents;
+                let TokenCotangents { loss: g, logps: h, lse: k, entropy: q } = cotangents;
                 size = (g * (1.0 + 2.0 * self.options.z_loss * lse)).abs() + h.abs() + k.abs();
+                // That of the entropy is p (ln p + entropy), of logits and lse that are as large as they are.
+                size += q.abs() * self.scale(token, &self.tokens[token]);
             }
             rows.row(token * self.vocab, dz, Bound::All(share * size));
         };

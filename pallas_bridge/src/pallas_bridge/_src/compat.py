@@ -19,6 +19,14 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
+def without_varying(aval: Any, axes: frozenset[str]) -> Any:
+    """Returns the type of an array that no longer varies over manual mesh axes."""
+    if hasattr(aval, "manual_axis_type"):
+        kept = aval.manual_axis_type.update(varying=varying_axes(aval) - axes)
+        return aval.update(manual_axis_type=kept)
+    return aval.update(vma=varying_axes(aval) - axes)
+
+
 def varying_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns a shape for what a kernel gives, which varies over the mesh axes that `like` does."""
     aval: Any = jax.typeof(like)

@@ -6,9 +6,12 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .arrays import spec_of
+from .compat import varying_axes, without_varying
 
 # The mesh axes that cut an axis of an array, the slowest first.
 Names = tuple[str, ...]
@@ -65,6 +68,29 @@ def _mesh_of(*arrays: Any) -> Any:
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             return sharding.mesh
     return None
+
+
+def of_the_only(names: Names, x: jax.Array) -> jax.Array:
+    """Returns what the one device along axes has, as what all devices along them have.
+
+    JAX has a sum over devices for that, which XLA does not leave out where there is one.
+    """
+    axes = varying_axes(jax.typeof(x)) & {*names}
+    same: jax.Array = _of_the_only.bind(x, axes=tuple(sorted(axes))) if axes else x
+    return same
+
+
+_of_the_only = Primitive("xentile_of_the_only")
+_of_the_only.def_impl(lambda x, **_: x)
+_of_the_only.def_abstract_eval(lambda x, *, axes: without_varying(x, frozenset(axes)))
+mlir.register_lowering(_of_the_only, lambda _, x, **__: [x])
+ad.deflinear2(
+    _of_the_only, lambda cotangent, _, *, axes: [jax.lax.pcast(cotangent, axes, to="varying")]
+)
+batching.primitive_batchers[_of_the_only] = lambda operands, axes, **params: (
+    _of_the_only.bind(*operands, **params),
+    axes[0],
+)
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .. import gathering
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call, parts, reference
@@ -300,7 +301,8 @@ def _prepare(
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Options, Any]:
     """Returns checked arrays and options, and the module of the implementation."""
-    module: Any = IMPLEMENTATIONS[choose(OPERATION, implementation)]
+    chosen = choose(OPERATION, implementation)
+    module: Any = IMPLEMENTATIONS[chosen]
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     weights = None if weights is None else jnp.asarray(weights)
     check_arrays(logits, labels, weights)
@@ -308,8 +310,10 @@ def _prepare(
     checked = dataclasses.replace(check_options(**options), implementation=implementation)
     labels, checked = narrow_labels(labels, checked)
     weights = None if weights is None else weights.astype(jnp.float32)
-    cut = parts.find(logits, axis_name)
+    cut = parts.find(module, logits, axis_name)
     if cut is not None:
         module, labels = cut, cut.place(labels)
         weights = None if weights is None else cut.place(weights)
+    elif chosen != "reference":
+        logits = gathering.watched(OPERATION, "logits", logits, -1)
     return logits, labels, weights, checked, module

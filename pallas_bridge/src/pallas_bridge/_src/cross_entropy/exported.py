@@ -39,7 +39,11 @@ def program(cell: Cell) -> Program:
         ConfigError: an option that is not known.
     """
     factor = factor_of(cell)
-    others = {key: value for key, value in cell.options.items() if not key.startswith("factor")}
+    own = ("factor", "factor_form", "distribution")
+    distribution = bool(cell.options.get("distribution", False))
+    if distribution and cell.options.get("reduction") != "none":
+        raise ConfigError("options.distribution is true; options.reduction must be none then")
+    others = {key: value for key, value in cell.options.items() if key not in own}
     cell = replace(cell, options=others)
     reduction, keywords = keywords_of(cell)
     ours = "pallas" if cell.platform == "tpu" else None
@@ -51,10 +55,11 @@ def program(cell: Cell) -> Program:
 
     def per_token(arrays: Sequence[Any], labels: Any) -> Any:
         (logits,) = arrays
-        return cross_entropy_per_token(logits, labels, return_lse=True, **keywords)
+        asked = {"return_entropy": distribution, "return_correct": distribution}
+        return cross_entropy_per_token(logits, labels, return_lse=True, **asked, **keywords)
 
     logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
-    return of_losses(cell, [logits], reduced, per_token, factor=factor)
+    return of_losses(cell, [logits], reduced, per_token, factor=factor, distribution=distribution)
 
 
 def factor_of(cell: Cell) -> float | None:
@@ -99,11 +104,13 @@ def of_losses(
     per_token: Callable[[Sequence[Any], Any], Any],
     plan: Any = None,
     factor: float | None = 1.0,
+    distribution: bool = False,
 ) -> Program:
     """Returns the program of a loss and its gradients for `arrays`.
 
     `reduced` is of arrays, labels and weights, which may be None, and `per_token` of arrays and
-    labels. The reduced loss is multiplied by `factor`; None makes that the last argument.
+    labels. The reduced loss is multiplied by `factor`; None makes that the last argument. With a
+    `distribution`, `per_token` gives entropies too, and which labels are the likeliest.
     """
     count = len(arrays)
     has_weights = cell.options.get("weights") == "random"
@@ -112,8 +119,14 @@ def of_losses(
 
     def forward_and_backward(*arguments: Any) -> Any:
         arrays, labels, cotangents = arguments[:count], arguments[count], arguments[count + 1 :]
-        outputs, pull = jax.vjp(lambda *x: per_token(x, labels), *arrays)
-        return *outputs, *pull(cotangents)
+
+        def of_each(*arrays: Any) -> Any:
+            outputs = per_token(arrays, labels)
+            moving = outputs[: len(cotangents)]
+            return moving, [one.astype(jnp.float32) for one in outputs[len(cotangents) :]]
+
+        outputs, pull, others = jax.vjp(of_each, *arrays, has_aux=True)
+        return *outputs, *others, *pull(cotangents)
 
     def value_and_grad(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
@@ -128,7 +141,7 @@ def of_losses(
         return loss, *gradients
 
     if cell.options.get("reduction") == "none":
-        arguments = [*arrays, labels, *[numbers] * 3]
+        arguments = [*arrays, labels, *[numbers] * (4 if distribution else 3)]
         return Program("forward_and_backward", forward_and_backward, arguments, plan)
     more = [numbers] if has_weights else []
     if factor is None:

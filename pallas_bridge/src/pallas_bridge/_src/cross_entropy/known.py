@@ -89,7 +89,9 @@ def check_columns(columns: ArrayLike | None, tokens: tuple[int, ...]) -> jax.Arr
         raise ValueError(
             f"columns have shape {columns.shape}; their last axis must be in [1, {MOST_COLUMNS}]"
         )
-    return columns
+    # A part's first column is one of theirs, whatever they hold themselves.
+    narrow = jnp.iinfo(columns.dtype).max < jnp.iinfo(jnp.int32).max
+    return columns.astype(jnp.int32) if narrow else columns
 
 
 def make(

@@ -1,10 +1,11 @@
 """Cross-entropy over logits of a vocabulary in parts, by the kernels for whole ones."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,41 @@ class Parts:
         return self.run_known(options, asked, logits, labels)
 
 
-def find(logits: jax.Array, axis_name: Any) -> Parts | None:
+@dataclass(frozen=True)
+class Alone:
+    """The same where one device has the whole vocabulary: what an implementation does anyway."""
+
+    module: Any
+    # Has logits lie as those of a vocabulary that nothing cuts.
+    whole: Callable[[jax.Array], jax.Array]
+    place: Callable[[jax.Array], jax.Array]
+
+    def per_token(self, options: Options, logits: jax.Array, labels: jax.Array) -> Outputs:
+        """Returns loss, logps and lse, each [..] in f32."""
+        outputs: Outputs = self.module.per_token(options, self.whole(logits), labels)
+        return outputs
+
+    def reduced(
+        self, options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the scalar sum of factor * loss, and lse [..]."""
+        loss, lse = self.module.reduced(options, self.whole(logits), labels, factors)
+        return loss, lse
+
+    def known_of(
+        self, options: Options, asked: Asked, logits: jax.Array, labels: jax.Array
+    ) -> Known:
+        """Returns what is asked for of each token."""
+        columns = None if asked.columns is None else self.place(asked.columns)
+        asked = dataclasses.replace(asked, columns=columns)
+        known: Known = self.module.known_of(options, asked, self.whole(logits), labels)
+        return known
+
+
+def find(module: Any, logits: jax.Array, axis_name: Any) -> Parts | Alone | None:
     """Returns what runs over the mesh axes that cut the vocabulary; None where none is known to.
+
+    `module` is what runs over a vocabulary that is whole.
 
     Raises:
         TypeError: `axis_name` is no name.
@@ -66,6 +100,9 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
     names = meshes.names_of(axis_name)
     if meshes.are_of_devices(names):
         exchange = OverDevices.of(names)
+        if exchange.count == 1:
+            same = partial(meshes.of_the_only, names)
+            return Alone(module, same, same)
         return Parts(
             lambda options, *arrays: per_token(options, exchange, *arrays),
             lambda options, asked, *arrays: known_of(options, exchange, asked, *arrays),
@@ -83,10 +120,15 @@ def find(logits: jax.Array, axis_name: Any) -> Parts | None:
                 "their last axis must be sharded over it, and over nothing else: reshard it first"
             )
         tokens = PartitionSpec(*map(meshes.entry, leading))
+        place = partial(meshes.place, mesh, tokens)
+        if math.prod(mesh.shape[name] for name in names) == 1:
+            return Alone(module, partial(meshes.place, mesh, PartitionSpec(*tokens, None)), place)
         run = partial(_over_explicit, mesh, tokens, last)
         run_known = partial(_known_over_explicit, mesh, tokens, last)
-        return Parts(run, run_known, partial(meshes.place, mesh, tokens))
+        return Parts(run, run_known, place)
     count = meshes.check_divides(mesh, names, "logits", logits.shape[-1])
+    if count == 1:
+        return None
     cut = partial(_cut, mesh, names, count)
     return Parts(
         lambda options, logits, labels: per_token(options, OverAxis(count), cut(logits), labels),
@@ -234,9 +276,10 @@ def known_of(
     """Returns what is asked for of each token of a part's logits, as `per_token` has them."""
     given = options, exchange, asked.distribution, logits, labels, asked.columns
     if options.implementation == "reference":
-        outputs = _known_dense(*given)
+        outputs = known_dense(*given)
         if asked.distribution:
-            highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
+            still = jax.lax.stop_gradient(logits)
+            highest, argmax = still.max(-1), jnp.argmax(still, -1).astype(jnp.int32)
             argmax = vocab_parts.argmax(exchange, logits.shape[-1], highest, argmax)
             argmax = jnp.where(jnp.isnan(outputs[2]), -1, argmax)
             outputs = *outputs, known.is_correct(options, labels, argmax)
@@ -258,23 +301,21 @@ def _columns_of_part(
     return columns, first[:, None]
 
 
-def _pick(
-    options: Options, exchange: Exchange, logits: jax.Array, columns: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the columns' logits [.., K] of the whole, and as the part has them, NaN elsewhere."""
-    width = logits.shape[-1]
+def _whole_picked(
+    exchange: Exchange, width: int, columns: jax.Array, picked: jax.Array
+) -> jax.Array:
+    """Returns the columns' logits [.., K] of the whole, of those that each part picked."""
     of_part, first = _columns_of_part(exchange, width, columns)
-    picked = known.pick(options, logits, of_part, first)
     local = of_part - first
     here = jnp.where((local >= 0) & (local < width), picked, 0)
     if isinstance(exchange, OverAxis):
         here = here.swapaxes(-1, -2)
     (total,) = exchange.sum(here)
     is_column = (columns >= 0) & (columns < exchange.count * width)
-    return jnp.where(is_column, total, jnp.nan), picked
+    return jnp.where(is_column, total, jnp.nan)
 
 
-def _known_dense(
+def known_dense(
     options: Options,
     exchange: Exchange,
     distribution: bool,
@@ -296,8 +337,75 @@ def _known_dense(
         (total,) = exchange.sum(terms)
         outputs = *outputs, jnp.where(ignored, 0, -total)
     if columns is not None:
-        outputs = *outputs, _pick(options, exchange, logits, columns)[0]
+        width = logits.shape[-1]
+        picked = known.pick(options, logits, *_columns_of_part(exchange, width, columns))
+        outputs = *outputs, _whole_picked(exchange, width, columns, picked)
     return outputs
+
+
+class Found(NamedTuple):
+    """What a part's logits say of each token."""
+
+    # Loss, logps, lse and lse_low, as `vocab_parts.merge` takes them.
+    numbers: tuple[jax.Array, ...]
+    # Entropy, the largest logit and its first column; nothing where nobody asks.
+    distribution: tuple[jax.Array, ...]
+    # The columns' logits, NaN for those of other parts.
+    picked: jax.Array | None
+
+
+def found_of_part(
+    options: Options,
+    distribution: bool,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+    first: Any = 0,
+) -> Found:
+    """Returns what a part's logits, the columns from `first` on, say of each token.
+
+    `labels` are those given to the part.
+    """
+    call = distribution_call if distribution else forward_call
+    one = call(options_of_part(options), options.every_token)
+    loss, logps, lse, lse_low, *more = bind(one, logits, labels)
+    if options.softcap is None:
+        lse = vocab_parts.without_logits(lse, lambda: logits.max(-1).astype(lse.dtype))
+    picked = None if columns is None else known.pick(options, logits, columns, first)
+    return Found((loss, logps, lse, lse_low), tuple(more), picked)
+
+
+def merge_known(
+    options: Options,
+    exchange: Exchange,
+    width: int,
+    labels: jax.Array,
+    columns: jax.Array | None,
+    found: Found,
+) -> Any:
+    """Returns the outputs of `known_dense`, and correct of a distribution, of parts' `width`.
+
+    After them what the backward pass takes besides the arrays.
+    """
+    of = labels_of_part(options, exchange, labels, width)
+    loss, logps, lse, lse_low = vocab_parts.merge(options, exchange, of, found.numbers)
+    lse_of_part = found.numbers[2]
+    is_empty = lse_of_part == -jnp.inf
+    outputs: tuple[jax.Array, ...] = (loss, logps, lse)
+    correct: tuple[jax.Array, ...] = ()
+    entropy = None
+    if found.distribution:
+        entropy, highest, argmax = found.distribution
+        entropy = vocab_parts.merge_entropy(exchange, lse_of_part, entropy)
+        entropy = jnp.where(of.ignored, 0, entropy)
+        highest = jnp.where(is_empty, -jnp.inf, highest)
+        argmax = vocab_parts.argmax(exchange, width, highest, argmax)
+        argmax = jnp.where(jnp.isnan(lse), -1, argmax)
+        outputs, correct = (*outputs, entropy), (known.is_correct(options, labels, argmax),)
+    if columns is not None:
+        assert found.picked is not None
+        outputs = *outputs, _whole_picked(exchange, width, columns, found.picked)
+    return (*outputs, *correct), (lse, lse_low, entropy, is_empty, found.picked)
 
 
 def _forward_known(
@@ -308,34 +416,14 @@ def _forward_known(
     labels: jax.Array,
     columns: jax.Array | None,
 ) -> Any:
-    """Returns the outputs, and what the backward pass takes besides the arrays."""
+    """Returns what `merge_known` does."""
     width = logits.shape[-1]
-    if distribution:
-        of = labels_of_part(options, exchange, labels, width)
-        call = distribution_call(options_of_part(options), options.every_token)
-        *part, entropy, highest, argmax = bind(call, logits, of.given)
-        if options.softcap is None:
-            part[2] = vocab_parts.without_logits(
-                part[2], lambda: logits.max(-1).astype(part[2].dtype)
-            )
-        loss, logps, lse, lse_low = vocab_parts.merge(options, exchange, of, part)
-        is_empty = part[2] == -jnp.inf
-        entropy = vocab_parts.merge_entropy(exchange, part[2], entropy)
-        entropy = jnp.where(of.ignored, 0, entropy)
-        highest = jnp.where(is_empty, -jnp.inf, highest)
-        argmax = vocab_parts.argmax(exchange, width, highest, argmax)
-        outputs: tuple[jax.Array, ...] = (loss, logps, lse, entropy)
-    else:
-        loss, logps, lse, lse_low, is_empty = _forward(options, exchange, logits, labels)
-        entropy, outputs = None, (loss, logps, lse)
-    picked = None
+    given = labels_of_part(options, exchange, labels, width).given
+    of_columns: Any = (None,)
     if columns is not None:
-        whole, picked = _pick(options, exchange, logits, columns)
-        outputs = *outputs, whole
-    if distribution:
-        argmax = jnp.where(jnp.isnan(lse), -1, argmax)
-        outputs = *outputs, known.is_correct(options, labels, argmax)
-    return outputs, (lse, lse_low, entropy, is_empty, picked)
+        of_columns = _columns_of_part(exchange, width, columns)
+    found = found_of_part(options, distribution, logits, given, *of_columns)
+    return merge_known(options, exchange, width, labels, columns, found)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -372,7 +460,7 @@ def _known_tangents(
     logits, labels, columns, _ = residuals
 
     def plain(logits: jax.Array) -> Any:
-        return _known_dense(options, exchange, distribution, logits, labels, columns)
+        return known_dense(options, exchange, distribution, logits, labels, columns)
 
     return linear.tangents_of(plain, (logits,), tangents)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import meshes, pallas, vocab_parts
+from .. import gathering, meshes, pallas, vocab_parts
 from ..checks import check_dtype
 from ..cross_entropy.api import AxisName
 from ..cross_entropy.known import Asked, Known, check_columns
@@ -18,7 +18,7 @@ from ..cross_entropy.options import Options, Tile, check_options, check_tile, na
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
 from ..operation import Implementation
-from . import known, on_cpu, on_cuda, on_tpu, parts, reference, schedules
+from . import known, known_parts, on_cpu, on_cuda, on_tpu, parts, reference, schedules
 from . import plan as plans
 from .declaration import OPERATION
 from .plan import Plan, Problem
@@ -155,7 +155,7 @@ def linear_cross_entropy(
         likewise.
       columns: [.., K] with K to 128, to return the log-probabilities of these columns too,
         likewise. For any of these three, logits are made a chunk of tokens at a time, and again in
-        the backward pass: four products. They are not there for a vocabulary cut over devices.
+        the backward pass: four products.
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
@@ -198,7 +198,7 @@ def linear_cross_entropy(
         donate_logits=False,
     )
     of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
-    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    cut = of.find(axis_name)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         found = _known(of, cut, max_scratch_bytes, asked)
@@ -395,7 +395,7 @@ def linear_cross_entropy_per_token(
         donate_logits=False,
     )
     of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
-    cut = parts.find(of.hidden, of.weight, of.axis, axis_name)
+    cut = of.find(axis_name)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         found = _known(of, cut, max_scratch_bytes, asked)
@@ -532,30 +532,51 @@ class _Arrays:
             return _Functions(reference, (options, products))
         return _Functions(schedules, (schedule,))
 
-    def known_of(self, max_scratch_bytes: int | None, asked: Asked) -> Known:
-        """Returns what is asked for of each token [..]."""
+    def known_of(
+        self,
+        max_scratch_bytes: int | None,
+        asked: Asked,
+        exchange: vocab_parts.OverDevices | None = None,
+    ) -> Known:
+        """Returns what is asked for of each token [..].
+
+        With an `exchange`, the weight is a part's.
+        """
         hidden, weight, bias, labels = self.flat
         columns = asked.columns
         if columns is not None:
             columns = columns.reshape(-1, columns.shape[-1])
         flat = dataclasses.replace(asked, columns=columns)
-        products = Products(self.axis)
-        if self.implementation == "reference":
-            found = known.known_of_dense(self.options, products, flat, hidden, weight, bias, labels)
+        is_dense = self.implementation == "reference"
+        chunk = 1 if is_dense else self._chunk(max_scratch_bytes)
+        chunks = known.Chunks(self.options, Products(self.axis), chunk, flat.distribution)
+        given = flat, hidden, weight, bias, labels
+        if exchange is None:
+            found = (known.known_of_dense if is_dense else known.known_of)(chunks, *given)
         else:
-            of = (hidden, weight, bias, self.axis)
-            plan, _, _ = _plans(*of, False, max_scratch_bytes, self.options.tile)
-            chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
-            if plan.schedule != "tokens":
-                # Too few bytes for sums of dweight, which are taken all the same.
-                chunk = max(plan.max_scratch_bytes // (8 * weight.shape[self.axis]), 1)
-            found = known.known_of(
-                self.options, products, min(chunk, max(len(labels), 1)), flat,
-                hidden, weight, bias, labels,
-            )  # fmt: skip
-
+            work = known_parts.Parts(chunks, exchange)
+            run = known_parts.known_of_dense if is_dense else known_parts.known_of
+            found = run(work, *given)
         shaped: Known = jax.tree.map(lambda one: one.reshape(*self.shape, *one.shape[1:]), found)
         return shaped
+
+    def _chunk(self, max_scratch_bytes: int | None) -> int:
+        """Returns the tokens of a chunk where something is asked for of each."""
+        hidden, weight, bias, labels = self.flat
+        of = (hidden, weight, bias, self.axis)
+        plan, _, _ = _plans(*of, False, max_scratch_bytes, self.options.tile)
+        chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
+        if plan.schedule != "tokens":
+            # Too few bytes for sums of dweight, which are taken all the same.
+            chunk = max(plan.max_scratch_bytes // (8 * weight.shape[self.axis]), 1)
+        return min(chunk, max(len(labels), 1))
+
+    def find(self, axis_name: AxisName | None) -> parts.Cut | None:
+        """Returns how they are known to be cut; where they are not, a gather is to be told of."""
+        cut = parts.find(self.hidden, self.weight, self.axis, axis_name)
+        if cut is None and self.implementation != "reference":
+            self.weight = gathering.watched(OPERATION, "weight", self.weight, self.axis)
+        return cut
 
     def place(self, cut: parts.Cut) -> None:
         """Has what has a number a token lie as tokens do."""
@@ -598,20 +619,14 @@ def _known(
     """Returns what is asked for of each token [..]; has weights lie as these do."""
     if cut is None:
         return of.known_of(max_scratch_bytes, asked)
-    if cut.names:
-        raise ValueError(
-            "return_entropy, return_correct and columns are not there for a vocabulary that is cut "
-            f"over {cut.names}: gather the weight first, or give logits to cross_entropy, which "
-            "takes its axis_name"
-        )
-    columns = [] if asked.columns is None else [asked.columns]
+    columns = [] if asked.columns is None else [cut.place(asked.columns)]
     names = ["loss", "logps", "lse", *(["entropy", "correct"] if asked.distribution else [])]
     names += ["column_logps"] * len(columns)
 
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, *columns: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
         given = dataclasses.replace(asked, columns=columns[0] if columns else None)
-        found = one.known_of(max_scratch_bytes, given)
+        found = one.known_of(max_scratch_bytes, given, cut.exchange())
         return tuple(getattr(found, name) for name in names)
 
     of.place(cut)

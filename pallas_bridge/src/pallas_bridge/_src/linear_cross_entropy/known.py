@@ -37,9 +37,7 @@ class Chunks:
 
 
 def known_of(
-    options: Options,
-    products: Products,
-    chunk: int,
+    chunks: Chunks,
     asked: Asked,
     hidden: jax.Array,
     weight: jax.Array,
@@ -53,13 +51,12 @@ def known_of(
         None if one is None else next(varying)
         for one in (hidden, weight, bias, labels, asked.columns)
     ]
-    outputs = _known(Chunks(options, products, chunk, asked.distribution), *alike)
-    return known.ordered(options, asked, labels, outputs)
+    outputs = _known(chunks, *alike)
+    return known.ordered(chunks.options, asked, labels, outputs)
 
 
 def known_of_dense(
-    options: Options,
-    products: Products,
+    chunks: Chunks,
     asked: Asked,
     hidden: jax.Array,
     weight: jax.Array,
@@ -67,9 +64,9 @@ def known_of_dense(
     labels: jax.Array,
 ) -> Known:
     """Returns the same by the dense program."""
-    idle = is_ignored(options, labels)
-    z = reference.logits(products, idle, hidden, weight, bias)
-    return of_logits.known_of(options, asked, z, labels)
+    idle = is_ignored(chunks.options, labels)
+    z = reference.logits(chunks.products, idle, hidden, weight, bias)
+    return of_logits.known_of(chunks.options, asked, z, labels)
 
 
 def _forward(
@@ -101,7 +98,7 @@ def _forward(
     return tuple(outputs), low
 
 
-def _backward(
+def backward(
     chunks: Chunks,
     hidden: jax.Array,
     weight: jax.Array,
@@ -111,6 +108,7 @@ def _backward(
     saved: Any,
     cotangents: Any,
 ) -> Gradients:
+    """Returns gradients for what `kernels.backward_known` takes, a number a token each."""
     w = weight.astype(operand_dtype(hidden, weight))
     options = tokens.in_place(chunks.options)
     numbers = [one for one in cotangents if one is not None]
@@ -176,4 +174,4 @@ def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
 def _pull(chunks: Chunks, residuals: Any, cotangents: Any) -> Gradients:
     arrays, saved = residuals
     hidden, weight, bias, labels, columns = arrays
-    return _backward(chunks, hidden, weight, bias, labels, columns, saved, cotangents)
+    return backward(chunks, hidden, weight, bias, labels, columns, saved, cotangents)

@@ -48,7 +48,7 @@ def per_token(
     """
     # Labels stay as they are: what is made of them and of exchanged numbers is every part's.
     of = _labels(work, weight, labels)
-    hidden, weight, bias, _ = _alike(hidden, weight, bias, of.given)
+    hidden, weight, bias, _ = alike(hidden, weight, bias, of.given)
     outputs: Outputs = (_dense if work.schedule is None else _per_token)(
         work, hidden, weight, bias, labels
     )
@@ -60,10 +60,10 @@ def _labels(work: Work, weight: jax.Array, labels: jax.Array) -> Labels:
     return labels_of_part(work.options, work.exchange, labels, vocab)
 
 
-def _alike(*arrays: Any) -> list[Any]:
+def alike(*arrays: Any) -> list[Any]:
     """Has arrays vary alike, within `shard_map`; what transposes that is a sum over devices."""
-    alike = iter(vary_alike([x for x in arrays if x is not None]))
-    return [None if x is None else next(alike) for x in arrays]
+    varying = iter(vary_alike([x for x in arrays if x is not None]))
+    return [None if x is None else next(varying) for x in arrays]
 
 
 def reduced(work: Work, *arrays_and_factors: Any) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ def _forward(
 ) -> Any:
     """Returns the outputs, and what the backward pass takes besides the arrays."""
     of = _labels(work, weight, labels)
-    arrays = _alike(hidden, weight, bias, of.given)
+    arrays = alike(hidden, weight, bias, of.given)
     *part, left = linear.whole(OPERATION, partial(_of_part, work), *arrays)
     loss, logps, lse, lse_low = vocab_parts.merge(work.options, work.exchange, of, part)
     return (loss, logps, lse), (lse, lse_low, part[2] == -jnp.inf, left)
@@ -146,7 +146,7 @@ def _pull(work: Work, residuals: Any, cotangents: Any) -> Any:
     given = [jnp.zeros_like(lse) if one is None else one for one in cotangents]
     of_part = vocab_parts.cotangents(work.options, work.exchange, of, lse, is_empty, given)
     # Loops want what they carry to vary as what they make does.
-    arrays = _alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
+    arrays = alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
     *arrays, lse, lse_low, g, h, k = arrays
     return work.schedule.resume(*arrays, (lse, lse_low), (g, h, k), left)
 
@@ -167,8 +167,9 @@ class Cut:
     gathered: tuple[Names, ...] = ()
 
     def exchange(self) -> OverDevices | None:
-        """Returns how parts exchange numbers; None where there are none."""
-        return OverDevices.of(self.names) if self.names else None
+        """Returns how parts exchange numbers; None where there are none, or one."""
+        exchange = OverDevices.of(self.names) if self.names else None
+        return None if exchange is None or exchange.count == 1 else exchange
 
     def whole(self, weight: jax.Array) -> jax.Array:
         """Returns a device's weight as products take it."""
@@ -184,7 +185,9 @@ class Cut:
 
     def place(self, x: jax.Array) -> jax.Array:
         """Has an array of a number a token lie as the tokens do."""
-        return x if self.mesh is None else meshes.place(self.mesh, self.tokens, x)
+        if self.mesh is not None:
+            return meshes.place(self.mesh, self.tokens, x)
+        return meshes.of_the_only(self.names, x) if self.exchange() is None else x
 
     def run(
         self,
@@ -200,6 +203,9 @@ class Cut:
         `others` have a number a token, and results lie as `results` says.
         """
         if self.mesh is None:
+            if self.exchange() is None:
+                alone = partial(meshes.of_the_only, self.names)
+                return function(*jax.tree.map(alone, (hidden, weight, bias, *others)))
             return function(hidden, weight, bias, *others)
         of_hidden = PartitionSpec(*self.tokens, None)
         of_bias = PartitionSpec(meshes.entry(self.names))
@@ -248,6 +254,8 @@ def find(hidden: jax.Array, weight: jax.Array, vocab_axis: int, axis_name: Any) 
             f"axis_name is {axis_name!r} and weight is sharded as {_spec(of_weight)}; its axis "
             f"{vocab_axis} must be sharded over it, and over nothing else: reshard it first"
         )
+    # An axis of one device cuts nothing.
+    of_weight = [tuple(name for name in one if mesh.shape[name] > 1) for one in of_weight]
     taken = {name for one in tokens for name in one}
     # Devices that have other tokens need the whole of what they share; where devices with the same
     # tokens have parts of D, nobody sums over these.
