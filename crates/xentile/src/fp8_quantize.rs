@@ -36,6 +36,8 @@
 //! - **tiny** entries have a scale of at least `2^-126`: so it is never 0, and its reciprocal is finite;
 //! - **huge** entries, above 1.9 times `2^127`, may come back as infinity where scales are powers of two.
 
+#[cfg(feature = "operation")]
+pub mod operation;
 pub mod reference;
 
 use std::fmt;
@@ -109,6 +111,25 @@ impl Format {
             Self::E4M3Fn => 0x7f,
             Self::E5M2 => 0x7e,
         }
+    }
+
+    /// The distance between neighbouring numbers around `x`: one unit in the last place, of the subnormals
+    /// where `x` is below the normal range.
+    #[must_use]
+    pub fn ulp(self, x: f64) -> f64 {
+        // The biased exponent field, read exactly; f64 subnormals lie far below every minimum.
+        let exponent = ((x.abs().to_bits() >> 52) as i32 - 1023).max(self.least_exponent());
+        2_f64.powi(exponent - self.mantissa_bits() as i32)
+    }
+
+    /// The nearest number, ties to even, and of those beyond the largest that.
+    #[must_use]
+    pub fn nearest(self, x: f64) -> f64 {
+        let largest = f64::from(self.largest());
+        let x = x.clamp(-largest, largest);
+        // A power of two, so that neither the quotient nor the product is rounded.
+        let ulp = self.ulp(x);
+        (x / ulp).round_ties_even() * ulp
     }
 
     /// The number that `bits` are.

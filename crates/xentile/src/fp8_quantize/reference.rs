@@ -1,7 +1,8 @@
 //! The same mathematics written plainly, an entry and a block at a time. What is f32 in the contract is f32
-//! here, and the rounding to 8 bits is by distance, in float64.
+//! here, and the rounding to 8 bits is by distance, in float64. Beside it the scale and the quotient
+//! that the contract's are the roundings of.
 
-use super::{Format, Fp8Quantize};
+use super::{Format, Fp8Quantize, LEAST_SCALE};
 
 /// amax of a block's entries.
 #[must_use]
@@ -31,6 +32,31 @@ pub fn encode(format: Format, x: f32) -> u8 {
     sign | nearest
 }
 
+/// The scale of a block with this amax, without a rounding but that of float64.
+#[must_use]
+pub fn exact_scale(options: &Fp8Quantize, amax: f32) -> f64 {
+    if amax < f32::MIN_POSITIVE {
+        return 1.0;
+    }
+    let (amax, largest) = (f64::from(amax), f64::from(options.format.largest()));
+    if !options.power_of_two {
+        return (amax / largest).max(LEAST_SCALE.into());
+    }
+    let mut scale = f64::from(LEAST_SCALE);
+    while scale * largest < amax {
+        scale *= 2.0;
+    }
+    scale
+}
+
+/// The quotient of an entry `x` of a block with this scale, cut to what the format has.
+#[must_use]
+pub fn exact_quotient(options: &Fp8Quantize, x: f32, scale: f64) -> f64 {
+    let largest = f64::from(options.format.largest());
+    let x = if x.abs() < f32::MIN_POSITIVE { 0.0 } else { f64::from(x) };
+    (x / scale).clamp(-largest, largest)
+}
+
 /// The value of an entry `x` of a block with this scale.
 #[must_use]
 pub fn value(options: &Fp8Quantize, x: f32, scale: f32) -> u8 {
@@ -54,17 +80,23 @@ mod tests {
             assert_eq!(format.decode(last), format.largest());
             for bits in 0..=last {
                 let x = format.decode(bits);
+                assert_eq!(format.nearest(x.into()), x.into());
                 assert_eq!([encode(format, x), encode(format, -x)], [bits, bits | 0x80]);
                 if bits < last {
                     let middle = (x + format.decode(bits + 1)) / 2.0;
                     let even = if bits & 1 == 0 { bits } else { bits + 1 };
                     assert_eq!(encode(format, middle), even, "{format} {bits:#x}");
+                    let nearest = format.nearest((-middle).into());
+                    assert_eq!(nearest, (-format.decode(even)).into(), "{format} {bits:#x}");
+                    let ulp = f64::from(format.decode(bits + 1)) - f64::from(x);
+                    assert_eq!(format.ulp(middle.into()), ulp, "{format} {bits:#x}");
                     let [below, above] =
                         [-1, 1].map(|by| f32::from_bits((middle.to_bits() as i32 + by) as u32));
                     assert_eq!([encode(format, below), encode(format, above)], [bits, bits + 1]);
                 }
             }
             assert_eq!(encode(format, 1e9), last);
+            assert_eq!(format.nearest(-1e9), (-format.largest()).into());
             assert_eq!(encode(format, f32::NAN) & 0x7f, format.nan());
         }
     }
