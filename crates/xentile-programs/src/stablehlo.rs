@@ -6,7 +6,7 @@
 use std::fmt::{self, Display, Write};
 
 use xentile::DType;
-use xentile::fp8_quantize::Format;
+use xentile::fp8::Format;
 
 /// The type of an element of a tensor.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

@@ -10,7 +10,7 @@ use pjrt_client::{
     Buffer, Cache, Cached, Client, Code, CompileOptions, Element, Error, Handlers,
     LoadedExecutable, Place, Platform, Plugin, Value,
 };
-use xentile::fp8_quantize::Format;
+use xentile::fp8::Format;
 use xentile::operation::{Array, ArraySpec, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{Program, TensorType};

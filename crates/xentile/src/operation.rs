@@ -25,7 +25,7 @@ pub use options::{Kind, OptionSpec, Section, ToleranceSpec, Value};
 pub use problem::{Problem, TileExtents, multiple};
 pub use synthetic::{Distribution, Purpose, Synthetic};
 
-use crate::fp8_quantize::{Format, reference::encode};
+use crate::fp8::{Format, encode};
 use crate::{DType, Error, Result};
 
 /// A dim of arrays, such as tokens.

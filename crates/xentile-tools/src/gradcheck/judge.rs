@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 use xentile::Element;
-use xentile::fp8_quantize::Format;
+use xentile::fp8::Format;
 use xentile::operation::{
     Array, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor, multiple,
 };

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use half::{bf16, f16};
 
-use crate::fp8_quantize::{Format, reference::encode};
+use crate::fp8::{Format, encode};
 use crate::{DType, Element};
 
 /// An array in row-major order; its extents are its [`ArraySpec`](super::ArraySpec)'s.
