@@ -4,6 +4,8 @@
 //! transposed copy is asked for, tiles, which are in the caches as they are read again.
 
 mod entries;
+#[cfg(feature = "operation")]
+pub(crate) mod operation;
 mod runs;
 mod tiles;
 mod turned;

@@ -1,7 +1,7 @@
 //! Kernels by an operation's name, a line each.
 
 use crate::operation::Kernels;
-use crate::{activation, cross_entropy, flash_attention, layer_norm, rms_norm, rope};
+use crate::{activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, rms_norm, rope};
 
 /// The kernels of each operation that has any here.
 const KERNELS: &[&dyn Kernels] = &[
@@ -11,6 +11,7 @@ const KERNELS: &[&dyn Kernels] = &[
     &activation::operation::KERNELS,
     &rope::operation::KERNELS,
     &flash_attention::operation::KERNELS,
+    &fp8_quantize::operation::KERNELS,
 ];
 
 /// The kernels of the operation called `name`.

@@ -6,6 +6,7 @@
 use std::fmt::{self, Display, Write};
 
 use xentile::DType;
+use xentile::fp8::Format;
 
 /// The type of an element of a tensor.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -23,11 +24,24 @@ pub enum ElementType {
     S64,
     /// `i1`.
     Pred,
+    /// `f8E4M3FN`.
+    F8E4M3Fn,
+    /// `f8E5M2`.
+    F8E5M2,
 }
 
 impl ElementType {
     /// Every type.
-    pub const ALL: [Self; 6] = [Self::F32, Self::Bf16, Self::F16, Self::S32, Self::S64, Self::Pred];
+    pub const ALL: [Self; 8] = [
+        Self::F32,
+        Self::Bf16,
+        Self::F16,
+        Self::S32,
+        Self::S64,
+        Self::Pred,
+        Self::F8E4M3Fn,
+        Self::F8E5M2,
+    ];
 
     /// Bytes of an element.
     #[must_use]
@@ -36,12 +50,12 @@ impl ElementType {
             Self::S64 => 8,
             Self::F32 | Self::S32 => 4,
             Self::Bf16 | Self::F16 => 2,
-            Self::Pred => 1,
+            Self::Pred | Self::F8E4M3Fn | Self::F8E5M2 => 1,
         }
     }
 
     fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::Bf16 | Self::F16)
+        matches!(self, Self::F32 | Self::Bf16 | Self::F16 | Self::F8E4M3Fn | Self::F8E5M2)
     }
 }
 
@@ -54,6 +68,8 @@ impl Display for ElementType {
             Self::S32 => "i32",
             Self::S64 => "i64",
             Self::Pred => "i1",
+            Self::F8E4M3Fn => "f8E4M3FN",
+            Self::F8E5M2 => "f8E5M2",
         })
     }
 }
@@ -64,6 +80,15 @@ impl From<DType> for ElementType {
             DType::F32 => Self::F32,
             DType::Bf16 => Self::Bf16,
             DType::F16 => Self::F16,
+        }
+    }
+}
+
+impl From<Format> for ElementType {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::E4M3Fn => Self::F8E4M3Fn,
+            Format::E5M2 => Self::F8E5M2,
         }
     }
 }
@@ -271,7 +296,7 @@ impl Builder {
             ElementType::F32 => format!("0x{:08X}", (value as f32).to_bits()),
             ElementType::Pred => (value != 0.0).to_string(),
             ElementType::S32 | ElementType::S64 => format!("{}", value as i64),
-            ElementType::Bf16 | ElementType::F16 => {
+            ElementType::Bf16 | ElementType::F16 | ElementType::F8E4M3Fn | ElementType::F8E5M2 => {
                 panic!("constants are written in f32, not in {}", ty.element)
             }
         };

@@ -41,6 +41,7 @@ pub(crate) fn tensor_type(spec: &ArraySpec, problem: &Problem) -> TensorType {
     let element = match spec.element {
         ElementRule::Compute => problem.dtype.into(),
         ElementRule::Is(dtype) => dtype.into(),
+        ElementRule::Fp8(format) => format.into(),
         ElementRule::Index => ElementType::S32,
     };
     TensorType::new(&spec.extents(problem), element)

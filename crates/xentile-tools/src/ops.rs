@@ -146,6 +146,7 @@ fn rows(specs: &[ArraySpec], note: &str) -> Vec<[String; 4]> {
         let element = match spec.element {
             ElementRule::Compute => "of the dtype".to_owned(),
             ElementRule::Is(dtype) => dtype.to_string(),
+            ElementRule::Fp8(format) => format.to_string(),
             ElementRule::Index => "i32".to_owned(),
         };
         let role = match spec.role {

@@ -8,8 +8,9 @@ use std::ptr::null;
 use anyhow::{Context, Result, bail, ensure};
 use pjrt_client::{
     Buffer, Cache, Cached, Client, Code, CompileOptions, Element, Error, Handlers,
-    LoadedExecutable, Platform, Plugin, Value,
+    LoadedExecutable, Place, Platform, Plugin, Value,
 };
+use xentile::fp8::Format;
 use xentile::operation::{Array, ArraySpec, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{Program, TensorType};
@@ -128,6 +129,17 @@ impl Session {
         results.into_iter().next().context("the program of a matrix gives one result")
     }
 
+    /// Numbers of a byte each on the device.
+    fn upload_bits(
+        &self,
+        bits: &[u8],
+        dtype: pjrt_client::DType,
+        dims: &[usize],
+    ) -> Result<Buffer> {
+        let dims: Vec<_> = dims.iter().map(|&extent| extent as i64).collect();
+        Ok(self.client.buffer_from_bytes(bits, dtype, &dims, Place::Default)?)
+    }
+
     /// Labels on the device, in the 32 bits that programs read.
     pub(crate) fn upload_labels(&self, labels: &[i64]) -> Result<Buffer> {
         let narrow = |&label: &i64| {
@@ -195,6 +207,7 @@ pub(crate) fn upload(
         Array::F16(elements) => of_rank(session, elements, &ty),
         Array::F64(_) => bail!("{} is in float64, which no device takes", spec.name),
         Array::I64(elements) => session.upload_labels(elements),
+        Array::F8(format, bits) => session.upload_bits(bits, fp8(*format), &ty.dims),
     };
     floats(session)
 }
@@ -218,8 +231,24 @@ pub(crate) fn read(buffer: &Buffer, array: &mut Array<'_>) -> Result<()> {
             }
         }
         Array::I64(_) => bail!("no program gives integers"),
+        Array::F8(format, bits) => {
+            let (found, wanted) = (buffer.dtype()?, fp8(*format));
+            ensure!(found == wanted, "a result is {found}; it must be {wanted}");
+            let read = buffer.to_bytes()?;
+            let (found, wanted) = (read.len(), bits.len());
+            ensure!(found == wanted, "a result holds {found} elements; it must hold {wanted}");
+            *bits = read.into();
+        }
     }
     Ok(())
+}
+
+/// PJRT's type of a format's numbers.
+fn fp8(format: Format) -> pjrt_client::DType {
+    match format {
+        Format::E4M3Fn => pjrt_client::DType::F8E4M3FN,
+        Format::E5M2 => pjrt_client::DType::F8E5M2,
+    }
 }
 
 /// The same matrix with its rows in order, however they come.

@@ -36,11 +36,11 @@
 //! - **tiny** entries have a scale of at least `2^-126`: so it is never 0, and its reciprocal is finite;
 //! - **huge** entries, above 1.9 times `2^127`, may come back as infinity where scales are powers of two.
 
+#[cfg(feature = "operation")]
+pub mod operation;
 pub mod reference;
 
-use std::fmt;
-use std::str::FromStr;
-
+pub use crate::fp8::Format;
 use crate::shape::is_addressable;
 use crate::{Error, Result};
 
@@ -49,108 +49,6 @@ pub const QUOTIENT_ROUNDINGS: f64 = 2.0;
 
 /// The least scale.
 pub const LEAST_SCALE: f32 = f32::MIN_POSITIVE;
-
-/// A format of 8 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// 4 bits of exponent and 3 of mantissa, finite: no infinity, and one NaN of each sign.
-    E4M3Fn,
-    /// 5 bits of exponent and 2 of mantissa, as IEEE has it.
-    E5M2,
-}
-
-impl Format {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::E4M3Fn, Self::E5M2];
-    /// Their names, for messages.
-    pub const NAMES: &str = "f8e4m3fn, f8e5m2";
-
-    /// The name, which XLA has for it too.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::E4M3Fn => "f8e4m3fn",
-            Self::E5M2 => "f8e5m2",
-        }
-    }
-
-    /// The largest finite number.
-    #[inline]
-    #[must_use]
-    pub fn largest(self) -> f32 {
-        match self {
-            Self::E4M3Fn => 448.0,
-            Self::E5M2 => 57344.0,
-        }
-    }
-
-    /// Bits of the mantissa.
-    #[must_use]
-    pub const fn mantissa_bits(self) -> u32 {
-        match self {
-            Self::E4M3Fn => 3,
-            Self::E5M2 => 2,
-        }
-    }
-
-    /// The exponent of the least normal number.
-    #[must_use]
-    pub const fn least_exponent(self) -> i32 {
-        match self {
-            Self::E4M3Fn => -6,
-            Self::E5M2 => -14,
-        }
-    }
-
-    /// The bits of NaN, without its sign.
-    #[must_use]
-    pub const fn nan(self) -> u8 {
-        match self {
-            Self::E4M3Fn => 0x7f,
-            Self::E5M2 => 0x7e,
-        }
-    }
-
-    /// The number that `bits` are.
-    #[must_use]
-    pub fn decode(self, bits: u8) -> f32 {
-        let mantissa_bits = self.mantissa_bits();
-        let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
-        let magnitude = u32::from(bits & 0x7f);
-        let mantissa = (magnitude & ((1 << mantissa_bits) - 1)) as f32;
-        let exponent = (magnitude >> mantissa_bits) as i32;
-        let unit = |exponent: i32| 2_f32.powi(exponent - mantissa_bits as i32);
-        let found = match self {
-            Self::E4M3Fn if magnitude == 0x7f => f32::NAN,
-            Self::E5M2 if magnitude > 0x7c => f32::NAN,
-            Self::E5M2 if magnitude == 0x7c => f32::INFINITY,
-            _ if exponent == 0 => mantissa * unit(self.least_exponent()),
-            _ => {
-                (mantissa + (1 << mantissa_bits) as f32)
-                    * unit(exponent - 1 + self.least_exponent())
-            }
-        };
-        sign * found
-    }
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Format {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| Error::Unknown {
-            what: "format",
-            value: name.to_owned(),
-            choices: Self::NAMES,
-        })
-    }
-}
 
 /// The options, the same for every backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -311,25 +209,6 @@ mod tests {
         Fp8Quantize { format: Format::E5M2, power_of_two: false },
         Fp8Quantize { format: Format::E5M2, power_of_two: true },
     ];
-
-    /// Of the paper's table 1.
-    #[test]
-    fn formats_are_those_of_the_paper() {
-        let of = |format: Format, bits| format.decode(bits);
-        assert_eq!(of(Format::E4M3Fn, 0x7e), 448.0);
-        assert_eq!(of(Format::E4M3Fn, 0x08), 2_f32.powi(-6));
-        assert_eq!(of(Format::E4M3Fn, 0x81), -(2_f32.powi(-9)));
-        assert_eq!(of(Format::E5M2, 0x7b), 57344.0);
-        assert_eq!(of(Format::E5M2, 0x04), 2_f32.powi(-14));
-        assert_eq!(of(Format::E5M2, 0x01), 2_f32.powi(-16));
-        assert_eq!(of(Format::E5M2, 0xfc), f32::NEG_INFINITY);
-        for format in Format::ALL {
-            assert!(of(format, format.nan()).is_nan() && of(format, format.nan() | 0x80).is_nan());
-            assert_eq!(format.name().parse(), Ok(format));
-        }
-        let message = "f8".parse::<Format>().unwrap_err().to_string();
-        assert_eq!(message, "format `f8` is unknown; it must be one of f8e4m3fn, f8e5m2");
-    }
 
     /// Numbers by hand; and whatever amax is, neither the scale nor its reciprocal is beyond f32's normal
     /// range, nor what comes back of it beyond f32.

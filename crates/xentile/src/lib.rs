@@ -13,6 +13,7 @@ pub mod cross_entropy;
 mod dtype;
 mod error;
 pub mod flash_attention;
+pub mod fp8;
 pub mod fp8_quantize;
 mod labels;
 pub mod layer_norm;

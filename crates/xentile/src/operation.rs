@@ -1,8 +1,8 @@
 //! The operation contract: what an operation takes and gives, by which names, and what tools need to
 //! know of it, said once. Tools serve whatever [`operations`](crate::operations) lists, and know none by name.
 //!
-//! Arrays have names, and dims are letters (`T`, `D`), or multiples of such (`2F`), whose extents a
-//! [`Problem`] says. What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
+//! Arrays have names, and dims are letters (`T`, `D`), multiples of such (`2F`), or parts of them as long
+//! as an option says (`D/block_size`), whose extents a [`Problem`] says. What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
 //! [`Operation::given`] draw it, [`Operation::reference`] computes it in float64 and hands a [`Visitor`]
 //! what each entry should be and by how much it may be off, a row at a time, so that no float64 array of
 //! the logits' size exists.
@@ -25,6 +25,7 @@ pub use options::{Kind, OptionSpec, Section, ToleranceSpec, Value};
 pub use problem::{Problem, TileExtents, multiple};
 pub use synthetic::{Distribution, Purpose, Synthetic};
 
+use crate::fp8::{Format, encode};
 use crate::{DType, Error, Result};
 
 /// A dim of arrays, such as tokens.
@@ -113,6 +114,8 @@ pub enum ElementRule {
     Compute,
     /// Of this dtype whatever the problem's is.
     Is(DType),
+    /// Bits of a format of 8 bits.
+    Fp8(Format),
     /// Integers, 32 bits wide on devices.
     Index,
 }
@@ -138,7 +141,7 @@ pub enum Role {
 pub struct ArraySpec {
     /// Its name.
     pub name: &'static str,
-    /// The letters of its dims; `2F` is twice as long as `F`.
+    /// The letters of its dims; `2F` is twice as long as `F`, and `D/block_size` as many parts of `D`.
     pub dims: Vec<&'static str>,
     /// What its elements are.
     pub element: ElementRule,
@@ -188,7 +191,24 @@ impl ArraySpec {
         match self.element {
             ElementRule::Compute => problem.dtype.size_bytes(),
             ElementRule::Is(dtype) => dtype.size_bytes(),
+            ElementRule::Fp8(_) => 1,
             ElementRule::Index => size_of::<i32>(),
+        }
+    }
+
+    /// Room for it on the host, all of it `value`. A scalar is in float64, as hosts sum it.
+    #[must_use]
+    pub fn room(&self, problem: &Problem, value: f32) -> Array<'static> {
+        let length = self.extents(problem).iter().product();
+        match self.element {
+            _ if self.dims.is_empty() => Array::of(vec![f64::from(value)]),
+            ElementRule::Is(dtype) => Array::filled(dtype, length, value),
+            ElementRule::Fp8(format) => {
+                Array::F8(format, vec![encode(format, value); length].into())
+            }
+            ElementRule::Compute | ElementRule::Index => {
+                Array::filled(problem.dtype, length, value)
+            }
         }
     }
 
@@ -340,7 +360,12 @@ pub trait Operation: Sync {
 
     /// The pass that gives everything that `problem` asks for.
     fn whole(&self, problem: &Problem) -> Pass {
-        if self.is_fused(problem) { Pass::Fused } else { Pass::ForwardAndBackward }
+        match self.is_fused(problem) {
+            true => Pass::Fused,
+            // Some have no derivative.
+            false if self.passes() == [Pass::Forward] => Pass::Forward,
+            false => Pass::ForwardAndBackward,
+        }
     }
 
     /// What `pass` takes and gives.

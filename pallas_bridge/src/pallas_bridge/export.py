@@ -28,7 +28,14 @@ from pallas_bridge._src.exporting import DTYPES, Cell, ConfigError, check_extent
 from pallas_bridge._src.operations import OPERATIONS
 
 MANIFEST_VERSION = 1
-NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32"}
+NAMES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int32": "i32",
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+}
 # As libtpu names the first part of a topology.
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 

@@ -1,10 +1,13 @@
 //! The comparison itself: every entry of every result against the reference.
 
+use std::marker::PhantomData;
 use std::sync::{Mutex, PoisonError};
 
+use half::{bf16, f16};
 use xentile::Element;
+use xentile::fp8::Format;
 use xentile::operation::{
-    Array, ArrayElement, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor, multiple,
+    Array, Arrays, Bound, ElementRule, Judged, Pass, Problem, Rows, Visitor, multiple,
 };
 
 use super::report::{Index, Metric, Report};
@@ -74,6 +77,55 @@ impl Errors {
     }
 }
 
+/// What elements `T` of an array are.
+trait Numbers<T> {
+    /// The number, exactly.
+    fn wide(&self, element: T) -> f64;
+
+    /// The nearest number that there is, ties to even.
+    fn nearest(&self, x: f64) -> f64;
+
+    /// One unit in the last place around `x`.
+    fn ulp(&self, x: f64) -> f64;
+}
+
+/// Those of a dtype.
+struct Of<E>(PhantomData<E>);
+
+impl<E> Of<E> {
+    fn new() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<E: Element> Numbers<E> for Of<E> {
+    fn wide(&self, element: E) -> f64 {
+        element.to_f64()
+    }
+
+    fn nearest(&self, x: f64) -> f64 {
+        E::from_f64(x).to_f64()
+    }
+
+    fn ulp(&self, x: f64) -> f64 {
+        E::DTYPE.ulp(x)
+    }
+}
+
+impl Numbers<u8> for Format {
+    fn wide(&self, bits: u8) -> f64 {
+        self.decode(bits).into()
+    }
+
+    fn nearest(&self, x: f64) -> f64 {
+        Format::nearest(*self, x)
+    }
+
+    fn ulp(&self, x: f64) -> f64 {
+        Format::ulp(*self, x)
+    }
+}
+
 /// One result that is being judged.
 struct OfResult<'a> {
     found: &'a Array<'a>,
@@ -83,17 +135,18 @@ struct OfResult<'a> {
 }
 
 impl OfResult<'_> {
-    fn errors<E: Element>(
+    fn errors<T: Copy>(
         &self,
-        found: &[E],
+        numbers: &impl Numbers<T>,
+        found: &[T],
         first: usize,
         expected: &[f64],
         bound: Bound<'_>,
     ) -> Errors {
         let mut errors = Errors::default();
-        for (offset, (&expected, actual)) in expected.iter().zip(&found[first..]).enumerate() {
+        for (offset, (&expected, &actual)) in expected.iter().zip(&found[first..]).enumerate() {
             let (index, bound) = (first + offset, bound.of(offset));
-            let actual = actual.to_f64();
+            let actual = numbers.wide(actual);
             let raw = distance(actual, expected);
             errors.abs.see(raw, index);
             match self.judged {
@@ -104,10 +157,10 @@ impl OfResult<'_> {
                     if expected.abs() > bound {
                         errors.rel.see(raw / expected.abs(), index);
                     }
-                    let rounded = E::from_f64(expected).to_f64();
+                    let rounded = numbers.nearest(expected);
                     let error = distance(actual, rounded);
                     if error != 0.0 {
-                        let ulp = E::DTYPE.ulp(rounded);
+                        let ulp = numbers.ulp(rounded);
                         errors.unequal += 1;
                         errors.rounded_abs.see(error, index);
                         errors.rounded_ulp.see(error / ulp, index);
@@ -118,18 +171,18 @@ impl OfResult<'_> {
                 }
                 Judged::Reached => {
                     let is_right = if expected.is_finite() {
-                        actual == E::from_f64(expected).to_f64()
+                        actual == numbers.nearest(expected)
                     } else {
                         !actual.is_finite()
                     };
                     errors.unequal += u64::from(!is_right);
                 }
                 Judged::WithinRounding { .. } => {
-                    let bound = bound + 0.5 * E::DTYPE.ulp(expected.abs() + bound);
+                    let bound = bound + 0.5 * numbers.ulp(expected.abs() + bound);
                     // What is NaN as it should be is within any bound, though that is NaN too.
                     let excess = if raw == 0.0 { 0.0 } else { raw / bound };
                     errors.excess.see(excess, index);
-                    errors.unequal += u64::from(actual != E::from_f64(expected).to_f64());
+                    errors.unequal += u64::from(actual != numbers.nearest(expected));
                     errors.squares += raw * raw;
                     errors.total += expected * expected;
                 }
@@ -141,14 +194,11 @@ impl OfResult<'_> {
 
 impl Rows for OfResult<'_> {
     fn row(&self, first: usize, expected: &[f64], bound: Bound<'_>) {
-        fn of<'b, E: ArrayElement>(found: &'b Array<'_>) -> &'b [E] {
-            E::elements(found).expect("an array of this element")
-        }
-        let found = self.found;
-        let errors = match found {
-            Array::F32(_) => self.errors(of::<f32>(found), first, expected, bound),
-            Array::Bf16(_) => self.errors(of::<half::bf16>(found), first, expected, bound),
-            Array::F16(_) => self.errors(of::<half::f16>(found), first, expected, bound),
+        let errors = match self.found {
+            Array::F32(found) => self.errors(&Of::<f32>::new(), found, first, expected, bound),
+            Array::Bf16(found) => self.errors(&Of::<bf16>::new(), found, first, expected, bound),
+            Array::F16(found) => self.errors(&Of::<f16>::new(), found, first, expected, bound),
+            Array::F8(format, found) => self.errors(format, found, first, expected, bound),
             Array::F64(_) | Array::I64(_) => return,
         };
         self.progress.done(expected.len());
@@ -185,31 +235,23 @@ impl Judge<'_> {
             })
             .collect();
         // As reports have always had them: tokens, columns, hidden.
-        let order = |name: &str| self.op.dims().iter().position(|dim| dim.index == name);
+        let order = |name: &str| {
+            let place = self.op.dims().iter().position(|dim| dim.index == name);
+            place.unwrap_or(usize::MAX)
+        };
         axes.sort_by_key(|(name, _)| order(name));
         Index(axes)
     }
-}
 
-impl Visitor for Judge<'_> {
-    fn found(&self) -> &Arrays<'_> {
-        self.found
-    }
-
-    fn scalar(&mut self, name: &str, found: f64, expected: f64, bound: f64) {
-        self.report.add(Metric::plain(name, found));
-        let error = Metric::plain(format!("abs_diff_{name}"), distance(found, expected));
-        self.report.add(error.at_most(bound));
-    }
-
-    fn result(
+    /// Judges `found`, which has the extents of the result `array`.
+    fn of_array(
         &mut self,
-        array: &'static str,
+        array: &str,
+        found: &Array<'_>,
         name: &str,
         judged: Judged,
         rows: &(dyn Fn(&dyn Rows) + Sync),
     ) {
-        let Some(found) = self.found.get(array) else { return };
         let progress = Progress::new(&format!("comparing {name}"), found.len());
         let result = OfResult { found, judged, errors: Mutex::default(), progress };
         rows(&result);
@@ -248,15 +290,51 @@ impl Visitor for Judge<'_> {
                     0.0 => 0.0,
                     squares => (squares / errors.total).sqrt(),
                 };
+                let error = Metric::plain(format!("{name}/relative"), error);
                 vec![
                     worst("_max_abs", errors.abs),
                     worst("/excess", errors.excess).at_most(1.0),
-                    Metric::plain(format!("{name}/relative"), error).at_most(relative),
+                    if relative.is_finite() { error.at_most(relative) } else { error },
                     share("/equal"),
                 ]
             }
         };
         metrics.into_iter().for_each(|metric| self.report.add(metric));
+    }
+}
+
+impl Visitor for Judge<'_> {
+    fn found(&self) -> &Arrays<'_> {
+        self.found
+    }
+
+    fn scalar(&mut self, name: &str, found: f64, expected: f64, bound: f64) {
+        self.report.add(Metric::plain(name, found));
+        let error = Metric::plain(format!("abs_diff_{name}"), distance(found, expected));
+        self.report.add(error.at_most(bound));
+    }
+
+    fn result(
+        &mut self,
+        array: &'static str,
+        name: &str,
+        judged: Judged,
+        rows: &(dyn Fn(&dyn Rows) + Sync),
+    ) {
+        if let Some(found) = self.found.get(array) {
+            self.of_array(array, found, name, judged, rows);
+        }
+    }
+
+    fn made(
+        &mut self,
+        array: &'static str,
+        found: &[f32],
+        name: &str,
+        judged: Judged,
+        rows: &(dyn Fn(&dyn Rows) + Sync),
+    ) {
+        self.of_array(array, &Array::F32(found.into()), name, judged, rows);
     }
 
     fn seconds(&mut self, name: &str, seconds: f64) {
@@ -266,19 +344,16 @@ impl Visitor for Judge<'_> {
     }
 }
 
+/// No result looks like it.
+const POISON: f32 = 7.25e3;
+
 /// Room for results, which holds nothing that a kernel would give. Scalars are in float64.
 pub(super) fn poisoned(op: Op, problem: &Problem, pass: Pass) -> Arrays<'static> {
-    /// No result looks like it.
-    const POISON: f32 = 7.25e3;
     let mut results = Arrays::default();
     for spec in op.signature(problem, pass).results {
-        let length = spec.extents(problem).iter().product();
-        let array = match spec.element {
-            _ if spec.dims.is_empty() => Array::of(vec![f64::from(POISON)]),
-            ElementRule::Is(dtype) => Array::filled(dtype, length, POISON),
-            _ => Array::filled(problem.dtype, length, POISON),
-        };
-        results.insert(spec.name, array);
+        // Numbers of 8 bits are so few that results have all of them, but NaN where no input has any.
+        let poison = if matches!(spec.element, ElementRule::Fp8(_)) { f32::NAN } else { POISON };
+        results.insert(spec.name, spec.room(problem, poison));
     }
     results
 }

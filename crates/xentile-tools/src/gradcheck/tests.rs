@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use xentile::cross_entropy::operation::options;
 use xentile::cross_entropy::reference::{TokenCotangents, forward, gradient};
 use xentile::cross_entropy::{CrossEntropy, Target};
+use xentile::fp8::encode;
 use xentile::linear_cross_entropy::reference::{Factors, Gradients, map_rows, pull_back};
 use xentile::linear_cross_entropy::{LinearShape, Operands, VocabAxis};
 use xentile::operation::{
@@ -166,6 +167,8 @@ fn one_wrong_entry_of_any_result_is_found() {
                         Array::F32(all) => all.to_mut()[index] = value,
                         Array::Bf16(all) => all.to_mut()[index] = bf16::from_f32(value),
                         Array::F16(all) => all.to_mut()[index] = f16::from_f32(value),
+                        Array::F64(all) => all.to_mut()[index] = value.into(),
+                        Array::F8(format, all) => all.to_mut()[index] = encode(*format, value),
                         other => panic!("{other:?}"),
                     }
                     let mut results = found.clone();
@@ -174,6 +177,69 @@ fn one_wrong_entry_of_any_result_is_found() {
                     assert!(!report.passed(), "{op} {dtype}: {} times {factor}", spec.name);
                 }
             }
+        }
+    }
+}
+
+/// A value of 8 bits that is the next one, and a scale that is, fail, and are named, with scales of any
+/// part of x and in the transposed copy.
+#[test]
+fn one_value_a_unit_off_is_found() {
+    let kernels = xentile_cpu::kernels("fp8_quantize").unwrap();
+    let op = Op::named(kernels.name()).unwrap();
+    let formats = ["f8e4m3fn", "f8e5m2"];
+    for (granularity, format) in ["row", "block_1d", "block_2d"]
+        .into_iter()
+        .flat_map(|of| formats.map(|format| (of, format)))
+    {
+        let more = [
+            ("granularity", Value::Word(granularity)),
+            ("format", Value::Word(format)),
+            ("block_size", Value::Integer(16)),
+            ("transposed", Value::Bool(true)),
+        ];
+        let problem = problem(op, DType::Bf16, &[37, 70], &more);
+        let rows: Vec<u64> = (0..37).collect();
+        let from = Synthetic { seed: seed(), ..Synthetic::default() };
+        let inputs = op.inputs(&problem, &from, &rows).unwrap();
+        let (pool, isa) = (xentile_cpu::Threads::new(2).unwrap(), xentile_cpu::Isa::detect());
+        let launch = xentile_cpu::operation::Launch { isa, pool: &pool };
+        let (pass, nothing) = (Pass::Forward, Arrays::default());
+        let mut found = poisoned(op, &problem, pass);
+        kernels.open(&problem, &inputs, launch).unwrap().run(pass, &nothing, &mut found).unwrap();
+        let judge = |found: &Arrays<'_>| judged(op, &problem, &inputs, pass, &nothing, found);
+        let right = judge(&found);
+        assert!(right.passed(), "{granularity} {format}: {}", right.to_json());
+        for (name, of_metric, columns) in
+            [("values", "values/excess", 70), ("transposed", "transposed/excess", 37)]
+        {
+            let mut results = found.clone();
+            let Some(Array::F8(_, bits)) = results.get_mut(name) else { panic!("{name}") };
+            // Where it is exact, so that its neighbours are a whole unit off.
+            let largest = |&index: &usize| bits[index] & 0x7f;
+            let index = (0..bits.len()).max_by_key(largest).unwrap();
+            bits.to_mut()[index] -= 1;
+            let report = judge(&results);
+            assert!(!report.passed(), "{granularity} {format}: {name}");
+            let [token, hidden] = match name {
+                "values" => [index / columns, index % columns],
+                _ => [index % columns, index / columns],
+            };
+            let place = &report.to_json()["worst"][of_metric];
+            assert_eq!(*place, serde_json::json!({"token": token, "hidden": hidden}));
+        }
+        for name in ["scales", "transposed_scales"] {
+            let mut results = found.clone();
+            let Some(Array::F32(scales)) = results.get_mut(name) else { panic!("{name}") };
+            scales.to_mut()[2] *= 1.0 + 3.0 * f32::EPSILON;
+            let report = judge(&results);
+            assert!(report.metric(&format!("{name}_rounded/excess")).unwrap() > 1.0, "{name}");
+            // Half of it is far beyond what a value may be off by, too.
+            let Some(Array::F32(scales)) = results.get_mut(name) else { panic!("{name}") };
+            scales.to_mut()[2] *= 0.5;
+            let back = if name == "scales" { "" } else { "transposed_" };
+            let excess = judge(&results).metric(&format!("{back}dequantised_excess"));
+            assert!(excess.unwrap() > 1.0, "{name}: {excess:?}");
         }
     }
 }

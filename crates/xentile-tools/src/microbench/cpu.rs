@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use bytemuck::{Pod, pod_align_to, pod_align_to_mut};
-use xentile::operation::{Array, ArrayElement, Arrays, ElementRule, Pass, Problem};
+use xentile::operation::{Array, ArrayElement, Arrays, Pass, Problem};
 use xentile_cpu::operation::{Launch, Run, for_each};
 use xentile_cpu::{Isa, Threads, copy, kernels};
 
@@ -25,6 +25,8 @@ struct OnCpu {
     given: Arrays<'static>,
     /// Empty until the first step, which makes their memory its own.
     results: Arrays<'static>,
+    /// For a copy of the first input, where there is no gradient; empty until the first copy.
+    room: Arrays<'static>,
     config: Config,
     /// The first output, and the cotangent of it.
     output: (&'static str, &'static str),
@@ -71,6 +73,7 @@ impl OnCpu {
             inputs,
             given,
             results: Arrays::default(),
+            room: Arrays::default(),
             output: first_output(config, problem, pass),
             is_memory_bound: op.cost(problem).flops == 0,
             config: config.clone(),
@@ -83,13 +86,7 @@ impl OnCpu {
     /// Makes room for results.
     fn allocate(&mut self) {
         for spec in self.config.op.signature(self.problem, self.pass).results {
-            let length = spec.extents(self.problem).iter().product();
-            let array = match spec.element {
-                _ if spec.dims.is_empty() => Array::of(vec![0_f64]),
-                ElementRule::Is(dtype) => Array::filled(dtype, length, 0.0),
-                _ => Array::filled(self.problem.dtype, length, 0.0),
-            };
-            self.results.insert(spec.name, array);
+            self.results.insert(spec.name, spec.room(self.problem, 0.0));
         }
     }
 
@@ -130,22 +127,31 @@ impl Benchmark for OnCpu {
         Ok((0..output.len()).map(|index| of(index) * output.at(index)).sum())
     }
 
-    /// The first input goes where its gradient was, so that copy and kernel work on the very same pages
-    /// and the peak of memory is the kernel's.
+    /// The first input goes where its gradient was, if it has any, so that copy and kernel work on the very
+    /// same pages and the peak of memory is the kernel's.
     fn time_copies(&mut self, _: usize) -> Vec<f64> {
         if !self.is_memory_bound {
             return Vec::new();
         }
         let signature = self.config.op.signature(self.problem, self.pass);
-        let input = signature.operands.first().map_or("", |spec| spec.name);
-        let gradient = signature.results.get(signature.gradients()).map_or("", |spec| spec.name);
-        let mut results = std::mem::take(&mut self.results);
-        let copied = match (self.inputs.get(input), results.get_mut(gradient)) {
+        let Some(first) = signature.operands.first() else { return Vec::new() };
+        let [mut results, mut room] = [&mut self.results, &mut self.room].map(std::mem::take);
+        let to = match signature.results.get(signature.gradients()) {
+            Some(gradient) => results.get_mut(gradient.name),
+            None => {
+                if room.get(first.name).is_none() {
+                    room.insert(first.name, first.room(self.problem, 0.0));
+                }
+                room.get_mut(first.name)
+            }
+        };
+        let copied = match (self.inputs.get(first.name), to) {
             (Some(Array::F32(from)), Some(Array::F32(to))) => self.copies(from, to.to_mut()),
             (Some(Array::Bf16(from)), Some(Array::Bf16(to))) => self.copies(from, to.to_mut()),
             (Some(Array::F16(from)), Some(Array::F16(to))) => self.copies(from, to.to_mut()),
             _ => Vec::new(),
         };
+        self.room = room;
         self.results = results;
         copied
     }

@@ -9,7 +9,7 @@ use pjrt_client::{
     Topology,
 };
 use xentile::Tile;
-use xentile::operation::{Array, ArraySpec, Arrays, ElementRule, Pass, Problem};
+use xentile::operation::{Array, ArraySpec, Arrays, Pass, Problem};
 use xentile_programs::stablehlo::Builder;
 use xentile_programs::{ElementType, Program, TensorType};
 
@@ -119,7 +119,9 @@ impl Plan {
         let own = exported::own_program(op, problem, pass, backend, implementation)?;
         let (program, tile) = own.context("this build writes the program, or JAX does")?;
         let platform = backend.platform().context("the backend has a platform")?;
-        let program = xla::for_platform(platform, program.donating(signature.gradients));
+        let has_gradients = signature.gradients < signature.results.len();
+        let program = if has_gradients { program.donating(signature.gradients) } else { program };
+        let program = xla::for_platform(platform, program);
         Ok(Self {
             code: program.text.into_bytes(),
             exported: None,
@@ -130,9 +132,19 @@ impl Plan {
         })
     }
 
-    /// The type of the first gradient.
+    /// The type of the first gradient, or without any that of what copies write.
     fn gradient_type(&self) -> &TensorType {
-        &self.signature.results[self.signature.gradients]
+        let Signature { arguments, results, gradients, .. } = &self.signature;
+        results.get(*gradients).unwrap_or(&arguments[0])
+    }
+
+    /// Whether it takes the memory of the gradient before.
+    fn takes_gradient(&self) -> bool {
+        self.exported.is_none() && self.has_gradients()
+    }
+
+    fn has_gradients(&self) -> bool {
+        self.signature.gradients < self.signature.results.len()
     }
 }
 
@@ -248,12 +260,8 @@ fn uploaded(
 /// Room on the host for the result `name`.
 fn room_for(config: &Config, problem: &Problem, pass: Pass, name: &str) -> Array<'static> {
     let signature = config.op.signature(problem, pass);
-    let Some(spec) = signature.get(name) else { return Array::of(Vec::<f32>::new()) };
-    let length = spec.extents(problem).iter().product();
-    match spec.element {
-        ElementRule::Is(dtype) => Array::filled(dtype, length, 0.0),
-        _ => Array::filled(problem.dtype, length, 0.0),
-    }
+    let spec = signature.get(name);
+    spec.map_or_else(|| Array::of(Vec::<f32>::new()), |spec| spec.room(problem, 0.0))
 }
 
 impl Benchmark for OnXla {
@@ -268,9 +276,9 @@ impl Benchmark for OnXla {
 
     fn start(&mut self) -> Result<()> {
         // A program from JAX makes its own, once there is room.
-        let donated = match self.plan.exported {
-            None => Some(self.take_donated()?),
-            Some(_) => {
+        let donated = match self.plan.takes_gradient() {
+            true => Some(self.take_donated()?),
+            false => {
                 self.donated = None;
                 None
             }
@@ -279,7 +287,9 @@ impl Benchmark for OnXla {
         let arguments: Vec<_> = self.inputs.iter().chain(&donated).collect();
         let Execution { mut outputs, done } =
             compiled.executable.execute_async(&arguments, &ExecuteOptions::default())?;
-        self.donated = Some(outputs.swap_remove(self.plan.signature.gradients));
+        if self.plan.has_gradients() {
+            self.donated = Some(outputs.swap_remove(self.plan.signature.gradients));
+        }
         self.loss = Some(outputs.swap_remove(0));
         self.last = Some(done);
         Ok(())

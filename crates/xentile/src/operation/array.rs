@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use half::{bf16, f16};
 
+use crate::fp8::{Format, encode};
 use crate::{DType, Element};
 
 /// An array in row-major order; its extents are its [`ArraySpec`](super::ArraySpec)'s.
@@ -19,6 +20,8 @@ pub enum Array<'a> {
     F64(Cow<'a, [f64]>),
     /// Integers.
     I64(Cow<'a, [i64]>),
+    /// The bits of numbers of 8 bits.
+    F8(Format, Cow<'a, [u8]>),
 }
 
 /// An element of an [`Array`].
@@ -61,6 +64,7 @@ macro_rules! element {
             pub fn len(&self) -> usize {
                 match self {
                     $(Self::$variant(elements) => elements.len(),)*
+                    Self::F8(_, bits) => bits.len(),
                 }
             }
 
@@ -72,6 +76,7 @@ macro_rules! element {
             pub fn at(&self, index: usize) -> f64 {
                 match self {
                     $(Self::$variant(elements) => elements[index].wide(),)*
+                    Self::F8(format, bits) => format.decode(bits[index]).into(),
                 }
             }
         }
@@ -84,14 +89,8 @@ macro_rules! element {
             #[must_use]
             pub fn cut(self, length: usize) -> Self {
                 match self {
-                    $(Self::$variant(Cow::Borrowed(elements)) => {
-                        Self::$variant(Cow::Borrowed(&elements[..length]))
-                    }
-                    Self::$variant(Cow::Owned(mut elements)) => {
-                        assert!(length <= elements.len(), "{length} of {}", elements.len());
-                        elements.truncate(length);
-                        Self::$variant(Cow::Owned(elements))
-                    })*
+                    $(Self::$variant(elements) => Self::$variant(cut(elements, length)),)*
+                    Self::F8(format, bits) => Self::F8(format, cut(bits, length)),
                 }
             }
         }
@@ -99,6 +98,17 @@ macro_rules! element {
 }
 
 element!(f32: F32, bf16: Bf16, f16: F16, f64: F64, i64: I64);
+
+fn cut<E: Clone>(elements: Cow<'_, [E]>, length: usize) -> Cow<'_, [E]> {
+    match elements {
+        Cow::Borrowed(elements) => Cow::Borrowed(&elements[..length]),
+        Cow::Owned(mut elements) => {
+            assert!(length <= elements.len(), "{length} of {}", elements.len());
+            elements.truncate(length);
+            Cow::Owned(elements)
+        }
+    }
+}
 
 /// Any element as f64.
 trait Wide {
@@ -150,6 +160,7 @@ impl Array<'_> {
             Self::F16(elements) => elements.to_mut().fill(f16::from_f32(value)),
             Self::F64(elements) => elements.to_mut().fill(value.into()),
             Self::I64(elements) => elements.to_mut().fill(value as i64),
+            Self::F8(format, bits) => bits.to_mut().fill(encode(*format, value)),
         }
     }
 }
@@ -179,6 +190,18 @@ impl<'a> Arrays<'a> {
         for (name, array) in more.0 {
             self.insert(name, array);
         }
+    }
+
+    /// The bits of the array called `name`, of numbers of 8 bits; none where there is none.
+    ///
+    /// # Panics
+    /// Its elements are of another type.
+    #[must_use]
+    pub fn bits(&self, name: &str) -> Option<&[u8]> {
+        self.get(name).map(|array| match array {
+            Array::F8(_, bits) => &**bits,
+            _ => panic!("{name} is no array of 8 bits"),
+        })
     }
 
     /// The array called `name`.

@@ -74,7 +74,7 @@ pub enum Judged {
     /// most 1; `NAME/relative`, the error of all entries by their norm, is at most `relative`;
     /// `NAME/equal`, the share of entries that are the rounded value.
     WithinRounding {
-        /// That limit.
+        /// That limit; infinite where there is none.
         relative: f64,
     },
 }
@@ -122,6 +122,17 @@ pub trait Visitor {
         rows: &(dyn Fn(&dyn Rows) + Sync),
     );
 
+    /// The same of `found`, an array in f32 that was made of results, with the extents of the result
+    /// `array`.
+    fn made(
+        &mut self,
+        array: &'static str,
+        found: &[f32],
+        name: &str,
+        judged: Judged,
+        rows: &(dyn Fn(&dyn Rows) + Sync),
+    );
+
     /// How long a part of the reference took, as `time/NAME`.
     fn seconds(&mut self, name: &str, seconds: f64);
 }
@@ -139,6 +150,7 @@ pub trait Reference {
         _ = (pass, given, visitor);
     }
 
-    /// Hands over gradients of `pass` for what it is `given`. Names of metrics start with `prefix`.
+    /// Hands over gradients of `pass` for what it is `given`. Names of metrics start with `prefix`. Not
+    /// asked for where no pass has any.
     fn gradients(&self, pass: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor);
 }

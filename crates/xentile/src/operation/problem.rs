@@ -55,9 +55,14 @@ pub struct Problem {
 
 impl Problem {
     /// The extent of the dim `letter`, or of so many as are before it, as in `2F`; 1 for a letter that the
-    /// problem does not have.
+    /// problem does not have. Of `D/block_size` it is how many parts there are, the last of which may be
+    /// shorter, where the option `block_size` says how long one is.
     #[must_use]
     pub fn dim(&self, letter: &str) -> usize {
+        if let Some((letter, option)) = letter.split_once('/') {
+            let part = self.integer(option).and_then(|part| usize::try_from(part).ok());
+            return self.dim(letter).div_ceil(part.unwrap_or(1).max(1));
+        }
         let (times, letter) = multiple(letter);
         times * self.extent(letter)
     }

@@ -1,6 +1,7 @@
 """Programs of FP8 quantisation for tools that run no Python: values and scales.
 
-The argument is x [T, D]; results are values [T, D] and scales, [T] or by block.
+The argument is x [T, D]; results are values [T, D] and scales, a scalar, [T] or by block, and those
+of the transposed copy [D, T] where the option `transposed` is set.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from ..exporting import (
 from .api import fp8_quantize
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-OPTIONS = ("granularity", "block_size", "power_of_two", "format")
+OPTIONS = ("granularity", "block_size", "power_of_two", "format", "transposed")
 FORMATS = {"f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2}
 
 
@@ -48,7 +49,7 @@ def program(cell: Cell) -> Program:
     """Returns a cell's program.
 
     Raises:
-        ConfigError: an option that is not known.
+        ConfigError: an option that is not known, or outside its range.
     """
     check_options(cell.options, OPTIONS)
     settings: Settings = cell.settings
@@ -61,9 +62,14 @@ def program(cell: Cell) -> Program:
     implementation: Any = "reference" if cell.is_dense else None
 
     def forward(x: Any) -> Any:
-        return tuple(fp8_quantize(x, dtype=FORMATS[name], implementation=implementation, **options))
+        found = fp8_quantize(x, dtype=FORMATS[name], implementation=implementation, **options)
+        return tuple(jax.tree.leaves(found))
 
     rows = jax.ShapeDtypeStruct((cell.tokens, settings.hidden), DTYPES[cell.dtype])
+    try:
+        jax.eval_shape(forward, rows)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"options: {error}") from None
     return Program("forward", forward, [rows])
 
 
