@@ -310,7 +310,7 @@ fn gradient_of(name: &str) -> &'static str {
 }
 
 /// Tells the seed of cotangents of entropies from that of others.
-const OF_ENTROPY: u64 = 0x656e_7472_6f70_79;
+const OF_ENTROPY: u64 = 0x0065_6e74_726f_7079;
 
 /// Weights or cotangents of tokens.
 pub(crate) fn given(
