@@ -55,7 +55,7 @@ def program(cell: Cell) -> Program:
 
     def per_token(arrays: Sequence[Any], labels: Any) -> Any:
         (logits,) = arrays
-        asked: dict[str, Any] = {"return_entropy": distribution, "return_correct": distribution}
+        asked: Any = {"return_entropy": distribution, "return_correct": distribution}
         return cross_entropy_per_token(logits, labels, return_lse=True, **asked, **keywords)
 
     logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
