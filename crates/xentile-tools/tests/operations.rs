@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use xentile::operation::{DimSpec, Kind, Operation, OptionSpec, Pass, Section};
+use xentile::operation::{DimSpec, Kind, Operation, Pass, Section, Value as OptionValue};
 use xentile::{DType, operations};
 
 const GRADCHECK: &str = env!("CARGO_BIN_EXE_gradcheck");
@@ -43,18 +43,31 @@ fn config(of: &dyn Operation) -> String {
     config
 }
 
-/// Each value of an option that is one of a few, as `--set` has it.
-fn values(option: &OptionSpec) -> Vec<String> {
-    let path = match option.section {
-        Section::Options => format!("options.{}", option.name),
-        Section::Top => option.name.to_owned(),
-    };
-    let words: Vec<&str> = match option.kind {
-        Kind::Bool => vec!["false", "true"],
-        Kind::Word(words) => words.to_vec(),
-        _ => vec![],
-    };
-    words.iter().map(|word| format!("{path}={word}")).collect()
+/// What `--set` has in each run of an operation: nothing, and any other value than the default of an option
+/// of a few values, with what that asks of others.
+fn variants(of: &dyn Operation) -> Vec<Vec<String>> {
+    let mut all = vec![Vec::new()];
+    for option in of.options() {
+        let path = match option.section {
+            Section::Options => format!("options.{}", option.name),
+            Section::Top => option.name.to_owned(),
+        };
+        let values: Vec<(OptionValue, String)> = match option.kind {
+            Kind::Bool => [false, true].map(|x| (OptionValue::Bool(x), x.to_string())).into(),
+            Kind::Word(words) => {
+                words.iter().map(|word| (OptionValue::Word(word), (*word).to_owned())).collect()
+            }
+            _ => Vec::new(),
+        };
+        for (_, value) in values.into_iter().filter(|(value, _)| *value != option.default) {
+            let mut sets = vec![format!("{path}={value}")];
+            if path == "options.distribution" {
+                sets.push("options.reduction=none".to_owned());
+            }
+            all.push(sets);
+        }
+    }
+    all
 }
 
 /// The report of a gradcheck of `config` that passes.
@@ -89,26 +102,15 @@ fn refuses(config: &str, set: &str) -> String {
     stderr(&output)
 }
 
-/// Whether the values of two options go together.
-fn go_together(sets: &[String]) -> bool {
-    let has = |set: &str| sets.iter().any(|has| has == set);
-    !(has("options.reduction=none") && has("options.weights=random"))
-}
-
 #[test]
 fn every_option_passes_gradcheck_in_every_dtype() {
     for of in native() {
-        for option in of.options() {
-            for value in values(option) {
-                for dtype in DType::ALL {
-                    let sets = [format!("dtype={dtype}"), value.clone()];
-                    if !go_together(&sets) {
-                        continue;
-                    }
-                    let report = passes(&config(of), &sets);
-                    assert_eq!(report["config"]["op"], of.name());
-                    assert_eq!(report["config"]["dtype"], dtype.name());
-                }
+        for sets in variants(of) {
+            for dtype in DType::ALL {
+                let sets = [&[format!("dtype={dtype}")], &sets[..]].concat();
+                let report = passes(&config(of), &sets);
+                assert_eq!(report["config"]["op"], of.name());
+                assert_eq!(report["config"]["dtype"], dtype.name());
             }
         }
     }
@@ -292,25 +294,14 @@ fn every_operation_passes_gradcheck_on_xla() {
         if xentile_programs::programs(of.name()).is_none() && !exported.exists() {
             continue;
         }
+        // XLA's programs add rows up as they come.
+        let has_sums = of.tolerances().iter().any(|of| of.name == "sum_roundings");
+        let sums = has_sums.then(|| "tolerances.sum_roundings=1".to_owned());
         for implementation in ["kernel", "reference"] {
-            for option in of.options() {
-                for value in values(option) {
-                    let sets = [
-                        "backend=xla:cpu".to_owned(),
-                        format!("impl={implementation}"),
-                        // XLA's programs add rows up as they come.
-                        "tolerances.sum_roundings=1".to_owned(),
-                        value,
-                    ];
-                    let has_sums = of.tolerances().iter().any(|of| of.name == "sum_roundings");
-                    let sets: Vec<_> = sets
-                        .into_iter()
-                        .filter(|set| has_sums || !set.starts_with("tolerances"))
-                        .collect();
-                    if go_together(&sets) {
-                        passes(&config(of), &sets);
-                    }
-                }
+            for more in variants(of) {
+                let mut sets = vec!["backend=xla:cpu".to_owned(), format!("impl={implementation}")];
+                sets.extend(sums.iter().cloned().chain(more));
+                passes(&config(of), &sets);
             }
         }
     }
