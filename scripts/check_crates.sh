@@ -8,6 +8,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # keeps by the folder's name, and takes again though archives have changed: hence a new name each time.
 folder=$(mktemp -d)
 unpacked=${CARGO_HOME:-$HOME/.cargo}/registry/src
+# shellcheck disable=SC2329 # the trap calls it
 clean() {
     find "$unpacked" -mindepth 1 -maxdepth 1 -name '-*' -newer "$folder/began" -exec rm -rf {} +
     rm -rf "$folder"
