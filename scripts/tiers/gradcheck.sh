@@ -8,7 +8,7 @@ build_binaries
 exported=""
 if use_exported_programs; then
     exported=1
-    cargo test "${like_workspace[@]}" --test linear --test face --test operations -- --include-ignored || status=1
+    cargo test --no-fail-fast "${like_workspace[@]}" --test linear --test face --test operations -- --include-ignored || status=1
 fi
 configs=()
 for config in configs/gradcheck/*.yaml; do
