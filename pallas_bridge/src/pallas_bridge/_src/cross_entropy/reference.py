@@ -88,6 +88,8 @@ def known_floats(
     columns: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits, of those asked for."""
+    # Once for all, so that what flows back is added up before it is rounded.
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     outputs: tuple[jax.Array, ...] = per_token(options, logits, labels)
     if with_distribution:
         outputs = *outputs, distribution(options, logits, labels)[0]
