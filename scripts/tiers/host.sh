@@ -4,9 +4,11 @@ source scripts/tiers/common.sh
 
 # One architecture, as nothing here runs kernels; wheels have all.
 export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
-cargo test --workspace --no-fail-fast
+status=0
+cargo test --workspace --no-fail-fast || status=1
 if [[ -n ${XENTILE_NVCC:-} ]]; then
-    cargo test --no-fail-fast --package xentile-cuda --package xentile-xla --features xentile-xla/cuda
+    cargo test --no-fail-fast --package xentile-cuda --package xentile-xla --features xentile-xla/cuda ||
+        status=1
 else
     echo "left out: what the feature cuda adds, which needs CUDA's compiler"
 fi
@@ -14,3 +16,4 @@ for flag in avx2 avx512f avx512_bf16 amx_bf16; do
     grep --quiet --word-regexp $flag /proc/cpuinfo 2>/dev/null ||
         echo "left out: what is written for $flag, which this processor has not"
 done
+exit "$status"
