@@ -18,9 +18,9 @@ from ..cross_entropy import known
 from ..cross_entropy import reference as of_logits
 from ..cross_entropy.known import Asked, Known
 from ..cross_entropy.options import Options, is_ignored
-from ..custom_call import vary_alike
 from . import reference, tokens
 from .declaration import OPERATION
+from .parts import alike
 from .product import Products, blank, each, operand_dtype
 from .tokens import Bias, Gradients, idle_tokens, put, rows
 
@@ -45,13 +45,7 @@ def known_of(
     labels: jax.Array,
 ) -> Known:
     """Returns what is asked for of each token [N]; the gradient makes logits again."""
-    given = [one for one in (hidden, weight, bias, labels, asked.columns) if one is not None]
-    varying = iter(vary_alike(given))
-    alike = [
-        None if one is None else next(varying)
-        for one in (hidden, weight, bias, labels, asked.columns)
-    ]
-    outputs = _known(chunks, *alike)
+    outputs = _known(chunks, *alike(hidden, weight, bias, labels, asked.columns))
     return known.ordered(chunks.options, asked, labels, outputs)
 
 
