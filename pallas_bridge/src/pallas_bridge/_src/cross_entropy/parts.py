@@ -324,12 +324,14 @@ def known_dense(
     columns: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits, in plain JAX."""
+    # Once for all, so that what flows back is added up before it is rounded.
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     outputs: tuple[jax.Array, ...] = vocab_parts.dense(options, exchange, logits, labels)
     ignored = labels_of_part(options, exchange, labels, logits.shape[-1]).ignored
     frozen = exchange.spread(ignored)[..., None]
     logits = jnp.where(frozen, jax.lax.stop_gradient(logits), logits)
     if distribution:
-        z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+        z = options.mapped(logits)
         lse = exchange.spread(outputs[2])[..., None]
         masked = (z == -jnp.inf) & ~jnp.isnan(lse)
         log_p = jnp.where(masked, 0, z - lse)
