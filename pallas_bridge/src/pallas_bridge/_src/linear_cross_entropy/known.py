@@ -143,14 +143,30 @@ def _known(
 @partial(_known.defjvp, symbolic_zeros=True)
 def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
     outputs, low = linear.whole(OPERATION, partial(_forward, chunks), *arrays)
-    moving = outputs[:-1] if chunks.distribution else outputs
     entropy = outputs[3] if chunks.distribution else None
-    picked = None if arrays[-1] is None else moving[-1]
-    residuals = arrays, (outputs[2], low, entropy, picked)
-    apply, transpose = partial(_tangents, chunks), partial(_pull, chunks)
+    picked = None if arrays[-1] is None else outputs[4 if chunks.distribution else 3]
+    saved = outputs[2], low, entropy, picked
+    rules = partial(_tangents, chunks), partial(_pull, chunks)
+    return derivative(chunks.distribution, *rules, outputs, saved, arrays, tangents)
+
+
+def derivative(
+    distribution: bool,
+    apply: Any,
+    transpose: Any,
+    outputs: Any,
+    saved: Any,
+    arrays: Any,
+    tangents: Any,
+) -> Any:
+    """Returns outputs and their tangents, for `linear.bind`'s `apply` and `transpose`.
+
+    Both take the arrays, and what the forward pass `saved`, as residuals.
+    """
+    moving = outputs[:-1] if distribution else outputs
     of_arrays = [None if one is None else linear.given(one) for one in tangents[:3]]
-    found = linear.bind(apply, transpose, residuals, of_arrays, moving)
-    return outputs, known.with_correct(chunks.distribution, outputs, found)
+    found = linear.bind(apply, transpose, (arrays, saved), of_arrays, moving)
+    return outputs, known.with_correct(distribution, outputs, found)
 
 
 def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:

@@ -22,7 +22,7 @@ from ..cross_entropy.parts import Found
 from ..vocab_parts import Labels, OverDevices, labels_of_part, options_of_part
 from . import reference
 from .declaration import OPERATION
-from .known import Chunks, backward
+from .known import Chunks, backward, derivative
 from .parts import alike
 from .product import blank, each, operand_dtype
 from .tokens import Bias, Gradients, put, rows
@@ -148,11 +148,8 @@ def _known(
 @partial(_known.defjvp, symbolic_zeros=True)
 def _known_jvp(work: Parts, arrays: Any, tangents: Any) -> Any:
     outputs, saved = _forward(work, *arrays)
-    moving = outputs[:-1] if work.whole.distribution else outputs
-    apply, transpose = partial(_tangents, work), partial(_pull, work)
-    of_arrays = [None if one is None else linear.given(one) for one in tangents[:3]]
-    found = linear.bind(apply, transpose, (arrays, saved), of_arrays, moving)
-    return outputs, known.with_correct(work.whole.distribution, outputs, found)
+    rules = partial(_tangents, work), partial(_pull, work)
+    return derivative(work.whole.distribution, *rules, outputs, saved, arrays, tangents)
 
 
 def _tangents(work: Parts, residuals: Any, tangents: Any) -> Any:
