@@ -358,13 +358,17 @@ pub trait Operation: Sync {
         false
     }
 
+    /// Whether any pass gives gradients.
+    fn has_derivative(&self) -> bool {
+        self.passes().iter().any(|pass| pass.has_gradients())
+    }
+
     /// The pass that gives everything that `problem` asks for.
     fn whole(&self, problem: &Problem) -> Pass {
         match self.is_fused(problem) {
             true => Pass::Fused,
-            // Some have no derivative.
-            false if self.passes() == [Pass::Forward] => Pass::Forward,
-            false => Pass::ForwardAndBackward,
+            false if self.has_derivative() => Pass::ForwardAndBackward,
+            false => Pass::Forward,
         }
     }
 

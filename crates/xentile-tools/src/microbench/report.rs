@@ -6,7 +6,6 @@ use std::fmt;
 use pjrt_client::CompiledMemoryStats;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use xentile::operation::Pass;
 use xentile::operations;
 
 use super::config::Config;
@@ -187,7 +186,7 @@ impl fmt::Display for Report {
         let (schedule, how) = match self.reduction {
             Some("none") => ("reduction", "none, forward then backward".to_owned()),
             Some(reduction) => ("reduction", format!("{reduction}, fused")),
-            None if self.op.passes() == [Pass::Forward] => ("schedule", "forward".to_owned()),
+            None if !self.op.has_derivative() => ("schedule", "forward".to_owned()),
             None => ("schedule", "forward then backward".to_owned()),
         };
         let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
