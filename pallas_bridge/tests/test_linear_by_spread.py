@@ -199,9 +199,11 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         assert actual.dtype == like.dtype
     matrices = zip(gradients, others, exact.gradients, exact.once, arrays, strict=False)
     if narrow(arrays)[0].dtype == jnp.float32:
+        # What the worst of many sums of as many terms as tokens is off by, in any order.
+        of_a_sum = TOKENS**0.5 * float(jnp.finfo(jnp.float32).eps)
         for actual, dense_one, want, *_ in matrices:
-            # Whose worst entry is worse is luck.
-            assert error(actual, want) <= (4 if is_call else 2) * error(dense_one, want)
+            # Whose worst entry is worse is luck, and norms tell more.
+            assert error(actual, want) <= 2 * error(dense_one, want) + of_a_sum
             norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
             # Chunks, and the call, add in another order.
             of_sums = {"one": 1.1, "reference": 1.1, "library": 2.5}.get(schedule, 1.4)
