@@ -115,6 +115,8 @@ def test_settings_override() -> None:
         ("time --set batch.a=1", "batch is {'a': 1}: give a value of type int"),
         ("time --config absent.yaml", "config absent.yaml cannot be read"),
         ("time --resume", "--resume has no file to go on with: give --json FILE"),
+        ("time --report page.md", "--report is made of the rows in --json: name that file too"),
+        ("time --json a --report a.html", "--report a.html is the page in Markdown: its HTML"),
         ("time --set attention=cudnn", "needs an NVIDIA GPU: choose xla or ours"),
         ("attention --set implementations=cudnn", "needs an NVIDIA GPU: choose xla or ours"),
         ("attention --set policies=mixed", "attention has no parameters: give bfloat16"),
@@ -394,10 +396,12 @@ def test_sums_in_sixteen_bits() -> None:
         assert precision.add(total, of) == float(numpy_sum), (total, of)
 
 
-def measured(command: str, tmp_path: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
+def measured(
+    command: str, tmp_path: Path, settings: Sequence[str], *flags: str
+) -> list[dict[str, Any]]:
     """The rows of a real run."""
     file = tmp_path / f"{command}.jsonl"
-    given = ["--config", str(TEST), "--json", str(file), "--set", *settings]
+    given = ["--config", str(TEST), "--json", str(file), "--set", *settings, *flags]
     assert bench(command, *given) == 0
     return rows_of(file)
 
@@ -411,7 +415,8 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "attention=ours",
         "loss=ours",
     ]
-    cold, warm = measured("time", tmp_path, settings)
+    page = tmp_path / "told.md"
+    cold, warm = measured("time", tmp_path, settings, "--report", str(page))
     assert cold["average"] > warm["average"] > 0
     assert cold["warmup_total"] == 0 < warm["warmup_total"]
     shown = capsys.readouterr()
@@ -424,9 +429,13 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         bench("report", str(tmp_path / "time.jsonl"), "--out", str(out), "--html", str(html)) == 0
     )
-    page = out.read_text()
-    assert "## Time of a step\n\n| size |" in page and "jax " in page
-    assert "![Time of a step](page-time.svg)" in page
+    # What --report wrote is the same, but for the name of its pictures.
+    told = [one.with_suffix(".html").read_text() for one in (page, out)]
+    assert told[0] == told[1]
+    assert page.read_text().replace("told-time.svg", "page-time.svg") == out.read_text()
+    text = out.read_text()
+    assert "## Time of a step\n\n| size |" in text and "jax " in text
+    assert "![Time of a step](page-time.svg)" in text
     assert "average of a step (s), after 1 of warm-up" in (tmp_path / "page-time.svg").read_text()
     assert "<table>" in html.read_text() and '<img src="data:image/svg+xml;' in html.read_text()
 

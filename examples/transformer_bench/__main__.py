@@ -41,6 +41,12 @@ def parser() -> Parser:
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
         one.add_argument("--resume", action="store_true", help="leave rows as --json has them")
+        one.add_argument(
+            "--report",
+            type=Path,
+            metavar="PAGE.md",
+            help="then writes a page of the rows in --json, as HTML too, with pictures",
+        )
     one = commands.add_parser("report", help="a page with pictures of files that --json made")
     one.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     one.add_argument("--out", type=Path, metavar="PAGE.md", help="(default: the terminal)")
@@ -64,6 +70,11 @@ def write(path: Path, text: str) -> None:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Runs a command that measures; returns the exit status."""
+    page: Path | None = arguments.report
+    if page is not None and arguments.json is None:
+        raise InputError("--report is made of the rows in --json: name that file too")
+    if page is not None and page.suffix == ".html":
+        raise InputError(f"--report {page} is the page in Markdown: its HTML goes beside PAGE.md")
     spec = load(arguments.config, arguments.set)
     if arguments.command != "attention":
         # Of `layers` most rows have less than all parameters.
@@ -77,12 +88,19 @@ def measure(arguments: argparse.Namespace) -> int:
 
     rows = run(arguments.command, spec, arguments.json, arguments.resume, say)
     print(report.section(arguments.command, rows))
+    if page is not None:
+        make_page([arguments.json], page, page.with_suffix(".html"))
     return int(any(row["status"] == "failed" for row in rows))
 
 
-def make_page(arguments: argparse.Namespace) -> None:
-    """Writes what `report` asks for; pictures lie beside a page of Markdown, and in one of HTML."""
-    out: Path | None = arguments.out
+def make_page(files: Sequence[Path], out: Path | None, html: Path | None) -> None:
+    """Writes a page of files; pictures lie beside one of Markdown, and in one of HTML.
+
+    Args:
+        files: What `--json` made.
+        out: The page in Markdown; without it that goes to the terminal, with no pictures.
+        html: The page in HTML, if it is wanted.
+    """
 
     def beside(command: str, picture: str) -> str:
         assert out is not None
@@ -91,12 +109,12 @@ def make_page(arguments: argparse.Namespace) -> None:
         return file.name
 
     if out is None:
-        print(report.page(arguments.files))
+        print(report.page(files))
     else:
-        write(out, report.page(arguments.files, beside))
-    if arguments.html is not None:
-        page = report.page(arguments.files, lambda _, picture: report.embedded(picture))
-        write(arguments.html, report.html(page))
+        write(out, report.page(files, beside))
+    if html is not None:
+        page = report.page(files, lambda _, picture: report.embedded(picture))
+        write(html, report.html(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given)
     try:
         if arguments.command == "report":
-            make_page(arguments)
+            make_page(arguments.files, arguments.out, arguments.html)
             return 0
         return measure(arguments)
     except (InputError, RunError) as error:
