@@ -32,12 +32,16 @@ impl Kernels for OfSequence {
             [seen.start as i32, seen.end as i32]
         });
         let ranges = of_head.collect::<Vec<_>>().repeat(shape.heads);
+        let ids = inputs.slice::<i64>("segment_ids");
+        let segments =
+            ids.map(|ids| ids.iter().map(|id| *id as i32).collect::<Vec<_>>().repeat(shape.heads));
         Ok(by_dtype!(problem.dtype, E => Box::new(Sequence::<E> {
             problem,
             inputs,
             shape,
             launch,
             ranges,
+            segments,
             o: Vec::new(),
             lse: Vec::new(),
         })))
@@ -50,6 +54,7 @@ struct Sequence<'a, E> {
     shape: AttentionShape,
     launch: Launch<'a>,
     ranges: Vec<i32>,
+    segments: Option<Vec<i32>>,
     /// What the last forward pass gave.
     o: Vec<E>,
     lse: Vec<f32>,
@@ -57,8 +62,11 @@ struct Sequence<'a, E> {
 
 impl<E: Element + ArrayElement> Run for Sequence<'_, E> {
     fn run(&mut self, pass: Pass, given: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
-        let Self { problem, inputs, shape, launch, ranges, o: kept, lse: kept_lse } = self;
-        let visible = Visible { ranges, segments: None };
+        let Self { problem, inputs, shape, launch, ranges, segments, o: kept, lse: kept_lse } =
+            self;
+        // Queries and keys are of the same tokens.
+        let segments = segments.as_deref().map(|ids| [ids, ids]);
+        let visible = Visible { ranges, segments };
         let sinks = inputs.slice::<f32>("sinks");
         let kernel = Kernel::new(options(problem), *shape, visible, sinks, *launch)?;
         let [q, k, v] = ["q", "k", "v"].map(|name| inputs.expect::<E>(name));

@@ -1,6 +1,7 @@
 //! Attention, as tools see it: one sequence of queries and as many keys. Entries are judged by the error
 //! bounds of the reference.
 
+use std::iter;
 use std::time::Instant;
 
 use rayon::prelude::*;
@@ -46,7 +47,7 @@ const DIMS: [DimSpec; 4] = [
     dim("J", "kv_heads", "heads of keys and values, which divide those of queries", None),
 ];
 
-const OPTIONS: [OptionSpec; 6] = [
+const OPTIONS: [OptionSpec; 7] = [
     OptionSpec::new(
         "causal",
         Kind::Bool,
@@ -90,6 +91,15 @@ const OPTIONS: [OptionSpec; 6] = [
         "whether heads have a sink",
     )
     .on_top(),
+    OptionSpec::new(
+        "segments",
+        Kind::Count,
+        Value::Absent,
+        "from 1 to the tokens, or absent for none",
+        "how many texts are packed into the sequence, each longer than the one before it; a query sees \
+         keys of its own text alone",
+    )
+    .on_top(),
 ];
 
 /// The options that kernels take.
@@ -108,6 +118,22 @@ pub fn mask(problem: &Problem) -> Mask {
     let side = |name| problem.integer(name).and_then(|count| usize::try_from(count).ok());
     let window = ["window_before", "window_after"].map(side);
     Mask { causal: problem.flag("causal"), window }
+}
+
+/// How many texts are packed into a sequence, if it says.
+fn segments(problem: &Problem) -> Option<usize> {
+    problem.integer("segments").and_then(|count| usize::try_from(count).ok())
+}
+
+/// Which of `count` packed texts each of `tokens` is of. Their lengths are as 1, 2, 3 to each other, as
+/// near as whole tokens come, and one token at the least.
+fn texts(count: usize, tokens: usize) -> Vec<usize> {
+    let (count, tokens) = (count as u128, tokens as u128);
+    // Each has its one token, and a part of the others.
+    let end = |text: u128| text + (tokens - count) * text * (text + 1) / (count * (count + 1));
+    (0..count)
+        .flat_map(|text| iter::repeat_n(text as usize, (end(text + 1) - end(text)) as usize))
+        .collect()
 }
 
 /// The shape of arrays.
@@ -184,6 +210,14 @@ impl Operation for Attention {
 
     fn validate(&self, problem: &Problem) -> Result<()> {
         options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))?;
+        let tokens = problem.dim("T");
+        if let Some(count) = segments(problem)
+            && !(1..=tokens).contains(&count)
+        {
+            return Err(Error::Invalid(format!(
+                "segments is {count}; it must be from 1 to the tokens, which are {tokens}"
+            )));
+        }
         shape(problem).map(drop)
     }
 
@@ -200,6 +234,10 @@ impl Operation for Attention {
         ];
         if has_sinks {
             operands.push(ArraySpec::number("sinks", &["H"], Role::Input { differentiable: true }));
+        }
+        if segments(problem).is_some() {
+            let ids = Role::Input { differentiable: false };
+            operands.push(ArraySpec::new("segment_ids", &["T"], ElementRule::Index, ids));
         }
         let mut results = Vec::new();
         if pass != Pass::Backward {
@@ -233,6 +271,12 @@ impl Operation for Attention {
             let mut sinks = vec![0_f32; heads];
             from.unit().apart(SEEDS[2]).fill(&[0], heads, &mut sinks);
             inputs.insert("sinks", Array::of(sinks));
+        }
+        if let Some(count) = segments(problem) {
+            // Numbers of texts are in no order, and may be negative.
+            let of_text = |text| 5 - 3 * text as i64 + 1000 * (text as i64 % 2);
+            let ids = texts(count, rows.len()).into_iter().map(of_text);
+            inputs.insert("segment_ids", Array::of(ids.collect::<Vec<_>>()));
         }
         Ok(inputs)
     }
@@ -295,6 +339,7 @@ impl Operation for Attention {
             k: wide("k"),
             v: wide("v"),
             sinks: inputs.get("sinks").map(|_| wide("sinks")),
+            segments: inputs.slice("segment_ids"),
             tolerances,
             o: Vec::new(),
             lse: Vec::new(),
@@ -313,19 +358,26 @@ impl Operation for Attention {
         let whole = self.signature(problem, Pass::ForwardAndBackward);
         let [bytes_read, bytes_written] = whole.bytes(problem);
         let (mask, tokens) = (mask(problem), problem.dim("T"));
-        let seen = (0..tokens).map(|query| mask.keys(query, tokens, tokens).len() as u64);
+        let texts = texts(segments(problem).unwrap_or(1), tokens);
+        let seen = (0..tokens).map(|query| {
+            let own = texts.partition_point(|text| *text < texts[query])
+                ..texts.partition_point(|text| *text <= texts[query]);
+            let keys = mask.keys(query, tokens, tokens);
+            keys.end.min(own.end).saturating_sub(keys.start.max(own.start)) as u64
+        });
         let columns = (problem.dim("H") * problem.dim("D")) as u64;
         Cost { bytes_read, bytes_written, flops: 7 * 2 * columns * seen.sum::<u64>() }
     }
 
     fn headline(&self, problem: &Problem) -> (&'static str, String) {
         let sinks = if problem.flag("sinks") { ", with sinks" } else { "" };
-        ("q, k, v", format!("{} {}{sinks}", self.shape(problem, None), problem.dtype))
+        let texts = segments(problem).map_or(String::new(), |count| format!(", {count} texts"));
+        ("q, k, v", format!("{} {}{sinks}{texts}", self.shape(problem, None), problem.dtype))
     }
 }
 
 /// The reference on one sequence, in float64.
-struct OfSequence {
+struct OfSequence<'a> {
     dtype: DType,
     options: FlashAttention,
     mask: Mask,
@@ -334,12 +386,13 @@ struct OfSequence {
     k: Vec<f64>,
     v: Vec<f64>,
     sinks: Option<Vec<f64>>,
+    segments: Option<&'a [i64]>,
     tolerances: Tolerances,
     o: Vec<Near>,
     lse: Vec<Near>,
 }
 
-impl OfSequence {
+impl OfSequence<'_> {
     /// Calls `run` with the reference of head `head` of queries.
     fn of_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
         let AttentionShape { group, queries, keys, width, .. } = self.shape;
@@ -349,7 +402,10 @@ impl OfSequence {
         };
         let q = of(&self.q, head, queries);
         let [k, v] = [&self.k, &self.v].map(|all| of(all, head / group, keys));
-        let sees = |query: usize, key: usize| self.mask.keys(query, queries, keys).contains(&key);
+        let sees = |query: usize, key: usize| {
+            let is_own = self.segments.is_none_or(|of| of[query] == of[key]);
+            is_own && self.mask.keys(query, queries, keys).contains(&key)
+        };
         run(&Head {
             options: self.options,
             dtype: self.dtype,
@@ -393,7 +449,7 @@ const SHARE: f64 = 1.0 / 16.0;
 /// What a few products that fall below f32's normal range may lose.
 const FLUSHED: f64 = 64.0 * f32::MIN_POSITIVE as f64;
 
-impl Reference for OfSequence {
+impl Reference for OfSequence<'_> {
     fn forward(&mut self) {
         let AttentionShape { queries, value_width, .. } = self.shape;
         let heads = self.shape.heads * self.shape.group;
@@ -463,5 +519,25 @@ impl Reference for OfSequence {
             self.hand_over(("dsinks", prefix), &dsinks, Judged::Within, visitor);
         }
         visitor.seconds("ref_grad_s", began.elapsed().as_secs_f64());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::texts;
+
+    #[test]
+    fn texts_fill_a_sequence() {
+        assert_eq!(texts(1, 3), [0, 0, 0]);
+        assert_eq!(texts(3, 3), [0, 1, 2]);
+        assert_eq!(texts(3, 9), [0, 0, 1, 1, 1, 2, 2, 2, 2]);
+        for (count, tokens) in [(1, 1), (2, 7), (5, 64), (64, 65), (300, 4096)] {
+            let all = texts(count, tokens);
+            assert_eq!(all.len(), tokens);
+            let lengths: Vec<_> =
+                (0..count).map(|text| all.iter().filter(|of| **of == text).count()).collect();
+            assert!(all.is_sorted() && lengths.iter().all(|length| *length >= 1), "{lengths:?}");
+            assert!(lengths[0] <= lengths[count - 1], "{lengths:?}");
+        }
     }
 }

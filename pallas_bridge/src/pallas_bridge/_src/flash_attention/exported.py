@@ -1,7 +1,7 @@
 """Programs of attention for tools that run no Python: o, lse and gradients, of one sequence.
 
-Arguments are q [H, T, D], k and v [J, T, D], sinks [H] if any, and cotangents do and dlse [H, T];
-results o, lse, dq, dk, dv and, with sinks, dsinks.
+Arguments are q [H, T, D], k and v [J, T, D], sinks [H] and segment ids [T] if any, and cotangents
+do and dlse [H, T]; results o, lse, dq, dk, dv and, with sinks, dsinks.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,7 @@ class Settings:
     head_dim: int
     kv_heads: int
     sinks: bool
+    segments: int | None
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
@@ -51,7 +52,8 @@ def settings(config: Mapping[str, Any]) -> Settings:
     heads, head_dim, kv_heads = (int(extent or 0) for extent in extents)
     if heads % kv_heads:
         raise ConfigError(f"kv_heads is {kv_heads}; it must divide heads, which is {heads}")
-    return Settings(heads, head_dim, kv_heads, bool(config.get("sinks")))
+    segments = config.get("segments")
+    return Settings(heads, head_dim, kv_heads, bool(config.get("sinks")), segments)
 
 
 def program(cell: Cell) -> Program:
@@ -74,6 +76,8 @@ def program(cell: Cell) -> Program:
     options = replace(
         options,
         has_sinks=settings.sinks,
+        has_segments=settings.segments is not None,
+        is_own_segment=settings.segments is not None,
         gives_lse=True,
         implementation="reference" if cell.is_dense else None,
     )
@@ -82,13 +86,15 @@ def program(cell: Cell) -> Program:
     of_heads = (kv_heads, heads // kv_heads)
 
     def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
-        *sinks, do, dlse = more
+        *beside, do, dlse = more
+        sinks = beside[: int(settings.sinks)]
+        ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in beside[len(sinks) :]]
 
         def function(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
             grouped = q.reshape(*of_heads, tokens, settings.head_dim)
             of_sinks = [one.reshape(of_heads) for one in sinks]
             every = jnp.broadcast_to(seen, (kv_heads, *seen.shape))
-            o, lse = custom_call.attention(options, grouped, k, v, every, *of_sinks)
+            o, lse = custom_call.attention(options, grouped, k, v, every, *ids, *ids, *of_sinks)
             return o.reshape(q.shape), lse.reshape(heads, tokens)
 
         found, pull = jax.vjp(function, q, k, v, *sinks)
@@ -99,7 +105,9 @@ def program(cell: Cell) -> Program:
     k = shape((kv_heads, tokens, settings.head_dim), DTYPES[cell.dtype])
     rows = shape((heads, tokens), jnp.float32)
     sinks = [shape((heads,), jnp.float32)] if settings.sinks else []
-    return Program("forward_and_backward", forward_and_backward, [q, k, k, *sinks, q, rows])
+    ids = [] if settings.segments is None else [shape((tokens,), jnp.int32)]
+    arguments = [q, k, k, *sinks, *ids, q, rows]
+    return Program("forward_and_backward", forward_and_backward, arguments)
 
 
 tile, described = no_tile, settings_alone
