@@ -920,8 +920,10 @@ impl<E: Element> OfLogits<'_, E> {
             let same = columns.iter().zip(cotangents).filter(|(column, _)| *column == first);
             let terms = same.map(|(_, r)| (r * slope).abs());
             let whole = dlogits[column].abs() + terms.clone().sum::<f64>();
+            // Twice the halves of units that roundings are off by, the reference's among them.
             bounds[column] += self.tolerances.get("dlogits_ulp") * ulp(dlogits[column])
-                + terms.map(|term| (ulp(term) + ulp(whole)) / 2.0).sum::<f64>();
+                + terms.map(|term| ulp(term) + ulp(whole)).sum::<f64>()
+                + ulp(whole);
         }
         add_gradient_of_columns(&self.options, wide, label, columns, cotangents, dlogits);
     }
