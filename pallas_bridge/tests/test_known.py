@@ -111,6 +111,14 @@ def test_special_tokens(rng: np.random.Generator) -> None:
     assert_gradient(pull((q, zero))[0], oracle.gradient(0, q=q), 4 * q, size=4096.0)
     *_, logps = cross_entropy(x, y, columns=columns)
     assert logps[0, 0] == -np.inf and np.isnan(logps[0, 1]) and (logps[5] == 0).all()
+    # A masked column's gradient, and one's that there is not, are that of -lse.
+    expected = oracle.gradient(0, k=-3)[:1]
+    for implementation in (None, "reference"):
+        g = partial(cross_entropy_per_token, temperature=0.5, implementation=implementation)
+        _, pull = jax.vjp(lambda x, g=g: g(x, y, columns=columns)[2][0], x)
+        found = pull(jnp.array([1, 2], jnp.float32))[0][:1]
+        assert_gradient(found, expected, 3, size=4096.0)
+        assert (found[0, ::2] == 0).all()
 
 
 def test_reductions_and_forward_mode(rng: np.random.Generator) -> None:
