@@ -188,6 +188,14 @@ def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
             "options.factor_form is 'traced'; it must be constant or argument",
         ),
         (
+            {"options": {"columns": 4}},
+            "options.columns is 4; options.reduction must be none then",
+        ),
+        (
+            {**LINEAR, "options": {"columns": 129, "reduction": "none"}},
+            "options.columns is 129; it must be in [1, 128]",
+        ),
+        (
             {"op": "linear_cross_entropy"},
             "hidden is None; it must be an integer of at least 1",
         ),

@@ -111,6 +111,42 @@ def test_special_tokens(rng: np.random.Generator) -> None:
     assert_gradient(pull((q, zero))[0], oracle.gradient(0, q=q), 4 * q, size=4096.0)
     *_, logps = cross_entropy(x, y, columns=columns)
     assert logps[0, 0] == -np.inf and np.isnan(logps[0, 1]) and (logps[5] == 0).all()
+    # A masked column's gradient, and one's that there is not, are that of -lse.
+    expected = oracle.gradient(0, k=-3)[:1]
+    for implementation in (None, "reference"):
+        g = partial(cross_entropy_per_token, temperature=0.5, implementation=implementation)
+        _, pull = jax.vjp(lambda x, g=g: g(x, y, columns=columns)[2][0], x)
+        found = pull(jnp.array([1, 2], jnp.float32))[0][:1]
+        assert_gradient(found, expected, 3, size=4096.0)
+        assert (found[0, ::2] == 0).all()
+
+
+@pytest.mark.only("cpu", "not tried on others")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bits_do_not_depend_on_how_many_tokens_there_are(
+    rng: np.random.Generator, dtype: str
+) -> None:
+    x, y, columns = problem(rng, dtype, 70, 1201)
+    cotangents = rng.normal(size=(70, 4)).astype(np.float32)
+    of_columns = rng.normal(size=(70, 3)).astype(np.float32)
+
+    @jax.jit
+    def run(x: Any, y: Any, columns: Any, cotangents: Any, of_columns: Any) -> Any:
+        def f(x: jax.Array) -> Any:
+            found = cross_entropy_per_token(x, y, columns=columns, temperature=0.7, **ASKED)
+            loss, logps, lse, entropy, correct, column_logps = found
+            return (loss, logps, lse, entropy, column_logps), correct
+
+        outputs, pull, correct = jax.vjp(f, x, has_aux=True)
+        return outputs, correct, pull((*cotangents.T, of_columns))
+
+    arrays = x, y, columns, cotangents, of_columns
+    whole = jax.tree.leaves(run(*arrays))
+    for tokens in (1, 7, 33):
+        few = jax.tree.leaves(run(*(array[:tokens] for array in arrays)))
+        for one, other in zip(few, whole, strict=True):
+            one, other = np.asarray(one), np.asarray(other)[:tokens]
+            assert np.array_equal(one.view(np.uint8), other.view(np.uint8)), tokens
 
 
 def test_reductions_and_forward_mode(rng: np.random.Generator) -> None:

@@ -140,13 +140,12 @@ impl Session {
         Ok(self.client.buffer_from_bytes(bits, dtype, &dims, Place::Default)?)
     }
 
-    /// Labels on the device, in the 32 bits that programs read.
-    pub(crate) fn upload_labels(&self, labels: &[i64]) -> Result<Buffer> {
-        let narrow = |&label: &i64| {
-            i32::try_from(label).with_context(|| format!("label {label} does not fit 32 bits"))
+    /// Labels or other columns on the device, in the 32 bits that programs read.
+    fn upload_indices(&self, indices: &[i64], ty: &TensorType) -> Result<Buffer> {
+        let narrow = |&index: &i64| {
+            i32::try_from(index).with_context(|| format!("label {index} does not fit 32 bits"))
         };
-        let labels = labels.iter().map(narrow).collect::<Result<Vec<_>>>()?;
-        self.upload(&labels, &[labels.len()])
+        of_rank(self, &indices.iter().map(narrow).collect::<Result<Vec<_>>>()?, ty)
     }
 
     /// The program, ready to run.
@@ -206,7 +205,7 @@ pub(crate) fn upload(
         Array::Bf16(elements) => of_rank(session, elements, &ty),
         Array::F16(elements) => of_rank(session, elements, &ty),
         Array::F64(_) => bail!("{} is in float64, which no device takes", spec.name),
-        Array::I64(elements) => session.upload_labels(elements),
+        Array::I64(elements) => session.upload_indices(elements, &ty),
         Array::F8(format, bits) => session.upload_bits(bits, fp8(*format), &ty.dims),
     };
     floats(session)

@@ -247,6 +247,22 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
             "options.distribution=true",
             "options.distribution is true with reduction mean, whose cotangents are of the loss alone",
         ),
+        (
+            logits,
+            "options.columns=3",
+            "options.columns is 3 with reduction mean, whose cotangents are of the loss alone",
+        ),
+        (
+            logits,
+            "options={reduction: none, columns: 129}",
+            "options.columns is 129; it must be in [1, 128]",
+        ),
+        (logits, "options.columns=0", "options.columns is 0; it must be in [1, 128]"),
+        (
+            logits,
+            "options={reduction: none, columns: 3}",
+            "options.columns is 3; columns are picked beside kernels, by programs from JAX: set backend",
+        ),
         (logits, "options.factor=infinite", "`options.factor`: invalid type"),
         (logits, "options=7", "`options`: it must be a mapping of keys to values"),
         (

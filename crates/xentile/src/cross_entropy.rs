@@ -27,7 +27,11 @@
 //!   factors of temperature and softcap. It is 0 for ignored tokens and NaN over a row with no finite sum;
 //! - `argmax`, the first column with the largest logit as it was given, before softcap and temperature,
 //!   which keep the order but may round two to one, and `highest`, that logit. A row with no finite sum
-//!   has none. A token is **correct** where its label is the `argmax`. Neither has a derivative.
+//!   has none. A token is **correct** where its label is the `argmax`. Neither has a derivative;
+//! - log-probabilities `z_c - lse` of up to [`MOST_COLUMNS`] given columns `c` of each token, one of which may be
+//!   given more than once. A cotangent `r` of one adds `r * ([v = c] - p_v)` to `dz_v`, as `h` does of the label's.
+//!   They are 0 for ignored tokens. One that is not in `[0, V)` has NaN, and the gradient of `-lse` alone,
+//!   `-r * p_v`.
 //!
 //! Four kinds of token are special:
 //!
@@ -80,6 +84,9 @@ pub mod reference;
 pub(crate) mod trained;
 
 use crate::{Error, Labels, LogitsShape, Result};
+
+/// Columns of a token whose log-probabilities are taken at most.
+pub const MOST_COLUMNS: usize = 128;
 
 /// The least temperature; its reciprocal is the largest.
 const LEAST_TEMPERATURE: f64 = 1.0 / (1_u64 << 40) as f64;

@@ -2,7 +2,8 @@
 //! know of it, said once. Tools serve whatever [`operations`](crate::operations) lists, and know none by name.
 //!
 //! Arrays have names, and dims are letters (`T`, `D`), multiples of such (`2F`), or parts of them as long
-//! as an option says (`D/block_size`), whose extents a [`Problem`] says. What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
+//! as an option says (`D/block_size`), or options that count (`columns`), whose extents a [`Problem`] says.
+//! What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
 //! [`Operation::given`] draw it, [`Operation::reference`] computes it in float64 and hands a [`Visitor`]
 //! what each entry should be and by how much it may be off, a row at a time, so that no float64 array of
 //! the logits' size exists.
@@ -141,7 +142,8 @@ pub enum Role {
 pub struct ArraySpec {
     /// Its name.
     pub name: &'static str,
-    /// The letters of its dims; `2F` is twice as long as `F`, and `D/block_size` as many parts of `D`.
+    /// The letters of its dims; `2F` is twice as long as `F`, `D/block_size` as many parts of `D`, and `columns` as
+    /// many as that option says.
     pub dims: Vec<&'static str>,
     /// What its elements are.
     pub element: ElementRule,

@@ -1,12 +1,12 @@
 //! The kernels of cross-entropy, as tools run them.
 
 use xentile::cross_entropy::operation::{
-    OPERATION, factor, has_distribution, logits_shape, options, reduction,
+    OPERATION, columns, factor, has_distribution, logits_shape, options, reduction,
 };
 use xentile::cross_entropy::reference::{TokenCotangents, TokenForward};
 use xentile::cross_entropy::{CrossEntropy, TokenFactors};
 use xentile::operation::{ArrayElement, Arrays, Operation, Pass, Problem};
-use xentile::{Element, LogitsShape, Result, Tile, by_dtype};
+use xentile::{Element, Error, LogitsShape, Result, Tile, by_dtype};
 
 use super::dense::Dense;
 use super::{
@@ -38,6 +38,13 @@ impl Kernels for OfLogits {
         inputs: &'a Arrays<'a>,
         launch: operation::Launch<'a>,
     ) -> Result<Box<dyn Run + 'a>> {
+        if columns(problem) > 0 {
+            return Err(Error::Invalid(format!(
+                "options.columns is {}; columns are picked beside kernels, by programs from JAX: set backend to \
+                 xla:cpu",
+                columns(problem)
+            )));
+        }
         let shape = logits_shape(problem)?;
         let operation::Launch { isa, pool } = launch;
         let launch = Launch { isa, tile: self.tile(problem)?, pool };
@@ -60,7 +67,7 @@ impl Kernels for OfLogits {
         inputs: &'a Arrays<'a>,
         pool: &'a dyn Parallel,
     ) -> Option<Box<dyn Run + 'a>> {
-        if has_distribution(problem) {
+        if has_distribution(problem) || columns(problem) > 0 {
             return None;
         }
         let shape = logits_shape(problem).ok()?;

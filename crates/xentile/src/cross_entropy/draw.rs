@@ -12,6 +12,9 @@ use crate::operation::{Distribution, Purpose, Synthetic};
 /// The stream of what all rows have in common: that of no row.
 const OF_COLUMNS: u64 = u64::MAX;
 
+/// Tells the seed of given columns, and of their cotangents, from that of all else.
+const OF_GIVEN_COLUMNS: u64 = 0x0063_6f6c_756d_6e73;
+
 /// A column that is not the label, and by how much its logit is above the label's.
 pub(crate) struct Peak {
     pub(crate) label: usize,
@@ -107,6 +110,37 @@ impl Synthetic {
         rows.iter().map(weight).collect()
     }
 
+    /// `count` columns for each of `rows`: most of them any, some the label before any is ignored, one that the
+    /// row has already, or none of the vocabulary.
+    #[must_use]
+    pub fn columns(&self, rows: &[u64], vocab: usize, count: usize) -> Vec<i64> {
+        let from = self.apart(OF_GIVEN_COLUMNS);
+        let mut all = Vec::with_capacity(rows.len() * count);
+        for &row in rows {
+            let (mut rng, first) = (from.rng(row, Purpose::Label), all.len());
+            for at in 0..count {
+                let column = match rng.random_range(0..8) {
+                    0 => {
+                        [-1, vocab as i64, i32::MIN.into(), i32::MAX.into()][rng.random_range(0..4)]
+                    }
+                    1 => self.column(row, vocab) as i64,
+                    2 if at > 0 => all[first + rng.random_range(0..at)],
+                    _ => rng.random_range(0..vocab) as i64,
+                };
+                all.push(column);
+            }
+        }
+        all
+    }
+
+    /// Cotangents of `count` columns for each of `rows`, standard normal.
+    #[must_use]
+    pub fn column_cotangents(&self, rows: &[u64], count: usize) -> Vec<f32> {
+        let mut all = vec![0.0; rows.len() * count];
+        self.apart(OF_GIVEN_COLUMNS).unit().fill(rows, count, &mut all);
+        all
+    }
+
     /// Cotangents of loss, logps and lse for each of `rows`, standard normal.
     #[must_use]
     pub fn cotangents(&self, rows: &[u64]) -> [Vec<f32>; 3] {
@@ -129,6 +163,19 @@ mod tests {
         let mut out = vec![f32::NAN; rows.len() * vocab];
         synthetic.fill_logits(rows, vocab, &mut out);
         out
+    }
+
+    #[test]
+    fn columns_are_of_every_kind() {
+        let (from, rows) = (Synthetic::default(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        let (columns, labels) = (from.columns(&rows, 1000, 8), from.labels(&rows, 1000, -100));
+        assert_eq!(from.columns(&[9], 1000, 8), columns[72..]);
+        let of_rows = columns.chunks(8).zip(&labels);
+        let has = |of: fn(&[i64], i64) -> bool| of_rows.clone().any(|(all, &label)| of(all, label));
+        assert!(has(|all, label| all.contains(&label)));
+        assert!(has(|all, _| all.iter().any(|column| !(0..1000).contains(column))));
+        assert!(has(|all, _| (1..8).any(|at| all[..at].contains(&all[at]))));
+        assert!(from.column_cotangents(&rows, 8).iter().all(|r| *r != 0.0));
     }
 
     #[test]

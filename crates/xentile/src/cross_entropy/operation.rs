@@ -7,9 +7,10 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::reference::{
-    TokenCotangents, TokenDistribution, TokenForward, distribution, forward, gradient,
+    TokenCotangents, TokenDistribution, TokenForward, add_gradient_of_columns, column_logp,
+    distribution, forward, gradient,
 };
-use super::{CrossEntropy, Reduction, Target, TokenFactors};
+use super::{CrossEntropy, MOST_COLUMNS, Reduction, Target, TokenFactors};
 use crate::operation::{
     Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
     Judged, KernelTraffic, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Rows,
@@ -26,7 +27,7 @@ pub const OPERATION: Logits = Logits;
 pub struct Logits;
 
 /// The options of a loss over a vocabulary.
-pub(crate) const OPTIONS: [OptionSpec; 7] = [
+pub(crate) const OPTIONS: [OptionSpec; 9] = [
     OptionSpec::new(
         "ignore_index",
         Kind::Integer,
@@ -76,10 +77,24 @@ pub(crate) const OPTIONS: [OptionSpec; 7] = [
         "none or random",
         "weights of tokens: ones, or uniform in [0, 1) from the input's seed",
     ),
+    OptionSpec::new(
+        "distribution",
+        Kind::Bool,
+        Value::Bool(false),
+        "true or false; true with reduction none",
+        "whether a token's entropy, with its gradient, and whether its label is the likeliest are asked for",
+    ),
+    OptionSpec::new(
+        "columns",
+        Kind::Count,
+        Value::Absent,
+        "in [1, 128] with reduction none, or absent",
+        "how many columns a token are drawn, to ask for their log-probabilities; some repeat or do not exist",
+    ),
 ];
 
-/// The options of a loss over logits: those, what a caller multiplies it by, and what else is asked for.
-const OF_LOGITS: [OptionSpec; 10] = [
+/// The options of a loss over logits: those, and what a caller multiplies it by.
+const OF_LOGITS: [OptionSpec; 11] = [
     OPTIONS[0],
     OPTIONS[1],
     OPTIONS[2],
@@ -101,13 +116,8 @@ const OF_LOGITS: [OptionSpec; 10] = [
         "constant or argument",
         "whether a program has the factor in it, or is given it as it runs",
     ),
-    OptionSpec::new(
-        "distribution",
-        Kind::Bool,
-        Value::Bool(false),
-        "true or false; true with reduction none",
-        "whether a token's entropy, with its gradient, and whether its label is the likeliest are asked for",
-    ),
+    OPTIONS[7],
+    OPTIONS[8],
 ];
 
 /// The tile of kernels over a vocabulary.
@@ -154,10 +164,11 @@ pub(crate) const OUTPUTS: [Output; 3] = [
 ];
 
 /// An output where a token's distribution is asked for.
-type DistributionOutput = (&'static str, &'static str, fn(&TokenDistribution, Target) -> f64);
+pub(crate) type DistributionOutput =
+    (&'static str, &'static str, fn(&TokenDistribution, Target) -> f64);
 
 /// What is said of the distribution of a token with a target. An ignored token has none.
-const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
+pub(crate) const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
     ("entropy", "fwd/entropy", |of, target| match target {
         Target::Ignored => 0.0,
         _ => of.entropy,
@@ -172,6 +183,71 @@ const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
 #[must_use]
 pub fn has_distribution(problem: &Problem) -> bool {
     problem.flag("distribution")
+}
+
+/// How many columns a token are asked for.
+#[must_use]
+pub fn columns(problem: &Problem) -> usize {
+    problem.integer("columns").map_or(0, |count| usize::try_from(count).unwrap_or(usize::MAX))
+}
+
+/// The columns of tokens, as many each, and cotangents of their log-probabilities.
+pub(crate) struct Columns<'a> {
+    count: usize,
+    columns: &'a [i64],
+    cotangents: &'a [f32],
+}
+
+impl<'a> Columns<'a> {
+    /// Those of `inputs`, without cotangents.
+    pub(crate) fn of_inputs(problem: &Problem, inputs: &'a Arrays<'_>) -> Self {
+        let columns = inputs.slice("columns").unwrap_or(&[]);
+        Self { count: columns.len() / problem.dim("T").max(1), columns, cotangents: &[] }
+    }
+
+    /// The same, with cotangents.
+    pub(crate) fn given(&self, given: &'a Arrays<'_>) -> Self {
+        Self { cotangents: given.slice("dcolumn_logps").unwrap_or(&[]), ..*self }
+    }
+
+    /// Those of `token`.
+    pub(crate) fn of(&self, token: usize) -> &'a [i64] {
+        &self.columns[token * self.count..][..self.count]
+    }
+
+    /// Their cotangents.
+    pub(crate) fn cotangents(&self, token: usize) -> Vec<f64> {
+        let all = self.cotangents.get(token * self.count..).unwrap_or(&[]);
+        all.iter().take(self.count).map(|&r| r.into()).collect()
+    }
+
+    /// Whether any are asked for.
+    pub(crate) fn any(&self) -> bool {
+        self.count > 0
+    }
+}
+
+/// `inputs` with columns, if any are asked for.
+pub(crate) fn with_columns(
+    problem: &Problem,
+    from: &Synthetic,
+    rows: &[u64],
+    inputs: Arrays<'static>,
+) -> Arrays<'static> {
+    match columns(problem) {
+        0 => inputs,
+        count => inputs.with("columns", from.columns(rows, problem.dim("V"), count)),
+    }
+}
+
+/// The same of inputs from a file, which has no columns: they are made up.
+pub(crate) fn with_made_up_columns<'a>(problem: &Problem, mut inputs: Arrays<'a>) -> Arrays<'a> {
+    if columns(problem) > 0 {
+        let rows: Vec<u64> = (0..problem.dim("T") as u64).collect();
+        let all = Synthetic::default().columns(&rows, problem.dim("V"), columns(problem));
+        inputs.insert("columns", Array::of(all));
+    }
+    inputs
 }
 
 /// The options that kernels take.
@@ -232,10 +308,19 @@ pub(crate) fn validate(problem: &Problem) -> Result<()> {
                 .to_owned(),
         ));
     }
-    if reduction(problem).is_some() && has_distribution(problem) {
+    let asked = match (has_distribution(problem), problem.integer("columns")) {
+        (_, Some(count)) if !(1..=MOST_COLUMNS as i64).contains(&count) => {
+            return Err(Error::Invalid(format!(
+                "options.columns is {count}; it must be in [1, {MOST_COLUMNS}]"
+            )));
+        }
+        (true, _) => Some("options.distribution is true".to_owned()),
+        (false, Some(count)) => Some(format!("options.columns is {count}")),
+        (false, None) => None,
+    };
+    if let Some(asked) = asked.filter(|_| reduction(problem).is_some()) {
         return Err(Error::Invalid(format!(
-            "options.distribution is true with reduction {}, whose cotangents are of the loss alone; set \
-             options.reduction to none",
+            "{asked} with reduction {}, whose cotangents are of the loss alone; set options.reduction to none",
             problem.word("reduction")
         )));
     }
@@ -260,8 +345,19 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
             ["loss", "logps", "lse"].map(|name| tokens(name, Role::Output)).into()
         }
     };
-    if has_distribution(problem) && matches!(pass, Pass::Forward | Pass::ForwardAndBackward) {
-        results.extend(DISTRIBUTION_OUTPUTS.map(|(name, ..)| tokens(name, Role::Output)));
+    let of_columns = |name, role| ArraySpec::number(name, &["T", "columns"], role);
+    let has_columns = columns(problem) > 0;
+    if matches!(pass, Pass::Forward | Pass::ForwardAndBackward) {
+        // What has a derivative comes first, as cotangents do.
+        if has_distribution(problem) {
+            results.push(tokens("entropy", Role::Output));
+        }
+        if has_columns {
+            results.push(of_columns("column_logps", Role::Output));
+        }
+        if has_distribution(problem) {
+            results.push(tokens("correct", Role::Output));
+        }
     }
     if pass.has_gradients() {
         let gradient = |spec: &ArraySpec| ArraySpec {
@@ -274,6 +370,9 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
     let mut operands = inputs;
     let labels = Role::Input { differentiable: false };
     operands.push(ArraySpec::new("labels", &["T"], ElementRule::Index, labels));
+    if has_columns {
+        operands.push(ArraySpec::new("columns", &["T", "columns"], ElementRule::Index, labels));
+    }
     match pass {
         Pass::Forward => (),
         Pass::Fused => {
@@ -294,6 +393,9 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
             operands.push(tokens("dlse", Role::Cotangent("lse")));
             if has_distribution(problem) {
                 operands.push(tokens("dentropy", Role::Cotangent("entropy")));
+            }
+            if has_columns {
+                operands.push(of_columns("dcolumn_logps", Role::Cotangent("column_logps")));
             }
         }
     }
@@ -337,12 +439,16 @@ pub(crate) fn given(
         }
         Pass::Backward | Pass::ForwardAndBackward => {
             let [loss, logps, lse] = from.cotangents(rows);
-            let given = none.with("dloss", loss).with("dlogps", logps).with("dlse", lse);
-            if !has_distribution(problem) {
-                return given;
+            let mut given = none.with("dloss", loss).with("dlogps", logps).with("dlse", lse);
+            if has_distribution(problem) {
+                let [entropy, ..] = from.apart(OF_ENTROPY).cotangents(rows);
+                given.insert("dentropy", Array::of(entropy));
             }
-            let [entropy, ..] = from.apart(OF_ENTROPY).cotangents(rows);
-            given.with("dentropy", entropy)
+            if columns(problem) > 0 {
+                let of_columns = from.column_cotangents(rows, columns(problem));
+                given.insert("dcolumn_logps", Array::of(of_columns));
+            }
+            given
         }
     }
 }
@@ -363,20 +469,23 @@ pub(crate) fn measured(
     given
 }
 
-/// The cotangents of each token's outputs: none of a token that takes no part.
+/// The cotangents of each token's outputs: none of a token that takes no part. Those of `columns` are in that of
+/// lse, as far as they are of it.
 pub(crate) fn cotangents<'a>(
     problem: &Problem,
     labels: Labels<'a>,
+    columns: &Columns<'a>,
     given: &'a Arrays<'_>,
     pass: Pass,
 ) -> Box<dyn Fn(usize) -> Option<TokenCotangents> + Sync + 'a> {
     let Some(reduction) = reduction(problem).filter(|_| pass == Pass::Fused) else {
         let [g, h, k] = ["dloss", "dlogps", "dlse"].map(|name| given.expect::<f32>(name));
-        let q = given.slice::<f32>("dentropy");
+        let (q, columns) = (given.slice::<f32>("dentropy"), columns.given(given));
         return Box::new(move |token| {
             let [loss, logps, lse] = [g, h, k].map(|cotangent| f64::from(cotangent[token]));
             let entropy = q.map_or(0.0, |cotangent| f64::from(cotangent[token]));
-            Some(TokenCotangents { loss, logps, lse, entropy })
+            let all = TokenCotangents { loss, logps, lse, entropy };
+            Some(all.with_columns(&columns.cotangents(token)))
         });
     };
     let factors = factors(problem, reduction, labels, given);
@@ -541,11 +650,15 @@ impl Operation for Logits {
             ToleranceSpec {
                 name: "dlogits_equal",
                 about: "dlogits: the least share of entries equal to the rounded reference",
-                default: |problem| match problem.dtype {
-                    DType::F32 => 0.0,
-                    // What entropies add is a difference, near 0 less exact than what it is of.
-                    _ if has_distribution(problem) => 0.99,
-                    _ => 0.999,
+                default: |problem| {
+                    let share = match problem.dtype {
+                        DType::F32 => 0.0,
+                        // What entropies add is a difference, near 0 less exact than what it is of.
+                        _ if has_distribution(problem) => 0.99,
+                        _ => 0.999,
+                    };
+                    // Entries of columns are rounded with and without what is added to them.
+                    f64::max(share - columns(problem) as f64 / problem.dim("V") as f64, 0.0)
                 },
             },
         ];
@@ -577,9 +690,13 @@ impl Operation for Logits {
         reduction(problem).is_some()
     }
 
-    /// What is done about a factor is JAX's part, and so are cotangents of what it makes of a distribution.
+    /// What is done about a factor is JAX's part, and so are columns, and cotangents of what it makes of a
+    /// distribution.
     fn needs_jax(&self, problem: &Problem) -> bool {
-        factor(problem) != 1.0 || takes_factor(problem) || has_distribution(problem)
+        factor(problem) != 1.0
+            || takes_factor(problem)
+            || has_distribution(problem)
+            || columns(problem) > 0
     }
 
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
@@ -596,7 +713,7 @@ impl Operation for Logits {
         let labels = from.labels(rows, shape.vocab(), options(problem).ignore_index);
         let mut inputs = Arrays::default();
         inputs.insert("logits", logits);
-        Ok(inputs.with("labels", labels))
+        Ok(with_columns(problem, from, rows, inputs.with("labels", labels)))
     }
 
     fn given(
@@ -631,7 +748,7 @@ impl Operation for Logits {
         let labels = from.labels(rows, shape.vocab(), options(problem).ignore_index);
         let mut inputs = Arrays::default();
         inputs.insert("logits", logits);
-        Ok(inputs.with("labels", labels))
+        Ok(with_columns(problem, from, rows, inputs.with("labels", labels)))
     }
 
     fn stored_dims(&self, file: &dyn Stored) -> Result<StoredDims> {
@@ -648,7 +765,7 @@ impl Operation for Logits {
         let mut inputs = Arrays::default();
         inputs.insert("logits", logits);
         inputs.insert("labels", Array::of(stored_labels(file)?));
-        Ok(inputs)
+        Ok(with_made_up_columns(problem, inputs))
     }
 
     /// Of a product the logits, those of one sequence in f32, and both factors in f32.
@@ -684,6 +801,7 @@ impl Operation for Logits {
             vocab: shape.vocab(),
             logits: inputs.expect::<E>("logits"),
             labels,
+            columns: Columns::of_inputs(problem, inputs),
             tolerances,
             tokens: Vec::new(),
             distributions: Vec::new(),
@@ -734,6 +852,7 @@ struct OfLogits<'a, E> {
     vocab: usize,
     logits: &'a [E],
     labels: &'a [i64],
+    columns: Columns<'a>,
     tolerances: Tolerances,
     tokens: Vec<TokenForward>,
     /// Empty where nobody asks.
@@ -760,6 +879,53 @@ impl<E: Element> OfLogits<'_, E> {
         let z_loss = self.options.z_loss * reference.lse * reference.lse;
         let terms = [reference.lse.abs(), logit, z_loss];
         terms.into_iter().filter(|term| term.is_finite()).fold(1.0, f64::max)
+    }
+
+    /// The log-probabilities of a token's columns, and what each may be wrong in proportion to.
+    fn column_logps(&self, token: usize, wide: &mut Vec<f64>) -> (Vec<f64>, Vec<f64>) {
+        self.wide_row(token, wide);
+        let (label, lse) = (self.labels[token], self.tokens[token].lse);
+        let scale = self.scale(token, &self.tokens[token]);
+        let of = |&column: &i64| {
+            let logp = column_logp(&self.options, wide, label, lse, column);
+            (logp, if logp.is_finite() { scale.max((logp + lse).abs()) } else { scale })
+        };
+        self.columns.of(token).iter().map(of).unzip()
+    }
+
+    /// The gradient for cotangents of a token's columns, added to `dlogits`. In `bounds` are those of entries
+    /// that kernels give, and go those of these: each term and each sum may be rounded by itself.
+    fn add_columns(
+        &self,
+        token: usize,
+        wide: &[f64],
+        cotangents: &[f64],
+        dlogits: &mut [f64],
+        bounds: &mut [f64],
+    ) {
+        let (columns, label) = (self.columns.of(token), self.labels[token]);
+        if self.options.target(label, self.vocab) == Target::Ignored {
+            return;
+        }
+        let ulp = |x: f64| E::DTYPE.ulp(x);
+        for (at, first) in columns.iter().enumerate() {
+            let Some(column) = usize::try_from(*first).ok().filter(|column| *column < self.vocab)
+            else {
+                continue;
+            };
+            if columns[..at].contains(first) {
+                continue;
+            }
+            let slope = self.options.slope(wide[column]);
+            let same = columns.iter().zip(cotangents).filter(|(column, _)| *column == first);
+            let terms = same.map(|(_, r)| (r * slope).abs());
+            let whole = dlogits[column].abs() + terms.clone().sum::<f64>();
+            // Twice the halves of units that roundings are off by, the reference's among them.
+            bounds[column] += self.tolerances.get("dlogits_ulp") * ulp(dlogits[column])
+                + terms.map(|term| ulp(term) + ulp(whole)).sum::<f64>()
+                + ulp(whole);
+        }
+        add_gradient_of_columns(&self.options, wide, label, columns, cotangents, dlogits);
     }
 }
 
@@ -800,6 +966,15 @@ impl<E: Element> Reference for OfLogits<'_, E> {
                 }
             });
         }
+        if self.columns.any() {
+            visitor.result("column_logps", "fwd/column_logp", judged, &|rows| {
+                let mut wide = Vec::new();
+                for token in 0..self.labels.len() {
+                    let (logps, scales) = self.column_logps(token, &mut wide);
+                    rows.row(token * logps.len(), &logps, Bound::Each(&scales));
+                }
+            });
+        }
     }
 
     /// The reduced loss times its factor, or the mean of losses where nothing reduces them.
@@ -826,7 +1001,8 @@ impl<E: Element> Reference for OfLogits<'_, E> {
 
     fn gradients(&self, pass: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
         let labels = Labels::from(self.labels);
-        let cotangents = cotangents(self.problem, labels, given, pass);
+        let cotangents = cotangents(self.problem, labels, &self.columns, given, pass);
+        let columns = self.columns.given(given);
         // 0 x inf lies between them and depends on where a probability becomes 0.
         let judged = match pass == Pass::Fused && !factor(self.problem).is_finite() {
             true => Judged::Reached,
@@ -836,10 +1012,11 @@ impl<E: Element> Reference for OfLogits<'_, E> {
             },
         };
         let share = self.tolerances.get("dlogits_cotangent");
-        let row = |rows: &dyn Rows, (wide, dz): &mut (Vec<f64>, Vec<f64>), token: usize| {
+        let row = |rows: &dyn Rows, [wide, dz, bounds]: &mut [Vec<f64>; 3], token: usize| {
             dz.clear();
             dz.resize(self.vocab, 0.0);
             let mut size = 0.0;
+            let of_columns = columns.cotangents(token);
             if let Some(cotangents) = cotangents(token) {
                 self.wide_row(token, wide);
                 let (label, lse) = (self.labels[token], self.tokens[token].lse);
@@ -848,8 +1025,15 @@ impl<E: Element> Reference for OfLogits<'_, E> {
                 size = (g * (1.0 + 2.0 * self.options.z_loss * lse)).abs() + h.abs() + k.abs();
                 // That of the entropy is p (ln p + entropy), of logits and lse that are as large as they are.
                 size += q.abs() * self.scale(token, &self.tokens[token]);
+                size += of_columns.iter().map(|r| r.abs()).sum::<f64>();
             }
-            rows.row(token * self.vocab, dz, Bound::All(share * size));
+            if of_columns.is_empty() {
+                return rows.row(token * self.vocab, dz, Bound::All(share * size));
+            }
+            bounds.clear();
+            bounds.resize(self.vocab, share * size);
+            self.add_columns(token, wide, &of_columns, dz, bounds);
+            rows.row(token * self.vocab, dz, Bound::Each(bounds));
         };
         let began = Instant::now();
         visitor.result("dlogits", &format!("{prefix}dlogits"), judged, &|rows| {

@@ -33,6 +33,12 @@ impl TokenCotangents {
     pub fn are_zero(&self) -> bool {
         *self == Self::default()
     }
+
+    /// These with what cotangents of columns' log-probabilities, logits less lse, add to that of lse.
+    #[must_use]
+    pub fn with_columns(self, cotangents: &[f64]) -> Self {
+        Self { lse: self.lse - cotangents.iter().sum::<f64>(), ..self }
+    }
 }
 
 /// The forward pass of one token with `logits` `[V]`.
@@ -154,6 +160,50 @@ pub fn add_gradient_of_entropy(
     }
 }
 
+/// The log-probability of a column of one token with `logits` `[V]`, given `lse` from [`forward`].
+#[must_use]
+pub fn column_logp(
+    options: &CrossEntropy,
+    logits: &[f64],
+    label: i64,
+    lse: f64,
+    column: i64,
+) -> f64 {
+    if options.target(label, logits.len()) == Target::Ignored {
+        return 0.0;
+    }
+    logit_of(logits, column).map_or(f64::NAN, |(_, logit)| options.cap(logit) - lse)
+}
+
+/// Adds to `dlogits` `[V]` the gradient for cotangents of the logits of `columns`, a cotangent each. With
+/// that of lse, which [`TokenCotangents::with_columns`] has, it is that of their log-probabilities.
+pub fn add_gradient_of_columns(
+    options: &CrossEntropy,
+    logits: &[f64],
+    label: i64,
+    columns: &[i64],
+    cotangents: &[f64],
+    dlogits: &mut [f64],
+) {
+    if options.target(label, logits.len()) == Target::Ignored {
+        return;
+    }
+    for (&column, cotangent) in columns.iter().zip(cotangents) {
+        // A masked entry has no gradient.
+        if let Some((at, logit)) = logit_of(logits, column)
+            && options.cap(logit) != f64::NEG_INFINITY
+        {
+            dlogits[at] += cotangent * options.slope(logit);
+        }
+    }
+}
+
+/// A column that there is, and its logit.
+fn logit_of(logits: &[f64], column: i64) -> Option<(usize, f64)> {
+    let at = usize::try_from(column).ok()?;
+    logits.get(at).map(|&logit| (at, logit))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,16 +223,22 @@ mod tests {
     #[test]
     fn gradient_is_the_derivative_of_forward() {
         let cotangents = TokenCotangents { loss: 0.7, logps: -0.4, lse: 0.25, entropy: -0.6 };
+        // The label's column, and one that comes twice.
+        let (columns, of_columns) = ([4, 1, 4], [0.8, -0.3, 0.45]);
         let objective = |row: &[f64]| {
             let out = forward(&OPTIONS, row, 1);
             let entropy = distribution(&OPTIONS, row).entropy;
+            let logps = columns.map(|column| column_logp(&OPTIONS, row, 1, out.lse, column));
             cotangents.loss * out.loss
                 + cotangents.logps * out.logps
                 + cotangents.lse * out.lse
                 + cotangents.entropy * entropy
+                + logps.iter().zip(of_columns).map(|(logp, r)| r * logp).sum::<f64>()
         };
         let mut dlogits = [f64::NAN; 5];
-        gradient(&OPTIONS, &ROW, 1, forward(&OPTIONS, &ROW, 1).lse, cotangents, &mut dlogits);
+        let all = cotangents.with_columns(&of_columns);
+        gradient(&OPTIONS, &ROW, 1, forward(&OPTIONS, &ROW, 1).lse, all, &mut dlogits);
+        add_gradient_of_columns(&OPTIONS, &ROW, 1, &columns, &of_columns, &mut dlogits);
         for v in 0..ROW.len() {
             let step = 1e-5;
             let (mut up, mut down) = (ROW, ROW);
@@ -219,6 +275,27 @@ mod tests {
         // Of equals the first.
         assert_eq!(distribution(&options, &[0.0, 1.0, 1.0]).argmax, Some(1));
         assert_eq!(distribution(&options, &[0.0, f64::NAN]).argmax, None);
+    }
+
+    /// Columns that are not there, masked ones, and those of ignored tokens.
+    #[test]
+    fn special_columns_keep_the_contract() {
+        let (options, row) = (CrossEntropy::default(), [0.0, f64::NEG_INFINITY, 0.0]);
+        let lse = forward(&options, &row, 0).lse;
+        let logp = |label, column| column_logp(&options, &row, label, lse, column);
+        assert!((logp(0, 2) + 2f64.ln()).abs() < 1e-15);
+        assert_eq!(logp(0, 1), f64::NEG_INFINITY);
+        let added = |label, column| {
+            let mut dlogits = [0.0; 3];
+            add_gradient_of_columns(&options, &row, label, &[column], &[1.5], &mut dlogits);
+            dlogits
+        };
+        assert_eq!(added(0, 2), [0.0, 0.0, 1.5]);
+        for column in [-1, 3, i64::MIN, i64::MAX] {
+            assert!(logp(0, column).is_nan());
+            assert_eq!((logp(-100, column), added(0, column)), (0.0, [0.0; 3]));
+        }
+        assert_eq!((added(0, 1), added(-100, 2)), ([0.0; 3], [0.0; 3]));
     }
 
     #[test]

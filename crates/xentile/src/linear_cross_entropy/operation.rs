@@ -7,11 +7,15 @@ use super::draw::HiddenStates;
 use super::reference::{Factors, Gradients, map_rows, pull_back};
 use super::{LinearShape, Operands, VocabAxis};
 use crate::cross_entropy::operation::{
-    DLOGITS, FORWARD_REL, OPERATION as LOGITS, OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE, cotangents,
-    factors, given, measured, options, reduction, signature, stored_extents, stored_labels,
-    validate, widened,
+    Columns, DISTRIBUTION_OUTPUTS, DLOGITS, FORWARD_REL, OPERATION as LOGITS,
+    OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE, cotangents, factors, given, has_distribution, measured,
+    options, reduction, signature, stored_extents, stored_labels, validate, widened, with_columns,
+    with_made_up_columns,
 };
-use crate::cross_entropy::reference::{TokenCotangents, TokenForward, forward, gradient};
+use crate::cross_entropy::reference::{
+    TokenCotangents, TokenDistribution, TokenForward, add_gradient_of_columns, column_logp,
+    distribution, forward, gradient,
+};
 use crate::cross_entropy::{CrossEntropy, Target};
 use crate::operation::{
     Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, HIDDEN, Judged,
@@ -30,7 +34,7 @@ pub struct Hidden;
 /// Half the distance of 1 and the next f32.
 const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 
-const OPTIONS: [OptionSpec; 10] = [
+const OPTIONS: [OptionSpec; 12] = [
     OptionSpec::new(
         "bias",
         Kind::Bool,
@@ -63,6 +67,8 @@ const OPTIONS: [OptionSpec; 10] = [
     LOSS_OPTIONS[4],
     LOSS_OPTIONS[5],
     LOSS_OPTIONS[6],
+    LOSS_OPTIONS[7],
+    LOSS_OPTIONS[8],
 ];
 
 fn vocab_axis(problem: &Problem) -> Result<VocabAxis> {
@@ -191,9 +197,10 @@ impl Operation for Hidden {
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
         let (has_bias, ignore_index) = (problem.flag("bias"), options(problem).ignore_index);
         let shape = shape(problem)?;
-        Ok(by_dtype!(problem.dtype, E => {
+        let inputs = by_dtype!(problem.dtype, E => {
             arrays(HiddenStates::<E>::synthetic(from, rows, shape, has_bias, ignore_index)?)
-        }))
+        });
+        Ok(with_columns(problem, from, rows, inputs))
     }
 
     fn given(
@@ -243,12 +250,13 @@ impl Operation for Hidden {
         let rows = hidden.chunks((seq_len * width).max(1)).flat_map(|sequence| &sequence[..used]);
         let weight = widened(file, "weight")?;
         let (shape, labels) = (shape(problem)?, stored_labels(file)?);
-        Ok(by_dtype!(problem.dtype, E => {
+        let inputs = by_dtype!(problem.dtype, E => {
             let rows = rows.map(|&x| E::from_f32(x)).collect();
             let weight = weight.iter().map(|&x| E::from_f32(x)).collect();
             let (of_bias, has_bias) = (Synthetic::default(), problem.flag("bias"));
             arrays(HiddenStates::<E>::of(shape, rows, weight, labels, &of_bias, has_bias))
-        }))
+        });
+        Ok(with_made_up_columns(problem, inputs))
     }
 
     fn reference<'a>(
@@ -258,7 +266,8 @@ impl Operation for Hidden {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         Ok(by_dtype!(problem.dtype, E => {
-            Box::new(OfHidden::<E>::new(problem, operands(problem, inputs)?, tolerances))
+            let columns = Columns::of_inputs(problem, inputs);
+            Box::new(OfHidden::<E>::new(problem, operands(problem, inputs)?, columns, tolerances))
         }))
     }
 
@@ -310,10 +319,25 @@ impl Operation for Hidden {
 struct Token {
     exact: TokenForward,
     bound: TokenForward,
+    /// None where nobody asks.
+    known: Option<OfDistribution>,
+    /// Log-probabilities of its columns.
+    column_logps: Vec<f64>,
+    /// By how much each of those may be off.
+    column_bounds: Vec<f64>,
     /// What logits that are off make of lse.
     lse_shift: f64,
     /// The mean square of logits.
     square: f64,
+}
+
+/// What the reference says of a token's distribution.
+struct OfDistribution {
+    exact: TokenDistribution,
+    /// By how much its entropy may be off.
+    entropy_bound: f64,
+    /// Whether logits that are off leave no doubt of whether its label is the likeliest.
+    is_settled: bool,
 }
 
 /// The reference, and bounds of what a program's results may be off by.
@@ -322,17 +346,23 @@ struct OfHidden<'a, E> {
     options: CrossEntropy,
     tolerances: Tolerances,
     operands: Operands<'a, E>,
+    columns: Columns<'a>,
     /// The norm of each column's weights.
     norms: Vec<f64>,
     tokens: Vec<Token>,
 }
 
 impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
-    fn new(problem: &'a Problem, operands: Operands<'a, E>, tolerances: Tolerances) -> Self {
-        let columns = 0..operands.shape().vocab();
-        let norms = columns.map(|column| norm(operands.weights(column).map(E::to_f64))).collect();
+    fn new(
+        problem: &'a Problem,
+        operands: Operands<'a, E>,
+        columns: Columns<'a>,
+        tolerances: Tolerances,
+    ) -> Self {
+        let of_column = |column| norm(operands.weights(column).map(E::to_f64));
+        let norms = (0..operands.shape().vocab()).map(of_column).collect();
         let options = options(problem);
-        Self { problem, options, tolerances, operands, norms, tokens: Vec::new() }
+        Self { problem, options, tolerances, operands, columns, norms, tokens: Vec::new() }
     }
 
     /// What a sum of `count` terms in f32 is off by, relative to the sum of their magnitudes.
@@ -387,34 +417,92 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
                 + w * lse_shift * (2.0 * lse.abs() + lse_shift);
             scale = scale.max(logits[y].abs());
         }
+        let relative = self.tolerances.get("forward_rel");
         for of_output in [&mut bound.loss, &mut bound.logps, &mut bound.lse] {
-            *of_output += self.tolerances.get("forward_rel") * scale;
+            *of_output += relative * scale;
         }
         let square = logits.iter().map(|z| z * z).sum::<f64>() / logits.len() as f64;
-        Token { exact, bound, lse_shift, square }
+        let known = has_distribution(self.problem)
+            .then(|| self.distribution(token, logits, shifts, lse, lse_shift, relative * scale));
+        let of_column = |&column: &i64| {
+            let logp = column_logp(&self.options, logits, label, lse, column);
+            let shift = usize::try_from(column).ok().and_then(|column| shifts.get(column));
+            let size = if logp.is_finite() { scale.max((logp + lse).abs()) } else { scale };
+            (logp, shift.unwrap_or(&0.0) + lse_shift + relative * size)
+        };
+        let (column_logps, column_bounds) = self.columns.of(token).iter().map(of_column).unzip();
+        Token { exact, bound, known, column_logps, column_bounds, lse_shift, square }
+    }
+
+    /// What is said of a token's distribution, whose entropy may be off by `rounding` beside what logits
+    /// that are off make of it.
+    fn distribution(
+        &self,
+        token: usize,
+        logits: &[f64],
+        shifts: &[f64],
+        lse: f64,
+        lse_shift: f64,
+        rounding: f64,
+    ) -> OfDistribution {
+        let exact = distribution(&self.options, logits);
+        let of_column = |(&z, shift): (&f64, &f64)| {
+            let log_p = self.options.cap(z) - lse;
+            // The derivative, with how far that moves on the way.
+            let moved = (log_p + exact.entropy).abs() + shift + lse_shift;
+            let p = log_p.exp();
+            if p == 0.0 { 0.0 } else { p * shift.exp_m1() * moved }
+        };
+        let entropy_bound = logits.iter().zip(shifts).map(of_column).sum::<f64>() + rounding;
+        // Shifts are those of logits over the temperature.
+        let raw = |column: usize| shifts[column] * self.options.temperature;
+        let is_settled = match self.options.target(self.label(token), logits.len()) {
+            Target::Column(y) => {
+                let over = |v: usize| logits[v] - logits[y];
+                let others = (0..logits.len()).filter(|&v| v != y);
+                let surely_less = others.clone().all(|v| over(v) < -(raw(v) + raw(y)));
+                surely_less || others.clone().any(|v| over(v) > raw(v) + raw(y))
+            }
+            Target::Ignored | Target::OutOfRange => true,
+        };
+        OfDistribution { exact, entropy_bound, is_settled }
     }
 
     /// By how much entries of a row of dlogits may be off as they go into products, with what these
-    /// add as they are summed. `dlogits` hold the row on entry.
+    /// add as they are summed. `dlogits` hold the row on entry. Cotangents of columns are in that of lse, and
+    /// by themselves.
     fn row_bounds(
         &self,
         token: usize,
         logits: &[f64],
         of: &Token,
         cotangents: TokenCotangents,
+        of_columns: &[f64],
         dlogits: &mut [f64],
     ) {
         let target = self.options.target(self.label(token), logits.len());
         if cotangents.are_zero() || matches!(target, Target::Ignored) {
             return;
         }
-        let TokenCotangents { loss: g, logps: h, lse: k, .. } = cotangents;
+        let TokenCotangents { loss: g, logps: h, lse: k, entropy: q } = cotangents;
         let (e, w) = (self.options.label_smoothing, self.options.z_loss);
         let (lse, lse_shift) = (of.exact.lse, of.lse_shift);
         let of_p = (g * (1.0 + 2.0 * w * lse) - h + k).abs();
         let of_lse = (2.0 * g * w * lse_shift).abs();
         let smoothed = (g * e).abs() / logits.len() as f64;
-        let size = (g * (1.0 + 2.0 * w * lse)).abs() + h.abs() + k.abs();
+        let mut size = (g * (1.0 + 2.0 * w * lse)).abs() + h.abs() + k.abs();
+        // That of the entropy is p (ln p + entropy), of logits and lse that are as large as they are.
+        size += q.abs() * lse.abs().max(1.0);
+        size += of_columns.iter().map(|r| r.abs()).sum::<f64>();
+        let [entropy, entropy_bound] =
+            of.known.as_ref().map_or([0.0; 2], |known| [known.exact.entropy, known.entropy_bound]);
+        let mut picked = vec![0.0; if of_columns.is_empty() { 0 } else { logits.len() }];
+        for (column, r) in self.columns.of(token).iter().zip(of_columns) {
+            let at = usize::try_from(*column).ok();
+            if let Some(picked) = at.and_then(|at| picked.get_mut(at)) {
+                *picked += r.abs();
+            }
+        }
         let shape = self.operands.shape();
         let of_sums = self.of_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
@@ -430,13 +518,17 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
             dlogits.iter_mut().zip(logits.iter().zip(shifts)).enumerate()
         {
             let (p, slope) = (self.probability(z, lse), self.slope(z));
-            let of_p_moved = of_p * (shift + lse_shift + rounding).exp_m1();
-            let moved = slope * p * (of_p_moved + of_lse);
+            let log_p = self.options.cap(z) - lse;
+            let of_entropy = if p == 0.0 { 0.0 } else { q.abs() * (log_p + entropy).abs() };
+            let of_p_moved = (of_p + of_entropy) * (shift + lse_shift + rounding).exp_m1();
+            let of_entropy_moved = q.abs() * (shift + lse_shift + entropy_bound);
+            let moved = slope * p * (of_p_moved + of_lse + of_entropy_moved);
             // Terms are rounded before they cancel, but the label's, which is made in one piece.
-            let operand = match target {
+            let of_terms = match target {
                 Target::Column(label) if label == column => dz.abs(),
-                _ => slope * (of_p * p + smoothed),
+                _ => slope * ((of_p + of_entropy) * p + smoothed),
             };
+            let operand = of_terms + slope * picked.get(column).copied().unwrap_or(0.0);
             let kernel = (self.tolerances.get("dlogits_ulp") * dtype.ulp(operand))
                 .max(self.tolerances.get("dlogits_cotangent") * size);
             let relative = operand * (of_cap * shift + rounding) + dz.abs() * of_sums;
@@ -470,6 +562,31 @@ impl<E: Element + ArrayElement> Reference for OfHidden<'_, E> {
                 }
             });
         }
+        for (array, name, of) in DISTRIBUTION_OUTPUTS {
+            visitor.result(array, name, Judged::Within, &|rows| {
+                for (token, Token { known, .. }) in self.tokens.iter().enumerate() {
+                    let Some(known) = known else { continue };
+                    let bound = match (array, known.is_settled) {
+                        ("correct", true) => f64::MIN_POSITIVE,
+                        ("correct", false) => 1.0,
+                        _ => known.entropy_bound,
+                    };
+                    let vocab = self.operands.shape().vocab();
+                    let target = self.options.target(self.label(token), vocab);
+                    rows.row(token, &[of(&known.exact, target)], Bound::All(bound));
+                }
+            });
+        }
+        if self.columns.any() {
+            visitor.result("column_logps", "fwd/column_logp", Judged::Within, &|rows| {
+                for (token, Token { column_logps, column_bounds, .. }) in
+                    self.tokens.iter().enumerate()
+                {
+                    let first = token * column_logps.len();
+                    rows.row(first, column_logps, Bound::Each(column_bounds));
+                }
+            });
+        }
     }
 
     fn scalar(&self, pass: Pass, given: &Arrays<'_>, visitor: &mut dyn Visitor) {
@@ -486,11 +603,22 @@ impl<E: Element + ArrayElement> Reference for OfHidden<'_, E> {
     }
 
     fn gradients(&self, pass: Pass, given: &Arrays<'_>, prefix: &str, visitor: &mut dyn Visitor) {
-        let of_token = cotangents(self.problem, self.operands.labels(), given, pass);
+        let labels = self.operands.labels();
+        let of_token = cotangents(self.problem, labels, &self.columns, given, pass);
         let cotangents = |token| of_token(token).unwrap_or_default();
+        let columns = self.columns.given(given);
         let dlogits = |token: usize, logits: &[f64], out: &mut [f64]| {
             let (label, lse) = (self.label(token), self.tokens[token].exact.lse);
             gradient(&self.options, logits, label, lse, cotangents(token), out);
+            let of_columns = columns.cotangents(token);
+            add_gradient_of_columns(
+                &self.options,
+                logits,
+                label,
+                columns.of(token),
+                &of_columns,
+                out,
+            );
         };
         let began = Instant::now();
         let expected = pull_back(&self.operands, Factors::Signed, dlogits);
@@ -498,7 +626,8 @@ impl<E: Element + ArrayElement> Reference for OfHidden<'_, E> {
         let began = Instant::now();
         let bounds = pull_back(&self.operands, Factors::Magnitudes, |token, logits, out| {
             dlogits(token, logits, out);
-            self.row_bounds(token, logits, &self.tokens[token], cotangents(token), out);
+            let (of, r) = (&self.tokens[token], columns.cotangents(token));
+            self.row_bounds(token, logits, of, cotangents(token), &r, out);
         });
         visitor.seconds("ref_bounds_s", began.elapsed().as_secs_f64());
         let Gradients { hidden, weight, bias } = &expected;

@@ -56,7 +56,7 @@ pub struct Problem {
 impl Problem {
     /// The extent of the dim `letter`, or of so many as are before it, as in `2F`; 1 for a letter that the
     /// problem does not have. Of `D/block_size` it is how many parts there are, the last of which may be
-    /// shorter, where the option `block_size` says how long one is.
+    /// shorter, where the option `block_size` says how long one is, and of the name of an option what that counts.
     #[must_use]
     pub fn dim(&self, letter: &str) -> usize {
         if let Some((letter, option)) = letter.split_once('/') {
@@ -68,7 +68,9 @@ impl Problem {
     }
 
     fn extent(&self, letter: &str) -> usize {
-        self.dims.iter().find(|(name, _)| *name == letter).map_or(1, |(_, extent)| *extent)
+        let named = self.dims.iter().find(|(name, _)| *name == letter).map(|(_, extent)| *extent);
+        let counted = || self.integer(letter).and_then(|count| usize::try_from(count).ok());
+        named.or_else(counted).unwrap_or(1)
     }
 
     /// The product of the extents of `dims`, as far as there are addresses.

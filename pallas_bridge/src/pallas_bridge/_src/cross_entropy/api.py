@@ -133,7 +133,8 @@ def cross_entropy(
       return_correct: whether to return which tokens have the largest logit at their label; of
         equal ones the first column counts. It has no derivative, and is False for ignored tokens.
       columns: [.., T, K] with K to 128, of any integer dtype, to return z_c - lse of these columns
-        too; None for none. It is 0 for ignored tokens, and NaN for a column outside [0, V).
+        too; None for none. It is 0 for ignored tokens, and NaN for a column outside [0, V), with
+        the gradient of -lse alone.
       block_size: vocabulary columns of a tile; None for the tuned number.
       time_block: tokens of a tile; None for the tuned number.
       donate_logits: whether the gradient takes the place of the logits in memory, which halves the

@@ -4,7 +4,7 @@ Those of the kernels for TPUs, and losses that something multiplies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from .. import pallas
 from ..exporting import DTYPES, Cell, ConfigError, Program, check_options
 from . import tpu_plan
 from .api import cross_entropy, cross_entropy_per_token
+from .known import MOST_COLUMNS
 
 PLATFORMS = ("tpu", "cpu", "cuda")
 OPTIONS = (
@@ -28,6 +29,30 @@ OPTIONS = (
 FORMS = ("constant", "argument")
 
 
+@dataclass(frozen=True)
+class AskedOfEach:
+    """What a config asks of each token beside loss, logps and lse."""
+
+    distribution: bool
+    # Columns a token; None for none.
+    columns: int | None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything."""
+        return self.distribution or self.columns is not None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The options of a loss a token for it, but for the columns themselves."""
+        distribution = self.distribution
+        return {
+            "return_lse": True,
+            "return_entropy": distribution,
+            "return_correct": distribution,
+        }
+
+
 def settings(config: Mapping[str, Any]) -> None:
     """There are no keys of its own."""
 
@@ -39,10 +64,8 @@ def program(cell: Cell) -> Program:
         ConfigError: an option that is not known.
     """
     factor = factor_of(cell)
-    own = ("factor", "factor_form", "distribution")
-    distribution = bool(cell.options.get("distribution", False))
-    if distribution and cell.options.get("reduction") != "none":
-        raise ConfigError("options.distribution is true; options.reduction must be none then")
+    cell, asked = asked_of_each(cell)
+    own = ("factor", "factor_form")
     others = {key: value for key, value in cell.options.items() if key not in own}
     cell = replace(cell, options=others)
     reduction, keywords = keywords_of(cell)
@@ -53,13 +76,32 @@ def program(cell: Cell) -> Program:
         (logits,) = arrays
         return cross_entropy(logits, labels, weights=weights, reduction=reduction, **keywords)
 
-    def per_token(arrays: Sequence[Any], labels: Any) -> Any:
+    def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
         (logits,) = arrays
-        asked: Any = {"return_entropy": distribution, "return_correct": distribution}
-        return cross_entropy_per_token(logits, labels, return_lse=True, **asked, **keywords)
+        more = asked.keywords | keywords
+        return cross_entropy_per_token(logits, labels, columns=columns, **more)
 
     logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
-    return of_losses(cell, [logits], reduced, per_token, factor=factor, distribution=distribution)
+    return of_losses(cell, [logits], reduced, per_token, asked, factor=factor)
+
+
+def asked_of_each(cell: Cell) -> tuple[Cell, AskedOfEach]:
+    """Returns the cell without what it asks of each token beside its loss, and that.
+
+    Raises:
+        ConfigError: columns that there cannot be, or anything of losses that something reduces.
+    """
+    options = dict(cell.options)
+    distribution = bool(options.pop("distribution", False))
+    columns = options.pop("columns", None)
+    is_count = isinstance(columns, int) and not isinstance(columns, bool)
+    if columns is not None and not (is_count and 1 <= columns <= MOST_COLUMNS):
+        raise ConfigError(f"options.columns is {columns!r}; it must be in [1, {MOST_COLUMNS}]")
+    named = "distribution is true" if distribution else f"columns is {columns}"
+    asked = AskedOfEach(distribution, columns)
+    if asked.any and options.get("reduction") != "none":
+        raise ConfigError(f"options.{named}; options.reduction must be none then")
+    return replace(cell, options=options), asked
 
 
 def factor_of(cell: Cell) -> float | None:
@@ -101,16 +143,16 @@ def of_losses(
     cell: Cell,
     arrays: Sequence[jax.ShapeDtypeStruct],
     reduced: Callable[[Sequence[Any], Any, Any], Any],
-    per_token: Callable[[Sequence[Any], Any], Any],
+    per_token: Callable[[Sequence[Any], Any, Any], Any],
+    asked: AskedOfEach,
     plan: Any = None,
     factor: float | None = 1.0,
-    distribution: bool = False,
 ) -> Program:
     """Returns the program of a loss and its gradients for `arrays`.
 
-    `reduced` is of arrays, labels and weights, which may be None, and `per_token` of arrays and
-    labels. The reduced loss is multiplied by `factor`; None makes that the last argument. With a
-    `distribution`, `per_token` gives entropies too, and which labels are the likeliest.
+    `reduced` is of arrays, labels and weights, which may be None, and `per_token` of arrays, labels
+    and columns, which may be None and else follow the labels: it gives what is `asked` of each
+    token. The reduced loss is multiplied by `factor`; None makes that the last argument.
     """
     count = len(arrays)
     has_weights = cell.options.get("weights") == "random"
@@ -118,12 +160,14 @@ def of_losses(
     numbers = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
 
     def forward_and_backward(*arguments: Any) -> Any:
-        arrays, labels, cotangents = arguments[:count], arguments[count], arguments[count + 1 :]
+        arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
+        columns, *cotangents = (None, *given) if asked.columns is None else given
 
         def of_each(*arrays: Any) -> Any:
-            outputs = per_token(arrays, labels)
-            moving = outputs[: len(cotangents)]
-            return moving, [one.astype(jnp.float32) for one in outputs[len(cotangents) :]]
+            outputs = per_token(arrays, labels, columns)
+            # What has a derivative comes first.
+            moving = [one for one in outputs if one.dtype != bool]
+            return moving, [one.astype(jnp.float32) for one in outputs if one.dtype == bool]
 
         outputs, pull, others = jax.vjp(of_each, *arrays, has_aux=True)
         return *outputs, *others, *pull(cotangents)
@@ -141,7 +185,11 @@ def of_losses(
         return loss, *gradients
 
     if cell.options.get("reduction") == "none":
-        arguments = [*arrays, labels, *[numbers] * (4 if distribution else 3)]
+        arguments = [*arrays, labels, *[numbers] * (4 if asked.distribution else 3)]
+        if asked.columns is not None:
+            of_columns = (cell.tokens, asked.columns)
+            arguments.insert(count + 1, jax.ShapeDtypeStruct(of_columns, jnp.int32))
+            arguments.append(jax.ShapeDtypeStruct(of_columns, jnp.float32))
         return Program("forward_and_backward", forward_and_backward, arguments, plan)
     more = [numbers] if has_weights else []
     if factor is None:

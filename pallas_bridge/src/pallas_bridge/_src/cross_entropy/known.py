@@ -155,6 +155,8 @@ def pick(options: Options, logits: jax.Array, columns: jax.Array, first: Any = 0
     here, at = _here(columns, first, logits.shape[-1])
     z = jnp.take_along_axis(logits, at, axis=-1)
     z = options.mapped(z.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    # A masked entry has no gradient.
+    z = jnp.where(z == -jnp.inf, -jnp.inf, z)
     return jnp.where(here, z, jnp.nan)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..cross_entropy.exported import keywords_of, of_losses
+from ..cross_entropy.exported import asked_of_each, keywords_of, of_losses
 from ..exporting import DTYPES, Cell, ConfigError, Program, check_extent
 from .api import explain, linear_cross_entropy, linear_cross_entropy_per_token
 from .plan import Plan
@@ -51,6 +51,7 @@ def program(cell: Cell) -> Program:
         ConfigError: an option that is not known, or a tile for which there is no room.
         ValueError: a budget below the least.
     """
+    cell, asked = asked_of_each(cell)
     reduction, options = keywords_of(cell)
     settings: Settings = cell.settings
     dtype = DTYPES[cell.dtype]
@@ -79,20 +80,22 @@ def program(cell: Cell) -> Program:
             **options,
         )
 
-    def per_token(arrays: Sequence[Any], labels: Any) -> Any:
+    def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
         hidden, weight, *bias = arrays
+        more = asked.keywords | options
         return linear_cross_entropy_per_token(
-            hidden, weight, labels, bias=bias[0] if bias else None, return_lse=True, **options
+            hidden, weight, labels, bias=bias[0] if bias else None, columns=columns, **more
         )
 
     plan = None
-    if not cell.is_dense:
+    # `explain` tells nothing of chunks whose logits something is asked of.
+    if not cell.is_dense and not asked.any:
         bias = arrays[2] if settings.bias else None
         platform = cell.kind or cell.platform
         cut |= {"reduction": reduction, "platform": platform}
         plan = explain(*arrays[:2], bias=bias, **cut)
         _check_tile(cell, plan)
-    return of_losses(cell, arrays, reduced, per_token, plan)
+    return of_losses(cell, arrays, reduced, per_token, asked, plan)
 
 
 def _check_tile(cell: Cell, plan: Plan) -> None:
