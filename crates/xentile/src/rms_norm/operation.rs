@@ -24,7 +24,7 @@ pub const OPERATION: Norm = Norm;
 #[derive(Clone, Copy, Debug)]
 pub struct Norm;
 
-const OPTIONS: [OptionSpec; 4] = [
+pub(crate) const OPTIONS: [OptionSpec; 4] = [
     OptionSpec::new(
         "eps",
         Kind::Number,
@@ -180,17 +180,9 @@ impl Operation for Norm {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         let shape = shape(problem)?;
-        let weight = inputs.get("weight").expect("a weight is an input");
-        let weight = (0..weight.len()).map(|column| weight.at(column)).collect();
-        Ok(by_dtype!(problem.dtype, E => Box::new(OfRows {
-            problem,
-            options: options(problem),
-            shape,
-            x: inputs.expect::<E>("x"),
-            residual: inputs.slice::<E>("residual"),
-            weight,
-            tolerances,
-        })))
+        Ok(by_dtype!(problem.dtype, E => {
+            Box::new(OfRows::<E>::new(problem, shape, inputs, tolerances))
+        }))
     }
 
     /// Rows in float64, of each thread.
@@ -219,7 +211,7 @@ impl Operation for Norm {
 }
 
 /// The reference on rows of one dtype.
-struct OfRows<'a, E> {
+pub(crate) struct OfRows<'a, E> {
     problem: &'a Problem,
     options: RmsNorm,
     shape: NormShape,
@@ -230,14 +222,14 @@ struct OfRows<'a, E> {
 }
 
 /// The arrays of one row in float64.
-struct Row<E> {
+pub(crate) struct Row<E> {
     stored: Vec<E>,
     /// What is normalised.
     x: Vec<f64>,
     dy: Vec<f64>,
     dsum: Option<Vec<f64>>,
-    out: Vec<f64>,
-    bound: Vec<f64>,
+    pub(crate) out: Vec<f64>,
+    pub(crate) bound: Vec<f64>,
 }
 
 impl<E> Default for Row<E> {
@@ -247,7 +239,48 @@ impl<E> Default for Row<E> {
     }
 }
 
-impl<E: Element + ArrayElement> OfRows<'_, E> {
+impl<'a, E: Element + ArrayElement> OfRows<'a, E> {
+    pub(crate) fn new(
+        problem: &'a Problem,
+        shape: NormShape,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Self {
+        let weight = inputs.get("weight").expect("a weight is an input");
+        Self {
+            problem,
+            options: options(problem),
+            shape,
+            x: inputs.expect::<E>("x"),
+            residual: inputs.slice::<E>("residual"),
+            weight: (0..weight.len()).map(|column| weight.at(column)).collect(),
+            tolerances,
+        }
+    }
+
+    /// y of a row in its `out`, with how far each entry may be off.
+    pub(crate) fn norm(&self, token: usize, row: &mut Row<E>) {
+        self.read(token, row);
+        forward(&self.options, &row.x, &self.weight, &mut row.out);
+        let roundings = Y_ROUNDINGS + self.of_sum(self.shape.columns());
+        for (bound, y) in row.bound.iter_mut().zip(&row.out) {
+            *bound = FLUSHED + roundings * F32_ROUNDING * y.abs();
+        }
+    }
+
+    /// Hands over the sum with the residual, if there is one, which is rounded as the reference has it.
+    pub(crate) fn hand_sum(&self, judged: Judged, visitor: &mut dyn Visitor) {
+        if self.residual.is_none() {
+            return;
+        }
+        visitor.result("sum", "fwd/sum", judged, &|rows| {
+            self.rows().for_each_init(Row::default, |row, token| {
+                self.read(token, row);
+                rows.row(token * self.shape.columns(), &row.x, Bound::All(0.0));
+            });
+        });
+    }
+
     fn of<'b>(&self, all: &'b [E], row: usize) -> &'b [E] {
         let width = self.shape.columns();
         &all[row * width..][..width]
@@ -308,22 +341,11 @@ impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
         let within = Judged::WithinRounding { relative: relative + of_sum * F32_ROUNDING };
         visitor.result("y", "fwd/y", within, &|rows| {
             self.rows().for_each_init(Row::default, |row, token| {
-                self.read(token, row);
-                forward(&self.options, &row.x, &self.weight, &mut row.out);
-                for (bound, y) in row.bound.iter_mut().zip(&row.out) {
-                    *bound = FLUSHED + (Y_ROUNDINGS + of_sum) * F32_ROUNDING * y.abs();
-                }
+                self.norm(token, row);
                 rows.row(token * width, &row.out, Bound::Each(&row.bound));
             });
         });
-        if self.residual.is_some() {
-            visitor.result("sum", "fwd/sum", within, &|rows| {
-                self.rows().for_each_init(Row::default, |row, token| {
-                    self.read(token, row);
-                    rows.row(token * width, &row.x, Bound::All(0.0));
-                });
-            });
-        }
+        self.hand_sum(within, visitor);
         visitor.result("rstd", "fwd/rstd", Judged::Within, &|rows| {
             self.rows().for_each_init(Row::default, |row, token| {
                 self.read(token, row);
