@@ -51,7 +51,12 @@ impl Operation for OfRows {
     }
 
     fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
+        &[
+            Distribution::Normal,
+            Distribution::Uniform,
+            Distribution::Offset,
+            Distribution::Nonfinite,
+        ]
     }
 
     fn passes(&self) -> &'static [Pass] {

@@ -463,3 +463,69 @@ impl Side {
         Some(bits.par_iter().enumerate().map(back).collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    /// 256 and 258 are neighbours in bf16.
+    #[test]
+    fn an_entry_beside_a_tie_is_either_of_two() {
+        assert_eq!(between::<bf16>(256.9, 1e-3, 0.0), [256.0; 2]);
+        assert_eq!(between::<bf16>(256.9995, 1e-3, 0.0), [256.0, 258.0]);
+        assert_eq!(between::<bf16>(-257.0005, 1e-3, 0.0), [-258.0, -256.0]);
+        assert_eq!(between::<bf16>(0.0, 1.0, 0.0), [0.0; 2]);
+        assert_eq!(between::<bf16>(f64::INFINITY, f64::NAN, 0.0), [f32::INFINITY; 2]);
+        let [from, to] = between::<bf16>(256.9, 0.0, 1.0);
+        assert!(from <= 256.0 && to >= 257.9, "{from} {to}");
+    }
+
+    fn side(power_of_two: bool) -> Side {
+        let tolerances = [("scale_ulp", 1.0), ("quotient_roundings", 4.0)];
+        Side {
+            options: Fp8Quantize { format: Format::E4M3Fn, power_of_two },
+            blocks: Some(Blocks { rows: 1, columns: Some(2) }),
+            is_turned: false,
+            shape: QuantizeShape::new(1, 1, 6).unwrap(),
+            scales: Vec::new(),
+            tolerances: Tolerances::new(tolerances),
+        }
+    }
+
+    /// The largest entry of a block moves its scale, every other one its value alone, and what may not be
+    /// finite neither hides the others nor is hidden.
+    #[test]
+    fn scales_and_quotients_lie_between_those_of_entries() {
+        let entries = vec![
+            [448.0, 450.0],
+            [10.0; 2],
+            [-20.0; 2],
+            [-2.0, 3.0],
+            [f32::MAX, f32::INFINITY],
+            [1.0; 2],
+        ];
+        let mut exact = side(false);
+        exact.make_scales(&entries);
+        let [largest, max] = [448.0, f64::from(f32::MAX)];
+        let scales = [[1.0, 450.0 / largest], [20.0 / largest; 2], [1.0 / largest, max / largest]];
+        assert_eq!(exact.scales, scales);
+        let mut rounded = side(true);
+        rounded.make_scales(&entries);
+        assert_eq!(rounded.scales[..2], [[1.0, 2.0], [2_f64.powi(-4); 2]]);
+
+        let of = |column: usize| exact.expected(entries[column], exact.scales[column / 2]);
+        let Expected { quotient: [quotient, bound], .. } = of(1);
+        let far = 10.0 * largest / 450.0;
+        assert!(quotient - bound <= far && quotient + bound >= 10.0, "{quotient} {bound}");
+        assert!(bound < 0.03, "{bound}");
+        let Expected { quotient: [quotient, bound], .. } = of(2);
+        assert_eq!(quotient, -largest);
+        assert_eq!(bound, 4.0 * largest * ROUNDING);
+        let Expected { quotient: [quotient, bound], .. } = of(3);
+        let [from, to] = [-2.0, 3.0].map(|x| x * largest / 20.0);
+        assert!(quotient - bound <= from && quotient + bound >= to && bound < 57.0, "{bound}");
+        assert!(exact.expected([f32::NAN; 2], [1.0; 2]).quotient[0].is_nan());
+    }
+}

@@ -60,6 +60,24 @@ pub fn options(problem: &Problem) -> RmsNorm {
     }
 }
 
+/// Rows, their weight, and the residual if there is one, of any distribution that knows of no labels.
+///
+/// # Errors
+/// More elements than memory can address.
+pub(crate) fn draw(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+    shape(problem)?;
+    let mut inputs = Arrays::default();
+    inputs.insert("x", rows_of(problem, from, rows));
+    // As in training, weights are near the factor 1.
+    let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
+    let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
+    inputs.insert("weight", columns_of(problem, &of_weight, centre));
+    if problem.flag("residual") {
+        inputs.insert("residual", rows_of(problem, &of_residual, rows));
+    }
+    Ok(inputs)
+}
+
 impl Operation for Norm {
     fn name(&self) -> &'static str {
         "rms_norm"
@@ -139,18 +157,8 @@ impl Operation for Norm {
     }
 
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
-        shape(problem)?;
         from.check_unlabelled(self, "rows")?;
-        let mut inputs = Arrays::default();
-        inputs.insert("x", rows_of(problem, from, rows));
-        // As in training, weights are near the factor 1.
-        let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
-        let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
-        inputs.insert("weight", columns_of(problem, &of_weight, centre));
-        if problem.flag("residual") {
-            inputs.insert("residual", rows_of(problem, &of_residual, rows));
-        }
-        Ok(inputs)
+        draw(problem, from, rows)
     }
 
     /// Standard normal cotangents.

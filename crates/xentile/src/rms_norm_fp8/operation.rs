@@ -11,7 +11,9 @@ use crate::operation::{
     Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
     ToleranceSpec, Tolerances, Value, Visitor,
 };
-use crate::rms_norm::operation::{OPERATION as NORM, OPTIONS as NORMALISATION, OfRows, Row, shape};
+use crate::rms_norm::operation::{
+    OPERATION as NORM, OPTIONS as NORMALISATION, OfRows, Row, draw, shape,
+};
 use crate::{Element, Result, by_dtype};
 
 /// RMSNorm of rows, with a residual or without, quantised.
@@ -67,7 +69,12 @@ impl Operation for Norm {
     }
 
     fn distributions(&self) -> &'static [Distribution] {
-        NORM.distributions()
+        &[
+            Distribution::Normal,
+            Distribution::Uniform,
+            Distribution::Offset,
+            Distribution::Nonfinite,
+        ]
     }
 
     fn passes(&self) -> &'static [Pass] {
@@ -95,7 +102,7 @@ impl Operation for Norm {
 
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
         from.check_unlabelled(self, "rows")?;
-        NORM.inputs(problem, from, rows)
+        draw(problem, from, rows)
     }
 
     fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {

@@ -95,7 +95,7 @@ impl Operation for OfRows {
     }
 
     fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
+        &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite]
     }
 
     fn passes(&self) -> &'static [Pass] {
