@@ -12,6 +12,8 @@ const KERNELS: &[&dyn Kernels] = &[
     &rope::operation::KERNELS,
     &flash_attention::operation::KERNELS,
     &fp8_quantize::operation::KERNELS,
+    &fp8_quantize::operation::SWIGLU,
+    &fp8_quantize::operation::RMS_NORM,
 ];
 
 /// The kernels of the operation called `name`.

@@ -231,6 +231,11 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
             "impl is reference; op rms_norm has no dense program on backend cpu",
         ),
         (norm, "op=rms_nrom", "unknown value `rms_nrom` for `op`; did you mean `rms_norm`?"),
+        (
+            logits,
+            "input.synthetic.distribution=nonfinite",
+            "logits are normal, uniform, peaked, trained, offset or masked",
+        ),
         (logits, "options.eps=1", "options.eps is set; op cross_entropy has none, rms_norm has"),
         (
             logits,

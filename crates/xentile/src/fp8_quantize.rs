@@ -38,6 +38,8 @@
 
 #[cfg(feature = "operation")]
 pub mod operation;
+#[cfg(feature = "operation")]
+pub(crate) mod quantized;
 pub mod reference;
 
 pub use crate::fp8::Format;

@@ -24,8 +24,10 @@ pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
 pub mod rms_norm;
+pub mod rms_norm_fp8;
 pub mod rope;
 mod shape;
+pub mod swiglu_fp8;
 mod tile;
 mod tuned;
 

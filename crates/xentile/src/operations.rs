@@ -3,7 +3,7 @@
 use crate::operation::Operation;
 use crate::{
     activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, linear_cross_entropy,
-    rms_norm, rope,
+    rms_norm, rms_norm_fp8, rope, swiglu_fp8,
 };
 
 /// Every operation, the default first.
@@ -16,6 +16,8 @@ const OPERATIONS: &[&dyn Operation] = &[
     &rope::operation::OPERATION,
     &flash_attention::operation::OPERATION,
     &fp8_quantize::operation::OPERATION,
+    &swiglu_fp8::operation::OPERATION,
+    &rms_norm_fp8::operation::OPERATION,
 ];
 
 /// Every operation, the default first.

@@ -1,12 +1,14 @@
-//! The kernels of FP8 quantisation, as tools run them.
+//! The kernels of FP8 quantisation, as tools run them: of x, and of what other kernels give.
 
 use xentile::fp8_quantize::operation::{OPERATION, blocks, options, shape};
 use xentile::fp8_quantize::{Blocks, Fp8Quantize, QuantizeShape};
 use xentile::operation::{Array, ArrayElement, Arrays, Operation, Pass, Problem};
-use xentile::{Element, Result, by_dtype};
+use xentile::{Element, Result, by_dtype, rms_norm_fp8, swiglu_fp8};
 
 use super::{Kernel, Launch, Quantized};
 use crate::operation::{Kernels, Run};
+use crate::rms_norm::Weight;
+use crate::{InOut, activation, rms_norm};
 
 /// The kernels of FP8 quantisation.
 pub(crate) const KERNELS: OfRows = OfRows;
@@ -25,48 +27,164 @@ impl Kernels for OfRows {
         inputs: &'a Arrays<'a>,
         launch: Launch<'a>,
     ) -> Result<Box<dyn Run + 'a>> {
-        let (options, shape, blocks) = (options(problem), shape(problem)?, blocks(problem));
-        let amax = if blocks.is_none() { vec![0.0; shape.scales(Blocks::ROW)] } else { Vec::new() };
-        Ok(by_dtype!(problem.dtype, E => Box::new(Matrix {
-            options,
-            shape,
-            blocks,
-            launch,
+        let matrix = Matrix::new(problem, shape(problem)?, launch);
+        Ok(by_dtype!(problem.dtype, E => Box::new(Plain { matrix, x: inputs.expect::<E>("x") })))
+    }
+}
+
+struct Plain<'a, E> {
+    matrix: Matrix<'a>,
+    x: &'a [E],
+}
+
+impl<E: Element + ArrayElement> Run for Plain<'_, E> {
+    fn run(&mut self, _: Pass, _: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
+        self.matrix.quantize(self.x, results)
+    }
+}
+
+/// The kernel of SwiGLU, and that of quantisation after it.
+pub(crate) const SWIGLU: Swiglu = Swiglu;
+
+/// The kernel of SwiGLU, and that of quantisation after it.
+pub(crate) struct Swiglu;
+
+impl Kernels for Swiglu {
+    fn name(&self) -> &'static str {
+        swiglu_fp8::operation::OPERATION.name()
+    }
+
+    fn open<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        launch: Launch<'a>,
+    ) -> Result<Box<dyn Run + 'a>> {
+        let options = swiglu_fp8::operation::activation(problem)?;
+        let shape = xentile::activation::operation::shape(problem)?;
+        let kernel = activation::Kernel::new(options, shape, launch)?;
+        let shape = swiglu_fp8::operation::quantized(problem)?;
+        Ok(by_dtype!(problem.dtype, E => Box::new(Gated {
+            kernel,
+            matrix: Matrix::new(problem, shape, launch),
             x: inputs.expect::<E>("x"),
-            amax,
+            y: Vec::new(),
         })))
     }
 }
 
-struct Matrix<'a, E> {
+struct Gated<'a, E> {
+    kernel: activation::Kernel<'a>,
+    matrix: Matrix<'a>,
+    x: &'a [E],
+    /// What is quantised; empty until the first run.
+    y: Vec<E>,
+}
+
+impl<E: Element + ArrayElement> Run for Gated<'_, E> {
+    fn run(&mut self, _: Pass, _: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
+        self.y.resize(self.matrix.shape.elements(), E::from_f32(0.0));
+        self.kernel.forward(self.x, &mut self.y)?;
+        self.matrix.quantize(&self.y, results)
+    }
+}
+
+/// The kernel of RMSNorm, and that of quantisation after it.
+pub(crate) const RMS_NORM: RmsNorm = RmsNorm;
+
+/// The kernel of RMSNorm, and that of quantisation after it.
+pub(crate) struct RmsNorm;
+
+impl Kernels for RmsNorm {
+    fn name(&self) -> &'static str {
+        rms_norm_fp8::operation::OPERATION.name()
+    }
+
+    fn open<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        launch: Launch<'a>,
+    ) -> Result<Box<dyn Run + 'a>> {
+        use xentile::rms_norm::operation::{options, shape as of_rows};
+        let weight = Weight::of(inputs, "weight").expect("a weight is an input");
+        let kernel = rms_norm::Kernel::new(options(problem), of_rows(problem)?, weight, launch)?;
+        Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
+            kernel,
+            matrix: Matrix::new(problem, shape(problem)?, launch),
+            x: inputs.expect::<E>("x"),
+            residual: inputs.slice::<E>("residual"),
+            y: Vec::new(),
+            rstd: vec![0.0; problem.dim("T")],
+        })))
+    }
+}
+
+struct Normed<'a, E> {
+    kernel: rms_norm::Kernel<'a>,
+    matrix: Matrix<'a>,
+    x: &'a [E],
+    residual: Option<&'a [E]>,
+    /// What is quantised; empty until the first run.
+    y: Vec<E>,
+    rstd: Vec<f32>,
+}
+
+impl<E: Element + ArrayElement> Run for Normed<'_, E> {
+    fn run(&mut self, _: Pass, _: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
+        self.y.resize(self.matrix.shape.elements(), E::from_f32(0.0));
+        let x = InOut::apart(self.x, &mut self.y);
+        match self.residual {
+            None => self.kernel.forward(x, &mut self.rstd)?,
+            Some(residual) => {
+                let [sum] = results.slices_mut(["sum"]);
+                let residual = InOut::apart(residual, sum.expect("a sum to fill"));
+                self.kernel.add_forward(x, residual, &mut self.rstd)?;
+            }
+        }
+        self.matrix.quantize(&self.y, results)
+    }
+}
+
+/// What is quantised as a problem asks for.
+struct Matrix<'a> {
     options: Fp8Quantize,
     shape: QuantizeShape,
     /// None where there is one scale.
     blocks: Option<Blocks>,
     launch: Launch<'a>,
-    x: &'a [E],
     /// Of rows, where there is one scale.
     amax: Vec<f32>,
 }
 
-impl<E: Element> Matrix<'_, E> {
+impl<'a> Matrix<'a> {
+    fn new(problem: &Problem, shape: QuantizeShape, launch: Launch<'a>) -> Self {
+        let (options, blocks) = (options(problem), blocks(problem));
+        let amax = if blocks.is_none() { vec![0.0; shape.scales(Blocks::ROW)] } else { Vec::new() };
+        Self { options, shape, blocks, launch, amax }
+    }
+
     /// Values by the scale of all of x, the transposed copy where there is room for it, and that scale.
-    fn by_one_scale(&mut self, values: &mut [u8], transposed: Option<&mut [u8]>) -> Result<f32> {
+    fn by_one_scale<E: Element>(
+        &mut self,
+        x: &[E],
+        values: &mut [u8],
+        transposed: Option<&mut [u8]>,
+    ) -> Result<f32> {
         let kernel = Kernel::new(self.options, self.shape, self.launch);
-        kernel.amax(self.x, &mut self.amax)?;
+        kernel.amax(x, &mut self.amax)?;
         let scale = self.options.scale(self.amax.iter().copied().fold(0.0, f32::max));
         match transposed {
-            None => kernel.scaled(self.x, &[scale], values, &mut self.amax)?,
+            None => kernel.scaled(x, &[scale], values, &mut self.amax)?,
             Some(turned) => {
-                kernel.scaled_transposed(self.x, &[scale], values, &mut self.amax, turned)?;
+                kernel.scaled_transposed(x, &[scale], values, &mut self.amax, turned)?;
             }
         }
         Ok(scale)
     }
-}
 
-impl<E: Element + ArrayElement> Run for Matrix<'_, E> {
-    fn run(&mut self, _: Pass, _: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
+    /// Fills values and scales among `results`.
+    fn quantize<E: Element>(&mut self, x: &[E], results: &mut Arrays<'_>) -> Result<()> {
         let [mut values, mut transposed] = [None, None];
         let [mut scales, mut transposed_scales] = [None, None];
         let mut scalars = Vec::new();
@@ -82,17 +200,17 @@ impl<E: Element + ArrayElement> Run for Matrix<'_, E> {
         }
         let values = values.expect("values to fill");
         let Some(blocks) = self.blocks else {
-            let scale = self.by_one_scale(values, transposed.map(Vec::as_mut_slice))?;
+            let scale = self.by_one_scale(x, values, transposed.map(Vec::as_mut_slice))?;
             scalars.into_iter().for_each(|to| to.fill(scale.into()));
             return Ok(());
         };
         let quantized = Quantized { values, scales: scales.expect("scales to fill") };
         let kernel = Kernel::new(self.options, self.shape, self.launch);
         match transposed.zip(transposed_scales) {
-            None => kernel.quantize(blocks, self.x, quantized),
+            None => kernel.quantize(blocks, x, quantized),
             Some((values, scales)) => {
                 let transposed = Quantized { values, scales };
-                kernel.quantize_transposed(blocks, self.x, quantized, transposed)
+                kernel.quantize_transposed(blocks, x, quantized, transposed)
             }
         }
     }

@@ -182,9 +182,11 @@ impl OfResult<'_> {
                     // What is NaN as it should be is within any bound, though that is NaN too.
                     let excess = if raw == 0.0 { 0.0 } else { raw / bound };
                     errors.excess.see(excess, index);
-                    errors.unequal += u64::from(actual != numbers.nearest(expected));
+                    let error = distance(actual, numbers.nearest(expected));
+                    errors.unequal += u64::from(error != 0.0);
                     errors.squares += raw * raw;
-                    errors.total += expected * expected;
+                    // What should not be finite is no part of what errors are a share of.
+                    errors.total += if expected.is_finite() { expected * expected } else { 0.0 };
                 }
             }
         }

@@ -24,13 +24,38 @@ pub struct OfRows;
 const SEED: u64 = 0x94d0_49bb_1331_11eb;
 
 /// Columns of y.
-const COLUMNS: DimSpec = DimSpec {
+pub(crate) const COLUMNS: DimSpec = DimSpec {
     letter: "F",
     key: "mlp",
     index: "column",
     about: "columns of y: the width of an MLP",
     default: None,
     in_shape: false,
+};
+
+pub(crate) const ALPHA: OptionSpec = OptionSpec::new(
+    "alpha",
+    Kind::Number,
+    Value::Number(1.0),
+    "finite and above 0; 1 but for silu",
+    "the slope of the sigmoid's argument",
+);
+
+pub(crate) const LIMIT: OptionSpec = OptionSpec::new(
+    "limit",
+    Kind::Number,
+    Value::Absent,
+    "finite and above 0, or absent",
+    "what gate and up are clamped to",
+);
+
+pub(crate) const UP_OFFSET: OptionSpec =
+    OptionSpec::new("up_offset", Kind::Number, Value::Number(0.0), "finite", "what is added to up");
+
+pub(crate) const ENTRY_ROUNDINGS: ToleranceSpec = ToleranceSpec {
+    name: "entry_roundings",
+    about: "what an entry may be off by, in what kernels may be off by",
+    default: |_| 1.0,
 };
 
 const OPTIONS: [OptionSpec; 5] = [
@@ -41,21 +66,9 @@ const OPTIONS: [OptionSpec; 5] = [
         Function::NAMES,
         "the function; gated, silu is SwiGLU, gelu_tanh and gelu_erf are GEGLU, relu is ReGLU",
     ),
-    OptionSpec::new(
-        "alpha",
-        Kind::Number,
-        Value::Number(1.0),
-        "finite and above 0; 1 but for silu",
-        "the slope of the sigmoid's argument",
-    ),
-    OptionSpec::new(
-        "limit",
-        Kind::Number,
-        Value::Absent,
-        "finite and above 0, or absent",
-        "what gate and up are clamped to",
-    ),
-    OptionSpec::new("up_offset", Kind::Number, Value::Number(0.0), "finite", "what is added to up"),
+    ALPHA,
+    LIMIT,
+    UP_OFFSET,
     OptionSpec::new(
         "layout",
         Kind::Word(&["single", "halves", "interleaved"]),
@@ -71,7 +84,16 @@ const OPTIONS: [OptionSpec; 5] = [
 /// # Errors
 /// One outside its range, or without a meaning for the others.
 pub fn options(problem: &Problem) -> Result<Activation> {
-    let of = Activation::new(problem.word("kind").parse()?, problem.word("layout").parse()?);
+    with_numbers(problem, problem.word("kind").parse()?, problem.word("layout").parse()?)
+}
+
+/// Of this function and layout, with the numbers that options are.
+pub(crate) fn with_numbers(
+    problem: &Problem,
+    kind: Function,
+    layout: Layout,
+) -> Result<Activation> {
+    let of = Activation::new(kind, layout);
     let number = |name, default| problem.number(name).unwrap_or(default);
     let options = Activation {
         alpha: number("alpha", of.alpha),
@@ -114,15 +136,7 @@ impl Operation for OfRows {
     }
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 2] = [
-            ToleranceSpec {
-                name: "entry_roundings",
-                about: "what an entry may be off by, in what kernels may be off by",
-                default: |_| 1.0,
-            },
-            WHOLE_RESULTS,
-        ];
-        &ALL
+        &[ENTRY_ROUNDINGS, WHOLE_RESULTS]
     }
 
     fn tile(&self) -> &'static [DimSpec] {
@@ -222,21 +236,21 @@ impl Operation for OfRows {
 }
 
 /// The reference on rows of one dtype.
-struct Judge<'a, E> {
-    options: Activation,
-    shape: ActivationShape,
-    x: &'a [E],
-    tolerances: Tolerances,
+pub(crate) struct Judge<'a, E> {
+    pub(crate) options: Activation,
+    pub(crate) shape: ActivationShape,
+    pub(crate) x: &'a [E],
+    pub(crate) tolerances: Tolerances,
 }
 
 /// The arrays of one row in float64.
 #[derive(Default)]
-struct Row {
+pub(crate) struct Row {
     x: Vec<f64>,
     dy: Vec<f64>,
     found: Vec<Entry>,
-    expected: Vec<f64>,
-    bounds: Vec<f64>,
+    pub(crate) expected: Vec<f64>,
+    pub(crate) bounds: Vec<f64>,
 }
 
 impl<E: Element + ArrayElement> Judge<'_, E> {
@@ -246,7 +260,7 @@ impl<E: Element + ArrayElement> Judge<'_, E> {
     }
 
     /// What y of a row should be, or with `dy` its dx.
-    fn compute(&self, token: usize, dy: Option<&[E]>, row: &mut Row) {
+    pub(crate) fn compute(&self, token: usize, dy: Option<&[E]>, row: &mut Row) {
         let (width, columns) = (self.width(), self.shape.columns());
         let wide = |all: &[E], into: &mut Vec<f64>| {
             into.clear();

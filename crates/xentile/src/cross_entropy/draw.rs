@@ -65,9 +65,10 @@ impl Synthetic {
         let normal = |rng: &mut ChaCha8Rng| std * rng.sample::<f32, _>(StandardNormal);
         let rng = &mut rng;
         match self.distribution {
-            Distribution::Normal | Distribution::Uniform | Distribution::Offset => {
-                self.fill_row(row, out);
-            }
+            Distribution::Normal
+            | Distribution::Uniform
+            | Distribution::Offset
+            | Distribution::Nonfinite => self.fill_row(row, out),
             Distribution::Masked => {
                 out.fill_with(|| {
                     let logit = normal(rng);

@@ -704,6 +704,7 @@ impl Operation for Logits {
     }
 
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        from.check_distribution(self, "logits")?;
         let shape = logits_shape(problem)?;
         let logits = by_dtype!(problem.dtype, E => {
             let mut logits = vec![E::from_f32(0.0); shape.elements()];

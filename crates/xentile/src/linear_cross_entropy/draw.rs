@@ -49,6 +49,7 @@ impl<E: Element> HiddenStates<E> {
             Distribution::Uniform => Distribution::Uniform,
             Distribution::Offset => return wrong("offset"),
             Distribution::Masked => return wrong("masked"),
+            Distribution::Nonfinite => return wrong("nonfinite"),
         };
         let (width, vocab) = (shape.width(), shape.vocab());
         let seed = synthetic.seed;

@@ -29,6 +29,8 @@ pub enum Distribution {
     Offset,
     /// Normal, with one entry in eight -inf, never the label's.
     Masked,
+    /// Normal, with one entry in 32 of one row in four NaN, inf or -inf.
+    Nonfinite,
 }
 
 impl Distribution {
@@ -42,6 +44,7 @@ impl Distribution {
             Self::Trained => "trained",
             Self::Offset => "offset",
             Self::Masked => "masked",
+            Self::Nonfinite => "nonfinite",
         }
     }
 }
@@ -154,12 +157,11 @@ impl Synthetic {
         Self { std: Some(1.0), seed: self.seed, ..Self::default() }
     }
 
-    /// Checks that what `of` calls `what` can be drawn so: by one of its distributions, and without
-    /// labels to ignore.
+    /// Checks that what `of` calls `what` is drawn by one of its distributions.
     ///
     /// # Errors
-    /// It cannot.
-    pub(crate) fn check_unlabelled(&self, of: &dyn Operation, what: &str) -> Result<()> {
+    /// It is not.
+    pub(crate) fn check_distribution(&self, of: &dyn Operation, what: &str) -> Result<()> {
         let names: Vec<_> = of.distributions().iter().map(|one| one.name()).collect();
         if !of.distributions().contains(&self.distribution) {
             let (last, others) = names.split_last().expect("a distribution");
@@ -169,6 +171,16 @@ impl Synthetic {
                 others.join(", ")
             )));
         }
+        Ok(())
+    }
+
+    /// Checks that what `of` calls `what` can be drawn so: by one of its distributions, and without
+    /// labels to ignore.
+    ///
+    /// # Errors
+    /// It cannot.
+    pub(crate) fn check_unlabelled(&self, of: &dyn Operation, what: &str) -> Result<()> {
+        self.check_distribution(of, what)?;
         if self.ignored != 0.0 {
             return Err(Error::Invalid(format!(
                 "ignored is {}; op {} has no labels to ignore",
@@ -222,6 +234,14 @@ impl Synthetic {
                 // A uniform distribution's standard deviation is its half-width over sqrt(3).
                 let end = std * 3_f32.sqrt();
                 out.fill_with(|| E::from_f32(end * rng.random_range(-1.0_f32..1.0)));
+            }
+            Distribution::Nonfinite => {
+                const NOT: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+                let has_any = rng.random_range(0..4) == 0;
+                out.fill_with(|| {
+                    let is_one = has_any && rng.random_range(0..32) == 0;
+                    E::from_f32(if is_one { NOT[rng.random_range(0..3)] } else { normal(rng) })
+                });
             }
             of_labels => panic!("{} is a distribution of logits", of_labels.name()),
         }

@@ -24,7 +24,7 @@ pub const OPERATION: Norm = Norm;
 #[derive(Clone, Copy, Debug)]
 pub struct Norm;
 
-const OPTIONS: [OptionSpec; 4] = [
+pub(crate) const OPTIONS: [OptionSpec; 4] = [
     OptionSpec::new(
         "eps",
         Kind::Number,
@@ -58,6 +58,24 @@ pub fn options(problem: &Problem) -> RmsNorm {
         eps: problem.number("eps").unwrap_or(default.eps),
         zero_centred: problem.flag("zero_centred"),
     }
+}
+
+/// Rows, their weight, and the residual if there is one, of any distribution that knows of no labels.
+///
+/// # Errors
+/// More elements than memory can address.
+pub(crate) fn draw(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+    shape(problem)?;
+    let mut inputs = Arrays::default();
+    inputs.insert("x", rows_of(problem, from, rows));
+    // As in training, weights are near the factor 1.
+    let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
+    let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
+    inputs.insert("weight", columns_of(problem, &of_weight, centre));
+    if problem.flag("residual") {
+        inputs.insert("residual", rows_of(problem, &of_residual, rows));
+    }
+    Ok(inputs)
 }
 
 impl Operation for Norm {
@@ -139,18 +157,8 @@ impl Operation for Norm {
     }
 
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
-        shape(problem)?;
         from.check_unlabelled(self, "rows")?;
-        let mut inputs = Arrays::default();
-        inputs.insert("x", rows_of(problem, from, rows));
-        // As in training, weights are near the factor 1.
-        let [of_weight, of_residual, ..] = SEEDS.map(|seed| from.apart(seed));
-        let centre = if problem.flag("zero_centred") { 0.0 } else { 1.0 };
-        inputs.insert("weight", columns_of(problem, &of_weight, centre));
-        if problem.flag("residual") {
-            inputs.insert("residual", rows_of(problem, &of_residual, rows));
-        }
-        Ok(inputs)
+        draw(problem, from, rows)
     }
 
     /// Standard normal cotangents.
@@ -180,17 +188,9 @@ impl Operation for Norm {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         let shape = shape(problem)?;
-        let weight = inputs.get("weight").expect("a weight is an input");
-        let weight = (0..weight.len()).map(|column| weight.at(column)).collect();
-        Ok(by_dtype!(problem.dtype, E => Box::new(OfRows {
-            problem,
-            options: options(problem),
-            shape,
-            x: inputs.expect::<E>("x"),
-            residual: inputs.slice::<E>("residual"),
-            weight,
-            tolerances,
-        })))
+        Ok(by_dtype!(problem.dtype, E => {
+            Box::new(OfRows::<E>::new(problem, shape, inputs, tolerances))
+        }))
     }
 
     /// Rows in float64, of each thread.
@@ -219,7 +219,7 @@ impl Operation for Norm {
 }
 
 /// The reference on rows of one dtype.
-struct OfRows<'a, E> {
+pub(crate) struct OfRows<'a, E> {
     problem: &'a Problem,
     options: RmsNorm,
     shape: NormShape,
@@ -230,14 +230,14 @@ struct OfRows<'a, E> {
 }
 
 /// The arrays of one row in float64.
-struct Row<E> {
+pub(crate) struct Row<E> {
     stored: Vec<E>,
     /// What is normalised.
     x: Vec<f64>,
     dy: Vec<f64>,
     dsum: Option<Vec<f64>>,
-    out: Vec<f64>,
-    bound: Vec<f64>,
+    pub(crate) out: Vec<f64>,
+    pub(crate) bound: Vec<f64>,
 }
 
 impl<E> Default for Row<E> {
@@ -247,7 +247,48 @@ impl<E> Default for Row<E> {
     }
 }
 
-impl<E: Element + ArrayElement> OfRows<'_, E> {
+impl<'a, E: Element + ArrayElement> OfRows<'a, E> {
+    pub(crate) fn new(
+        problem: &'a Problem,
+        shape: NormShape,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Self {
+        let weight = inputs.get("weight").expect("a weight is an input");
+        Self {
+            problem,
+            options: options(problem),
+            shape,
+            x: inputs.expect::<E>("x"),
+            residual: inputs.slice::<E>("residual"),
+            weight: (0..weight.len()).map(|column| weight.at(column)).collect(),
+            tolerances,
+        }
+    }
+
+    /// y of a row in its `out`, with how far each entry may be off.
+    pub(crate) fn norm(&self, token: usize, row: &mut Row<E>) {
+        self.read(token, row);
+        forward(&self.options, &row.x, &self.weight, &mut row.out);
+        let roundings = Y_ROUNDINGS + self.of_sum(self.shape.columns());
+        for (bound, y) in row.bound.iter_mut().zip(&row.out) {
+            *bound = FLUSHED + roundings * F32_ROUNDING * y.abs();
+        }
+    }
+
+    /// Hands over the sum with the residual, if there is one, which is rounded as the reference has it.
+    pub(crate) fn hand_sum(&self, judged: Judged, visitor: &mut dyn Visitor) {
+        if self.residual.is_none() {
+            return;
+        }
+        visitor.result("sum", "fwd/sum", judged, &|rows| {
+            self.rows().for_each_init(Row::default, |row, token| {
+                self.read(token, row);
+                rows.row(token * self.shape.columns(), &row.x, Bound::All(0.0));
+            });
+        });
+    }
+
     fn of<'b>(&self, all: &'b [E], row: usize) -> &'b [E] {
         let width = self.shape.columns();
         &all[row * width..][..width]
@@ -308,22 +349,11 @@ impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
         let within = Judged::WithinRounding { relative: relative + of_sum * F32_ROUNDING };
         visitor.result("y", "fwd/y", within, &|rows| {
             self.rows().for_each_init(Row::default, |row, token| {
-                self.read(token, row);
-                forward(&self.options, &row.x, &self.weight, &mut row.out);
-                for (bound, y) in row.bound.iter_mut().zip(&row.out) {
-                    *bound = FLUSHED + (Y_ROUNDINGS + of_sum) * F32_ROUNDING * y.abs();
-                }
+                self.norm(token, row);
                 rows.row(token * width, &row.out, Bound::Each(&row.bound));
             });
         });
-        if self.residual.is_some() {
-            visitor.result("sum", "fwd/sum", within, &|rows| {
-                self.rows().for_each_init(Row::default, |row, token| {
-                    self.read(token, row);
-                    rows.row(token * width, &row.x, Bound::All(0.0));
-                });
-            });
-        }
+        self.hand_sum(within, visitor);
         visitor.result("rstd", "fwd/rstd", Judged::Within, &|rows| {
             self.rows().for_each_init(Row::default, |row, token| {
                 self.read(token, row);

@@ -8,7 +8,9 @@ from .layer_norm.declaration import OPERATION as LAYER_NORM
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
 from .operation import Operation
 from .rms_norm.declaration import OPERATION as RMS_NORM
+from .rms_norm_fp8.declaration import OPERATION as RMS_NORM_FP8
 from .rope.declaration import OPERATION as ROPE
+from .swiglu_fp8.declaration import OPERATION as SWIGLU_FP8
 
 OPERATIONS: tuple[Operation, ...] = (
     CROSS_ENTROPY,
@@ -19,4 +21,6 @@ OPERATIONS: tuple[Operation, ...] = (
     ROPE,
     FLASH_ATTENTION,
     FP8_QUANTIZE,
+    SWIGLU_FP8,
+    RMS_NORM_FP8,
 )

@@ -20,6 +20,8 @@ from ..rms_norm.api import rms_norm
 from ..rms_norm.options import Options as Norm
 from ..rms_norm.options import check_arrays as check_norm_arrays
 from ..rms_norm.options import check_options as check_norm_options
+from ..rms_norm_fp8.declaration import OPERATION as RMS_NORM_FP8
+from ..swiglu_fp8.declaration import OPERATION as SWIGLU_FP8
 from . import custom_call, fused, reference
 from .declaration import OPERATION
 from .options import (
@@ -295,7 +297,7 @@ def rms_norm_fp8(
       NotImplementedError: a derivative.
     """
     implementation = quantization.get("implementation")
-    choose(OPERATION, implementation)
+    choose(RMS_NORM_FP8, implementation)
     found = fused.options_of(quantization)
     arrays = [jnp.asarray(x), *([] if residual is None else [jnp.asarray(residual)])]
     weight = jnp.asarray(weight)
@@ -363,7 +365,7 @@ def swiglu_fp8(
         "up_offset": up_offset,
         "implementation": None if up is not None else implementation,
     }
-    choose(OPERATION, implementation)
+    choose(SWIGLU_FP8, implementation)
     found = fused.options_of(quantization)
     arrays = [jnp.asarray(x), *([] if up is None else [jnp.asarray(up)])]
     if found is not None and fused.takes_gates(*found, arrays):

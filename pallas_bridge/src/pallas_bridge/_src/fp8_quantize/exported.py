@@ -4,7 +4,7 @@ The argument is x [T, D]; results are values [T, D] and scales, a scalar, [T] or
 of the transposed copy [D, T] where the option `transposed` is set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,26 +51,39 @@ def program(cell: Cell) -> Program:
     Raises:
         ConfigError: an option that is not known, or outside its range.
     """
-    check_options(cell.options, OPTIONS)
     settings: Settings = cell.settings
+    rows = jax.ShapeDtypeStruct((cell.tokens, settings.hidden), DTYPES[cell.dtype])
+    return program_of(cell, fp8_quantize, [rows], OPTIONS)
+
+
+def program_of(
+    cell: Cell,
+    function: Callable[..., Any],
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    known: Sequence[str],
+) -> Program:
+    """Returns a cell's program of a function that quantises: all that it gives of its arguments.
+
+    Raises:
+        ConfigError: an option that is not known, or outside its range.
+    """
+    check_options(cell.options, known)
     options: dict[str, Any] = {
         name: value for name, value in cell.options.items() if value is not None
     }
     name = options.pop("format", "f8e4m3fn")
     if name not in FORMATS:
         raise ConfigError(f"options.format is {name!r}; it must be one of {', '.join(FORMATS)}")
-    implementation: Any = "reference" if cell.is_dense else None
+    options |= {"dtype": FORMATS[name], "implementation": "reference" if cell.is_dense else None}
 
-    def forward(x: Any) -> Any:
-        found = fp8_quantize(x, dtype=FORMATS[name], implementation=implementation, **options)
-        return tuple(jax.tree.leaves(found))
+    def forward(*arrays: Any) -> Any:
+        return tuple(jax.tree.leaves(function(*arrays, **options)))
 
-    rows = jax.ShapeDtypeStruct((cell.tokens, settings.hidden), DTYPES[cell.dtype])
     try:
-        jax.eval_shape(forward, rows)
+        jax.eval_shape(forward, *arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"options: {error}") from None
-    return Program("forward", forward, [rows])
+    return Program("forward", forward, arguments)
 
 
 tile, described = no_tile, settings_alone

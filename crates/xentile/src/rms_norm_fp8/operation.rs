@@ -1,0 +1,179 @@
+//! RMSNorm in FP8, as tools see it.
+
+use rayon::prelude::*;
+
+use crate::fp8_quantize::quantized::{
+    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED, between,
+};
+use crate::norm::operation::TOLERANCES as OF_NORM;
+use crate::operation::{
+    ArrayElement, ArraySpec, Arrays, Cost, DimSpec, Distribution, ElementRule, HIDDEN, Judged,
+    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
+    ToleranceSpec, Tolerances, Value, Visitor,
+};
+use crate::rms_norm::operation::{
+    OPERATION as NORM, OPTIONS as NORMALISATION, OfRows, Row, draw, shape,
+};
+use crate::{Element, Result, by_dtype};
+
+/// RMSNorm of rows, with a residual or without, quantised.
+pub const OPERATION: Norm = Norm;
+
+/// The operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm;
+
+const OPTIONS: [OptionSpec; 9] = {
+    let [eps, zero_centred, residual, weight_dtype] = NORMALISATION;
+    let [granularity, block_size, power_of_two, format, transposed] = QUANTIZATION;
+    [
+        eps,
+        zero_centred,
+        residual,
+        weight_dtype,
+        granularity,
+        block_size,
+        power_of_two,
+        format,
+        transposed,
+    ]
+};
+
+impl Operation for Norm {
+    fn name(&self) -> &'static str {
+        "rms_norm_fp8"
+    }
+
+    fn about(&self) -> &'static str {
+        "RMSNorm, quantised to FP8"
+    }
+
+    fn dims(&self) -> &'static [DimSpec] {
+        &[TOKENS, HIDDEN]
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &OPTIONS
+    }
+
+    fn tolerances(&self) -> &'static [ToleranceSpec] {
+        const ALL: [ToleranceSpec; 4] = {
+            let ([scale, quotient], [sum_roundings, _]) = (TOLERANCES, OF_NORM);
+            [scale, quotient, sum_roundings, UNROUNDED]
+        };
+        &ALL
+    }
+
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
+
+    fn distributions(&self) -> &'static [Distribution] {
+        &[
+            Distribution::Normal,
+            Distribution::Uniform,
+            Distribution::Offset,
+            Distribution::Nonfinite,
+        ]
+    }
+
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward]
+    }
+
+    fn validate(&self, problem: &Problem) -> Result<()> {
+        NORM.validate(problem)?;
+        quantized::validate(problem)
+    }
+
+    fn meant(&self, problem: &Problem, option: &str) -> Value {
+        NORM.meant(problem, option)
+    }
+
+    fn signature(&self, problem: &Problem, _: Pass) -> Signature {
+        let mut operands = NORM.signature(problem, Pass::Forward).operands;
+        operands.iter_mut().for_each(|spec| spec.role = Role::Input { differentiable: false });
+        let mut results = Letters::HIDDEN.results(problem);
+        if problem.flag("residual") {
+            results.push(ArraySpec::new("sum", &["T", "D"], ElementRule::Compute, Role::Output));
+        }
+        Signature { operands, results }
+    }
+
+    fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        from.check_unlabelled(self, "rows")?;
+        draw(problem, from, rows)
+    }
+
+    fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {
+        Arrays::default()
+    }
+
+    fn reference<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Result<Box<dyn Reference + 'a>> {
+        let shape = shape(problem)?;
+        Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
+            rows: shape.rows(),
+            columns: shape.columns(),
+            quantized: Quantized::new(problem, Letters::HIDDEN, Vec::new(), &tolerances)?,
+            unrounded: tolerances.get("unrounded"),
+            y: OfRows::<E>::new(problem, shape, inputs, tolerances),
+        })))
+    }
+
+    fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
+        let width = size_of::<[f32; 2]>();
+        let quantized = Letters::HIDDEN.reference_bytes(problem, threads, width)?;
+        quantized.checked_add(NORM.reference_bytes(problem, threads)?)
+    }
+
+    fn cost(&self, problem: &Problem) -> Cost {
+        let [bytes_read, bytes_written] = self.signature(problem, Pass::Forward).bytes(problem);
+        Cost { bytes_read, bytes_written, flops: 0 }
+    }
+
+    fn shape(&self, problem: &Problem, sequences: Option<[usize; 2]>) -> String {
+        NORM.shape(problem, sequences)
+    }
+
+    fn headline(&self, problem: &Problem) -> (&'static str, String) {
+        let residual = if problem.flag("residual") { ", with a residual" } else { "" };
+        let (shape, quantized) = (self.shape(problem, None), quantized::headline(problem));
+        ("rows", format!("{shape} {quantized}{residual}"))
+    }
+}
+
+/// The reference on rows of one dtype.
+struct Normed<'a, E> {
+    y: OfRows<'a, E>,
+    rows: usize,
+    columns: usize,
+    unrounded: f64,
+    quantized: Quantized<Vec<[f32; 2]>>,
+}
+
+impl<E: Element + ArrayElement> Reference for Normed<'_, E> {
+    fn forward(&mut self) {
+        self.quantized.entries = vec![[0.0; 2]; self.rows * self.columns];
+        let rows = self.quantized.entries.par_chunks_mut(self.columns.max(1)).enumerate();
+        rows.for_each_init(Row::default, |row, (token, entries)| {
+            self.y.norm(token, row);
+            for (entry, (&y, &bound)) in entries.iter_mut().zip(row.out.iter().zip(&row.bound)) {
+                *entry = between::<E>(y, bound, self.unrounded);
+            }
+        });
+        self.quantized.make_scales();
+    }
+
+    fn outputs(&self, visitor: &mut dyn Visitor) {
+        self.quantized.hand_over(visitor);
+        self.y.hand_sum(Judged::WithinRounding { relative: f64::INFINITY }, visitor);
+    }
+
+    /// There are none.
+    fn gradients(&self, _: Pass, _: &Arrays<'_>, _: &str, _: &mut dyn Visitor) {}
+}

@@ -1,0 +1,189 @@
+//! SwiGLU in FP8, as tools see it.
+
+use rayon::prelude::*;
+
+use crate::activation::operation::{
+    ALPHA, COLUMNS, ENTRY_ROUNDINGS, Judge, LIMIT, Row, UP_OFFSET, shape, with_numbers,
+};
+use crate::activation::{Activation, Kind as Function, Layout};
+use crate::fp8_quantize::QuantizeShape;
+use crate::fp8_quantize::quantized::{
+    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED, between,
+};
+use crate::operation::{
+    ArrayElement, ArraySpec, Arrays, Cost, DimSpec, Distribution, ElementRule, Kind, Operation,
+    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
+    Tolerances, Value, Visitor,
+};
+use crate::{Element, Error, Result, by_dtype};
+
+/// SwiGLU of rows, quantised.
+pub const OPERATION: OfRows = OfRows;
+
+/// The operation.
+#[derive(Clone, Copy, Debug)]
+pub struct OfRows;
+
+const INTERLEAVED: OptionSpec = OptionSpec::new(
+    "interleaved",
+    Kind::Bool,
+    Value::Bool(false),
+    "true or false",
+    "whether x packs gate and up column by column in turn, and not as halves of a row",
+);
+
+const OPTIONS: [OptionSpec; 9] = {
+    let [granularity, block_size, power_of_two, format, transposed] = QUANTIZATION;
+    [
+        INTERLEAVED,
+        ALPHA,
+        LIMIT,
+        UP_OFFSET,
+        granularity,
+        block_size,
+        power_of_two,
+        format,
+        transposed,
+    ]
+};
+
+/// The options of the activation.
+///
+/// # Errors
+/// One outside its range.
+pub fn activation(problem: &Problem) -> Result<Activation> {
+    let is_interleaved = problem.flag("interleaved");
+    let layout = if is_interleaved { Layout::Interleaved } else { Layout::Halves };
+    with_numbers(problem, Function::Silu, layout)
+}
+
+/// The shape of what is quantised, one matrix.
+///
+/// # Errors
+/// More elements than memory can address.
+pub fn quantized(problem: &Problem) -> Result<QuantizeShape> {
+    Letters::MLP.shape(problem)
+}
+
+impl Operation for OfRows {
+    fn name(&self) -> &'static str {
+        "swiglu_fp8"
+    }
+
+    fn about(&self) -> &'static str {
+        "SwiGLU, quantised to FP8"
+    }
+
+    fn dims(&self) -> &'static [DimSpec] {
+        &[TOKENS, COLUMNS]
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &OPTIONS
+    }
+
+    fn tolerances(&self) -> &'static [ToleranceSpec] {
+        const ALL: [ToleranceSpec; 4] = {
+            let [scale, quotient] = TOLERANCES;
+            [scale, quotient, ENTRY_ROUNDINGS, UNROUNDED]
+        };
+        &ALL
+    }
+
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
+
+    fn distributions(&self) -> &'static [Distribution] {
+        &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite]
+    }
+
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward]
+    }
+
+    fn validate(&self, problem: &Problem) -> Result<()> {
+        let options = activation(problem);
+        options.map_err(|error| Error::Invalid(format!("options: {error}")))?;
+        quantized::validate(problem)
+    }
+
+    fn signature(&self, problem: &Problem, _: Pass) -> Signature {
+        let x = Role::Input { differentiable: false };
+        let operands = vec![ArraySpec::new("x", &["T", "2F"], ElementRule::Compute, x)];
+        Signature { operands, results: Letters::MLP.results(problem) }
+    }
+
+    fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
+        shape(problem)?;
+        from.check_unlabelled(self, "rows")?;
+        let mut inputs = Arrays::default();
+        inputs.insert("x", from.draw(problem.dtype, rows, problem.dim("2F")));
+        Ok(inputs)
+    }
+
+    fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {
+        Arrays::default()
+    }
+
+    fn reference<'a>(
+        &self,
+        problem: &'a Problem,
+        inputs: &'a Arrays<'a>,
+        tolerances: Tolerances,
+    ) -> Result<Box<dyn Reference + 'a>> {
+        let (shape, options) = (shape(problem)?, activation(problem)?);
+        Ok(by_dtype!(problem.dtype, E => Box::new(Gated {
+            quantized: Quantized::new(problem, Letters::MLP, Vec::new(), &tolerances)?,
+            unrounded: tolerances.get("unrounded"),
+            y: Judge { options, shape, x: inputs.expect::<E>("x"), tolerances },
+        })))
+    }
+
+    /// Beside that of quantisation, rows of each thread in float64: x, and y with its bounds.
+    fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
+        let rows = problem.dim("F").checked_mul(7 * size_of::<f64>() * threads)? as u64;
+        let width = size_of::<[f32; 2]>();
+        Letters::MLP.reference_bytes(problem, threads, width)?.checked_add(rows)
+    }
+
+    fn cost(&self, problem: &Problem) -> Cost {
+        let [bytes_read, bytes_written] = self.signature(problem, Pass::Forward).bytes(problem);
+        Cost { bytes_read, bytes_written, flops: 0 }
+    }
+
+    fn headline(&self, problem: &Problem) -> (&'static str, String) {
+        ("rows", format!("{} {}", self.shape(problem, None), quantized::headline(problem)))
+    }
+}
+
+/// The reference on rows of one dtype.
+struct Gated<'a, E> {
+    y: Judge<'a, E>,
+    unrounded: f64,
+    quantized: Quantized<Vec<[f32; 2]>>,
+}
+
+impl<E: Element + ArrayElement> Reference for Gated<'_, E> {
+    fn forward(&mut self) {
+        let (rows, columns) = (self.y.shape.rows(), self.y.shape.columns());
+        self.quantized.entries = vec![[0.0; 2]; rows * columns];
+        let rows = self.quantized.entries.par_chunks_mut(columns.max(1)).enumerate();
+        rows.for_each_init(Row::default, |row, (token, entries)| {
+            self.y.compute(token, None, row);
+            for (entry, (&y, &bound)) in
+                entries.iter_mut().zip(row.expected.iter().zip(&row.bounds))
+            {
+                *entry = between::<E>(y, bound, self.unrounded);
+            }
+        });
+        self.quantized.make_scales();
+    }
+
+    fn outputs(&self, visitor: &mut dyn Visitor) {
+        self.quantized.hand_over(visitor);
+    }
+
+    /// There are none.
+    fn gradients(&self, _: Pass, _: &Arrays<'_>, _: &str, _: &mut dyn Visitor) {}
+}
