@@ -67,6 +67,12 @@ use_exported_programs() {
     export XENTILE_CACHE=$target_dir/programs
 }
 
+# Kernels for GPUs are compiled for one architecture, as no tier runs them. Wheels have all: beside these what
+# they take is compiled, and found again.
+compile_kernels_once() {
+    [[ -n ${XENTILE_TEST_ALL:-} ]] || export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+}
+
 # The features that these have together are those of the whole workspace, which host's tests were built
 # with: of a package by itself, what it depends on has fewer, and is compiled again.
 # shellcheck disable=SC2034 # the tiers read it

@@ -2,8 +2,7 @@
 # Unit, integration and documentation tests of every crate.
 source scripts/tiers/common.sh
 
-# One architecture, as nothing here runs kernels; wheels have all.
-export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+compile_kernels_once
 status=0
 cargo test --workspace --no-fail-fast || status=1
 if [[ -n ${XENTILE_NVCC:-} ]]; then

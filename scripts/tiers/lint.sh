@@ -2,8 +2,7 @@
 # Formatting, lints and types, with warnings denied.
 source scripts/tiers/common.sh
 
-# One architecture, as nothing here runs kernels; wheels have all.
-export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+compile_kernels_once
 # For the types of JAX.
 scripts/setup.sh scripts/requirements-jax.txt
 python=(scripts crates pallas_bridge benches docs examples)
