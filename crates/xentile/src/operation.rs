@@ -323,7 +323,9 @@ pub trait Operation: Sync {
     fn tolerances(&self) -> &'static [ToleranceSpec];
 
     /// The extents of a tile, by the names that configs have for them; none where kernels have no tile.
-    fn tile(&self) -> &'static [DimSpec];
+    fn tile(&self) -> &'static [DimSpec] {
+        &[]
+    }
 
     /// The distributions that its inputs are drawn from.
     fn distributions(&self) -> &'static [Distribution];
@@ -383,14 +385,18 @@ pub trait Operation: Sync {
     /// `from` asks for what inputs of this operation cannot be; more elements than memory can address.
     fn inputs(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>>;
 
-    /// Draws what `pass` takes beside inputs: weights of tokens, cotangents.
+    /// Draws what `pass` takes beside inputs: weights of tokens, cotangents. Without a derivative that is
+    /// nothing.
     fn given(
         &self,
         problem: &Problem,
         pass: Pass,
         from: &Synthetic,
         rows: &[u64],
-    ) -> Arrays<'static>;
+    ) -> Arrays<'static> {
+        _ = (problem, pass, from, rows);
+        Arrays::default()
+    }
 
     /// What [`Self::given`] is where time is measured: cotangents that training has none of are 0.
     fn measured(
@@ -461,8 +467,13 @@ pub trait Operation: Sync {
         Some(0)
     }
 
-    /// What a step of [`Self::whole`] cannot take less than.
-    fn cost(&self, problem: &Problem) -> Cost;
+    /// What a step of [`Self::whole`] cannot take less than: each array read or written once, unless it says
+    /// otherwise.
+    fn cost(&self, problem: &Problem) -> Cost {
+        let whole = self.signature(problem, self.whole(problem));
+        let [bytes_read, bytes_written] = whole.bytes(problem);
+        Cost { bytes_read, bytes_written, flops: 0 }
+    }
 
     /// Its kernels that are estimated from a schedule.
     fn traffic(&self) -> &'static [KernelTraffic] {

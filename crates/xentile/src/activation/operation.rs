@@ -139,10 +139,6 @@ impl Operation for OfRows {
         &[ENTRY_ROUNDINGS, WHOLE_RESULTS]
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[Distribution::Normal, Distribution::Uniform]
     }

@@ -196,10 +196,6 @@ impl Operation for Attention {
         &ALL
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[Distribution::Normal, Distribution::Uniform]
     }

@@ -4,7 +4,7 @@ use super::QuantizeShape;
 use super::quantized::{self, Letters, OPTIONS, Quantized, TOLERANCES};
 pub use super::quantized::{blocks, options};
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, Cost, DimSpec, Distribution, ElementRule, HIDDEN, Operation,
+    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, HIDDEN, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Visitor,
 };
@@ -46,10 +46,6 @@ impl Operation for OfRows {
         &TOLERANCES
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[
             Distribution::Normal,
@@ -81,10 +77,6 @@ impl Operation for OfRows {
         Ok(inputs)
     }
 
-    fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {
-        Arrays::default()
-    }
-
     fn reference<'a>(
         &self,
         problem: &'a Problem,
@@ -99,11 +91,6 @@ impl Operation for OfRows {
 
     fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
         Letters::HIDDEN.reference_bytes(problem, threads, 0)
-    }
-
-    fn cost(&self, problem: &Problem) -> Cost {
-        let [bytes_read, bytes_written] = self.signature(problem, Pass::Forward).bytes(problem);
-        Cost { bytes_read, bytes_written, flops: 0 }
     }
 
     fn headline(&self, problem: &Problem) -> (&'static str, String) {
@@ -122,7 +109,4 @@ impl<E: Element + ArrayElement> Reference for Matrix<'_, E> {
     fn outputs(&self, visitor: &mut dyn Visitor) {
         self.0.hand_over(visitor);
     }
-
-    /// There are none.
-    fn gradients(&self, _: Pass, _: &Arrays<'_>, _: &str, _: &mut dyn Visitor) {}
 }

@@ -204,7 +204,7 @@ pub(crate) const UNROUNDED: ToleranceSpec = ToleranceSpec {
 
 /// Between which two numbers an entry of `E` lies that kernels have within `bound` of `y` before they round it.
 /// `unrounded` is the tolerance.
-pub(crate) fn between<E: Element>(y: f64, bound: f64, unrounded: f64) -> [f32; 2] {
+fn between<E: Element>(y: f64, bound: f64, unrounded: f64) -> [f32; 2] {
     // Of factors that are 0 nothing is rounded.
     if y == 0.0 || !y.is_finite() {
         return [y as f32; 2];
@@ -243,13 +243,13 @@ fn middle([from, to]: [f64; 2]) -> [f64; 2] {
 /// The reference.
 pub(crate) struct Quantized<S> {
     /// What is quantised.
-    pub(crate) entries: S,
+    entries: S,
     /// Of that, and of the transposed copy where there is one.
     sides: Vec<Side>,
 }
 
 impl<S: Entries> Quantized<S> {
-    /// Of `entries`, which may still change before [`Self::make_scales`].
+    /// Of `entries`.
     ///
     /// # Errors
     /// More elements than memory can address.
@@ -280,6 +280,39 @@ impl<S: Entries> Quantized<S> {
     /// Hands over what results should be, and what comes back of them.
     pub(crate) fn hand_over(&self, visitor: &mut dyn Visitor) {
         self.sides.iter().for_each(|side| side.hand_over(&self.entries, visitor));
+    }
+}
+
+impl Quantized<Vec<[f32; 2]>> {
+    /// Of entries that are made before: [`Self::make`] makes them.
+    ///
+    /// # Errors
+    /// More elements than memory can address.
+    pub(crate) fn of_made(
+        problem: &Problem,
+        letters: Letters,
+        tolerances: &Tolerances,
+    ) -> Result<Self> {
+        Self::new(problem, letters, Vec::new(), tolerances)
+    }
+
+    /// Makes entries a row at a time, and scales of them. Of a row `of` gives what its entries of `E` are
+    /// before they are rounded, and what kernels may be off by; it has a thread's `R` for it.
+    pub(crate) fn make<E: Element, R: Default>(
+        &mut self,
+        of: impl for<'r> Fn(usize, &'r mut R) -> [&'r [f64]; 2] + Sync,
+    ) {
+        let Side { shape, tolerances, .. } = &self.sides[0];
+        let (columns, unrounded) = (shape.columns(), tolerances.get("unrounded"));
+        self.entries = vec![[0.0; 2]; shape.rows() * columns];
+        let rows = self.entries.par_chunks_mut(columns.max(1)).enumerate();
+        rows.for_each_init(R::default, |row, (token, entries)| {
+            let [y, bounds] = of(token, row);
+            for (entry, (&y, &bound)) in entries.iter_mut().zip(y.iter().zip(bounds)) {
+                *entry = between::<E>(y, bound, unrounded);
+            }
+        });
+        self.make_scales();
     }
 }
 

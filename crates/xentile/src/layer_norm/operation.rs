@@ -71,10 +71,6 @@ impl Operation for Norm {
         &TOLERANCES
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }

@@ -1,15 +1,13 @@
 //! RMSNorm in FP8, as tools see it.
 
-use rayon::prelude::*;
-
 use crate::fp8_quantize::quantized::{
-    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED, between,
+    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED,
 };
 use crate::norm::operation::TOLERANCES as OF_NORM;
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, Cost, DimSpec, Distribution, ElementRule, HIDDEN, Judged,
-    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
-    ToleranceSpec, Tolerances, Value, Visitor,
+    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Operation,
+    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
+    Tolerances, Value, Visitor,
 };
 use crate::rms_norm::operation::{
     OPERATION as NORM, OPTIONS as NORMALISATION, OfRows, Row, draw, shape,
@@ -64,10 +62,6 @@ impl Operation for Norm {
         &ALL
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[
             Distribution::Normal,
@@ -105,10 +99,6 @@ impl Operation for Norm {
         draw(problem, from, rows)
     }
 
-    fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {
-        Arrays::default()
-    }
-
     fn reference<'a>(
         &self,
         problem: &'a Problem,
@@ -117,10 +107,7 @@ impl Operation for Norm {
     ) -> Result<Box<dyn Reference + 'a>> {
         let shape = shape(problem)?;
         Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
-            rows: shape.rows(),
-            columns: shape.columns(),
-            quantized: Quantized::new(problem, Letters::HIDDEN, Vec::new(), &tolerances)?,
-            unrounded: tolerances.get("unrounded"),
+            quantized: Quantized::of_made(problem, Letters::HIDDEN, &tolerances)?,
             y: OfRows::<E>::new(problem, shape, inputs, tolerances),
         })))
     }
@@ -129,11 +116,6 @@ impl Operation for Norm {
         let width = size_of::<[f32; 2]>();
         let quantized = Letters::HIDDEN.reference_bytes(problem, threads, width)?;
         quantized.checked_add(NORM.reference_bytes(problem, threads)?)
-    }
-
-    fn cost(&self, problem: &Problem) -> Cost {
-        let [bytes_read, bytes_written] = self.signature(problem, Pass::Forward).bytes(problem);
-        Cost { bytes_read, bytes_written, flops: 0 }
     }
 
     fn shape(&self, problem: &Problem, sequences: Option<[usize; 2]>) -> String {
@@ -150,30 +132,19 @@ impl Operation for Norm {
 /// The reference on rows of one dtype.
 struct Normed<'a, E> {
     y: OfRows<'a, E>,
-    rows: usize,
-    columns: usize,
-    unrounded: f64,
     quantized: Quantized<Vec<[f32; 2]>>,
 }
 
 impl<E: Element + ArrayElement> Reference for Normed<'_, E> {
     fn forward(&mut self) {
-        self.quantized.entries = vec![[0.0; 2]; self.rows * self.columns];
-        let rows = self.quantized.entries.par_chunks_mut(self.columns.max(1)).enumerate();
-        rows.for_each_init(Row::default, |row, (token, entries)| {
+        self.quantized.make::<E, Row<E>>(|token, row| {
             self.y.norm(token, row);
-            for (entry, (&y, &bound)) in entries.iter_mut().zip(row.out.iter().zip(&row.bound)) {
-                *entry = between::<E>(y, bound, self.unrounded);
-            }
+            [&row.out, &row.bound]
         });
-        self.quantized.make_scales();
     }
 
     fn outputs(&self, visitor: &mut dyn Visitor) {
         self.quantized.hand_over(visitor);
         self.y.hand_sum(Judged::WithinRounding { relative: f64::INFINITY }, visitor);
     }
-
-    /// There are none.
-    fn gradients(&self, _: Pass, _: &Arrays<'_>, _: &str, _: &mut dyn Visitor) {}
 }

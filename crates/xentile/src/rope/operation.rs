@@ -9,9 +9,9 @@ use rayon::prelude::*;
 use super::reference::{frequencies, rotate, table_bound, tables};
 use super::{Layout, Rope, RopeShape};
 use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
-    Judged, Kind, Operation, OptionSpec, Pass, Problem, Purpose, Reference, Role, Signature,
-    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+    Array, ArrayElement, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Judged,
+    Kind, Operation, OptionSpec, Pass, Problem, Purpose, Reference, Role, Signature, Synthetic,
+    TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{Element, Error, Result, by_dtype};
 
@@ -141,10 +141,6 @@ impl Operation for OfHeads {
         &ALL
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }
@@ -242,13 +238,6 @@ impl Operation for OfHeads {
         let tables = (problem.dim("T") as u64).checked_mul(2 * pairs(problem) as u64)?;
         let rows = (problem.dim("D") as u64).checked_mul(4 * threads as u64)?;
         tables.checked_add(rows)?.checked_mul(size_of::<f64>() as u64)
-    }
-
-    /// Tables are of no account beside rows.
-    fn cost(&self, problem: &Problem) -> Cost {
-        let whole = self.signature(problem, Pass::ForwardAndBackward);
-        let [bytes_read, bytes_written] = whole.bytes(problem);
-        Cost { bytes_read, bytes_written, flops: 0 }
     }
 
     fn shape(&self, problem: &Problem, _: Option<[usize; 2]>) -> String {

@@ -1,17 +1,15 @@
 //! SwiGLU in FP8, as tools see it.
 
-use rayon::prelude::*;
-
 use crate::activation::operation::{
     ALPHA, COLUMNS, ENTRY_ROUNDINGS, Judge, LIMIT, Row, UP_OFFSET, shape, with_numbers,
 };
 use crate::activation::{Activation, Kind as Function, Layout};
 use crate::fp8_quantize::QuantizeShape;
 use crate::fp8_quantize::quantized::{
-    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED, between,
+    self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED,
 };
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, Cost, DimSpec, Distribution, ElementRule, Kind, Operation,
+    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, Kind, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Value, Visitor,
 };
@@ -90,10 +88,6 @@ impl Operation for OfRows {
         &ALL
     }
 
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
     fn distributions(&self) -> &'static [Distribution] {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite]
     }
@@ -122,10 +116,6 @@ impl Operation for OfRows {
         Ok(inputs)
     }
 
-    fn given(&self, _: &Problem, _: Pass, _: &Synthetic, _: &[u64]) -> Arrays<'static> {
-        Arrays::default()
-    }
-
     fn reference<'a>(
         &self,
         problem: &'a Problem,
@@ -134,8 +124,7 @@ impl Operation for OfRows {
     ) -> Result<Box<dyn Reference + 'a>> {
         let (shape, options) = (shape(problem)?, activation(problem)?);
         Ok(by_dtype!(problem.dtype, E => Box::new(Gated {
-            quantized: Quantized::new(problem, Letters::MLP, Vec::new(), &tolerances)?,
-            unrounded: tolerances.get("unrounded"),
+            quantized: Quantized::of_made(problem, Letters::MLP, &tolerances)?,
             y: Judge { options, shape, x: inputs.expect::<E>("x"), tolerances },
         })))
     }
@@ -147,11 +136,6 @@ impl Operation for OfRows {
         Letters::MLP.reference_bytes(problem, threads, width)?.checked_add(rows)
     }
 
-    fn cost(&self, problem: &Problem) -> Cost {
-        let [bytes_read, bytes_written] = self.signature(problem, Pass::Forward).bytes(problem);
-        Cost { bytes_read, bytes_written, flops: 0 }
-    }
-
     fn headline(&self, problem: &Problem) -> (&'static str, String) {
         ("rows", format!("{} {}", self.shape(problem, None), quantized::headline(problem)))
     }
@@ -160,30 +144,18 @@ impl Operation for OfRows {
 /// The reference on rows of one dtype.
 struct Gated<'a, E> {
     y: Judge<'a, E>,
-    unrounded: f64,
     quantized: Quantized<Vec<[f32; 2]>>,
 }
 
 impl<E: Element + ArrayElement> Reference for Gated<'_, E> {
     fn forward(&mut self) {
-        let (rows, columns) = (self.y.shape.rows(), self.y.shape.columns());
-        self.quantized.entries = vec![[0.0; 2]; rows * columns];
-        let rows = self.quantized.entries.par_chunks_mut(columns.max(1)).enumerate();
-        rows.for_each_init(Row::default, |row, (token, entries)| {
+        self.quantized.make::<E, Row>(|token, row| {
             self.y.compute(token, None, row);
-            for (entry, (&y, &bound)) in
-                entries.iter_mut().zip(row.expected.iter().zip(&row.bounds))
-            {
-                *entry = between::<E>(y, bound, self.unrounded);
-            }
+            [&row.expected, &row.bounds]
         });
-        self.quantized.make_scales();
     }
 
     fn outputs(&self, visitor: &mut dyn Visitor) {
         self.quantized.hand_over(visitor);
     }
-
-    /// There are none.
-    fn gradients(&self, _: Pass, _: &Arrays<'_>, _: &str, _: &mut dyn Visitor) {}
 }

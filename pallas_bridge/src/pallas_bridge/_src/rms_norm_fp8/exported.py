@@ -4,7 +4,6 @@ Arguments are x [T, D], weight [D], and the residual if any; results are those o
 of the norm, and the sum if any.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,15 +16,6 @@ from ..rms_norm import exported as norm
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 OPTIONS = ("eps", "zero_centred", *QUANTIZATION)
-
-
-def settings(config: Mapping[str, Any]) -> norm.Settings:
-    """Returns what a config says beside what every operation has: that of RMSNorm.
-
-    Raises:
-        ConfigError: a key that is missing, or a value that is not taken.
-    """
-    return norm.settings(config)
 
 
 def program(cell: Cell) -> Program:
@@ -45,4 +35,4 @@ def program(cell: Cell) -> Program:
     return program_of(cell, normed, arguments, OPTIONS)
 
 
-tile, described = no_tile, settings_alone
+settings, tile, described = norm.settings, no_tile, settings_alone
