@@ -11,6 +11,7 @@ the second, the exit code is 1.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -36,6 +37,7 @@ def worker(rank: int, address: str, fault: str) -> None:
     """One process of the job, for ever."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -43,6 +45,7 @@ def worker(rank: int, address: str, fault: str) -> None:
 
     from . import check_alike, told_by_rank
 
+    faulthandler.register(signal.SIGUSR1)
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu"
     if on_cpus:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -58,12 +61,16 @@ def worker(rank: int, address: str, fault: str) -> None:
     jax.set_mesh(mesh)
 
     def arrays(tokens: int) -> tuple[jax.Array, ...]:
-        def draw(spec: P, *shape: int) -> jax.Array:
-            array: jax.Array = jnp.ones(shape, jnp.bfloat16, out_sharding=NamedSharding(mesh, spec))
+        # By no program of JAX's: one over both GPUs waits, as it compiles, for the other to do so.
+        def put(spec: P, value: float, dtype: Any, *shape: int) -> jax.Array:
+            own = np.full(shape, value, dtype)
+            sharding = NamedSharding(mesh, spec)
+            array: jax.Array = jax.make_array_from_process_local_data(sharding, own)
             return array
 
-        labels = jnp.zeros(tokens, jnp.int32, out_sharding=NamedSharding(mesh, P("data")))
-        return draw(P("data"), tokens, 1024), draw(P(), vocab, 1024), labels
+        hidden = put(P("data"), 1, jnp.bfloat16, tokens // 2, 1024)
+        labels = put(P("data"), 0, np.int32, tokens // 2)
+        return hidden, put(P(), 1, jnp.bfloat16, vocab, 1024), labels
 
     step = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))
     most, vocab = (256, 1000) if on_cpus else (4096, 32000)
@@ -84,12 +91,13 @@ def worker(rank: int, address: str, fault: str) -> None:
 def fill(device: Any) -> None:
     """Puts arrays of 2 GiB on a device until it has no room."""
     import jax
-    import jax.numpy as jnp
+    import numpy as np
 
+    block = np.ones(2**31, np.int8)
     if device.platform == "cpu":
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + 2**30, resource.RLIM_INFINITY))
-    made = [jax.device_put(jnp.ones(2**31, jnp.int8), device) for _ in range(1000)]
+    made = [jax.device_put(block, device, may_alias=False) for _ in range(1000)]
     jax.block_until_ready(made)
 
 
@@ -122,6 +130,12 @@ def outcome(fault: str, folder: Path) -> dict[str, Any]:
     while first.poll() is None and time.monotonic() - since < LIMIT:
         time.sleep(0.1)
     found = {"fault": fault, "seconds": round(time.monotonic() - since, 1), "code": first.poll()}
+    hung = [job for job in jobs if job.poll() is None]
+    for job in hung:
+        # Python says where it is.
+        job.send_signal(signal.SIGUSR1)
+    if hung:
+        time.sleep(2)
     for job in jobs:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)

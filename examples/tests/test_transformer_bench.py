@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -504,7 +505,7 @@ class Counting:
         """Takes the function, and options of `jax.jit`."""
         self.jitted = jax.jit(function, **options)
 
-    def __call__(self, *arguments: Any) -> float:
+    def start(self, *arguments: Any) -> float:
         """The operations that XLA counts in the program, which does not run."""
         cost: Any = self.jitted.lower(*arguments).cost_analysis()
         return float(cost["flops"])
@@ -528,6 +529,47 @@ def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch
     needed = config.parameter_bytes(cell, "float32")
     with pytest.raises(runner.OutOfMemory, match=str(needed)):
         layers.call_of(cell, layers.MODEL, needed - 1)
+
+
+def test_calls_in_turn_are_of_the_same_time() -> None:
+    """What takes a millisecond is timed as that, however many follow one another."""
+    started = 0
+
+    def start() -> None:
+        nonlocal started
+        started += 1
+        time.sleep(1e-3)
+
+    found = model.timed_in_turn(start, 3, 1)
+    assert len(found) == 3 and 1e-3 <= min(found) < 5e-3
+    assert started * 2e-3 > model.LEAST_SECONDS / 2
+
+
+def test_kernels_are_profiled_by_name() -> None:
+    """Other flags of XLA's stay."""
+    flags = {"XLA_FLAGS": "--xla_dump_to=x"}
+    breakdown.show_kernels(flags)
+    assert flags["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_enable_command_buffer="
+
+
+def test_the_peak_that_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told without what was in use besides, and beside the compiled one."""
+    counts = iter([100, 5000, 100, 900])
+
+    class Device:
+        def memory_stats(self) -> dict[str, int]:
+            now = next(counts)
+            return {"peak_bytes_in_use": now, "bytes_in_use": now}
+
+    cell = cell_of(layers=1, width=8, ffn=8, head_width=4, vocab=8)
+    program = model.program_of(cell)
+    batch = program.abstract_batch()
+    run: Any = jax.jit(program.loss).lower(program.abstract()["params"], batch).compile()
+    arguments = run.memory_analysis().argument_size_in_bytes
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    found = memory.measured_peak(cell, program, "forward", run)
+    besides = 5000 - arguments
+    assert found == {"measured_bytes": 900 - besides, "besides_bytes": besides}
 
 
 def test_sums_of_a_layer_and_its_model(tmp_path: Path) -> None:

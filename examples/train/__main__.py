@@ -93,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             devices *= size
         import jax
 
+        if options.profile is not None:
+            from .breakdown import show_kernels
+
+            show_kernels(os.environ)
         if devices > 1:
             # On a CPU, as many virtual devices as the mesh has, unless its backend runs already.
             with contextlib.suppress(RuntimeError):

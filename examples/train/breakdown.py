@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ OTHER = "other"
 CONTAINERS = {"while", "call", "conditional", "async-start", "async-done"}
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][\w\-]*)\(")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+def show_kernels(environment: MutableMapping[str, str]) -> None:
+    """Has XLA start each kernel by itself on GPUs, in processes that JAX starts in after this.
+
+    A profile has no names of what a CUDA graph starts.
+    """
+    flags = environment.get("XLA_FLAGS", "")
+    environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
 
 
 class Profiler:

@@ -68,7 +68,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             run = Compiling(lambda back, gradient: back(gradient), limit)
             arguments = (back, gradient)
             kept = {"kept_bytes": model.tree_bytes(back)}
-        _, found = model.timed(lambda: run(*arguments), cell["warmups"], cell["steps"])
+        found = model.timed_in_turn(lambda: run.start(*arguments), cell["steps"], cell["warmups"])
         held = run.compiled.memory_analysis().temp_size_in_bytes
         return {"median": statistics.median(found), "temporary_bytes": held, **kept}
 

@@ -84,7 +84,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
     def measure(variant: Cell) -> Row:
         call, run = layers.call_of(cell, layers.MODEL, device_limit(cell["memory_limit"]))
-        _, found = model.timed(call, 2, cell["steps"], layers.LEAST_SECONDS)
+        found = model.timed_in_turn(call, cell["steps"])
         steps: int = cell["steps"]
         with tempfile.TemporaryDirectory() as folder:
             profiler = Profiler(Path(folder), 0, steps - 1)

@@ -12,8 +12,6 @@ from .tables import Row
 Cell = dict[str, Any]
 WHOLE = "layer"
 MODEL = "model"
-# Parts that take microseconds are timed for so long, that a pause of the machine is not the median.
-LEAST_SECONDS = 0.05
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -146,7 +144,7 @@ class Inputs:
 
 
 def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any], Any]:
-    """What runs a part once on random inputs, and the `Compiling` that has its program then.
+    """What starts a part once on random inputs, and the `Compiling` that has its program then.
 
     In training it runs forward and backward, with a random gradient of its results. Caches are
     given up to the program that writes to them, and the next call takes those that it returned.
@@ -182,19 +180,20 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
             return y, back(gradient)
 
         run = Compiling(both, limit)
-        return lambda: run(gradient, *arguments), run
+        return lambda: run.start(gradient, *arguments), run
     if not inputs.is_decoding or part not in ("attention", WHOLE, MODEL):
         run = Compiling(forward, limit)
-        return lambda: run(*arguments), run
+        return lambda: run.start(*arguments), run
     # Attention has its caches as two arguments, the others as one.
     first = 3 if part == "attention" else len(arguments) - 1
     run = Compiling(forward, limit, donate_argnums=tuple(range(first, len(arguments))))
     fixed, caches = arguments[:first], arguments[first:]
 
-    def decode() -> None:
+    def decode() -> Any:
         nonlocal caches
-        _, *new = run(*fixed, *caches)
+        first, *new = run.start(*fixed, *caches)
         caches = (tuple(new),) if part == WHOLE else tuple(new)
+        return first, caches
 
     return decode, run
 
@@ -208,8 +207,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
     def measure(variant: Cell) -> Row:
         call, _ = call_of(cell, variant["part"], limit)
-        _, found = model.timed(call, 2, cell["steps"], LEAST_SECONDS)
-        return {"median": statistics.median(found)}
+        return {"median": statistics.median(model.timed_in_turn(call, cell["steps"]))}
 
     return measure
 

@@ -1,4 +1,7 @@
-"""`memory`: what a program holds by category, from XLA's buffer assignment; nothing runs."""
+"""`memory`: what a program holds by category, from XLA's buffer assignment.
+
+Nothing runs, but where the device counts its memory: there a step says what its peak was.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +62,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         return {
             **{f"{name}_bytes": held[name] for name in CATEGORIES},
             "peak_bytes": peak,
+            **measured_peak(cell, program, mode, compiled),
             # By arithmetic: in float32, as the loss of XLA takes them; ours holds none.
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
@@ -67,6 +71,32 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         }
 
     return measure
+
+
+def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
+    """The most bytes in use as the compiled program runs once, where its device counts them.
+
+    Bytes that were in use besides its arguments are told apart. The count is of the process so far:
+    where it does not rise, nothing is known.
+    """
+    import jax
+
+    from . import model
+
+    def so_far(name: str = "peak_bytes_in_use") -> int:
+        return int((jax.devices()[0].memory_stats() or {}).get(name, 0))
+
+    if not so_far():
+        return {}
+    first = program._initial if mode == "step" else lambda: model.parameters(program)
+    arguments = jax.block_until_ready((jax.jit(first)(), model.random_batch(cell)))
+    besides = so_far("bytes_in_use") - compiled.memory_analysis().argument_size_in_bytes
+    before = so_far()
+    jax.block_until_ready(compiled(*arguments))
+    after = so_far()
+    if after <= before:
+        return {}
+    return {"measured_bytes": after - besides, "besides_bytes": besides}
 
 
 def stream_bytes(program: Any, cell: Cell) -> Row:
@@ -132,6 +162,7 @@ def table(rows: Sequence[Row]) -> str:
         "status",
         *CATEGORIES,
         "peak",
+        "measured",
     ]
     heads += ["logits (arithmetic)", "kept for backward", "residual stream"]
     lines = []
@@ -139,7 +170,9 @@ def table(rows: Sequence[Row]) -> str:
         case = row["case"]
         line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
         line += [tables.kernels(case), case["mode"], tables.status(row)]
-        line += [tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak")]
+        line += [
+            tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak", "measured")
+        ]
         line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
         lines.append([*line, tables.size(row.get("stream_bytes"))])
     parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
@@ -165,6 +198,10 @@ def words(rows: Sequence[Row]) -> str:
                 f"Its largest temporary has {tables.size(first['bytes'])}, made by "
                 f"{first['scope'] or first['name']} ({first['line'] or 'no line of the model'})."
             )
+    counted = [row for row in found if "measured_bytes" in row]
+    if counted:
+        ratios = [row["measured_bytes"] / row["peak_bytes"] for row in counted]
+        told.append(f"The device's count of a step's peak is {tables.span(ratios)} of that.")
     streams = [row for row in found if "stream_bytes" in row]
     wrong = [row for row in streams if row["stream_bytes"] != row["stream_expected_bytes"]]
     if streams and not wrong:

@@ -17,6 +17,8 @@ import pallas_bridge
 
 Array = jax.Array
 Cell = dict[str, Any]
+# What takes microseconds is timed for so long, that a pause of the machine is not the median.
+LEAST_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +96,37 @@ def random_batch(cell: Cell) -> dict[str, Array]:
     return placed
 
 
-def timed(
-    call: Callable[[], Any], warmups: int, steps: int, least: float = 0.0
-) -> tuple[list[float], list[float]]:
-    """Seconds of each call, those of warm-up first; a call has to wait for its results.
-
-    There are more calls than `steps` where these take less than `least` seconds together.
-    """
+def timed(call: Callable[[], Any], warmups: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each call, those of warm-up first; a call has to wait for its results."""
     found: list[float] = []
-    while len(found) < warmups + steps or sum(found[warmups:]) < least:
+    for _ in range(warmups + steps):
         started = time.perf_counter()
         call()
         found.append(time.perf_counter() - started)
     return found[:warmups], found[warmups:]
+
+
+def timed_in_turn(start: Callable[[], Any], steps: int, warmups: int = 2) -> list[float]:
+    """Seconds of a call, so many times after those of warm-up; `start` does not wait for results.
+
+    Each is the mean of as many calls as take their share of `LEAST_SECONDS`. On a GPU these follow
+    one another without a wait, so that what it takes to start one is hidden where it is shorter.
+    """
+
+    def call() -> Any:
+        return jax.block_until_ready(start())
+
+    one = min(timed(call, warmups, 2)[1])
+    together = max(round(LEAST_SECONDS / steps / one), 1)
+    on_gpu = jax.default_backend() == "gpu"
+    found = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        for _ in range(together - 1):
+            start() if on_gpu else call()
+        call()
+        found.append((time.perf_counter() - started) / together)
+    return found
 
 
 def tree_bytes(tree: Any) -> int:

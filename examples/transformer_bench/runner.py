@@ -94,18 +94,15 @@ def device_limit(memory_limit: float | None) -> int | None:
 
 
 class Compiling:
-    """A function that is compiled as it is first called, and held to a limit of memory.
-
-    Every call waits for its results.
-    """
+    """A function that is compiled as it is first called, and held to a limit of memory."""
 
     def __init__(self, function: Any, limit: int | None, **options: Any) -> None:
         """Takes the function, the most bytes that it may hold, and options of `jax.jit`."""
         self.function, self.limit, self.options = function, limit, options
         self.compiled: Any = None
 
-    def __call__(self, *arguments: Any) -> Any:
-        """The function's results, ready.
+    def start(self, *arguments: Any) -> Any:
+        """The function's results, which may not be ready.
 
         Raises:
             OutOfMemory: The program holds more than the limit.
@@ -118,7 +115,13 @@ class Compiling:
             needed = program_bytes(self.compiled)
             if self.limit is not None and needed > self.limit:
                 raise OutOfMemory(needed)
-        return jax.block_until_ready(self.compiled(*arguments))
+        return self.compiled(*arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's results, ready; raises what `start` does."""
+        import jax
+
+        return jax.block_until_ready(self.start(*arguments))
 
 
 def child(text: str, write: Callable[[Row], None]) -> None:
@@ -155,6 +158,10 @@ def run_cell(command: str, cell: Cell, variants: Sequence[Cell]) -> Iterator[Row
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     # The last line of a traceback is then the error.
     environment["JAX_TRACEBACK_FILTERING"] = "off"
+    if command == "kernels":
+        from train.breakdown import show_kernels
+
+        show_kernels(environment)
     left = list(variants)
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
