@@ -316,5 +316,5 @@ def _prepare(
         module, labels = cut, cut.place(labels)
         weights = None if weights is None else cut.place(weights)
     elif chosen != "reference":
-        logits = gathering.watched(OPERATION, "logits", logits, -1)
+        logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
     return logits, labels, weights, checked, module

@@ -1,0 +1,166 @@
+"""What each device computes of arrays that XLA's partitioner finds to be cut.
+
+How XLA cuts arrays is known as it compiles a program, and no sooner (`gathering`). It asks Python
+then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be cut,
+and for the cuts that Shardy settles on, a function of a device's own arrays takes the place of the
+whole, collectives by the mesh's axes included. Programs for one device hold nothing of this, and
+those that are exported or found again in JAX's cache on disk by all they hold cannot (an address of
+this process would be part of them).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .meshes import Names, entry, tuple_of
+
+# The axes of an array by names: axes of one name are of one extent, and cut alike.
+Axes = tuple[str, ...]
+
+# What in a program says for which call something stands.
+_NAME = "xentile_call"
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The axes of operands and results, and which of them may be cut."""
+
+    operands: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+    # Cut at all, the first of them first where two would be cut over one axis of the mesh; and, of
+    # them, only where devices divide them, since XLA fills up the last device's part.
+    cut: Axes
+    even: Axes = ()
+
+    def rule(self) -> SdyShardingRule:
+        """Returns what tells Shardy."""
+        axes = dict.fromkeys(axis for one in (*self.operands, *self.results) for axis in one)
+        sides = (
+            tuple(ArrayMapping(*one) for one in side) for side in (self.operands, self.results)
+        )
+        whole = tuple(axis for axis in axes if axis not in self.cut)
+        return SdyShardingRule(*sides, need_replication_factors=whole)
+
+
+# For the mesh axes that cut each of the axes that may be cut, and over how many devices those were
+# to be that are not even: what a device computes of its own arrays.
+Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
+
+
+def is_asked_for(module: Any) -> bool:
+    """Whether XLA, as it compiles a module, cuts its arrays and asks Python about it."""
+    context = module.axis_context
+    devices = getattr(context, "device_assignment", None)
+    mesh = getattr(context, "abstract_mesh", None)
+    if devices is None or len(devices) == 1 or mesh is None or mesh.empty:
+        return False
+    if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module):
+        return False
+    # Programs for TPUs in Pallas nobody has tried this with.
+    has_shardy: bool = jax.config.values["jax_use_shardy_partitioner"]
+    return has_shardy and "tpu" not in module.platforms
+
+
+def is_kept(module: Any) -> bool:
+    """Whether a program may outlive this process."""
+    is_exported: bool = getattr(module.lowering_parameters, "for_export", False)
+    return is_exported or jax.config.values.get("jax_compilation_cache_dir") is not None
+
+
+class _Alive:
+    """What must live as long as a program that was compiled; that may be pickled, without it."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return _Alive, ()
+
+
+def lower(
+    ctx: Any,
+    operands: Sequence[Any],
+    name: str,
+    arrays: Arrays,
+    whole: Callable[..., Sequence[jax.Array]],
+    local: Local,
+) -> Sequence[Any]:
+    """Puts what devices compute in the place of whole(*operands).
+
+    The one operation of the results is known by `name` to `named`.
+    """
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        values: Sequence[Any] = mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
+        return values
+    of_axes = dict(
+        pair
+        for axes, aval in zip(arrays.operands, ctx.avals_in, strict=True)
+        for pair in zip(axes, aval.shape, strict=True)
+    )
+
+    def partition(mesh: Any, given: Any, found: Any) -> Any:
+        shardings = [one.sharding for one in (*given, *found)]
+        cuts, uneven = _cuts(mesh, arrays, shardings, of_axes)
+
+        def placed(side: Sequence[Axes]) -> list[NamedSharding]:
+            specs = ([entry(cuts.get(axis, ())) for axis in axes] for axes in side)
+            return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+
+        return mesh, local(cuts, uneven), placed(arrays.results), tuple(placed(arrays.operands))
+
+    def of_all(*operands: jax.Array) -> list[jax.Array]:
+        return [*whole(*operands)]
+
+    alive = _Alive()
+    module = ctx.module_context
+    module.add_keepalive(alive)
+    own = ctx.replace(module_context=module.replace(keepalives=alive.objects))
+    asked = custom_partitioning(of_all)
+    asked.def_partition(partition, sharding_rule=arrays.rule())
+    values = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
+    attributes = ir.DictAttr.get({_NAME: ir.StringAttr.get(name)})
+    values[0].owner.attributes["mhlo.frontend_attributes"] = attributes
+    return values
+
+
+def named(operation: Any) -> str:
+    """Returns the name of what an operation stands for; nothing for others."""
+    attributes = operation.attributes
+    if "mhlo.frontend_attributes" not in attributes:
+        return ""
+    given = attributes["mhlo.frontend_attributes"]
+    return str(ir.StringAttr(given[_NAME]).value) if _NAME in given else ""
+
+
+def _cuts(
+    mesh: Any, arrays: Arrays, shardings: Sequence[Any], extents: Mapping[str, int]
+) -> tuple[dict[str, Names], dict[str, int]]:
+    """Returns the mesh axes that cut each axis, and how many devices do not divide others."""
+    found: dict[str, Names] = dict.fromkeys(arrays.cut, ())
+    for axes, sharding in zip((*arrays.operands, *arrays.results), shardings, strict=True):
+        if isinstance(sharding, NamedSharding):
+            for axis, one in zip(axes, sharding.spec, strict=False):
+                if axis in found and not found[axis]:
+                    found[axis] = tuple(name for name in tuple_of(one) if mesh.shape[name] > 1)
+    cuts: dict[str, Names] = {}
+    uneven: dict[str, int] = {}
+    taken: set[str] = set()
+    for axis, names in found.items():
+        free = tuple(name for name in names if name not in taken)
+        count = math.prod(mesh.shape[name] for name in free)
+        if axis in arrays.even and extents[axis] % count:
+            uneven[axis], free = count, ()
+        cuts[axis] = free
+        taken |= {*free}
+    return cuts, uneven
