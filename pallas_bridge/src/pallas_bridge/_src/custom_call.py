@@ -321,7 +321,7 @@ def _lower_found(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
         return partial(in_parts, names) if names else whole
 
     arrays = found_cut.Arrays(given, made, (columns, *leading), (columns,))
-    name = f"{call.target} {call.attributes}"
+    name = f"{call.target} {call.attributes} {call.reuses}"
     return found_cut.lower(ctx, operands, name, arrays, whole, local)
 
 

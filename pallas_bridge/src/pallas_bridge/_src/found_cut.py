@@ -65,17 +65,23 @@ def is_asked_for(module: Any) -> bool:
     mesh = getattr(context, "abstract_mesh", None)
     if devices is None or len(devices) == 1 or mesh is None or mesh.empty:
         return False
-    if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module):
+    # With that, JAX knows such a program by its text alone, which says what call it is.
+    is_known = jax.config.values.get("jax_remove_custom_partitioning_ptr_from_cache_key", False)
+    if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module, is_known):
         return False
     # Programs for TPUs in Pallas nobody has tried this with.
     has_shardy: bool = jax.config.values["jax_use_shardy_partitioner"]
     return has_shardy and "tpu" not in module.platforms
 
 
-def is_kept(module: Any) -> bool:
-    """Whether a program may outlive this process."""
+def is_kept(module: Any, is_known: bool = False) -> bool:
+    """Whether a program may outlive this process, with an address of it.
+
+    `is_known` is whether JAX's cache on disk leaves the address out.
+    """
     is_exported: bool = getattr(module.lowering_parameters, "for_export", False)
-    return is_exported or jax.config.values.get("jax_compilation_cache_dir") is not None
+    has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
+    return is_exported or (has_cache and not is_known)
 
 
 class _Alive:
@@ -98,7 +104,7 @@ def lower(
 ) -> Sequence[Any]:
     """Puts what devices compute in the place of whole(*operands).
 
-    The one operation of the results is known by `name` to `named`.
+    `name` says what stands there, all that settles what devices compute, and `named` finds it.
     """
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         values: Sequence[Any] = mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
@@ -129,8 +135,13 @@ def lower(
     asked = custom_partitioning(of_all)
     asked.def_partition(partition, sharding_rule=arrays.rule())
     values = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
+    operation = values[0].owner.operation
     attributes = ir.DictAttr.get({_NAME: ir.StringAttr.get(name)})
-    values[0].owner.attributes["mhlo.frontend_attributes"] = attributes
+    operation.attributes["mhlo.frontend_attributes"] = attributes
+    # JAX 0.9 puts it at the end of the block.
+    before = ir.InsertionPoint.current.ref_operation
+    if before is not None:
+        operation.move_before(before)
     return values
 
 

@@ -264,9 +264,7 @@ def _tangents(options: Options, exchange: Exchange, residuals: Any, tangents: An
     return linear.tangents_of(dense, (logits, labels), (*tangents, None))
 
 
-def pull(
-    options: Options, exchange: Exchange, residuals: Any, cotangents: Any
-) -> tuple[jax.Array]:
+def pull(options: Options, exchange: Exchange, residuals: Any, cotangents: Any) -> tuple[jax.Array]:
     """Returns dlogits for cotangents of the outputs, of what `forward` takes and then gives of lse.
 
     A cotangent that is None is one of zeros.
