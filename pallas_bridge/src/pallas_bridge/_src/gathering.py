@@ -106,9 +106,10 @@ def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
 
 def tell_uneven(operation: Operation, name: str, columns: int, count: int) -> None:
     """Warns of a vocabulary of so many columns that devices do not divide, so that XLA gathers."""
+    padded = -(-columns // count) * count
     warnings.warn(
         f"{operation}: the vocabulary of {name} is cut over {count} devices, which do not divide "
-        f"its {columns} columns, and XLA gathers it on each: pad it to {-(-columns // count) * count} "
-        "columns, whose logits are -inf, and every device keeps its part",
+        f"its {columns} columns, and XLA gathers it on each: pad it to {padded} columns, whose "
+        "logits are -inf, and every device keeps its part",
         stacklevel=1,  # as above
     )

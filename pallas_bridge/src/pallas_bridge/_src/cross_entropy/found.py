@@ -17,7 +17,7 @@ from ..meshes import Names
 from ..scale import scale_call
 from ..vocab_parts import OverDevices, labels_of_part, options_of_part
 from . import parts
-from .calls import backward_call, distribution_backward_call
+from .calls import distribution_backward_call
 from .declaration import OPERATION
 from .options import Options
 
@@ -34,8 +34,8 @@ def forward(
 ) -> Numbers:
     """Returns what `forward_call` gives."""
     options = replace(options, every_token=every_token)
-    *numbers, _ = parts.forward(options, _exchange(axes), logits, labels)
-    return numbers
+    loss, logps, lse, lse_low, _ = parts.forward(options, _exchange(axes), logits, labels)
+    return loss, logps, lse, lse_low
 
 
 def backward(
