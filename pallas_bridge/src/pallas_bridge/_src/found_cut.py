@@ -8,9 +8,10 @@ those that are exported or found again in JAX's cache on disk by all they hold c
 this process would be part of them).
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,11 +20,14 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend.core import Primitive
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .compat import tell_devices
 from .meshes import Names, entry, tuple_of
+from .operation import Operation
 
 # The axes of an array by names: axes of one name are of one extent, and cut alike.
 Axes = tuple[str, ...]
@@ -175,3 +179,90 @@ def _cuts(
         cuts[axis] = free
         taken |= {*free}
     return cuts, uneven
+
+
+@dataclass(frozen=True)
+class Work:
+    """A function of arrays that each device may compute of its own, as `lower` takes it."""
+
+    operation: Operation
+    name: str
+    arrays: Arrays
+    whole: Callable[..., Sequence[jax.Array]]
+    local: Local
+    # How many axes `vmap` has added, the first of all results.
+    mapped: int = 0
+
+    def batched(self, axes: Sequence[int | None]) -> "Work":
+        """Returns the work for operands of which those with an axis have it in front."""
+        new = f"m{self.mapped}"
+        given = tuple(
+            one if axis is None else (new, *one)
+            for one, axis in zip(self.arrays.operands, axes, strict=True)
+        )
+        found = tuple((new, *one) for one in self.arrays.results)
+        cut = (*self.arrays.cut, new)
+        places = tuple(None if axis is None else 0 for axis in axes)
+
+        def local(*cuts: Any) -> Callable[..., Sequence[jax.Array]]:
+            return jax.vmap(self.local(*cuts), in_axes=places)
+
+        return replace(
+            self,
+            name=f"{self.name} {places}",
+            arrays=replace(self.arrays, operands=given, results=found, cut=cut),
+            whole=jax.vmap(self.whole, in_axes=places),
+            local=local,
+            mapped=self.mapped + 1,
+        )
+
+
+def bind(work: Work, *operands: jax.Array) -> list[jax.Array]:
+    """Makes it part of the program being traced."""
+    avals = tuple(jax.make_jaxpr(work.whole)(*operands).out_avals)
+    results: list[jax.Array] = _found.bind(*operands, work=work, avals=avals)
+    return results
+
+
+_found = Primitive("xentile_found")
+_found.multiple_results = True
+tell_devices(_found)
+
+
+def _apply(*operands: Any, work: Work, **_: Any) -> list[Any]:
+    return [*work.whole(*operands)]
+
+
+_found.def_impl(_apply)
+_found.def_abstract_eval(lambda *_, avals, **__: avals)
+
+
+def _refuse(*_: Any, work: Work, **__: Any) -> Any:
+    work.operation.refuse_derivative()
+
+
+ad.primitive_jvps[_found] = _refuse
+ad.primitive_transposes[_found] = _refuse
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, **_: Any) -> Any:
+    given = [
+        x if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    results = bind(work.batched(axes), *given)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_found] = _batch
+
+
+def _lower_work(ctx: Any, *operands: Any, work: Work, **_: Any) -> Sequence[Any]:
+    if is_asked_for(ctx.module_context):
+        return lower(ctx, operands, work.name, work.arrays, work.whole, work.local)
+    rule = mlir.lower_fun(functools.partial(_apply, work=work), multiple_results=True)
+    values: Sequence[Any] = rule(ctx, *operands)
+    return values
+
+
+mlir.register_lowering(_found, _lower_work, cacheable=False)
