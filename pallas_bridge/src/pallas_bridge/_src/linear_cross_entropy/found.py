@@ -27,7 +27,7 @@ N, V, D = "n", "v", "d"
 
 def run(name: str, schedule: Schedule, of_device: OfDevice, *arrays: Any) -> Any:
     """Returns what a schedule's "forward", "backward" or "fused" does, of its arrays."""
-    hidden, weight, bias, labels, *_ = arrays
+    _, weight, bias, labels, *_ = arrays
     flat, tree = jax.tree.flatten(arrays)
     of_weight = (V, D) if schedule.products.vocab_axis == 0 else (D, V)
     of_bias = [] if bias is None else [(V,)]

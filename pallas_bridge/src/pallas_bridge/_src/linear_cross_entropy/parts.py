@@ -105,9 +105,7 @@ def _of_part(
     return *numbers, lse, lse_low, left
 
 
-def forward(
-    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
-) -> Any:
+def forward(work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array) -> Any:
     """Returns the outputs, and what the backward pass takes besides the arrays."""
     of = _labels(work, weight, labels)
     arrays = alike(hidden, weight, bias, of.given)
