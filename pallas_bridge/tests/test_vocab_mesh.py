@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_mesh import NAMES, WAYS, exchanged, mesh_of
@@ -24,6 +25,8 @@ pytestmark = [
     pytest.mark.only("cpu", "no kernel knows of the mesh"),
 ]
 
+# XLA finds out by itself, too.
+OF_LOGITS = [*WAYS, "found"]
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 20.0}
 
 
@@ -46,7 +49,7 @@ class Problem:
     def outputs(self, z: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
         """Loss, logps and lse of every token, of logits and labels that are placed."""
         f = partial(cross_entropy_per_token, return_lse=True, **self.options)
-        if self.way == "explicit":
+        if self.way in ("explicit", "found"):
             return f(z, y)
         f = partial(f, axis_name=self.columns)
         if self.way == "auto":
@@ -101,7 +104,7 @@ def check(problem: Problem, cotangents: Any, rtol: float = 2e-5, atol: float = 1
     return program
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OF_LOGITS)
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8), (2, 4)], ids=str)
 def test_logits_stay_where_they_are(
     rng: np.random.Generator, way: str, shape: tuple[int, int]
@@ -181,7 +184,7 @@ def test_an_axis_of_one_device_changes_nothing(rng: np.random.Generator, way: st
         assert f is run or "xentile_cross_entropy_fused" in program
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OF_LOGITS)
 def test_padding_and_what_no_finite_sum_has(rng: np.random.Generator, way: str) -> None:
     # 19 columns over 8 devices, of 3 each: the seventh has one, and the last nothing.
     logits, labels, cotangents = draw(rng, 8, 24, 19)
@@ -193,7 +196,7 @@ def test_padding_and_what_no_finite_sum_has(rng: np.random.Generator, way: str) 
     check(problem, cotangents, rtol=3e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("way", ["auto", "explicit"])
+@pytest.mark.parametrize("way", ["auto", "explicit", "found"])
 def test_both_axes_of_a_mesh_cut_the_vocabulary(rng: np.random.Generator, way: str) -> None:
     logits, labels, cotangents = draw(rng, 6, 8 * 4100)
     options = {"label_smoothing": 0.2}
@@ -202,7 +205,7 @@ def test_both_axes_of_a_mesh_cut_the_vocabulary(rng: np.random.Generator, way: s
     assert {*found} == {"all-reduce"} and max(found.values()) <= 6
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OF_LOGITS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) -> None:
     mesh = mesh_of((2, 4), way)
@@ -216,7 +219,7 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
         return loss
 
     def over_mesh(z: Any, y: Any, w: Any, reduction: Any) -> Any:
-        if way == "explicit":
+        if way in ("explicit", "found"):
             return local(z, y, w, reduction)
         f = partial(local, axis_name="vocab")
         if way == "auto":
@@ -295,9 +298,10 @@ def test_transformations(rng: np.random.Generator) -> None:
         return [jax.value_and_grad(partial(total, one))(z, y) for one in of], along
 
     expected = jax.jit(partial(every, whole))(z, y)
-    for f in (auto, devices):
+    for f in (auto, devices, whole):
         with jax.set_mesh(mesh):
-            found = jax.jit(partial(every, f))(z, y)
+            spec = P(None, "data", None if f is devices else "vocab")
+            found = jax.jit(partial(every, f))(jax.device_put(z, NamedSharding(mesh, spec)), y)
             close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
             jax.tree.map(close, found, expected)
             with pytest.raises(NotImplementedError, match="second derivatives"):
@@ -344,45 +348,75 @@ def test_a_program_over_a_mesh_is_exported(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("way", ["logits", "weight", "product"])
-def test_a_gather_that_a_name_would_spare_is_told_of(way: str) -> None:
+def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[str]]:
+    """A compiled function of arrays with how each is cut, what it exchanges, and what was told."""
     mesh = mesh_of((2, 4), "auto")
-    y = jnp.zeros((2, 8), jnp.int32)
+    # The mesh is not set: types tell it.
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        program = jax.jit(f).lower(*placed).compile()
+    return program(*placed), exchanged(program.as_text()), [str(one.message) for one in told]
 
-    def compiled(columns: Any, axis_name: Any = None) -> tuple[bool, list[str]]:
-        def loss(x: Any, w: Any, y: Any) -> Any:
-            if way == "weight":
-                return linear_cross_entropy(x, w, y, axis_name=axis_name)
-            return cross_entropy(x @ w.T if way == "product" else x, y, axis_name=axis_name)
 
-        def of_each(x: Any, w: Any) -> Any:
-            return jax.vmap(lambda x, y: loss(x, w, y))(x, y).sum()
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_xla_finds_parts_of_a_product(rng: np.random.Generator, reduction: Any) -> None:
+    """Of logits of a weight that is cut, with everything that is known of tokens."""
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 16), (64, 16)))
+    y, columns = (rng.integers(0, 64, (2, 8, *more)).astype(np.int32) for more in ((), (3,)))
 
-        x, w = jnp.ones((2, 8, 64 if way == "logits" else 16)), jnp.ones((64, 16))
-        specs = P(None, "data", columns if way == "logits" else None), P(columns)
-        placed = [
-            jax.device_put(one, NamedSharding(mesh, spec))
-            for one, spec in zip((x, w), specs, strict=True)
-        ]
-        with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            lowered = jax.jit(jax.grad(of_each)).lower(*placed)
-            # Every compilation tells, and Python shows a text once.
-            program = lowered.compile().as_text()
-            jax.export.export(
-                jax.jit(of_each),
-                disabled_checks=[
-                    jax.export.DisabledSafetyCheck.custom_call(name)
-                    for name in ("xentile_cross_entropy_forward", "xentile_cross_entropy_fused")
-                ],
-            )(*placed)
-        assert "nspectSharding" not in program
-        return "all-gather(" in program, [str(one.message) for one in told]
+    def of_each(x: Any, w: Any, y: Any, columns: Any) -> Any:
+        more = {"return_lse": True, "return_entropy": True, "return_correct": True}
+        loss, *known = cross_entropy(x @ w.T, y, reduction=reduction, columns=columns, **more)
+        return loss.sum() + known[1].sum() + known[3].sum(), (loss, known)
 
-    assert compiled(None) == (False, [])
-    assert compiled("vocab", "vocab") == (False, [])
-    is_gathered, (told,) = compiled("vocab")
-    assert is_gathered and "is cut over 4 devices" in told and "with axis_name='vocab'" in told
+    def loss(*given: Any) -> Any:
+        totals, aux = jax.vmap(of_each, (0, None, 0, 0))(*given)
+        return totals.sum(), aux
+
+    f = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    tokens = P(None, "data")
+    given = ((x, tokens), (w, P("vocab")), (y, tokens), (columns, tokens))
+    found, exchanges, told = compiled(f, *given)
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, found, f(x, w, y, columns))
+    # Of a device's tokens dhidden, and what they have of dweight.
+    assert told == [] and {*exchanges} == {"all-reduce"}
+    assert max(exchanges.values()) <= max(2 * 4 * 16, 64 // 4 * 16)
+
+
+def test_columns_that_devices_do_not_divide_are_gathered_and_told_of() -> None:
+    def f(z: Any, y: Any) -> Any:
+        return cross_entropy(jax.lax.slice_in_dim(z, 0, 62, axis=1), y)
+
+    z = jnp.asarray(np.arange(512).reshape(8, 64) % 7, jnp.float32)
+    y = jnp.arange(8, dtype=jnp.int32)
+    found, exchanges, (told, *_) = compiled(f, (z, P("data", "vocab")), (y, P("data")))
+    np.testing.assert_allclose(found, f(z, y), rtol=1e-6)
+    assert "all-gather" in exchanges
+    assert "4 devices, which do not divide its 62 columns" in told and "to 64 columns" in told
+
+
+def test_programs_that_are_kept_on_disk_or_pickled(tmp_path: Any) -> None:
+    """A gather is silent where JAX would not find the program again; otherwise parts are found."""
+    z, y = jnp.ones((8, 64)), jnp.zeros(8, jnp.int32)
+    given = (z, P("data", "vocab")), (y, P("data"))
+    names = ("jax_compilation_cache_dir", "jax_remove_custom_partitioning_ptr_from_cache_key")
+    try:
+        jax.config.update(names[0], str(tmp_path))
+        _, exchanges, told = compiled(cross_entropy, *given)
+        assert "all-gather" in exchanges and told == []
+        jax.config.update(names[1], True)
+        _, exchanges, told = compiled(partial(cross_entropy, z_loss=0.1), *given)
+        assert "all-gather" not in exchanges and told == []
+    finally:
+        jax.config.update(names[0], None)
+        jax.config.update(names[1], False)
+    mesh = mesh_of((2, 4), "auto")
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
+    program = jax.jit(cross_entropy).lower(*placed).compile()
+    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(program))
+    np.testing.assert_array_equal(again(*placed), program(*placed))
 
 
 def test_arrays_that_are_there_tell_themselves(rng: np.random.Generator) -> None:

@@ -21,9 +21,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
-from . import hoisting, library, pallas, partitioning
+from . import found_cut, gathering, hoisting, library, pallas, partitioning
 from .arrays import Result, Signature, reshaped, with_axis
 from .compat import varying_axes
+from .meshes import Names
 from .operation import Operation
 
 
@@ -79,11 +80,21 @@ class Call:
     # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
     # cuts arrays, and where something that tokens share is mapped.
     is_composed: bool = False
+    # What stands for the call on devices that have some columns each of its operands' last axis
+    # (`InParts`), if something can.
+    in_parts: "InParts | None" = field(default=None, repr=False, compare=False)
 
     @cached_property
     def signature(self) -> Signature:
         """What `operands` and `results` declare."""
         return Signature.of(self.operands, self.results, self.cut)
+
+
+class InParts(Protocol):
+    """What each device computes where XLA finds the axis of a call behind tokens' to be cut."""
+
+    def __call__(self, axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Returns a device's results; `axes` of the mesh cut the axis, and are bound."""
 
 
 # Lowers a call, without what it may become with others: of a context, operands, and `call`, `keep`
@@ -261,6 +272,9 @@ def _lower_alone(
         )
     _check_platforms(call, others)
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
+    if call.in_parts is not None and found_cut.is_asked_for(module):
+        values = _lower_found(ctx.replace(avals_out=results), *operands, call=call)
+        return [values[index] for index in keep]
     how = partitioning.layout(
         call.signature, ctx.avals_in, results, mapped, partitioning.device_count(module)
     )
@@ -285,6 +299,30 @@ def _lower_alone(
             add = mlir.lower_fun(partial(jnp.sum, axis=how.summed), multiple_results=False)
             outputs.extend(add(ctx.replace(avals_in=[made], avals_out=[aval]), value))
     return outputs
+
+
+def _lower_found(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Has each device compute what XLA finds it to have, tokens and columns."""
+    signature, in_parts = call.signature, call.in_parts
+    assert in_parts is not None and not signature.shares and not signature.sums
+    leading = tuple(f"t{index}" for index in range(len(signature.leading(ctx.avals_in))))
+    given, made = (
+        tuple((*leading, *dims.names) for dims in side)
+        for side in (signature.operands, signature.results)
+    )
+    (columns,) = {name for dims in signature.operands for name in dims.names}
+    whole = partial(bind, call)
+
+    def local(cuts: Mapping[str, Names], uneven: Mapping[str, int]) -> Callable[..., Any]:
+        if columns in uneven:
+            vocab = ctx.avals_in[0].shape[-1]
+            gathering.tell_uneven(call.operation, "logits", vocab, uneven[columns])
+        names = cuts[columns]
+        return partial(in_parts, names) if names else whole
+
+    arrays = found_cut.Arrays(given, made, (columns, *leading), (columns,))
+    name = f"{call.target} {call.attributes} {call.reuses}"
+    return found_cut.lower(ctx, operands, name, arrays, whole, local)
 
 
 def _reshape(value: Any, before: Any, after: Any) -> Any:

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from . import found_cut
 from .compat import tell_devices
 from .meshes import tuple_of
 from .operation import Operation
@@ -26,11 +27,17 @@ from .operation import Operation
 _callbacks: list[Any] = []
 
 
-def watched(operation: Operation, name: str, x: jax.Array, axis: int) -> jax.Array:
-    """Returns `x`, of which a warning tells should XLA have cut its `axis`, the vocabulary."""
+def watched(
+    operation: Operation, name: str, x: jax.Array, axis: int, *, calls_ask: bool = False
+) -> jax.Array:
+    """Returns `x`, of which a warning tells should XLA have cut its `axis`, the vocabulary.
+
+    With `calls_ask`, calls that take it compute in parts wherever they get to know (`found_cut`).
+    """
     if not isinstance(x, jax.core.Tracer):
         return x
-    same: jax.Array = _watched.bind(x, operation=operation, name=name, axis=axis % x.ndim)
+    params = {"operation": operation, "name": name, "calls_ask": calls_ask}
+    same: jax.Array = _watched.bind(x, axis=axis % x.ndim, **params)
     return same
 
 
@@ -56,9 +63,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[int], *, axis: int, **params:
 batching.primitive_batchers[_watched] = _batch
 
 
-def _lower(ctx: Any, value: Any, **params: Any) -> Sequence[Any]:
+def _lower(ctx: Any, value: Any, *, calls_ask: bool, **params: Any) -> Sequence[Any]:
     module = ctx.module_context
-    if _is_cut_by_xla(module.axis_context) and not _is_kept(module):
+    is_told = calls_ask and found_cut.is_asked_for(module)
+    if _is_cut_by_xla(module.axis_context) and not found_cut.is_kept(module) and not is_told:
         # A program that is compiled may be pickled, and what its module keeps alive with it.
         own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
         callback = partial(_warn, **params)
@@ -80,12 +88,6 @@ def _is_cut_by_xla(context: Any) -> bool:
     return devices is not None and len(devices) > 1
 
 
-def _is_kept(module: Any) -> bool:
-    """Whether a program may outlive this process."""
-    is_exported: bool = getattr(module.lowering_parameters, "for_export", False)
-    return is_exported or jax.config.values.get("jax_compilation_cache_dir") is not None
-
-
 def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
     if not isinstance(sharding, NamedSharding):
         return
@@ -100,3 +102,14 @@ def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
             "explicit axes, and every device keeps its part",
             stacklevel=1,  # the compiler calls, and no line of the user's
         )
+
+
+def tell_uneven(operation: Operation, name: str, columns: int, count: int) -> None:
+    """Warns of a vocabulary of so many columns that devices do not divide, so that XLA gathers."""
+    padded = -(-columns // count) * count
+    warnings.warn(
+        f"{operation}: the vocabulary of {name} is cut over {count} devices, which do not divide "
+        f"its {columns} columns, and XLA gathers it on each: pad it to {padded} columns, whose "
+        "logits are -inf, and every device keeps its part",
+        stacklevel=1,  # as above
+    )

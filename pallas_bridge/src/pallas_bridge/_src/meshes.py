@@ -103,6 +103,14 @@ def _axes(mesh: Any, kind: AxisType) -> frozenset[str]:
     return frozenset(name for name, one in pairs if one == kind)
 
 
+def are_left_to_xla(*arrays: Any) -> bool:
+    """Whether XLA alone chooses, and for several devices, how it cuts traced arrays."""
+    mesh = _mesh_of(*arrays)
+    is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    is_several = mesh is not None and mesh.size > 1
+    return is_traced and is_several and all(one == AxisType.Auto for one in mesh.axis_types)
+
+
 def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
     """Has XLA gather an axis of an array before anything else is made of it, if it cuts that.
 

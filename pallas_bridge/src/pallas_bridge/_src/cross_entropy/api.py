@@ -147,7 +147,8 @@ def cross_entropy(
       axis_name: the mesh axis that the vocabulary is sharded over, or several, the slowest first;
         None where it is whole. Within `jax.shard_map` logits are then a device's own columns, and
         labels count those of all. Elsewhere the axes are those of the mesh; it need not be said
-        of explicit ones. Logits stay where they are: devices exchange a few numbers a token.
+        of explicit ones, nor where XLA can tell (docs/how-to/shard.md). Logits stay where they are:
+        devices exchange a few numbers a token.
 
     Returns:
       The loss in float32, a scalar or [.., T] for "none"; where more is asked for, a tuple of the
@@ -316,5 +317,5 @@ def _prepare(
         module, labels = cut, cut.place(labels)
         weights = None if weights is None else cut.place(weights)
     elif chosen != "reference":
-        logits = gathering.watched(OPERATION, "logits", logits, -1)
+        logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
     return logits, labels, weights, checked, module

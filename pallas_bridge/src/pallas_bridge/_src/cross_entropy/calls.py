@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from ..arrays import Result
-from ..custom_call import Call, Merge, WithoutGradient
+from ..custom_call import Call, InParts, Merge, WithoutGradient
+from ..meshes import Names
 from ..pallas import Target
 from . import reference
 from .declaration import OPERATION
@@ -40,6 +41,18 @@ def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]
     return pallas_tpu.kernel(target, call)
 
 
+def in_parts_of(name: str, *fixed: Any) -> InParts:
+    """Returns what `found` has of a name, which takes `fixed` first."""
+
+    def run(axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
+        from . import found  # late: it makes calls
+
+        results: Sequence[jax.Array] = getattr(found, name)(*fixed, axes, *operands)
+        return results
+
+    return run
+
+
 def forward_call(options: Options, every_token: bool) -> Call:
     """Gives loss, logps, lse and lse_low of logits and labels."""
     return Call(
@@ -51,6 +64,7 @@ def forward_call(options: Options, every_token: bool) -> Call:
         may_change=True,
         implementation=options.implementation,
         for_tpu=_in_pallas,
+        in_parts=in_parts_of("forward", options, every_token),
     )
 
 
@@ -66,6 +80,7 @@ def backward_call(options: Options, merge: Merge | None = None) -> Call:
         merge=merge,
         implementation=options.implementation,
         for_tpu=_in_pallas,
+        in_parts=in_parts_of("backward", options),
     )
 
 
@@ -79,6 +94,7 @@ def distribution_call(options: Options, every_token: bool) -> Call:
         attributes=attributes(options, every_token),
         implementation=options.implementation,
         dense=partial(reference.distribution_forward, options),
+        in_parts=in_parts_of("distribution", options, every_token),
     )
 
 
@@ -93,6 +109,7 @@ def distribution_backward_call(options: Options) -> Call:
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
         dense=partial(reference.distribution_backward, options),
+        in_parts=in_parts_of("distribution_backward", options),
     )
 
 
@@ -114,4 +131,5 @@ def fused_call(options: Options, every_token: bool) -> Call:
         may_change=True,
         implementation=options.implementation,
         for_tpu=_in_pallas,
+        in_parts=in_parts_of("fused", options, every_token),
     )

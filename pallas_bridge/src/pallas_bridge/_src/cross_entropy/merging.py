@@ -17,10 +17,18 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from .. import hoisting
+from .. import found_cut, hoisting
 from ..custom_call import Call, Lower
 from ..scale import scale_call
-from .calls import GRADIENT, LOGITS, TOKENS, backward_call, forward_call, fused_call
+from .calls import (
+    GRADIENT,
+    LOGITS,
+    TOKENS,
+    backward_call,
+    forward_call,
+    fused_call,
+    in_parts_of,
+)
 from .declaration import OPERATION
 from .options import Options
 from .reduction import token_cotangents
@@ -96,6 +104,8 @@ def _target(operation: Any) -> str:
     """Returns what an operation calls, or nothing."""
     if operation.name != "stablehlo.custom_call":
         return ""
+    if stands_for := found_cut.named(operation):
+        return stands_for.split()[0]
     return str(ir.StringAttr(operation.attributes["call_target_name"]).value)
 
 
@@ -132,6 +142,7 @@ class Scaled:
         earlier = _earlier(dlogits, FUSED, _DLOGITS)
         if earlier is None or hoisting.is_used(dlogits):
             call = scale_call(OPERATION, self.options.implementation)
+            call = replace(call, in_parts=in_parts_of("scaled", self.options))
             # What is 0 stays 0, also where the factor is not finite.
             (factor,) = _per_token(ctx, number, _where_any, factors, factor)
             ctx = ctx.replace(avals_in=[of_logits, number])

@@ -14,7 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import linear, meshes, vocab_parts
 from ..custom_call import bind
 from ..meshes import Names
-from ..vocab_parts import Exchange, OverAxis, OverDevices, labels_of_part, options_of_part
+from ..vocab_parts import (
+    Exchange,
+    Labels,
+    OverAxis,
+    OverDevices,
+    labels_of_part,
+    options_of_part,
+)
 from . import known
 from .calls import (
     backward_call,
@@ -216,7 +223,7 @@ def per_token(
     return outputs
 
 
-def _forward(options: Options, exchange: Exchange, logits: jax.Array, labels: jax.Array) -> Any:
+def forward(options: Options, exchange: Exchange, logits: jax.Array, labels: jax.Array) -> Any:
     """Returns loss, logps, lse, lse_low, each [..], and in which parts a token has no logits."""
     of = labels_of_part(options, exchange, labels, logits.shape[-1])
     call = forward_call(options_of_part(options), options.every_token)
@@ -235,7 +242,7 @@ def _forward(options: Options, exchange: Exchange, logits: jax.Array, labels: ja
 def _per_token(
     options: Options, exchange: Exchange, logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    loss, logps, lse, *_ = _forward(options, exchange, logits, labels)
+    loss, logps, lse, *_ = forward(options, exchange, logits, labels)
     return loss, logps, lse
 
 
@@ -243,9 +250,9 @@ def _per_token(
 def _per_token_jvp(
     options: Options, exchange: Exchange, primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
-    loss, logps, lse, lse_low, is_empty = _forward(options, exchange, *primals)
+    loss, logps, lse, lse_low, is_empty = forward(options, exchange, *primals)
     residuals = *primals, lse, lse_low, is_empty
-    apply, transpose = (partial(f, options, exchange) for f in (_tangents, _pull))
+    apply, transpose = (partial(f, options, exchange) for f in (_tangents, pull))
     of_logits, _ = map(linear.given, tangents)
     results = loss, logps, lse
     return results, tuple(linear.bind(apply, transpose, residuals, [of_logits], results))
@@ -257,9 +264,11 @@ def _tangents(options: Options, exchange: Exchange, residuals: Any, tangents: An
     return linear.tangents_of(dense, (logits, labels), (*tangents, None))
 
 
-def _pull(
-    options: Options, exchange: Exchange, residuals: Any, cotangents: Any
-) -> tuple[jax.Array]:
+def pull(options: Options, exchange: Exchange, residuals: Any, cotangents: Any) -> tuple[jax.Array]:
+    """Returns dlogits for cotangents of the outputs, of what `forward` takes and then gives of lse.
+
+    A cotangent that is None is one of zeros.
+    """
     logits, labels, lse, lse_low, is_empty = residuals
     of = labels_of_part(options, exchange, labels, logits.shape[-1])
     given = [jnp.zeros_like(lse) if one is None else one for one in cotangents]
@@ -397,17 +406,27 @@ def merge_known(
     correct: tuple[jax.Array, ...] = ()
     entropy = None
     if found.distribution:
-        entropy, highest, argmax = found.distribution
-        entropy = vocab_parts.merge_entropy(exchange, lse_of_part, entropy)
-        entropy = jnp.where(of.ignored, 0, entropy)
-        highest = jnp.where(is_empty, -jnp.inf, highest)
-        argmax = vocab_parts.argmax(exchange, width, highest, argmax)
-        argmax = jnp.where(jnp.isnan(lse), -1, argmax)
+        entropy, _, argmax = merge_distribution(exchange, width, of, lse, found)
         outputs, correct = (*outputs, entropy), (known.is_correct(options, labels, argmax),)
     if columns is not None:
         assert found.picked is not None
         outputs = *outputs, _whole_picked(exchange, width, columns, found.picked)
     return (*outputs, *correct), (lse, lse_low, entropy, is_empty, found.picked)
+
+
+def merge_distribution(
+    exchange: Exchange, width: int, labels: Labels, lse: jax.Array, found: Found
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns entropy, highest and argmax of the whole, whose `lse` it is, of parts' `width`."""
+    entropy, highest, argmax = found.distribution
+    lse_of_part = found.numbers[2]
+    entropy = vocab_parts.merge_entropy(exchange, lse_of_part, entropy)
+    entropy = jnp.where(labels.ignored, 0, entropy)
+    highest = jnp.where(lse_of_part == -jnp.inf, -jnp.inf, highest)
+    argmax = vocab_parts.argmax(exchange, width, highest, argmax)
+    argmax = jnp.where(jnp.isnan(lse), -1, argmax)
+    highest = exchange.max(highest)
+    return entropy, jnp.where(jnp.isnan(lse), jnp.nan, highest), argmax
 
 
 def _forward_known(

@@ -523,11 +523,10 @@ class _Arrays:
             options, reduced = vocab_parts.options_of_part(options), False
         schedule = None
         if self.implementation != "reference":
-            of = (hidden, weight, bias, self.axis)
-            chosen = _without_temperature(
-                options, _plans(*of, reduced, max_scratch_bytes, options.tile)
-            )
-            schedule = schedules.Schedule(options, products, *chosen)
+            make = _OfDevice(max_scratch_bytes)
+            schedule = make(options, products, reduced, hidden, weight, bias)
+            if exchange is None and meshes.are_left_to_xla(hidden, weight):
+                schedule = dataclasses.replace(schedule, of_device=make, keeps=False)
         if exchange is not None:
             return _Functions(parts, (parts.Work(self.options, exchange, products, schedule),))
         if schedule is None:
@@ -577,7 +576,9 @@ class _Arrays:
         """Returns how they are known to be cut; where they are not, a gather is to be told of."""
         cut = parts.find(self.hidden, self.weight, self.axis, axis_name)
         if cut is None and self.implementation != "reference":
-            self.weight = gathering.watched(OPERATION, "weight", self.weight, self.axis)
+            self.weight = gathering.watched(
+                OPERATION, "weight", self.weight, self.axis, calls_ask=True
+            )
         return cut
 
     def place(self, cut: parts.Cut) -> None:
@@ -662,6 +663,21 @@ def _reduced(
     results = PartitionSpec(), cut.tokens
     loss, lse = cut.run(of_device, results, of.hidden, of.weight, of.bias, of.labels, factors)
     return loss, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfDevice:
+    """Makes schedules of arrays, with all that a user says of their plan."""
+
+    max_scratch_bytes: int | None
+
+    def __call__(
+        self, options: Options, products: Products, reduced: bool, *arrays: Any
+    ) -> schedules.Schedule:
+        """Returns what runs for hidden [N, D], weight and bias."""
+        given = *arrays, products.vocab_axis, reduced, self.max_scratch_bytes, options.tile
+        chosen = _without_temperature(options, _plans(*given))
+        return schedules.Schedule(options, products, *chosen)
 
 
 @dataclasses.dataclass(frozen=True)

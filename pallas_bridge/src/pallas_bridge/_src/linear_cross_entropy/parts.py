@@ -105,9 +105,7 @@ def _of_part(
     return *numbers, lse, lse_low, left
 
 
-def _forward(
-    work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
-) -> Any:
+def forward(work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array) -> Any:
     """Returns the outputs, and what the backward pass takes besides the arrays."""
     of = _labels(work, weight, labels)
     arrays = alike(hidden, weight, bias, of.given)
@@ -121,15 +119,15 @@ def _per_token(
     work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels: jax.Array
 ) -> Outputs:
     outputs: Outputs
-    outputs, _ = _forward(work, hidden, weight, bias, labels)
+    outputs, _ = forward(work, hidden, weight, bias, labels)
     return outputs
 
 
 @partial(_per_token.defjvp, symbolic_zeros=True)
 def _per_token_jvp(work: Work, arrays: Any, tangents: Any) -> tuple[Any, Any]:
-    outputs, saved = _forward(work, *arrays)
+    outputs, saved = forward(work, *arrays)
     *moving, _ = map(linear.given, tangents)
-    apply, transpose = partial(_tangents, work), partial(_pull, work)
+    apply, transpose = partial(_tangents, work), partial(pull, work)
     found = linear.bind(apply, transpose, (arrays, saved), moving, outputs)
     return outputs, tuple(found)
 
@@ -139,7 +137,11 @@ def _tangents(work: Work, residuals: Any, tangents: Any) -> Any:
     return linear.tangents_of(partial(_dense, work), arrays, (*tangents, None))
 
 
-def _pull(work: Work, residuals: Any, cotangents: Any) -> Any:
+def pull(work: Work, residuals: Any, cotangents: Any) -> Any:
+    """Returns a part's gradients, dhidden to be summed, of the arrays and what `forward` saves.
+
+    A cotangent that is None is one of zeros.
+    """
     (hidden, weight, bias, labels), (lse, lse_low, is_empty, left) = residuals
     assert work.schedule is not None
     of = _labels(work, weight, labels)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,15 @@ from .product import operands as as_operands
 from .tokens import Bias, Gradients
 
 
+class OfDevice(Protocol):
+    """Makes the schedule for arrays that a device has; comparable, and all of it in its text."""
+
+    def __call__(
+        self, options: Options, products: Products, reduced: bool, *arrays: Any
+    ) -> "Schedule":
+        """Returns what runs for hidden, weight and bias."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Everything but the arrays."""
@@ -32,6 +41,10 @@ class Schedule:
     # What takes its place on NVIDIA's GPUs and on CPUs, where something does.
     cuda: Plan | None
     cpu: Plan | None
+    # What makes the schedule of a device of its part of arrays, where XLA may find them to be cut.
+    of_device: "OfDevice | None" = None
+    # Whether the forward pass may leave logits to the backward pass.
+    keeps: bool = True
 
     @property
     def is_fused(self) -> bool:
@@ -43,16 +56,16 @@ class Schedule:
     def hands_over(self) -> bool:
         """Whether the forward pass leaves logits to the backward pass."""
         has_plan = self.cpu is not None and self.cpu.hands_over and on_cpu.has_library()
-        return has_plan and self.options.implementation != "pallas"
+        return self.keeps and has_plan and self.options.implementation != "pallas"
 
     def forward(self, *arrays: Any) -> tuple[jax.Array, ...]:
         """Loss, logps, lse and lse_low of hidden, weight, bias and labels."""
-        outputs: tuple[jax.Array, ...] = self._run("forward", self.options, *arrays)
+        outputs: tuple[jax.Array, ...] = self.run("forward", self.options, *arrays)
         return outputs
 
     def backward(self, *arrays: Any) -> Gradients:
         """Gradients for hidden, weight, bias, labels, what was saved and cotangents."""
-        gradients: Gradients = self._run("backward", self.options, *arrays)
+        gradients: Gradients = self.run("backward", self.options, *arrays)
         return gradients
 
     def keep(self, *arrays: Any) -> tuple[Any, ...]:
@@ -92,7 +105,7 @@ class Schedule:
         `wants_losses` is whether losses of tokens whose factor is 0 are wanted too.
         """
         every_token = self.options.every_token or wants_losses
-        return self._run(
+        return self.run(
             "fused", dataclasses.replace(self.options, every_token=every_token), *arrays
         )
 
@@ -115,7 +128,12 @@ class Schedule:
         call = partial(one_call.choose, call, default)
         return jax.lax.platform_dependent(*arrays, cuda=call, default=default)
 
-    def _run(self, name: Any, options: Options, *arrays: Any) -> Any:
+    def run(self, name: Any, options: Options, *arrays: Any) -> Any:
+        if self.of_device is not None:
+            from . import found  # late: it makes schedules of parts
+
+            whole = dataclasses.replace(self, options=options, of_device=None)
+            return found.run(name, whole, self.of_device, *arrays)
         products, plan = self.products, self.plan
         hidden, weight, bias, *_ = arrays
         axis = products.vocab_axis

@@ -1,0 +1,268 @@
+"""What each device computes of arrays that XLA's partitioner finds to be cut.
+
+How XLA cuts arrays is known as it compiles a program, and no sooner (`gathering`). It asks Python
+then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be cut,
+and for the cuts that Shardy settles on, a function of a device's own arrays takes the place of the
+whole, collectives by the mesh's axes included. Programs for one device hold nothing of this, and
+those that are exported or found again in JAX's cache on disk by all they hold cannot (an address of
+this process would be part of them).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .compat import tell_devices
+from .meshes import Names, entry, tuple_of
+from .operation import Operation
+
+# The axes of an array by names: axes of one name are of one extent, and cut alike.
+Axes = tuple[str, ...]
+
+# What in a program says for which call something stands.
+_NAME = "xentile_call"
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The axes of operands and results, and which of them may be cut."""
+
+    operands: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+    # Cut at all, the first of them first where two would be cut over one axis of the mesh; and, of
+    # them, only where devices divide them, since XLA fills up the last device's part.
+    cut: Axes
+    even: Axes = ()
+
+    def rule(self) -> SdyShardingRule:
+        """Returns what tells Shardy."""
+        axes = dict.fromkeys(axis for one in (*self.operands, *self.results) for axis in one)
+        sides = (
+            tuple(ArrayMapping(*one) for one in side) for side in (self.operands, self.results)
+        )
+        whole = tuple(axis for axis in axes if axis not in self.cut)
+        return SdyShardingRule(*sides, need_replication_factors=whole)
+
+
+# For the mesh axes that cut each of the axes that may be cut, and over how many devices those were
+# to be that are not even: what a device computes of its own arrays.
+Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
+
+
+def is_asked_for(module: Any) -> bool:
+    """Whether XLA, as it compiles a module, cuts its arrays and asks Python about it."""
+    context = module.axis_context
+    devices = getattr(context, "device_assignment", None)
+    mesh = getattr(context, "abstract_mesh", None)
+    if devices is None or len(devices) == 1 or mesh is None or mesh.empty:
+        return False
+    # With that, JAX knows such a program by its text alone, which says what call it is.
+    is_known = jax.config.values.get("jax_remove_custom_partitioning_ptr_from_cache_key", False)
+    if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module, is_known):
+        return False
+    # Programs for TPUs in Pallas nobody has tried this with.
+    has_shardy: bool = jax.config.values["jax_use_shardy_partitioner"]
+    return has_shardy and "tpu" not in module.platforms
+
+
+def is_kept(module: Any, is_known: bool = False) -> bool:
+    """Whether a program may outlive this process, with an address of it.
+
+    `is_known` is whether JAX's cache on disk leaves the address out.
+    """
+    is_exported: bool = getattr(module.lowering_parameters, "for_export", False)
+    has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
+    return is_exported or (has_cache and not is_known)
+
+
+class _Alive:
+    """What must live as long as a program that was compiled; that may be pickled, without it."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return _Alive, ()
+
+
+def lower(
+    ctx: Any,
+    operands: Sequence[Any],
+    name: str,
+    arrays: Arrays,
+    whole: Callable[..., Sequence[jax.Array]],
+    local: Local,
+) -> Sequence[Any]:
+    """Puts what devices compute in the place of whole(*operands).
+
+    `name` says what stands there, all that settles what devices compute, and `named` finds it.
+    """
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        values: Sequence[Any] = mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
+        return values
+    of_axes = dict(
+        pair
+        for axes, aval in zip(arrays.operands, ctx.avals_in, strict=True)
+        for pair in zip(axes, aval.shape, strict=True)
+    )
+
+    def partition(mesh: Any, given: Any, found: Any) -> Any:
+        shardings = [one.sharding for one in (*given, *found)]
+        cuts, uneven = _cuts(mesh, arrays, shardings, of_axes)
+
+        def placed(side: Sequence[Axes]) -> list[NamedSharding]:
+            specs = ([entry(cuts.get(axis, ())) for axis in axes] for axes in side)
+            return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+
+        return mesh, local(cuts, uneven), placed(arrays.results), tuple(placed(arrays.operands))
+
+    def of_all(*operands: jax.Array) -> list[jax.Array]:
+        return [*whole(*operands)]
+
+    alive = _Alive()
+    module = ctx.module_context
+    module.add_keepalive(alive)
+    own = ctx.replace(module_context=module.replace(keepalives=alive.objects))
+    asked = custom_partitioning(of_all)
+    asked.def_partition(partition, sharding_rule=arrays.rule())
+    values = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
+    operation = values[0].owner.operation
+    attributes = ir.DictAttr.get({_NAME: ir.StringAttr.get(name)})
+    operation.attributes["mhlo.frontend_attributes"] = attributes
+    # JAX 0.9 puts it at the end of the block.
+    before = ir.InsertionPoint.current.ref_operation
+    if before is not None:
+        operation.move_before(before)
+    return values
+
+
+def named(operation: Any) -> str:
+    """Returns the name of what an operation stands for; nothing for others."""
+    attributes = operation.attributes
+    if "mhlo.frontend_attributes" not in attributes:
+        return ""
+    given = attributes["mhlo.frontend_attributes"]
+    return str(ir.StringAttr(given[_NAME]).value) if _NAME in given else ""
+
+
+def _cuts(
+    mesh: Any, arrays: Arrays, shardings: Sequence[Any], extents: Mapping[str, int]
+) -> tuple[dict[str, Names], dict[str, int]]:
+    """Returns the mesh axes that cut each axis, and how many devices do not divide others."""
+    found: dict[str, Names] = dict.fromkeys(arrays.cut, ())
+    for axes, sharding in zip((*arrays.operands, *arrays.results), shardings, strict=True):
+        if isinstance(sharding, NamedSharding):
+            for axis, one in zip(axes, sharding.spec, strict=False):
+                if axis in found and not found[axis]:
+                    found[axis] = tuple(name for name in tuple_of(one) if mesh.shape[name] > 1)
+    cuts: dict[str, Names] = {}
+    uneven: dict[str, int] = {}
+    taken: set[str] = set()
+    for axis, names in found.items():
+        free = tuple(name for name in names if name not in taken)
+        count = math.prod(mesh.shape[name] for name in free)
+        if axis in arrays.even and extents[axis] % count:
+            uneven[axis], free = count, ()
+        cuts[axis] = free
+        taken |= {*free}
+    return cuts, uneven
+
+
+@dataclass(frozen=True)
+class Work:
+    """A function of arrays that each device may compute of its own, as `lower` takes it."""
+
+    operation: Operation
+    name: str
+    arrays: Arrays
+    whole: Callable[..., Sequence[jax.Array]]
+    local: Local
+    # How many axes `vmap` has added, the first of all results.
+    mapped: int = 0
+
+    def batched(self, axes: Sequence[int | None]) -> "Work":
+        """Returns the work for operands of which those with an axis have it in front."""
+        new = f"m{self.mapped}"
+        given = tuple(
+            one if axis is None else (new, *one)
+            for one, axis in zip(self.arrays.operands, axes, strict=True)
+        )
+        found = tuple((new, *one) for one in self.arrays.results)
+        cut = (*self.arrays.cut, new)
+        places = tuple(None if axis is None else 0 for axis in axes)
+
+        def local(*cuts: Any) -> Callable[..., Sequence[jax.Array]]:
+            return jax.vmap(self.local(*cuts), in_axes=places)
+
+        return replace(
+            self,
+            name=f"{self.name} {places}",
+            arrays=replace(self.arrays, operands=given, results=found, cut=cut),
+            whole=jax.vmap(self.whole, in_axes=places),
+            local=local,
+            mapped=self.mapped + 1,
+        )
+
+
+def bind(work: Work, *operands: jax.Array) -> list[jax.Array]:
+    """Makes it part of the program being traced."""
+    avals = tuple(jax.make_jaxpr(work.whole)(*operands).out_avals)
+    results: list[jax.Array] = _found.bind(*operands, work=work, avals=avals)
+    return results
+
+
+_found = Primitive("xentile_found")
+_found.multiple_results = True
+tell_devices(_found)
+
+
+def _apply(*operands: Any, work: Work, **_: Any) -> list[Any]:
+    return [*work.whole(*operands)]
+
+
+_found.def_impl(_apply)
+_found.def_abstract_eval(lambda *_, avals, **__: avals)
+
+
+def _refuse(*_: Any, work: Work, **__: Any) -> Any:
+    work.operation.refuse_derivative()
+
+
+ad.primitive_jvps[_found] = _refuse
+ad.primitive_transposes[_found] = _refuse
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, **_: Any) -> Any:
+    given = [
+        x if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    results = bind(work.batched(axes), *given)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_found] = _batch
+
+
+def _lower_work(ctx: Any, *operands: Any, work: Work, **_: Any) -> Sequence[Any]:
+    if is_asked_for(ctx.module_context):
+        return lower(ctx, operands, work.name, work.arrays, work.whole, work.local)
+    rule = mlir.lower_fun(functools.partial(_apply, work=work), multiple_results=True)
+    values: Sequence[Any] = rule(ctx, *operands)
+    return values
+
+
+mlir.register_lowering(_found, _lower_work, cacheable=False)
