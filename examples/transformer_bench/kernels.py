@@ -149,13 +149,14 @@ def title(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line a profile; then for each a table of its parts, and one of its dominant kernels."""
-    heads = ["size", "length", "policy", "phase", "status", "a step (ms)", "in kernels (ms)"]
+    heads = ["size", "length", "policy", "kernels", "phase", "status", "a step (ms)"]
+    heads += ["in kernels (ms)"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
     heads += ["its fused kernel"]
     lines = []
     for row in rows:
-        line = [str(row["case"][name]) for name in ("size", "length", "policy", "phase")]
-        line.append(tables.status(row))
+        line = [str(row["case"][name]) for name in ("size", "length", "policy")]
+        line += [tables.kernels(row["case"]), row["case"]["phase"], tables.status(row)]
         if "kernels" in row:
             total = row["kernels"]
             line += [f"{1e3 * row['median']:.4g}", f"{1e3 * total:.4g}"]
@@ -207,4 +208,6 @@ def words(rows: Sequence[Row]) -> str:
                 f"In attention softmax, masks and copies take {rest / products:.2f} times as long "
                 "as its products."
             )
+    for name, ratios in tables.beside_xla(rows, "median").items():
+        told.append(f"With kernels {name} a step takes {tables.span(ratios)} of XLA's time.")
     return " ".join(filter(None, told))

@@ -39,7 +39,8 @@ def label(case: Row, *names: str) -> str:
     """What tells a bar from others."""
     kernels = tables.kernels(case) if "norm" in case else "xla"
     told = [str(case[name]) for name in names if name in case]
-    return ", ".join([*told, *([] if kernels == "xla" else [kernels])])
+    # On a line of its own, as it can be long.
+    return "\n".join([", ".join(told), *([] if kernels == "xla" else [kernels])])
 
 
 def bars(axes: Any, values: dict[str, float], title: str) -> None:

@@ -91,14 +91,14 @@ def kernels(case: Row) -> str:
 
 
 def beside_xla(rows: Iterable[Row], figure: str) -> dict[str, list[float]]:
-    """By kernels, a figure of each row over that of the row that is XLA's and else the same."""
-    by: dict[str, dict[str, float]] = {}
-    for row in finished(rows):
-        same = repr({**row["case"], **dict.fromkeys(KERNELS)})
-        by.setdefault(same, {})[kernels(row["case"])] = row[figure]
+    """By kernels, a figure of each row over that of the row that has XLA's in the place of ours."""
+    found = finished(rows)
+    figures = {repr(row["case"]): row[figure] for row in found}
     ratios: dict[str, list[float]] = {}
-    for of in by.values():
-        for name, value in of.items():
-            if name != "xla" and "xla" in of:
-                ratios.setdefault(name, []).append(value / of["xla"])
+    for row in found:
+        case = row["case"]
+        without = {name: "xla" for name in KERNELS if case[name] == "ours"}
+        of_xla = figures.get(repr({**case, **without})) if without else None
+        if of_xla:
+            ratios.setdefault(kernels(case), []).append(row[figure] / of_xla)
     return ratios
