@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from oracle import Floats
-from pallas_bridge._src import pallas
+from pallas_bridge._src import library, pallas
 from pallas_bridge._src.flash_attention import exported, on_cuda, on_tpu, reference
 from pallas_bridge._src.flash_attention.options import Options, ranges
 from placement import PLATFORM
@@ -607,6 +609,65 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -
         right = wanted(q, k, v, do, zeros, mask, **options)
         right = {name: right[name] for name in ("o", "dq", "dk", "dv")}
         close(dict(zip(right, compiled(q, k, v, do), strict=True)), right, "bfloat16")
+
+
+def gradients(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
+    """Returns o, dq, dk and dv of the library's kernels."""
+    function = partial(flash_attention, implementation="custom_call", **options)
+    o, pull = jax.vjp(function, q, k, v)
+    return o, *pull(do)
+
+
+@pytest.mark.only("cpu", "programs for platforms that are not there")
+def test_layouts_that_programs_for_gpus_ask_for(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays as users have them; those of programs that run on CPUs too are as their axes stand."""
+    loaded = library.require()
+    rows = [replace(row, platform="CUDA") for row in loaded.targets if row.platform == "Host"]
+    both = replace(loaded, targets=[*loaded.targets, *rows])
+    monkeypatch.setattr(library, "attempt", lambda: (None, both))
+    q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (16, 24), (8, 16))
+
+    def layouts(function: Any, platforms: Any, *arrays: Any) -> list[str]:
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=platforms).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @xentile_flash" in line]
+        assert [("tokens_first = true" in line) for line in calls] == [platforms == ("cuda",)] * 2
+        found = re.findall(r"dense<\[([\d, ]*)\]> : tensor<\dxindex>", calls[1])
+        return [one.replace(" ", "") for one in found]
+
+    # Innermost first: q, k, v, ranges, o, lse, do, dlse; dq, dk, dv.
+    queries, keys, others = "4,2,1,3,0", "3,1,2,0", "3,2,1,0"
+    of_all = [queries, keys, keys, others, queries, others, queries, others, queries, keys, keys]
+    assert layouts(gradients, ("cuda",), q, k, v, do) == of_all
+    as_they_stand = {"4,3,2,1,0", "3,2,1,0"}
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        assert {*layouts(gradients, platforms, q, k, v, do)} == as_they_stand
+    one = [x[0] for x in (q, k, v, do)]
+    assert layouts(gradients, ("cuda",), *one)[:4] == ["3,1,0,2", "2,0,1", "2,0,1", "2,1,0"]
+    mapped = [x[None] for x in (q, k, v, do)]
+    assert layouts(jax.vmap(gradients), ("cuda",), *mapped)[:2] == ["5,3,2,4,1,0", "4,2,3,1,0"]
+
+
+@pytest.mark.only("cuda", "layouts of programs for GPUs")
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)], ids=str)
+def test_nothing_is_moved_around_kernels(rng: np.random.Generator, lead: Any) -> None:
+    shapes = [(256, 4, 64), (256, 2, 64), (256, 2, 128), (256, 4, 128)]
+    given = [draw(rng, "bfloat16", *lead, *shape) for shape in shapes]
+    step = partial(gradients, causal=True, softcap=20.0)
+    function = jax.vmap(step) if len(lead) == 2 else step
+    compiled = jax.jit(function).lower(*given).compile()
+    text = compiled.as_text()
+    assert all(target in text for target in TARGETS)
+    moved = r"= bf16\[[^ ]* (transpose|copy|copy-start|fusion)\("
+    assert not [line for line in text.splitlines() if re.search(moved, line)]
+    entries = [x.reshape(-1, *x.shape[-3:]) for x in given]
+    zeros = jnp.zeros(entries[3].shape[:3], jnp.float32)
+    seen = seen_by(256, 256, True, batch=len(zeros))
+    right = wanted(*entries, zeros, seen, softcap=20.0)
+    del right["lse"]
+    found = [x.reshape(-1, *x.shape[-3:]) for x in compiled(*given)]
+    close(dict(zip(right, found, strict=True)), right, "bfloat16")
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")

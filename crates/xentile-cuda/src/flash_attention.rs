@@ -25,6 +25,21 @@ pub struct Attention {
     options: FlashAttention,
     shape: AttentionShape,
     dtype: DType,
+    layout: Layout,
+}
+
+/// How q, k, v, o and their gradients lie in memory. Columns are always last, and all other arrays as their
+/// axes stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// As their axes stand.
+    HeadsFirst,
+    /// A token with all of its heads after another: `[N / inner, S, inner, G, D]` and `[N / inner, K, inner,
+    /// D]`.
+    TokensFirst {
+        /// The heads of keys that a token has; it divides N.
+        inner: usize,
+    },
 }
 
 /// What both passes read. Segments are both null or neither, and sinks null where there are none.
@@ -91,12 +106,11 @@ struct Step {
 }
 
 impl Attention {
-    /// That of arrays of `shape`.
+    /// That of arrays of `shape`, heads first.
     ///
     /// # Errors
     /// A dtype of 32 bits; columns that are no multiple of 8.
     pub fn new(options: FlashAttention, shape: AttentionShape, dtype: DType) -> Result<Self> {
-        let invalid = |message| Err(Error::Problem(xentile::Error::Invalid(message)));
         if dtype == DType::F32 {
             return invalid(
                 "q has dtype f32; kernels on GPUs take bf16 or f16, and XLA's own program \
@@ -112,7 +126,23 @@ impl Attention {
                 ));
             }
         }
-        Ok(Self { options, shape, dtype })
+        Ok(Self { options, shape, dtype, layout: Layout::HeadsFirst })
+    }
+
+    /// The same, of arrays that lie otherwise.
+    ///
+    /// # Errors
+    /// Heads of keys that are no multiple of those of a token.
+    pub fn with_layout(self, layout: Layout) -> Result<Self> {
+        if let Layout::TokensFirst { inner } = layout {
+            let heads = self.shape.heads;
+            if heads != 0 && (inner == 0 || !heads.is_multiple_of(inner)) {
+                return invalid(format!(
+                    "a token has {inner} heads of keys; that must divide all heads, which are {heads}"
+                ));
+            }
+        }
+        Ok(Self { layout, ..self })
     }
 
     /// Loads the kernels of a pass, so that it has only to launch them.
@@ -197,14 +227,22 @@ impl Attention {
             check_alignment(name, address)?;
         }
         let AttentionShape { heads, group, queries, keys, width, value_width } = self.shape;
+        // How far apart, in rows: heads of keys, heads of a group, and rows of a head.
+        let (inner, [q_head, q_group, q_row], [k_head, k_row]) = match self.layout {
+            Layout::HeadsFirst => (1, [group * queries, queries, 1], [keys, 1]),
+            Layout::TokensFirst { inner } => (inner, [group, 1, inner * group], [1, inner]),
+        };
         let count = |count: usize| {
             i32::try_from(count).map_err(|_| {
                 Error::Problem(xentile::Error::Invalid(format!(
-                    "{:?} is too large; on GPUs each extent must be below 2^31",
+                    "{:?} is too large; on GPUs each extent and the elements of a token must be below \
+                     2^31",
                     self.shape
                 )))
             })
         };
+        // Kernels have the elements between rows in 32 bits.
+        count(q_row.max(k_row).saturating_mul(width.max(value_width)))?;
         Ok(Arguments {
             q,
             k,
@@ -229,7 +267,12 @@ impl Attention {
             value_width: count(value_width)?,
             scale: self.options.scale as f32,
             softcap: self.options.softcap.unwrap_or(0.0) as f32,
-            pad: 0,
+            inner: count(inner)?,
+            q_row: count(q_row)?,
+            k_row: count(k_row)?,
+            q_group: q_group as i64,
+            q_head: q_head as i64,
+            k_head: k_head as i64,
         })
     }
 
@@ -301,6 +344,10 @@ impl Attention {
     }
 }
 
+fn invalid<T>(message: String) -> Result<T> {
+    Err(Error::Problem(xentile::Error::Invalid(message)))
+}
+
 /// # Safety
 /// `stream` is a `CUstream` of the calling thread's current context.
 unsafe fn kernel(name: &str, stream: RawStream) -> Result<Kernel> {
@@ -344,6 +391,32 @@ mod tests {
             named("queries_256", 72, 96),
         ];
         assert_eq!(of(136, Pass::Backward, false), backward);
+    }
+
+    #[test]
+    fn rows_are_found_in_either_layout() {
+        let attention = Attention::new(FlashAttention::new(64), SHAPE, DType::F16).unwrap();
+        let (all, integers) = (null(), null());
+        let operands = Operands {
+            q: all,
+            k: all,
+            v: all,
+            ranges: integers,
+            q_segments: integers,
+            kv_segments: integers,
+            sinks: null(),
+        };
+        let rows = |layout| {
+            let a = attention.with_layout(layout).unwrap().arguments(operands).unwrap();
+            ([a.inner, a.q_row, a.k_row], [a.q_group, a.q_head, a.k_head])
+        };
+        assert_eq!(rows(Layout::HeadsFirst), ([1, 1, 1], [130, 520, 65]));
+        assert_eq!(rows(Layout::TokensFirst { inner: 3 }), ([3, 12, 3], [1, 4, 1]));
+        let message = attention.with_layout(Layout::TokensFirst { inner: 4 }).unwrap_err();
+        assert_eq!(
+            message.to_string(),
+            "a token has 4 heads of keys; that must divide all heads, which are 6"
+        );
     }
 
     #[test]
