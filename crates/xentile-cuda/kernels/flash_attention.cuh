@@ -170,12 +170,13 @@ struct Rows {
   __device__ void load(const E* from, int columns, int apart, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
     const bool has_vector = vector * 8 < columns;
+    // Of rows that are not there it is where they would be, and nothing is read there.
+    const E* source = from + static_cast<int64_t>(first) * apart + vector * 8;
 #pragma unroll
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
-      const bool reads = has_vector && is_there(row);
-      const E* source = from + (reads ? static_cast<int64_t>(row) * apart + vector * 8 : 0);
-      ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
+      ptx::copy_async(at(row, vector), source, has_vector && is_there(row) ? 16 : 0);
+      source += static_cast<int64_t>(kStep) * apart;
     }
   }
 
