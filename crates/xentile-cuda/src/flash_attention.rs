@@ -19,6 +19,9 @@ use crate::{Device, Error, Result, check_alignment, library};
 /// The columns of heads must be a multiple of this.
 pub const COLUMNS_STEP: usize = 8;
 
+/// The elements of a token that lies whole must be fewer, so that those of a tile are below 2^31.
+const MOST_APART: usize = 1 << 24;
+
 /// Attention of arrays of one shape and dtype, on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
@@ -28,8 +31,8 @@ pub struct Attention {
     layout: Layout,
 }
 
-/// How q, k, v, o and their gradients lie in memory. Columns are always last, and all other arrays as their
-/// axes stand.
+/// How q, k, v and o of the forward pass lie in memory. Columns are always last, and all other arrays as
+/// their axes stand, as every array of the backward pass does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// As their axes stand.
@@ -186,7 +189,7 @@ impl Attention {
     /// Has `stream` write every gradient.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward).
+    /// As of [`forward`](Self::forward), and tokens first.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -197,6 +200,11 @@ impl Attention {
         saved: Saved,
         gradients: Gradients,
     ) -> Result<()> {
+        if self.layout != Layout::HeadsFirst {
+            return invalid(
+                "arrays have tokens first; gradients are made of heads first".to_owned(),
+            );
+        }
         for (name, address) in [
             ("o", saved.o),
             ("do", saved.dout),
@@ -235,14 +243,19 @@ impl Attention {
         let count = |count: usize| {
             i32::try_from(count).map_err(|_| {
                 Error::Problem(xentile::Error::Invalid(format!(
-                    "{:?} is too large; on GPUs each extent and the elements of a token must be below \
-                     2^31",
+                    "{:?} is too large; on GPUs each extent must be below 2^31",
                     self.shape
                 )))
             })
         };
-        // Kernels have the elements between rows in 32 bits.
-        count(q_row.max(k_row).saturating_mul(width.max(value_width)))?;
+        // Kernels have the elements between rows of a tile in 32 bits.
+        let apart = q_row.max(k_row).saturating_mul(width.max(value_width));
+        if apart >= MOST_APART {
+            return invalid(format!(
+                "{:?} has {apart} elements a token; on GPUs it must be below {MOST_APART}",
+                self.shape
+            ));
+        }
         Ok(Arguments {
             q,
             k,
@@ -416,6 +429,13 @@ mod tests {
         assert_eq!(
             message.to_string(),
             "a token has 4 heads of keys; that must divide all heads, which are 6"
+        );
+        let wide = AttentionShape { heads: 1 << 15, group: 4, ..SHAPE };
+        let wide = Attention::new(FlashAttention::new(64), wide, DType::F16).unwrap();
+        let whole = wide.with_layout(Layout::TokensFirst { inner: 1 << 15 }).unwrap();
+        let message = whole.arguments(operands).unwrap_err().to_string();
+        assert!(
+            message.ends_with("has 16777216 elements a token; on GPUs it must be below 16777216")
         );
     }
 

@@ -11,7 +11,7 @@ use xla_ffi::{Decoder, Error, Parameter, Result};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
     pub(crate) attention: FlashAttention,
-    /// Whether rows of q, k, v, o and their gradients lie before the last leading axis in memory.
+    /// Whether rows of q, k, v and o lie before the last leading axis in memory.
     pub(crate) tokens_first: bool,
 }
 

@@ -173,8 +173,8 @@ def flash_attention(
         tokens_first=True,
         implementation=implementation,
     )
-    # Heads of keys come first, each with the queries that share it. Kernels on GPUs have XLA leave
-    # arrays as they lie.
+    # Heads of keys come first, each with the queries that share it. The forward pass has XLA leave
+    # arrays on GPUs as they lie.
     rows = q.reshape(*batch, queries, kv_heads, heads // kv_heads, q.shape[-1])
     arrays = [jnp.moveaxis(rows, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)]
     # Cut over a mesh as heads of keys are.

@@ -20,7 +20,8 @@ from .options import COLUMNS_STEP, Options
 
 Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
 OUT = "*batch G S E"
-# Arrays of tokens with all of their heads after another, as users have them.
+# Arrays of tokens with all of their heads after another, as users have them. The forward pass takes
+# them so; the backward pass is the slower for it (docs/notes/2026-11-26-flash-attention-cuda.md).
 TOKENS_FIRST = ((Q, "S"), (K, "K"), (V, "K"), (OUT, "S"))
 
 
@@ -40,10 +41,6 @@ def _attributes(options: Options) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _outward(options: Options) -> tuple[tuple[str, str], ...]:
-    return TOKENS_FIRST if options.tokens_first else ()
-
-
 def _dense_on(q: Any, v: Any) -> tuple[str, ...]:
     """Returns where XLA's own program runs, though the library has kernels for other arrays."""
     columns = (q.shape[-1], v.shape[-1])
@@ -61,7 +58,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
         operands=dims(options),
         results=(Result(OUT, like=0), Result(LSE)),
         attributes=_attributes(options),
-        outward=_outward(options),
+        outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
         dense=partial(reference.forward, options),
         dense_on=_dense_on(arrays[0], arrays[2]),
@@ -93,7 +90,6 @@ def backward(
         operands=(*dims(options), OUT, LSE, OUT, LSE),
         results=(Result(Q, like=0), Result(K, like=1), Result(V, like=2), *sinks),
         attributes=_attributes(options),
-        outward=_outward(options),
         implementation=options.implementation,
         dense=dense,
         dense_on=_dense_on(arrays[0], arrays[2]),
