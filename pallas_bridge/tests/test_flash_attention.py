@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from oracle import Floats
-from pallas_bridge._src import pallas
+from pallas_bridge._src import library, pallas
 from pallas_bridge._src.flash_attention import exported, on_cuda, on_tpu, reference
 from pallas_bridge._src.flash_attention.options import Options, ranges
 from placement import PLATFORM
@@ -607,6 +609,70 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -
         right = wanted(q, k, v, do, zeros, mask, **options)
         right = {name: right[name] for name in ("o", "dq", "dk", "dv")}
         close(dict(zip(right, compiled(q, k, v, do), strict=True)), right, "bfloat16")
+
+
+def gradients(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
+    """Returns o, dq, dk and dv of the library's kernels."""
+    function = partial(flash_attention, implementation="custom_call", **options)
+    o, pull = jax.vjp(function, q, k, v)
+    return o, *pull(do)
+
+
+@pytest.mark.only("cpu", "programs for platforms that are not there")
+def test_layouts_that_programs_for_gpus_ask_for(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, arrays as users have them; backward, and where CPUs run it too, as axes stand."""
+    loaded = library.require()
+    rows = [replace(row, platform="CUDA") for row in loaded.targets if row.platform == "Host"]
+    both = replace(loaded, targets=[*loaded.targets, *rows])
+    monkeypatch.setattr(library, "attempt", lambda: (None, both))
+    q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (16, 24), (8, 16))
+
+    def layouts(function: Any, platforms: Any, *arrays: Any) -> list[str]:
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=platforms).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @xentile_flash" in line]
+        of_forward = [("tokens_first = true" in line) for line in calls]
+        assert of_forward == [platforms == ("cuda",), False]
+        found = [re.findall(r"dense<\[([\d, ]*)\]> : tensor<\dxindex>", line) for line in calls]
+        found = [[one.replace(" ", "") for one in side] for side in found]
+        ranks = (arrays[0].ndim, arrays[0].ndim + 1)
+        assert {*found[1]} == {",".join(map(str, reversed(range(rank)))) for rank in ranks}
+        return found[0]
+
+    # Innermost first: q, k, v, ranges; o, lse.
+    queries, keys, others = "4,2,1,3,0", "3,1,2,0", "3,2,1,0"
+    asked = layouts(gradients, ("cuda",), q, k, v, do)
+    assert asked == [queries, keys, keys, others, queries, others]
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        assert {*layouts(gradients, platforms, q, k, v, do)} == {"4,3,2,1,0", "3,2,1,0"}
+    mapped = [x[None] for x in (q, k, v, do)]
+    q, k, v, do = (x[0] for x in (q, k, v, do))
+    asked = layouts(gradients, ("cuda",), q, k, v, do)
+    assert asked == ["3,1,0,2", "2,0,1", "2,0,1", "2,1,0", "3,1,0,2", "2,1,0"]
+    q, k, v, do = mapped
+    asked = layouts(jax.vmap(gradients), ("cuda",), q, k, v, do)
+    assert asked[:3] == ["5,3,2,4,1,0", "4,2,3,1,0", "4,2,3,1,0"]
+
+
+@pytest.mark.only("cuda", "layouts of programs for GPUs")
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)], ids=str)
+def test_nothing_is_moved_around_the_forward_pass(rng: np.random.Generator, lead: Any) -> None:
+    shapes = [(256, 4, 64), (256, 2, 64), (256, 2, 128)]
+    given = [draw(rng, "bfloat16", *lead, *shape) for shape in shapes]
+    forward = partial(flash_attention, implementation="custom_call", causal=True, softcap=20.0)
+    function = jax.vmap(forward) if len(lead) == 2 else forward
+    compiled = jax.jit(function).lower(*given).compile()
+    text = compiled.as_text()
+    moved = r"= bf16\[[^ ]* (transpose|copy|copy-start|fusion)\("
+    assert TARGETS[0] in text
+    assert not [line for line in text.splitlines() if re.search(moved, line)]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in given)
+    zeros = [jnp.zeros(shape, jnp.float32) for shape in ((*q.shape[:3], 128), q.shape[:3])]
+    seen = seen_by(256, 256, True, batch=len(q))
+    right = wanted(q, k, v, *zeros, seen, softcap=20.0)
+    found = {"o": compiled(*given).reshape(zeros[0].shape)}
+    close(found, {"o": right["o"]}, "bfloat16")
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")

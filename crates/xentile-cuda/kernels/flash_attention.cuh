@@ -45,7 +45,28 @@ struct FlashAttentionArguments {
   int32_t value_width;
   float scale;
   float softcap;  // 0 for none
-  uint32_t pad;
+  // Where rows of q, k, v and o lie for the forward pass, in rows. Of q: from a query to the next, from a head
+  // of queries to the next, and from a head of keys to the next of `inner`, behind the rows of all `inner`
+  // heads before them. Those of k likewise. The backward pass takes all axes as they stand.
+  int32_t inner;
+  int32_t q_row;
+  int32_t k_row;
+  int64_t q_group;
+  int64_t q_head;
+  int64_t k_head;
+
+  // The first row of q of a head of keys, of its first head of queries.
+  __device__ int64_t first_query(int64_t of_keys) const {
+    const uint32_t outer = static_cast<uint32_t>(of_keys) / inner;
+    const uint32_t rest = static_cast<uint32_t>(of_keys) % inner;
+    return static_cast<int64_t>(outer) * inner * group * queries + rest * q_head;
+  }
+
+  __device__ int64_t first_key(int64_t of_keys) const {
+    const uint32_t outer = static_cast<uint32_t>(of_keys) / inner;
+    const uint32_t rest = static_cast<uint32_t>(of_keys) % inner;
+    return static_cast<int64_t>(outer) * inner * keys + rest * k_head;
+  }
 };
 
 // Mirrored by `NUMBERS` in src/flash_attention/arguments.rs.
@@ -144,17 +165,17 @@ struct Rows {
     return base + vector / 8 * kPanelBytes + row * 128 + ((vector % 8 ^ (row & 7)) << 4);
   }
 
-  // Copies rows of `columns` elements, zeros for those of which `is_there(row)` does not hold.
+  // Copies rows of `columns` elements, one every `apart`, zeros for those of which `is_there(row)` does not hold.
   template <class IsThere>
-  __device__ void load(const E* from, int columns, const IsThere& is_there) const {
+  __device__ void load(const E* from, int columns, int apart, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
     const bool has_vector = vector * 8 < columns;
 #pragma unroll
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
       const bool reads = has_vector && is_there(row);
-      // A tile's rows are few, and 32 bits enough.
-      const E* source = from + (reads ? row * columns + vector * 8 : 0);
+      // In 32 bits, which the host has seen to.
+      const E* source = from + (reads ? row * apart + vector * 8 : 0);
       ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
     }
   }
@@ -178,9 +199,9 @@ struct Rows {
   }
 
   // Puts a strip's sums, times `factor` of each half, into 16 rows from `row`, and these into memory
-  // `to`, of which there are `count`. The warp's own rows, which no other looks at.
+  // `to`, one every `apart`, of which there are `count`. The warp's own rows, which no other looks at.
   __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1,
-                        int row, E* to, int columns, int64_t count) const {
+                        int row, E* to, int columns, int apart, int64_t count) const {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -203,7 +224,7 @@ struct Rows {
                    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                    : "r"(at(row + of, vector))
                    : "memory");
-      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * columns + vector * 8) = value;
+      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * apart + vector * 8) = value;
     }
   }
 };
@@ -378,8 +399,9 @@ struct Bend {
   }
 };
 
-// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
-template <class E, int kColumns, int kStrips, int kKeys>
+// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over. Rows lie as
+// arguments say, or follow one another if `kIsPacked`.
+template <class E, int kColumns, int kStrips, int kKeys, bool kIsPacked>
 struct QueryBlock {
   static constexpr int kRows = kStrips * kStrip;
   using Tile = Rows<E, kColumns, kKeys>;
@@ -395,6 +417,8 @@ struct QueryBlock {
   Shared& shared;
   int64_t head, of_keys;  // of queries, and of keys
   int64_t first;          // query
+  // Of the first query, and of the first key, in rows; unless they are packed.
+  int64_t of_queries, of_rows;
   Hull hull;
   int least_segment, most_segment;
 
@@ -404,6 +428,10 @@ struct QueryBlock {
     head = blockIdx.x / blocks;
     of_keys = head / a.group;
     first = (blocks - 1 - blockIdx.x % blocks) * kRows;
+    if constexpr (!kIsPacked) {
+      of_queries = a.first_query(of_keys) + head % a.group * a.q_group + first * a.q_row;
+      of_rows = a.first_key(of_keys);
+    }
     hull = Hull::none();
     least_segment = INT32_MAX, most_segment = INT32_MIN;
     for (int row = threadIdx.x; row < kRows; row += kAttentionThreads) {
@@ -444,6 +472,15 @@ struct QueryBlock {
 
   __device__ int64_t row(int row) const { return head * a.queries + first + row; }
 
+  // Where a row is in q, o and what is like them, in rows.
+  __device__ int64_t at(int row) const {
+    if constexpr (kIsPacked) return this->row(row);
+    return of_queries + static_cast<int64_t>(row) * a.q_row;
+  }
+
+  // How far apart rows are that have so many columns, where they are not packed so many rows.
+  __device__ static int apart(int rows, int columns) { return kIsPacked ? columns : rows * columns; }
+
   // The first key of the first tile from `key` on that some query may see; `hull.high` or more for none.
   __device__ int next(int64_t key) const {
     while (key < hull.high && a.kv_segments != nullptr &&
@@ -459,8 +496,11 @@ struct QueryBlock {
     const int low = hull.low - key, high = hull.high - key;
     const auto is_there = [&](int row) { return low <= row && row < high; };
     const int64_t from = of_keys * a.keys + key;
-    k.load(static_cast<const E*>(a.k) + from * a.width, a.width, is_there);
-    v.load(static_cast<const E*>(a.v) + from * a.value_width, a.value_width, is_there);
+    int64_t at = from;
+    if constexpr (!kIsPacked) at = of_rows + static_cast<int64_t>(key) * a.k_row;
+    k.load(static_cast<const E*>(a.k) + at * a.width, a.width, apart(a.k_row, a.width), is_there);
+    v.load(static_cast<const E*>(a.v) + at * a.value_width, a.value_width,
+           apart(a.k_row, a.value_width), is_there);
     if (a.kv_segments != nullptr && threadIdx.x < kKeys) {
       const int row = threadIdx.x;
       const bool reads = key + static_cast<int64_t>(row) < a.keys;
@@ -506,7 +546,7 @@ template <class E, int kColumns>
 struct Forward {
   static constexpr int kStrips = kColumns == 256 ? 1 : 2;
   static constexpr int kKeys = kColumns == 256 ? 32 : 64;
-  using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
+  using Block = QueryBlock<E, kColumns, kStrips, kKeys, false>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
   static constexpr int kSharedBytes = Queries::kBytes + 4 * Tile::kBytes;
@@ -591,9 +631,8 @@ struct Forward {
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
     const Queries q{base};
-    q.load(
-        static_cast<const E*>(a.q) + block.row(0) * a.width, a.width,
-        [&](int row) { return row < block.left_from(0); });
+    q.load(static_cast<const E*>(a.q) + block.at(0) * a.width, a.width,
+           block.apart(a.q_row, a.width), [&](int row) { return row < block.left_from(0); });
     Forward of;
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
@@ -662,8 +701,8 @@ struct Forward {
       }
       const int own = own_row(strip);
       q.store(sums[strip], inverse[0], inverse[1], own,
-              static_cast<E*>(a.o) + block.row(own) * a.value_width, a.value_width,
-              block.left_from(own));
+              static_cast<E*>(a.o) + block.at(own) * a.value_width, a.value_width,
+              block.apart(a.q_row, a.value_width), block.left_from(own));
     }
   }
 };
@@ -700,7 +739,7 @@ template <class E, int kColumns>
 struct QueryGradients {
   static constexpr int kKeys = kColumns == 256 ? 32 : 64;
   static constexpr int kStages = kColumns == 256 ? 1 : 2;
-  using Block = QueryBlock<E, kColumns, 1, kKeys>;
+  using Block = QueryBlock<E, kColumns, 1, kKeys, true>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
   static constexpr int kSharedBytes = 2 * Queries::kBytes + 2 * kStages * Tile::kBytes;
@@ -760,8 +799,9 @@ struct QueryGradients {
     const uint32_t base = ptx::shared_address(memory);
     const Queries q{base}, dout{base + Queries::kBytes};
     const auto is_there = [&](int row) { return row < block.left_from(0); };
-    q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, is_there);
+    q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, a.value_width,
+              is_there);
     const int row = own_row(0), lane = threadIdx.x % 32;
     E* dq = static_cast<E*>(a.dq);
     QueryGradients of;
@@ -814,7 +854,7 @@ struct QueryGradients {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) of.sums[j][2 * half] = of.sums[j][2 * half + 1] = 0;
     }
-    q.store(of.sums, a.scale, a.scale, row, dq + block.row(row) * a.width, a.width,
+    q.store(of.sums, a.scale, a.scale, row, dq + block.row(row) * a.width, a.width, a.width,
             block.left_from(row));
   }
 };
@@ -963,8 +1003,8 @@ struct KeyGradients {
       const int2 range = ranges[own];
       return range.x < range.y;
     };
-    q.load(static_cast<const E*>(a.q) + row * a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width, is_there);
+    q.load(static_cast<const E*>(a.q) + row * a.width, a.width, a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width, a.value_width, is_there);
     const int own = threadIdx.x % 64;
     if (own >= kRows) return;
     const bool reads = own < left;
@@ -1083,9 +1123,9 @@ struct KeyGradients {
     const int count = of.end_key - of.first_key;
     const int64_t first = of.of_keys * a.keys + of.first_key;
     const auto is_there = [&](int row) { return row < count; };
-    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, is_there);
+    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, a.width, is_there);
     if constexpr (kMakesKeys) {
-      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, is_there);
+      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, a.value_width, is_there);
     }
     if constexpr (kMakesKeys) {
 #pragma unroll
@@ -1133,11 +1173,11 @@ struct KeyGradients {
     const int row = own_row(0);
     if constexpr (kMakesKeys) {
       k.store(of.keys, a.scale, a.scale, row, static_cast<E*>(a.dk) + (first + row) * a.width,
-              a.width, count - row);
+              a.width, a.width, count - row);
     }
     if constexpr (kMakesValues) {
       v.store(of.values, 1, 1, row, static_cast<E*>(a.dv) + (first + row) * a.value_width,
-              a.value_width, count - row);
+              a.value_width, a.value_width, count - row);
     }
   }
 };

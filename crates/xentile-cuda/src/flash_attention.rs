@@ -19,12 +19,30 @@ use crate::{Device, Error, Result, check_alignment, library};
 /// The columns of heads must be a multiple of this.
 pub const COLUMNS_STEP: usize = 8;
 
+/// The elements of a token that lies whole must be fewer, so that those of a tile are below 2^31.
+const MOST_APART: usize = 1 << 24;
+
 /// Attention of arrays of one shape and dtype, on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
     options: FlashAttention,
     shape: AttentionShape,
     dtype: DType,
+    layout: Layout,
+}
+
+/// How q, k, v and o of the forward pass lie in memory. Columns are always last, and all other arrays as
+/// their axes stand, as every array of the backward pass does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// As their axes stand.
+    HeadsFirst,
+    /// A token with all of its heads after another: `[N / inner, S, inner, G, D]` and `[N / inner, K, inner,
+    /// D]`.
+    TokensFirst {
+        /// The heads of keys that a token has; it divides N.
+        inner: usize,
+    },
 }
 
 /// What both passes read. Segments are both null or neither, and sinks null where there are none.
@@ -91,12 +109,11 @@ struct Step {
 }
 
 impl Attention {
-    /// That of arrays of `shape`.
+    /// That of arrays of `shape`, heads first.
     ///
     /// # Errors
     /// A dtype of 32 bits; columns that are no multiple of 8.
     pub fn new(options: FlashAttention, shape: AttentionShape, dtype: DType) -> Result<Self> {
-        let invalid = |message| Err(Error::Problem(xentile::Error::Invalid(message)));
         if dtype == DType::F32 {
             return invalid(
                 "q has dtype f32; kernels on GPUs take bf16 or f16, and XLA's own program \
@@ -112,7 +129,23 @@ impl Attention {
                 ));
             }
         }
-        Ok(Self { options, shape, dtype })
+        Ok(Self { options, shape, dtype, layout: Layout::HeadsFirst })
+    }
+
+    /// The same, of arrays that lie otherwise.
+    ///
+    /// # Errors
+    /// Heads of keys that are no multiple of those of a token.
+    pub fn with_layout(self, layout: Layout) -> Result<Self> {
+        if let Layout::TokensFirst { inner } = layout {
+            let heads = self.shape.heads;
+            if heads != 0 && (inner == 0 || !heads.is_multiple_of(inner)) {
+                return invalid(format!(
+                    "a token has {inner} heads of keys; that must divide all heads, which are {heads}"
+                ));
+            }
+        }
+        Ok(Self { layout, ..self })
     }
 
     /// Loads the kernels of a pass, so that it has only to launch them.
@@ -156,7 +189,7 @@ impl Attention {
     /// Has `stream` write every gradient.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward).
+    /// As of [`forward`](Self::forward), and tokens first.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -167,6 +200,11 @@ impl Attention {
         saved: Saved,
         gradients: Gradients,
     ) -> Result<()> {
+        if self.layout != Layout::HeadsFirst {
+            return invalid(
+                "arrays have tokens first; gradients are made of heads first".to_owned(),
+            );
+        }
         for (name, address) in [
             ("o", saved.o),
             ("do", saved.dout),
@@ -197,6 +235,11 @@ impl Attention {
             check_alignment(name, address)?;
         }
         let AttentionShape { heads, group, queries, keys, width, value_width } = self.shape;
+        // How far apart, in rows: heads of keys, heads of a group, and rows of a head.
+        let (inner, [q_head, q_group, q_row], [k_head, k_row]) = match self.layout {
+            Layout::HeadsFirst => (1, [group * queries, queries, 1], [keys, 1]),
+            Layout::TokensFirst { inner } => (inner, [group, 1, inner * group], [1, inner]),
+        };
         let count = |count: usize| {
             i32::try_from(count).map_err(|_| {
                 Error::Problem(xentile::Error::Invalid(format!(
@@ -205,6 +248,14 @@ impl Attention {
                 )))
             })
         };
+        // Kernels have the elements between rows of a tile in 32 bits.
+        let apart = q_row.max(k_row).saturating_mul(width.max(value_width));
+        if apart >= MOST_APART {
+            return invalid(format!(
+                "{:?} has {apart} elements a token; on GPUs it must be below {MOST_APART}",
+                self.shape
+            ));
+        }
         Ok(Arguments {
             q,
             k,
@@ -229,7 +280,12 @@ impl Attention {
             value_width: count(value_width)?,
             scale: self.options.scale as f32,
             softcap: self.options.softcap.unwrap_or(0.0) as f32,
-            pad: 0,
+            inner: count(inner)?,
+            q_row: count(q_row)?,
+            k_row: count(k_row)?,
+            q_group: q_group as i64,
+            q_head: q_head as i64,
+            k_head: k_head as i64,
         })
     }
 
@@ -301,6 +357,10 @@ impl Attention {
     }
 }
 
+fn invalid<T>(message: String) -> Result<T> {
+    Err(Error::Problem(xentile::Error::Invalid(message)))
+}
+
 /// # Safety
 /// `stream` is a `CUstream` of the calling thread's current context.
 unsafe fn kernel(name: &str, stream: RawStream) -> Result<Kernel> {
@@ -344,6 +404,39 @@ mod tests {
             named("queries_256", 72, 96),
         ];
         assert_eq!(of(136, Pass::Backward, false), backward);
+    }
+
+    #[test]
+    fn rows_are_found_in_either_layout() {
+        let attention = Attention::new(FlashAttention::new(64), SHAPE, DType::F16).unwrap();
+        let (all, integers) = (null(), null());
+        let operands = Operands {
+            q: all,
+            k: all,
+            v: all,
+            ranges: integers,
+            q_segments: integers,
+            kv_segments: integers,
+            sinks: null(),
+        };
+        let rows = |layout| {
+            let a = attention.with_layout(layout).unwrap().arguments(operands).unwrap();
+            ([a.inner, a.q_row, a.k_row], [a.q_group, a.q_head, a.k_head])
+        };
+        assert_eq!(rows(Layout::HeadsFirst), ([1, 1, 1], [130, 520, 65]));
+        assert_eq!(rows(Layout::TokensFirst { inner: 3 }), ([3, 12, 3], [1, 4, 1]));
+        let message = attention.with_layout(Layout::TokensFirst { inner: 4 }).unwrap_err();
+        assert_eq!(
+            message.to_string(),
+            "a token has 4 heads of keys; that must divide all heads, which are 6"
+        );
+        let wide = AttentionShape { heads: 1 << 15, group: 4, ..SHAPE };
+        let wide = Attention::new(FlashAttention::new(64), wide, DType::F16).unwrap();
+        let whole = wide.with_layout(Layout::TokensFirst { inner: 1 << 15 }).unwrap();
+        let message = whole.arguments(operands).unwrap_err().to_string();
+        assert!(
+            message.ends_with("has 16777216 elements a token; on GPUs it must be below 16777216")
+        );
     }
 
     #[test]

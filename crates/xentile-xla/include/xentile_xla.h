@@ -23,7 +23,7 @@
 
 /* Rises when the layout of xentile_target, or what some target takes or gives, changes. A library
  * whose xentile_table_version differs does not fit this header. */
-#define XENTILE_TABLE_VERSION 2
+#define XENTILE_TABLE_VERSION 3
 
 /* The version of XLA's FFI that the handlers answer. */
 #define XENTILE_FFI_VERSION_MAJOR 0

@@ -9,7 +9,11 @@ use xla_ffi::{Decoder, Error, Parameter, Result};
 
 /// The attributes of every target of attention, each within its range.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Options(pub(crate) FlashAttention);
+pub(crate) struct Options {
+    pub(crate) attention: FlashAttention,
+    /// Whether rows of q, k, v and o lie before the last leading axis in memory.
+    pub(crate) tokens_first: bool,
+}
 
 impl<'a> Parameter<'a> for Options {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
@@ -18,7 +22,8 @@ impl<'a> Parameter<'a> for Options {
             softcap: decoder.parameter("softcap")?,
         };
         options.validate().map_err(|error| invalid(format_args!("attribute {error}")))?;
-        Ok(Self(options))
+        let tokens_first = decoder.parameter::<Option<bool>>("tokens_first")?.unwrap_or(false);
+        Ok(Self { attention: options, tokens_first })
     }
 }
 
@@ -88,7 +93,7 @@ type Dims<B> = fn(&B) -> &[usize];
 /// A call's shape, with its leading axes.
 pub(crate) struct Call<'a> {
     pub(crate) shape: AttentionShape,
-    leading: &'a [usize],
+    pub(crate) leading: &'a [usize],
 }
 
 impl<'a> Call<'a> {

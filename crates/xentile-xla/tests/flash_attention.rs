@@ -172,16 +172,22 @@ fn what_is_wrong_is_named() {
 
 #[test]
 fn attributes_outside_their_range_are_named() {
-    let problem = Problem::new();
-    let arguments = vec![
-        Array::of(&[2, 3, 4, 8], &problem.q),
-        Array::of(&[2, 5, 8], &problem.k),
-        Array::of(&[2, 5, 16], &problem.v),
-        Array::of(&[2, 4, 2], &problem.ranges),
-    ];
-    let results = vec![Array::new(DType::Bf16, &[2, 3, 4, 16]), Array::new(DType::F32, &[2, 3, 4])];
-    let call = Call::new(arguments, results).scalar("scale", f64::NAN);
-    let mut call = call.scalar("segments", Pred::from(false)).scalar("sinks", Pred::from(false));
-    let message = call.refused(handler(FORWARD));
-    assert!(message.contains("attribute scale is NaN; it must be finite, in f32"), "{message}");
+    let message = |scale: f64, tokens_first: bool| {
+        let problem = Problem::new();
+        let arguments = vec![
+            Array::of(&[2, 3, 4, 8], &problem.q),
+            Array::of(&[2, 5, 8], &problem.k),
+            Array::of(&[2, 5, 16], &problem.v),
+            Array::of(&[2, 4, 2], &problem.ranges),
+        ];
+        let results =
+            vec![Array::new(DType::Bf16, &[2, 3, 4, 16]), Array::new(DType::F32, &[2, 3, 4])];
+        let call = Call::new(arguments, results).scalar("scale", scale);
+        let call = call.scalar("segments", Pred::from(false)).scalar("sinks", Pred::from(false));
+        call.scalar("tokens_first", Pred::from(tokens_first)).refused(handler(FORWARD))
+    };
+    let found = message(f64::NAN, false);
+    assert!(found.contains("attribute scale is NaN; it must be finite, in f32"), "{found}");
+    let found = message(0.5, true);
+    assert!(found.contains("attribute `tokens_first` is true; on CPUs heads must be"), "{found}");
 }

@@ -28,7 +28,12 @@ mirror! {
         value_width: i32,
         scale: f32,
         softcap: f32,
-        pad: u32,
+        inner: i32,
+        q_row: i32,
+        k_row: i32,
+        q_group: i64,
+        q_head: i64,
+        k_head: i64,
     }
 }
 

@@ -44,11 +44,14 @@ fn kernel<'b>(
     seen: &'b Seen<'_>,
     pool: &'b Pool<'b>,
 ) -> Result<Kernel<'b>> {
+    if options.tokens_first {
+        return Err(invalid("attribute `tokens_first` is true; on CPUs heads must be first"));
+    }
     let segments = seen.segments.as_ref().map(|all| [all[0].as_slice(), all[1].as_slice()]);
     let visible = Visible { ranges: seen.ranges.as_slice(), segments };
     let sinks = seen.sinks.as_ref().map(Buffer::as_slice);
     let launch = Launch { isa: Isa::detect(), pool };
-    Kernel::new(options.0, shape, visible, sinks, launch).map_err(invalid)
+    Kernel::new(options.attention, shape, visible, sinks, launch).map_err(invalid)
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]

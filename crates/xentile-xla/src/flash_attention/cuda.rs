@@ -2,7 +2,7 @@
 
 use std::ptr::{null, null_mut};
 
-use xentile_cuda::flash_attention::{Attention, Gradients, Operands, Pass, Saved};
+use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved};
 use xla_ffi::{Buffer, BufferMut, Context, DType, OnDevice, Result, Stage};
 
 use super::{Call, Options, Seen};
@@ -56,8 +56,13 @@ fn checked<'a>(
         (|array| array.dims(), |array| array.dims()),
     )?;
     check_dtypes(q.dtype(), [("k", k.dtype()), ("v", v.dtype())])?;
-    let attention =
-        Attention::new(options.0, call.shape, to_dtype("q", q.dtype())?).map_err(failed)?;
+    let layout = match call.leading {
+        [.., inner] if options.tokens_first => Layout::TokensFirst { inner: *inner },
+        _ => Layout::HeadsFirst,
+    };
+    let attention = Attention::new(options.attention, call.shape, to_dtype("q", q.dtype())?)
+        .and_then(|attention| attention.with_layout(layout))
+        .map_err(failed)?;
     let integers = |array: &Integers| array.as_ptr().cast_const().cast::<i32>();
     let segments =
         |index: usize| seen.segments.as_ref().map_or(null(), |all| integers(&all[index]));

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -22,7 +23,7 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
 from . import found_cut, gathering, hoisting, library, pallas, partitioning
-from .arrays import Result, Signature, reshaped, with_axis
+from .arrays import Dims, Result, Signature, reshaped, with_axis
 from .compat import varying_axes
 from .meshes import Names
 from .operation import Operation
@@ -55,6 +56,9 @@ class Call:
     # first.
     reuses: tuple[int, int] | None = None
     without_gradient: WithoutGradient | None = field(default=None, repr=False)
+    # Arrays by their dims, each with the named axis that lies before the last axis of tokens in
+    # memory where a program is for CUDA alone; the attribute "tokens_first" tells the handler.
+    outward: tuple[tuple[str, str], ...] = ()
     # Whether a later call, as it is lowered, may have this one's results come from another
     # (`hoisting`).
     may_change: bool = False
@@ -88,6 +92,15 @@ class Call:
     def signature(self) -> Signature:
         """What `operands` and `results` declare."""
         return Signature.of(self.operands, self.results, self.cut)
+
+    def layout(self, dims: str, aval: Any) -> tuple[int, ...]:
+        """Returns the axes of an array as `outward` has them in memory, the innermost first."""
+        order = [*range(aval.ndim)]
+        declared, axis = Dims.of(dims), dict(self.outward).get(dims)
+        leading = declared.leading(aval)
+        if axis is not None and leading > 0:
+            order.insert(leading - 1, order.pop(leading + declared.names.index(axis)))
+        return tuple(reversed(order))
 
 
 class InParts(Protocol):
@@ -280,15 +293,25 @@ def _lower_alone(
     )
     given = list(map(reshaped, ctx.avals_in, how.operands))
     found = list(map(reshaped, results, how.results))
+    attributes = dict(call.attributes)
+    layouts: dict[str, Any] = {}
+    if call.outward and platforms == ("cuda",):
+        attributes["tokens_first"] = np.bool_(True)
+        names = [result.dims for result in call.results]
+        layouts = {
+            "operand_layouts": [*map(call.layout, call.operands, given)],
+            "result_layouts": [*map(call.layout, names, found)],
+        }
     lowering = jax.ffi.ffi_lowering(
         call.target,
         operand_output_aliases=dict([call.reuses] if call.reuses else []),
         extra_attributes=how.attributes,
+        **layouts,
     )
     values = lowering(
         ctx.replace(avals_in=given, avals_out=found),
         *map(_reshape, operands, ctx.avals_in, given),
-        **dict(call.attributes),
+        **attributes,
     )
     outputs = []
     for index in keep:

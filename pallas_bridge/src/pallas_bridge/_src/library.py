@@ -21,7 +21,7 @@ from . import platforms, versions
 
 # Where another library than the carried one is.
 VARIABLE = "XENTILE_XLA_LIBRARY"
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 # As XLA numbers the stages of a call.
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 # The names that JAX gives to the platforms of the table.

@@ -170,9 +170,11 @@ def flash_attention(
         has_segments=segment_ids is not None,
         has_sinks=sinks is not None,
         gives_lse=gives_lse,
+        tokens_first=True,
         implementation=implementation,
     )
-    # Heads of keys come first, each with the queries that share it.
+    # Heads of keys come first, each with the queries that share it. The forward pass has XLA leave
+    # arrays on GPUs as they lie.
     rows = q.reshape(*batch, queries, kv_heads, heads // kv_heads, q.shape[-1])
     arrays = [jnp.moveaxis(rows, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)]
     # Cut over a mesh as heads of keys are.

@@ -20,6 +20,9 @@ from .options import COLUMNS_STEP, Options
 
 Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
 OUT = "*batch G S E"
+# Arrays of tokens with all of their heads after another, as users have them. The forward pass takes
+# them so; the backward pass is the slower for it (docs/notes/2026-11-26-flash-attention-cuda.md).
+TOKENS_FIRST = ((Q, "S"), (K, "K"), (V, "K"), (OUT, "S"))
 
 
 def dims(options: Options) -> tuple[str, ...]:
@@ -55,6 +58,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
         operands=dims(options),
         results=(Result(OUT, like=0), Result(LSE)),
         attributes=_attributes(options),
+        outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
         dense=partial(reference.forward, options),
         dense_on=_dense_on(arrays[0], arrays[2]),

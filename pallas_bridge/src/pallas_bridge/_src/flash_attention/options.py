@@ -36,6 +36,8 @@ class Options:
     has_sinks: bool = False
     # Whether a user asks for lse.
     gives_lse: bool = False
+    # Whether arrays come from memory in which a token has all of its heads, and go there.
+    tokens_first: bool = False
     # What the user asked for by name.
     implementation: str | None = None
 
