@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
-from . import found_cut, gathering, hoisting, library, pallas, partitioning
+from . import auto_partitioning, gathering, hoisting, library, pallas, partitioning
 from .arrays import Dims, Result, Signature, reshaped, with_axis
 from .compat import varying_axes
 from .meshes import Names
@@ -285,8 +285,8 @@ def _lower_alone(
         )
     _check_platforms(call, others)
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
-    if call.in_parts is not None and found_cut.is_asked_for(module):
-        values = _lower_found(ctx.replace(avals_out=results), *operands, call=call)
+    if call.in_parts is not None and auto_partitioning.is_asked_for(module):
+        values = _lower_in_parts(ctx.replace(avals_out=results), *operands, call=call)
         return [values[index] for index in keep]
     how = partitioning.layout(
         call.signature, ctx.avals_in, results, mapped, partitioning.device_count(module)
@@ -324,7 +324,7 @@ def _lower_alone(
     return outputs
 
 
-def _lower_found(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+def _lower_in_parts(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Has each device compute what XLA finds it to have, tokens and columns."""
     signature, in_parts = call.signature, call.in_parts
     assert in_parts is not None and not signature.shares and not signature.sums
@@ -343,9 +343,9 @@ def _lower_found(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
         names = cuts[columns]
         return partial(in_parts, names) if names else whole
 
-    arrays = found_cut.Arrays(given, made, (columns, *leading), (columns,))
+    arrays = auto_partitioning.Arrays(given, made, (columns, *leading), (columns,))
     name = f"{call.target} {call.attributes} {call.reuses}"
-    return found_cut.lower(ctx, operands, name, arrays, whole, local)
+    return auto_partitioning.lower(ctx, operands, name, arrays, whole, local)
 
 
 def _reshape(value: Any, before: Any, after: Any) -> Any:

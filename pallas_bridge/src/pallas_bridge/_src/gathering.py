@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from . import found_cut
+from . import auto_partitioning
 from .compat import tell_devices
 from .meshes import tuple_of
 from .operation import Operation
@@ -32,7 +32,8 @@ def watched(
 ) -> jax.Array:
     """Returns `x`, of which a warning tells should XLA have cut its `axis`, the vocabulary.
 
-    With `calls_ask`, calls that take it compute in parts wherever they get to know (`found_cut`).
+    With `calls_ask`, calls that take it compute in parts wherever they get to know
+    (`auto_partitioning`).
     """
     if not isinstance(x, jax.core.Tracer):
         return x
@@ -65,8 +66,12 @@ batching.primitive_batchers[_watched] = _batch
 
 def _lower(ctx: Any, value: Any, *, calls_ask: bool, **params: Any) -> Sequence[Any]:
     module = ctx.module_context
-    is_told = calls_ask and found_cut.is_asked_for(module)
-    if _is_cut_by_xla(module.axis_context) and not found_cut.is_kept(module) and not is_told:
+    is_told = calls_ask and auto_partitioning.is_asked_for(module)
+    if (
+        _is_cut_by_xla(module.axis_context)
+        and not auto_partitioning.is_kept(module)
+        and not is_told
+    ):
         # A program that is compiled may be pickled, and what its module keeps alive with it.
         own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
         callback = partial(_warn, **params)

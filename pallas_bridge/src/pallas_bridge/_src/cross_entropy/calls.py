@@ -42,12 +42,12 @@ def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]
 
 
 def in_parts_of(name: str, *fixed: Any) -> InParts:
-    """Returns what `found` has of a name, which takes `fixed` first."""
+    """Returns what `auto_parts` has of a name, which takes `fixed` first."""
 
     def run(axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
-        from . import found  # late: it makes calls
+        from . import auto_parts  # late: it makes calls
 
-        results: Sequence[jax.Array] = getattr(found, name)(*fixed, axes, *operands)
+        results: Sequence[jax.Array] = getattr(auto_parts, name)(*fixed, axes, *operands)
         return results
 
     return run

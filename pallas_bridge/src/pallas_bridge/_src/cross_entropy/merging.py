@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from .. import found_cut, hoisting
+from .. import auto_partitioning, hoisting
 from ..custom_call import Call, Lower
 from ..scale import scale_call
 from .calls import (
@@ -104,7 +104,7 @@ def _target(operation: Any) -> str:
     """Returns what an operation calls, or nothing."""
     if operation.name != "stablehlo.custom_call":
         return ""
-    if stands_for := found_cut.named(operation):
+    if stands_for := auto_partitioning.named(operation):
         return stands_for.split()[0]
     return str(ir.StringAttr(operation.attributes["call_target_name"]).value)
 

@@ -130,10 +130,10 @@ class Schedule:
 
     def run(self, name: Any, options: Options, *arrays: Any) -> Any:
         if self.of_device is not None:
-            from . import found  # late: it makes schedules of parts
+            from . import auto_parts  # late: it makes schedules of parts
 
             whole = dataclasses.replace(self, options=options, of_device=None)
-            return found.run(name, whole, self.of_device, *arrays)
+            return auto_parts.run(name, whole, self.of_device, *arrays)
         products, plan = self.products, self.plan
         hidden, weight, bias, *_ = arrays
         axis = products.vocab_axis

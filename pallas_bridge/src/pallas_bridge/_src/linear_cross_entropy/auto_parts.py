@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import found_cut, gathering
+from .. import auto_partitioning, gathering
 from ..meshes import Names
 from ..vocab_parts import OverDevices, options_of_part
 from . import parts
@@ -54,9 +54,11 @@ def run(name: str, schedule: Schedule, of_device: OfDevice, *arrays: Any) -> Any
 
         return of_own
 
-    axes = found_cut.Arrays(operands, results, (N, V), (V,))
+    axes = auto_partitioning.Arrays(operands, results, (N, V), (V,))
     text = f"{OPERATION}_{name} {schedule} {of_device}"
-    found = found_cut.bind(found_cut.Work(OPERATION, text, axes, whole, local), *flat)
+    found = auto_partitioning.bind(
+        auto_partitioning.Work(OPERATION, text, axes, whole, local), *flat
+    )
     of_tokens, gradients = tuple(found[:numbers]), found[numbers:]
     if name == "forward":
         return of_tokens

@@ -220,29 +220,29 @@ class Work:
 def bind(work: Work, *operands: jax.Array) -> list[jax.Array]:
     """Makes it part of the program being traced."""
     avals = tuple(jax.make_jaxpr(work.whole)(*operands).out_avals)
-    results: list[jax.Array] = _found.bind(*operands, work=work, avals=avals)
+    results: list[jax.Array] = _auto.bind(*operands, work=work, avals=avals)
     return results
 
 
-_found = Primitive("xentile_found")
-_found.multiple_results = True
-tell_devices(_found)
+_auto = Primitive("xentile_auto_parts")
+_auto.multiple_results = True
+tell_devices(_auto)
 
 
 def _apply(*operands: Any, work: Work, **_: Any) -> list[Any]:
     return [*work.whole(*operands)]
 
 
-_found.def_impl(_apply)
-_found.def_abstract_eval(lambda *_, avals, **__: avals)
+_auto.def_impl(_apply)
+_auto.def_abstract_eval(lambda *_, avals, **__: avals)
 
 
 def _refuse(*_: Any, work: Work, **__: Any) -> Any:
     work.operation.refuse_derivative()
 
 
-ad.primitive_jvps[_found] = _refuse
-ad.primitive_transposes[_found] = _refuse
+ad.primitive_jvps[_auto] = _refuse
+ad.primitive_transposes[_auto] = _refuse
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, **_: Any) -> Any:
@@ -254,7 +254,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, *
     return results, [0] * len(results)
 
 
-batching.primitive_batchers[_found] = _batch
+batching.primitive_batchers[_auto] = _batch
 
 
 def _lower_work(ctx: Any, *operands: Any, work: Work, **_: Any) -> Sequence[Any]:
@@ -265,4 +265,4 @@ def _lower_work(ctx: Any, *operands: Any, work: Work, **_: Any) -> Sequence[Any]
     return values
 
 
-mlir.register_lowering(_found, _lower_work, cacheable=False)
+mlir.register_lowering(_auto, _lower_work, cacheable=False)
