@@ -59,8 +59,11 @@ struct CrossEntropyArguments {
   // The packed schedule's: lanes of a row, and whether rows are whole vectors.
   uint32_t lanes;
   uint32_t whole_vectors;
-  // What whole.cuh alone knows of: outputs and what they are made from may be null.
-  double temperature;
+  // A temperature: what an element, capped if it is, is multiplied by in a base-2 exponent, and
+  // the same without kLog2E.
+  double per_element;
+  float scale;
+  // What is said of the distribution: outputs and what they are made from may be null.
   float* entropy;
   float* highest;
   int32_t* argmax;
@@ -70,6 +73,7 @@ struct CrossEntropyArguments {
 
 inline constexpr float kLog2E = 1.44269504f;
 inline constexpr double kPerLog2E = 1.0 / static_cast<double>(kLog2E);
+static_assert(kLog2E * static_cast<float>(kPerLog2E) == 1.0f, "no temperature changes a bit");
 
 // As the constant c of a row: no element was seen that could set it.
 inline constexpr float kUnset = 1e30f;
@@ -160,20 +164,23 @@ struct Capped {
 // digits where the tanh nears 1; four reciprocals are made of one.
 struct Cap {
   float cap, inverse;
+  float scale;  // what its result is multiplied by in an exponent: kLog2E over the temperature
   // tanh(sqrt(s))/sqrt(s) = 1 + a[0]*s + .. + a[6]*s^7 for s in [0, 1], to 2e-8 (Chebyshev); here
-  // with s = x^2 and times kLog2E.
+  // with s = x^2 and times `scale`.
   float series[7];
   float taylor[4];  // the first terms of its own series, alike
   float near;       // up to where |x| has the polynomial
-  float per_unit;   // 1/(c*kLog2E)
+  float per_unit;   // 1/(c*scale)
 
-  __device__ explicit Cap(double softcap)
-      : cap(static_cast<float>(softcap)), inverse(static_cast<float>(1.0 / softcap)) {
+  __device__ explicit Cap(double softcap, float exponent_scale = kLog2E)
+      : cap(static_cast<float>(softcap)),
+        inverse(static_cast<float>(1.0 / softcap)),
+        scale(exponent_scale) {
     constexpr float a[7] = {-0.3333333f,    0.13333128f,  -0.05393479f,  0.021660116f,
                             -0.008218922f, 0.0025104594f, -0.0004206955f};
     constexpr float b[4] = {-1.0f / 3.0f, 2.0f / 15.0f, -17.0f / 315.0f, 62.0f / 2835.0f};
     const float square = inverse * inverse;
-    float power = kLog2E;
+    float power = scale;
 #pragma unroll
     for (int i = 0; i < 7; ++i) {
       power *= square;
@@ -181,9 +188,12 @@ struct Cap {
       if (i < 4) taylor[i] = b[i] * power;
     }
     // Powers of an extreme cap leave f32.
-    near = cap > 0x1p-8f && cap < 0x1p60f ? cap : -1.0f;
-    per_unit = inverse * (1.0f / kLog2E);
+    near = cap > 0x1p-8f && cap < 0x1p60f && power < INFINITY ? cap : -1.0f;
+    per_unit = inverse * (1.0f / scale);
   }
+
+  // What a sum of elements as they are in an exponent, or of capped ones, is multiplied by.
+  __device__ float per_element() const { return scale * static_cast<float>(kPerLog2E); }
 
   __device__ float exponential(float u) const { return ptx::ex2(u * (2.0f * kLog2E)); }
 
@@ -215,14 +225,14 @@ struct Cap {
     return most <= 0.25f * near ? Reach::kClose : most <= near ? Reach::kNear : Reach::kFar;
   }
 
-  // c*tanh(x/c)*kLog2E of an element within `near`.
+  // c*tanh(x/c)*scale of an element within `near`.
   template <int kTerms>
-  __device__ static float polynomial(float x, const float (&terms)[kTerms]) {
+  __device__ float polynomial(float x, const float (&terms)[kTerms]) const {
     const float square = x * x;
     float y = terms[kTerms - 1];
 #pragma unroll
     for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, terms[i]);
-    return x * fmaf(square, y, kLog2E);
+    return x * fmaf(square, y, scale);
   }
 
   __device__ float slope_at(float y) const {
@@ -230,7 +240,7 @@ struct Cap {
     return fmaf(-t, t, 1.0f);
   }
 
-  // c*tanh(x/c)*kLog2E of each, and if asked for c's derivatives. Of far ones, elements close to 0
+  // c*tanh(x/c)*scale of each, and if asked for c's derivatives. Of far ones, elements close to 0
   // beside ones that are not have an error of c*2^-22, unless exact.
   template <Reach kReach, bool kExact, bool kSlope, int kCount>
   __device__ void scaled(const float (&x)[kCount], float (&y)[kCount],
@@ -254,7 +264,7 @@ struct Cap {
       }
       return;
     }
-    const float all = cap * kLog2E;
+    const float all = cap * scale;
     constexpr int kShared = kCount % 4 == 0 ? 4 : 1;
 #pragma unroll
     for (int first = 0; first < kCount; first += kShared) {
@@ -314,7 +324,8 @@ struct Cap {
   }
 };
 
-// A part of a row, or all of it: sums, and the label's logit (0 in parts without it).
+// A part of a row, or all of it: sums, and the label's logit (0 in parts without it). That has no
+// temperature yet; `values` has.
 struct RowSum {
   float c, exponentials, values, label;
 
@@ -355,7 +366,9 @@ struct RowSum {
 };
 
 // The c that makes the exponential of `max` 1.
-__device__ inline float shift_of(float max) { return fminf(max * -kLog2E, kUnset); }
+__device__ inline float shift_of(float max, float scale = kLog2E) {
+  return fminf(max * -scale, kUnset);
+}
 
 // The largest of a warp's; which, of NaNs, is open.
 __device__ inline float max_of_warp(float x) {
@@ -384,9 +397,11 @@ struct Piece {
 #pragma unroll 2
     for (uint32_t v = first; v < end; v += 32) extremes.add(vectors[v]);
     const float max = max_of_warp(extremes.max());
-    if constexpr (!kCap) return sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max));
+    if constexpr (!kCap) {
+      return sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale));
+    }
     reach = cap.reach(max_of_warp(extremes.max_abs()));
-    const float c = shift_of(cap.apply(max));
+    const float c = shift_of(cap.apply(max), cap.scale);
     switch (reach) {
       case Reach::kClose: return sum<Reach::kClose>(vectors, first, end, cap, c);
       case Reach::kNear: return sum<Reach::kNear>(vectors, first, end, cap, c);
@@ -411,7 +426,7 @@ struct Piece {
     RowSum all = RowSum::none();
     all.c = c;
     all.exponentials = sum_of_warp((partial[0] + partial[1]) + (partial[2] + partial[3]));
-    if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * kPerValue;
+    if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * per_value(cap);
     return all;
   }
 
@@ -426,18 +441,20 @@ struct Piece {
       extremes.add(vector);
       const float max = extremes.max();
       RowSum one = RowSum::none();
-      one.c = shift_of(kCap ? cap.apply(max) : max);
+      one.c = shift_of(kCap ? cap.apply(max) : max, cap.scale);
       float partial[4] = {}, total[2] = {};
       add<Reach::kUnknown>(vector, cap, one.c, partial, total);
       one.exponentials = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-      if constexpr (kSum) one.values = (total[0] + total[1]) * kPerValue;
+      if constexpr (kSum) one.values = (total[0] + total[1]) * per_value(cap);
       all.merge(one);
     }
     return all.template across_lanes<kSum>();
   }
 
-  // What `total` holds is times kLog2E under a cap.
-  static constexpr float kPerValue = kCap ? static_cast<float>(kPerLog2E) : 1.0f;
+  // What `total` holds is as in an exponent under a cap, and as it was given without.
+  __device__ static float per_value(const Cap& cap) {
+    return kCap ? static_cast<float>(kPerLog2E) : cap.per_element();
+  }
 
   template <Reach kReach, bool kDigits = kExact>
   __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
@@ -455,7 +472,7 @@ struct Piece {
     } else {
 #pragma unroll
       for (int i = 0; i < kPerVector<E>; ++i) {
-        partial[i % 4] += ptx::ex2(fmaf(x[i], kLog2E, c));
+        partial[i % 4] += ptx::ex2(fmaf(x[i], cap.scale, c));
         if constexpr (kSum) total[i % 2] += x[i];
       }
     }
@@ -465,9 +482,9 @@ struct Piece {
   __device__ static RowSum of_elements(float x, bool has, const Cap& cap) {
     const float z = kCap && has ? cap.apply(x) : x;
     RowSum all = RowSum::none();
-    all.c = shift_of(max_of_warp(z));
-    all.exponentials = sum_of_warp(ptx::ex2(fmaf(z, kLog2E, all.c)));
-    if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f);
+    all.c = shift_of(max_of_warp(z), cap.scale);
+    all.exponentials = sum_of_warp(ptx::ex2(fmaf(z, cap.scale, all.c)));
+    if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f) * cap.per_element();
     return all;
   }
 };
@@ -482,7 +499,7 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
     if (token.target == kOutOfRange) {
       loss = logps = NAN;
     } else if (token.target != kIgnored) {
-      logps = static_cast<double>(sum.label) - lse;
+      logps = static_cast<double>(sum.label) * a.per_element - lse;
       loss = (1.0 - a.label_smoothing) * -logps + a.z_loss * lse * lse;
       if (kSum && a.label_smoothing != 0.0) {
         loss += a.label_smoothing *
@@ -513,7 +530,7 @@ __device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, cons
   }
 }
 
-// The gradient of a row: factor * 2^(z*kLog2E + c) + offset away from the label.
+// The gradient of a row: factor * 2^(z*scale + c) + offset away from the label.
 struct RowGradient {
   float c, factor, offset;
   float at_p;  // what multiplies p: g*(1 + 2*w*lse) - h + k
@@ -523,7 +540,7 @@ struct RowGradient {
 
   template <bool kCap>
   __device__ static Cap common(const CrossEntropyArguments& a) {
-    return Cap(kCap ? a.softcap : 1.0);
+    return Cap(kCap ? a.softcap : 1.0, a.scale);
   }
 
   __device__ static Token describe(const CrossEntropyArguments& a, int64_t index) {
@@ -543,7 +560,9 @@ struct RowGradient {
     RowGradient row = coefficients<kSmooth>(a, token);
     if (a.z_loss != 0.0) row.at_p = with_z_loss(a, token, sum.lse());
     row.c = sum.c;
-    row.factor = sum.exponentials > 0.0f ? __fdividef(row.at_p, sum.exponentials) : NAN;
+    row.factor = sum.exponentials > 0.0f
+                     ? __fdividef(row.at_p, sum.exponentials) * static_cast<float>(a.per_element)
+                     : NAN;
     return row;
   }
 
@@ -555,7 +574,8 @@ struct RowGradient {
     if (a.z_loss != 0.0) row.at_p = with_z_loss(a, token, lse);
     const double exact = -lse * static_cast<double>(kLog2E);
     row.c = static_cast<float>(exact);
-    row.factor = row.at_p * exp2f(static_cast<float>(exact - static_cast<double>(row.c)));
+    row.factor = row.at_p * exp2f(static_cast<float>(exact - static_cast<double>(row.c))) *
+                 static_cast<float>(a.per_element);
     return row;
   }
 
@@ -565,7 +585,7 @@ struct RowGradient {
     row.at_p = token.dloss - token.dlogps + token.dlse;
     if (token.target == kOutOfRange) row.at_p = NAN;
     if constexpr (kSmooth) {
-      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab);
+      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab * a.per_element);
     }
     return row;
   }
@@ -580,7 +600,7 @@ struct RowGradient {
   template <bool kSmooth, bool kCap>
   __device__ float at(float x, const Cap& cap) const {
     const float z = kCap ? cap.apply(x) : x;
-    const float exponential = ptx::ex2(fmaf(z, kLog2E, c));
+    const float exponential = ptx::ex2(fmaf(z, cap.scale, c));
     float dz = exponential * factor;
     if constexpr (kSmooth) dz += x == -INFINITY && !kCap ? 0.0f : offset;
     if constexpr (kCap) dz *= cap.derivative(x);
@@ -612,8 +632,8 @@ struct RowGradient {
   template <bool kCap>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token, float x,
                                 const Cap& cap, double row_lse) const {
-    Capped capped{x, 1.0};
-    if constexpr (kCap) capped = {cap.apply(x), cap.derivative(x)};
+    Capped capped{x * a.per_element, 1.0};
+    if constexpr (kCap) capped = {cap.apply(x) * a.per_element, cap.derivative(x)};
     return at_the_label<kCap>(a, token, capped, row_lse);
   }
 
@@ -625,7 +645,8 @@ struct RowGradient {
     const double rest = g * (2.0 * a.z_loss * row_lse + a.label_smoothing) + k;
     double dz = (g * (1.0 + 2.0 * a.z_loss * row_lse) - token.dlogps + k) *
                     expm1(label.z - row_lse) +
-                rest + static_cast<double>(offset);
+                rest;
+    dz = dz * a.per_element + static_cast<double>(offset);
     if constexpr (kCap) dz *= label.slope;
     return static_cast<float>(dz);
   }

@@ -101,7 +101,7 @@ struct Ring {
         lane(threadIdx.x % 32),
         ctas(ptx::cluster_ctas()),
         policy(ptx::evict_first()),
-        cap(kCap ? arguments.softcap : 1.0) {
+        cap(kCap ? arguments.softcap : 1.0, arguments.scale) {
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warps = blockDim.x / 32;
     const RingLayout layout(a, warps, ctas);
     worker = ptx::cluster_rank() * warps + warp;

@@ -31,8 +31,8 @@ struct Map {
   __device__ explicit Map(const CrossEntropyArguments& a)
       : cap(a.softcap > 0.0 ? a.softcap : 1.0),
         capped(a.softcap > 0.0),
-        scale(static_cast<float>(static_cast<double>(kLog2E) / a.temperature)),
-        per_scale(static_cast<double>(scale) * kPerLog2E) {}
+        scale(a.scale),
+        per_scale(a.per_element) {}
 
   __device__ float apply(float x) const { return capped ? cap.apply(x) : x; }
   __device__ double z(float x) const { return static_cast<double>(apply(x)) * per_scale; }
@@ -229,8 +229,6 @@ struct WholeForward {
     const uint32_t thread = threadIdx.x;
     for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
       Token token = describe<Pass::kForward>(a, label_at(a, index), 0.0f);
-      // In the fused pass what has no cotangent is idle.
-      if (a.dloss != nullptr && a.dloss[index] == 0.0f) token.read = a.every_token != 0;
       if (!token.read) {
         if (thread == 0) write(index, token, WholeSum::none(), 0.0f);
         continue;

@@ -5,12 +5,13 @@
 //! (kernels/ring.cuh). Rows of small vocabularies come several to a CTA (kernels/packed.cuh), in every
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
-//! (kernels/flat.cuh). [`plan`] chooses. A temperature, and what is said of the distribution, have kernels
-//! of their own (kernels/whole.cuh); a fused pass with a temperature is the other two, one after the other.
+//! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
+//! the distribution has kernels of its own (kernels/whole.cuh).
 
 mod arguments;
 pub mod plan;
 
+use std::f32::consts::LOG2_E;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
@@ -53,17 +54,15 @@ pub(crate) enum Variant {
     Basic,
     /// No softcap.
     Smooth,
-    /// All but a temperature.
+    /// All.
     Capped,
-    /// Any option, and what is said of the distribution.
+    /// Any option as it runs, and what is said of the distribution.
     Any,
 }
 
 impl Variant {
     pub(crate) fn of(options: &CrossEntropy) -> Self {
-        if options.is_tempered() {
-            Self::Any
-        } else if options.softcap.is_some() {
+        if options.softcap.is_some() {
             Self::Capped
         } else if options.label_smoothing != 0.0 {
             Self::Smooth
@@ -265,16 +264,8 @@ impl Kernel {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        let variant = self.variant();
-        if variant == Variant::Any && pass == Pass::Fused {
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                self.ready(Pass::Forward, variant, stream)?;
-                return self.ready(Pass::Backward, variant, stream).map(drop);
-            }
-        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, variant, stream) }.map(drop)
+        unsafe { self.ready(pass, self.variant(), stream) }.map(drop)
     }
 
     /// As [`load`](Self::load), for [`distribution`](Self::distribution) and
@@ -407,23 +398,8 @@ impl Kernel {
         check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
         let arguments = arguments.with_outputs(outputs);
-        let variant = self.variant();
-        if variant == Variant::Any {
-            let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
-            if saved.lse.is_null() || saved.lse_low.is_null() {
-                return Err(Error::NoLse);
-            }
-            let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
-            let backward =
-                self.arguments(logits, labels).with_cotangents(dlogits, saved, cotangents);
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                self.launch(Pass::Forward, variant, stream, arguments)?;
-                return self.launch(Pass::Backward, variant, stream, backward);
-            }
-        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Fused, variant, stream, arguments) }
+        unsafe { self.launch(Pass::Fused, self.variant(), stream, arguments) }
     }
 
     /// Bytes of the logits.
@@ -437,6 +413,8 @@ impl Kernel {
             Labels::I32(labels) => (labels.cast(), 0),
             Labels::I64(labels) => (labels.cast(), 1),
         };
+        // Exactly as f32 has it, so that sums of exponentials, labels and gradients agree.
+        let scale = (f64::from(LOG2_E) / self.options.temperature) as f32;
         Arguments {
             logits,
             dlogits: null_mut(),
@@ -470,7 +448,8 @@ impl Kernel {
             pieces_of_a_column: 1,
             lanes: 0,
             whole_vectors: 0,
-            temperature: self.options.temperature,
+            per_element: f64::from(scale) / f64::from(LOG2_E),
+            scale,
             entropy: null_mut(),
             highest: null_mut(),
             argmax: null_mut(),
