@@ -81,6 +81,9 @@ inline constexpr float kUnset = 1e30f;
 // A sum above this asks for a new c, long before f32 overflows.
 inline constexpr float kLargeSum = 0x1p64f;
 
+// Of an exponential below this nothing is left, and its product with an exponent that is no less is none.
+inline constexpr float kLeastExponent = -160.0f;
+
 inline constexpr int kIgnored = -1;
 inline constexpr int kOutOfRange = -2;
 inline constexpr int kElsewhere = -3;  // in columns that are not here
@@ -327,6 +330,8 @@ struct Cap {
 // A part of a row, or all of it: sums, and the label's logit (0 in parts without it). That has no
 // temperature yet; `values` has.
 struct RowSum {
+  static constexpr bool kWeighted = false;  // distribution.cuh has more of them
+
   float c, exponentials, values, label;
 
   __device__ static RowSum none() { return {kUnset, 0.0f, 0.0f, 0.0f}; }
@@ -385,34 +390,38 @@ __device__ inline float sum_of_warp(float x) {
 // What a warp makes of a piece of a row: sums whose order the piece alone decides. Every lane has
 // them. c comes from the largest of the piece: what counts in the sum so has a small exponent, whose
 // rounding is small too.
-template <class E, bool kSum, bool kCap>
+template <class E, bool kSum, bool kCap, class Sum = RowSum>
 struct Piece {
   // Whether tanh needs all its digits: not of 16-bit elements, where many average its errors out.
   static constexpr bool kExact = sizeof(E) == 4;
 
   // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane.
-  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
-                               Reach& reach) {
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+                            Reach& reach) {
     Extremes<E, kCap> extremes;
 #pragma unroll 2
     for (uint32_t v = first; v < end; v += 32) extremes.add(vectors[v]);
     const float max = max_of_warp(extremes.max());
+    Sum all;
     if constexpr (!kCap) {
-      return sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale));
+      all = sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale));
+    } else {
+      reach = cap.reach(max_of_warp(extremes.max_abs()));
+      const float c = shift_of(cap.apply(max), cap.scale);
+      switch (reach) {
+        case Reach::kClose: all = sum<Reach::kClose>(vectors, first, end, cap, c); break;
+        case Reach::kNear: all = sum<Reach::kNear>(vectors, first, end, cap, c); break;
+        default: all = sum<Reach::kFar>(vectors, first, end, cap, c);
+      }
     }
-    reach = cap.reach(max_of_warp(extremes.max_abs()));
-    const float c = shift_of(cap.apply(max), cap.scale);
-    switch (reach) {
-      case Reach::kClose: return sum<Reach::kClose>(vectors, first, end, cap, c);
-      case Reach::kNear: return sum<Reach::kNear>(vectors, first, end, cap, c);
-      default: return sum<Reach::kFar>(vectors, first, end, cap, c);
-    }
+    if constexpr (Sum::kWeighted) all.highest = max;
+    return all;
   }
 
   template <Reach kReach>
-  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
-                               float c) {
-    float partial[4] = {}, total[2] = {};
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+                            float c) {
+    float partial[4] = {}, total[2] = {}, weighted[2] = {};
     constexpr uint32_t kBatch = 2;
     uint32_t v = first;
     for (; v + 32 * (kBatch - 1) < end; v += 32 * kBatch) {
@@ -420,13 +429,18 @@ struct Piece {
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) add<kReach>(batch[i], cap, c, partial, total);
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        add<kReach, kExact>(batch[i], cap, c, partial, total, weighted);
+      }
     }
-    for (; v < end; v += 32) add<kReach>(vectors[v], cap, c, partial, total);
-    RowSum all = RowSum::none();
+    for (; v < end; v += 32) {
+      add<kReach, kExact>(vectors[v], cap, c, partial, total, weighted);
+    }
+    Sum all = Sum::none();
     all.c = c;
     all.exponentials = sum_of_warp((partial[0] + partial[1]) + (partial[2] + partial[3]));
     if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * per_value(cap);
+    if constexpr (Sum::kWeighted) all.weighted = sum_of_warp(weighted[0] + weighted[1]);
     return all;
   }
 
@@ -459,6 +473,21 @@ struct Piece {
   template <Reach kReach, bool kDigits = kExact>
   __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
                              float (&total)[2]) {
+    static_assert(!Sum::kWeighted);
+    float none[2];
+    add<kReach, kDigits>(vector, cap, c, partial, total, none);
+  }
+
+  template <Reach kReach, bool kDigits>
+  __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
+                             float (&total)[2], float (&weighted)[2]) {
+    const auto exponentiate = [&](float exponent, int i) {
+      const float exponential = ptx::ex2(exponent);
+      partial[i % 4] += exponential;
+      if constexpr (Sum::kWeighted) {
+        weighted[i % 2] = fmaf(exponential, fmaxf(exponent, kLeastExponent), weighted[i % 2]);
+      }
+    };
     float x[kPerVector<E>];
     unpack<E>(vector, x);
     if constexpr (kCap) {
@@ -466,24 +495,29 @@ struct Piece {
       cap.template scaled<kReach, kDigits, false>(x, y, none);
 #pragma unroll
       for (int i = 0; i < kPerVector<E>; ++i) {
-        partial[i % 4] += ptx::ex2(y[i] + c);
+        exponentiate(y[i] + c, i);
         if constexpr (kSum) total[i % 2] += y[i];
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kPerVector<E>; ++i) {
-        partial[i % 4] += ptx::ex2(fmaf(x[i], cap.scale, c));
+        exponentiate(fmaf(x[i], cap.scale, c), i);
         if constexpr (kSum) total[i % 2] += x[i];
       }
     }
   }
 
   // Of at most one element a lane; -inf for none.
-  __device__ static RowSum of_elements(float x, bool has, const Cap& cap) {
+  __device__ static Sum of_elements(float x, bool has, const Cap& cap) {
     const float z = kCap && has ? cap.apply(x) : x;
-    RowSum all = RowSum::none();
+    Sum all = Sum::none();
     all.c = shift_of(max_of_warp(z), cap.scale);
-    all.exponentials = sum_of_warp(ptx::ex2(fmaf(z, cap.scale, all.c)));
+    const float exponent = fmaf(z, cap.scale, all.c), exponential = ptx::ex2(exponent);
+    all.exponentials = sum_of_warp(exponential);
+    if constexpr (Sum::kWeighted) {
+      all.weighted = sum_of_warp(exponential * fmaxf(exponent, kLeastExponent));
+      all.highest = max_of_warp(x);
+    }
     if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f) * cap.per_element();
     return all;
   }

@@ -6,7 +6,8 @@
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
 //! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
-//! the distribution has kernels of its own (kernels/whole.cuh).
+//! the distribution (kernels/distribution.cuh) has the same schedules, but for small vocabularies and GPUs
+//! without clusters (kernels/whole.cuh).
 
 mod arguments;
 pub mod plan;
@@ -56,8 +57,6 @@ pub(crate) enum Variant {
     Smooth,
     /// All.
     Capped,
-    /// Any option as it runs, and what is said of the distribution.
-    Any,
 }
 
 impl Variant {
@@ -76,9 +75,17 @@ impl Variant {
             Self::Basic => "basic",
             Self::Smooth => "smooth",
             Self::Capped => "capped",
-            Self::Any => "any",
         }
     }
+}
+
+/// What a pass is asked for of each token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Said {
+    /// Losses, or their gradient.
+    Loss,
+    /// What is said of the distribution too.
+    Distribution,
 }
 
 /// Labels `[T]` on a GPU, of either width.
@@ -253,7 +260,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
         // SAFETY: passed on from this function's contract.
-        Ok(unsafe { self.ready(pass, self.variant(), stream) }?.plan.tile(self.dtype))
+        Ok(unsafe { self.ready(pass, Said::Loss, stream) }?.plan.tile(self.dtype))
     }
 
     /// Loads what `pass` runs, so that the call has only to launch it.
@@ -265,7 +272,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, self.variant(), stream) }.map(drop)
+        unsafe { self.ready(pass, Said::Loss, stream) }.map(drop)
     }
 
     /// As [`load`](Self::load), for [`distribution`](Self::distribution) and
@@ -278,7 +285,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load_distribution(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, Variant::Any, stream) }.map(drop)
+        unsafe { self.ready(pass, Said::Distribution, stream) }.map(drop)
     }
 
     /// What the options ask for.
@@ -306,7 +313,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         let arguments = Arguments { entropy, highest, argmax, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, Variant::Any, stream, arguments) }
+        unsafe { self.launch(Pass::Forward, Said::Distribution, stream, arguments) }
     }
 
     /// As [`backward`](Self::backward), with the gradient for cotangents of the entropies too.
@@ -331,7 +338,7 @@ impl Kernel {
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         let arguments = Arguments { saved_entropy, dentropy, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, Variant::Any, stream, arguments) }
+        unsafe { self.launch(Pass::Backward, Said::Distribution, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for.
@@ -352,7 +359,7 @@ impl Kernel {
         check_alignment("logits", logits)?;
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, self.variant(), stream, arguments) }
+        unsafe { self.launch(Pass::Forward, Said::Loss, stream, arguments) }
     }
 
     /// Has `stream` write the gradient for `cotangents` to `dlogits` `[T, V]`, which may be `logits`.
@@ -374,7 +381,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels);
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, self.variant(), stream, arguments) }
+        unsafe { self.launch(Pass::Backward, Said::Loss, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for, and write the gradient for cotangents `dloss` `[T]`
@@ -399,7 +406,7 @@ impl Kernel {
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
         let arguments = arguments.with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Fused, self.variant(), stream, arguments) }
+        unsafe { self.launch(Pass::Fused, Said::Loss, stream, arguments) }
     }
 
     /// Bytes of the logits.
@@ -463,7 +470,7 @@ impl Kernel {
     unsafe fn launch(
         &self,
         pass: Pass,
-        variant: Variant,
+        said: Said,
         stream: RawStream,
         arguments: Arguments,
     ) -> Result<()> {
@@ -471,7 +478,7 @@ impl Kernel {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let Ready { code, plan, most } = unsafe { self.ready(pass, variant, stream) }?;
+        let Ready { code, plan, most } = unsafe { self.ready(pass, said, stream) }?;
         let tokens = self.shape.tokens();
         let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
         let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
@@ -512,9 +519,9 @@ impl Kernel {
                 (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
             Plan::Plain => {
-                let threads = match variant {
-                    Variant::Any => arguments::WHOLE_THREADS,
-                    _ => arguments::PLAIN_THREADS,
+                let threads = match said {
+                    Said::Distribution => arguments::WHOLE_THREADS,
+                    Said::Loss => arguments::PLAIN_THREADS,
                 };
                 (extent_of(at_most(blocks(1)), threads), arguments)
             }
@@ -527,15 +534,16 @@ impl Kernel {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, variant: Variant, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, pass: Pass, said: Said, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let room = plan::room(device.limits(), self.shape.tokens());
         let key = Key {
             device: device.number(),
             pass,
+            said,
             dtype: self.dtype,
-            variant,
+            variant: self.variant(),
             vocab: self.shape.vocab(),
             is_whole: [self.part.stride, self.part.vocab] == [self.shape.vocab(); 2],
             room,
@@ -549,22 +557,24 @@ impl Kernel {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn make_ready(&self, key: &Key, device: &Device, stream: RawStream) -> Result<Ready> {
-        let (pass, dtype) = (key.pass.name(), key.dtype);
-        let Key { vocab, is_whole, room, .. } = *key;
-        let shape = Shape { pass: key.pass, dtype, vocab, is_whole, room };
-        let mut plan = plan::choose(device, shape, self.time_block, self.block_size);
-        if key.variant == Variant::Any {
-            plan = match key.pass {
-                // No rows are packed there.
-                Pass::Backward => {
-                    let shape = Shape { is_whole: false, ..shape };
-                    plan::choose(device, shape, self.time_block, self.block_size)
-                }
+        let Key { pass, said, dtype, vocab, is_whole, room, .. } = *key;
+        let has_distribution = said == Said::Distribution;
+        let shape = Shape { pass, dtype, vocab, is_whole, room, has_distribution };
+        let choose = |shape| plan::choose(device, shape, self.time_block, self.block_size);
+        let mut plan = choose(shape);
+        if has_distribution && matches!(plan, Plan::Packed(_)) {
+            // No rows are packed there.
+            plan = match pass {
+                Pass::Backward => choose(Shape { is_whole: false, ..shape }),
                 _ => Plan::Plain,
             };
         }
+        let pass = match (said, pass) {
+            (Said::Distribution, Pass::Backward) => "distribution_backward",
+            (Said::Distribution, _) => "distribution",
+            (Said::Loss, pass) => pass.name(),
+        };
         let load = |schedule: &str, variant: Variant| {
-            let schedule = if variant == Variant::Any { "whole" } else { schedule };
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
             unsafe { library::kernel(&name, device, stream) }
@@ -574,8 +584,7 @@ impl Kernel {
                 let code = load("ring", key.variant)?;
                 // The wider ones have the same sums, but a part of a GPU may have no room for them,
                 // and no CTA of those beyond PORTABLE_CTAS.
-                let usual = Shape { room: 1, ..shape };
-                let usual = plan::choose(device, usual, self.time_block, self.block_size);
+                let usual = choose(Shape { room: 1, ..shape });
                 let usual = if let Plan::Ring(usual) = usual { Some(usual) } else { None };
                 let rings = [ring].into_iter().chain(ring.narrower().filter(|_| ring.is_spread()));
                 for ring in rings.chain(usual) {
@@ -608,15 +617,12 @@ impl Kernel {
             }
             Plan::Plain => {}
         }
-        let variant = match key.variant {
-            Variant::Basic => Variant::Smooth,
-            other => other,
+        let (schedule, variant, ctas) = match (said, key.variant) {
+            (Said::Distribution, _) => ("whole", Variant::Capped, WHOLE_CTAS),
+            (Said::Loss, Variant::Basic) => ("plain", Variant::Smooth, plan::PLAIN_CTAS),
+            (Said::Loss, other) => ("plain", other, plan::PLAIN_CTAS),
         };
-        let code = load("plain", variant)?;
-        let ctas = match variant {
-            Variant::Any => WHOLE_CTAS,
-            _ => plan::PLAIN_CTAS,
-        };
+        let code = load(schedule, variant)?;
         let most = device.limits().multiprocessors * ctas;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
@@ -645,6 +651,7 @@ impl Arguments {
 struct Key {
     device: i32,
     pass: Pass,
+    said: Said,
     dtype: DType,
     variant: Variant,
     vocab: usize,
