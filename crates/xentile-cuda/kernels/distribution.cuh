@@ -11,8 +11,7 @@ struct alignas(16) DistributionSum : RowSum {
   static constexpr bool kWeighted = true;
 
   float weighted;
-  // The largest logit as it was given, and its first column; where that is known to lie elsewhere,
-  // -inf and ~0.
+  // The largest logit as it was given, and its first column, or where the piece with it begins.
   float highest;
   uint32_t at;
 

@@ -205,6 +205,9 @@ struct Ring {
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
     Sum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
+    if constexpr (Sum::kWeighted) {
+      if (held > 0) piece.at = (skipped + own(row, skipped) - row.skip) * kPer + row.head;
+    }
     const uint32_t label_at = place(row, skipped);
     if (label_at < held * kPer) {
       const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
@@ -213,30 +216,29 @@ struct Ring {
     return piece;
   }
 
-  // Finds the column of a piece's largest logit, if that is larger than those of the row's pieces before.
-  __device__ void locate(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& before_it,
-                         Sum& piece) const {
-    // Under a cap -inf is as good a logit as any.
-    const bool is_new =
-        chunk == 0 ? kCap || piece.highest > -INFINITY : piece.highest > before_it.highest;
-    if (!is_new) {
-      piece.highest = -INFINITY;
-      return;
-    }
-    const uint32_t skipped = before(chunk);
-    const uint32_t held = count(row, skipped);
-    const uint4* vectors = at_slot(slot);
+  // The first column of a row with its largest logit: of a piece, sums know where it begins. Memory is
+  // read again for that, which is one chunk a row.
+  __device__ uint32_t first_of_highest(const Row<E>& row, const Sum& sum) const {
+    const uint32_t own_vectors = row.vectors - row.skip;
+    const uint32_t column = sum.at - row.head;
+    // What lies outside whole vectors, or nowhere.
+    if (sum.at < row.head || column >= own_vectors * kPer) return sum.at;
+    const uint32_t begin = column / kPer + row.skip;
+    const uint32_t end = min((begin / a.chunk_vectors + 1) * a.chunk_vectors, row.vectors);
+    const uint4* vectors =
+        reinterpret_cast<const uint4*>(static_cast<const E*>(a.logits) + row.first);
     uint32_t found = ~0u;
-    for (uint32_t v = first_of(row, skipped); v < held && found == ~0u; v += 32) {
+#pragma unroll 4
+    for (uint32_t v = begin + lane; v < end; v += 32) {
       float x[kPer];
       unpack<E>(vectors[v], x);
 #pragma unroll
-      for (uint32_t i = kPer; i-- > 0;) {
-        if (x[i] == piece.highest) found = v * kPer + i;
+      for (uint32_t i = 0; i < kPer; ++i) {
+        if (x[i] == sum.highest) found = min(found, v * kPer + i);
       }
     }
     found = __reduce_min_sync(~0u, found);
-    if (found != ~0u) piece.at = found + skipped * kPer + row.head - row.skip * kPer;
+    return found == ~0u ? found : found + row.head - row.skip * kPer;
   }
 
   // The sum of what lies outside whole vectors.
@@ -412,8 +414,7 @@ struct Ring {
           ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
           if (current.token.read) {
             Reach reach{};
-            Sum piece = reduce(current, chunk, reduced_slot, reach);
-            if constexpr (Sum::kWeighted) locate(current, chunk, reduced_slot, sum, piece);
+            const Sum piece = reduce(current, chunk, reduced_slot, reach);
             if constexpr (kCap && kApplies) reaches |= static_cast<uint64_t>(reach) << (2 * chunk);
             const uint32_t table = sums_sent % kTables;
             if (chunk == 0) {
@@ -448,7 +449,10 @@ struct Ring {
           }
           // Gradients come with the last of a row's columns, where nobody writes what was carried.
           if constexpr (Sum::kWeighted) {
-            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+            if (mine) {
+              if (previous.token.read) all.at = first_of_highest(previous, all);
+              if (lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+            }
           } else {
             if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
             if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);

@@ -1,6 +1,5 @@
 // The forward pass with what is said of the distribution, where no cluster takes rows (ring.cuh): on GPUs
-// before Hopper, and for vocabularies whose rows are short. A kernel a dtype, which looks at options as it
-// runs.
+// before Hopper. A kernel a dtype, which looks at options as it runs.
 //
 // A CTA takes a row, which it reads once. A thread's exponentials are relative to the largest it has met,
 // and where it meets a larger one its sums are put in terms of that (Milakov and Gimelshein, 2018). CTAs

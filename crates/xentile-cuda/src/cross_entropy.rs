@@ -6,8 +6,8 @@
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
 //! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
-//! the distribution (kernels/distribution.cuh) has the same schedules, but for small vocabularies and GPUs
-//! without clusters (kernels/whole.cuh).
+//! the distribution (kernels/distribution.cuh) has the same schedules; but no rows are packed, and
+//! without clusters its forward pass is kernels/whole.cuh.
 
 mod arguments;
 pub mod plan;
@@ -562,13 +562,6 @@ impl Kernel {
         let shape = Shape { pass, dtype, vocab, is_whole, room, has_distribution };
         let choose = |shape| plan::choose(device, shape, self.time_block, self.block_size);
         let mut plan = choose(shape);
-        if has_distribution && matches!(plan, Plan::Packed(_)) {
-            // No rows are packed there.
-            plan = match pass {
-                Pass::Backward => choose(Shape { is_whole: false, ..shape }),
-                _ => Plan::Plain,
-            };
-        }
         let pass = match (said, pass) {
             (Said::Distribution, Pass::Backward) => "distribution_backward",
             (Said::Distribution, _) => "distribution",

@@ -309,7 +309,8 @@ impl Planner {
 
     /// Whole rows to a CTA, if they are short and nobody asks for less of them at a time.
     fn packed(&self, time_block: Option<usize>, block_size: Option<usize>) -> Option<Packed> {
-        let Shape { dtype, vocab, is_whole, .. } = self.shape;
+        let Shape { dtype, vocab, is_whole, has_distribution, .. } = self.shape;
+        let is_whole = is_whole && !has_distribution;
         let is_cut = block_size.is_some_and(|columns| columns < vocab);
         if !self.limits.clusters || !is_whole || is_cut || vocab == 0 || vocab > PACKED_VOCAB {
             return None;
@@ -710,7 +711,7 @@ mod tests {
                         for block_size in extents {
                             for (room, is_whole) in [(1, true), (1, false), (4, true), (128, true)]
                             {
-                                let has_distribution = pass == Pass::Forward && !is_whole;
+                                let has_distribution = pass == Pass::Forward && room != 1;
                                 let shape = shape(pass, dtype, vocab);
                                 let shape = Shape { room, is_whole, has_distribution, ..shape };
                                 let plan = plan(limits, shape, [block_size, block_size]);
