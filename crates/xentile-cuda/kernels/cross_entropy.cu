@@ -1,6 +1,7 @@
 // The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
-// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all. The passes
-// `distribution` and `distribution_backward` have what is said of the distribution too.
+// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all: but in ring and flat
+// no temperature, which `tempered` has there. The passes `distribution` and `distribution_backward` have what
+// is said of the distribution too.
 #include "cross_entropy.cuh"
 #include "distribution.cuh"
 #include "flat.cuh"
@@ -12,6 +13,10 @@
 #endif
 
 using namespace xentile;
+
+// Whether a variant takes any temperature.
+constexpr bool kTempered_basic = true, kTempered_smooth = true;
+constexpr bool kTempered_capped = false, kTempered_tempered = true;
 
 #define PLAIN(name, Name, dtype, E, variant, smooth, capped)  \
   extern "C" __global__ void __launch_bounds__(kPlainThreads) \
@@ -25,7 +30,8 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(512, 1)       \
       cross_entropy_ring_##name##_##dtype##_##variant(       \
           const __grid_constant__ CrossEntropyArguments a) { \
-    ring<E, Pass::k##Name, smooth, capped>(a);               \
+    using Sum = RowSum;                                      \
+    ring<E, Pass::k##Name, smooth, capped, Sum, kTempered_##variant>(a); \
   }
 
 // Rows of some CTAs arrive while those of others are worked on.
@@ -41,7 +47,7 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(kFlatThreads, 8) \
       cross_entropy_flat_##name##_##dtype##_##variant(          \
           const __grid_constant__ CrossEntropyArguments a) {    \
-    flat<E, smooth, capped>(a);                                 \
+    flat<E, smooth, capped, RowGradient, kTempered_##variant>(a); \
   }
 
 // With what is said of the distribution.
@@ -81,6 +87,7 @@ using namespace xentile;
 FOR_EACH_DTYPE(FLAT, backward, Backward, basic, false, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, smooth, true, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, capped, true, true)
+FOR_EACH_DTYPE(FLAT, backward, Backward, tempered, true, true)
 FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, basic, false, false)
 FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, smooth, true, false)
 FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, capped, true, true)
@@ -91,6 +98,7 @@ FOR_EACH_PASS(PLAIN, capped, true, true)
 FOR_EACH_PASS(RING, basic, false, false)
 FOR_EACH_PASS(RING, smooth, true, false)
 FOR_EACH_PASS(RING, capped, true, true)
+FOR_EACH_PASS(RING, tempered, true, true)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, basic, false, false)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, smooth, true, false)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, capped, true, true)

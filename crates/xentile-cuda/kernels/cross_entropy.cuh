@@ -159,15 +159,31 @@ struct Capped {
   double z, slope;
 };
 
+struct NoTemperature {
+  static constexpr float scale = kLog2E;
+
+  __device__ explicit NoTemperature(float) {}
+};
+
+struct AnyTemperature {
+  float scale;
+
+  __device__ explicit AnyTemperature(float its) : scale(its) {}
+};
+
 // Makes them for one element or several.
 //
 // One element: tanh(u) as 1 - 2/(1 + e^2u), and near 0, where that cancels, as its Taylor polynomial.
 // Several: while none is beyond c, a polynomial in x^2, on the units for multiply-adds alone. Else
 // with e = e^(-2|u|): q = e/(1 + e), tanh|u| = 1 - 2q and its derivative 4q(1 - q), which keep their
 // digits where the tanh nears 1; four reciprocals are made of one.
-struct Cap {
+//
+// `scale` is what their result is multiplied by in an exponent: kLog2E over the temperature.
+template <class Scale>
+struct CapOf : Scale {
+  using Scale::scale;
+
   float cap, inverse;
-  float scale;  // what its result is multiplied by in an exponent: kLog2E over the temperature
   // tanh(sqrt(s))/sqrt(s) = 1 + a[0]*s + .. + a[6]*s^7 for s in [0, 1], to 2e-8 (Chebyshev); here
   // with s = x^2 and times `scale`.
   float series[7];
@@ -175,10 +191,10 @@ struct Cap {
   float near;       // up to where |x| has the polynomial
   float per_unit;   // 1/(c*scale)
 
-  __device__ explicit Cap(double softcap, float exponent_scale = kLog2E)
-      : cap(static_cast<float>(softcap)),
-        inverse(static_cast<float>(1.0 / softcap)),
-        scale(exponent_scale) {
+  __device__ explicit CapOf(double softcap, float exponent_scale = kLog2E)
+      : Scale(exponent_scale),
+        cap(static_cast<float>(softcap)),
+        inverse(static_cast<float>(1.0 / softcap)) {
     constexpr float a[7] = {-0.3333333f,    0.13333128f,  -0.05393479f,  0.021660116f,
                             -0.008218922f, 0.0025104594f, -0.0004206955f};
     constexpr float b[4] = {-1.0f / 3.0f, 2.0f / 15.0f, -17.0f / 315.0f, 62.0f / 2835.0f};
@@ -191,7 +207,8 @@ struct Cap {
       if (i < 4) taylor[i] = b[i] * power;
     }
     // Powers of an extreme cap leave f32.
-    near = cap > 0x1p-8f && cap < 0x1p60f && power < INFINITY ? cap : -1.0f;
+    near = cap > 0x1p-8f && cap < 0x1p60f ? cap : -1.0f;
+    if constexpr (!std::is_same_v<Scale, NoTemperature>) near = power < INFINITY ? near : -1.0f;
     per_unit = inverse * (1.0f / scale);
   }
 
@@ -327,6 +344,13 @@ struct Cap {
   }
 };
 
+using Cap = CapOf<NoTemperature>;
+using TemperedCap = CapOf<AnyTemperature>;
+
+// What a kernel has: a softcap whose kernels have no temperature has constants for it.
+template <bool kCap, bool kTempered>
+using CapFor = std::conditional_t<kCap && !kTempered, Cap, TemperedCap>;
+
 // A part of a row, or all of it: sums, and the label's logit (0 in parts without it). That has no
 // temperature yet; `values` has.
 struct RowSum {
@@ -390,13 +414,13 @@ __device__ inline float sum_of_warp(float x) {
 // What a warp makes of a piece of a row: sums whose order the piece alone decides. Every lane has
 // them. c comes from the largest of the piece: what counts in the sum so has a small exponent, whose
 // rounding is small too.
-template <class E, bool kSum, bool kCap, class Sum = RowSum>
+template <class E, bool kSum, bool kCap, class Sum = RowSum, class AnyCap = TemperedCap>
 struct Piece {
   // Whether tanh needs all its digits: not of 16-bit elements, where many average its errors out.
   static constexpr bool kExact = sizeof(E) == 4;
 
   // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane.
-  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
                             Reach& reach) {
     Extremes<E, kCap> extremes;
 #pragma unroll 2
@@ -419,7 +443,7 @@ struct Piece {
   }
 
   template <Reach kReach>
-  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
                             float c) {
     float partial[4] = {}, total[2] = {}, weighted[2] = {};
     constexpr uint32_t kBatch = 2;
@@ -447,7 +471,7 @@ struct Piece {
   // Of every `kStride`th of the vectors in memory, which are read once: each has a c of its own.
   template <uint32_t kStride>
   __device__ static RowSum sum_once(const uint4* vectors, uint32_t first, uint32_t end,
-                                    const Cap& cap) {
+                                    const AnyCap& cap) {
     RowSum all = RowSum::none();
     for (uint32_t v = first; v < end; v += kStride) {
       const uint4 vector = vectors[v];
@@ -466,12 +490,12 @@ struct Piece {
   }
 
   // What `total` holds is as in an exponent under a cap, and as it was given without.
-  __device__ static float per_value(const Cap& cap) {
+  __device__ static float per_value(const AnyCap& cap) {
     return kCap ? static_cast<float>(kPerLog2E) : cap.per_element();
   }
 
   template <Reach kReach, bool kDigits = kExact>
-  __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
+  __device__ static void add(const uint4& vector, const AnyCap& cap, float c, float (&partial)[4],
                              float (&total)[2]) {
     static_assert(!Sum::kWeighted);
     float none[2];
@@ -479,7 +503,7 @@ struct Piece {
   }
 
   template <Reach kReach, bool kDigits>
-  __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
+  __device__ static void add(const uint4& vector, const AnyCap& cap, float c, float (&partial)[4],
                              float (&total)[2], float (&weighted)[2]) {
     const auto exponentiate = [&](float exponent, int i) {
       const float exponential = ptx::ex2(exponent);
@@ -508,7 +532,7 @@ struct Piece {
   }
 
   // Of at most one element a lane; -inf for none.
-  __device__ static Sum of_elements(float x, bool has, const Cap& cap) {
+  __device__ static Sum of_elements(float x, bool has, const AnyCap& cap) {
     const float z = kCap && has ? cap.apply(x) : x;
     Sum all = Sum::none();
     all.c = shift_of(max_of_warp(z), cap.scale);
@@ -523,8 +547,14 @@ struct Piece {
   }
 };
 
+// What a capped element is multiplied by outside exponents.
+template <bool kTempered>
+__device__ inline double per_element(const CrossEntropyArguments& a) {
+  return kTempered ? a.per_element : 1.0;
+}
+
 // Writes a token's outputs, given the sums of its row (of none, if that was not read).
-template <bool kSum>
+template <bool kSum, bool kTempered = true>
 __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, const Token& token,
                                    const RowSum& sum) {
   double loss = 0.0, logps = 0.0, lse = 0.0;
@@ -533,7 +563,7 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
     if (token.target == kOutOfRange) {
       loss = logps = NAN;
     } else if (token.target != kIgnored) {
-      logps = static_cast<double>(sum.label) * a.per_element - lse;
+      logps = static_cast<double>(sum.label) * per_element<kTempered>(a) - lse;
       loss = (1.0 - a.label_smoothing) * -logps + a.z_loss * lse * lse;
       if (kSum && a.label_smoothing != 0.0) {
         loss += a.label_smoothing *
@@ -554,13 +584,13 @@ __device__ inline void add_carried(const CrossEntropyArguments& a, int64_t row, 
 }
 
 // Writes a token's outputs; or, while more of its columns are to come, its sums so far.
-template <bool kSum>
+template <bool kSum, bool kTempered = true>
 __device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, const Token& token,
                                const RowSum& sum) {
   if (a.carried != nullptr && a.first_column + a.columns < a.vocab) {
     a.carried[row] = sum;
   } else {
-    write_token<kSum>(a, row, token, sum);
+    write_token<kSum, kTempered>(a, row, token, sum);
   }
 }
 
@@ -569,33 +599,26 @@ struct RowGradient {
   float c, factor, offset;
   float at_p;  // what multiplies p: g*(1 + 2*w*lse) - h + k
 
-  // For flat.cuh, which other gradients go by as well: what all rows have, and what is known of one.
-  using Common = Cap;
-
-  template <bool kCap>
-  __device__ static Cap common(const CrossEntropyArguments& a) {
-    return Cap(kCap ? a.softcap : 1.0, a.scale);
-  }
-
+  // For flat.cuh, which other gradients go by as well: what is known of a row.
   __device__ static Token describe(const CrossEntropyArguments& a, int64_t index) {
     return describe_saved(a, index);
   }
 
   template <bool kSmooth, class Row>
-  __device__ static RowGradient of_row(const CrossEntropyArguments& a, const Row& row,
-                                       const Cap&) {
+  __device__ static RowGradient of_row(const CrossEntropyArguments& a, const Row& row) {
     return of<kSmooth>(a, row.token);
   }
 
   // From the sums of the row.
-  template <bool kSmooth>
+  template <bool kSmooth, bool kTempered = true>
   __device__ static RowGradient of(const CrossEntropyArguments& a, const Token& token,
                                    const RowSum& sum) {
-    RowGradient row = coefficients<kSmooth>(a, token);
+    RowGradient row = coefficients<kSmooth, kTempered>(a, token);
     if (a.z_loss != 0.0) row.at_p = with_z_loss(a, token, sum.lse());
     row.c = sum.c;
     row.factor = sum.exponentials > 0.0f
-                     ? __fdividef(row.at_p, sum.exponentials) * static_cast<float>(a.per_element)
+                     ? __fdividef(row.at_p, sum.exponentials) *
+                           static_cast<float>(per_element<kTempered>(a))
                      : NAN;
     return row;
   }
@@ -613,13 +636,14 @@ struct RowGradient {
     return row;
   }
 
-  template <bool kSmooth>
+  template <bool kSmooth, bool kTempered = true>
   __device__ static RowGradient coefficients(const CrossEntropyArguments& a, const Token& token) {
     RowGradient row{};
     row.at_p = token.dloss - token.dlogps + token.dlse;
     if (token.target == kOutOfRange) row.at_p = NAN;
     if constexpr (kSmooth) {
-      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab * a.per_element);
+      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab *
+                                      per_element<kTempered>(a));
     }
     return row;
   }
@@ -631,8 +655,8 @@ struct RowGradient {
                               token.dlse);
   }
 
-  template <bool kSmooth, bool kCap>
-  __device__ float at(float x, const Cap& cap) const {
+  template <bool kSmooth, bool kCap, class AnyCap>
+  __device__ float at(float x, const AnyCap& cap) const {
     const float z = kCap ? cap.apply(x) : x;
     const float exponential = ptx::ex2(fmaf(z, cap.scale, c));
     float dz = exponential * factor;
@@ -643,8 +667,8 @@ struct RowGradient {
 
   // `kReach` and `kExact` as Cap has them.
   template <class E, bool kSmooth, bool kCap, Reach kReach = Reach::kUnknown,
-            bool kExact = sizeof(E) == 4>
-  __device__ uint4 of_vector(const uint4& vector, const Cap& cap) const {
+            bool kExact = sizeof(E) == 4, class AnyCap>
+  __device__ uint4 of_vector(const uint4& vector, const AnyCap& cap) const {
     float x[kPerVector<E>];
     unpack<E>(vector, x);
     if constexpr (kCap) {
@@ -663,15 +687,16 @@ struct RowGradient {
   }
 
   // At the label, whose logit is `x`: p - 1 in one piece, since p may be close to 1.
-  template <bool kCap>
+  template <bool kCap, bool kTempered = true, class AnyCap>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token, float x,
-                                const Cap& cap, double row_lse) const {
-    Capped capped{x * a.per_element, 1.0};
-    if constexpr (kCap) capped = {cap.apply(x) * a.per_element, cap.derivative(x)};
-    return at_the_label<kCap>(a, token, capped, row_lse);
+                                const AnyCap& cap, double row_lse) const {
+    const double per = per_element<kTempered>(a);
+    Capped capped{x * per, 1.0};
+    if constexpr (kCap) capped = {cap.apply(x) * per, cap.derivative(x)};
+    return at_the_label<kCap, kTempered>(a, token, capped, row_lse);
   }
 
-  template <bool kCap>
+  template <bool kCap, bool kTempered = true>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token,
                                 const Capped& label, double row_lse) const {
     if (!kCap && label.z == -INFINITY && row_lse == row_lse) return 0.0f;
@@ -680,7 +705,7 @@ struct RowGradient {
     double dz = (g * (1.0 + 2.0 * a.z_loss * row_lse) - token.dlogps + k) *
                     expm1(label.z - row_lse) +
                 rest;
-    dz = dz * a.per_element + static_cast<double>(offset);
+    dz = dz * per_element<kTempered>(a) + static_cast<double>(offset);
     if constexpr (kCap) dz *= label.slope;
     return static_cast<float>(dz);
   }

@@ -11,7 +11,8 @@ struct alignas(16) DistributionSum : RowSum {
   static constexpr bool kWeighted = true;
 
   float weighted;
-  // The largest logit as it was given, and its first column, or where the piece with it begins.
+  // The largest logit as it was given, and its first column; where that is known to lie elsewhere,
+  // -inf and ~0.
   float highest;
   uint32_t at;
 
@@ -104,8 +105,7 @@ struct EntropyGradient : RowGradient {
   }
 
   template <bool kSmooth, class Row>
-  __device__ static EntropyGradient of_row(const CrossEntropyArguments& a, const Row& row,
-                                           const Cap&) {
+  __device__ static EntropyGradient of_row(const CrossEntropyArguments& a, const Row& row) {
     const Token& token = row.token;
     EntropyGradient of{RowGradient::of<kSmooth>(a, token)};
     const float saved = a.saved_entropy[row.index];
@@ -127,7 +127,7 @@ struct EntropyGradient : RowGradient {
   }
 
   template <bool kSmooth, bool kCap>
-  __device__ float at(float x, const Cap& cap) const {
+  __device__ float at(float x, const TemperedCap& cap) const {
     float dz = at_exponent(fmaf(kCap ? cap.apply(x) : x, cap.scale, c));
     if constexpr (kSmooth) dz += x == -INFINITY && !kCap ? 0.0f : offset;
     if constexpr (kCap) dz *= cap.derivative(x);
@@ -135,7 +135,7 @@ struct EntropyGradient : RowGradient {
   }
 
   template <class E, bool kSmooth, bool kCap>
-  __device__ uint4 of_vector(const uint4& vector, const Cap& cap) const {
+  __device__ uint4 of_vector(const uint4& vector, const TemperedCap& cap) const {
     float x[kPerVector<E>];
     unpack<E>(vector, x);
     if constexpr (kCap) {
@@ -154,7 +154,7 @@ struct EntropyGradient : RowGradient {
 
   template <bool kCap>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token, float x,
-                                const Cap& cap, double row_lse) const {
+                                const TemperedCap& cap, double row_lse) const {
     const double rest = RowGradient::at_the_label<kCap>(a, token, x, cap, row_lse);
     if (dentropy == 0.0f || (!kCap && x == -INFINITY)) return static_cast<float>(rest);
     const double log_p = (kCap ? cap.apply(x) : x) * a.per_element - row_lse;

@@ -35,7 +35,7 @@ struct Packed {
   static constexpr uint32_t kPer = kPerVector<E>;
 
   const CrossEntropyArguments& a;
-  const Cap cap;
+  const TemperedCap cap;
   const uint32_t columns;
   int64_t first;  // token
   uint32_t held;  // rows

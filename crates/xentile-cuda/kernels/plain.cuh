@@ -18,7 +18,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
   constexpr uint32_t kWarps = kPlainThreads / 32;
   __shared__ RowSum parts[kWarps + 1];  // and that of what lies outside whole vectors
   const uint32_t thread = threadIdx.x;
-  const Cap cap(kCap ? a.softcap : 1.0, a.scale);
+  const TemperedCap cap(kCap ? a.softcap : 1.0, a.scale);
 
   for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
     const Token token = describe<kPass>(a, label_at(a, index), kApplies ? a.dloss[index] : 0.0f);

@@ -62,20 +62,22 @@ struct RingLayout {
   }
 };
 
-template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum>
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum, bool kTempered>
 struct Ring {
   static_assert(kPass != Pass::kBackward, "flat.cuh has that one");
   static constexpr bool kApplies = kPass == Pass::kFused;
   static constexpr uint32_t kPer = kPerVector<E>;
   static_assert(sizeof(Row<E>) == RingLayout::kRowBytes);
   static constexpr uint32_t kPartBytes = sizeof(Sum);
+  // Whether rows have a temperature's factor.
+  static constexpr bool kFactor = kTempered || !kCap;
 
   const CrossEntropyArguments& a;
   const uint32_t lane, ctas;
   uint32_t worker, workers;  // this warp among those of the cluster
   uint32_t clusters;
   const uint64_t policy;
-  const Cap cap;
+  const CapFor<kCap, kTempered> cap;
   uint8_t* slots;
   Sum* tables;
   Row<E>* rows;
@@ -197,7 +199,7 @@ struct Ring {
     }
   }
 
-  using Pieces = Piece<E, kSmooth, kCap, Sum>;
+  using Pieces = Piece<E, kSmooth, kCap, Sum, CapFor<kCap, kTempered>>;
 
   // The sum of what the warp holds of chunk `chunk`, with the label's logit if it is there.
   __device__ Sum reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Reach& reach) const {
@@ -205,9 +207,6 @@ struct Ring {
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
     Sum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
-    if constexpr (Sum::kWeighted) {
-      if (held > 0) piece.at = (skipped + own(row, skipped) - row.skip) * kPer + row.head;
-    }
     const uint32_t label_at = place(row, skipped);
     if (label_at < held * kPer) {
       const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
@@ -216,29 +215,30 @@ struct Ring {
     return piece;
   }
 
-  // The first column of a row with its largest logit: of a piece, sums know where it begins. Memory is
-  // read again for that, which is one chunk a row.
-  __device__ uint32_t first_of_highest(const Row<E>& row, const Sum& sum) const {
-    const uint32_t own_vectors = row.vectors - row.skip;
-    const uint32_t column = sum.at - row.head;
-    // What lies outside whole vectors, or nowhere.
-    if (sum.at < row.head || column >= own_vectors * kPer) return sum.at;
-    const uint32_t begin = column / kPer + row.skip;
-    const uint32_t end = min((begin / a.chunk_vectors + 1) * a.chunk_vectors, row.vectors);
-    const uint4* vectors =
-        reinterpret_cast<const uint4*>(static_cast<const E*>(a.logits) + row.first);
+  // Finds the column of a piece's largest logit, if that is larger than those of the row's pieces before.
+  __device__ void locate(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& before_it,
+                         Sum& piece) const {
+    // Under a cap -inf is as good a logit as any.
+    const bool is_new =
+        chunk == 0 ? kCap || piece.highest > -INFINITY : piece.highest > before_it.highest;
+    if (!is_new) {
+      piece.highest = -INFINITY;
+      return;
+    }
+    const uint32_t skipped = before(chunk);
+    const uint32_t held = count(row, skipped);
+    const uint4* vectors = at_slot(slot);
     uint32_t found = ~0u;
-#pragma unroll 4
-    for (uint32_t v = begin + lane; v < end; v += 32) {
+    for (uint32_t v = first_of(row, skipped); v < held && found == ~0u; v += 32) {
       float x[kPer];
       unpack<E>(vectors[v], x);
 #pragma unroll
-      for (uint32_t i = 0; i < kPer; ++i) {
-        if (x[i] == sum.highest) found = min(found, v * kPer + i);
+      for (uint32_t i = kPer; i-- > 0;) {
+        if (x[i] == piece.highest) found = v * kPer + i;
       }
     }
     found = __reduce_min_sync(~0u, found);
-    return found == ~0u ? found : found + row.head - row.skip * kPer;
+    if (found != ~0u) piece.at = found + skipped * kPer + row.head - row.skip * kPer;
   }
 
   // The sum of what lies outside whole vectors.
@@ -364,7 +364,7 @@ struct Ring {
 
   __device__ __noinline__ float at_the_label(const Row<E>& row, const RowGradient& gradient,
                                              const RowSum& sum, float x) const {
-    return gradient.template at_the_label<kCap>(a, row.token, x, cap, sum.lse());
+    return gradient.template at_the_label<kCap, kFactor>(a, row.token, x, cap, sum.lse());
   }
 
   // Of an element of a vector.
@@ -377,7 +377,7 @@ struct Ring {
         reach == Reach::kClose  ? cap.template one_of<Reach::kClose, kExact, E>(vector, place)
         : reach == Reach::kNear ? cap.template one_of<Reach::kNear, kExact, E>(vector, place)
                                 : cap.template one_of<Reach::kFar, kExact, E>(vector, place);
-    return gradient.template at_the_label<kCap>(a, row.token, label, sum.lse());
+    return gradient.template at_the_label<kCap, kFactor>(a, row.token, label, sum.lse());
   }
 
   __device__ void run() {
@@ -414,7 +414,8 @@ struct Ring {
           ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
           if (current.token.read) {
             Reach reach{};
-            const Sum piece = reduce(current, chunk, reduced_slot, reach);
+            Sum piece = reduce(current, chunk, reduced_slot, reach);
+            if constexpr (Sum::kWeighted) locate(current, chunk, reduced_slot, sum, piece);
             if constexpr (kCap && kApplies) reaches |= static_cast<uint64_t>(reach) << (2 * chunk);
             const uint32_t table = sums_sent % kTables;
             if (chunk == 0) {
@@ -449,16 +450,15 @@ struct Ring {
           }
           // Gradients come with the last of a row's columns, where nobody writes what was carried.
           if constexpr (Sum::kWeighted) {
-            if (mine) {
-              if (previous.token.read) all.at = first_of_highest(previous, all);
-              if (lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
-            }
+            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
           } else {
             if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
-            if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);
+            if (mine && lane == 0) {
+              end_row<kSmooth, kFactor>(a, previous.index, previous.token, all);
+            }
           }
           if constexpr (kApplies) {
-            gradient = RowGradient::of<kSmooth>(a, previous.token, all);
+            gradient = RowGradient::of<kSmooth, kFactor>(a, previous.token, all);
             if (mine) apply_ragged(previous, gradient, all);
           }
         }
@@ -487,10 +487,10 @@ struct Ring {
 };
 
 // The kernel. Cluster, CTA and shared memory are as the plan has them.
-template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum = RowSum>
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum = RowSum, bool kTempered = true>
 __device__ inline void ring(const CrossEntropyArguments& a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  Ring<E, kPass, kSmooth, kCap, Sum>(a, shared).run();
+  Ring<E, kPass, kSmooth, kCap, Sum, kTempered>(a, shared).run();
 }
 
 }  // namespace xentile

@@ -22,7 +22,7 @@ struct WholeForward {
 
   const CrossEntropyArguments& a;
   const bool capped;
-  const Cap cap;
+  const TemperedCap cap;
 
   __device__ explicit WholeForward(const CrossEntropyArguments& arguments)
       : a(arguments),

@@ -55,14 +55,16 @@ pub(crate) enum Variant {
     Basic,
     /// No softcap.
     Smooth,
-    /// All.
+    /// All, but that some schedules have no temperature.
     Capped,
+    /// All.
+    Tempered,
 }
 
 impl Variant {
     pub(crate) fn of(options: &CrossEntropy) -> Self {
         if options.softcap.is_some() {
-            Self::Capped
+            if options.is_tempered() { Self::Tempered } else { Self::Capped }
         } else if options.label_smoothing != 0.0 {
             Self::Smooth
         } else {
@@ -75,6 +77,7 @@ impl Variant {
             Self::Basic => "basic",
             Self::Smooth => "smooth",
             Self::Capped => "capped",
+            Self::Tempered => "tempered",
         }
     }
 }
@@ -567,6 +570,12 @@ impl Kernel {
             (Said::Distribution, _) => "distribution",
             (Said::Loss, pass) => pass.name(),
         };
+        // Softcap with a temperature has kernels of its own where those without are slower for it.
+        let variant = match key.variant {
+            Variant::Tempered => Variant::Capped,
+            other => other,
+        };
+        let of_schedule = if has_distribution { variant } else { key.variant };
         let load = |schedule: &str, variant: Variant| {
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
@@ -574,7 +583,7 @@ impl Kernel {
         };
         match plan {
             Plan::Ring(ring) => {
-                let code = load("ring", key.variant)?;
+                let code = load("ring", of_schedule)?;
                 // The wider ones have the same sums, but a part of a GPU may have no room for them,
                 // and no CTA of those beyond PORTABLE_CTAS.
                 let usual = choose(Shape { room: 1, ..shape });
@@ -601,16 +610,16 @@ impl Kernel {
                 }
             }
             Plan::Packed(_) => {
-                let code = load("packed", key.variant)?;
+                let code = load("packed", variant)?;
                 return Ok(Ready { code, plan, most: device.limits().multiprocessors });
             }
             Plan::Flat(_) => {
-                let code = load("flat", key.variant)?;
+                let code = load("flat", of_schedule)?;
                 return Ok(Ready { code, plan, most: GRID_ROWS });
             }
             Plan::Plain => {}
         }
-        let (schedule, variant, ctas) = match (said, key.variant) {
+        let (schedule, variant, ctas) = match (said, variant) {
             (Said::Distribution, _) => ("whole", Variant::Capped, WHOLE_CTAS),
             (Said::Loss, Variant::Basic) => ("plain", Variant::Smooth, plan::PLAIN_CTAS),
             (Said::Loss, other) => ("plain", other, plan::PLAIN_CTAS),
