@@ -83,9 +83,11 @@ def cases(quick: bool) -> Iterator[Case]:
                     yield Case(name, dtype, variant, shape, in_place, wide, tile)
     for target in ("distribution", "distribution_backward"):
         for dtype in DTYPES:
-            for shape in SHAPES[1:2] if quick else SHAPES:
-                in_place = target.endswith("backward") and dtype != "f32"
-                yield Case(f"cross_entropy_{target}", dtype, "capped", shape, in_place, False, {})
+            for variant in VARIANTS:
+                for shape in SHAPES[1:2] if quick else SHAPES:
+                    in_place = target.endswith("backward") and dtype != "f32"
+                    name = f"cross_entropy_{target}"
+                    yield Case(name, dtype, variant, shape, in_place, False, {})
     for dtype in DTYPES:
         for in_place in (False, True):
             yield Case("scale", dtype, "basic", SHAPES[1], in_place, False, {})
@@ -116,6 +118,7 @@ def run(case: Case, rng: np.random.Generator) -> None:
             "label_smoothing": np.float64(0),
             "z_loss": np.float64(0),
             **VARIANTS[case.variant],
+            "temperature": np.float64(1 if case.variant == "basic" else 0.7),
             **case.tile,
         }
         if not case.target.endswith("backward"):
@@ -123,7 +126,6 @@ def run(case: Case, rng: np.random.Generator) -> None:
         if case.target.endswith("forward"):
             operands, results = [x, y], per_token * 4
         elif case.target.endswith("distribution"):
-            attributes["temperature"] = np.float64(0.7)
             argmax = jax.ShapeDtypeStruct((tokens,), np.int32)
             operands, results = [x, y], [*per_token * 6, argmax]
         elif case.target.endswith("fused"):

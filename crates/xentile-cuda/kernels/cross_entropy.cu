@@ -1,7 +1,9 @@
 // The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
-// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all; `any` has a
-// temperature too, and what is said of the distribution.
+// and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all: but in ring and flat
+// no temperature, which `tempered` has there. The passes `distribution` and `distribution_backward` have what
+// is said of the distribution too.
 #include "cross_entropy.cuh"
+#include "distribution.cuh"
 #include "flat.cuh"
 #include "plain.cuh"
 #include "whole.cuh"
@@ -11,6 +13,10 @@
 #endif
 
 using namespace xentile;
+
+// Whether a variant takes any temperature.
+constexpr bool kTempered_basic = true, kTempered_smooth = true;
+constexpr bool kTempered_capped = false, kTempered_tempered = true;
 
 #define PLAIN(name, Name, dtype, E, variant, smooth, capped)  \
   extern "C" __global__ void __launch_bounds__(kPlainThreads) \
@@ -24,7 +30,8 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(512, 1)       \
       cross_entropy_ring_##name##_##dtype##_##variant(       \
           const __grid_constant__ CrossEntropyArguments a) { \
-    ring<E, Pass::k##Name, smooth, capped>(a);               \
+    using Sum = RowSum;                                      \
+    ring<E, Pass::k##Name, smooth, capped, Sum, kTempered_##variant>(a); \
   }
 
 // Rows of some CTAs arrive while those of others are worked on.
@@ -40,20 +47,31 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(kFlatThreads, 8) \
       cross_entropy_flat_##name##_##dtype##_##variant(          \
           const __grid_constant__ CrossEntropyArguments a) {    \
-    flat<E, smooth, capped>(a);                                 \
+    flat<E, smooth, capped, RowGradient, kTempered_##variant>(a); \
   }
 
-// Of every option, and of what is said of the distribution.
-#define WHOLE(name, Name, dtype, E, variant, smooth, capped)                    \
-  extern "C" __global__ void __launch_bounds__(kWholeThreads, 4)                \
-      cross_entropy_whole_forward_##dtype##_##variant(                          \
-          const __grid_constant__ CrossEntropyArguments a) {                    \
-    WholeForward<E>(a).run();                                                   \
-  }                                                                             \
-  extern "C" __global__ void __launch_bounds__(kFlatThreads, 8)                 \
-      cross_entropy_whole_backward_##dtype##_##variant(                         \
-          const __grid_constant__ CrossEntropyArguments a) {                    \
-    flat<E, smooth, capped, WholeGradient>(a);                                  \
+// With what is said of the distribution.
+#define WHOLE(name, Name, dtype, E, variant, smooth, capped)     \
+  extern "C" __global__ void __launch_bounds__(kWholeThreads, 4) \
+      cross_entropy_whole_##name##_##dtype##_##variant(          \
+          const __grid_constant__ CrossEntropyArguments a) {     \
+    WholeForward<E>(a).run();                                    \
+  }
+
+// Bounds that leave a thread 96 registers, as many as the forward pass has: so as many CTAs share a
+// multiprocessor.
+#define RING_OF_DISTRIBUTION(name, Name, dtype, E, variant, smooth, capped) \
+  extern "C" __global__ void __launch_bounds__(640, 1)                      \
+      cross_entropy_ring_##name##_##dtype##_##variant(                      \
+          const __grid_constant__ CrossEntropyArguments a) {                \
+    ring<E, Pass::k##Name, smooth, capped, DistributionSum>(a);             \
+  }
+
+#define FLAT_OF_ENTROPY(name, Name, dtype, E, variant, smooth, capped) \
+  extern "C" __global__ void __launch_bounds__(kFlatThreads, 8)        \
+      cross_entropy_flat_##name##_##dtype##_##variant(                 \
+          const __grid_constant__ CrossEntropyArguments a) {           \
+    flat<E, smooth, capped, EntropyGradient>(a);                       \
   }
 
 #define FOR_EACH_DTYPE(KERNEL, name, Name, variant, smooth, capped) \
@@ -69,13 +87,21 @@ using namespace xentile;
 FOR_EACH_DTYPE(FLAT, backward, Backward, basic, false, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, smooth, true, false)
 FOR_EACH_DTYPE(FLAT, backward, Backward, capped, true, true)
-FOR_EACH_DTYPE(WHOLE, , , any, false, false)
+FOR_EACH_DTYPE(FLAT, backward, Backward, tempered, true, true)
+FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, basic, false, false)
+FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, smooth, true, false)
+FOR_EACH_DTYPE(FLAT_OF_ENTROPY, distribution_backward, Backward, capped, true, true)
+FOR_EACH_DTYPE(WHOLE, distribution, Forward, capped, true, true)
 FOR_EACH_PASS(PLAIN, smooth, true, false)
 FOR_EACH_PASS(PLAIN, capped, true, true)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 FOR_EACH_PASS(RING, basic, false, false)
 FOR_EACH_PASS(RING, smooth, true, false)
 FOR_EACH_PASS(RING, capped, true, true)
+FOR_EACH_PASS(RING, tempered, true, true)
+FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, basic, false, false)
+FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, smooth, true, false)
+FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, capped, true, true)
 FOR_EACH_PASS(PACKED, basic, false, false)
 FOR_EACH_PASS(PACKED, smooth, true, false)
 FOR_EACH_PASS(PACKED, capped, true, true)

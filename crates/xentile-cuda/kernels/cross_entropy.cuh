@@ -59,8 +59,11 @@ struct CrossEntropyArguments {
   // The packed schedule's: lanes of a row, and whether rows are whole vectors.
   uint32_t lanes;
   uint32_t whole_vectors;
-  // What whole.cuh alone knows of: outputs and what they are made from may be null.
-  double temperature;
+  // A temperature: what an element, capped if it is, is multiplied by in a base-2 exponent, and
+  // the same without kLog2E.
+  double per_element;
+  float scale;
+  // What is said of the distribution: outputs and what they are made from may be null.
   float* entropy;
   float* highest;
   int32_t* argmax;
@@ -70,12 +73,16 @@ struct CrossEntropyArguments {
 
 inline constexpr float kLog2E = 1.44269504f;
 inline constexpr double kPerLog2E = 1.0 / static_cast<double>(kLog2E);
+static_assert(kLog2E * static_cast<float>(kPerLog2E) == 1.0f, "no temperature changes a bit");
 
 // As the constant c of a row: no element was seen that could set it.
 inline constexpr float kUnset = 1e30f;
 
 // A sum above this asks for a new c, long before f32 overflows.
 inline constexpr float kLargeSum = 0x1p64f;
+
+// Of an exponential below this nothing is left, and its product with an exponent that is no less is none.
+inline constexpr float kLeastExponent = -160.0f;
 
 inline constexpr int kIgnored = -1;
 inline constexpr int kOutOfRange = -2;
@@ -152,28 +159,47 @@ struct Capped {
   double z, slope;
 };
 
+struct NoTemperature {
+  static constexpr float scale = kLog2E;
+
+  __device__ explicit NoTemperature(float) {}
+};
+
+struct AnyTemperature {
+  float scale;
+
+  __device__ explicit AnyTemperature(float its) : scale(its) {}
+};
+
 // Makes them for one element or several.
 //
 // One element: tanh(u) as 1 - 2/(1 + e^2u), and near 0, where that cancels, as its Taylor polynomial.
 // Several: while none is beyond c, a polynomial in x^2, on the units for multiply-adds alone. Else
 // with e = e^(-2|u|): q = e/(1 + e), tanh|u| = 1 - 2q and its derivative 4q(1 - q), which keep their
 // digits where the tanh nears 1; four reciprocals are made of one.
-struct Cap {
+//
+// `scale` is what their result is multiplied by in an exponent: kLog2E over the temperature.
+template <class Scale>
+struct CapOf : Scale {
+  using Scale::scale;
+
   float cap, inverse;
   // tanh(sqrt(s))/sqrt(s) = 1 + a[0]*s + .. + a[6]*s^7 for s in [0, 1], to 2e-8 (Chebyshev); here
-  // with s = x^2 and times kLog2E.
+  // with s = x^2 and times `scale`.
   float series[7];
   float taylor[4];  // the first terms of its own series, alike
   float near;       // up to where |x| has the polynomial
-  float per_unit;   // 1/(c*kLog2E)
+  float per_unit;   // 1/(c*scale)
 
-  __device__ explicit Cap(double softcap)
-      : cap(static_cast<float>(softcap)), inverse(static_cast<float>(1.0 / softcap)) {
+  __device__ explicit CapOf(double softcap, float exponent_scale = kLog2E)
+      : Scale(exponent_scale),
+        cap(static_cast<float>(softcap)),
+        inverse(static_cast<float>(1.0 / softcap)) {
     constexpr float a[7] = {-0.3333333f,    0.13333128f,  -0.05393479f,  0.021660116f,
                             -0.008218922f, 0.0025104594f, -0.0004206955f};
     constexpr float b[4] = {-1.0f / 3.0f, 2.0f / 15.0f, -17.0f / 315.0f, 62.0f / 2835.0f};
     const float square = inverse * inverse;
-    float power = kLog2E;
+    float power = scale;
 #pragma unroll
     for (int i = 0; i < 7; ++i) {
       power *= square;
@@ -182,8 +208,12 @@ struct Cap {
     }
     // Powers of an extreme cap leave f32.
     near = cap > 0x1p-8f && cap < 0x1p60f ? cap : -1.0f;
-    per_unit = inverse * (1.0f / kLog2E);
+    if constexpr (!std::is_same_v<Scale, NoTemperature>) near = power < INFINITY ? near : -1.0f;
+    per_unit = inverse * (1.0f / scale);
   }
+
+  // What a sum of elements as they are in an exponent, or of capped ones, is multiplied by.
+  __device__ float per_element() const { return scale * static_cast<float>(kPerLog2E); }
 
   __device__ float exponential(float u) const { return ptx::ex2(u * (2.0f * kLog2E)); }
 
@@ -215,14 +245,14 @@ struct Cap {
     return most <= 0.25f * near ? Reach::kClose : most <= near ? Reach::kNear : Reach::kFar;
   }
 
-  // c*tanh(x/c)*kLog2E of an element within `near`.
+  // c*tanh(x/c)*scale of an element within `near`.
   template <int kTerms>
-  __device__ static float polynomial(float x, const float (&terms)[kTerms]) {
+  __device__ float polynomial(float x, const float (&terms)[kTerms]) const {
     const float square = x * x;
     float y = terms[kTerms - 1];
 #pragma unroll
     for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, terms[i]);
-    return x * fmaf(square, y, kLog2E);
+    return x * fmaf(square, y, scale);
   }
 
   __device__ float slope_at(float y) const {
@@ -230,7 +260,7 @@ struct Cap {
     return fmaf(-t, t, 1.0f);
   }
 
-  // c*tanh(x/c)*kLog2E of each, and if asked for c's derivatives. Of far ones, elements close to 0
+  // c*tanh(x/c)*scale of each, and if asked for c's derivatives. Of far ones, elements close to 0
   // beside ones that are not have an error of c*2^-22, unless exact.
   template <Reach kReach, bool kExact, bool kSlope, int kCount>
   __device__ void scaled(const float (&x)[kCount], float (&y)[kCount],
@@ -254,7 +284,7 @@ struct Cap {
       }
       return;
     }
-    const float all = cap * kLog2E;
+    const float all = cap * scale;
     constexpr int kShared = kCount % 4 == 0 ? 4 : 1;
 #pragma unroll
     for (int first = 0; first < kCount; first += kShared) {
@@ -314,8 +344,18 @@ struct Cap {
   }
 };
 
-// A part of a row, or all of it: sums, and the label's logit (0 in parts without it).
+using Cap = CapOf<NoTemperature>;
+using TemperedCap = CapOf<AnyTemperature>;
+
+// What a kernel has: a softcap whose kernels have no temperature has constants for it.
+template <bool kCap, bool kTempered>
+using CapFor = std::conditional_t<kCap && !kTempered, Cap, TemperedCap>;
+
+// A part of a row, or all of it: sums, and the label's logit (0 in parts without it). That has no
+// temperature yet; `values` has.
 struct RowSum {
+  static constexpr bool kWeighted = false;  // distribution.cuh has more of them
+
   float c, exponentials, values, label;
 
   __device__ static RowSum none() { return {kUnset, 0.0f, 0.0f, 0.0f}; }
@@ -355,7 +395,9 @@ struct RowSum {
 };
 
 // The c that makes the exponential of `max` 1.
-__device__ inline float shift_of(float max) { return fminf(max * -kLog2E, kUnset); }
+__device__ inline float shift_of(float max, float scale = kLog2E) {
+  return fminf(max * -scale, kUnset);
+}
 
 // The largest of a warp's; which, of NaNs, is open.
 __device__ inline float max_of_warp(float x) {
@@ -372,32 +414,38 @@ __device__ inline float sum_of_warp(float x) {
 // What a warp makes of a piece of a row: sums whose order the piece alone decides. Every lane has
 // them. c comes from the largest of the piece: what counts in the sum so has a small exponent, whose
 // rounding is small too.
-template <class E, bool kSum, bool kCap>
+template <class E, bool kSum, bool kCap, class Sum = RowSum, class AnyCap = TemperedCap>
 struct Piece {
   // Whether tanh needs all its digits: not of 16-bit elements, where many average its errors out.
   static constexpr bool kExact = sizeof(E) == 4;
 
   // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane.
-  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
-                               Reach& reach) {
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
+                            Reach& reach) {
     Extremes<E, kCap> extremes;
 #pragma unroll 2
     for (uint32_t v = first; v < end; v += 32) extremes.add(vectors[v]);
     const float max = max_of_warp(extremes.max());
-    if constexpr (!kCap) return sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max));
-    reach = cap.reach(max_of_warp(extremes.max_abs()));
-    const float c = shift_of(cap.apply(max));
-    switch (reach) {
-      case Reach::kClose: return sum<Reach::kClose>(vectors, first, end, cap, c);
-      case Reach::kNear: return sum<Reach::kNear>(vectors, first, end, cap, c);
-      default: return sum<Reach::kFar>(vectors, first, end, cap, c);
+    Sum all;
+    if constexpr (!kCap) {
+      all = sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale));
+    } else {
+      reach = cap.reach(max_of_warp(extremes.max_abs()));
+      const float c = shift_of(cap.apply(max), cap.scale);
+      switch (reach) {
+        case Reach::kClose: all = sum<Reach::kClose>(vectors, first, end, cap, c); break;
+        case Reach::kNear: all = sum<Reach::kNear>(vectors, first, end, cap, c); break;
+        default: all = sum<Reach::kFar>(vectors, first, end, cap, c);
+      }
     }
+    if constexpr (Sum::kWeighted) all.highest = max;
+    return all;
   }
 
   template <Reach kReach>
-  __device__ static RowSum sum(const uint4* vectors, uint32_t first, uint32_t end, const Cap& cap,
-                               float c) {
-    float partial[4] = {}, total[2] = {};
+  __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
+                            float c) {
+    float partial[4] = {}, total[2] = {}, weighted[2] = {};
     constexpr uint32_t kBatch = 2;
     uint32_t v = first;
     for (; v + 32 * (kBatch - 1) < end; v += 32 * kBatch) {
@@ -405,20 +453,25 @@ struct Piece {
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) add<kReach>(batch[i], cap, c, partial, total);
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        add<kReach, kExact>(batch[i], cap, c, partial, total, weighted);
+      }
     }
-    for (; v < end; v += 32) add<kReach>(vectors[v], cap, c, partial, total);
-    RowSum all = RowSum::none();
+    for (; v < end; v += 32) {
+      add<kReach, kExact>(vectors[v], cap, c, partial, total, weighted);
+    }
+    Sum all = Sum::none();
     all.c = c;
     all.exponentials = sum_of_warp((partial[0] + partial[1]) + (partial[2] + partial[3]));
-    if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * kPerValue;
+    if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * per_value(cap);
+    if constexpr (Sum::kWeighted) all.weighted = sum_of_warp(weighted[0] + weighted[1]);
     return all;
   }
 
   // Of every `kStride`th of the vectors in memory, which are read once: each has a c of its own.
   template <uint32_t kStride>
   __device__ static RowSum sum_once(const uint4* vectors, uint32_t first, uint32_t end,
-                                    const Cap& cap) {
+                                    const AnyCap& cap) {
     RowSum all = RowSum::none();
     for (uint32_t v = first; v < end; v += kStride) {
       const uint4 vector = vectors[v];
@@ -426,22 +479,39 @@ struct Piece {
       extremes.add(vector);
       const float max = extremes.max();
       RowSum one = RowSum::none();
-      one.c = shift_of(kCap ? cap.apply(max) : max);
+      one.c = shift_of(kCap ? cap.apply(max) : max, cap.scale);
       float partial[4] = {}, total[2] = {};
       add<Reach::kUnknown>(vector, cap, one.c, partial, total);
       one.exponentials = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-      if constexpr (kSum) one.values = (total[0] + total[1]) * kPerValue;
+      if constexpr (kSum) one.values = (total[0] + total[1]) * per_value(cap);
       all.merge(one);
     }
     return all.template across_lanes<kSum>();
   }
 
-  // What `total` holds is times kLog2E under a cap.
-  static constexpr float kPerValue = kCap ? static_cast<float>(kPerLog2E) : 1.0f;
+  // What `total` holds is as in an exponent under a cap, and as it was given without.
+  __device__ static float per_value(const AnyCap& cap) {
+    return kCap ? static_cast<float>(kPerLog2E) : cap.per_element();
+  }
 
   template <Reach kReach, bool kDigits = kExact>
-  __device__ static void add(const uint4& vector, const Cap& cap, float c, float (&partial)[4],
+  __device__ static void add(const uint4& vector, const AnyCap& cap, float c, float (&partial)[4],
                              float (&total)[2]) {
+    static_assert(!Sum::kWeighted);
+    float none[2];
+    add<kReach, kDigits>(vector, cap, c, partial, total, none);
+  }
+
+  template <Reach kReach, bool kDigits>
+  __device__ static void add(const uint4& vector, const AnyCap& cap, float c, float (&partial)[4],
+                             float (&total)[2], float (&weighted)[2]) {
+    const auto exponentiate = [&](float exponent, int i) {
+      const float exponential = ptx::ex2(exponent);
+      partial[i % 4] += exponential;
+      if constexpr (Sum::kWeighted) {
+        weighted[i % 2] = fmaf(exponential, fmaxf(exponent, kLeastExponent), weighted[i % 2]);
+      }
+    };
     float x[kPerVector<E>];
     unpack<E>(vector, x);
     if constexpr (kCap) {
@@ -449,31 +519,42 @@ struct Piece {
       cap.template scaled<kReach, kDigits, false>(x, y, none);
 #pragma unroll
       for (int i = 0; i < kPerVector<E>; ++i) {
-        partial[i % 4] += ptx::ex2(y[i] + c);
+        exponentiate(y[i] + c, i);
         if constexpr (kSum) total[i % 2] += y[i];
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kPerVector<E>; ++i) {
-        partial[i % 4] += ptx::ex2(fmaf(x[i], kLog2E, c));
+        exponentiate(fmaf(x[i], cap.scale, c), i);
         if constexpr (kSum) total[i % 2] += x[i];
       }
     }
   }
 
   // Of at most one element a lane; -inf for none.
-  __device__ static RowSum of_elements(float x, bool has, const Cap& cap) {
+  __device__ static Sum of_elements(float x, bool has, const AnyCap& cap) {
     const float z = kCap && has ? cap.apply(x) : x;
-    RowSum all = RowSum::none();
-    all.c = shift_of(max_of_warp(z));
-    all.exponentials = sum_of_warp(ptx::ex2(fmaf(z, kLog2E, all.c)));
-    if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f);
+    Sum all = Sum::none();
+    all.c = shift_of(max_of_warp(z), cap.scale);
+    const float exponent = fmaf(z, cap.scale, all.c), exponential = ptx::ex2(exponent);
+    all.exponentials = sum_of_warp(exponential);
+    if constexpr (Sum::kWeighted) {
+      all.weighted = sum_of_warp(exponential * fmaxf(exponent, kLeastExponent));
+      all.highest = max_of_warp(x);
+    }
+    if constexpr (kSum) all.values = sum_of_warp(has ? z : 0.0f) * cap.per_element();
     return all;
   }
 };
 
+// What a capped element is multiplied by outside exponents.
+template <bool kTempered>
+__device__ inline double per_element(const CrossEntropyArguments& a) {
+  return kTempered ? a.per_element : 1.0;
+}
+
 // Writes a token's outputs, given the sums of its row (of none, if that was not read).
-template <bool kSum>
+template <bool kSum, bool kTempered = true>
 __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, const Token& token,
                                    const RowSum& sum) {
   double loss = 0.0, logps = 0.0, lse = 0.0;
@@ -482,7 +563,7 @@ __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, 
     if (token.target == kOutOfRange) {
       loss = logps = NAN;
     } else if (token.target != kIgnored) {
-      logps = static_cast<double>(sum.label) - lse;
+      logps = static_cast<double>(sum.label) * per_element<kTempered>(a) - lse;
       loss = (1.0 - a.label_smoothing) * -logps + a.z_loss * lse * lse;
       if (kSum && a.label_smoothing != 0.0) {
         loss += a.label_smoothing *
@@ -503,47 +584,42 @@ __device__ inline void add_carried(const CrossEntropyArguments& a, int64_t row, 
 }
 
 // Writes a token's outputs; or, while more of its columns are to come, its sums so far.
-template <bool kSum>
+template <bool kSum, bool kTempered = true>
 __device__ inline void end_row(const CrossEntropyArguments& a, int64_t row, const Token& token,
                                const RowSum& sum) {
   if (a.carried != nullptr && a.first_column + a.columns < a.vocab) {
     a.carried[row] = sum;
   } else {
-    write_token<kSum>(a, row, token, sum);
+    write_token<kSum, kTempered>(a, row, token, sum);
   }
 }
 
-// The gradient of a row: factor * 2^(z*kLog2E + c) + offset away from the label.
+// The gradient of a row: factor * 2^(z*scale + c) + offset away from the label.
 struct RowGradient {
   float c, factor, offset;
   float at_p;  // what multiplies p: g*(1 + 2*w*lse) - h + k
 
-  // For flat.cuh, which other gradients go by as well: what all rows have, and what is known of one.
-  using Common = Cap;
-
-  template <bool kCap>
-  __device__ static Cap common(const CrossEntropyArguments& a) {
-    return Cap(kCap ? a.softcap : 1.0);
-  }
-
+  // For flat.cuh, which other gradients go by as well: what is known of a row.
   __device__ static Token describe(const CrossEntropyArguments& a, int64_t index) {
     return describe_saved(a, index);
   }
 
   template <bool kSmooth, class Row>
-  __device__ static RowGradient of_row(const CrossEntropyArguments& a, const Row& row,
-                                       const Cap&) {
+  __device__ static RowGradient of_row(const CrossEntropyArguments& a, const Row& row) {
     return of<kSmooth>(a, row.token);
   }
 
   // From the sums of the row.
-  template <bool kSmooth>
+  template <bool kSmooth, bool kTempered = true>
   __device__ static RowGradient of(const CrossEntropyArguments& a, const Token& token,
                                    const RowSum& sum) {
-    RowGradient row = coefficients<kSmooth>(a, token);
+    RowGradient row = coefficients<kSmooth, kTempered>(a, token);
     if (a.z_loss != 0.0) row.at_p = with_z_loss(a, token, sum.lse());
     row.c = sum.c;
-    row.factor = sum.exponentials > 0.0f ? __fdividef(row.at_p, sum.exponentials) : NAN;
+    row.factor = sum.exponentials > 0.0f
+                     ? __fdividef(row.at_p, sum.exponentials) *
+                           static_cast<float>(per_element<kTempered>(a))
+                     : NAN;
     return row;
   }
 
@@ -555,17 +631,19 @@ struct RowGradient {
     if (a.z_loss != 0.0) row.at_p = with_z_loss(a, token, lse);
     const double exact = -lse * static_cast<double>(kLog2E);
     row.c = static_cast<float>(exact);
-    row.factor = row.at_p * exp2f(static_cast<float>(exact - static_cast<double>(row.c)));
+    row.factor = row.at_p * exp2f(static_cast<float>(exact - static_cast<double>(row.c))) *
+                 static_cast<float>(a.per_element);
     return row;
   }
 
-  template <bool kSmooth>
+  template <bool kSmooth, bool kTempered = true>
   __device__ static RowGradient coefficients(const CrossEntropyArguments& a, const Token& token) {
     RowGradient row{};
     row.at_p = token.dloss - token.dlogps + token.dlse;
     if (token.target == kOutOfRange) row.at_p = NAN;
     if constexpr (kSmooth) {
-      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab);
+      row.offset = static_cast<float>(-token.dloss * a.label_smoothing / a.vocab *
+                                      per_element<kTempered>(a));
     }
     return row;
   }
@@ -577,10 +655,10 @@ struct RowGradient {
                               token.dlse);
   }
 
-  template <bool kSmooth, bool kCap>
-  __device__ float at(float x, const Cap& cap) const {
+  template <bool kSmooth, bool kCap, class AnyCap>
+  __device__ float at(float x, const AnyCap& cap) const {
     const float z = kCap ? cap.apply(x) : x;
-    const float exponential = ptx::ex2(fmaf(z, kLog2E, c));
+    const float exponential = ptx::ex2(fmaf(z, cap.scale, c));
     float dz = exponential * factor;
     if constexpr (kSmooth) dz += x == -INFINITY && !kCap ? 0.0f : offset;
     if constexpr (kCap) dz *= cap.derivative(x);
@@ -589,8 +667,8 @@ struct RowGradient {
 
   // `kReach` and `kExact` as Cap has them.
   template <class E, bool kSmooth, bool kCap, Reach kReach = Reach::kUnknown,
-            bool kExact = sizeof(E) == 4>
-  __device__ uint4 of_vector(const uint4& vector, const Cap& cap) const {
+            bool kExact = sizeof(E) == 4, class AnyCap>
+  __device__ uint4 of_vector(const uint4& vector, const AnyCap& cap) const {
     float x[kPerVector<E>];
     unpack<E>(vector, x);
     if constexpr (kCap) {
@@ -609,15 +687,16 @@ struct RowGradient {
   }
 
   // At the label, whose logit is `x`: p - 1 in one piece, since p may be close to 1.
-  template <bool kCap>
+  template <bool kCap, bool kTempered = true, class AnyCap>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token, float x,
-                                const Cap& cap, double row_lse) const {
-    Capped capped{x, 1.0};
-    if constexpr (kCap) capped = {cap.apply(x), cap.derivative(x)};
-    return at_the_label<kCap>(a, token, capped, row_lse);
+                                const AnyCap& cap, double row_lse) const {
+    const double per = per_element<kTempered>(a);
+    Capped capped{x * per, 1.0};
+    if constexpr (kCap) capped = {cap.apply(x) * per, cap.derivative(x)};
+    return at_the_label<kCap, kTempered>(a, token, capped, row_lse);
   }
 
-  template <bool kCap>
+  template <bool kCap, bool kTempered = true>
   __device__ float at_the_label(const CrossEntropyArguments& a, const Token& token,
                                 const Capped& label, double row_lse) const {
     if (!kCap && label.z == -INFINITY && row_lse == row_lse) return 0.0f;
@@ -625,7 +704,8 @@ struct RowGradient {
     const double rest = g * (2.0 * a.z_loss * row_lse + a.label_smoothing) + k;
     double dz = (g * (1.0 + 2.0 * a.z_loss * row_lse) - token.dlogps + k) *
                     expm1(label.z - row_lse) +
-                rest + static_cast<double>(offset);
+                rest;
+    dz = dz * per_element<kTempered>(a) + static_cast<double>(offset);
     if constexpr (kCap) dz *= label.slope;
     return static_cast<float>(dz);
   }

@@ -16,15 +16,15 @@ inline constexpr uint32_t kFlatThreads = 64;
 // Vectors of a thread that are under way at once.
 inline constexpr uint32_t kFlatBatch = 16;
 
-template <class E, bool kSmooth, bool kCap, class Gradient = RowGradient>
+template <class E, bool kSmooth, bool kCap, class Gradient, bool kTempered>
 struct Flat {
   static constexpr uint32_t kPer = kPerVector<E>;
 
   const CrossEntropyArguments& a;
-  const typename Gradient::Common cap;
+  const CapFor<kCap, kTempered> cap;
 
   __device__ explicit Flat(const CrossEntropyArguments& arguments)
-      : a(arguments), cap(Gradient::template common<kCap>(arguments)) {}
+      : a(arguments), cap(kCap ? arguments.softcap : 1.0, arguments.scale) {}
 
   __device__ static void load(uint4 (&batch)[kFlatBatch], const Row<E>& row, const uint4* from,
                               uint32_t start, uint32_t end) {
@@ -53,7 +53,7 @@ struct Flat {
     // Before anything is computed that the loads could wait for.
     uint4 batch[kFlatBatch];
     load(batch, row, from, first, end);
-    const Gradient gradient = Gradient::template of_row<kSmooth>(a, row, cap);
+    const Gradient gradient = Gradient::template of_row<kSmooth>(a, row);
     const uint32_t label_at = row.place();
     for (uint32_t start = first; start < end;) {
 #pragma unroll
@@ -98,9 +98,9 @@ struct Flat {
 
 // The kernel. CTAs are tiles by blocks of tokens, of which those that are too many for a grid are
 // taken in turns.
-template <class E, bool kSmooth, bool kCap, class Gradient = RowGradient>
+template <class E, bool kSmooth, bool kCap, class Gradient = RowGradient, bool kTempered = true>
 __device__ inline void flat(const CrossEntropyArguments& a) {
-  Flat<E, kSmooth, kCap, Gradient>(a).run();
+  Flat<E, kSmooth, kCap, Gradient, kTempered>(a).run();
 }
 
 }  // namespace xentile

@@ -35,7 +35,7 @@ struct Packed {
   static constexpr uint32_t kPer = kPerVector<E>;
 
   const CrossEntropyArguments& a;
-  const Cap cap;
+  const TemperedCap cap;
   const uint32_t columns;
   int64_t first;  // token
   uint32_t held;  // rows
@@ -45,7 +45,7 @@ struct Packed {
 
   __device__ Packed(const CrossEntropyArguments& arguments, uint8_t* shared)
       : a(arguments),
-        cap(kCap ? arguments.softcap : 1.0),
+        cap(kCap ? arguments.softcap : 1.0, arguments.scale),
         columns(static_cast<uint32_t>(arguments.columns)) {
     first = static_cast<int64_t>(blockIdx.x) * a.time_block;
     held = static_cast<uint32_t>(min(static_cast<int64_t>(a.time_block), a.tokens - first));
@@ -110,10 +110,10 @@ struct Packed {
 
   using Pieces = Piece<E, kSmooth, kCap>;
 
-  // z * kLog2E of an element.
+  // An element as it is in an exponent.
   __device__ float scaled(float x) const {
     float in[1] = {x}, y[1], none[1];
-    if constexpr (!kCap) return x * kLog2E;
+    if constexpr (!kCap) return x * cap.scale;
     cap.scaled<Reach::kUnknown, true, false>(in, y, none);
     return y[0];
   }
@@ -132,7 +132,7 @@ struct Packed {
       const auto one = [&](uint32_t at, int place) {
         const float value = to_float(x[at]);
         const float y = scaled(value);
-        partial[place] += ptx::ex2(kCap ? y + c : fmaf(value, kLog2E, c));
+        partial[place] += ptx::ex2(kCap ? y + c : fmaf(value, cap.scale, c));
         if constexpr (kSmooth) total[place % 2] += kCap ? y : value;
       };
       uint32_t at = lane;
@@ -143,7 +143,7 @@ struct Packed {
       for (; at < columns; at += a.lanes) one(at, 0);
     }
     sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-    if constexpr (kSmooth) values = (total[0] + total[1]) * Pieces::kPerValue;
+    if constexpr (kSmooth) values = (total[0] + total[1]) * Pieces::per_value(cap);
   }
 
   template <bool kVectors>
@@ -168,7 +168,7 @@ struct Packed {
   __device__ void reduce() const {
     for_rows([&](uint32_t row, uint32_t lane, bool is_there) {
       const E* x = tile + row * columns;
-      const float c = shift_of(max_of<kVectors>(x, lane));
+      const float c = shift_of(max_of<kVectors>(x, lane), cap.scale);
       float sum = 0.0f, values = 0.0f;
       add<kVectors>(x, lane, c, sum, values);
       sum = sum_of_lanes(sum);
@@ -183,7 +183,7 @@ struct Packed {
 
   // A label's logit as the sum has it.
   __device__ Capped capped(uint32_t row, uint32_t column, float x) const {
-    if constexpr (!kCap) return {x, 1.0};
+    if constexpr (!kCap) return {x * a.per_element, 1.0};
     const uint32_t at = row * columns + column;
     if (a.whole_vectors != 0) {
       const uint4 vector = reinterpret_cast<const uint4*>(tile)[at / kPer];

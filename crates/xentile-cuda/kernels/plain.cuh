@@ -18,7 +18,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
   constexpr uint32_t kWarps = kPlainThreads / 32;
   __shared__ RowSum parts[kWarps + 1];  // and that of what lies outside whole vectors
   const uint32_t thread = threadIdx.x;
-  const Cap cap(kCap ? a.softcap : 1.0);
+  const TemperedCap cap(kCap ? a.softcap : 1.0, a.scale);
 
   for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
     const Token token = describe<kPass>(a, label_at(a, index), kApplies ? a.dloss[index] : 0.0f);
@@ -69,7 +69,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
         const uint4 vector = vectors[v];
         to[v] = gradient.template of_vector<E, kSmooth, kCap>(vector, cap);
         if (v == label_at / kPer) {
-          Capped label{element<E>(vector, label_at % kPer), 1.0};
+          Capped label{element<E>(vector, label_at % kPer) * a.per_element, 1.0};
           if constexpr (kCap) {
             constexpr bool kExact = Piece<E, kSmooth, kCap>::kExact;
             label = cap.template one_of<Reach::kUnknown, kExact, E>(vector, label_at % kPer);

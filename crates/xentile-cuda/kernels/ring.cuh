@@ -24,6 +24,7 @@
 #pragma once
 
 #include "cross_entropy.cuh"
+#include "distribution.cuh"
 #include "row.cuh"
 
 namespace xentile {
@@ -40,10 +41,11 @@ struct RingLayout {
 
   uint32_t slot, tables, rows, full, sent, bytes;
 
-  __host__ __device__ RingLayout(const CrossEntropyArguments& a, uint32_t warps, uint32_t ctas) {
+  __host__ __device__ RingLayout(const CrossEntropyArguments& a, uint32_t warps, uint32_t ctas,
+                                 uint32_t part_bytes) {
     slot = a.chunk_vectors * 16;
     tables = warps * a.slots * slot;
-    rows = tables + kTables * parts(a, ctas * warps) * static_cast<uint32_t>(sizeof(RowSum));
+    rows = tables + kTables * parts(a, ctas * warps) * part_bytes;
     full = rows + warps * kRows * kRowBytes;
     sent = full + warps * a.slots * 8;
     bytes = sent + kTables * 8;
@@ -60,21 +62,24 @@ struct RingLayout {
   }
 };
 
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum, bool kTempered>
 struct Ring {
   static_assert(kPass != Pass::kBackward, "flat.cuh has that one");
   static constexpr bool kApplies = kPass == Pass::kFused;
   static constexpr uint32_t kPer = kPerVector<E>;
   static_assert(sizeof(Row<E>) == RingLayout::kRowBytes);
+  static constexpr uint32_t kPartBytes = sizeof(Sum);
+  // Whether rows have a temperature's factor.
+  static constexpr bool kFactor = kTempered || !kCap;
 
   const CrossEntropyArguments& a;
   const uint32_t lane, ctas;
   uint32_t worker, workers;  // this warp among those of the cluster
   uint32_t clusters;
   const uint64_t policy;
-  const Cap cap;
+  const CapFor<kCap, kTempered> cap;
   uint8_t* slots;
-  RowSum* tables;
+  Sum* tables;
   Row<E>* rows;
   uint32_t full, sent;
   uint32_t slot_bytes;
@@ -101,9 +106,9 @@ struct Ring {
         lane(threadIdx.x % 32),
         ctas(ptx::cluster_ctas()),
         policy(ptx::evict_first()),
-        cap(kCap ? arguments.softcap : 1.0) {
+        cap(kCap ? arguments.softcap : 1.0, arguments.scale) {
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warps = blockDim.x / 32;
-    const RingLayout layout(a, warps, ctas);
+    const RingLayout layout(a, warps, ctas, kPartBytes);
     worker = ptx::cluster_rank() * warps + warp;
     workers = ctas * warps;
     clusters = gridDim.x / ctas;
@@ -112,7 +117,7 @@ struct Ring {
     ragged = a.columns % kPer != 0 || a.stride % kPer != 0;
     spread = RingLayout::is_spread(a, workers);
     slots = shared + warp * a.slots * slot_bytes;
-    tables = reinterpret_cast<RowSum*>(shared + layout.tables);
+    tables = reinterpret_cast<Sum*>(shared + layout.tables);
     rows = reinterpret_cast<Row<E>*>(shared + layout.rows) + warp * kRows;
     full = ptx::shared_address(shared + layout.full) + warp * a.slots * 8;
     sent = ptx::shared_address(shared + layout.sent);
@@ -194,14 +199,14 @@ struct Ring {
     }
   }
 
-  using Pieces = Piece<E, kSmooth, kCap>;
+  using Pieces = Piece<E, kSmooth, kCap, Sum, CapFor<kCap, kTempered>>;
 
   // The sum of what the warp holds of chunk `chunk`, with the label's logit if it is there.
-  __device__ RowSum reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Reach& reach) const {
+  __device__ Sum reduce(const Row<E>& row, uint32_t chunk, uint32_t slot, Reach& reach) const {
     const uint32_t skipped = before(chunk);
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
-    RowSum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
+    Sum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
     const uint32_t label_at = place(row, skipped);
     if (label_at < held * kPer) {
       const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
@@ -210,13 +215,43 @@ struct Ring {
     return piece;
   }
 
+  // Finds the column of a piece's largest logit, if that is larger than those of the row's pieces before.
+  __device__ void locate(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& before_it,
+                         Sum& piece) const {
+    // Under a cap -inf is as good a logit as any.
+    const bool is_new =
+        chunk == 0 ? kCap || piece.highest > -INFINITY : piece.highest > before_it.highest;
+    if (!is_new) {
+      piece.highest = -INFINITY;
+      return;
+    }
+    const uint32_t skipped = before(chunk);
+    const uint32_t held = count(row, skipped);
+    const uint4* vectors = at_slot(slot);
+    uint32_t found = ~0u;
+    for (uint32_t v = first_of(row, skipped); v < held && found == ~0u; v += 32) {
+      float x[kPer];
+      unpack<E>(vectors[v], x);
+#pragma unroll
+      for (uint32_t i = kPer; i-- > 0;) {
+        if (x[i] == piece.highest) found = v * kPer + i;
+      }
+    }
+    found = __reduce_min_sync(~0u, found);
+    if (found != ~0u) piece.at = found + skipped * kPer + row.head - row.skip * kPer;
+  }
+
   // The sum of what lies outside whole vectors.
-  __device__ RowSum reduce_ragged(const Row<E>& row) const {
+  __device__ Sum reduce_ragged(const Row<E>& row) const {
     const int column = row.ragged(lane);
     const bool has = column >= 0;
     const float x =
         has ? to_float(static_cast<const E*>(a.logits)[row.begin() + column]) : -INFINITY;
-    RowSum piece = Pieces::of_elements(x, has, cap);
+    Sum piece = Pieces::of_elements(x, has, cap);
+    if constexpr (Sum::kWeighted) {
+      const bool is_highest = has && x == piece.highest;
+      piece.at = __reduce_min_sync(~0u, is_highest ? static_cast<uint32_t>(column) : ~0u);
+    }
     const bool found = has && column == row.token.target;
     piece.label = sum_of_warp(found ? (kCap ? cap.apply(x) : x) : 0.0f);
     return piece;
@@ -227,38 +262,39 @@ struct Ring {
     const uint32_t sent_parts = parts - (ragged ? 0 : 1);
     if (arms && ctas > 1) {
       ptx::mbarrier_arrive_expect_tx(sent + table * 8,
-                                     sent_parts * static_cast<uint32_t>(sizeof(RowSum)));
+                                     sent_parts * kPartBytes);
     }
   }
 
   // Sends a part of a row to every CTA of the cluster.
-  __device__ void send(const RowSum& part, uint32_t index, uint32_t table) const {
-    RowSum* const to = tables + table * parts + index;
+  __device__ void send(const Sum& part, uint32_t index, uint32_t table) const {
+    Sum* const to = tables + table * parts + index;
     if (ctas == 1) {  // messages are for clusters of two and more
       if (lane == 0) {
         *to = part;
         ptx::mbarrier_arrive(sent + table * 8);
       }
     } else if (lane < ctas) {
-      ptx::send(ptx::in_cta(ptx::shared_address(to), lane),
-                make_float4(part.c, part.exponentials, part.values, part.label),
-                ptx::in_cta(sent + table * 8, lane));
+      const uint32_t there = ptx::in_cta(ptx::shared_address(to), lane);
+      const uint32_t barrier = ptx::in_cta(sent + table * 8, lane);
+      ptx::send(there, make_float4(part.c, part.exponentials, part.values, part.label), barrier);
+      if constexpr (Sum::kWeighted) ptx::send(there + sizeof(RowSum), part.rest(), barrier);
     }
   }
 
   // The sums of a whole row, when all parts have arrived.
-  __device__ RowSum gather(uint32_t table, uint32_t phase, bool with_label) const {
+  __device__ Sum gather(uint32_t table, uint32_t phase, bool with_label) const {
     ptx::mbarrier_wait(sent + table * 8, phase);
-    const RowSum* const from = tables + table * parts;
+    const Sum* const from = tables + table * parts;
     const uint32_t columns = a.columns_of_pieces;
     const uint32_t pieces = spread ? a.pieces_of_a_column : 1;
-    RowSum all = RowSum::none();
+    Sum all = Sum::none();
     for (uint32_t column = lane; column < columns; column += 32) {
-      RowSum sum = from[column];
+      Sum sum = from[column];
       for (uint32_t i = 1; i < pieces; ++i) sum.merge(from[i * columns + column]);
       all.merge(sum);
     }
-    RowSum row = all.template across_lanes<kSmooth>();
+    Sum row = all.template across_lanes<kSmooth>();
     if (with_label) row.label = sum_of_warp(row.label);
     if (ragged) row.merge(from[parts - 1]);
     return row;
@@ -328,7 +364,7 @@ struct Ring {
 
   __device__ __noinline__ float at_the_label(const Row<E>& row, const RowGradient& gradient,
                                              const RowSum& sum, float x) const {
-    return gradient.template at_the_label<kCap>(a, row.token, x, cap, sum.lse());
+    return gradient.template at_the_label<kCap, kFactor>(a, row.token, x, cap, sum.lse());
   }
 
   // Of an element of a vector.
@@ -341,7 +377,7 @@ struct Ring {
         reach == Reach::kClose  ? cap.template one_of<Reach::kClose, kExact, E>(vector, place)
         : reach == Reach::kNear ? cap.template one_of<Reach::kNear, kExact, E>(vector, place)
                                 : cap.template one_of<Reach::kFar, kExact, E>(vector, place);
-    return gradient.template at_the_label<kCap>(a, row.token, label, sum.lse());
+    return gradient.template at_the_label<kCap, kFactor>(a, row.token, label, sum.lse());
   }
 
   __device__ void run() {
@@ -362,10 +398,10 @@ struct Ring {
     uint32_t reduced_slot = 0, reduced_phase = 0, applied_slot = 0, applied_phase = 0;
     uint32_t sums_sent = 0, sums_read = 0;  // rows so far
     uint32_t turn = 0, previous_turn = 0;   // the worker for what only one does for a row
-    RowSum sum = RowSum::none();
+    Sum sum = Sum::none();
     // Of every chunk of the current row and the previous, two bits each.
     uint64_t reaches = 0, previous_reaches = 0;
-    RowSum all = RowSum::none();
+    Sum all = Sum::none();
     RowGradient gradient{};
     Row<E> current, previous;
     bool have_previous = false;
@@ -378,7 +414,8 @@ struct Ring {
           ptx::mbarrier_wait(full + reduced_slot * 8, reduced_phase);
           if (current.token.read) {
             Reach reach{};
-            const RowSum piece = reduce(current, chunk, reduced_slot, reach);
+            Sum piece = reduce(current, chunk, reduced_slot, reach);
+            if constexpr (Sum::kWeighted) locate(current, chunk, reduced_slot, sum, piece);
             if constexpr (kCap && kApplies) reaches |= static_cast<uint64_t>(reach) << (2 * chunk);
             const uint32_t table = sums_sent % kTables;
             if (chunk == 0) {
@@ -406,16 +443,22 @@ struct Ring {
         if (!have_previous) continue;
         if (chunk == 0) {
           const bool mine = worker == previous_turn;
-          all = RowSum::none();
+          all = Sum::none();
           if (previous.token.read) {
             all = gather(sums_read % kTables, sums_read / kTables % 2, mine);
             ++sums_read;
           }
           // Gradients come with the last of a row's columns, where nobody writes what was carried.
-          if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
-          if (mine && lane == 0) end_row<kSmooth>(a, previous.index, previous.token, all);
+          if constexpr (Sum::kWeighted) {
+            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+          } else {
+            if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
+            if (mine && lane == 0) {
+              end_row<kSmooth, kFactor>(a, previous.index, previous.token, all);
+            }
+          }
           if constexpr (kApplies) {
-            gradient = RowGradient::of<kSmooth>(a, previous.token, all);
+            gradient = RowGradient::of<kSmooth, kFactor>(a, previous.token, all);
             if (mine) apply_ragged(previous, gradient, all);
           }
         }
@@ -444,10 +487,10 @@ struct Ring {
 };
 
 // The kernel. Cluster, CTA and shared memory are as the plan has them.
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum = RowSum, bool kTempered = true>
 __device__ inline void ring(const CrossEntropyArguments& a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  Ring<E, kPass, kSmooth, kCap>(a, shared).run();
+  Ring<E, kPass, kSmooth, kCap, Sum, kTempered>(a, shared).run();
 }
 
 }  // namespace xentile

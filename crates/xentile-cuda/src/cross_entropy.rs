@@ -5,12 +5,14 @@
 //! (kernels/ring.cuh). Rows of small vocabularies come several to a CTA (kernels/packed.cuh), in every
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
-//! (kernels/flat.cuh). [`plan`] chooses. A temperature, and what is said of the distribution, have kernels
-//! of their own (kernels/whole.cuh); a fused pass with a temperature is the other two, one after the other.
+//! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
+//! the distribution (kernels/distribution.cuh) has the same schedules; but no rows are packed, and
+//! without clusters its forward pass is kernels/whole.cuh.
 
 mod arguments;
 pub mod plan;
 
+use std::f32::consts::LOG2_E;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
@@ -53,18 +55,16 @@ pub(crate) enum Variant {
     Basic,
     /// No softcap.
     Smooth,
-    /// All but a temperature.
+    /// All, but that some schedules have no temperature.
     Capped,
-    /// Any option, and what is said of the distribution.
-    Any,
+    /// All.
+    Tempered,
 }
 
 impl Variant {
     pub(crate) fn of(options: &CrossEntropy) -> Self {
-        if options.is_tempered() {
-            Self::Any
-        } else if options.softcap.is_some() {
-            Self::Capped
+        if options.softcap.is_some() {
+            if options.is_tempered() { Self::Tempered } else { Self::Capped }
         } else if options.label_smoothing != 0.0 {
             Self::Smooth
         } else {
@@ -77,9 +77,18 @@ impl Variant {
             Self::Basic => "basic",
             Self::Smooth => "smooth",
             Self::Capped => "capped",
-            Self::Any => "any",
+            Self::Tempered => "tempered",
         }
     }
+}
+
+/// What a pass is asked for of each token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Said {
+    /// Losses, or their gradient.
+    Loss,
+    /// What is said of the distribution too.
+    Distribution,
 }
 
 /// Labels `[T]` on a GPU, of either width.
@@ -254,7 +263,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
         // SAFETY: passed on from this function's contract.
-        Ok(unsafe { self.ready(pass, self.variant(), stream) }?.plan.tile(self.dtype))
+        Ok(unsafe { self.ready(pass, Said::Loss, stream) }?.plan.tile(self.dtype))
     }
 
     /// Loads what `pass` runs, so that the call has only to launch it.
@@ -265,16 +274,8 @@ impl Kernel {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        let variant = self.variant();
-        if variant == Variant::Any && pass == Pass::Fused {
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                self.ready(Pass::Forward, variant, stream)?;
-                return self.ready(Pass::Backward, variant, stream).map(drop);
-            }
-        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, variant, stream) }.map(drop)
+        unsafe { self.ready(pass, Said::Loss, stream) }.map(drop)
     }
 
     /// As [`load`](Self::load), for [`distribution`](Self::distribution) and
@@ -287,7 +288,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load_distribution(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, Variant::Any, stream) }.map(drop)
+        unsafe { self.ready(pass, Said::Distribution, stream) }.map(drop)
     }
 
     /// What the options ask for.
@@ -315,7 +316,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         let arguments = Arguments { entropy, highest, argmax, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, Variant::Any, stream, arguments) }
+        unsafe { self.launch(Pass::Forward, Said::Distribution, stream, arguments) }
     }
 
     /// As [`backward`](Self::backward), with the gradient for cotangents of the entropies too.
@@ -340,7 +341,7 @@ impl Kernel {
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         let arguments = Arguments { saved_entropy, dentropy, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, Variant::Any, stream, arguments) }
+        unsafe { self.launch(Pass::Backward, Said::Distribution, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for.
@@ -361,7 +362,7 @@ impl Kernel {
         check_alignment("logits", logits)?;
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, self.variant(), stream, arguments) }
+        unsafe { self.launch(Pass::Forward, Said::Loss, stream, arguments) }
     }
 
     /// Has `stream` write the gradient for `cotangents` to `dlogits` `[T, V]`, which may be `logits`.
@@ -383,7 +384,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels);
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, self.variant(), stream, arguments) }
+        unsafe { self.launch(Pass::Backward, Said::Loss, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for, and write the gradient for cotangents `dloss` `[T]`
@@ -407,23 +408,8 @@ impl Kernel {
         check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
         let arguments = arguments.with_outputs(outputs);
-        let variant = self.variant();
-        if variant == Variant::Any {
-            let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
-            if saved.lse.is_null() || saved.lse_low.is_null() {
-                return Err(Error::NoLse);
-            }
-            let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
-            let backward =
-                self.arguments(logits, labels).with_cotangents(dlogits, saved, cotangents);
-            // SAFETY: passed on from this function's contract.
-            unsafe {
-                self.launch(Pass::Forward, variant, stream, arguments)?;
-                return self.launch(Pass::Backward, variant, stream, backward);
-            }
-        }
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Fused, variant, stream, arguments) }
+        unsafe { self.launch(Pass::Fused, Said::Loss, stream, arguments) }
     }
 
     /// Bytes of the logits.
@@ -437,6 +423,8 @@ impl Kernel {
             Labels::I32(labels) => (labels.cast(), 0),
             Labels::I64(labels) => (labels.cast(), 1),
         };
+        // Exactly as f32 has it, so that sums of exponentials, labels and gradients agree.
+        let scale = (f64::from(LOG2_E) / self.options.temperature) as f32;
         Arguments {
             logits,
             dlogits: null_mut(),
@@ -470,7 +458,8 @@ impl Kernel {
             pieces_of_a_column: 1,
             lanes: 0,
             whole_vectors: 0,
-            temperature: self.options.temperature,
+            per_element: f64::from(scale) / f64::from(LOG2_E),
+            scale,
             entropy: null_mut(),
             highest: null_mut(),
             argmax: null_mut(),
@@ -484,7 +473,7 @@ impl Kernel {
     unsafe fn launch(
         &self,
         pass: Pass,
-        variant: Variant,
+        said: Said,
         stream: RawStream,
         arguments: Arguments,
     ) -> Result<()> {
@@ -492,7 +481,7 @@ impl Kernel {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let Ready { code, plan, most } = unsafe { self.ready(pass, variant, stream) }?;
+        let Ready { code, plan, most } = unsafe { self.ready(pass, said, stream) }?;
         let tokens = self.shape.tokens();
         let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
         let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
@@ -533,9 +522,9 @@ impl Kernel {
                 (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
             Plan::Plain => {
-                let threads = match variant {
-                    Variant::Any => arguments::WHOLE_THREADS,
-                    _ => arguments::PLAIN_THREADS,
+                let threads = match said {
+                    Said::Distribution => arguments::WHOLE_THREADS,
+                    Said::Loss => arguments::PLAIN_THREADS,
                 };
                 (extent_of(at_most(blocks(1)), threads), arguments)
             }
@@ -548,15 +537,16 @@ impl Kernel {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, variant: Variant, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, pass: Pass, said: Said, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let room = plan::room(device.limits(), self.shape.tokens());
         let key = Key {
             device: device.number(),
             pass,
+            said,
             dtype: self.dtype,
-            variant,
+            variant: self.variant(),
             vocab: self.shape.vocab(),
             is_whole: [self.part.stride, self.part.vocab] == [self.shape.vocab(); 2],
             room,
@@ -570,33 +560,33 @@ impl Kernel {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn make_ready(&self, key: &Key, device: &Device, stream: RawStream) -> Result<Ready> {
-        let (pass, dtype) = (key.pass.name(), key.dtype);
-        let Key { vocab, is_whole, room, .. } = *key;
-        let shape = Shape { pass: key.pass, dtype, vocab, is_whole, room };
-        let mut plan = plan::choose(device, shape, self.time_block, self.block_size);
-        if key.variant == Variant::Any {
-            plan = match key.pass {
-                // No rows are packed there.
-                Pass::Backward => {
-                    let shape = Shape { is_whole: false, ..shape };
-                    plan::choose(device, shape, self.time_block, self.block_size)
-                }
-                _ => Plan::Plain,
-            };
-        }
+        let Key { pass, said, dtype, vocab, is_whole, room, .. } = *key;
+        let has_distribution = said == Said::Distribution;
+        let shape = Shape { pass, dtype, vocab, is_whole, room, has_distribution };
+        let choose = |shape| plan::choose(device, shape, self.time_block, self.block_size);
+        let mut plan = choose(shape);
+        let pass = match (said, pass) {
+            (Said::Distribution, Pass::Backward) => "distribution_backward",
+            (Said::Distribution, _) => "distribution",
+            (Said::Loss, pass) => pass.name(),
+        };
+        // Softcap with a temperature has kernels of its own where those without are slower for it.
+        let variant = match key.variant {
+            Variant::Tempered => Variant::Capped,
+            other => other,
+        };
+        let of_schedule = if has_distribution { variant } else { key.variant };
         let load = |schedule: &str, variant: Variant| {
-            let schedule = if variant == Variant::Any { "whole" } else { schedule };
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
             unsafe { library::kernel(&name, device, stream) }
         };
         match plan {
             Plan::Ring(ring) => {
-                let code = load("ring", key.variant)?;
+                let code = load("ring", of_schedule)?;
                 // The wider ones have the same sums, but a part of a GPU may have no room for them,
                 // and no CTA of those beyond PORTABLE_CTAS.
-                let usual = Shape { room: 1, ..shape };
-                let usual = plan::choose(device, usual, self.time_block, self.block_size);
+                let usual = choose(Shape { room: 1, ..shape });
                 let usual = if let Plan::Ring(usual) = usual { Some(usual) } else { None };
                 let rings = [ring].into_iter().chain(ring.narrower().filter(|_| ring.is_spread()));
                 for ring in rings.chain(usual) {
@@ -620,24 +610,21 @@ impl Kernel {
                 }
             }
             Plan::Packed(_) => {
-                let code = load("packed", key.variant)?;
+                let code = load("packed", variant)?;
                 return Ok(Ready { code, plan, most: device.limits().multiprocessors });
             }
             Plan::Flat(_) => {
-                let code = load("flat", key.variant)?;
+                let code = load("flat", of_schedule)?;
                 return Ok(Ready { code, plan, most: GRID_ROWS });
             }
             Plan::Plain => {}
         }
-        let variant = match key.variant {
-            Variant::Basic => Variant::Smooth,
-            other => other,
+        let (schedule, variant, ctas) = match (said, variant) {
+            (Said::Distribution, _) => ("whole", Variant::Capped, WHOLE_CTAS),
+            (Said::Loss, Variant::Basic) => ("plain", Variant::Smooth, plan::PLAIN_CTAS),
+            (Said::Loss, other) => ("plain", other, plan::PLAIN_CTAS),
         };
-        let code = load("plain", variant)?;
-        let ctas = match variant {
-            Variant::Any => WHOLE_CTAS,
-            _ => plan::PLAIN_CTAS,
-        };
+        let code = load(schedule, variant)?;
         let most = device.limits().multiprocessors * ctas;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }
@@ -666,6 +653,7 @@ impl Arguments {
 struct Key {
     device: i32,
     pass: Pass,
+    said: Said,
     dtype: DType,
     variant: Variant,
     vocab: usize,

@@ -38,9 +38,6 @@ pub enum Error {
         /// The oldest that will do.
         needed: i32,
     },
-    /// A fused pass with a temperature that leaves no lse.
-    #[error("lse and lse_low are not asked for; the fused pass needs them beside a temperature")]
-    NoLse,
     /// A temperature where there is none.
     #[error(
         "the temperature is {temperature}; the kernels of linear cross-entropy here take 1 alone: \

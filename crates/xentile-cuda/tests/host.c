@@ -43,7 +43,8 @@ typedef struct {
   int64_t tokens, vocab, columns, stride, first_column, ignore_index;
   double label_smoothing, z_loss, softcap;
   uint32_t labels_are_64_bit, every_token, plan[8];
-  double temperature;
+  double per_element;
+  float scale;
   float *entropy, *highest;
   int32_t* argmax;
   const float *saved_entropy, *dentropy;

@@ -37,7 +37,8 @@ mirror! {
         pieces_of_a_column: u32,
         lanes: u32,
         whole_vectors: u32,
-        temperature: f64,
+        per_element: f64,
+        scale: f32,
         entropy: *mut f32,
         highest: *mut f32,
         argmax: *mut i32,
@@ -46,7 +47,7 @@ mirror! {
     }
 }
 
-// See kernels/ring.cuh, row.cuh, packed.cuh, flat.cuh, plain.cuh and whole.cuh.
+// See kernels/ring.cuh, row.cuh, packed.cuh, flat.cuh, plain.cuh, whole.cuh and distribution.cuh.
 numbers! {
     TABLES: u32 = kTables, 4;
     MAX_ROWS: u32 = kRows, 8;
@@ -56,4 +57,5 @@ numbers! {
     PACKED_THREADS: u32 = kPackedThreads, 256;
     PLAIN_THREADS: u32 = kPlainThreads, 512;
     WHOLE_THREADS: u32 = kWholeThreads, 256;
+    DISTRIBUTION_BYTES: u32 = kDistributionBytes, 32;
 }

@@ -19,7 +19,8 @@ use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
 use super::arguments::{
-    FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PACKED_THREADS, PLAIN_THREADS, TABLES,
+    DISTRIBUTION_BYTES, FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PACKED_THREADS, PLAIN_THREADS,
+    TABLES,
 };
 use crate::{Device, Limits};
 
@@ -33,6 +34,8 @@ const NEAR: f64 = 0.02;
 pub(crate) const PLAIN_CTAS: u32 = 3;
 
 const VECTOR_BYTES: u32 = 16;
+/// A part of a row's sum, where nothing is said of the distribution.
+const PART_BYTES: u32 = 16;
 /// The largest vocabulary whose rows are packed.
 const PACKED_VOCAB: usize = 4096;
 /// Bytes that a CTA of the packed schedule takes about, and those from which it has all its threads.
@@ -72,6 +75,8 @@ pub struct Shape {
     pub is_whole: bool,
     /// Multiprocessors for each row, as [`room`] counts them.
     pub room: u32,
+    /// Whether sums are of more than losses need, for what is said of the distribution.
+    pub has_distribution: bool,
 }
 
 /// Multiprocessors that there are for each of so many rows, rounded down to a power of two.
@@ -155,8 +160,9 @@ pub struct Ring {
     pub slots: u32,
     /// Consecutive tokens that a cluster takes before it moves on.
     pub time_block: u32,
-    /// Shared memory of a CTA.
+    /// Shared memory of a CTA, and what it keeps of each part of a row's sum.
     pub shared_bytes: u32,
+    part_bytes: u32,
     /// Columns of pieces that a row's sum is made of. A warp holds one where there are as many.
     pub columns: u32,
     /// Pieces of a column.
@@ -212,7 +218,8 @@ impl Ring {
             return None;
         }
         let parts = if warps * ctas == self.columns { self.columns } else { warps * ctas * held };
-        let shared_bytes = shared_bytes(warps, parts + 1, slots, self.chunk_vectors);
+        let tables = (parts + 1) * self.part_bytes;
+        let shared_bytes = shared_bytes(warps, tables, slots, self.chunk_vectors);
         Some(Self { warps, ctas, chunks: held, slots, shared_bytes, ..self })
     }
 }
@@ -302,7 +309,8 @@ impl Planner {
 
     /// Whole rows to a CTA, if they are short and nobody asks for less of them at a time.
     fn packed(&self, time_block: Option<usize>, block_size: Option<usize>) -> Option<Packed> {
-        let Shape { dtype, vocab, is_whole, .. } = self.shape;
+        let Shape { dtype, vocab, is_whole, has_distribution, .. } = self.shape;
+        let is_whole = is_whole && !has_distribution;
         let is_cut = block_size.is_some_and(|columns| columns < vocab);
         if !self.limits.clusters || !is_whole || is_cut || vocab == 0 || vocab > PACKED_VOCAB {
             return None;
@@ -405,9 +413,14 @@ impl Planner {
             .map_or(whole, |vectors| vectors.min(whole).next_multiple_of(LINE).max(LINE))
     }
 
+    /// What is kept of a part of a row's sum.
+    fn part_bytes(&self) -> u32 {
+        if self.shape.has_distribution { DISTRIBUTION_BYTES } else { PART_BYTES }
+    }
+
     /// The largest chunk of a ring of two.
     fn most_chunk(&self, warps: u32, ctas: u32) -> u32 {
-        let rest = shared_bytes(warps, warps * ctas + 1, 2, 0);
+        let rest = shared_bytes(warps, (warps * ctas + 1) * self.part_bytes(), 2, 0);
         self.limits.shared_bytes_per_block.saturating_sub(rest) / (warps * 2 * VECTOR_BYTES)
     }
 
@@ -442,7 +455,9 @@ impl Planner {
         let most = MAX_SLOTS.min(chunks.saturating_mul(MAX_ROWS - 1) - 1);
         (least..=best.min(most)).rev().find_map(|slots| {
             let (columns, pieces, time_block) = (warps * ctas, chunks, 1);
-            let shared_bytes = shared_bytes(warps, columns + 1, slots, chunk_vectors);
+            let part_bytes = self.part_bytes();
+            let table = (columns + 1) * part_bytes;
+            let shared_bytes = shared_bytes(warps, table, slots, chunk_vectors);
             let ring = Ring {
                 warps,
                 ctas,
@@ -451,6 +466,7 @@ impl Planner {
                 slots,
                 time_block,
                 shared_bytes,
+                part_bytes,
                 columns,
                 pieces,
             };
@@ -461,10 +477,9 @@ impl Planner {
 
 /// Shared memory of a CTA, as `RingLayout` of kernels/ring.cuh divides it: slots, tables of parts,
 /// rows, and barriers for both.
-fn shared_bytes(warps: u32, parts: u32, slots: u32, chunk_vectors: u32) -> u32 {
-    const PART_BYTES: u32 = 16;
+fn shared_bytes(warps: u32, table_bytes: u32, slots: u32, chunk_vectors: u32) -> u32 {
     const ROW_BYTES: u32 = 64;
-    let fixed = TABLES * (parts * PART_BYTES + BARRIER_BYTES) + warps * MAX_ROWS * ROW_BYTES;
+    let fixed = TABLES * (table_bytes + BARRIER_BYTES) + warps * MAX_ROWS * ROW_BYTES;
     let slot = chunk_vectors.saturating_mul(VECTOR_BYTES).saturating_add(BARRIER_BYTES);
     slot.saturating_mul(warps * slots).saturating_add(fixed)
 }
@@ -516,7 +531,7 @@ mod tests {
     }
 
     fn shape(pass: Pass, dtype: DType, vocab: usize) -> Shape {
-        Shape { pass, dtype, vocab, is_whole: true, room: 1 }
+        Shape { pass, dtype, vocab, is_whole: true, room: 1, has_distribution: false }
     }
 
     fn fused(dtype: DType, vocab: usize) -> Shape {
@@ -547,7 +562,7 @@ mod tests {
         assert!(slots >= if shape.pass == Pass::Fused { chunks + 1 } else { 2 }, "{what}");
         assert!(shared_bytes <= limits.shared_bytes_per_block, "{what}");
         let bytes = warps * slots * chunk_vectors * 16
-            + 4 * parts * 16
+            + 4 * parts * if shape.has_distribution { 32 } else { 16 }
             + warps * 8 * 64
             + warps * slots * 8
             + 4 * 8;
@@ -696,7 +711,9 @@ mod tests {
                         for block_size in extents {
                             for (room, is_whole) in [(1, true), (1, false), (4, true), (128, true)]
                             {
-                                let shape = Shape { room, is_whole, ..shape(pass, dtype, vocab) };
+                                let has_distribution = pass == Pass::Forward && room != 1;
+                                let shape = shape(pass, dtype, vocab);
+                                let shape = Shape { room, is_whole, has_distribution, ..shape };
                                 let plan = plan(limits, shape, [block_size, block_size]);
                                 match plan {
                                     Plan::Ring(ring) => check(limits, shape, ring),
