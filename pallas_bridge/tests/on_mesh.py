@@ -1,6 +1,8 @@
 """Meshes of eight devices, and what compiled programs exchange over them."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -15,6 +17,17 @@ NAMES = ("data", "vocab")
 def mesh_of(shape: tuple[int, int], way: str) -> jax.sharding.Mesh:
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     return jax.make_mesh(shape, NAMES, axis_types=(kind,) * 2, devices=jax.devices()[:8])
+
+
+@contextlib.contextmanager
+def by_shardy(is_used: bool) -> Iterator[None]:
+    """Has programs be partitioned by Shardy, or by GSPMD."""
+    before = jax.config.values["jax_use_shardy_partitioner"]
+    jax.config.update("jax_use_shardy_partitioner", is_used)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
 
 
 def exchanged(program: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_mesh import WAYS, exchanged, mesh_of
+from on_mesh import WAYS, by_shardy, exchanged, mesh_of
 from oracle import Oracle
 
 from pallas_bridge import linear_cross_entropy, linear_cross_entropy_per_token
@@ -410,20 +410,16 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
         assert "nspectSharding" not in program
         return "all-gather(" in program, [str(one.message) for one in told]
 
-    before = jax.config.values["jax_use_shardy_partitioner"]
-    jax.config.update("jax_use_shardy_partitioner", partitioner)
-    try:
+    with by_shardy(partitioner):
         assert compiled(None) == (False, [])
         assert compiled("vocab", "vocab") == (False, [])
         is_gathered, told = compiled("vocab")
-        if partitioner:
-            assert not is_gathered and told == []
-        else:
-            (text,) = told
-            assert is_gathered and "is cut over 4 devices" in text
-            assert "with axis_name='vocab'" in text
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
+    if partitioner:
+        assert not is_gathered and told == []
+    else:
+        (text,) = told
+        assert is_gathered and "is cut over 4 devices" in text
+        assert "with axis_name='vocab'" in text
 
 
 def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:

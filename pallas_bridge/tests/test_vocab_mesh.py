@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_mesh import NAMES, WAYS, exchanged, mesh_of
+from on_mesh import NAMES, WAYS, by_shardy, exchanged, mesh_of
 from oracle import Oracle
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
@@ -310,14 +310,10 @@ def test_transformations(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("partitioner", [True, False], ids=["shardy", "gspmd"])
 def test_either_partitioner(rng: np.random.Generator, partitioner: bool) -> None:
-    before = jax.config.values["jax_use_shardy_partitioner"]
-    jax.config.update("jax_use_shardy_partitioner", partitioner)
-    try:
-        logits, labels, cotangents = draw(rng, 16, 64)
-        mesh = mesh_of((2, 4), "auto")
+    logits, labels, cotangents = draw(rng, 16, 64)
+    mesh = mesh_of((2, 4), "auto")
+    with by_shardy(partitioner):
         found = exchanged(check(Problem(logits, labels, {}, mesh, "auto"), cotangents))
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
     assert {*found} == {"all-reduce"} and max(found.values()) <= 8
 
 
