@@ -21,6 +21,7 @@
 #     meshes        the tests of pallas_bridge that need several devices
 #     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
 #
+# Sections run one after another: a client of gradcheck's takes three quarters of a GPU's memory.
 # A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
