@@ -62,12 +62,16 @@ class Arrays:
 Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
 
 
+def is_cut_by_xla(module: Any) -> bool:
+    """Whether XLA cuts a module's arrays over devices that are known, all axes of them."""
+    devices = getattr(module.axis_context, "device_assignment", None)
+    return devices is not None and len(devices) > 1
+
+
 def is_asked_for(module: Any) -> bool:
     """Whether XLA, as it compiles a module, cuts its arrays and asks Python about it."""
-    context = module.axis_context
-    devices = getattr(context, "device_assignment", None)
-    mesh = getattr(context, "abstract_mesh", None)
-    if devices is None or len(devices) == 1 or mesh is None or mesh.empty:
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    if not is_cut_by_xla(module) or mesh is None or mesh.empty:
         return False
     # With that, JAX knows such a program by its text alone, which says what call it is.
     is_known = jax.config.values.get("jax_remove_custom_partitioning_ptr_from_cache_key", False)

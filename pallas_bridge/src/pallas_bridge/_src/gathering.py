@@ -68,7 +68,7 @@ def _lower(ctx: Any, value: Any, *, calls_ask: bool, **params: Any) -> Sequence[
     module = ctx.module_context
     is_told = calls_ask and auto_partitioning.is_asked_for(module)
     if (
-        _is_cut_by_xla(module.axis_context)
+        auto_partitioning.is_cut_by_xla(module)
         and not auto_partitioning.is_kept(module)
         and not is_told
     ):
@@ -85,12 +85,6 @@ def _lower(ctx: Any, value: Any, *, calls_ask: bool, **params: Any) -> Sequence[
 
 
 mlir.register_lowering(_watched, _lower, cacheable=False)
-
-
-def _is_cut_by_xla(context: Any) -> bool:
-    """Whether XLA cuts arrays over devices that are known, all axes of them."""
-    devices = getattr(context, "device_assignment", None)
-    return devices is not None and len(devices) > 1
 
 
 def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:

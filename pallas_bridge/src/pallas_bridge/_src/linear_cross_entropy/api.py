@@ -18,7 +18,7 @@ from ..cross_entropy.options import Options, Tile, check_options, check_tile, na
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
 from ..operation import Implementation
-from . import known, known_parts, on_cpu, on_cuda, on_tpu, parts, reference, schedules
+from . import auto_parts, known, known_parts, on_cpu, on_cuda, on_tpu, parts, reference, schedules
 from . import plan as plans
 from .declaration import OPERATION
 from .plan import Plan, Problem
@@ -678,6 +678,10 @@ class _OfDevice:
         given = *arrays, products.vocab_axis, reduced, self.max_scratch_bytes, options.tile
         chosen = _without_temperature(options, _plans(*given))
         return schedules.Schedule(options, products, *chosen)
+
+    def run(self, name: str, whole: schedules.Schedule, *arrays: Any) -> Any:
+        """Returns what a pass of `whole` does, each device its share."""
+        return auto_parts.run(name, whole, self, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,15 @@ from .tokens import Bias, Gradients
 
 
 class OfDevice(Protocol):
-    """Makes the schedule for arrays that a device has; comparable, and all of it in its text."""
+    """Runs schedules where XLA may find arrays to be cut; comparable, and all of it in its text."""
 
     def __call__(
         self, options: Options, products: Products, reduced: bool, *arrays: Any
     ) -> "Schedule":
-        """Returns what runs for hidden, weight and bias."""
+        """Returns what runs for hidden, weight and bias that a device has."""
+
+    def run(self, name: str, whole: "Schedule", *arrays: Any) -> Any:
+        """Returns what "forward", "backward" or "fused" of `whole` does, each device its share."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,8 @@ class Schedule:
 
     def run(self, name: Any, options: Options, *arrays: Any) -> Any:
         if self.of_device is not None:
-            from . import auto_parts  # late: it makes schedules of parts
-
             whole = dataclasses.replace(self, options=options, of_device=None)
-            return auto_parts.run(name, whole, self.of_device, *arrays)
+            return self.of_device.run(name, whole, *arrays)
         products, plan = self.products, self.plan
         hidden, weight, bias, *_ = arrays
         axis = products.vocab_axis
