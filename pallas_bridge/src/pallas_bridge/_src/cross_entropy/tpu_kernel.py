@@ -27,6 +27,8 @@ from .tpu_plan import LAG, LANES, NUMBERS, Plan, sublanes
 LEAST = float(np.finfo(np.float32).min)
 # Columns that straight-line code handles at a time.
 CHUNK = 8192
+# The logarithm of a p from which on p - 1 is the better number.
+NEAR_ONE = -0.5
 
 
 @dataclass(frozen=True)
@@ -504,14 +506,23 @@ class _Tokens:
             state.spread[...] = jnp.broadcast_to(c, self.wide)
 
     def prepare_labels(self, lse: jax.Array, low: jax.Array) -> None:
-        """Sets the gradient at the label: of a token that is all but certain, p - 1 is small."""
+        """Sets the gradient at the label: a p + b + c, with no small number lost among large ones.
+
+        Where p nears 1 that is a (p - 1) + (a + b) + c. Elsewhere p has the digits that p - 1 has
+        not, and b is 0 where another part of the vocabulary has the label.
+        """
         state, formula = self.state, self.formula
-        g, k = self.column_of(0), self.column_of(2)
-        a = g * (1 + 2 * formula.z_loss * lse) - self.column_of(1) + k
+        g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
+        slope, e = 2 * formula.z_loss * lse, formula.label_smoothing
+        a = g * (1 + slope) - h + k
         z = formula.cap(jnp.sum(state.picked[...], axis=1, keepdims=True))
-        d = a * _expm1((z - lse) - low)
-        d += g * (2 * formula.z_loss * lse + formula.label_smoothing) + k
-        d -= g * (formula.label_smoothing / self.plan.vocab)
+        x = (z - lse) - low
+        d = jnp.where(
+            x > NEAR_ONE,
+            a * _expm1(x) + (g * (slope + e) + k),
+            a * jnp.exp(x) + (h - (1 - e) * g),
+        )
+        d -= g * (e / self.plan.vocab)
         if formula.softcap is None:
             d = jnp.where(z == -jnp.inf, a * 0.0, d)
         d = formula.times_slope(d, z)
@@ -566,9 +577,9 @@ def _registers_of(values: Any, count: int) -> list[Any]:
 
 
 def _expm1(x: jax.Array) -> jax.Array:
-    """Returns exp(x) - 1 for x <= 0, with a small relative error near 0."""
-    near = jnp.maximum(x, -0.5)
+    """Returns exp(x) - 1 for NEAR_ONE <= x <= 0, with a small relative error near 0."""
+    near = jnp.maximum(x, NEAR_ONE)
     series = jnp.ones_like(near)
     for divisor in range(9, 1, -1):
         series = 1 + near * series / divisor
-    return jnp.where(x > -0.5, near * series, jnp.exp(x) - 1)
+    return near * series
