@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     explains.add_argument("--bias", action="store_true", help="with a bias")
     explains.add_argument("--reduction", choices=["mean", "sum", "none"], default="mean")
     explains.add_argument("--max-scratch", type=size, metavar="SIZE", help="such as 256MiB")
+    explains.add_argument(
+        "--batch-invariant", action="store_true", help="with products of one number of tokens"
+    )
     explains.add_argument("--platform", help="cpu, cuda, tpu or a kind of TPU; by default JAX's")
     given = parser.parse_args(arguments)
     if given.command == "doctor":
@@ -63,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             reduction=given.reduction,
             vocab_axis=0,
             max_scratch_bytes=given.max_scratch,
+            batch_invariant=given.batch_invariant,
             platform=given.platform,
         )
     except (TypeError, ValueError) as error:

@@ -18,7 +18,18 @@ from ..cross_entropy.options import Options, Tile, check_options, check_tile, na
 from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
 from ..operation import Implementation
-from . import auto_parts, known, known_parts, on_cpu, on_cuda, on_tpu, parts, reference, schedules
+from . import (
+    auto_parts,
+    known,
+    known_parts,
+    on_cpu,
+    on_cuda,
+    on_tpu,
+    parts,
+    reference,
+    schedules,
+    tokens,
+)
 from . import plan as plans
 from .declaration import OPERATION
 from .plan import Plan, Problem
@@ -42,6 +53,7 @@ class _Keywords(TypedDict, total=False):
     time_block: int | None
     implementation: Implementation | None
     axis_name: AxisName | None
+    batch_invariant: bool
 
 
 @overload
@@ -109,6 +121,7 @@ def linear_cross_entropy(
     time_block: int | None = None,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
@@ -170,6 +183,10 @@ def linear_cross_entropy(
       axis_name: the mesh axis that the vocabulary of `weight` and `bias` is sharded over, or
         several; as for `cross_entropy`. The weight stays where it is, and so does its gradient;
         that of `hidden` is summed over devices.
+      batch_invariant: whether a token's loss, log-probabilities and row of dhidden are to have the
+        same bits however many other tokens a device has, for equal cotangents. Products are XLA's
+        then, of 512 tokens each, the last ones padded, so that no library takes another order of
+        sums for more of them. It takes no kernels of products, and one token what 512 take.
 
     Returns:
       The loss in float32, a scalar or [..] for "none"; where more is asked for, a tuple of the loss
@@ -199,9 +216,10 @@ def linear_cross_entropy(
     )
     of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     cut = of.find(axis_name)
+    planner = of.planner(max_scratch_bytes, batch_invariant)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
-        found = _known(of, cut, max_scratch_bytes, asked)
+        found = _known(of, cut, planner, asked)
         if reduction == "none":
             loss = found.loss if of.weights is None else weighted(found.loss, of.weights)
         else:
@@ -209,10 +227,10 @@ def linear_cross_entropy(
             loss = weighted(found.loss, factors).sum()
         return loss, *asked.of(found)
     if reduction == "none":
-        loss, _, lse = _per_token(of, cut, max_scratch_bytes)
+        loss, _, lse = _per_token(of, cut, planner)
         loss = loss if of.weights is None else weighted(loss, of.weights)
     else:
-        loss, lse = _reduced(of, cut, max_scratch_bytes, reduction)
+        loss, lse = _reduced(of, cut, planner, reduction)
     return (loss, lse) if return_lse else loss
 
 
@@ -235,6 +253,7 @@ def linear_cross_entropy_value_and_grad(
     block_size: int | None = None,
     time_block: int | None = None,
     implementation: Implementation | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
@@ -262,6 +281,7 @@ def linear_cross_entropy_value_and_grad(
       block_size: vocabulary columns of a tile.
       time_block: tokens of a tile.
       implementation: "reference" for the dense program of XLA.
+      batch_invariant: whether a token's row of dhidden is to have the same bits in any microbatch.
 
     Returns:
       (loss, (dhidden, dweight_sums)), or (loss, (dhidden, dweight_sums, dbias)) with a bias.
@@ -285,6 +305,7 @@ def linear_cross_entropy_value_and_grad(
         donate_logits=False,
     )
     call = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
+    planner = call.planner(max_scratch_bytes, batch_invariant)
     x, w, b, y = call.flat
     sums = jnp.asarray(dweight_sums)
     if sums.dtype != jnp.float32:
@@ -296,7 +317,7 @@ def linear_cross_entropy_value_and_grad(
     given = None if call.weights is None else call.weights.reshape(-1)
     factors = token_factors(call.options, reduction, y, given)
     if call.implementation == "reference":
-        run = call.functions(True, max_scratch_bytes)
+        run = call.functions(True, planner)
         of = (x, w.astype(jnp.float32), *(() if b is None else (b,)))
 
         def loss_of(x: Any, w: Any, b: Any = None) -> Any:
@@ -304,7 +325,7 @@ def linear_cross_entropy_value_and_grad(
 
         loss, (dhidden, dweight, *dbias) = jax.value_and_grad(loss_of, tuple(range(len(of))))(*of)
         return loss, (dhidden.reshape(jnp.shape(hidden)), sums + dweight, *dbias)
-    chosen = _plans(x, w, b, call.axis, True, max_scratch_bytes, call.options.tile, running=True)
+    chosen = planner.plans(x, w, b, call.axis, True, call.options.tile, running=True)
     chosen = _without_temperature(call.options, chosen)
     schedule = schedules.Schedule(call.options, Products(call.axis), *chosen)
     loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
@@ -369,6 +390,7 @@ def linear_cross_entropy_per_token(
     time_block: int | None = None,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Loss and log-probability of the label for every token.
 
@@ -396,11 +418,12 @@ def linear_cross_entropy_per_token(
     )
     of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
     cut = of.find(axis_name)
+    planner = of.planner(max_scratch_bytes, batch_invariant)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
-        found = _known(of, cut, max_scratch_bytes, asked)
+        found = _known(of, cut, planner, asked)
         return found.loss, found.logps, *asked.of(found)
-    loss, logps, lse = _per_token(of, cut, max_scratch_bytes)
+    loss, logps, lse = _per_token(of, cut, planner)
     return (loss, logps, lse) if return_lse else (loss, logps)
 
 
@@ -414,6 +437,7 @@ def explain(
     max_scratch_bytes: int | None = None,
     block_size: int | None = None,
     time_block: int | None = None,
+    batch_invariant: bool = False,
     platform: str | None = None,
 ) -> Plan:
     """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`.
@@ -423,7 +447,7 @@ def explain(
     It is the plan of a loss by itself: on GPUs one with a temperature, and anywhere one that says
     what is known of tokens, goes by chunks of XLA's products. It depends on how many tokens there
     are, and so do the last bits of a token's loss and row of dhidden, also where libraries sum a
-    product in another order for more rows.
+    product in another order for more rows; with `batch_invariant` neither does.
 
     Returns:
       The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
@@ -436,7 +460,10 @@ def explain(
     tile = check_tile(time_block, block_size)
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
     of = (hidden, weight, bias, axis)
-    plan, cuda, cpu = _plans(*of, reduction != "none", max_scratch_bytes, tile)
+    planner = _Planner(max_scratch_bytes, batch_invariant)
+    plan, cuda, cpu = planner.plans(*of, reduction != "none", tile)
+    if plan.batch_invariant:
+        return plan
     if platform is None:
         device = jax.devices()[0]
         known = {"gpu": "cuda", "tpu": device.device_kind}
@@ -507,10 +534,23 @@ class _Arrays:
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return hidden, self.weight, self.bias, self.labels.reshape(-1)
 
+    def planner(self, max_scratch_bytes: int | None, batch_invariant: bool) -> "_Planner":
+        """Returns what plans for them.
+
+        Raises:
+            ValueError: something that the implementation does not have.
+        """
+        if batch_invariant and self.implementation == "reference":
+            raise ValueError(
+                "batch_invariant is True with the implementation 'reference', whose products have "
+                "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
+            )
+        return _Planner(max_scratch_bytes, batch_invariant)
+
     def functions(
         self,
         reduced: bool,
-        max_scratch_bytes: int | None,
+        planner: "_Planner",
         exchange: vocab_parts.OverDevices | None = None,
     ) -> "_Functions":
         """Returns what computes, by the implementation and the plan.
@@ -523,10 +563,9 @@ class _Arrays:
             options, reduced = vocab_parts.options_of_part(options), False
         schedule = None
         if self.implementation != "reference":
-            make = _OfDevice(max_scratch_bytes)
-            schedule = make(options, products, reduced, hidden, weight, bias)
+            schedule = planner(options, products, reduced, hidden, weight, bias)
             if exchange is None and meshes.are_left_to_xla(hidden, weight):
-                schedule = dataclasses.replace(schedule, of_device=make, keeps=False)
+                schedule = dataclasses.replace(schedule, of_device=planner, keeps=False)
         if exchange is not None:
             return _Functions(parts, (parts.Work(self.options, exchange, products, schedule),))
         if schedule is None:
@@ -535,7 +574,7 @@ class _Arrays:
 
     def known_of(
         self,
-        max_scratch_bytes: int | None,
+        planner: "_Planner",
         asked: Asked,
         exchange: vocab_parts.OverDevices | None = None,
     ) -> Known:
@@ -549,8 +588,11 @@ class _Arrays:
             columns = columns.reshape(-1, columns.shape[-1])
         flat = dataclasses.replace(asked, columns=columns)
         is_dense = self.implementation == "reference"
-        chunk = 1 if is_dense else self._chunk(max_scratch_bytes)
+        chunk = 1 if is_dense else self._chunk(planner)
         chunks = known.Chunks(self.options, Products(self.axis), chunk, flat.distribution)
+        if planner.batch_invariant:
+            hidden, labels, columns = tokens.padded(chunk, hidden, labels, columns)
+            flat = dataclasses.replace(flat, columns=columns)
         given = flat, hidden, weight, bias, labels
         if exchange is None:
             found = (known.known_of_dense if is_dense else known.known_of)(chunks, *given)
@@ -558,14 +600,19 @@ class _Arrays:
             work = known_parts.Parts(chunks, exchange)
             run = known_parts.known_of_dense if is_dense else known_parts.known_of
             found = run(work, *given)
-        shaped: Known = jax.tree.map(lambda one: one.reshape(*self.shape, *one.shape[1:]), found)
+        count = self.labels.size
+        shaped: Known = jax.tree.map(
+            lambda one: one[:count].reshape(*self.shape, *one.shape[1:]), found
+        )
         return shaped
 
-    def _chunk(self, max_scratch_bytes: int | None) -> int:
+    def _chunk(self, planner: "_Planner") -> int:
         """Returns the tokens of a chunk where something is asked for of each."""
         hidden, weight, bias, labels = self.flat
         of = (hidden, weight, bias, self.axis)
-        plan, _, _ = _plans(*of, False, max_scratch_bytes, self.options.tile)
+        plan, _, _ = planner.plans(*of, False, self.options.tile)
+        if plan.batch_invariant:
+            return plan.tokens
         chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
         if plan.schedule != "tokens":
             # Too few bytes for sums of dweight, which are taken all the same.
@@ -595,17 +642,17 @@ class _Arrays:
 
 
 def _per_token(
-    of: _Arrays, cut: parts.Cut | None, max_scratch_bytes: int | None
+    of: _Arrays, cut: parts.Cut | None, planner: "_Planner"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [..] in f32; has weights lie as these do."""
     if cut is None:
-        outputs = of.functions(False, max_scratch_bytes).per_token(*of.flat)
+        outputs = of.functions(False, planner).per_token(*of.flat)
         loss, logps, lse = (one.reshape(of.shape) for one in outputs)
         return loss, logps, lse
 
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
-        run = one.functions(False, max_scratch_bytes, cut.exchange())
+        run = one.functions(False, planner, cut.exchange())
         return tuple(output.reshape(one.shape) for output in run.per_token(*one.flat))
 
     of.place(cut)
@@ -616,12 +663,10 @@ def _per_token(
     return found
 
 
-def _known(
-    of: _Arrays, cut: parts.Cut | None, max_scratch_bytes: int | None, asked: Asked
-) -> Known:
+def _known(of: _Arrays, cut: parts.Cut | None, planner: "_Planner", asked: Asked) -> Known:
     """Returns what is asked for of each token [..]; has weights lie as these do."""
     if cut is None:
-        return of.known_of(max_scratch_bytes, asked)
+        return of.known_of(planner, asked)
     columns = [] if asked.columns is None else [cut.place(asked.columns)]
     names = ["loss", "logps", "lse", *(["entropy", "correct"] if asked.distribution else [])]
     names += ["column_logps"] * len(columns)
@@ -629,7 +674,7 @@ def _known(
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, *columns: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
         given = dataclasses.replace(asked, columns=columns[0] if columns else None)
-        found = one.known_of(max_scratch_bytes, given, cut.exchange())
+        found = one.known_of(planner, given, cut.exchange())
         return tuple(getattr(found, name) for name in names)
 
     of.place(cut)
@@ -641,7 +686,7 @@ def _known(
 def _reduced(
     of: _Arrays,
     cut: parts.Cut | None,
-    max_scratch_bytes: int | None,
+    planner: "_Planner",
     reduction: Literal["mean", "sum"],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar loss and lse [..]."""
@@ -649,12 +694,12 @@ def _reduced(
         *arrays, labels = of.flat
         weights = None if of.weights is None else of.weights.reshape(-1)
         factors = token_factors(of.options, reduction, labels, weights)
-        loss, lse = of.functions(True, max_scratch_bytes).reduced(*arrays, labels, factors)
+        loss, lse = of.functions(True, planner).reduced(*arrays, labels, factors)
         return loss, lse.reshape(of.shape)
 
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
-        run = one.functions(True, max_scratch_bytes, cut.exchange())
+        run = one.functions(True, planner, cut.exchange())
         loss, lse = run.reduced(*one.flat, factors.reshape(-1))
         return cut.total(loss), lse.reshape(one.shape)
 
@@ -666,18 +711,60 @@ def _reduced(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfDevice:
+class _Planner:
     """Makes schedules of arrays, with all that a user says of their plan."""
 
     max_scratch_bytes: int | None
+    batch_invariant: bool
 
     def __call__(
         self, options: Options, products: Products, reduced: bool, *arrays: Any
     ) -> schedules.Schedule:
         """Returns what runs for hidden [N, D], weight and bias."""
-        given = *arrays, products.vocab_axis, reduced, self.max_scratch_bytes, options.tile
-        chosen = _without_temperature(options, _plans(*given))
+        hidden, weight, bias = arrays
+        axis = products.vocab_axis
+        chosen = self.plans(hidden, weight, bias, axis, reduced, options.tile)
+        chosen = _without_temperature(options, chosen)
         return schedules.Schedule(options, products, *chosen)
+
+    def plans(
+        self,
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        vocab_axis: int,
+        reduced: bool,
+        tile: Tile,
+        *,
+        running: bool = False,
+    ) -> tuple[Plan, Plan | None, Plan | None]:
+        """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything."""
+        limit = self.max_scratch_bytes
+        if limit is not None:
+            try:
+                limit = operator.index(limit)
+            except TypeError:
+                raise TypeError(
+                    f"max_scratch_bytes is {limit!r}; it must be an integer, in bytes"
+                ) from None
+        has_bias = bias is not None
+        of = partial(Problem.of, hidden, vocab_axis=vocab_axis, bias=has_bias, reduced=reduced)
+        # XLA adds to running sums what it makes of a weight in f32.
+        taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
+        if self.batch_invariant:
+            return plans.batch_invariant(of(taken), limit), None, None
+        plan = plans.choose(of(taken), limit)
+        problem = of(weight, running=running)
+        # There the usual budget is no larger with a bias.
+        if limit is None:
+            limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
+        on_gpus = on_cuda.choose(problem, limit)
+        # What is handed over takes memory on every platform, unless one program has both passes.
+        hands_over = jax.default_backend() == "cpu"
+        on_cpus = None
+        if hidden.dtype == taken.dtype:
+            on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
+        return plan, on_gpus, on_cpus
 
     def run(self, name: str, whole: schedules.Schedule, *arrays: Any) -> Any:
         """Returns what a pass of `whole` does, each device its share."""
@@ -750,41 +837,3 @@ def _without_temperature(
     """Leaves out the plan for NVIDIA's GPUs, whose kernels have none, where there is one."""
     plan, cuda, cpu = chosen
     return plan, cuda if options.temperature == 1 else None, cpu
-
-
-def _plans(
-    hidden: Any,
-    weight: Any,
-    bias: Any,
-    vocab_axis: int,
-    reduced: bool,
-    max_scratch_bytes: int | None,
-    tile: Tile,
-    *,
-    running: bool = False,
-) -> tuple[Plan, Plan | None, Plan | None]:
-    """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything."""
-    if max_scratch_bytes is not None:
-        try:
-            max_scratch_bytes = operator.index(max_scratch_bytes)
-        except TypeError:
-            raise TypeError(
-                f"max_scratch_bytes is {max_scratch_bytes!r}; it must be an integer, in bytes"
-            ) from None
-    has_bias = bias is not None
-    of = partial(Problem.of, hidden, vocab_axis=vocab_axis, bias=has_bias, reduced=reduced)
-    # XLA adds to running sums what it makes of a weight in f32.
-    taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
-    plan = plans.choose(of(taken), max_scratch_bytes)
-    problem = of(weight, running=running)
-    # There the usual budget is no larger with a bias.
-    limit = max_scratch_bytes
-    if limit is None:
-        limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
-    on_gpus = on_cuda.choose(problem, limit)
-    # What is handed over takes memory on every platform, unless one program has both passes.
-    hands_over = jax.default_backend() == "cpu"
-    on_cpus = None
-    if hidden.dtype == taken.dtype:
-        on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
-    return plan, on_gpus, on_cpus

@@ -1,5 +1,6 @@
 """How a linear cross-entropy is cut into pieces that fit the memory it may take."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,9 @@ MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
 # is worth an accumulator the size of the weight.
 USUAL_TOKENS, LEAST_TOKENS = 4096, 256
+# Tokens of every chunk of a loss that is to be batch-invariant, be there one: about as few as keep
+# an H200 from waiting for the weight and the sums of its gradient.
+INVARIANT_TOKENS = 512
 # Chunks are multiples of this where they can be, which matrix units like.
 STEP = 128
 # Where no budget is given, calls of the library's may take this much of any GPU.
@@ -111,6 +115,8 @@ class Plan:
     wide: bool = False
     # Whether it keeps logits for a backward pass in a call of its own, and its scratch meanwhile.
     hands_over: bool = False
+    # Whether every chunk has so many tokens, the last of them padded.
+    batch_invariant: bool = False
     # Bytes that each kernel on TPUs moves between HBM and VMEM, by its name.
     moved: tuple[tuple[str, int], ...] = ()
 
@@ -123,11 +129,12 @@ class Plan:
             once = f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time"
         wide = ", logits through memory in f32" if self.wide else ""
         over = ", logits handed to the backward pass" if self.hands_over else ""
+        padded = ", the last chunk padded" if self.batch_invariant else ""
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
-            f"{once}{second}{kept}{wide}{over}, {self.products:.3g} products, {scratch:.1f} MiB of "
-            f"scratch (at most {most:.1f})"
+            f"{once}{second}{kept}{wide}{over}{padded}, {self.products:.3g} products, "
+            f"{scratch:.1f} MiB of scratch (at most {most:.1f})"
         )
 
 
@@ -149,6 +156,29 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
         f"hidden columns and a vocabulary of {problem.vocab} is {_least(problem)}"
     )
+
+
+def batch_invariant(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+    """Returns the plan whose products have one shape, however many tokens there are.
+
+    Raises:
+        ValueError: a budget below what it takes.
+    """
+    tokens = INVARIANT_TOKENS
+    padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
+    scratch = by_tokens(padded, tokens)
+    if padded != problem:
+        # Hidden states with rows that none of the tokens has, and their gradient.
+        scratch += 2 * padded.tokens * problem.hidden * problem.hidden_bytes
+    limit = scratch if max_scratch_bytes is None else max_scratch_bytes
+    if scratch > limit:
+        raise ValueError(
+            f"max_scratch_bytes is {limit}; batch_invariant takes chunks of {tokens} tokens, and "
+            f"{scratch} for {problem.tokens} tokens, {problem.hidden} hidden columns and a "
+            f"vocabulary of {problem.vocab}"
+        )
+    products = 3 if problem.reduced else 4
+    return Plan("tokens", tokens, problem.vocab, products, scratch, limit, batch_invariant=True)
 
 
 def usual_budget(problem: Problem) -> int:

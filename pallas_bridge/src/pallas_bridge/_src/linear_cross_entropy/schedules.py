@@ -136,6 +136,8 @@ class Schedule:
             whole = dataclasses.replace(self, options=options, of_device=None)
             return self.of_device.run(name, whole, *arrays)
         products, plan = self.products, self.plan
+        if plan.batch_invariant:
+            return tokens.in_whole_chunks(name, options, products, plan.tokens, *arrays)
         hidden, weight, bias, *_ = arrays
         axis = products.vocab_axis
         problem = Problem.of(hidden, weight, axis, bias=bias is not None, reduced=False)

@@ -100,6 +100,44 @@ def backward(
     return rounded_gradients(sums, hidden, weight, bias)
 
 
+def in_whole_chunks(
+    name: str,
+    options: Options,
+    products: Products,
+    chunk: int,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    *of_tokens: Any,
+) -> Any:
+    """Returns what "forward", "fused" or "backward" does, with as many tokens in every product.
+
+    The last chunk is padded with tokens that have no cotangent. `of_tokens` have a number a token.
+    """
+    count = len(hidden)
+    hidden, *numbers = padded(chunk, hidden, *of_tokens)
+    passes: dict[str, Any] = {"forward": forward, "fused": fused, "backward": backward}
+    found = passes[name](options, products, chunk, hidden, weight, bias, *numbers)
+
+    def cut(gradients: Gradients) -> Gradients:
+        dhidden, dweight, dbias = gradients
+        return dhidden[:count], dweight, dbias
+
+    if name == "backward":
+        return cut(found)
+    return tuple(cut(one) if isinstance(one, tuple) else one[:count] for one in found)
+
+
+def padded(chunk: int, *of_tokens: Any) -> list[Any]:
+    """Returns arrays [N, ..], and None, with zeros for tokens that fill the last chunk."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, -len(x) % chunk), *[(0, 0)] * (x.ndim - 1)])
+
+    filled: list[Any] = jax.tree.map(fill, list(of_tokens))
+    return filled
+
+
 def in_place(options: Options) -> Options:
     """Returns options by which dlogits take the place of logits, which nothing else reads."""
     return dataclasses.replace(options, donate_logits=True)
