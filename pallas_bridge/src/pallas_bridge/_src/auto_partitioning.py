@@ -25,7 +25,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .compat import tell_devices
+from .compat import cuts_by_shardy, tell_devices
 from .meshes import Names, entry, tuple_of
 from .operation import Operation
 
@@ -78,8 +78,7 @@ def is_asked_for(module: Any) -> bool:
     if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module, is_known):
         return False
     # Programs for TPUs in Pallas nobody has tried this with.
-    has_shardy: bool = jax.config.values["jax_use_shardy_partitioner"]
-    return has_shardy and "tpu" not in module.platforms
+    return cuts_by_shardy() and "tpu" not in module.platforms
 
 
 def is_kept(module: Any, is_known: bool = False) -> bool:

@@ -103,3 +103,9 @@ def with_rows_in_order(bytecode: bytes) -> bytes:
         version = stablehlo.get_version_from_compatibility_requirement(oldest)
         result: bytes = stablehlo.serialize_portable_artifact(module, version, True)
         return result
+
+
+def cuts_by_shardy() -> bool:
+    """Whether Shardy cuts programs over meshes, and not GSPMD, which JAX is to drop."""
+    is_used: bool = jax.config.values["jax_use_shardy_partitioner"]
+    return is_used

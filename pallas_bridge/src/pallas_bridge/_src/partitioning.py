@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.extend.mlir import ir
 
 from .arrays import Dims, Signature
+from .compat import cuts_by_shardy
 
 # Partial sums of one problem: enough for many threads, of so many tokens at the least that they are
 # few beside the tokens.
@@ -109,7 +109,7 @@ def _attributes(
     """Returns what tells XLA that the first `count` axes may be cut, and no others."""
     batch: dict[str, ir.Attribute] = {"num_batch_dims": ir.StringAttr.get(str(count))}
     attributes: dict[str, ir.Attribute] = {"mhlo.frontend_attributes": ir.DictAttr.get(batch)}
-    if jax.config.values["jax_use_shardy_partitioner"]:
+    if cuts_by_shardy():
         extents = dict(axis for axes in (*operands, *results) for axis in axes)
         letters = dict(zip(extents, _letters(len(extents)), strict=True))
 

@@ -551,23 +551,30 @@ class _Arrays:
         self,
         reduced: bool,
         planner: "_Planner",
-        exchange: vocab_parts.OverDevices | None = None,
+        cut: parts.Cut | None = None,
     ) -> "_Functions":
         """Returns what computes, by the implementation and the plan.
 
-        With an `exchange`, the weight is a part's.
+        With a `cut`, arrays are a device's.
         """
         hidden, weight, bias, _ = self.flat
         products, options = Products(self.axis), self.options
-        if exchange is not None:
-            options, reduced = vocab_parts.options_of_part(options), False
+        exchange = None if cut is None else cut.exchange()
+        fused = None
+        if cut is not None and exchange is not None:
+            options = vocab_parts.options_of_part(options)
+            if reduced and cut.leaves_axes and self.implementation != "reference":
+                fused = planner.chunk(hidden, weight, bias, self.axis, options.tile)
+            reduced = False
         schedule = None
         if self.implementation != "reference":
             schedule = planner(options, products, reduced, hidden, weight, bias)
             if exchange is None and meshes.are_left_to_xla(hidden, weight):
                 schedule = dataclasses.replace(schedule, of_device=planner, keeps=False)
         if exchange is not None:
-            return _Functions(parts, (parts.Work(self.options, exchange, products, schedule),))
+            return _Functions(
+                parts, (parts.Work(self.options, exchange, products, schedule, fused),)
+            )
         if schedule is None:
             return _Functions(reference, (options, products))
         return _Functions(schedules, (schedule,))
@@ -652,7 +659,7 @@ def _per_token(
 
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
-        run = one.functions(False, planner, cut.exchange())
+        run = one.functions(False, planner, cut)
         return tuple(output.reshape(one.shape) for output in run.per_token(*one.flat))
 
     of.place(cut)
@@ -699,7 +706,7 @@ def _reduced(
 
     def of_device(hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any) -> Any:
         one = of.of_device(hidden, cut.whole(weight), bias, labels)
-        run = one.functions(True, planner, cut.exchange())
+        run = one.functions(True, planner, cut)
         loss, lse = run.reduced(*one.flat, factors.reshape(-1))
         return cut.total(loss), lse.reshape(one.shape)
 
@@ -765,6 +772,13 @@ class _Planner:
         if hidden.dtype == taken.dtype:
             on_cpus = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=hands_over)
         return plan, on_gpus, on_cpus
+
+    def chunk(
+        self, hidden: jax.Array, weight: jax.Array, bias: Any, vocab_axis: int, tile: Tile
+    ) -> int | None:
+        """Returns the tokens of chunks that have gradients in the forward pass; None for none."""
+        plan, _, _ = self.plans(hidden, weight, bias, vocab_axis, True, tile)
+        return plan.tokens if plan.schedule == "tokens" and plan.products < 4 else None
 
     def run(self, name: str, whole: schedules.Schedule, *arrays: Any) -> Any:
         """Returns what a pass of `whole` does, each device its share."""

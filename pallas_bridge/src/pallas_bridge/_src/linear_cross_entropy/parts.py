@@ -1,5 +1,6 @@
 """Hidden states against the part of an output matrix that a device has, by any schedule."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import linear, meshes, vocab_parts
+from ..compat import cuts_by_shardy
+from ..cross_entropy import custom_call as kernels
 from ..cross_entropy.options import Options, is_ignored
-from ..cross_entropy.reduction import weighted
+from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
 from ..meshes import Names
-from ..vocab_parts import Labels, OverDevices, labels_of_part
-from . import reference
+from ..vocab_parts import Labels, OverDevices, labels_of_part, options_of_part
+from . import reference, tokens
 from .declaration import OPERATION
-from .product import Products, blank, each, operands
+from .product import Products, blank, each, operand_dtype, operands
 from .schedules import Schedule
 from .tokens import Bias, put, rows
 
@@ -37,6 +40,8 @@ class Work:
     products: Products
     # None for the dense program.
     schedule: Schedule | None
+    # Tokens of a chunk where gradients are made in the forward pass, of a loss that is reduced.
+    fused: int | None = None
 
 
 def per_token(
@@ -69,8 +74,14 @@ def alike(*arrays: Any) -> list[Any]:
 def reduced(work: Work, *arrays_and_factors: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [N]."""
     *arrays, factors = arrays_and_factors
-    loss, _, lse = per_token(work, *arrays)
-    return weighted(loss, factors).sum(), lse
+    if work.fused is None:
+        loss, _, lse = per_token(work, *arrays)
+        return weighted(loss, factors).sum(), lse
+    hidden, weight, bias, labels = arrays
+    of = _labels(work, weight, labels)
+    hidden, weight, bias, _ = alike(hidden, weight, bias, of.given)
+    value, lse = _fused(work, hidden, weight, bias, labels, factors)
+    return value, lse
 
 
 def _dense(
@@ -153,6 +164,103 @@ def pull(work: Work, residuals: Any, cotangents: Any) -> Any:
     return work.schedule.resume(*arrays, (lse, lse_low), (g, h, k), left)
 
 
+def _loss_and_gradients(
+    work: Work,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> Any:
+    """Returns loss, and what `forward` saves, and gradients for cotangents `factors` of the loss.
+
+    Parts exchange numbers of a chunk of tokens, whose logits are there for their gradient.
+    """
+    assert work.fused is not None
+    products, exchange = work.products, dataclasses.replace(work.exchange, is_checked=True)
+    options = options_of_part(work.options)
+    w = weight.astype(operand_dtype(hidden, weight))
+    of = _labels(work, weight, labels)
+    idle = tokens.idle_tokens(work.options, labels, factors)
+    of_tokens = hidden, factors, idle, *of
+    add = partial(tokens.add_gradients, products, weight, w, bias)
+
+    def body(first: Any, count: int, carry: Any) -> Any:
+        outputs, sums = carry
+        x, g, out, *rest = rows(first, count, *of_tokens)
+        own = Labels(*rest)
+        z = products.logits(x.astype(w.dtype), w, bias)
+        *part, lse, low = kernels.forward(options, z, own.given)
+        if work.options.softcap is None:
+            lse = vocab_parts.without_logits(lse, lambda: z.max(-1))
+        is_empty = lse == -jnp.inf
+        loss, _, lse, low = vocab_parts.merge(work.options, exchange, own, (*part, lse, low))
+        given = g, jnp.zeros_like(g), jnp.zeros_like(g)
+        of_part = vocab_parts.cotangents(work.options, exchange, own, lse, is_empty, given)
+        at, beside, g, h, k, _ = alike(lse, low, *of_part, z)
+        in_place = tokens.in_place(options)
+        dlogits = kernels.backward(in_place, z, own.given, (at, beside), (g, h, k))
+        return put(outputs, (loss, lse, low, is_empty), first), add(sums, dlogits, x, out, first)
+
+    outputs = (*[blank(labels)] * 3, blank(of.given, dtype=bool))
+    zeros = tokens.blank_gradients(hidden, weight, bias, work.fused)
+    outputs, sums = each(len(labels), work.fused, body, (outputs, zeros))
+    gradients = tokens.rounded_gradients(sums, hidden, weight, bias)
+    loss, lse, low, is_empty = outputs
+    return loss, (lse, low, is_empty, ()), gradients
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fused(
+    work: Work,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Bias,
+    labels: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    (loss, _, lse), _ = forward(work, hidden, weight, bias, labels)
+    return weighted(loss, factors).sum(), lse
+
+
+@partial(_fused.defjvp, symbolic_zeros=True)
+def _fused_jvp(work: Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    *moving, _, of_factors = map(linear.given, tangents)
+    loss, saved, gradients = linear.whole(OPERATION, partial(_loss_and_gradients, work), *primals)
+    lse, *_ = saved
+    results = weighted(loss, primals[-1]).sum(), lse
+    losses = None if of_factors is None else countable(loss, primals[-1])
+    residuals = primals, saved, gradients, losses
+    apply, transpose = partial(_fused_tangents, work), partial(_fused_pull, work)
+    found = linear.bind(apply, transpose, residuals, (*moving, of_factors), results)
+    return results, tuple(found)
+
+
+def _fused_tangents(work: Work, residuals: Any, tangents: Any) -> Any:
+    (*arrays, labels, factors), *_ = residuals
+
+    def dense(hidden: Any, weight: Any, bias: Any, factors: Any) -> Any:
+        loss, _, lse = _dense(work, hidden, weight, bias, labels)
+        return weighted(loss, factors).sum(), lse
+
+    return linear.tangents_of(dense, (*arrays, factors), tangents)
+
+
+def _fused_pull(work: Work, residuals: Any, cotangents: Any) -> Any:
+    primals, saved, gradients, losses = residuals
+    dloss, dlse = cotangents
+    if dloss is None:
+        dloss = jnp.zeros((), saved[0].dtype)
+    dfactors = None if losses is None else dloss * losses
+    if dlse is not None:
+        # Rare: logits are made again.
+        *arrays, factors = primals
+        return *pull(work, (arrays, saved), (dloss * factors, None, dlse)), dfactors
+    dloss = work.exchange.cotangent(dloss)
+    scaled = jax.tree.map(lambda x: (x.astype(jnp.float32) * dloss).astype(x.dtype), gradients)
+    return *scaled, dfactors
+
+
 @dataclass(frozen=True)
 class Cut:
     """How hidden states and the matrix lie on a mesh, or on devices that are there already."""
@@ -172,6 +280,15 @@ class Cut:
         """Returns how parts exchange numbers; None where there are none, or one."""
         exchange = OverDevices.of(self.names) if self.names else None
         return None if exchange is None or exchange.count == 1 else exchange
+
+    @property
+    def leaves_axes(self) -> bool:
+        """Whether XLA cuts over other axes of the mesh, so that no kernel takes a product.
+
+        By Shardy: GSPMD would gather a gradient that the forward pass has made.
+        """
+        has_others = self.mesh is not None and bool({*self.mesh.axis_names} - self.axes)
+        return has_others and cuts_by_shardy()
 
     def whole(self, weight: jax.Array) -> jax.Array:
         """Returns a device's weight as products take it."""
