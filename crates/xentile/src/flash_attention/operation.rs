@@ -545,7 +545,57 @@ impl Reference for OfSequence<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::texts;
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::operation::TileExtents;
+
+    /// A problem of two heads of 8 columns that share one of keys, in f32, with `options` that are not at
+    /// their defaults.
+    fn problem([queries, keys]: [usize; 2], options: &[(&'static str, Value)]) -> Problem {
+        let mut all: BTreeMap<_, _> =
+            OPTIONS.iter().map(|option| (option.name, option.default)).collect();
+        all.extend(options.iter().copied());
+        let dims = DIMS.map(|dim| dim.letter).into_iter().zip([queries, 2, 8, 1, keys]);
+        let (dtype, tile) = (DType::F32, TileExtents::default());
+        Problem { dims: dims.collect(), dtype, options: all, tile, cotangent: 1.0 }
+    }
+
+    /// Products are of pairs that see each other, and bytes those of keys that a query sees.
+    #[test]
+    fn costs_are_of_what_is_seen() {
+        let (no, count) = (Value::Bool(false), Value::Integer);
+        for (lengths, options, pairs, keys_read) in [
+            ([4, 4], vec![], 10, 4),
+            ([1, 9], vec![], 9, 9),
+            ([4, 6], vec![], 3 + 4 + 5 + 6, 6),
+            ([6, 4], vec![], 1 + 2 + 3 + 4, 4),
+            ([6, 4], vec![("causal", no)], 24, 4),
+            ([2, 9], vec![("window_before", count(3))], 8, 5),
+            ([6, 4], vec![("window_before", count(1))], 1 + 2 + 2 + 2, 4),
+            ([7, 3], vec![("causal", no), ("window_after", count(1))], 1 + 2 + 3 + 3, 3),
+            ([9, 9], vec![("segments", count(3))], 3 + 6 + 10, 9),
+        ] {
+            let [queries, keys] = lengths;
+            let cost = OPERATION.cost(&problem(lengths, &options));
+            assert_eq!(cost.flops, 7 * 2 * 8 * 2 * pairs, "{lengths:?} {options:?}");
+            let ids = if options.iter().any(|(name, _)| *name == "segments") { queries } else { 0 };
+            let of_queries = 2 * 2 * queries * 8 + 2 * queries;
+            let read = 4 * (of_queries + 2 * keys_read * 8 + ids);
+            assert_eq!(cost.bytes_read, read as u64, "{lengths:?} {options:?}");
+            let written = 4 * (of_queries + 2 * keys * 8);
+            assert_eq!(cost.bytes_written, written as u64, "{lengths:?} {options:?}");
+        }
+    }
+
+    #[test]
+    fn packed_texts_have_as_many_keys_as_queries() {
+        let segments = [("segments", Value::Integer(2))];
+        assert_eq!(OPERATION.validate(&problem([5, 5], &segments)), Ok(()));
+        assert_eq!(OPERATION.validate(&problem([5, 7], &[])), Ok(()));
+        let error = OPERATION.validate(&problem([5, 7], &segments)).unwrap_err().to_string();
+        assert_eq!(error, "keys is 7 and segments 2; packed texts have as many keys as queries, 5");
+    }
 
     #[test]
     fn texts_fill_a_sequence() {
