@@ -454,17 +454,24 @@ def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
         ({"kv_heads": 3}, "kv_heads is 3; it must divide heads, which is 4"),
         ({"head_dim": None}, "head_dim is None; it must be an integer of at least 1"),
         ({"options": {"bias": 1}}, "unknown key options.bias"),
+        ({"keys": 0}, "keys is 0; it must be an integer of at least 1"),
+        ({"keys": 64, "segments": 2}, "keys is 64 and segments 2; packed texts have as many keys"),
     ):
         with pytest.raises(ValueError, match=message):
             for cell in export.cells({**config, **change}, tmp_path):
                 exported.program(cell)
 
 
-def test_the_program_for_tools_computes_attention(rng: np.random.Generator) -> None:
-    q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (30, 30), (16, 16))
+@pytest.mark.parametrize("lengths", [(30, None), (7, 30), (30, 11)])
+def test_the_program_for_tools_computes_attention(
+    rng: np.random.Generator, lengths: tuple[int, int | None]
+) -> None:
+    queries, keys = lengths[0], lengths[1] or lengths[0]
+    q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (queries, keys), (16, 16))
     sinks = draw(rng, "float32", 4)
-    config = {"op": "flash_attention", "dtype": "f32", "time": 30, "heads": 4, "kv_heads": 2}
-    config |= {"head_dim": 16, "sinks": True, "options": {"window_before": 9, "softcap": 5.0}}
+    config = {"op": "flash_attention", "dtype": "f32", "time": queries, "keys": lengths[1]}
+    config |= {"heads": 4, "kv_heads": 2, "head_dim": 16, "sinks": True}
+    config |= {"options": {"window_before": 9, "softcap": 5.0}}
     (cell,) = export.cells(config, Path())
     given = (jnp.moveaxis(x[0], 1, 0) for x in (q, k, v))
     of_rows = (jnp.moveaxis(x[0], 1, 0) for x in (do, dlse))
@@ -472,7 +479,7 @@ def test_the_program_for_tools_computes_attention(rng: np.random.Generator) -> N
     names = ("o", "lse", "dq", "dk", "dv")
     found = dict(zip(names, (o, lse, *gradients), strict=True))
     found = {name: jnp.moveaxis(x, 0, 1)[None] for name, x in found.items()}
-    seen = seen_by(30, 30, True, (9, None))
+    seen = seen_by(queries, keys, True, (9, None))
     right = wanted(q, k, v, do, dlse, seen, softcap=5.0, sinks=sinks)
     close({**found, "dsinks": dsinks}, right, "float32")
 

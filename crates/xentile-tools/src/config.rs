@@ -277,9 +277,10 @@ pub(crate) fn problem(
 ) -> Result<Problem> {
     top.check_owners()?;
     options.check_owners()?;
-    let mut dims = Vec::new();
+    let mut dims: Vec<(&'static str, usize)> = Vec::new();
     for dim in op.dims() {
-        let Some(extent) = extent(dim) else {
+        let like = || dims.iter().find(|(letter, _)| dim.like == Some(*letter));
+        let Some(extent) = extent(dim).or_else(|| like().map(|(_, extent)| *extent)) else {
             let key = if dim.in_shape { format!("shape.{}", dim.key) } else { dim.key.to_owned() };
             bail!("op {op} needs {key}: the number of {}", dim.about);
         };

@@ -59,7 +59,7 @@ pub fn run(config: &Config) -> Result<Report> {
         op: config.op,
         backend: config.backend,
         implementation: config.implementation,
-        extents: Report::extents(config),
+        extents: Report::extents(config.op, &problem),
         dtype: config.dtype.name(),
         distribution: config.distribution(),
         time_block: tile.and_then(|tile| tile.time_block),

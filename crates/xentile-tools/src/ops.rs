@@ -85,7 +85,9 @@ fn dims(text: &mut String, op: Op) {
             true => format!("{} (gradcheck: shape.{})", dim.key, dim.key),
             false => dim.key.to_owned(),
         };
-        let default = dim.default.map_or(String::new(), |extent| format!("default {extent}"));
+        let default = dim.default.map(|extent| extent.to_string());
+        let default = default.or(dim.like.map(str::to_owned));
+        let default = default.map_or(String::new(), |extent| format!("default {extent}"));
         [dim.letter.to_owned(), key, default, dim.about.to_owned()]
     });
     table(text, "dims, by their keys in configs", dims);

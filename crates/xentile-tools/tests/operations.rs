@@ -202,6 +202,7 @@ fn every_operation_is_measured() {
 fn what_an_operation_does_not_have_is_said_to_be_whose() {
     let norm = xentile::operation("rms_norm").unwrap();
     let logits = xentile::operation("cross_entropy").unwrap();
+    let attention = xentile::operation("flash_attention").unwrap();
     for (of, set, expected) in [
         (
             norm,
@@ -213,6 +214,10 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
         (norm, "tile.block_size=7", "tile.block_size is set; op rms_norm has no such extent"),
         (norm, "tolerances.dlogits_ulp=1", "tolerances.dlogits_ulp is set; op rms_norm has none"),
         (norm, "hidden=null", "op rms_norm needs hidden: the number of columns of hidden states"),
+        (norm, "keys=7", "keys is set; op rms_norm has none, flash_attention has"),
+        (attention, "keys=0", "keys is 0; it must be at least 1"),
+        (attention, "kyes=7", "unknown key `kyes`; did you mean `keys`?"),
+        (attention, "segments=2", "keys is 37 and segments 2; packed texts have as many keys"),
         (norm, "options.eps=-1", "options: eps is -1; it must be finite and at least 0"),
         (norm, "options.epss=1", "unknown key `options.epss`; did you mean `eps`?"),
         (norm, "hiden=1", "unknown key `hiden`; did you mean `hidden`?"),

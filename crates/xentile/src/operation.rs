@@ -42,6 +42,8 @@ pub struct DimSpec {
     pub about: &'static str,
     /// The extent that is measured where a config names none; it has to name one where this is none.
     pub default: Option<usize>,
+    /// The letter of the dim before it whose extent it has where a config names none and there is no default.
+    pub like: Option<&'static str>,
     /// Whether gradcheck's configs have it in `shape`, beside `batch` and `seq_len`.
     pub in_shape: bool,
 }
@@ -53,6 +55,7 @@ pub const TOKENS: DimSpec = DimSpec {
     index: "token",
     about: "tokens: batch x time, flattened",
     default: Some(512),
+    like: None,
     in_shape: false,
 };
 
@@ -63,6 +66,7 @@ pub const VOCAB: DimSpec = DimSpec {
     index: "column",
     about: "vocabulary columns",
     default: Some(151_643),
+    like: None,
     in_shape: true,
 };
 
@@ -73,6 +77,7 @@ pub const HIDDEN: DimSpec = DimSpec {
     index: "hidden",
     about: "columns of hidden states",
     default: None,
+    like: None,
     in_shape: false,
 };
 

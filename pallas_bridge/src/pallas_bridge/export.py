@@ -24,7 +24,7 @@ from jax.sharding import use_abstract_mesh
 
 from pallas_bridge._src import library
 from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
-from pallas_bridge._src.exporting import DTYPES, Cell, ConfigError, check_extent
+from pallas_bridge._src.exporting import DTYPES, Cell, ConfigError, check_extent, tokens_of
 from pallas_bridge._src.operations import OPERATIONS
 
 MANIFEST_VERSION = 1
@@ -117,7 +117,7 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
                 op=op,
                 platform=platform,
                 is_dense=cell.get("impl") == "reference",
-                tokens=int(cell.get("time", 512)),
+                tokens=tokens_of(cell),
                 vocab=int(cell.get("vocab", 151_643)),
                 dtype=dtype,
                 time_block=time_block,

@@ -142,8 +142,8 @@ fn one_wrong_entry_of_any_result_is_found() {
         more.extend(op.options().iter().filter(none).map(|of| (of.name, Value::Word("none"))));
         for dtype in DType::ALL {
             // Two heads of attention share one of keys: of a sum over many of either sign a fifth is
-            // within what their roundings may add up to.
-            let problem = problem(op, dtype, &[9, 70, 24, 35], &more);
+            // within what their roundings may add up to. It has more keys than queries.
+            let problem = problem(op, dtype, &[9, 70, 24, 35, 13], &more);
             let rows: Vec<u64> = (0..9).collect();
             let from = Synthetic { seed: seed(), ..Synthetic::default() };
             let inputs = op.inputs(&problem, &from, &rows).unwrap();
@@ -181,6 +181,54 @@ fn one_wrong_entry_of_any_result_is_found() {
                     assert!(!report.passed(), "{op} {dtype}: {} times {factor}", spec.name);
                 }
             }
+        }
+    }
+}
+
+/// Queries and keys of attention end together, whichever are more: a kernel for which they begin together,
+/// or whose diagonal is a key off, is found.
+#[test]
+fn a_diagonal_that_meets_another_corner_is_found() {
+    let op = Op::named("flash_attention").unwrap();
+    let kernels = xentile_cpu::kernels(op.name()).unwrap();
+    let (pool, isa) = (xentile_cpu::Threads::new(1).unwrap(), xentile_cpu::Isa::detect());
+    let launch = xentile_cpu::operation::Launch { isa, pool: &pool };
+    let (pass, columns) = (Pass::Forward, 16);
+    for lengths in [[5, 12], [1, 7], [12, 5]] {
+        let [queries, keys] = lengths;
+        let of = |keys, more: &[_]| problem(op, DType::F32, &[queries, 2, columns, 1, keys], more);
+        let right = of(keys, &[]);
+        let rows: Vec<u64> = (0..queries as u64).collect();
+        let from = Synthetic { seed: seed(), ..Synthetic::default() };
+        let inputs = op.inputs(&right, &from, &rows).unwrap();
+        let given = op.given(&right, Pass::Backward, &from, &rows);
+        let passes = |problem: &Problem, operands: &Arrays<'_>| {
+            let mut found = poisoned(op, problem, pass);
+            let mut run = kernels.open(problem, operands, launch).unwrap();
+            run.run(pass, &Arrays::default(), &mut found).unwrap();
+            judged(op, &right, &inputs, pass, &given, &found).passed()
+        };
+        assert!(passes(&right, &inputs), "{lengths:?}");
+        let after = |after: usize| {
+            let more = [
+                ("causal", Value::Bool(false)),
+                ("window_after", Value::Integer(after.try_into().unwrap())),
+            ];
+            of(keys, &more)
+        };
+        if keys > queries {
+            // Of the first keys alone, which are as many as queries.
+            let mut first = inputs.clone();
+            for name in ["k", "v"] {
+                let of_first = inputs.expect::<f32>(name)[..queries * columns].to_vec();
+                first.insert(name, Array::of(of_first));
+            }
+            assert!(!passes(&of(queries, &[]), &first), "{lengths:?} that begin together");
+        } else {
+            assert!(!passes(&after(queries - keys), &inputs), "{lengths:?} that begin together");
+        }
+        if queries > 1 {
+            assert!(!passes(&after(1), &inputs), "{lengths:?}, a key off");
         }
     }
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use pjrt_client::CompiledMemoryStats;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use xentile::operation::Problem;
 use xentile::operations;
 
 use super::config::Config;
@@ -318,11 +319,11 @@ impl fmt::Display for Report {
 
 impl Report {
     /// The extents of all dims that the operation's family has, by key.
-    pub(super) fn extents(config: &Config) -> Map<String, Value> {
+    pub(super) fn extents(op: Op, problem: &Problem) -> Map<String, Value> {
         let mut extents = Map::new();
-        let family = operations().iter().filter(|of| of.family() == config.op.family());
+        let family = operations().iter().filter(|of| of.family() == op.family());
         for dim in family.flat_map(|operation| operation.dims()) {
-            let extent = config.op.dim(dim.key).and_then(|dim| config.top.extent(dim));
+            let extent = op.dim(dim.key).map(|dim| problem.dim(dim.letter));
             extents.insert(dim.key.into(), extent.into());
         }
         extents

@@ -30,6 +30,7 @@ pub(crate) const COLUMNS: DimSpec = DimSpec {
     index: "column",
     about: "columns of y: the width of an MLP",
     default: None,
+    like: None,
     in_shape: false,
 };
 

@@ -1,5 +1,5 @@
-//! Attention, as tools see it: one sequence of queries and as many keys. Entries are judged by the error
-//! bounds of the reference.
+//! Attention, as tools see it: one sequence of queries with its keys, which are as many unless a problem says
+//! another number. Entries are judged by the error bounds of the reference.
 
 use std::iter;
 use std::time::Instant;
@@ -31,20 +31,20 @@ const SEEDS: [u64; 5] = [
     0xa076_1d64_78bd_642f,
 ];
 
-const fn dim(
-    letter: &'static str,
-    key: &'static str,
-    about: &'static str,
-    default: Option<usize>,
-) -> DimSpec {
-    DimSpec { letter, key, index: key, about, default, in_shape: false }
+const fn dim(letter: &'static str, key: &'static str, about: &'static str) -> DimSpec {
+    DimSpec { letter, key, index: key, about, default: None, like: None, in_shape: false }
 }
 
-const DIMS: [DimSpec; 4] = [
+const DIMS: [DimSpec; 5] = [
     TOKENS,
-    dim("H", "heads", "heads of queries", None),
-    dim("D", "head_dim", "columns of a head", None),
-    dim("J", "kv_heads", "heads of keys and values, which divide those of queries", None),
+    dim("H", "heads", "heads of queries"),
+    dim("D", "head_dim", "columns of a head"),
+    dim("J", "kv_heads", "heads of keys and values, which divide those of queries"),
+    DimSpec {
+        index: "key",
+        like: Some(TOKENS.letter),
+        ..dim("K", "keys", "keys and values of a head, which end together with the queries")
+    },
 ];
 
 const OPTIONS: [OptionSpec; 7] = [
@@ -141,7 +141,7 @@ fn texts(count: usize, tokens: usize) -> Vec<usize> {
 /// # Errors
 /// Heads that cannot be shared, or a shape that no kernel takes.
 pub fn shape(problem: &Problem) -> Result<AttentionShape> {
-    let [tokens, heads, width, kv_heads] = DIMS.map(|dim| problem.dim(dim.letter));
+    let [queries, heads, width, kv_heads, keys] = DIMS.map(|dim| problem.dim(dim.letter));
     if !heads.is_multiple_of(kv_heads) {
         return Err(Error::Invalid(format!(
             "kv_heads is {kv_heads}; it must divide heads, which is {heads}"
@@ -150,8 +150,8 @@ pub fn shape(problem: &Problem) -> Result<AttentionShape> {
     let shape = AttentionShape {
         heads: kv_heads,
         group: heads / kv_heads,
-        queries: tokens,
-        keys: tokens,
+        queries,
+        keys,
         width,
         value_width: width,
     };
@@ -206,20 +206,26 @@ impl Operation for Attention {
 
     fn validate(&self, problem: &Problem) -> Result<()> {
         options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))?;
-        let tokens = problem.dim("T");
-        if let Some(count) = segments(problem)
-            && !(1..=tokens).contains(&count)
-        {
-            return Err(Error::Invalid(format!(
-                "segments is {count}; it must be from 1 to the tokens, which are {tokens}"
-            )));
+        let [tokens, keys] = ["T", "K"].map(|letter| problem.dim(letter));
+        if let Some(count) = segments(problem) {
+            if !(1..=tokens).contains(&count) {
+                return Err(Error::Invalid(format!(
+                    "segments is {count}; it must be from 1 to the tokens, which are {tokens}"
+                )));
+            }
+            // A text's queries are its keys.
+            if keys != tokens {
+                return Err(Error::Invalid(format!(
+                    "keys is {keys} and segments {count}; packed texts have as many keys as queries, {tokens}"
+                )));
+            }
         }
         shape(problem).map(drop)
     }
 
     fn signature(&self, problem: &Problem, pass: Pass) -> Signature {
         let has_sinks = problem.flag("sinks");
-        let (of_queries, of_keys) = (["H", "T", "D"], ["J", "T", "D"]);
+        let (of_queries, of_keys) = (["H", "T", "D"], ["J", "K", "D"]);
         let array = |name, dims: &[&'static str], role| {
             ArraySpec::new(name, dims, ElementRule::Compute, role)
         };
@@ -257,9 +263,14 @@ impl Operation for Attention {
         shape(problem)?;
         from.check_unlabelled(self, "queries, keys and values")?;
         let mut inputs = Arrays::default();
-        let [heads, kv_heads] = ["H", "J"].map(|letter| problem.dim(letter));
-        let arrays = [("q", heads, 0), ("k", kv_heads, SEEDS[0]), ("v", kv_heads, SEEDS[1])];
-        by_dtype!(problem.dtype, E => for (name, heads, apart) in arrays {
+        let [heads, kv_heads, keys] = ["H", "J", "K"].map(|letter| problem.dim(letter));
+        let keys: Vec<_> = (0..keys as u64).collect();
+        let arrays = [
+            ("q", rows, heads, 0),
+            ("k", &keys, kv_heads, SEEDS[0]),
+            ("v", &keys, kv_heads, SEEDS[1]),
+        ];
+        by_dtype!(problem.dtype, E => for (name, rows, heads, apart) in arrays {
             let drawn = heads_of::<E>(problem, &from.apart(apart), rows, heads);
             inputs.insert(name, Array::of(drawn));
         });
@@ -344,25 +355,39 @@ impl Operation for Attention {
 
     /// Arrays in float64, with bounds of what is computed.
     fn reference_bytes(&self, problem: &Problem, _: usize) -> Option<u64> {
-        let [tokens, heads, width, kv_heads] = DIMS.map(|dim| problem.dim(dim.letter) as u64);
-        let rows = heads.checked_mul(5)?.checked_add(kv_heads.checked_mul(6)?)?;
-        rows.checked_mul(tokens)?.checked_mul(width)?.checked_mul(size_of::<f64>() as u64)
+        let [queries, heads, width, kv_heads, keys] =
+            DIMS.map(|dim| problem.dim(dim.letter) as u64);
+        let of_queries = heads.checked_mul(5)?.checked_mul(queries)?;
+        let rows = of_queries.checked_add(kv_heads.checked_mul(6)?.checked_mul(keys)?)?;
+        rows.checked_mul(width)?.checked_mul(size_of::<f64>() as u64)
     }
 
-    /// Two products forward and five backward, of what is seen.
+    /// Two products forward and five backward, of what is seen. Keys and values that no query sees are not
+    /// read.
     fn cost(&self, problem: &Problem) -> Cost {
         let whole = self.signature(problem, Pass::ForwardAndBackward);
-        let [bytes_read, bytes_written] = whole.bytes(problem);
-        let (mask, tokens) = (mask(problem), problem.dim("T"));
-        let texts = texts(segments(problem).unwrap_or(1), tokens);
-        let seen = (0..tokens).map(|query| {
-            let own = texts.partition_point(|text| *text < texts[query])
-                ..texts.partition_point(|text| *text <= texts[query]);
-            let keys = mask.keys(query, tokens, tokens);
-            keys.end.min(own.end).saturating_sub(keys.start.max(own.start)) as u64
-        });
-        let columns = (problem.dim("H") * problem.dim("D")) as u64;
-        Cost { bytes_read, bytes_written, flops: 7 * 2 * columns * seen.sum::<u64>() }
+        let [all_bytes, bytes_written] = whole.bytes(problem);
+        let [queries, heads, width, kv_heads, keys] = DIMS.map(|dim| problem.dim(dim.letter));
+        let mask = mask(problem);
+        let texts = segments(problem).map(|count| texts(count, queries));
+        let (mut pairs, mut hull) = (0_u64, keys..0);
+        for query in 0..queries {
+            let own = texts.as_ref().map_or(0..keys, |texts| {
+                texts.partition_point(|text| *text < texts[query])
+                    ..texts.partition_point(|text| *text <= texts[query])
+            });
+            let seen = mask.keys(query, queries, keys);
+            let seen = seen.start.max(own.start)..seen.end.min(own.end);
+            if !seen.is_empty() {
+                pairs += seen.len() as u64;
+                // Places of queries follow each other, so that nothing is between what two of them see.
+                hull = hull.start.min(seen.start)..hull.end.max(seen.end);
+            }
+        }
+        let unseen =
+            (2 * kv_heads * (keys - hull.len()) * width * problem.dtype.size_bytes()) as u64;
+        let bytes_read = all_bytes.saturating_sub(unseen);
+        Cost { bytes_read, bytes_written, flops: 7 * 2 * (heads * width) as u64 * pairs }
     }
 
     fn headline(&self, problem: &Problem) -> (&'static str, String) {
@@ -520,7 +545,57 @@ impl Reference for OfSequence<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::texts;
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::operation::TileExtents;
+
+    /// A problem of two heads of 8 columns that share one of keys, in f32, with `options` that are not at
+    /// their defaults.
+    fn problem([queries, keys]: [usize; 2], options: &[(&'static str, Value)]) -> Problem {
+        let mut all: BTreeMap<_, _> =
+            OPTIONS.iter().map(|option| (option.name, option.default)).collect();
+        all.extend(options.iter().copied());
+        let dims = DIMS.map(|dim| dim.letter).into_iter().zip([queries, 2, 8, 1, keys]);
+        let (dtype, tile) = (DType::F32, TileExtents::default());
+        Problem { dims: dims.collect(), dtype, options: all, tile, cotangent: 1.0 }
+    }
+
+    /// Products are of pairs that see each other, and bytes those of keys that a query sees.
+    #[test]
+    fn costs_are_of_what_is_seen() {
+        let (no, count) = (Value::Bool(false), Value::Integer);
+        for (lengths, options, pairs, keys_read) in [
+            ([4, 4], vec![], 10, 4),
+            ([1, 9], vec![], 9, 9),
+            ([4, 6], vec![], 3 + 4 + 5 + 6, 6),
+            ([6, 4], vec![], 1 + 2 + 3 + 4, 4),
+            ([6, 4], vec![("causal", no)], 24, 4),
+            ([2, 9], vec![("window_before", count(3))], 8, 5),
+            ([6, 4], vec![("window_before", count(1))], 1 + 2 + 2 + 2, 4),
+            ([7, 3], vec![("causal", no), ("window_after", count(1))], 1 + 2 + 3 + 3, 3),
+            ([9, 9], vec![("segments", count(3))], 3 + 6 + 10, 9),
+        ] {
+            let [queries, keys] = lengths;
+            let cost = OPERATION.cost(&problem(lengths, &options));
+            assert_eq!(cost.flops, 7 * 2 * 8 * 2 * pairs, "{lengths:?} {options:?}");
+            let ids = if options.iter().any(|(name, _)| *name == "segments") { queries } else { 0 };
+            let of_queries = 2 * 2 * queries * 8 + 2 * queries;
+            let read = 4 * (of_queries + 2 * keys_read * 8 + ids);
+            assert_eq!(cost.bytes_read, read as u64, "{lengths:?} {options:?}");
+            let written = 4 * (of_queries + 2 * keys * 8);
+            assert_eq!(cost.bytes_written, written as u64, "{lengths:?} {options:?}");
+        }
+    }
+
+    #[test]
+    fn packed_texts_have_as_many_keys_as_queries() {
+        let segments = [("segments", Value::Integer(2))];
+        assert_eq!(OPERATION.validate(&problem([5, 5], &segments)), Ok(()));
+        assert_eq!(OPERATION.validate(&problem([5, 7], &[])), Ok(()));
+        let error = OPERATION.validate(&problem([5, 7], &segments)).unwrap_err().to_string();
+        assert_eq!(error, "keys is 7 and segments 2; packed texts have as many keys as queries, 5");
+    }
 
     #[test]
     fn texts_fill_a_sequence() {

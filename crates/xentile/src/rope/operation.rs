@@ -36,6 +36,7 @@ const DIMS: [DimSpec; 3] = [
         index: "head",
         about: "heads of a token",
         default: None,
+        like: None,
         in_shape: false,
     },
     DimSpec {
@@ -44,6 +45,7 @@ const DIMS: [DimSpec; 3] = [
         index: "column",
         about: "columns of a head",
         default: None,
+        like: None,
         in_shape: false,
     },
 ];

@@ -74,6 +74,11 @@ def check_extent(name: str, extent: Any, where: str = "") -> None:
         raise ConfigError(f"{name} is {extent!r}; it must be an integer of at least 1{where}")
 
 
+def tokens_of(config: Mapping[str, Any]) -> int:
+    """Returns the tokens of a config, 512 unless it says another number."""
+    return int(config.get("time", 512))
+
+
 def weight_dtype_of(config: Mapping[str, Any]) -> str:
     """Returns the dtype that a config gives a weight beside rows, theirs unless it says another.
 

@@ -1,6 +1,6 @@
 """Programs of attention for tools that run no Python: o, lse and gradients, of one sequence.
 
-Arguments are q [H, T, D], k and v [J, T, D], sinks [H] and segment ids [T] if any, and cotangents
+Arguments are q [H, T, D], k and v [J, K, D], sinks [H] and segment ids [T] if any, and cotangents
 do and dlse [H, T]; results o, lse, dq, dk, dv and, with sinks, dsinks.
 """
 
@@ -20,6 +20,7 @@ from ..exporting import (
     check_options,
     no_tile,
     settings_alone,
+    tokens_of,
 )
 from . import custom_call
 from .options import check_options as options_of
@@ -36,6 +37,7 @@ class Settings:
     heads: int
     head_dim: int
     kv_heads: int
+    keys: int
     sinks: bool
     segments: int | None
 
@@ -52,8 +54,16 @@ def settings(config: Mapping[str, Any]) -> Settings:
     heads, head_dim, kv_heads = (int(extent or 0) for extent in extents)
     if heads % kv_heads:
         raise ConfigError(f"kv_heads is {kv_heads}; it must divide heads, which is {heads}")
-    segments = config.get("segments")
-    return Settings(heads, head_dim, kv_heads, bool(config.get("sinks")), segments)
+    tokens, segments = tokens_of(config), config.get("segments")
+    keys = config.get("keys")
+    keys = tokens if keys is None else keys
+    check_extent("keys", keys)
+    if segments is not None and keys != tokens:
+        raise ConfigError(
+            f"keys is {keys} and segments {segments}; packed texts have as many keys as queries, "
+            f"{tokens}"
+        )
+    return Settings(heads, head_dim, kv_heads, keys, bool(config.get("sinks")), segments)
 
 
 def program(cell: Cell) -> Program:
@@ -82,7 +92,7 @@ def program(cell: Cell) -> Program:
         implementation="reference" if cell.is_dense else None,
     )
     heads, kv_heads, tokens = settings.heads, settings.kv_heads, cell.tokens
-    seen = ranges(options, tokens, tokens, None, None)
+    seen = ranges(options, tokens, settings.keys, None, None)
     of_heads = (kv_heads, heads // kv_heads)
 
     def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
@@ -102,7 +112,7 @@ def program(cell: Cell) -> Program:
 
     shape: Any = jax.ShapeDtypeStruct
     q = shape((heads, tokens, settings.head_dim), DTYPES[cell.dtype])
-    k = shape((kv_heads, tokens, settings.head_dim), DTYPES[cell.dtype])
+    k = shape((kv_heads, settings.keys, settings.head_dim), DTYPES[cell.dtype])
     rows = shape((heads, tokens), jnp.float32)
     sinks = [shape((heads,), jnp.float32)] if settings.sinks else []
     ids = [] if settings.segments is None else [shape((tokens,), jnp.int32)]
