@@ -129,6 +129,20 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator) -> None:
     assert few.tobytes() == whole[5:8].tobytes()
     np.testing.assert_allclose(whole, run(hidden, weight, labels)[1], rtol=1e-5, atol=1e-5)
 
+    @jax.jit
+    def dhidden(hidden: Any, labels: Any) -> Any:
+        named = partial(linear_cross_entropy, reduction="sum", batch_invariant=True)
+        return jax.grad(lambda x: named(x, weight, labels, axis_name="vocab"))(hidden)
+
+    # Other axes are left to XLA.
+    with jax.set_mesh(jax.make_mesh((1, 4), ("data", "vocab"), axis_types=mesh.axis_types * 2)):
+        whole, few = (
+            np.asarray(dhidden(hidden[of], labels[of])) for of in (slice(40), slice(5, 6))
+        )
+        program = dhidden.lower(hidden[:1], labels[:1]).compile().as_text()
+    assert few.tobytes() == whole[5:6].tobytes()
+    assert f"f32[{INVARIANT_TOKENS},80]" in program
+
 
 def test_what_explain_says() -> None:
     hidden, weight = (jax.ShapeDtypeStruct((n, 64), jnp.bfloat16) for n in (5, 1000))

@@ -76,7 +76,7 @@ compile_kernels_once() {
 # The features that these have together are those of the whole workspace, which host's tests were built
 # with: of a package by itself, what it depends on has fewer, and is compiled again.
 # shellcheck disable=SC2034 # the tiers read it
-like_workspace=(--package xentile-tools --package xentile-xla)
+like_workspace=(--package xentile --package xentile-tools --package xentile-xla)
 
 # For tiers in which programs run slowly.
 try_fewer_arguments() {

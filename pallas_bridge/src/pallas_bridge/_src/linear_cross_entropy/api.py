@@ -776,9 +776,13 @@ class _Planner:
     def chunk(
         self, hidden: jax.Array, weight: jax.Array, bias: Any, vocab_axis: int, tile: Tile
     ) -> int | None:
-        """Returns the tokens of chunks that have gradients in the forward pass; None for none."""
+        """Returns the tokens of chunks that have gradients in the forward pass; None for none.
+
+        Nobody pads these chunks.
+        """
         plan, _, _ = self.plans(hidden, weight, bias, vocab_axis, True, tile)
-        return plan.tokens if plan.schedule == "tokens" and plan.products < 4 else None
+        is_fused = plan.schedule == "tokens" and plan.products < 4 and not plan.batch_invariant
+        return plan.tokens if is_fused else None
 
     def run(self, name: str, whole: schedules.Schedule, *arrays: Any) -> Any:
         """Returns what a pass of `whole` does, each device its share."""
