@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:
 #
-#     scripts/test.sh            what ten minutes hold: five tiers, a part of the largest
+#     scripts/test.sh            what twenty minutes hold on two cores: five tiers, a part of most
 #     scripts/test.sh --all      all tiers but those that run by name, a part of the longest
 #     scripts/test.sh lint host  these tiers, whole
 #
