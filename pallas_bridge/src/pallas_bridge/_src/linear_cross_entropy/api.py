@@ -31,6 +31,8 @@ from . import (
     tokens,
 )
 from . import plan as plans
+from .cut import Cut
+from .cut import find as find_cut
 from .declaration import OPERATION
 from .plan import Plan, Problem
 from .product import Products
@@ -551,7 +553,7 @@ class _Arrays:
         self,
         reduced: bool,
         planner: "_Planner",
-        cut: parts.Cut | None = None,
+        cut: Cut | None = None,
     ) -> "_Functions":
         """Returns what computes, by the implementation and the plan.
 
@@ -626,16 +628,16 @@ class _Arrays:
             chunk = max(plan.max_scratch_bytes // (8 * weight.shape[self.axis]), 1)
         return min(chunk, max(len(labels), 1))
 
-    def find(self, axis_name: AxisName | None) -> parts.Cut | None:
+    def find(self, axis_name: AxisName | None) -> Cut | None:
         """Returns how they are known to be cut; where they are not, a gather is to be told of."""
-        cut = parts.find(self.hidden, self.weight, self.axis, axis_name)
+        cut = find_cut(self.hidden, self.weight, self.axis, axis_name)
         if cut is None and self.implementation != "reference":
             self.weight = gathering.watched(
                 OPERATION, "weight", self.weight, self.axis, calls_ask=True
             )
         return cut
 
-    def place(self, cut: parts.Cut) -> None:
+    def place(self, cut: Cut) -> None:
         """Has what has a number a token lie as tokens do."""
         self.labels = cut.place(self.labels)
         self.weights = None if self.weights is None else cut.place(self.weights)
@@ -649,7 +651,7 @@ class _Arrays:
 
 
 def _per_token(
-    of: _Arrays, cut: parts.Cut | None, planner: "_Planner"
+    of: _Arrays, cut: Cut | None, planner: "_Planner"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [..] in f32; has weights lie as these do."""
     if cut is None:
@@ -670,7 +672,7 @@ def _per_token(
     return found
 
 
-def _known(of: _Arrays, cut: parts.Cut | None, planner: "_Planner", asked: Asked) -> Known:
+def _known(of: _Arrays, cut: Cut | None, planner: "_Planner", asked: Asked) -> Known:
     """Returns what is asked for of each token [..]; has weights lie as these do."""
     if cut is None:
         return of.known_of(planner, asked)
@@ -692,7 +694,7 @@ def _known(of: _Arrays, cut: parts.Cut | None, planner: "_Planner", asked: Asked
 
 def _reduced(
     of: _Arrays,
-    cut: parts.Cut | None,
+    cut: Cut | None,
     planner: "_Planner",
     reduction: Literal["mean", "sum"],
 ) -> tuple[jax.Array, jax.Array]:
