@@ -191,10 +191,11 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         chunk = plan.tokens, plan.columns
     other_losses, others = dense(arrays, factors, axis, options, chunk)
     off, other = (np.abs(np.asarray(one) - exact.losses) for one in (losses, other_losses))
-    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's.
+    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's. Of
+    # two programs whose sums are cut otherwise the worst token is luck.
     is_call = schedule == "library"
     in_longer_runs = is_call and narrow(arrays)[0].dtype != jnp.bfloat16
-    assert off.max() <= (2.4 if in_longer_runs else 1.2) * other.max() + 2e-5
+    assert off.max() <= (2.4 if in_longer_runs else 1.5) * other.max() + 2e-5
     for actual, like in zip(gradients, arrays, strict=False):
         assert actual.dtype == like.dtype
     matrices = zip(gradients, others, exact.gradients, exact.once, arrays, strict=False)
@@ -212,11 +213,13 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         for (actual, dense_one, want, once, like), bound in zip(
             matrices, BOUNDS_OF_16_BITS, strict=True
         ):
-            # Which entry is the worst is luck, but not of what is rounded alike; sums in f32 move
-            # p by as much of itself as they move losses. The dense program narrows both arrays
-            # itself, and its gradients with them.
+            # Sums in f32 move p by as much of itself as they move losses, and a tie may round to
+            # its other side: that moves an entry by as much again as its rounding, and hardly a
+            # norm. The dense program narrows both arrays itself, and its gradients with them.
             if schedule != "library":
-                assert error(actual, want) <= 1.1 * error(once, want) + other.max() + 2e-6
+                assert error(actual, want) <= 2 * error(once, want) + other.max() + 2e-6
+                norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, once)]
+                assert norms[0] <= 1.05 * norms[1]
             if like.dtype == dense_one.dtype:
                 norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
                 assert norms[0] <= bound * norms[1]
