@@ -191,11 +191,10 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         chunk = plan.tokens, plan.columns
     other_losses, others = dense(arrays, factors, axis, options, chunk)
     off, other = (np.abs(np.asarray(one) - exact.losses) for one in (losses, other_losses))
-    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's. Of
-    # two programs whose sums are cut otherwise the worst token is luck.
+    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's.
     is_call = schedule == "library"
     in_longer_runs = is_call and narrow(arrays)[0].dtype != jnp.bfloat16
-    assert off.max() <= (2.4 if in_longer_runs else 1.5) * other.max() + 2e-5
+    assert off.max() <= (2.4 if in_longer_runs else 1.2) * other.max() + 2e-5
     for actual, like in zip(gradients, arrays, strict=False):
         assert actual.dtype == like.dtype
     matrices = zip(gradients, others, exact.gradients, exact.once, arrays, strict=False)

@@ -253,6 +253,4 @@ def _fused_pull(work: Work, residuals: Any, cotangents: Any) -> Any:
         # Rare: logits are made again.
         *arrays, factors = primals
         return *pull(work, (arrays, saved), (dloss * factors, None, dlse)), dfactors
-    dloss = work.exchange.cotangent(dloss)
-    scaled = jax.tree.map(lambda x: (x.astype(jnp.float32) * dloss).astype(x.dtype), gradients)
-    return *scaled, dfactors
+    return *tokens.scaled(gradients, work.exchange.cotangent(dloss)), dfactors

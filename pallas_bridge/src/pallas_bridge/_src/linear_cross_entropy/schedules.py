@@ -292,11 +292,7 @@ def _fused_pull(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[An
         dloss = jnp.zeros((), lse.dtype)
     dfactors = None if losses is None else dloss * losses
     if dlse is None:
-        # XLA leaves a product with 1 out.
-        scaled = jax.tree.map(
-            lambda one: (one.astype(jnp.float32) * dloss).astype(one.dtype), gradients
-        )
-        return *scaled, dfactors
+        return *tokens.scaled(gradients, dloss), dfactors
     arrays, factors, saved = again
     given = (dloss * factors, jnp.zeros_like(dlse), dlse)
     return *schedule.backward(*arrays, saved, given), dfactors
