@@ -1,5 +1,6 @@
 // The kernels of attention; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
 #include "flash_attention.cuh"
+#include "flash_attention_forward_hopper.cuh"
 
 using namespace xentile;
 
@@ -10,9 +11,6 @@ using namespace xentile;
   }
 
 #define FLASH_ATTENTION_OF(dtype, E)                                                              \
-  FLASH_ATTENTION(forward_64_##dtype, 2, attention::Forward<E, 64>::run(a))                       \
-  FLASH_ATTENTION(forward_128_##dtype, 2, attention::Forward<E, 128>::run(a))                     \
-  FLASH_ATTENTION(forward_256_##dtype, 2, attention::Forward<E, 256>::run(a))                     \
   FLASH_ATTENTION(queries_64_##dtype, 2, attention::QueryGradients<E, 64>::run(a))                \
   FLASH_ATTENTION(queries_128_##dtype, 2, attention::QueryGradients<E, 128>::run(a))              \
   FLASH_ATTENTION(queries_256_##dtype, 2, attention::QueryGradients<E, 256>::run(a))              \
@@ -28,3 +26,26 @@ using namespace xentile;
 
 FLASH_ATTENTION_OF(bf16, __nv_bfloat16)
 FLASH_ATTENTION_OF(f16, __half)
+
+// Of the forward pass an architecture has either kind.
+#define FLASH_ATTENTION_FORWARD(columns, dtype, E) \
+  FLASH_ATTENTION(forward_##columns##_##dtype, 2, attention::Forward<E, columns>::run(a))
+#define FLASH_ATTENTION_ON_HOPPER(columns, dtype, E)                                               \
+  extern "C" __global__ void __launch_bounds__(kAttentionHopperThreads, 1) \
+      flash_attention_forward_hopper_##columns##_##dtype(                                          \
+          const __grid_constant__ FlashAttentionArguments a) {                                     \
+    attention::hopper::Forward<E, columns>::run(a);                                                \
+  }
+#define FLASH_ATTENTION_OF_COLUMNS(columns, kind) \
+  kind(columns, bf16, __nv_bfloat16) kind(columns, f16, __half)
+
+#if !defined(__CUDA_ARCH__) || !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+FLASH_ATTENTION_OF_COLUMNS(64, FLASH_ATTENTION_FORWARD)
+FLASH_ATTENTION_OF_COLUMNS(128, FLASH_ATTENTION_FORWARD)
+FLASH_ATTENTION_OF_COLUMNS(256, FLASH_ATTENTION_FORWARD)
+#endif
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+FLASH_ATTENTION_OF_COLUMNS(64, FLASH_ATTENTION_ON_HOPPER)
+FLASH_ATTENTION_OF_COLUMNS(128, FLASH_ATTENTION_ON_HOPPER)
+FLASH_ATTENTION_OF_COLUMNS(256, FLASH_ATTENTION_ON_HOPPER)
+#endif

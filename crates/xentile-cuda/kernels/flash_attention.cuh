@@ -54,6 +54,12 @@ struct FlashAttentionArguments {
   int64_t q_group;
   int64_t q_head;
   int64_t k_head;
+  // For the forward pass on Hopper: heads of queries whose heaviest blocks come first, and q, k and v as the
+  // copy engine takes them, in boxes of 64 columns: [.., inner, group, queries, width] and [.., inner, keys, width].
+  uint32_t span;
+  CUtensorMap q_map;
+  CUtensorMap k_map;
+  CUtensorMap v_map;
 
   // The first row of q of a head of keys, of its first head of queries.
   __device__ int64_t first_query(int64_t of_keys) const {
@@ -74,6 +80,12 @@ inline constexpr uint32_t kAttentionThreads = 128;
 inline constexpr uint32_t kAttentionSinkThreads = 256;
 // Queries of a block of notes, and keys of a CTA that makes dk and dv.
 inline constexpr int32_t kAttentionBlock = 64;
+// Of the forward pass on Hopper: threads and queries of a CTA, and keys of a tile, of heads of up to 128 columns
+// and of up to 256.
+inline constexpr uint32_t kAttentionHopperThreads = 384;
+inline constexpr int32_t kAttentionHopperQueries = 128;
+inline constexpr int32_t kAttentionHopperKeys = 128;
+inline constexpr int32_t kAttentionHopperWideKeys = 64;
 
 namespace attention {
 
@@ -364,38 +376,56 @@ struct Hull {
   }
 };
 
-// tanh to a few units of rounding: by its series near 0, where one minus a quotient would cancel.
-__device__ inline float tanh_of(float x) {
-  const float square = x * x;
-  float series = fmaf(square, 62.0f / 2835, -17.0f / 315);
-  series = fmaf(square, series, 2.0f / 15);
-  series = fmaf(square, series, -1.0f / 3);
-  series = fmaf(x * square, series, x);
-  const float far = fmaf(-2.0f, ptx::rcp(1 + ptx::ex2(x * (2 * kLog2E))), 1.0f);
-  return square < 0.04f ? series : far;
-}
+// tanh as a quotient of polynomials, by least squares of the largest error: off by 8e-7 of its value at most.
+// NaN is above alone, so that two quotients may share a reciprocal.
+struct Quotient {
+  float above, below;
 
-// What turns a product into a logit in units of ln(2): the product times `factor`, unless `is_bent`.
+  __device__ static Quotient of_tanh(float x) {
+    constexpr float kMost = 7.6f;
+    const float z = ptx::clamp(x, -kMost, kMost), y = fminf(z * z, kMost * kMost);
+    float above = fmaf(y, -6.51403192826921e-9f, 7.354449390053975e-6f);
+    above = fmaf(y, above, 2.720403533497395e-3f);
+    above = fmaf(y, above, 0.12735098822346047f);
+    above = fmaf(y, above, 0.9999993916720492f);
+    float below = fmaf(y, 1.999183132011743e-4f, 2.2950272398093125e-2f);
+    below = fmaf(y, below, 0.46068203365235333f);
+    return {z * above, fmaf(y, below, 1.0f)};
+  }
+};
+
+// What turns a product into a logit in units of ln(2): `factor` times it, once it is bent where `is_bent`.
 struct Bend {
   // With a softcap, what tanh is taken of is the product times `inner`; without, that is the logit.
-  float inner, outer, factor;
+  float inner, factor;
   bool is_bent, has_cap;
 
   __device__ explicit Bend(const FlashAttentionArguments& a) {
     has_cap = a.softcap > 0;
     is_bent = has_cap || !(a.scale > 0);
     inner = has_cap ? a.scale / a.softcap : a.scale * kLog2E;
-    outer = a.softcap * kLog2E;
-    factor = is_bent ? 1.0f : inner;
+    factor = has_cap ? a.softcap * kLog2E : is_bent ? 1.0f : inner;
   }
 
-  // The logit in units of ln(2), and its derivative in those of scale.
+  // Bends a product, and gives the logit's derivative in units of scale.
   __device__ float operator()(float product, float& slope) const {
     slope = 1;
     if (!has_cap) return product * inner;
-    const float bent = tanh_of(product * inner);
+    const Quotient of = Quotient::of_tanh(product * inner);
+    const float bent = of.above * ptx::rcp(of.below);
     slope = fmaf(-bent, bent, 1.0f);
-    return bent * outer;
+    return bent;
+  }
+
+  // Bends two products, by one reciprocal.
+  __device__ void bend(float& x, float& y) const {
+    if (!has_cap) {
+      x *= inner, y *= inner;
+      return;
+    }
+    const Quotient of_x = Quotient::of_tanh(x * inner), of_y = Quotient::of_tanh(y * inner);
+    const float inverse = ptx::rcp(of_x.below * of_y.below);
+    x = of_x.above * (inverse * of_y.below), y = of_y.above * (inverse * of_x.below);
   }
 };
 
@@ -541,6 +571,22 @@ struct QueryBlock {
   }
 };
 
+// What the sums of a row are to be multiplied by, and its lse: of the parts of its denominator that four lanes
+// have, its largest product, and the logit of its sink in units of ln(2), or -inf.
+__device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  total += __shfl_xor_sync(0xffffffffu, total, 2);
+  const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
+  // A sink that is NaN makes all of it that.
+  const float most = sink > at || sink != sink ? sink : at;
+  const float shift = most == -infinity() ? 0 : most;
+  // Sums were made with another shift; those of NaN alone with none.
+  const float kept = at == -infinity() ? 1 : ptx::ex2(at - shift);
+  total = total * kept + ptx::ex2(sink - shift);
+  lse = total == 0 ? -infinity() : (shift + log2f(total)) * kLn2;
+  return total == 0 ? 0 : kept / total;
+}
+
 // o and lse.
 template <class E, int kColumns>
 struct Forward {
@@ -584,11 +630,8 @@ struct Forward {
     if (bend.is_bent) {
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float slope;
-          products[j][i] = bend(products[j][i], slope);
-        }
+        bend.bend(products[j][0], products[j][1]);
+        bend.bend(products[j][2], products[j][3]);
       }
     }
     if (!is_whole) block.mask(products, own_row(strip), key, stage);
@@ -674,25 +717,13 @@ struct Forward {
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float whole = total[strip][half];
-        whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-        whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-        const float at = largest[strip][half] == -infinity() ? -infinity()
-                                                             : largest[strip][half] * bend.factor;
-        // A sink that is NaN makes all of it that.
-        const float most = sink > at || sink != sink ? sink : at;
-        const float shift = most == -infinity() ? 0 : most;
-        // Sums were made with another shift; those of NaN alone with none.
-        const float kept = at == -infinity() ? 1 : ptx::ex2(at - shift);
-        whole *= kept;
-        if (a.sinks != nullptr) whole += ptx::ex2(sink - shift);
         const int own = own_row(strip) + lane / 4 + 8 * half;
         const int2 range = block.shared.ranges[own];
         const bool is_empty = range.x >= range.y;
-        inverse[half] = is_empty || whole == 0 ? 0 : kept / whole;
-        if (lane % 4 == 0 && own < block.left_from(0)) {
-          a.lse[block.row(own)] = whole == 0 ? -infinity() : (shift + log2f(whole)) * kLn2;
-        }
+        float lse;
+        const float factor = finish_row(bend, total[strip][half], largest[strip][half], sink, lse);
+        inverse[half] = is_empty ? 0 : factor;
+        if (lane % 4 == 0 && own < block.left_from(0)) a.lse[block.row(own)] = lse;
         if (!is_empty) continue;
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {

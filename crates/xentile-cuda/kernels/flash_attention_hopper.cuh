@@ -51,10 +51,11 @@ __device__ inline void multiply(float (&d)[kEights][4], uint64_t a, uint64_t b, 
       XENTILE_OF_SHARED(columns, XENTILE_SUMS_##eights(0), XENTILE_PLACES_##n, a_, b_, adds_, "f16");     \
     }                                                                                                    \
   }
-  static_assert(kEights == 2 || kEights == 4 || kEights == 8);
+  static_assert(kEights == 2 || kEights == 4 || kEights == 8 || kEights == 16);
   XENTILE_OF(2, "16", 8, "%8", "%9", "%10")
   XENTILE_OF(4, "32", 16, "%16", "%17", "%18")
   XENTILE_OF(8, "64", 32, "%32", "%33", "%34")
+  XENTILE_OF(16, "128", 64, "%64", "%65", "%66")
 #undef XENTILE_OF
 }
 

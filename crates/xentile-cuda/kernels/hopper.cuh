@@ -42,6 +42,25 @@ __device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t 
       : "memory");
 }
 
+// The same of tensors of four and five extents.
+__device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t column, int32_t row,
+                                   int32_t third, int32_t fourth, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(third), "r"(fourth), "r"(barrier)
+      : "memory");
+}
+
+__device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t column, int32_t row,
+                                   int32_t third, int32_t fourth, int32_t fifth, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(third), "r"(fourth), "r"(fifth), "r"(barrier)
+      : "memory");
+}
+
 // The same, to this place and with a barrier in every CTA that `ctas` has the bit of.
 __device__ inline void tensor_load_to(uint32_t to, const CUtensorMap& map, int32_t column,
                                       int32_t row, uint32_t barrier, uint16_t ctas) {

@@ -147,6 +147,13 @@ __device__ inline float ex2(float x) {
   return y;
 }
 
+// Between `low` and `high`, or NaN.
+__device__ inline float clamp(float x, float low, float high) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;\n\tmin.NaN.f32 %0, %0, %3;" : "=&f"(y) : "f"(x), "f"(low), "f"(high));
+  return y;
+}
+
 __device__ inline float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

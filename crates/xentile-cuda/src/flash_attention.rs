@@ -5,6 +5,7 @@
 //! instead of added atomically, so that every sum has one order. Nothing is allocated.
 
 mod arguments;
+mod hopper;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -13,7 +14,7 @@ use arguments::{Arguments, BLOCK, SINK_THREADS, THREADS};
 use xentile::DType;
 use xentile::flash_attention::{AttentionShape, FlashAttention};
 
-use crate::driver::{Driver, Extent, Kernel, RawStream};
+use crate::driver::{Driver, Extent, Kernel, RawStream, TensorMap};
 use crate::{Device, Error, Result, check_alignment, library};
 
 /// The columns of heads must be a multiple of this.
@@ -99,6 +100,13 @@ pub enum Pass {
     Backward,
 }
 
+/// What operands there are, of those that need not be.
+#[derive(Clone, Copy, Debug)]
+struct Has {
+    sinks: bool,
+    segments: bool,
+}
+
 /// A kernel, on so many CTAs.
 #[derive(Debug, PartialEq, Eq)]
 struct Step {
@@ -156,7 +164,8 @@ impl Attention {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        for step in self.steps(pass, true) {
+        let on_hopper = hopper::multiprocessors(Device::current()?);
+        for step in self.steps(pass, Has { sinks: true, segments: false }, on_hopper) {
             // SAFETY: passed on from this function's contract.
             unsafe { kernel(&step.name, stream) }?;
         }
@@ -181,7 +190,13 @@ impl Attention {
         lse: *mut f32,
     ) -> Result<()> {
         check_alignment("o", o)?;
-        let arguments = Arguments { o, lse, ..self.arguments(operands)? };
+        if self.shape.heads * self.shape.group * self.shape.queries == 0 {
+            return Ok(());
+        }
+        let mut arguments = Arguments { o, lse, ..self.arguments(operands)? };
+        if let Some(multiprocessors) = hopper::multiprocessors(Device::current()?) {
+            arguments = self.with_maps(arguments, multiprocessors)?;
+        }
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Pass::Forward, stream, &arguments) }
     }
@@ -286,13 +301,20 @@ impl Attention {
             q_group: q_group as i64,
             q_head: q_head as i64,
             k_head: k_head as i64,
+            span: 1,
+            q_map: TensorMap::none(),
+            k_map: TensorMap::none(),
+            v_map: TensorMap::none(),
         })
     }
 
     /// # Safety
     /// As for [`forward`](Self::forward).
     unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: &Arguments) -> Result<()> {
-        for step in self.steps(pass, !arguments.sinks.is_null()) {
+        let on_hopper = hopper::multiprocessors(Device::current()?);
+        let has =
+            Has { sinks: !arguments.sinks.is_null(), segments: !arguments.q_segments.is_null() };
+        for step in self.steps(pass, has, on_hopper) {
             let ctas = step.ctas.and_then(|ctas| i32::try_from(ctas).ok()).ok_or_else(|| {
                 Error::Problem(xentile::Error::Invalid(format!(
                     "{:?} has 2^31 blocks or more, which fit no grid",
@@ -318,16 +340,13 @@ impl Attention {
         Ok(())
     }
 
-    /// The kernels of a pass, in their order. Heads are padded to 64, 128 or 256 columns.
-    fn steps(&self, pass: Pass, has_sinks: bool) -> Vec<Step> {
-        let AttentionShape { heads, group, queries, keys, width, value_width } = self.shape;
-        let columns = match width.max(value_width) {
-            ..=64 => 64,
-            65..=128 => 128,
-            _ => 256,
-        };
-        let of_heads = |blocks: usize, heads: Option<usize>| heads?.checked_mul(blocks);
-        let query_heads = heads.checked_mul(group);
+    /// The kernels of a pass, in their order, on Hopper's multiprocessors or on another GPU.
+    fn steps(&self, pass: Pass, has: Has, on_hopper: Option<u32>) -> Vec<Step> {
+        let AttentionShape { heads, group, keys, .. } = self.shape;
+        if let (Pass::Forward, Some(multiprocessors)) = (pass, on_hopper) {
+            return vec![self.step_on_hopper(multiprocessors, has.segments)];
+        }
+        let columns = self.padded_columns();
         // Rows that a CTA keeps, and of a tile, of which two of keys and values are there at a time.
         let step = |name: &str, ctas, kept: usize, tile: usize| Step {
             name: format!("flash_attention_{name}_{}", self.dtype),
@@ -337,15 +356,15 @@ impl Attention {
         };
         if pass == Pass::Forward {
             let (rows, tile) = if columns == 256 { (64, 32) } else { (128, 64) };
-            let ctas = of_heads(queries.div_ceil(rows), query_heads);
+            let ctas = self.blocks_of_queries(rows);
             return vec![step(&format!("forward_{columns}"), ctas, rows, tile)];
         }
-        let of_queries = of_heads(queries.div_ceil(BLOCK), query_heads);
-        let of_keys = of_heads(keys.div_ceil(BLOCK), Some(heads));
+        let of_queries = self.blocks_of_queries(BLOCK);
+        let of_keys = heads.checked_mul(keys.div_ceil(BLOCK));
         let (kept, tile) = (2 * BLOCK, if columns == 256 { 16 } else { 64 });
         let mut steps = vec![step("notes", of_queries, 0, 0)];
-        if has_sinks {
-            let sinks = step("sinks", query_heads, 0, 0);
+        if has.sinks {
+            let sinks = step("sinks", heads.checked_mul(group), 0, 0);
             steps.push(Step { threads: SINK_THREADS, ..sinks });
         }
         steps.push(step(&format!("keys_{columns}"), of_keys, kept, tile));
@@ -354,6 +373,21 @@ impl Attention {
         }
         steps.push(step(&format!("queries_{columns}"), of_queries, kept, tile));
         steps
+    }
+
+    /// The columns that kernels have for those of heads.
+    fn padded_columns(&self) -> usize {
+        match self.shape.width.max(self.shape.value_width) {
+            ..=64 => 64,
+            65..=128 => 128,
+            _ => 256,
+        }
+    }
+
+    /// How many blocks of so many queries all heads have.
+    fn blocks_of_queries(&self, rows: usize) -> Option<usize> {
+        let AttentionShape { heads, group, queries, .. } = self.shape;
+        heads.checked_mul(group)?.checked_mul(queries.div_ceil(rows))
     }
 }
 
@@ -380,7 +414,7 @@ mod tests {
         let of = |width, pass, has_sinks| {
             let shape = AttentionShape { width, ..SHAPE };
             let attention = Attention::new(FlashAttention::new(width), shape, DType::Bf16).unwrap();
-            let steps = attention.steps(pass, has_sinks);
+            let steps = attention.steps(pass, Has { sinks: has_sinks, segments: false }, None);
             assert!(steps.iter().all(|step| step.shared_bytes <= 96 << 10));
             let short = |step: Step| (step.name, step.ctas.unwrap(), step.shared_bytes >> 10);
             steps.into_iter().map(short).collect::<Vec<_>>()

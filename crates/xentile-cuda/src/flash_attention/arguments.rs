@@ -2,6 +2,8 @@
 
 use std::ffi::c_void;
 
+use crate::driver::TensorMap;
+
 mirror! {
     /// See kernels/flash_attention.cuh.
     pub(crate) struct Arguments = FlashAttentionArguments {
@@ -34,6 +36,10 @@ mirror! {
         q_group: i64,
         q_head: i64,
         k_head: i64,
+        span: u32,
+        q_map: TensorMap,
+        k_map: TensorMap,
+        v_map: TensorMap,
     }
 }
 
@@ -41,4 +47,8 @@ numbers! {
     THREADS: u32 = kAttentionThreads, 128;
     SINK_THREADS: u32 = kAttentionSinkThreads, 256;
     BLOCK: usize = kAttentionBlock, 64;
+    HOPPER_THREADS: u32 = kAttentionHopperThreads, 384;
+    HOPPER_QUERIES: usize = kAttentionHopperQueries, 128;
+    HOPPER_KEYS: usize = kAttentionHopperKeys, 128;
+    HOPPER_WIDE_KEYS: usize = kAttentionHopperWideKeys, 64;
 }
