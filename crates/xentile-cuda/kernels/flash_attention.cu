@@ -1,5 +1,6 @@
 // The kernels of attention; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
 #include "flash_attention.cuh"
+#include "flash_attention_backward_hopper.cuh"
 
 using namespace xentile;
 
@@ -28,3 +29,29 @@ using namespace xentile;
 
 FLASH_ATTENTION_OF(bf16, __nv_bfloat16)
 FLASH_ATTENTION_OF(f16, __half)
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+#define FLASH_ATTENTION_BACKWARD(name, Bytes, ...)                                          \
+  extern "C" __global__ void __launch_bounds__(kAttentionBackwardThreads, 1)                \
+      flash_attention_##name(const __grid_constant__ FlashAttentionBackwardArguments all) { \
+    using Gradients = attention::hopper::__VA_ARGS__;                                       \
+    static_assert(Gradients::kSharedBytes == kAttention##Bytes);                            \
+    Gradients::run(all);                                                                    \
+  }
+
+#define FLASH_ATTENTION_BACKWARD_OF(dtype, E, is_bent)                                                           \
+  FLASH_ATTENTION_BACKWARD(keys_64_##dtype, KeysBytes64, KeyGradients<E, 64, true, true, 8, 8, is_bent>)         \
+  FLASH_ATTENTION_BACKWARD(keys_128_##dtype, KeysBytes128, KeyGradients<E, 128, true, true, 4, 4, is_bent>)      \
+  FLASH_ATTENTION_BACKWARD(keys_256_##dtype, KeysBytes256, KeyGradients<E, 256, true, false, 2, 1, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(values_256_##dtype, ValuesBytes256, KeyGradients<E, 256, false, true, 2, 2, is_bent>) \
+  FLASH_ATTENTION_BACKWARD(queries_64_##dtype, QueriesBytes64, QueryGradients<E, 64, 128, 4, 4, is_bent>)        \
+  FLASH_ATTENTION_BACKWARD(queries_128_##dtype, QueriesBytes128, QueryGradients<E, 128, 128, 2, 2, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(queries_256_##dtype, QueriesBytes256, QueryGradients<E, 256, 64, 2, 1, is_bent>)
+
+FLASH_ATTENTION_BACKWARD_OF(hopper_bf16, __nv_bfloat16, false)
+FLASH_ATTENTION_BACKWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)
+FLASH_ATTENTION_BACKWARD_OF(hopper_f16, __half, false)
+FLASH_ATTENTION_BACKWARD_OF(hopper_bent_f16, __half, true)
+
+#endif

@@ -404,26 +404,40 @@ impl Driver {
         at: *const c_void,
         (rows, columns): (usize, usize),
         stride: usize,
-        boxed: (c_uint, c_uint),
+        (width, height): (c_uint, c_uint),
+    ) -> Result<TensorMap> {
+        self.tensor_map_of(dtype, at, [columns, rows], [1, stride], [width, height])
+    }
+
+    /// The same of a tensor with one extent after another, those of least stride first: elements from
+    /// one to the next of each are `strides`, the first of which is 1.
+    pub(crate) fn tensor_map_of<const RANK: usize>(
+        &self,
+        dtype: DType,
+        at: *const c_void,
+        extents: [usize; RANK],
+        strides: [usize; RANK],
+        boxed: [c_uint; RANK],
     ) -> Result<TensorMap> {
         let dtype_code = match dtype {
             DType::F32 => abi::TENSOR_OF_F32,
             DType::F16 => abi::TENSOR_OF_F16,
             DType::Bf16 => abi::TENSOR_OF_BF16,
         };
-        let extents = [columns as u64, rows as u64];
-        let strides = [(stride * dtype.size_bytes()) as u64];
-        let (boxed, steps) = ([boxed.0, boxed.1], [1, 1]);
+        let extents = extents.map(|extent| extent as u64);
+        let strides = strides.map(|stride| (stride * dtype.size_bytes()) as u64);
+        let steps = [1; RANK];
         let mut map = TensorMap::none();
-        // SAFETY: two extents, one stride, and the rest as cuda.h has it. The address is only kept.
+        // SAFETY: as many extents, boxes and steps as it is told, strides of all but the first, and the
+        // rest as cuda.h has it. The address is only kept.
         let code = unsafe {
             (self.encode_tensor_map)(
                 &raw mut map,
                 dtype_code,
-                2,
+                RANK as c_uint,
                 at.cast_mut(),
                 extents.as_ptr(),
-                strides.as_ptr(),
+                strides[1..].as_ptr(),
                 boxed.as_ptr(),
                 steps.as_ptr(),
                 abi::NOT_INTERLEAVED,

@@ -5,6 +5,7 @@
 //! instead of added atomically, so that every sum has one order. Nothing is allocated.
 
 mod arguments;
+mod backward;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -31,8 +32,8 @@ pub struct Attention {
     layout: Layout,
 }
 
-/// How q, k, v and o of the forward pass lie in memory. Columns are always last, and all other arrays as
-/// their axes stand, as every array of the backward pass does.
+/// How q, k, v and o lie in memory, and what is like them. Columns are always last, and all other arrays as
+/// their axes stand. On GPUs other than Hopper every array of the backward pass lies as its axes stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// As their axes stand.
@@ -108,6 +109,15 @@ struct Step {
     shared_bytes: u32,
 }
 
+impl Step {
+    /// Whether it is one that gradients' kernels of every kind need.
+    fn is_before_gradients(&self) -> bool {
+        ["flash_attention_notes_", "flash_attention_sinks_"]
+            .iter()
+            .any(|start| self.name.starts_with(start))
+    }
+}
+
 impl Attention {
     /// That of arrays of `shape`, heads first.
     ///
@@ -156,7 +166,7 @@ impl Attention {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        for step in self.steps(pass, true) {
+        for step in self.all_steps(pass, true, backward::is_for(Device::current()?)) {
             // SAFETY: passed on from this function's contract.
             unsafe { kernel(&step.name, stream) }?;
         }
@@ -183,13 +193,13 @@ impl Attention {
         check_alignment("o", o)?;
         let arguments = Arguments { o, lse, ..self.arguments(operands)? };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, stream, &arguments) }
+        unsafe { self.launch(self.steps(Pass::Forward, false), stream, &arguments) }
     }
 
     /// Has `stream` write every gradient.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward), and tokens first.
+    /// As of [`forward`](Self::forward), and tokens first on GPUs other than Hopper.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -200,9 +210,11 @@ impl Attention {
         saved: Saved,
         gradients: Gradients,
     ) -> Result<()> {
-        if self.layout != Layout::HeadsFirst {
+        let is_hopper = backward::is_for(Device::current()?);
+        if self.layout != Layout::HeadsFirst && !is_hopper {
             return invalid(
-                "arrays have tokens first; gradients are made of heads first".to_owned(),
+                "arrays have tokens first; on GPUs other than Hopper gradients are made of heads first"
+                    .to_owned(),
             );
         }
         for (name, address) in [
@@ -225,8 +237,17 @@ impl Attention {
             dsinks: gradients.sinks,
             ..self.arguments(operands)?
         };
+        let mut steps = self.steps(Pass::Backward, !arguments.sinks.is_null());
+        if self.shape.heads == 0 || self.shape.group == 0 || !is_hopper {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.launch(steps, stream, &arguments) };
+        }
+        steps.retain(Step::is_before_gradients);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, stream, &arguments) }
+        unsafe {
+            self.launch(steps, stream, &arguments)?;
+            self.launch(self.backward_steps(), stream, &self.with_backward_maps(arguments)?)
+        }
     }
 
     fn arguments(&self, operands: Operands) -> Result<Arguments> {
@@ -291,8 +312,8 @@ impl Attention {
 
     /// # Safety
     /// As for [`forward`](Self::forward).
-    unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: &Arguments) -> Result<()> {
-        for step in self.steps(pass, !arguments.sinks.is_null()) {
+    unsafe fn launch<A>(&self, steps: Vec<Step>, stream: RawStream, arguments: &A) -> Result<()> {
+        for step in steps {
             let ctas = step.ctas.and_then(|ctas| i32::try_from(ctas).ok()).ok_or_else(|| {
                 Error::Problem(xentile::Error::Invalid(format!(
                     "{:?} has 2^31 blocks or more, which fit no grid",
@@ -318,7 +339,17 @@ impl Attention {
         Ok(())
     }
 
-    /// The kernels of a pass, in their order. Heads are padded to 64, 128 or 256 columns.
+    /// The kernels of a pass on one kind of GPU.
+    fn all_steps(&self, pass: Pass, has_sinks: bool, is_hopper: bool) -> Vec<Step> {
+        let mut steps = self.steps(pass, has_sinks);
+        if pass == Pass::Backward && is_hopper {
+            steps.retain(Step::is_before_gradients);
+            steps.extend(self.backward_steps());
+        }
+        steps
+    }
+
+    /// The kernels of a pass that every GPU has, in their order. Heads are padded to 64, 128 or 256 columns.
     fn steps(&self, pass: Pass, has_sinks: bool) -> Vec<Step> {
         let AttentionShape { heads, group, queries, keys, width, value_width } = self.shape;
         let columns = match width.max(value_width) {
@@ -404,6 +435,33 @@ mod tests {
             named("queries_256", 72, 96),
         ];
         assert_eq!(of(136, Pass::Backward, false), backward);
+    }
+
+    #[test]
+    fn hopper_has_gradients_of_its_own() {
+        let of = |width, scale: f64| {
+            let shape = AttentionShape { width, ..SHAPE };
+            let mut options = FlashAttention::new(width);
+            options.scale = scale;
+            let attention = Attention::new(options, shape, DType::Bf16).unwrap();
+            let steps = attention.all_steps(Pass::Backward, true, true).into_iter();
+            steps
+                .map(|step| (step.name, step.ctas.unwrap(), step.threads, step.shared_bytes >> 10))
+                .collect::<Vec<_>>()
+        };
+        let named = |name: &str, ctas: usize, threads: u32, kib: u32| {
+            (format!("flash_attention_{name}_bf16"), ctas, threads, kib)
+        };
+        let before = [named("notes", 72, 128, 0), named("sinks", 24, 256, 0)];
+        let expected =
+            [named("keys_128_hopper", 6, 384, 192), named("queries_128_hopper", 48, 384, 192)];
+        assert_eq!(of(72, 0.1), [before.to_vec(), expected.to_vec()].concat());
+        let expected = [
+            named("keys_256_hopper_bent", 6, 384, 224),
+            named("values_256_hopper_bent", 6, 384, 192),
+            named("queries_256_hopper_bent", 48, 384, 224),
+        ];
+        assert_eq!(of(256, -0.1), [before.to_vec(), expected.to_vec()].concat());
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::ffi::c_void;
 
+use crate::driver::TensorMap;
+
 mirror! {
     /// See kernels/flash_attention.cuh.
     pub(crate) struct Arguments = FlashAttentionArguments {
@@ -37,8 +39,29 @@ mirror! {
     }
 }
 
+mirror! {
+    /// See kernels/flash_attention_backward_hopper.cuh.
+    #[repr(align(128))]
+    pub(crate) struct BackwardArguments = FlashAttentionBackwardArguments {
+        q: TensorMap,
+        dout: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        of: Arguments,
+    }
+}
+
 numbers! {
     THREADS: u32 = kAttentionThreads, 128;
     SINK_THREADS: u32 = kAttentionSinkThreads, 256;
     BLOCK: usize = kAttentionBlock, 64;
+    BACKWARD_THREADS: u32 = kAttentionBackwardThreads, 384;
+    BACKWARD_ROWS: usize = kAttentionBackwardRows, 128;
+    KEYS_BYTES_64: u32 = kAttentionKeysBytes64, 163840;
+    KEYS_BYTES_128: u32 = kAttentionKeysBytes128, 196608;
+    KEYS_BYTES_256: u32 = kAttentionKeysBytes256, 229376;
+    VALUES_BYTES_256: u32 = kAttentionValuesBytes256, 196608;
+    QUERIES_BYTES_64: u32 = kAttentionQueriesBytes64, 163840;
+    QUERIES_BYTES_128: u32 = kAttentionQueriesBytes128, 196608;
+    QUERIES_BYTES_256: u32 = kAttentionQueriesBytes256, 229376;
 }
