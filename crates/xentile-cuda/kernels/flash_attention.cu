@@ -14,13 +14,6 @@ using namespace xentile;
   FLASH_ATTENTION(forward_64_##dtype, 2, attention::Forward<E, 64>::run(a))                       \
   FLASH_ATTENTION(forward_128_##dtype, 2, attention::Forward<E, 128>::run(a))                     \
   FLASH_ATTENTION(forward_256_##dtype, 2, attention::Forward<E, 256>::run(a))                     \
-  FLASH_ATTENTION(queries_64_##dtype, 2, attention::QueryGradients<E, 64>::run(a))                \
-  FLASH_ATTENTION(queries_128_##dtype, 2, attention::QueryGradients<E, 128>::run(a))              \
-  FLASH_ATTENTION(queries_256_##dtype, 2, attention::QueryGradients<E, 256>::run(a))              \
-  FLASH_ATTENTION(keys_64_##dtype, 2, attention::KeyGradients<E, 64, true, true>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(keys_128_##dtype, 2, attention::KeyGradients<E, 128, true, true>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(keys_256_##dtype, 2, attention::KeyGradients<E, 256, true, false>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(values_256_##dtype, 2, attention::KeyGradients<E, 256, false, true>::run(a, blockIdx.x)) \
   FLASH_ATTENTION(notes_##dtype, 1, attention::write_notes<E>(a))                                 \
   extern "C" __global__ void __launch_bounds__(kAttentionSinkThreads)                             \
       flash_attention_sinks_##dtype(const __grid_constant__ FlashAttentionArguments a) {          \
@@ -29,6 +22,23 @@ using namespace xentile;
 
 FLASH_ATTENTION_OF(bf16, __nv_bfloat16)
 FLASH_ATTENTION_OF(f16, __half)
+
+// Of what makes dk, dv and dq an architecture has either kind.
+#define FLASH_ATTENTION_GRADIENTS_OF(dtype, E)                                                    \
+  FLASH_ATTENTION(queries_64_##dtype, 2, attention::QueryGradients<E, 64>::run(a))                \
+  FLASH_ATTENTION(queries_128_##dtype, 2, attention::QueryGradients<E, 128>::run(a))              \
+  FLASH_ATTENTION(queries_256_##dtype, 2, attention::QueryGradients<E, 256>::run(a))              \
+  FLASH_ATTENTION(keys_64_##dtype, 2, attention::KeyGradients<E, 64, true, true>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(keys_128_##dtype, 2, attention::KeyGradients<E, 128, true, true>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(keys_256_##dtype, 2, attention::KeyGradients<E, 256, true, false>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(values_256_##dtype, 2, attention::KeyGradients<E, 256, false, true>::run(a, blockIdx.x))
+
+#if !defined(__CUDA_ARCH__) || !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+FLASH_ATTENTION_GRADIENTS_OF(bf16, __nv_bfloat16)
+FLASH_ATTENTION_GRADIENTS_OF(f16, __half)
+
+#endif
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 

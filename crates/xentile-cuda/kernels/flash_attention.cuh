@@ -45,9 +45,9 @@ struct FlashAttentionArguments {
   int32_t value_width;
   float scale;
   float softcap;  // 0 for none
-  // Where rows of q, k, v and o lie, in rows. Of q: from a query to the next, from a head
+  // Where rows of q, k, v and o lie for the forward pass, in rows. Of q: from a query to the next, from a head
   // of queries to the next, and from a head of keys to the next of `inner`, behind the rows of all `inner`
-  // heads before them. Those of k likewise. The backward pass takes all axes as they stand, but on Hopper.
+  // heads before them. Those of k likewise. The backward pass takes all axes as they stand.
   int32_t inner;
   int32_t q_row;
   int32_t k_row;
@@ -1188,14 +1188,11 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   const int64_t blocks = (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock;
   const int64_t head = blockIdx.x / blocks, first = blockIdx.x % blocks * kAttentionBlock;
   const int64_t of_keys = head / a.group, row = head * a.queries + first;
-  // Where rows of dq, o and do are.
-  const int64_t place = a.first_query(of_keys) + head % a.group * a.q_group + first * a.q_row;
   const int count =
       static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto note_of = [&](int own) {
-    return reinterpret_cast<Note*>(static_cast<E*>(a.dq) +
-                                   (place + static_cast<int64_t>(own) * a.q_row) * a.width);
+    return reinterpret_cast<Note*>(static_cast<E*>(a.dq) + (row + own) * a.width);
   };
   // Lanes that share a row, a vector each.
   const int lanes = a.value_width <= 64 ? 8 : a.value_width <= 128 ? 16 : 32;
@@ -1205,7 +1202,7 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
     float sum = 0;
     const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
     if (range.x < range.y && vector * 8 < a.value_width) {
-      const int64_t at = (place + static_cast<int64_t>(own) * a.q_row) * a.value_width + vector * 8;
+      const int64_t at = (row + own) * a.value_width + vector * 8;
       float x[8], y[8];
       unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at), x);
       unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at), y);
@@ -1243,7 +1240,6 @@ template <class E>
 __device__ inline void sum_sinks(const FlashAttentionArguments& a) {
   __shared__ double parts[kAttentionSinkThreads];
   const int64_t head = blockIdx.x;
-  const int64_t place = a.first_query(head / a.group) + head % a.group * a.q_group;
   const float sink = a.sinks[head];
   double sum = 0;
   for (int64_t query = threadIdx.x; query < a.queries; query += kAttentionSinkThreads) {
@@ -1251,7 +1247,7 @@ __device__ inline void sum_sinks(const FlashAttentionArguments& a) {
     const float lse = a.lse[row];
     if (lse == -infinity()) continue;
     const Note& note =
-        *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + (place + query * a.q_row) * a.width);
+        *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
     sum -= static_cast<double>(exp2f((sink - lse) * kLog2E)) * note.delta;
   }
   parts[threadIdx.x] = sum;

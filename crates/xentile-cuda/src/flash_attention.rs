@@ -1,7 +1,7 @@
 //! Attention of bf16 and f16, by tiles: o and lse, or every gradient.
 //!
 //! The backward pass is four launches, of which each reads what the one before it wrote: notes of rows and
-//! blocks, which lie where dq will; what sinks get; dk and dv; dq. Products are made again for the last two
+//! blocks, which lie where dq will; what sinks get; dk and dv; dq. On Hopper the last two are others. Products are made again for the last two
 //! instead of added atomically, so that every sum has one order. Nothing is allocated.
 
 mod arguments;
@@ -32,8 +32,8 @@ pub struct Attention {
     layout: Layout,
 }
 
-/// How q, k, v and o lie in memory, and what is like them. Columns are always last, and all other arrays as
-/// their axes stand. On GPUs other than Hopper every array of the backward pass lies as its axes stand.
+/// How q, k, v and o of the forward pass lie in memory. Columns are always last, and all other arrays as
+/// their axes stand, as every array of the backward pass does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// As their axes stand.
@@ -199,7 +199,7 @@ impl Attention {
     /// Has `stream` write every gradient.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward), and tokens first on GPUs other than Hopper.
+    /// As of [`forward`](Self::forward), and tokens first.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -210,11 +210,9 @@ impl Attention {
         saved: Saved,
         gradients: Gradients,
     ) -> Result<()> {
-        let is_hopper = backward::is_for(Device::current()?);
-        if self.layout != Layout::HeadsFirst && !is_hopper {
+        if self.layout != Layout::HeadsFirst {
             return invalid(
-                "arrays have tokens first; on GPUs other than Hopper gradients are made of heads first"
-                    .to_owned(),
+                "arrays have tokens first; gradients are made of heads first".to_owned(),
             );
         }
         for (name, address) in [
@@ -238,7 +236,7 @@ impl Attention {
             ..self.arguments(operands)?
         };
         let mut steps = self.steps(Pass::Backward, !arguments.sinks.is_null());
-        if self.shape.heads == 0 || self.shape.group == 0 || !is_hopper {
+        if self.shape.heads == 0 || self.shape.group == 0 || !backward::is_for(Device::current()?) {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.launch(steps, stream, &arguments) };
         }
