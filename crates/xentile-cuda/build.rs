@@ -41,11 +41,13 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 16] = [
+const LAYOUTS: [mirror::Layout; 18] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     flash_attention::Arguments::LAYOUT,
+    flash_attention::ForwardArguments::LAYOUT,
+    flash_attention::BackwardArguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fp8_quantize::GatedArguments::LAYOUT,
     fp8_quantize::NormedArguments::LAYOUT,

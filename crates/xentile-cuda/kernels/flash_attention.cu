@@ -1,5 +1,6 @@
 // The kernels of attention; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
 #include "flash_attention.cuh"
+#include "flash_attention_backward_hopper.cuh"
 #include "flash_attention_forward_hopper.cuh"
 
 using namespace xentile;
@@ -11,13 +12,6 @@ using namespace xentile;
   }
 
 #define FLASH_ATTENTION_OF(dtype, E)                                                              \
-  FLASH_ATTENTION(queries_64_##dtype, 2, attention::QueryGradients<E, 64>::run(a))                \
-  FLASH_ATTENTION(queries_128_##dtype, 2, attention::QueryGradients<E, 128>::run(a))              \
-  FLASH_ATTENTION(queries_256_##dtype, 2, attention::QueryGradients<E, 256>::run(a))              \
-  FLASH_ATTENTION(keys_64_##dtype, 2, attention::KeyGradients<E, 64, true, true>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(keys_128_##dtype, 2, attention::KeyGradients<E, 128, true, true>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(keys_256_##dtype, 2, attention::KeyGradients<E, 256, true, false>::run(a, blockIdx.x)) \
-  FLASH_ATTENTION(values_256_##dtype, 2, attention::KeyGradients<E, 256, false, true>::run(a, blockIdx.x)) \
   FLASH_ATTENTION(notes_##dtype, 1, attention::write_notes<E>(a))                                 \
   extern "C" __global__ void __launch_bounds__(kAttentionSinkThreads)                             \
       flash_attention_sinks_##dtype(const __grid_constant__ FlashAttentionArguments a) {          \
@@ -27,25 +21,63 @@ using namespace xentile;
 FLASH_ATTENTION_OF(bf16, __nv_bfloat16)
 FLASH_ATTENTION_OF(f16, __half)
 
-// Of the forward pass an architecture has either kind.
-#define FLASH_ATTENTION_FORWARD(columns, dtype, E) \
-  FLASH_ATTENTION(forward_##columns##_##dtype, 2, attention::Forward<E, columns>::run(a))
-#define FLASH_ATTENTION_ON_HOPPER(columns, dtype, E)                                               \
-  extern "C" __global__ void __launch_bounds__(kAttentionHopperThreads, 1) \
-      flash_attention_forward_hopper_##columns##_##dtype(                                          \
-          const __grid_constant__ FlashAttentionArguments a) {                                     \
-    attention::hopper::Forward<E, columns>::run(a);                                                \
-  }
-#define FLASH_ATTENTION_OF_COLUMNS(columns, kind) \
-  kind(columns, bf16, __nv_bfloat16) kind(columns, f16, __half)
-
+// Of all else an architecture has either kind.
 #if !defined(__CUDA_ARCH__) || !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-FLASH_ATTENTION_OF_COLUMNS(64, FLASH_ATTENTION_FORWARD)
-FLASH_ATTENTION_OF_COLUMNS(128, FLASH_ATTENTION_FORWARD)
-FLASH_ATTENTION_OF_COLUMNS(256, FLASH_ATTENTION_FORWARD)
+
+#define FLASH_ATTENTION_ANYWHERE(dtype, E)                                                        \
+  FLASH_ATTENTION(forward_64_##dtype, 2, attention::Forward<E, 64>::run(a))                       \
+  FLASH_ATTENTION(forward_128_##dtype, 2, attention::Forward<E, 128>::run(a))                     \
+  FLASH_ATTENTION(forward_256_##dtype, 2, attention::Forward<E, 256>::run(a))                     \
+  FLASH_ATTENTION(queries_64_##dtype, 2, attention::QueryGradients<E, 64>::run(a))                \
+  FLASH_ATTENTION(queries_128_##dtype, 2, attention::QueryGradients<E, 128>::run(a))              \
+  FLASH_ATTENTION(queries_256_##dtype, 2, attention::QueryGradients<E, 256>::run(a))              \
+  FLASH_ATTENTION(keys_64_##dtype, 2, attention::KeyGradients<E, 64, true, true>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(keys_128_##dtype, 2, attention::KeyGradients<E, 128, true, true>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(keys_256_##dtype, 2, attention::KeyGradients<E, 256, true, false>::run(a, blockIdx.x)) \
+  FLASH_ATTENTION(values_256_##dtype, 2, attention::KeyGradients<E, 256, false, true>::run(a, blockIdx.x))
+
+FLASH_ATTENTION_ANYWHERE(bf16, __nv_bfloat16)
+FLASH_ATTENTION_ANYWHERE(f16, __half)
+
 #endif
+
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-FLASH_ATTENTION_OF_COLUMNS(64, FLASH_ATTENTION_ON_HOPPER)
-FLASH_ATTENTION_OF_COLUMNS(128, FLASH_ATTENTION_ON_HOPPER)
-FLASH_ATTENTION_OF_COLUMNS(256, FLASH_ATTENTION_ON_HOPPER)
+
+#define FLASH_ATTENTION_FORWARD(columns, dtype, E)                                              \
+  extern "C" __global__ void __launch_bounds__(kAttentionForwardThreads, 1)                      \
+      flash_attention_forward_##columns##_hopper_##dtype(                                       \
+          const __grid_constant__ FlashAttentionForwardArguments all) {                         \
+    attention::hopper::Forward<E, columns>::run(all);                                           \
+  }
+
+#define FLASH_ATTENTION_FORWARD_OF(dtype, E) \
+  FLASH_ATTENTION_FORWARD(64, dtype, E)      \
+  FLASH_ATTENTION_FORWARD(128, dtype, E)     \
+  FLASH_ATTENTION_FORWARD(256, dtype, E)
+
+FLASH_ATTENTION_FORWARD_OF(bf16, __nv_bfloat16)
+FLASH_ATTENTION_FORWARD_OF(f16, __half)
+
+#define FLASH_ATTENTION_BACKWARD(name, Bytes, ...)                                          \
+  extern "C" __global__ void __launch_bounds__(kAttentionBackwardThreads, 1)                \
+      flash_attention_##name(const __grid_constant__ FlashAttentionBackwardArguments all) { \
+    using Gradients = attention::hopper::__VA_ARGS__;                                       \
+    static_assert(Gradients::kSharedBytes == kAttention##Bytes);                            \
+    Gradients::run(all);                                                                    \
+  }
+
+#define FLASH_ATTENTION_BACKWARD_OF(dtype, E, is_bent)                                                           \
+  FLASH_ATTENTION_BACKWARD(keys_64_##dtype, KeysBytes64, KeyGradients<E, 64, true, true, 8, 8, is_bent>)         \
+  FLASH_ATTENTION_BACKWARD(keys_128_##dtype, KeysBytes128, KeyGradients<E, 128, true, true, 4, 4, is_bent>)      \
+  FLASH_ATTENTION_BACKWARD(keys_256_##dtype, KeysBytes256, KeyGradients<E, 256, true, false, 2, 1, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(values_256_##dtype, ValuesBytes256, KeyGradients<E, 256, false, true, 2, 2, is_bent>) \
+  FLASH_ATTENTION_BACKWARD(queries_64_##dtype, QueriesBytes64, QueryGradients<E, 64, 128, 4, 4, is_bent>)        \
+  FLASH_ATTENTION_BACKWARD(queries_128_##dtype, QueriesBytes128, QueryGradients<E, 128, 128, 2, 2, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(queries_256_##dtype, QueriesBytes256, QueryGradients<E, 256, 64, 2, 1, is_bent>)
+
+FLASH_ATTENTION_BACKWARD_OF(hopper_bf16, __nv_bfloat16, false)
+FLASH_ATTENTION_BACKWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)
+FLASH_ATTENTION_BACKWARD_OF(hopper_f16, __half, false)
+FLASH_ATTENTION_BACKWARD_OF(hopper_bent_f16, __half, true)
+
 #endif

@@ -54,12 +54,6 @@ struct FlashAttentionArguments {
   int64_t q_group;
   int64_t q_head;
   int64_t k_head;
-  // For the forward pass on Hopper: heads of queries whose heaviest blocks come first, and q, k and v as the
-  // copy engine takes them, in boxes of 64 columns: [.., inner, group, queries, width] and [.., inner, keys, width].
-  uint32_t span;
-  CUtensorMap q_map;
-  CUtensorMap k_map;
-  CUtensorMap v_map;
 
   // The first row of q of a head of keys, of its first head of queries.
   __device__ int64_t first_query(int64_t of_keys) const {
@@ -80,12 +74,6 @@ inline constexpr uint32_t kAttentionThreads = 128;
 inline constexpr uint32_t kAttentionSinkThreads = 256;
 // Queries of a block of notes, and keys of a CTA that makes dk and dv.
 inline constexpr int32_t kAttentionBlock = 64;
-// Of the forward pass on Hopper: threads and queries of a CTA, and keys of a tile, of heads of up to 128 columns
-// and of up to 256.
-inline constexpr uint32_t kAttentionHopperThreads = 384;
-inline constexpr int32_t kAttentionHopperQueries = 128;
-inline constexpr int32_t kAttentionHopperKeys = 128;
-inline constexpr int32_t kAttentionHopperWideKeys = 64;
 
 namespace attention {
 
@@ -324,11 +312,9 @@ __device__ inline void settle(float (&sums)[kCount][4]) {
   }
 }
 
-// Has what copies brought be known to all that products read it by.
-template <class E>
+// Has what copies brought be known to all.
 __device__ inline void meet_copies() {
   ptx::wait_for_copies(0);
-  if constexpr (kHasWarpgroups<E>) ptx::fence_async_shared();
   __syncthreads();
 }
 
@@ -696,7 +682,7 @@ struct Forward {
     ptx::commit_copies();
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
-      meet_copies<E>();
+      meet_copies();
       if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
       ptx::commit_copies();
       of.add(block, bend, q, k(stage), v(stage), key, stage);
@@ -860,7 +846,7 @@ struct QueryGradients {
     ptx::commit_copies();
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
-      meet_copies<E>();
+      meet_copies();
       const int other = stage ^ (kStages - 1);
       if (kStages == 2 && next < block.hull.high) block.load(next, k(other), v(other), other);
       ptx::commit_copies();
@@ -1183,7 +1169,7 @@ struct KeyGradients {
     ptx::commit_copies();
     while (at.is_there) {
       const Place next = of.next();
-      meet_copies<E>();
+      meet_copies();
       const int other = stage ^ (kStages - 1);
       if (kStages == 2 && next.is_there) of.load(next, q(other), dout(other), other);
       ptx::commit_copies();

@@ -8,38 +8,38 @@
 
 #include "flash_attention.cuh"
 
-namespace xentile::attention {
+namespace xentile {
+
+// Mirrored by `ForwardArguments` in src/flash_attention/arguments.rs. Boxes are of 64 columns and of a block's or a
+// tile's rows; axes as those of `FlashAttentionBackwardArguments`.
+struct alignas(128) FlashAttentionForwardArguments {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  FlashAttentionArguments of;
+  uint32_t span;  // heads of queries that share an order of blocks
+};
+
+// Mirrored by `NUMBERS` there: threads and queries of a CTA, and keys of a tile, of heads of up to 128 columns and of
+// up to 256.
+inline constexpr uint32_t kAttentionForwardThreads = 384;
+inline constexpr int32_t kAttentionForwardQueries = 128;
+inline constexpr int32_t kAttentionForwardKeys = 128;
+inline constexpr int32_t kAttentionForwardWideKeys = 64;
+
+namespace attention {
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 namespace hopper {
 
-inline constexpr int kWarpgroup = 128;
-static_assert(kAttentionHopperThreads == (kAttentionHopperQueries / kStrip + 1) * kWarpgroup);
-
-__device__ inline void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ inline void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// A place in a ring of kCount, and the parity of its turn.
-template <int kCount>
-struct Stage {
-  uint32_t index = 0, parity = 0;
-
-  __device__ void next() {
-    if (++index == kCount) index = 0, parity ^= 1;
-  }
-};
+static_assert(kAttentionForwardThreads == (kAttentionForwardQueries / kStrip + 1) * kWarpgroup);
 
 template <class E, int kColumns>
 struct Forward {
   static constexpr bool kIsWide = kColumns == 256;
-  static constexpr int kRows = kAttentionHopperQueries, kConsumers = kRows / kStrip;
-  static constexpr int kKeys = kIsWide ? kAttentionHopperWideKeys : kAttentionHopperKeys;
+  static constexpr int kRows = kAttentionForwardQueries, kConsumers = kRows / kStrip;
+  static constexpr int kKeys = kIsWide ? kAttentionForwardWideKeys : kAttentionForwardKeys;
   static constexpr int kPanels = kColumns / 64, kStages = 2;
   using Queries = Rows<E, kColumns, kRows>;
   using Tile = Rows<E, kColumns, kKeys>;
@@ -69,17 +69,19 @@ struct Forward {
     int64_t head, of_keys, first;
 
     // Of so many heads as `span` says, blocks of most work come first.
-    __device__ Work(const FlashAttentionArguments& a, uint32_t item) {
+    __device__ Work(const FlashAttentionForwardArguments& all, uint32_t item) {
+      const FlashAttentionArguments& a = all.of;
       const uint32_t blocks = (static_cast<uint32_t>(a.queries) + kRows - 1) / kRows;
       const uint32_t heads = static_cast<uint32_t>(a.heads) * a.group;
-      const uint32_t before = item / (a.span * blocks) * a.span;
-      const uint32_t together = min(a.span, heads - before), rest = item % (a.span * blocks);
+      const uint32_t before = item / (all.span * blocks) * all.span;
+      const uint32_t together = min(all.span, heads - before), rest = item % (all.span * blocks);
       head = before + rest % together;
       of_keys = static_cast<uint32_t>(head) / a.group;
       first = static_cast<int64_t>(blocks - 1 - rest / together) * kRows;
     }
   };
 
+  const FlashAttentionForwardArguments& all;
   const FlashAttentionArguments& a;
   Shared& shared;
   const uint32_t base, items;
@@ -144,10 +146,10 @@ struct Forward {
 
   __device__ void produce() const {
     const int lane = threadIdx.x % 32;
-    Stage<kStages> stage;
-    Stage<kBlocks> of_queries;
+    Turn<kStages> turn;
+    Turn<kBlocks> of_queries;
     for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
-      const Work work(a, item);
+      const Work work(all, item);
       Hull hull = Hull::none();
       int least = INT32_MAX, most = INT32_MIN;
 #pragma unroll
@@ -165,16 +167,16 @@ struct Forward {
       const int32_t outer = static_cast<uint32_t>(work.of_keys) / a.inner;
       const int32_t inner = static_cast<uint32_t>(work.of_keys) % a.inner;
 
-      const uint32_t full = at(shared.q_full[of_queries.index]);
-      const Queries q = queries(of_queries.index);
-      ptx::mbarrier_wait(at(shared.q_empty[of_queries.index]), of_queries.parity ^ 1);
+      const uint32_t full = at(shared.q_full[of_queries.stage]);
+      const Queries q = queries(of_queries.stage);
+      ptx::mbarrier_wait(at(shared.q_empty[of_queries.stage]), of_queries.parity ^ 1);
       of_queries.next();
       if (lane == 0) {
         ptx::mbarrier_arrive_expect_tx(full, Queries::kBytes);
         const int32_t of_group = static_cast<uint32_t>(work.head) % a.group;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-          ptx::tensor_load(q.base + panel * Queries::kPanelBytes, a.q_map, panel * 64,
+          ptx::tensor_load(q.base + panel * Queries::kPanelBytes, all.q, panel * 64,
                            static_cast<int32_t>(work.first), of_group, inner, outer, full);
         }
       }
@@ -184,48 +186,48 @@ struct Forward {
       const bool is_empty = key < 0;
       do {
         const int64_t after = is_empty ? -1 : search.next();
-        ptx::mbarrier_wait(at(shared.k_empty[stage.index]), stage.parity ^ 1);
+        ptx::mbarrier_wait(at(shared.k_empty[turn.stage]), turn.parity ^ 1);
         if (segments != nullptr) {
 #pragma unroll
           for (int row = lane; row < kKeys; row += 32) {
-            shared.segments[stage.index][row] = !is_empty && key + row < a.keys ? segments[key + row] : 0;
+            shared.segments[turn.stage][row] = !is_empty && key + row < a.keys ? segments[key + row] : 0;
           }
           __syncwarp();
         }
         if (lane == 0) {
-          Note& note = shared.notes[stage.index];
+          Note& note = shared.notes[turn.stage];
           note.is_last = after < 0;
           if (is_empty) {
             // Nothing is read, and what is there is zeroed or masked.
             note.key = note.low = note.high = 0;
-            ptx::mbarrier_arrive(at(shared.k_full[stage.index]));
+            ptx::mbarrier_arrive(at(shared.k_full[turn.stage]));
           } else {
             note.key = static_cast<int32_t>(key);
             note.low = max(hull.low - note.key, 0);
             note.high = min(hull.high - note.key, kKeys);
-            ptx::mbarrier_arrive_expect_tx(at(shared.k_full[stage.index]), Tile::kBytes);
+            ptx::mbarrier_arrive_expect_tx(at(shared.k_full[turn.stage]), Tile::kBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-              ptx::tensor_load(keys(stage.index).base + panel * Tile::kPanelBytes, a.k_map, panel * 64,
-                               note.key, inner, outer, at(shared.k_full[stage.index]));
+              ptx::tensor_load(keys(turn.stage).base + panel * Tile::kPanelBytes, all.k, panel * 64,
+                               note.key, inner, outer, at(shared.k_full[turn.stage]));
             }
           }
         }
-        ptx::mbarrier_wait(at(shared.v_empty[stage.index]), stage.parity ^ 1);
+        ptx::mbarrier_wait(at(shared.v_empty[turn.stage]), turn.parity ^ 1);
         if (lane == 0) {
           if (is_empty) {
-            ptx::mbarrier_arrive(at(shared.v_full[stage.index]));
+            ptx::mbarrier_arrive(at(shared.v_full[turn.stage]));
           } else {
-            ptx::mbarrier_arrive_expect_tx(at(shared.v_full[stage.index]), Tile::kBytes);
+            ptx::mbarrier_arrive_expect_tx(at(shared.v_full[turn.stage]), Tile::kBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-              ptx::tensor_load(values(stage.index).base + panel * Tile::kPanelBytes, a.v_map, panel * 64,
-                               static_cast<int32_t>(key), inner, outer, at(shared.v_full[stage.index]));
+              ptx::tensor_load(values(turn.stage).base + panel * Tile::kPanelBytes, all.v, panel * 64,
+                               static_cast<int32_t>(key), inner, outer, at(shared.v_full[turn.stage]));
             }
           }
         }
         __syncwarp();
-        stage.next();
+        turn.next();
         key = after;
       } while (key >= 0);
     }
@@ -360,15 +362,15 @@ struct Forward {
                      : "memory");
       }
       ptx::fence_async_shared();
-      barrier_sync(kAlone + strip, kWarpgroup);
+      meet<kWarpgroup>(kAlone + strip);
     }
 
     __device__ void take_turn() const {
-      barrier_sync(kTurns + strip, 2 * kWarpgroup);
+      meet<2 * kWarpgroup>(kTurns + strip);
     }
 
     __device__ void end_turn() const {
-      barrier_arrive(kTurns + (strip + 1) % kConsumers, 2 * kWarpgroup);
+      arrive<2 * kWarpgroup>(kTurns + (strip + 1) % kConsumers);
     }
 
     __device__ static void release(uint64_t& barrier) {
@@ -377,48 +379,48 @@ struct Forward {
     }
 
     __device__ void run() {
-      Stage<kStages> of_keys, of_values;
-      Stage<kBlocks> of_queries;
+      Turn<kStages> of_keys, of_values;
+      Turn<kBlocks> of_queries;
       if (strip == kConsumers - 1) end_turn();
       for (uint32_t item = blockIdx.x; item < of.items; item += gridDim.x) {
-        const Work work(a, item);
+        const Work work(of.all, item);
         begin(work);
-        const Queries q = of.queries(of_queries.index);
-        ptx::mbarrier_wait(at(shared.q_full[of_queries.index]), of_queries.parity);
-        ptx::mbarrier_wait(at(shared.k_full[of_keys.index]), of_keys.parity);
-        Note note = shared.notes[of_keys.index];
+        const Queries q = of.queries(of_queries.stage);
+        ptx::mbarrier_wait(at(shared.q_full[of_queries.stage]), of_queries.parity);
+        ptx::mbarrier_wait(at(shared.k_full[of_keys.stage]), of_keys.parity);
+        Note note = shared.notes[of_keys.stage];
         take_turn();
-        multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.index));
+        multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.stage));
         end_turn();
         wait<E, 0>();
         settle<E>(products);
         bend_products();
-        mask(note.key, of_keys.index);
-        release(shared.k_empty[of_keys.index]);
+        mask(note.key, of_keys.stage);
+        release(shared.k_empty[of_keys.stage]);
         of_keys.next();
         float kept[2];
         weigh(kept);
         pack();
         while (!note.is_last) {
-          const Tile v = of.values(of_values.index);
-          ptx::mbarrier_wait(at(shared.k_full[of_keys.index]), of_keys.parity);
-          const Note next = shared.notes[of_keys.index];
+          const Tile v = of.values(of_values.stage);
+          ptx::mbarrier_wait(at(shared.k_full[of_keys.stage]), of_keys.parity);
+          const Note next = shared.notes[of_keys.stage];
           take_turn();
-          multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.index));
-          ptx::mbarrier_wait(at(shared.v_full[of_values.index]), of_values.parity);
+          multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.stage));
+          ptx::mbarrier_wait(at(shared.v_full[of_values.stage]), of_values.parity);
           blank(v, note.low, note.high);
           multiply_along<kKeys>(sums, p, v);
           end_turn();
           wait<E, 1>();
           settle<E>(products);
           bend_products();
-          mask(next.key, of_keys.index);
-          release(shared.k_empty[of_keys.index]);
+          mask(next.key, of_keys.stage);
+          release(shared.k_empty[of_keys.stage]);
           of_keys.next();
           weigh(kept);
           wait<E, 0>();
           settle<E>(sums);
-          release(shared.v_empty[of_values.index]);
+          release(shared.v_empty[of_values.stage]);
           of_values.next();
           pack();
 #pragma unroll
@@ -428,16 +430,16 @@ struct Forward {
           }
           note = next;
         }
-        const Tile v = of.values(of_values.index);
-        ptx::mbarrier_wait(at(shared.v_full[of_values.index]), of_values.parity);
+        const Tile v = of.values(of_values.stage);
+        ptx::mbarrier_wait(at(shared.v_full[of_values.stage]), of_values.parity);
         blank(v, note.low, note.high);
         multiply_along<kKeys>(sums, p, v);
         wait<E, 0>();
         settle<E>(sums);
-        release(shared.v_empty[of_values.index]);
+        release(shared.v_empty[of_values.stage]);
         of_values.next();
         finish(work, q);
-        release(shared.q_empty[of_queries.index]);
+        release(shared.q_empty[of_queries.stage]);
         of_queries.next();
       }
       // So that nobody's turn is left over.
@@ -462,7 +464,7 @@ struct Forward {
         for (int j = 0; j < kColumns / 8; ++j) sums[j][2 * half] = sums[j][2 * half + 1] = 0;
       }
       // Other warps may still be reading queries, in whose place sums go.
-      barrier_sync(kAlone + strip, kWarpgroup);
+      meet<kWarpgroup>(kAlone + strip);
       const int row = own_row(0) - lane / 4;
       const int64_t to = a.first_query(work.of_keys) + work.head % a.group * a.q_group +
                          (work.first + row) * static_cast<int64_t>(a.q_row);
@@ -472,10 +474,10 @@ struct Forward {
     }
   };
 
-  __device__ static void run(const FlashAttentionArguments& a) {
+  __device__ static void run(const FlashAttentionForwardArguments& all) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Shared shared;
-    const Forward of{a, shared, ptx::shared_address(memory), items_of(a)};
+    const Forward of{all, all.of, shared, ptx::shared_address(memory), items_of(all.of)};
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -490,9 +492,9 @@ struct Forward {
         ptx::mbarrier_init(at(shared.v_empty[stage]), kConsumers * 4);
       }
       ptx::fence_mbarrier_init();
-      ptx::prefetch_tensor_map(a.q_map);
-      ptx::prefetch_tensor_map(a.k_map);
-      ptx::prefetch_tensor_map(a.v_map);
+      ptx::prefetch_tensor_map(all.q);
+      ptx::prefetch_tensor_map(all.k);
+      ptx::prefetch_tensor_map(all.v);
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
@@ -509,4 +511,5 @@ struct Forward {
 }  // namespace hopper
 #endif
 
-}  // namespace xentile::attention
+}  // namespace attention
+}  // namespace xentile

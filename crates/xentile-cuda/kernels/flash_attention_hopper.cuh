@@ -9,8 +9,31 @@
 
 namespace xentile::attention::hopper {
 
+inline constexpr int kWarpgroup = 128;
+
 // Puts what registers hold before products that read or add to them.
 __device__ inline void fence() { ptx::wgmma_fence(); }
+
+// A place in a ring, and the parity of its turn.
+template <int kStages>
+struct Turn {
+  uint32_t stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// So many threads meet at a named barrier, which some of them only arrive at.
+template <int kThreads>
+__device__ inline void meet(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+template <int kThreads>
+__device__ inline void arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
 
 // clang-format off
 #define XENTILE_SUMS_2(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), \
@@ -19,6 +42,11 @@ __device__ inline void fence() { ptx::wgmma_fence(); }
 #define XENTILE_SUMS_8(i) XENTILE_SUMS_4(i), XENTILE_SUMS_4(i + 4)
 #define XENTILE_SUMS_16(i) XENTILE_SUMS_8(i), XENTILE_SUMS_8(i + 8)
 #define XENTILE_SUMS_32(i) XENTILE_SUMS_16(i), XENTILE_SUMS_16(i + 16)
+#define XENTILE_NEW_SUMS_2(i) "=f"(d[i][0]), "=f"(d[i][1]), "=f"(d[i][2]), "=f"(d[i][3]), \
+    "=f"(d[i + 1][0]), "=f"(d[i + 1][1]), "=f"(d[i + 1][2]), "=f"(d[i + 1][3])
+#define XENTILE_NEW_SUMS_4(i) XENTILE_NEW_SUMS_2(i), XENTILE_NEW_SUMS_2(i + 2)
+#define XENTILE_NEW_SUMS_8(i) XENTILE_NEW_SUMS_4(i), XENTILE_NEW_SUMS_4(i + 4)
+#define XENTILE_NEW_SUMS_16(i) XENTILE_NEW_SUMS_8(i), XENTILE_NEW_SUMS_8(i + 8)
 #define XENTILE_PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define XENTILE_PLACES_16 XENTILE_PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define XENTILE_PLACES_32 XENTILE_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -34,11 +62,33 @@ __device__ inline void fence() { ptx::wgmma_fence(); }
   asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_ ", 0;\n"                         \
       "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype " {" places "}, "  \
       a_ ", " b_ ", adds, 1, 1, 0, 0;\n}\n" : sums : "l"(a), "l"(b), "r"(adds))
+// Sums are begun anew, so that nothing is to be kept of what is there.
+#define XENTILE_OF_SHARED_ANEW(columns, sums, places, a_, b_, dtype)                            \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, 0, 0;\n"                                \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype " {" places "}, "  \
+      a_ ", " b_ ", adds, 1, 1, 0, 0;\n}\n" : sums : "l"(a), "l"(b))
 // It is in registers, sums go on, and b is transposed.
 #define XENTILE_OF_REGISTERS(columns, sums, places, a_, b_, dtype)                             \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype " {"      \
       places "}, " a_ ", " b_ ", 1, 1, 1, 1;\n"                                                \
       : sums : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// d = a b^T.
+template <class E, int kEights>
+__device__ inline void multiply(float (&d)[kEights][4], uint64_t a, uint64_t b) {
+#define XENTILE_OF(eights, columns, n, a_, b_)                                                             \
+  if constexpr (kEights == eights) {                                                                     \
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {                                                    \
+      XENTILE_OF_SHARED_ANEW(columns, XENTILE_NEW_SUMS_##eights(0), XENTILE_PLACES_##n, a_, b_, "bf16");  \
+    } else {                                                                                             \
+      XENTILE_OF_SHARED_ANEW(columns, XENTILE_NEW_SUMS_##eights(0), XENTILE_PLACES_##n, a_, b_, "f16");   \
+    }                                                                                                    \
+  }
+  static_assert(kEights == 8 || kEights == 16);
+  XENTILE_OF(8, "64", 32, "%32", "%33")
+  XENTILE_OF(16, "128", 64, "%64", "%65")
+#undef XENTILE_OF
+}
 
 // d = a b^T, or with `adds` d += a b^T.
 template <class E, int kEights>

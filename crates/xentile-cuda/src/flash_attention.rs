@@ -2,7 +2,8 @@
 //!
 //! The backward pass is four launches, of which each reads what the one before it wrote: notes of rows and
 //! blocks, which lie where dq will; what sinks get; dk and dv; dq. Products are made again for the last two
-//! instead of added atomically, so that every sum has one order. Nothing is allocated.
+//! instead of added atomically, so that every sum has one order. Nothing is allocated. Hopper has kernels of
+//! its own for all but notes and sinks.
 
 mod arguments;
 mod hopper;
@@ -14,7 +15,7 @@ use arguments::{Arguments, BLOCK, SINK_THREADS, THREADS};
 use xentile::DType;
 use xentile::flash_attention::{AttentionShape, FlashAttention};
 
-use crate::driver::{Driver, Extent, Kernel, RawStream, TensorMap};
+use crate::driver::{Driver, Extent, Kernel, RawStream};
 use crate::{Device, Error, Result, check_alignment, library};
 
 /// The columns of heads must be a multiple of this.
@@ -100,13 +101,6 @@ pub enum Pass {
     Backward,
 }
 
-/// What operands there are, of those that need not be.
-#[derive(Clone, Copy, Debug)]
-struct Has {
-    sinks: bool,
-    segments: bool,
-}
-
 /// A kernel, on so many CTAs.
 #[derive(Debug, PartialEq, Eq)]
 struct Step {
@@ -164,8 +158,7 @@ impl Attention {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        let on_hopper = hopper::multiprocessors(Device::current()?);
-        for step in self.steps(pass, Has { sinks: true, segments: false }, on_hopper) {
+        for step in self.all_steps(pass, hopper::multiprocessors(Device::current()?)) {
             // SAFETY: passed on from this function's contract.
             unsafe { kernel(&step.name, stream) }?;
         }
@@ -190,15 +183,20 @@ impl Attention {
         lse: *mut f32,
     ) -> Result<()> {
         check_alignment("o", o)?;
-        if self.shape.heads * self.shape.group * self.shape.queries == 0 {
-            return Ok(());
-        }
-        let mut arguments = Arguments { o, lse, ..self.arguments(operands)? };
-        if let Some(multiprocessors) = hopper::multiprocessors(Device::current()?) {
-            arguments = self.with_maps(arguments, multiprocessors)?;
-        }
+        let arguments = Arguments { o, lse, ..self.arguments(operands)? };
+        let AttentionShape { heads, group, queries, .. } = self.shape;
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, stream, &arguments) }
+        unsafe {
+            match hopper::multiprocessors(Device::current()?) {
+                Some(multiprocessors) if ![heads, group, queries].contains(&0) => {
+                    let has_segments = !arguments.q_segments.is_null();
+                    let step = self.forward_on_hopper(multiprocessors, has_segments);
+                    let arguments = self.forward_arguments(arguments, multiprocessors)?;
+                    self.launch(vec![step], stream, &arguments)
+                }
+                _ => self.launch(vec![self.forward_anywhere()], stream, &arguments),
+            }
+        }
     }
 
     /// Has `stream` write every gradient.
@@ -240,8 +238,17 @@ impl Attention {
             dsinks: gradients.sinks,
             ..self.arguments(operands)?
         };
+        let has_sinks = !arguments.sinks.is_null();
+        let on_hopper = hopper::multiprocessors(Device::current()?).is_some();
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, stream, &arguments) }
+        unsafe {
+            self.launch(self.before_gradients(has_sinks), stream, &arguments)?;
+            if on_hopper && ![self.shape.heads, self.shape.group].contains(&0) {
+                let arguments = self.backward_arguments(arguments)?;
+                return self.launch(self.gradients_on_hopper(), stream, &arguments);
+            }
+            self.launch(self.gradients_anywhere(), stream, &arguments)
+        }
     }
 
     fn arguments(&self, operands: Operands) -> Result<Arguments> {
@@ -301,20 +308,13 @@ impl Attention {
             q_group: q_group as i64,
             q_head: q_head as i64,
             k_head: k_head as i64,
-            span: 1,
-            q_map: TensorMap::none(),
-            k_map: TensorMap::none(),
-            v_map: TensorMap::none(),
         })
     }
 
     /// # Safety
     /// As for [`forward`](Self::forward).
-    unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: &Arguments) -> Result<()> {
-        let on_hopper = hopper::multiprocessors(Device::current()?);
-        let has =
-            Has { sinks: !arguments.sinks.is_null(), segments: !arguments.q_segments.is_null() };
-        for step in self.steps(pass, has, on_hopper) {
+    unsafe fn launch<A>(&self, steps: Vec<Step>, stream: RawStream, arguments: &A) -> Result<()> {
+        for step in steps {
             let ctas = step.ctas.and_then(|ctas| i32::try_from(ctas).ok()).ok_or_else(|| {
                 Error::Problem(xentile::Error::Invalid(format!(
                     "{:?} has 2^31 blocks or more, which fit no grid",
@@ -340,39 +340,63 @@ impl Attention {
         Ok(())
     }
 
-    /// The kernels of a pass, in their order, on Hopper's multiprocessors or on another GPU.
-    fn steps(&self, pass: Pass, has: Has, on_hopper: Option<u32>) -> Vec<Step> {
-        let AttentionShape { heads, group, keys, .. } = self.shape;
-        if let (Pass::Forward, Some(multiprocessors)) = (pass, on_hopper) {
-            return vec![self.step_on_hopper(multiprocessors, has.segments)];
+    /// All kernels of a pass, in their order, on Hopper's multiprocessors or on another GPU.
+    fn all_steps(&self, pass: Pass, on_hopper: Option<u32>) -> Vec<Step> {
+        match (pass, on_hopper) {
+            (Pass::Forward, Some(multiprocessors)) => {
+                vec![self.forward_on_hopper(multiprocessors, false)]
+            }
+            (Pass::Forward, None) => vec![self.forward_anywhere()],
+            (Pass::Backward, on_hopper) => {
+                let mut steps = self.before_gradients(true);
+                steps.extend(match on_hopper {
+                    Some(_) => self.gradients_on_hopper(),
+                    None => self.gradients_anywhere(),
+                });
+                steps
+            }
         }
+    }
+
+    fn forward_anywhere(&self) -> Step {
         let columns = self.padded_columns();
-        // Rows that a CTA keeps, and of a tile, of which two of keys and values are there at a time.
-        let step = |name: &str, ctas, kept: usize, tile: usize| Step {
+        let (rows, tile) = if columns == 256 { (64, 32) } else { (128, 64) };
+        self.step(&format!("forward_{columns}"), self.blocks_of_queries(rows), rows, tile)
+    }
+
+    /// Notes, and what sinks get.
+    fn before_gradients(&self, has_sinks: bool) -> Vec<Step> {
+        let mut steps = vec![self.step("notes", self.blocks_of_queries(BLOCK), 0, 0)];
+        if has_sinks {
+            let heads = self.shape.heads.checked_mul(self.shape.group);
+            steps.push(Step { threads: SINK_THREADS, ..self.step("sinks", heads, 0, 0) });
+        }
+        steps
+    }
+
+    /// What makes dk and dv, and dq, from notes.
+    fn gradients_anywhere(&self) -> Vec<Step> {
+        let columns = self.padded_columns();
+        let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BLOCK));
+        let (kept, tile) = (2 * BLOCK, if columns == 256 { 16 } else { 64 });
+        let mut steps = vec![self.step(&format!("keys_{columns}"), of_keys, kept, tile)];
+        if columns == 256 {
+            steps.push(self.step("values_256", of_keys, kept, tile));
+        }
+        let of_queries = self.blocks_of_queries(BLOCK);
+        steps.push(self.step(&format!("queries_{columns}"), of_queries, kept, tile));
+        steps
+    }
+
+    /// A kernel whose CTAs keep so many rows, and have two tiles of keys and of values at a time.
+    fn step(&self, name: &str, ctas: Option<usize>, kept: usize, tile: usize) -> Step {
+        let columns = self.padded_columns();
+        Step {
             name: format!("flash_attention_{name}_{}", self.dtype),
             ctas,
             threads: THREADS,
             shared_bytes: u32::try_from((kept + 4 * tile) * columns * 2).expect("fits a CTA"),
-        };
-        if pass == Pass::Forward {
-            let (rows, tile) = if columns == 256 { (64, 32) } else { (128, 64) };
-            let ctas = self.blocks_of_queries(rows);
-            return vec![step(&format!("forward_{columns}"), ctas, rows, tile)];
         }
-        let of_queries = self.blocks_of_queries(BLOCK);
-        let of_keys = heads.checked_mul(keys.div_ceil(BLOCK));
-        let (kept, tile) = (2 * BLOCK, if columns == 256 { 16 } else { 64 });
-        let mut steps = vec![step("notes", of_queries, 0, 0)];
-        if has.sinks {
-            let sinks = step("sinks", heads.checked_mul(group), 0, 0);
-            steps.push(Step { threads: SINK_THREADS, ..sinks });
-        }
-        steps.push(step(&format!("keys_{columns}"), of_keys, kept, tile));
-        if columns == 256 {
-            steps.push(step("values_256", of_keys, kept, tile));
-        }
-        steps.push(step(&format!("queries_{columns}"), of_queries, kept, tile));
-        steps
     }
 
     /// The columns that kernels have for those of heads.
@@ -411,33 +435,34 @@ mod tests {
 
     #[test]
     fn steps_cover_every_row() {
-        let of = |width, pass, has_sinks| {
+        let of = |width, pass| {
             let shape = AttentionShape { width, ..SHAPE };
             let attention = Attention::new(FlashAttention::new(width), shape, DType::Bf16).unwrap();
-            let steps = attention.steps(pass, Has { sinks: has_sinks, segments: false }, None);
+            let steps = attention.all_steps(pass, None);
             assert!(steps.iter().all(|step| step.shared_bytes <= 96 << 10));
             let short = |step: Step| (step.name, step.ctas.unwrap(), step.shared_bytes >> 10);
             steps.into_iter().map(short).collect::<Vec<_>>()
         };
         let named =
             |name: &str, ctas: usize, kib: u32| (format!("flash_attention_{name}_bf16"), ctas, kib);
-        assert_eq!(of(64, Pass::Forward, false), [named("forward_64", 48, 48)]);
-        assert_eq!(of(72, Pass::Forward, true), [named("forward_128", 48, 96)]);
-        assert_eq!(of(256, Pass::Forward, false), [named("forward_256", 72, 96)]);
+        assert_eq!(of(64, Pass::Forward), [named("forward_64", 48, 48)]);
+        assert_eq!(of(72, Pass::Forward), [named("forward_128", 48, 96)]);
+        assert_eq!(of(256, Pass::Forward), [named("forward_256", 72, 96)]);
         let backward = [
             named("notes", 72, 0),
             named("sinks", 24, 0),
             named("keys_128", 12, 96),
             named("queries_128", 72, 96),
         ];
-        assert_eq!(of(128, Pass::Backward, true), backward);
+        assert_eq!(of(128, Pass::Backward), backward);
         let backward = [
             named("notes", 72, 0),
+            named("sinks", 24, 0),
             named("keys_256", 12, 96),
             named("values_256", 12, 96),
             named("queries_256", 72, 96),
         ];
-        assert_eq!(of(136, Pass::Backward, false), backward);
+        assert_eq!(of(136, Pass::Backward), backward);
     }
 
     #[test]

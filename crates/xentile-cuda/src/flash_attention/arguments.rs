@@ -36,10 +36,30 @@ mirror! {
         q_group: i64,
         q_head: i64,
         k_head: i64,
+    }
+}
+
+mirror! {
+    /// See kernels/flash_attention_forward_hopper.cuh.
+    #[repr(align(128))]
+    pub(crate) struct ForwardArguments = FlashAttentionForwardArguments {
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        of: Arguments,
         span: u32,
-        q_map: TensorMap,
-        k_map: TensorMap,
-        v_map: TensorMap,
+    }
+}
+
+mirror! {
+    /// See kernels/flash_attention_backward_hopper.cuh.
+    #[repr(align(128))]
+    pub(crate) struct BackwardArguments = FlashAttentionBackwardArguments {
+        q: TensorMap,
+        dout: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        of: Arguments,
     }
 }
 
@@ -47,8 +67,17 @@ numbers! {
     THREADS: u32 = kAttentionThreads, 128;
     SINK_THREADS: u32 = kAttentionSinkThreads, 256;
     BLOCK: usize = kAttentionBlock, 64;
-    HOPPER_THREADS: u32 = kAttentionHopperThreads, 384;
-    HOPPER_QUERIES: usize = kAttentionHopperQueries, 128;
-    HOPPER_KEYS: usize = kAttentionHopperKeys, 128;
-    HOPPER_WIDE_KEYS: usize = kAttentionHopperWideKeys, 64;
+    FORWARD_THREADS: u32 = kAttentionForwardThreads, 384;
+    FORWARD_QUERIES: usize = kAttentionForwardQueries, 128;
+    FORWARD_KEYS: usize = kAttentionForwardKeys, 128;
+    FORWARD_WIDE_KEYS: usize = kAttentionForwardWideKeys, 64;
+    BACKWARD_THREADS: u32 = kAttentionBackwardThreads, 384;
+    BACKWARD_ROWS: usize = kAttentionBackwardRows, 128;
+    KEYS_BYTES_64: u32 = kAttentionKeysBytes64, 163840;
+    KEYS_BYTES_128: u32 = kAttentionKeysBytes128, 196608;
+    KEYS_BYTES_256: u32 = kAttentionKeysBytes256, 229376;
+    VALUES_BYTES_256: u32 = kAttentionValuesBytes256, 196608;
+    QUERIES_BYTES_64: u32 = kAttentionQueriesBytes64, 163840;
+    QUERIES_BYTES_128: u32 = kAttentionQueriesBytes128, 196608;
+    QUERIES_BYTES_256: u32 = kAttentionQueriesBytes256, 229376;
 }

@@ -1,42 +1,78 @@
-//! The forward pass on Hopper: its launch, and arrays as the copy engine takes them.
+//! Both passes on Hopper: their launches, and arrays as the copy engine takes them.
 
-use super::arguments::{Arguments, HOPPER_KEYS, HOPPER_QUERIES, HOPPER_THREADS, HOPPER_WIDE_KEYS};
+use std::ffi::{c_uint, c_void};
+
+use super::arguments::{
+    Arguments, BACKWARD_ROWS, BACKWARD_THREADS, BackwardArguments, FORWARD_KEYS, FORWARD_QUERIES,
+    FORWARD_THREADS, FORWARD_WIDE_KEYS, ForwardArguments, KEYS_BYTES_64, KEYS_BYTES_128,
+    KEYS_BYTES_256, QUERIES_BYTES_64, QUERIES_BYTES_128, QUERIES_BYTES_256, VALUES_BYTES_256,
+};
 use super::{Attention, Step};
-use crate::driver::Driver;
+use crate::driver::{Driver, TensorMap};
 use crate::{Device, Result};
 
-/// The columns of a box, which are 128 bytes.
-const BOX: u32 = 64;
+/// The columns of a box, which are 128 bytes, and its rows in the backward pass.
+const BOX: c_uint = 64;
 
-/// Tiles of keys and of values that are there at a time.
+/// Tiles of keys and of values that the forward pass has at a time.
 const STAGES: usize = 2;
 
-/// The multiprocessors of a device for whose copy engine and warpgroups the forward pass has a kernel.
+/// The multiprocessors of a device that has these kernels.
 pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
     (device.capability() == (9, 0)).then_some(device.limits().multiprocessors)
 }
 
 impl Attention {
-    pub(super) fn step_on_hopper(&self, multiprocessors: u32, has_segments: bool) -> Step {
+    pub(super) fn forward_on_hopper(&self, multiprocessors: u32, has_segments: bool) -> Step {
         let columns = self.padded_columns();
         // There is room for the next block's queries beside all but wide ones.
         let blocks = if columns == 256 { 1 } else { 2 };
-        let rows = blocks * HOPPER_QUERIES + 2 * STAGES * self.keys_on_hopper();
-        let mut ctas = self.blocks_of_queries(HOPPER_QUERIES);
+        let rows = blocks * FORWARD_QUERIES + 2 * STAGES * self.keys_of_tile();
+        let mut ctas = self.blocks_of_queries(FORWARD_QUERIES);
         if self.blocks_of_cta(has_segments).is_some() {
             ctas = ctas.map(|blocks| blocks.min(multiprocessors as usize));
         }
         Step {
-            name: format!("flash_attention_forward_hopper_{columns}_{}", self.dtype),
+            name: format!("flash_attention_forward_{columns}_hopper_{}", self.dtype),
             ctas,
-            threads: HOPPER_THREADS,
+            threads: FORWARD_THREADS,
             shared_bytes: u32::try_from(rows * columns * 2).expect("fits a CTA"),
         }
     }
 
-    /// The blocks that a CTA walks over of heads that share an order, about, or none where it has one
-    /// block. By measurement: walking hides the beginnings of blocks, above all of short ones as of packed
-    /// text, and the hardware shares out blocks more evenly.
+    /// The kernels after those of notes and sinks, in their order. Where logits are more than products times
+    /// a factor above 0 they have code of their own.
+    pub(super) fn gradients_on_hopper(&self) -> Vec<Step> {
+        let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BACKWARD_ROWS));
+        let of_queries = self.blocks_of_queries(BACKWARD_ROWS);
+        let is_bent = self.options.softcap.is_some() || self.options.scale as f32 <= 0.0;
+        let bent = if is_bent { "_bent" } else { "" };
+        let step = |name: &str, ctas, shared_bytes| Step {
+            name: format!("flash_attention_{name}_hopper{bent}_{}", self.dtype),
+            ctas,
+            threads: BACKWARD_THREADS,
+            shared_bytes,
+        };
+        match self.padded_columns() {
+            64 => vec![
+                step("keys_64", of_keys, KEYS_BYTES_64),
+                step("queries_64", of_queries, QUERIES_BYTES_64),
+            ],
+            128 => vec![
+                step("keys_128", of_keys, KEYS_BYTES_128),
+                step("queries_128", of_queries, QUERIES_BYTES_128),
+            ],
+            _ => vec![
+                step("keys_256", of_keys, KEYS_BYTES_256),
+                step("values_256", of_keys, VALUES_BYTES_256),
+                step("queries_256", of_queries, QUERIES_BYTES_256),
+            ],
+        }
+    }
+
+    /// The blocks that a CTA of the forward pass walks over of heads that share an order, about, or none
+    /// where it has one block. By measurement: walking hides the beginnings of blocks, above all of short
+    /// ones as of packed text, and the hardware shares out blocks more evenly.
     fn blocks_of_cta(&self, has_segments: bool) -> Option<usize> {
         match self.padded_columns() {
             64 => Some(8),
@@ -47,63 +83,93 @@ impl Attention {
 
     /// The heads that share an order of blocks.
     fn span(&self, multiprocessors: u32, has_segments: bool) -> u32 {
-        let blocks = self.shape.queries.div_ceil(HOPPER_QUERIES);
+        let blocks = self.shape.queries.div_ceil(FORWARD_QUERIES);
         let heads = self
             .blocks_of_cta(has_segments)
             .map_or(1, |of_cta| (of_cta * multiprocessors as usize).div_ceil(blocks));
         heads.min(self.shape.heads * self.shape.group) as u32
     }
 
-    fn keys_on_hopper(&self) -> usize {
-        if self.padded_columns() == 256 { HOPPER_WIDE_KEYS } else { HOPPER_KEYS }
+    fn keys_of_tile(&self) -> usize {
+        if self.padded_columns() == 256 { FORWARD_WIDE_KEYS } else { FORWARD_KEYS }
     }
 
-    /// The same arguments, with what the kernel takes beside them.
-    pub(super) fn with_maps(
+    /// What the forward pass takes. There are heads and queries.
+    pub(super) fn forward_arguments(
         &self,
-        arguments: Arguments,
+        of: Arguments,
         multiprocessors: u32,
-    ) -> Result<Arguments> {
-        let shape = self.shape;
-        let driver = Driver::get()?;
-        let Arguments { q, k, v, q_group, q_head, k_head, .. } = arguments;
-        let extent = |number: i32| usize::try_from(number).expect("was made of one");
-        let (inner, q_row, k_row) =
-            (extent(arguments.inner), extent(arguments.q_row), extent(arguments.k_row));
-        let [q_group, q_head, k_head] =
-            [q_group, q_head, k_head].map(|rows| usize::try_from(rows).expect("was made of one"));
-        let outer = shape.heads / inner;
-        let queries = {
-            let outer_rows = inner * shape.group * shape.queries;
-            let strides = [q_row, q_group, q_head, outer_rows].map(|rows| rows * shape.width);
-            driver.tensor_map_of(
-                self.dtype,
-                q,
-                [shape.width, shape.queries, shape.group, inner, outer],
-                [1, strides[0], strides[1], strides[2], strides[3]],
-                [BOX, HOPPER_QUERIES as u32, 1, 1, 1],
-            )?
-        };
-        // Where there are no keys, nothing is read, but a map must have an address and extents.
-        let keys = shape.keys.max(1);
-        let of_keys = |at, columns| {
-            let strides = [k_row, k_head, inner * keys].map(|rows| rows * columns);
-            driver.tensor_map_of(
-                self.dtype,
-                if shape.keys == 0 { q } else { at },
-                [columns, keys, inner, outer],
-                [1, strides[0], strides[1], strides[2]],
-                [BOX, self.keys_on_hopper() as u32, 1, 1],
-            )
-        };
-        Ok(Arguments {
-            span: self.span(multiprocessors, !arguments.q_segments.is_null()),
-            q_map: queries,
-            k_map: of_keys(k, shape.width)?,
-            v_map: of_keys(v, shape.value_width)?,
-            ..arguments
+    ) -> Result<ForwardArguments> {
+        let (width, value_width) = (self.shape.width, self.shape.value_width);
+        let keys = self.keys_of_tile() as c_uint;
+        Ok(ForwardArguments {
+            q: self.map_of_queries(&of, of.q, width, FORWARD_QUERIES as c_uint)?,
+            k: self.map_of_keys(&of, of.k, width, keys)?,
+            v: self.map_of_keys(&of, of.v, value_width, keys)?,
+            span: self.span(multiprocessors, !of.q_segments.is_null()),
+            of,
         })
     }
+
+    /// What the backward pass takes. There are heads.
+    pub(super) fn backward_arguments(&self, of: Arguments) -> Result<BackwardArguments> {
+        let (width, value_width) = (self.shape.width, self.shape.value_width);
+        Ok(BackwardArguments {
+            q: self.map_of_queries(&of, of.q, width, BOX)?,
+            dout: self.map_of_queries(&of, of.dout, value_width, BOX)?,
+            k: self.map_of_keys(&of, of.k, width, BOX)?,
+            v: self.map_of_keys(&of, of.v, value_width, BOX)?,
+            of,
+        })
+    }
+
+    /// Boxes of `rows` queries of an array like q. Of arrays without rows nothing is read, but a map must have
+    /// an address and extents.
+    fn map_of_queries(
+        &self,
+        of: &Arguments,
+        at: *const c_void,
+        columns: usize,
+        rows: c_uint,
+    ) -> Result<TensorMap> {
+        let (inner, group) = (count(of.inner), self.shape.group);
+        let queries = self.shape.queries.max(1);
+        let strides =
+            [count(of.q_row), count(of.q_group), count(of.q_head), inner * group * queries];
+        let [row, head, of_keys, all] = strides.map(|rows| rows.max(1) * columns);
+        Driver::get()?.tensor_map_of(
+            self.dtype,
+            if self.shape.queries == 0 { of.k } else { at },
+            [columns, queries, group, inner, self.shape.heads / inner],
+            [1, row, head, of_keys, all],
+            [BOX, rows, 1, 1, 1],
+        )
+    }
+
+    /// The same of an array like k.
+    fn map_of_keys(
+        &self,
+        of: &Arguments,
+        at: *const c_void,
+        columns: usize,
+        rows: c_uint,
+    ) -> Result<TensorMap> {
+        let (inner, keys) = (count(of.inner), self.shape.keys.max(1));
+        let strides = [count(of.k_row), count(of.k_head), inner * keys];
+        let [row, head, all] = strides.map(|rows| rows.max(1) * columns);
+        Driver::get()?.tensor_map_of(
+            self.dtype,
+            if self.shape.keys == 0 { of.q } else { at },
+            [columns, keys, inner, self.shape.heads / inner],
+            [1, row, head, all],
+            [BOX, rows, 1, 1],
+        )
+    }
+}
+
+/// A number of rows, as the host had it.
+fn count(rows: impl TryInto<usize>) -> usize {
+    rows.try_into().ok().expect("was made of one")
 }
 
 #[cfg(test)]
@@ -111,22 +177,20 @@ mod tests {
     use xentile::DType;
     use xentile::flash_attention::{AttentionShape, FlashAttention};
 
-    use super::super::{Attention, Has, Pass};
+    use super::super::{Attention, Pass};
 
     const SHAPE: AttentionShape =
         AttentionShape { heads: 6, group: 4, queries: 130, keys: 65, width: 128, value_width: 64 };
 
     #[test]
-    fn blocks_are_walked_over_on_hopper() {
-        let of = |shape: AttentionShape, segments| {
+    fn blocks_are_walked_over() {
+        let of = |shape: AttentionShape, has_segments| {
             let attention =
                 Attention::new(FlashAttention::new(shape.width), shape, DType::F16).unwrap();
-            let steps = attention.steps(Pass::Forward, Has { sinks: true, segments }, Some(132));
-            assert_eq!(steps.len(), 1);
-            assert!(steps[0].name.starts_with("flash_attention_forward_hopper_"), "{steps:?}");
+            let step = attention.forward_on_hopper(132, has_segments);
             // Beside what is dynamic there are barriers and segments.
-            assert!(steps[0].shared_bytes <= 224 << 10);
-            (steps[0].ctas.unwrap(), attention.span(132, segments))
+            assert!(step.shared_bytes <= 224 << 10);
+            (step.ctas.unwrap(), attention.span(132, has_segments))
         };
         let long = AttentionShape { queries: 8192, ..SHAPE };
         assert_eq!(of(long, false), (64 * 24, 1));
@@ -135,5 +199,32 @@ mod tests {
         assert_eq!(of(AttentionShape { width: 136, ..long }, true), (64 * 24, 1));
         // Fewer blocks than multiprocessors, and fewer heads than might share an order.
         assert_eq!(of(SHAPE, true), (48, 24));
+    }
+
+    #[test]
+    fn every_pass_has_kernels_of_its_own() {
+        let of = |width, scale: f64, pass| {
+            let shape = AttentionShape { width, ..SHAPE };
+            let options = FlashAttention { scale, ..FlashAttention::new(width) };
+            let attention = Attention::new(options, shape, DType::Bf16).unwrap();
+            let steps = attention.all_steps(pass, Some(132)).into_iter();
+            steps
+                .map(|step| (step.name, step.ctas.unwrap(), step.threads, step.shared_bytes >> 10))
+                .collect::<Vec<_>>()
+        };
+        let named = |name: &str, ctas: usize, threads: u32, kib: u32| {
+            (format!("flash_attention_{name}_bf16"), ctas, threads, kib)
+        };
+        assert_eq!(of(72, 0.1, Pass::Forward), [named("forward_128_hopper", 48, 384, 192)]);
+        let before = [named("notes", 72, 128, 0), named("sinks", 24, 256, 0)];
+        let expected =
+            [named("keys_128_hopper", 6, 384, 192), named("queries_128_hopper", 48, 384, 192)];
+        assert_eq!(of(72, 0.1, Pass::Backward), [before.to_vec(), expected.to_vec()].concat());
+        let expected = [
+            named("keys_256_hopper_bent", 6, 384, 224),
+            named("values_256_hopper_bent", 6, 384, 192),
+            named("queries_256_hopper_bent", 48, 384, 224),
+        ];
+        assert_eq!(of(256, -0.1, Pass::Backward), [before.to_vec(), expected.to_vec()].concat());
     }
 }
