@@ -78,10 +78,12 @@ __device__ inline void gradients_ring(const NormArguments& a) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const bool there = has(i) && left > 0;
+      // An address outside of the array is not read, and yet no address to give.
+      const int64_t place = there ? at + i * lane_bytes : 0;
 #pragma unroll
       for (uint32_t array = 0; array < kArrays; ++array) {
-        const char* from = static_cast<const char*>(arrays[array]) + at + i * lane_bytes;
-        ptx::copy_async(slot(begin, array, i), from, there ? 16 : 0);
+        ptx::copy_async(slot(begin, array, i), static_cast<const char*>(arrays[array]) + place,
+                        there ? 16 : 0);
       }
     }
     ptx::commit_copies();
