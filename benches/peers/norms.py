@@ -1,4 +1,4 @@
-"""Norms on one device: ours, XLA's program, torch.compile's and a copy of the bytes that must move.
+"""Norms on one device: ours, XLA's program, torch.compile's, Liger's, and a copy of their bytes.
 
     python benches/peers/norms.py --json FILE [--operations NAME ...] [--shapes 8192x4096 ...]
 
@@ -41,6 +41,8 @@ SHAPES = ("8192x4096", "32768x2048", "8192x8192", "16384x5120", "32768x896")
 HEADS = ("16384x32x128", "16384x14x64")
 # Columns of the product after a norm.
 WIDTH = 4096
+# Peers of norms_in_torch.py.
+IN_TORCH = ("torch", "liger")
 
 Function = Callable[..., Any]
 
@@ -69,7 +71,6 @@ class Operation:
     arrays: tuple[str, ...]
     ours: Function
     xla: Function
-    torch: str | None = None
 
 
 OPTIONS = Options(1e-6, False)
@@ -126,7 +127,6 @@ OPERATIONS: dict[str, Operation] = {
         ("row", "weight"),
         _apart(rms_norm, "custom_call"),
         _apart(rms_norm, "reference"),
-        "forward",
     ),
     "rms_norm.backward": Operation(
         3,
@@ -139,14 +139,12 @@ OPERATIONS: dict[str, Operation] = {
         ("row", "weight", "row"),
         partial(_both, "custom_call"),
         partial(_both, "reference"),
-        "both",
     ),
     "rms_norm.add_forward": Operation(
         4,
         ("row", "weight", "row"),
         lambda x, w, r: rms_norm(x, w, residual=r, implementation="custom_call"),
         lambda x, w, r: rms_norm(x, w, residual=r, implementation="reference"),
-        "add_forward",
     ),
     "rms_norm.add_backward": Operation(
         4,
@@ -309,52 +307,10 @@ def measure(cell: Cell, compiled: dict[str, Any], rounds: int, ms: float) -> dic
     return row
 
 
-def of_torch(cells: Sequence[Cell]) -> None:
-    """Prints torch.compile's microseconds a call of each cell, as JSON, in a process of its own."""
-    import torch
-
-    def norm(x: Any, w: Any) -> Any:
-        z = x.float()
-        return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-6) * w.float()).to(x.dtype)
-
-    def add(x: Any, w: Any, r: Any) -> Any:
-        total = x + r
-        return norm(total, w), total
-
-    for cell in cells:
-        kind = OPERATIONS[cell.operation].torch
-        row = partial(torch.randn, *cell.shape, device="cuda", dtype=getattr(torch, cell.dtype))
-        weight = torch.randn(cell.columns, device="cuda", dtype=getattr(torch, cell.dtype))
-        calls = [(row(), row()) for _ in range(CALLS)]
-        compiled = torch.compile(add if kind == "add_forward" else norm, dynamic=False)
-
-        def step() -> None:
-            for x, other in calls:  # noqa: B023
-                if kind == "both":  # noqa: B023
-                    x, w = x.requires_grad_(), weight.requires_grad_()  # noqa: B023
-                    torch.autograd.grad(compiled(x, w), (x, w), other)  # noqa: B023
-                else:
-                    with torch.no_grad():
-                        compiled(x, weight, *([other] if kind == "add_forward" else []))  # noqa: B023
-
-        for _ in range(5):
-            step()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        found = []
-        for _ in range(15):
-            begin.record()
-            for _ in range(5):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / 5 / CALLS)
-        print(json.dumps([cell.operation, cell.shape, statistics.median(found)]), flush=True)
-
-
 def about() -> dict[str, Any]:
     """Hardware, versions, date and command."""
     versions = {}
-    for name in ("jax", "jaxlib", "torch"):
+    for name in ("jax", "jaxlib", "torch", "triton", "liger-kernel"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -373,9 +329,9 @@ def about() -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
     lines = [
-        "| operation | shape | ours, us | XLA, us | torch, us | ours, copies | XLA, copies "
-        "| XLA / ours |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| operation | shape | ours, us | XLA, us | torch, us | Liger, us | ours, copies "
+        "| XLA, copies | XLA / ours |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         if "error" in row:
@@ -385,7 +341,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         numbers = [
             f"{row['us']['ours']:.1f}",
             f"{row['us']['xla']:.1f}",
-            f"{row['us']['torch']:.1f}" if "torch" in row["us"] else "",
+            *(f"{row['us'][peer]:.1f}" if peer in row["us"] else "" for peer in IN_TORCH),
             str(copies.get("ours", "")),
             str(copies.get("xla", "")),
             f"{row['speed_up']:.2f}",
@@ -404,7 +360,7 @@ def main() -> int:
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a program, a round")
     parser.add_argument("--seconds", type=float, default=1e9, help="no cell begins after so many")
     parser.add_argument("--after", type=Path, help="compile, and wait for this file")
-    parser.add_argument("--torch", action="store_true", help="torch.compile too")
+    parser.add_argument("--torch", action="store_true", help="torch.compile and Liger too")
     parser.add_argument("--torch-worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -415,7 +371,11 @@ def main() -> int:
         if not (operation.startswith("block") and shape.count("x") > 1)
     ]
     if arguments.torch_worker:
-        of_torch([one for one in cells if OPERATIONS[one.operation].torch])
+        import norms_in_torch
+
+        known = [one for one in cells if not one.operation.startswith("block")]
+        asked = [(one.operation, one.shape, one.dtype) for one in known]
+        norms_in_torch.work(asked, IN_TORCH, CALLS)
         return 0
     rows = []
     with ThreadPoolExecutor() as pool:
@@ -445,12 +405,16 @@ def main() -> int:
         command = [sys.executable, __file__, *sys.argv[1:], "--torch-worker"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         for line in done.stdout.splitlines():
-            if line.startswith("["):
-                operation, shape, us = json.loads(line)
-                for row in rows:
-                    same = row["operation"] == operation
-                    if same and row["shape"] == "x".join(map(str, shape)) and "us" in row:
-                        row["us"]["torch"] = round(us, 2)
+            if not line.startswith("["):
+                continue
+            peer, operation, shape, us = json.loads(line)
+            if not isinstance(us, float):
+                print(f"norms: {peer}, {operation} {shape}: {us}", file=sys.stderr)
+                continue
+            for row in rows:
+                same = row["operation"] == operation and "us" in row
+                if same and row["shape"] == "x".join(map(str, shape)):
+                    row["us"][peer] = round(us, 2)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")

@@ -17,26 +17,56 @@ struct Fp8NormArguments {
 
 namespace fp8 {
 
-// Takes y in the place of an array.
+// Takes y in the place of an array, all that a thread has of a row, so that its maxima go over lanes side by
+// side. Warps are whole; of what is not there units are zeros.
 struct StoreValues {
+  static constexpr bool kTogether = true;
   const Fp8QuantizeArguments& a;
 
-  template <class E>
-  __device__ void store(int64_t vector, const float (&y)[kPerVector<E>]) const {
-    static_assert(kPerVector<E> == 8, "16 lanes have a part");
+  template <class E, int kVectors, class Has>
+  __device__ void store(int64_t first, uint32_t step, uint4 (&units)[kVectors],
+                        const Has& has) const {
+    static_assert(kPerVector<E> == 8 && kVectors % 2 == 0, "16 lanes have a part");
     if (a.values == nullptr) return;
-    const uint4 unit = pack<E>(y);
-    const uint32_t lanes = 0xffffu << (threadIdx.x & 16);
-    float most = largest<E>(most_of<E>(0, unit));
+    // Two units' maxima share a word.
+    float scales[kVectors];
+    uint32_t most[kVectors / 2];
 #pragma unroll
-    for (uint32_t by = 8; by > 0; by /= 2) most = fmaxf(most, __shfl_xor_sync(lanes, most, by));
-    const float scale = scale_of(a, most), by = reciprocal(scale);
-    if (a.e5m2) {
-      fp8::store<E, true, true>(a.values + vector * 8, unit, by, 8);
-    } else {
-      fp8::store<E, false, true>(a.values + vector * 8, unit, by, 8);
+    for (int i = 0; i < kVectors; i += 2) {
+      const uint32_t one = most_of<E>(0, units[i]), other = most_of<E>(0, units[i + 1]);
+      most[i / 2] = larger<E>(__byte_perm(one, other, 0x5410), __byte_perm(one, other, 0x7632));
     }
-    if (threadIdx.x % 16 == 0) a.numbers[vector / 16] = scale;
+#pragma unroll
+    for (uint32_t by = 8; by > 0; by /= 2) {
+#pragma unroll
+      for (int i = 0; i < kVectors / 2; ++i) {
+        most[i] = larger<E>(most[i], __shfl_xor_sync(kWarp, most[i], by));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; i += 2) {
+      const float2 pair = unpacked<E>(most[i / 2]);
+      scales[i] = pair.x, scales[i + 1] = pair.y;
+    }
+    to_scales(a, scales);
+    forget(units);
+    if (a.e5m2) {
+      store_by<E, true>(first, step, units, scales, has);
+    } else {
+      store_by<E, false>(first, step, units, scales, has);
+    }
+  }
+
+  template <class E, bool kE5M2, int kVectors, class Has>
+  __device__ void store_by(int64_t first, uint32_t step, const uint4 (&units)[kVectors],
+                           const float (&scales)[kVectors], const Has& has) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (!has(i)) continue;
+      const int64_t vector = first + i * step;
+      fp8::store<E, kE5M2, true>(a.values + vector * 8, units[i], reciprocal(scales[i]), 8);
+      if (threadIdx.x % 16 == 0) a.numbers[vector / 16] = scales[i];
+    }
   }
 };
 

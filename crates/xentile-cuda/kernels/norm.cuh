@@ -37,15 +37,14 @@ struct NormArguments {
   uint32_t zero_centred;
   uint32_t lanes;
   uint32_t teams;     // of a CTA
-  uint32_t stages;    // rows that a team has on their way or at hand
   uint32_t adjacent;  // whether the teams of a CTA take rows that follow one another
 };
 
 inline constexpr uint32_t kWeightF32 = 0, kWeightBf16 = 1, kWeightF16 = 2;
 // Warps of a CTA, at most.
 inline constexpr uint32_t kNormWarps = 32;
-// Threads of a CTA of the backward pass, at most, by how many vectors a thread has.
-inline constexpr uint32_t kRing1Threads = 1024, kRing2Threads = 768, kRing4Threads = 512;
+// Threads of a CTA of the backward pass, at most, by how many vectors of a row a thread has.
+inline constexpr uint32_t kRing1Threads = 1024, kRing2Threads = 640, kRing4Threads = 512;
 inline constexpr uint32_t kAnyThreads = 512;
 // Rows that a CTA takes together where they are too long for that.
 inline constexpr int kNormTogether = 4;
@@ -123,8 +122,10 @@ __device__ inline bool have_one_weight(const NormArguments& a) {
 template <int kCount, class Arguments, class W>
 __device__ inline void scales(const Arguments& a, const W* from, float (&to)[kCount]) {
   widen<kCount>(from, to);
+  // Of what is added to no number changes anything, -0 its sign.
+  const float more = a.zero_centred ? 1.0f : -0.0f;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = a.zero_centred ? 1.0f + to[i] : to[i];
+  for (int i = 0; i < kCount; ++i) to[i] += more;
 }
 
 // The sums of a few numbers over `lanes` of a warp, a power of two, the same in all of them.
@@ -213,15 +214,14 @@ __device__ inline float rstd_of(double squares, const Arguments& a) {
   return rstd > 3.4028234663852886e38 ? __int_as_float(0x7f800000) : static_cast<float>(rstd);
 }
 
-// Of a row that is centred: its mean, and the mean of squares about it.
-struct Moments {
-  float mean;
-  float variance;
-};
-
-// From what is left of a row with `about`, near its mean, taken off: the mean of that, and of its squares.
-__device__ inline Moments moments(float about, float off, float squares) {
-  return {about + off, fmaxf(fmaf(-off, off, squares), 0.0f)};
+// Has the compiler take what registers hold for new, so that what it made of them before is made again, and
+// does not stay in registers beside them.
+template <int kVectors>
+__device__ inline void forget(uint4 (&held)[kVectors]) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    asm volatile("" : "+r"(held[i].x), "+r"(held[i].y), "+r"(held[i].z), "+r"(held[i].w));
+  }
 }
 
 // Whether a first sum was off by more than rows deviate, which takes a mean of a million deviations: then

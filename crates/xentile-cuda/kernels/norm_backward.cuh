@@ -22,37 +22,68 @@ __device__ inline void centre(float (&x)[kCount], float mean, bool is_there) {
   for (int k = 0; k < kCount; ++k) x[k] -= is_there ? mean : 0.0f;
 }
 
-// `kVectors` vectors a thread of each row, and a ring of `a.stages` rows a team.
+// What warps of teams add up: a team's places begin at a multiple of 16 bytes, and those of no warp hold 0.
+inline constexpr uint32_t kPlaces = 96;
+
+__device__ inline uint32_t places_of(uint32_t warps) { return (warps + 3) / 4 * 4; }
+
+__device__ inline float sum_of_places(const float* from, uint32_t places) {
+  float total = 0.0f;
+  for (uint32_t at = 0; at < places; at += 4) {
+    const float4 of = *reinterpret_cast<const float4*>(from + at);
+    total += (of.x + of.y) + (of.z + of.w);
+  }
+  return total;
+}
+
+// `kVectors` vectors a thread of each row, and places in shared memory for two rows a team: the one at hand,
+// and the next, which is on its way meanwhile.
 template <class E, bool kCentred, bool kAdd, int kVectors>
 __device__ inline void gradients_ring(const NormArguments& a) {
   constexpr int kPer = kPerVector<E>;
   constexpr uint32_t kArrays = kAdd ? 3 : 2;
+  // Teams of rows of one vector a thread are a warp at most, and others whole warps.
+  constexpr bool kWarps = kVectors > 1;
   extern __shared__ uint4 ring[];
   // Of `g xhat`, and of `g`.
   constexpr int kSums = kCentred ? 2 : 1;
-  __shared__ float parts[2][kSums][kNormWarps];
+  __shared__ __align__(16) float parts[2][kSums][kWarps ? kPlaces : 1];
   const Team<false> team(a.lanes);
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
-  const void* const arrays[3] = {a.x, a.dy, a.added};
-  // The rows of the group, and of the block in it.
+  const uint32_t warps = a.lanes / 32, places = places_of(warps);
   const int64_t group = blockIdx.x / a.blocks, block = blockIdx.x % a.blocks;
-  const int64_t begin = group * a.group_rows, end = begin + a.group_rows;
-  const int64_t step = a.blocks * a.teams;
+  // Teams take as many turns as the first, which may be the only one with a row: parts of a warp have to,
+  // and racecheck reports what follows the loop where teams leave it one after another.
+  const int32_t step = static_cast<int32_t>(a.blocks * a.teams);
+  const int32_t ahead = static_cast<int32_t>(team.index * (a.adjacent ? 1 : a.blocks));
+  const int64_t first = block * (a.adjacent ? a.teams : 1) + ahead;
+  // Rows of the group from the team's next on.
+  int64_t left = a.group_rows - first;
 
-  // Where this thread has vector `i` of an array.
-  const auto slot = [&](uint32_t stage, uint32_t array, int i) {
-    return ring + ((stage * kArrays + array) * kVectors + i) * blockDim.x + threadIdx.x;
+  const uint32_t apart = blockDim.x * 16;
+  uint32_t here = ptx::shared_address(ring + threadIdx.x);
+  uint32_t next_place = here + apart * (kArrays * kVectors);
+  const auto slot = [&](uint32_t begin, uint32_t array, int i) {
+    return begin + (array * kVectors + i) * apart;
   };
-  const auto fetch = [&](int64_t row, uint32_t stage) {
+  const auto has = [&](int i) { return team.lane + i * team.lanes < vectors; };
+  // The next row, and bytes from an array's beginning to the thread's first vector of it. An array's
+  // address is a constant, so that one number in registers serves all of them.
+  int64_t row = group * a.group_rows + first;
+  int64_t at = (row * vectors + team.lane) * 16;
+  const int64_t rise = int64_t{step} * vectors * 16;
+  const uint32_t lane_bytes = team.lanes * 16;
+  const void* const arrays[3] = {a.x, a.dy, a.added};
+  const auto fetch = [&](uint32_t begin) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const uint32_t vector = team.lane + i * team.lanes;
-      const bool has = row < end && vector < vectors;
-      const int64_t place = has ? row * vectors + vector : 0;
+      const bool there = has(i) && left > 0;
+      // An address outside of the array is not read, and yet no address to give.
+      const int64_t place = there ? at + i * lane_bytes : 0;
 #pragma unroll
       for (uint32_t array = 0; array < kArrays; ++array) {
-        const uint4* from = static_cast<const uint4*>(arrays[array]) + place;
-        ptx::copy_async(ptx::shared_address(slot(stage, array, i)), from, has ? 16 : 0);
+        ptx::copy_async(slot(begin, array, i), static_cast<const char*>(arrays[array]) + place,
+                        there ? 16 : 0);
       }
     }
     ptx::commit_copies();
@@ -73,35 +104,37 @@ __device__ inline void gradients_ring(const NormArguments& a) {
 #pragma unroll
     for (int k = 0; k < kPer; ++k) w[i][k] = sums[i][k] = of_bias[i][k] = 0.0f;
   }
+  if constexpr (kWarps) {
+    float* all = &parts[0][0][0];
+    for (uint32_t place = threadIdx.x; place < sizeof(parts) / sizeof(float); place += blockDim.x) {
+      all[place] = 0.0f;
+    }
+    __syncthreads();
+  }
 
-  int64_t row =
-      begin + (a.adjacent ? block * a.teams + team.index : team.index * a.blocks + block);
-  // Teams take as many turns as the first, which may be the only one with a row: parts of a warp have to,
-  // and racecheck reports what follows the loop where teams leave it one after another.
-  const int64_t ahead = team.index * (a.adjacent ? 1 : a.blocks);
-  for (uint32_t stage = 0; stage + 1 < a.stages; ++stage) fetch(row + stage * step, stage);
+  fetch(here);
   const bool one_weight = a.weight_rows >= a.rows;
   if (one_weight && a.rows > 0) take_weight(0);
   const float share = 1.0f / static_cast<float>(a.columns);
-  float next = row < end ? a.rstd[row] : 0.0f, next_mean = 0.0f;
-  if constexpr (kCentred) next_mean = row < end ? a.mean[row] : 0.0f;
-  uint32_t stage = 0, turn = 0;
-  for (; row - ahead < end; row += step) {
-    ptx::wait_for_copies(a.stages - 2);
-    fetch(row + (a.stages - 1) * step, stage == 0 ? a.stages - 1 : stage - 1);
-    const float rstd = next;
-    next = row + step < end ? a.rstd[row + step] : 0.0f;
-    const float row_mean = next_mean;
-    if constexpr (kCentred) next_mean = row + step < end ? a.mean[row + step] : 0.0f;
-    if (!one_weight) take_weight(min(row, end - 1));
+  float next = left > 0 ? a.rstd[row] : 0.0f, next_mean = 0.0f;
+  if constexpr (kCentred) next_mean = left > 0 ? a.mean[row] : 0.0f;
+  uint32_t turn = 0;
+  while (left + ahead > 0) {
+    ptx::wait_for_copies(0);
+    const float rstd = next, row_mean = next_mean;
+    if (!one_weight) take_weight(min(row, a.rows - 1));
+    at += rise, row += step, left -= step;
+    fetch(next_place);
+    next = left > 0 ? a.rstd[row] : 0.0f;
+    if constexpr (kCentred) next_mean = left > 0 ? a.mean[row] : 0.0f;
 
     float dots[4] = {}, gs[4] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float x[kPer], dy[kPer];
-      unpack<E>(*slot(stage, 0, i), x);
-      unpack<E>(*slot(stage, 1, i), dy);
-      if constexpr (kCentred) centre(x, row_mean, team.lane + i * team.lanes < vectors);
+      unpack<E>(ptx::load_shared(slot(here, 0, i)), x);
+      unpack<E>(ptx::load_shared(slot(here, 1, i)), dy);
+      if constexpr (kCentred) centre(x, row_mean, has(i));
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
         const float normalised = x[k] * rstd;
@@ -115,32 +148,47 @@ __device__ inline void gradients_ring(const NormArguments& a) {
     }
     float over_row[kSums] = {(dots[0] + dots[1]) + (dots[2] + dots[3])};
     if constexpr (kCentred) over_row[1] = (gs[0] + gs[1]) + (gs[2] + gs[3]);
-    team.add_up(over_row, parts[turn ^= 1]);
-    const float mean = over_row[0] * share;
+    add_up_lanes(over_row, kWarps ? 32 : team.lanes);
+    if (kWarps && warps > 1) {
+      turn ^= 1;
+      const uint32_t from = team.index * places;
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int s = 0; s < kSums; ++s) parts[turn][s][from + team.lane / 32] = over_row[s];
+      }
+      team.sync();
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) over_row[s] = sum_of_places(&parts[turn][s][from], places);
+    }
+    const float by = over_row[0] * share * rstd;
+    float g_mean = 0.0f;
+    if constexpr (kCentred) g_mean = over_row[1] * share;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const uint32_t vector = team.lane + i * team.lanes;
       float x[kPer], dy[kPer];
-      unpack<E>(*slot(stage, 0, i), x);
-      unpack<E>(*slot(stage, 1, i), dy);
+      unpack<E>(ptx::load_shared(slot(here, 0, i)), x);
+      unpack<E>(ptx::load_shared(slot(here, 1, i)), dy);
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
         if constexpr (kCentred) {
-          const float g = fmaf(dy[k], w[i][k], -over_row[1] * share);
-          x[k] = rstd * fmaf(-((x[k] - row_mean) * rstd), mean, g);
+          x[k] = rstd * fmaf(row_mean - x[k], by, fmaf(dy[k], w[i][k], -g_mean));
         } else {
-          x[k] = rstd * fmaf(-(x[k] * rstd), mean, dy[k] * w[i][k]);
+          x[k] = rstd * fmaf(-x[k], by, dy[k] * w[i][k]);
         }
       }
       if constexpr (kAdd) {
         float dsum[kPer];
-        unpack<E>(*slot(stage, 2, i), dsum);
+        unpack<E>(ptx::load_shared(slot(here, 2, i)), dsum);
 #pragma unroll
         for (int k = 0; k < kPer; ++k) x[k] += dsum[k];
       }
-      if (row < end && vector < vectors) store_once(a.to, row * vectors + vector, pack<E>(x));
+      if (has(i) && left + step > 0) {
+        char* to = static_cast<char*>(a.to) + (at - rise) + i * lane_bytes;
+        __stcs(reinterpret_cast<uint4*>(to), pack<E>(x));
+      }
     }
-    stage = stage + 1 == a.stages ? 0 : stage + 1;
+    const uint32_t last = here;
+    here = next_place, next_place = last;
   }
 
   // Teams' sums, [teams, columns], lie where the ring was.

@@ -9,65 +9,117 @@
 
 namespace xentile {
 
-// The means of rows that registers hold, from `first` on, and one over their deviations. The first sum finds what to take
-// off, about the mean; of what is left, which is held once more, the sum says how far that is from it.
+// Numbers of a row, or of the part of it that a warp has.
+struct Part {
+  float mean;
+  float squares;  // about that
+  float count;
+  float off;  // the square of how far the mean is from what was taken off
+};
+
+// What all warps of a team have, of their parts, the same in all of its threads. The means differ by little
+// from the first, so that no difference of large numbers is left but one that is exact.
+__device__ inline Part whole_of(const Team<true>& team, const Part* parts, float share) {
+  const uint32_t warps = team.lanes / 32;
+  const Part* first = parts + team.index * warps;
+  const float about = first->mean;
+  Part all = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (warps <= 8) {
+#pragma unroll 4
+    for (uint32_t warp = 0; warp < warps; ++warp) {
+      const Part one = first[warp];
+      all.mean = fmaf(one.count, one.mean - about, all.mean);
+      all.off = fmaxf(all.off, one.off);
+    }
+    const float off = all.mean * share;
+#pragma unroll 4
+    for (uint32_t warp = 0; warp < warps; ++warp) {
+      const Part one = first[warp];
+      const float apart = (one.mean - about) - off;
+      all.squares += fmaf(one.count * apart, apart, one.squares);
+    }
+    all.mean = about + off;
+    return all;
+  }
+  const uint32_t warp = threadIdx.x % 32;
+  const Part one = warp < warps ? first[warp] : Part{about, 0.0f, 0.0f, 0.0f};
+  float sums[1] = {one.count * (one.mean - about)};
+  add_up_lanes(sums, 32);
+  const float off = sums[0] * share, apart = (one.mean - about) - off;
+  float squares[1] = {fmaf(one.count * apart, apart, one.squares)};
+  add_up_lanes(squares, 32);
+  all.off = one.off;
+#pragma unroll
+  for (uint32_t by = 16; by > 0; by /= 2) {
+    all.off = fmaxf(all.off, __shfl_xor_sync(~0u, all.off, by));
+  }
+  return {about + off, squares[0], 0.0f, all.off};
+}
+
+// The means of rows that registers hold, from `first` on, and one over their deviations. Each warp takes a
+// number of its part off that is near the mean, most often: the middle one of three. Parts are put
+// together as parts of a sample are, so that threads meet once.
 template <class E, int kVectors, int kRows>
 __device__ inline void held_moments(const NormArguments& a, const Team<true>& team,
-                                    int64_t first, const uint4 (&held)[kRows][kVectors],
+                                    int64_t first, uint4 (&held)[kRows][kVectors],
                                     float (&means)[kRows], float (&rstd)[kRows]) {
   constexpr int kPer = kPerVector<E>;
-  __shared__ float first_parts[kRows][kNormWarps], parts[2 * kRows][kNormWarps];
+  __shared__ Part parts[kNormWarps];
   __shared__ double wide_parts[2][kNormWarps];
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
   const float share = 1.0f / static_cast<float>(a.columns), eps = static_cast<float>(a.eps);
+  // The team's lanes of this warp, and the vectors that are theirs.
+  const uint32_t lanes = min(team.lanes, 32), begin = threadIdx.x % 32 / lanes * lanes;
+  const uint32_t ahead = team.lane / 32 * 32;
+  uint32_t mine = 0;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    means[r] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float x[kPer];
-      unpack<E>(held[r][i], x);
-      means[r] += sum_of(x);
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    const uint32_t from = ahead + i * team.lanes;
+    mine += from < vectors ? min(vectors - from, lanes) : 0;
   }
-  team.add_up(means, first_parts);
-  // Of each row, what is left and its squares.
-  float sums[2 * kRows];
+  const uint32_t some = min(lanes, vectors);
+  const float count = static_cast<float>(mine * kPer), by_count = ptx::rcp(count);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    means[r] *= share;
-    sums[r] = sums[kRows + r] = 0.0f;
+    float x[kPer];
+    unpack<E>(held[r][0], x);
+    const float of[3] = {__shfl_sync(~0u, x[0], begin), __shfl_sync(~0u, x[0], begin + some / 3),
+                         __shfl_sync(~0u, x[0], begin + some * 2 / 3)};
+    const float about = fmaxf(fminf(of[0], of[1]), fminf(fmaxf(of[0], of[1]), of[2]));
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       // There is nothing to take off of what is not there.
-      if (team.lane + i * team.lanes >= vectors) continue;
-      float x[kPer];
+      const float off = team.lane + i * team.lanes < vectors ? about : 0.0f;
       unpack<E>(held[r][i], x);
 #pragma unroll
-      for (int k = 0; k < kPer; ++k) x[k] -= means[r];
-      sums[r] += sum_of(x);
-      sums[kRows + r] += squares(x);
+      for (int k = 0; k < kPer; ++k) x[k] -= off;
+      sums[0] += sum_of(x);
+      sums[1] += squares(x);
     }
-  }
-  team.add_up(sums, parts);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float off = sums[r] * share;
-    const Moments found = moments(means[r], off, sums[kRows + r] * share);
-    const float variance = found.variance + eps;
-    means[r] = found.mean;
+    add_up_lanes(sums, lanes);
+    const float off = sums[0] * by_count;
+    Part all = {about + off, fmaxf(fmaf(-off, sums[0], sums[1]), 0.0f), count, off * off};
+    if (kRows == 1 && team.lanes > 32) {
+      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = all;
+      team.sync();
+      all = whole_of(team, parts, share);
+    }
+    const float variance = fmaf(all.squares, share, eps);
+    means[r] = all.mean;
     rstd[r] = rsqrtf(variance);
+    forget(held[r]);
     // What adds up together goes the same way.
-    const bool beyond = is_beyond_f32(variance) || is_far(off, variance);
+    const bool beyond = is_beyond_f32(variance) || !(all.off <= 16.0f * variance);
     if (!team.any(beyond, a.teams)) continue;
     // Rare, and so from the caches: what it would keep in registers the others need.
-    const int64_t begin = (first + static_cast<int64_t>(r) * a.teams) * a.columns;
-    const bool has = begin < a.rows * a.columns;
+    const int64_t from = (first + static_cast<int64_t>(r) * a.teams) * a.columns;
+    const bool has = from < a.rows * a.columns;
     double mean = 0.0, wide = 0.0;
 #pragma unroll 1
     for (uint32_t vector = team.lane; has && vector < vectors; vector += team.lanes) {
       float x[kPer];
-      read<E>(a.x, begin + vector * kPer, x);
+      read<E>(a.x, from + vector * kPer, x);
 #pragma unroll
       for (int k = 0; k < kPer; ++k) mean += x[k];
     }
@@ -75,7 +127,7 @@ __device__ inline void held_moments(const NormArguments& a, const Team<true>& te
 #pragma unroll 1
     for (uint32_t vector = team.lane; has && vector < vectors; vector += team.lanes) {
       float x[kPer];
-      read<E>(a.x, begin + vector * kPer, x);
+      read<E>(a.x, from + vector * kPer, x);
       wide += wide_squares(x, mean);
     }
     wide = team.sum(wide, wide_parts[1]);
@@ -128,15 +180,15 @@ __device__ inline float any_moments(const NormArguments& a, const Team<true>& te
   return static_cast<float>(mean);
 }
 
-// The bias of `kPer` columns of a row, whose weight has the dtype `W`.
-template <int kPer, class W>
-__device__ inline void biases(const NormArguments& a, const W*, int64_t row, int64_t column,
-                              float (&to)[kPer]) {
-  widen<kPer>(bias_of<W>(a, row) + column, to);
+// The bias of a row whose weight has the dtype `W`.
+template <class W>
+__device__ inline const W* bias_like(const NormArguments& a, const W*, int64_t row) {
+  return bias_of<W>(a, row);
 }
 
 // Puts vectors of y where they belong.
 struct StoreNorm {
+  static constexpr bool kTogether = false;
   const NormArguments& a;
 
   template <class E>
@@ -146,7 +198,7 @@ struct StoreNorm {
 };
 
 // `kVectors` vectors a thread of each of `kRows` rows. Where there is more than one row, a team is a
-// warp or a part of one. `to` takes y, by vectors of all rows.
+// warp or a part of one. `to` takes y, by vectors of all rows, or what a thread has of a row `kTogether`.
 template <class E, bool kCentred, bool kAdd, int kVectors, int kRows, class To>
 __device__ inline void norm_held_to(const NormArguments& a, const To& to) {
   constexpr int kPer = kPerVector<E>;
@@ -240,36 +292,59 @@ __device__ inline void norm_held_to(const NormArguments& a, const To& to) {
     }
     if (team.lane == 0 && row_of(r) < a.rows) a.rstd[row_of(r)] = rstd[r];
   }
-
-  const bool one_weight = have_one_weight<kCentred>(a);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (r > 0 && one_weight) break;
-    with_weight(a, min(row_of(r), a.rows - 1), [&](auto* weight) {
+  for (int r = 0; r < kRows; ++r) forget(held[r]);
+
+  if constexpr (To::kTogether) {
+    static_assert(kRows == 1 && !kCentred);
+    with_weight(a, min(first, a.rows - 1), [&](auto* weight) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const uint32_t vector = team.lane + i * team.lanes;
         if (vector >= vectors) continue;
-        float w[kPer], b[kPer];
+        float w[kPer], x[kPer];
         scales<kPer>(a, weight + vector * kPer, w);
-        if constexpr (kCentred) biases(a, weight, min(row_of(r), a.rows - 1), vector * kPer, b);
+        unpack<E>(held[0][i], x);
 #pragma unroll
-        for (int of = 0; of < kRows; ++of) {
-          if (of != r && !one_weight) continue;
-          float x[kPer];
-          unpack<E>(held[of][i], x);
-#pragma unroll
-          for (int k = 0; k < kPer; ++k) {
-            if constexpr (kCentred) {
-              x[k] = fmaf((x[k] - means[of]) * rstd[of], w[k], b[k]);
-            } else {
-              x[k] = x[k] * rstd[of] * w[k];
-            }
-          }
-          if (has(of, i)) to.template store<E>(place(of, i), x);
-        }
+        for (int k = 0; k < kPer; ++k) x[k] = x[k] * rstd[0] * w[k];
+        held[0][i] = pack<E>(x);
       }
     });
+    to.template store<E>(place(0, 0), team.lanes, held[0], [&](int i) { return has(0, i); });
+  } else {
+    const bool one_weight = have_one_weight<kCentred>(a);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r > 0 && one_weight) break;
+      const int64_t row = min(row_of(r), a.rows - 1);
+      with_weight(a, row, [&](auto* weight) {
+        const auto* bias = weight;
+        if constexpr (kCentred) bias = bias_like(a, weight, row);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const uint32_t vector = team.lane + i * team.lanes;
+          if (vector >= vectors) continue;
+          float w[kPer], b[kPer];
+          scales<kPer>(a, weight + vector * kPer, w);
+          if constexpr (kCentred) widen<kPer>(bias + vector * kPer, b);
+#pragma unroll
+          for (int of = 0; of < kRows; ++of) {
+            if (of != r && !one_weight) continue;
+            float x[kPer];
+            unpack<E>(held[of][i], x);
+#pragma unroll
+            for (int k = 0; k < kPer; ++k) {
+              if constexpr (kCentred) {
+                x[k] = fmaf((x[k] - means[of]) * rstd[of], w[k], b[k]);
+              } else {
+                x[k] = x[k] * rstd[of] * w[k];
+              }
+            }
+            if (has(of, i)) to.template store<E>(place(of, i), x);
+          }
+        }
+      });
+    }
   }
 }
 
@@ -324,12 +399,14 @@ __device__ inline void norm_any(const NormArguments& a) {
       a.rstd[row] = rstd;
     }
     with_weight(a, row, [&](auto* weight) {
+      const auto* bias = weight;
+      if constexpr (kCentred) bias = bias_like(a, weight, row);
 #pragma unroll 8
       for (int64_t piece = team.lane; piece < pieces; piece += team.lanes) {
         float x[kPer], w[kPer], b[kPer];
         read<E>(normalised, begin + piece * kPer, x);
         scales<kPer>(a, weight + piece * kPer, w);
-        if constexpr (kCentred) biases(a, weight, row, piece * kPer, b);
+        if constexpr (kCentred) widen<kPer>(bias + piece * kPer, b);
 #pragma unroll
         for (int k = 0; k < kPer; ++k) {
           x[k] = kCentred ? fmaf((x[k] - mean) * rstd, w[k], b[k]) : x[k] * rstd * w[k];

@@ -67,6 +67,16 @@ __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes)
                : "memory");
 }
 
+// Sixteen bytes of shared memory, as they are when it is their turn.
+__device__ inline uint4 load_shared(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
 // Makes a group of a thread's copies since the last group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -144,7 +144,6 @@ impl Norm {
             zero_centred: self.zero_centred.into(),
             lanes: 0,
             teams: 0,
-            stages: 0,
             adjacent: 0,
         })
     }
@@ -202,10 +201,10 @@ impl Norm {
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         let (kernel, plan) = unsafe { self.ready(pass, stream) }?;
-        let Plan { ctas, lanes, teams, stages, adjacent, shared_bytes, .. } = plan;
+        let Plan { ctas, lanes, teams, adjacent, shared_bytes, .. } = plan;
         let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };
         let adjacent = adjacent.into();
-        let arguments = wrap(Arguments { lanes, teams, stages, adjacent, ..arguments });
+        let arguments = wrap(Arguments { lanes, teams, adjacent, ..arguments });
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(kernel, extent, stream, &arguments) }
     }

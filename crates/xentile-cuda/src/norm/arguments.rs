@@ -27,7 +27,6 @@ mirror! {
         zero_centred: u32,
         lanes: u32,
         teams: u32,
-        stages: u32,
         adjacent: u32,
     }
 }
@@ -38,7 +37,8 @@ numbers! {
     WEIGHT_F16: u32 = kWeightF16, 2;
     WARPS: u32 = kNormWarps, 32;
     RING1_THREADS: u32 = kRing1Threads, 1024;
-    RING2_THREADS: u32 = kRing2Threads, 768;
+    RING2_THREADS: u32 = kRing2Threads, 640;
     RING4_THREADS: u32 = kRing4Threads, 512;
+    PLACES: u32 = kPlaces, 96;
     ANY_THREADS: u32 = kAnyThreads, 512;
 }

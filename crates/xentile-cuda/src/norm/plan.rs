@@ -10,10 +10,11 @@ const VECTOR: usize = 16;
 const FORWARD_THREADS: u32 = 128;
 /// Threads of a CTA, at most.
 const MOST_THREADS: u32 = 32 * WARPS;
-/// Rows that are on their way or at hand for a team, at most.
-const MOST_STAGES: u32 = 8;
-/// Bytes of a multiprocessor that are to be on their way: more of them take longer.
-const AHEAD_BYTES: u32 = 64 << 10;
+/// Threads of a CTA of the backward pass with four vectors each, where it has several teams: more have more bytes
+/// on their way, which takes longer.
+const RING4_THREADS_OF_TEAMS: u32 = 384;
+/// Threads of one with two vectors each, below which four are better: they have too few bytes on their way.
+const RING2_FEWEST_THREADS: u32 = 416;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -25,7 +26,6 @@ pub(super) struct Plan {
     pub(super) ctas: u32,
     pub(super) lanes: u32,
     pub(super) teams: u32,
-    pub(super) stages: u32,
     /// Whether the teams of a CTA have rows that follow one another.
     pub(super) adjacent: bool,
     pub(super) shared_bytes: u32,
@@ -43,7 +43,6 @@ impl Plan {
             ctas: count(rows.div_ceil(teams as usize * of_team)),
             lanes,
             teams,
-            stages: 0,
             adjacent: true,
             shared_bytes: 0,
         };
@@ -83,35 +82,39 @@ impl Plan {
         // Blocks that do not all find a multiprocessor share them.
         let share = 1 + u32::from(ctas > limits.multiprocessors);
         let room = (limits.shared_bytes_per_block - STATIC_BYTES) / share;
-        let ring = |way, of_thread: u32, most_threads: u32| {
+        // Of so many threads at the most and, less than which leave memory idle, at the least.
+        let ring = |way, of_thread: u32, most_threads: u32, least_threads: u32| {
             let lanes = lanes(vectors, of_thread);
             let teams = most_threads / lanes;
             let teams = if lanes > 32 { teams.min(NAMED_BARRIERS) } else { teams };
-            let stage = (arrays * of_thread * VECTOR as u32 * lanes * teams).max(1);
-            let wanted = 1 + (AHEAD_BYTES / share / stage).max(1);
-            let stages = wanted.min(room / stage).min(MOST_STAGES);
+            let row = arrays * of_thread * VECTOR as u32 * lanes * teams;
             // Sums of all teams come to lie there, in f32.
             let sums = if teams > 1 { 4 * columns as u32 * teams } else { 0 };
-            let shared_bytes = (stages * stage).max(sums);
-            let fits = teams > 0 && stages >= 2 && shared_bytes <= room;
+            let shared_bytes = (2 * row).max(sums);
+            let fits = teams > 0 && lanes * teams >= least_threads && shared_bytes <= room;
             let adjacent = lanes <= 32;
-            fits.then_some(Self { way, ctas, lanes, teams, stages, adjacent, shared_bytes })
+            fits.then_some(Self { way, ctas, lanes, teams, adjacent, shared_bytes })
         };
-        let ring1 = |share| ring("ring1", 1, RING1_THREADS / share);
-        let ring2 = |share| ring("ring2", 2, RING2_THREADS / share);
-        let ring4 = |share| ring("ring4", 4, RING4_THREADS / share);
+        let ring2 = |share, least: u32| ring("ring2", 2, RING2_THREADS / share, least / share);
+        let ring4 = |share| {
+            let most = [RING4_THREADS_OF_TEAMS / share, RING4_THREADS / share];
+            most.into_iter().find_map(|most| ring("ring4", 4, most, 1))
+        };
         let found = match vectors {
             _ if !bytes.is_multiple_of(VECTOR) => None,
-            0..=32 => ring1(share),
-            // Of which a CTA has two teams at least, where it has a multiprocessor for itself.
-            33..=768 => ring2(share).or_else(|| ring4(share)).or_else(|| ring2(1)),
-            _ => ring4(share).or_else(|| ring4(1)),
+            0..=32 => ring("ring1", 1, RING1_THREADS / share, 1),
+            33..=128 => ring2(share, 1),
+            _ => ring2(share, RING2_FEWEST_THREADS)
+                .or_else(|| ring4(share))
+                .or_else(|| ring2(share, 1))
+                .or_else(|| ring2(1, 1))
+                .or_else(|| ring4(1)),
         };
         found.unwrap_or_else(|| {
             let pieces = if bytes.is_multiple_of(VECTOR) { vectors } else { columns };
             let lanes = lanes(pieces, 1).clamp(32, ANY_THREADS);
             let way = any(bytes);
-            Self { way, ctas, lanes, teams: 1, stages: 0, adjacent: true, shared_bytes: 0 }
+            Self { way, ctas, lanes, teams: 1, adjacent: true, shared_bytes: 0 }
         })
     }
 }
@@ -140,6 +143,7 @@ fn count(ctas: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::arguments::PLACES;
     use super::*;
 
     const H100: Limits =
@@ -182,7 +186,11 @@ mod tests {
                         assert!(plan.lanes <= 32 || plan.teams <= NAMED_BARRIERS, "{plan:?}");
                         assert!(plan.adjacent || plan.lanes > 32, "{plan:?}");
                         assert!(plan.shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block);
-                        assert!(plan.stages != 1, "{plan:?}");
+                        // Of rows of several vectors a thread, teams are whole warps.
+                        let is_part = plan.lanes < 32 && ["ring2", "ring4"].contains(&plan.way);
+                        assert!(!is_part, "{plan:?}");
+                        let places = plan.teams * (plan.lanes / 32).next_multiple_of(4);
+                        assert!(plan.lanes <= 32 || places <= PLACES, "{plan:?}");
                     }
                 }
             }
@@ -199,14 +207,16 @@ mod tests {
         assert_eq!(short(forward(65536)), ("held8", 1024, 1, 8192));
         assert_eq!(short(forward(1023)), ("elements", 32, 4, 2048));
         let backward = |columns, limits| Plan::backward(128, columns, 2, 2, limits);
-        let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.stages);
-        assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 3));
-        assert_eq!(whole(backward(896, H100)), ("ring2", 64, 12, 2));
-        assert_eq!(whole(backward(4096, H100)), ("ring2", 256, 3, 2));
-        assert_eq!(whole(backward(5120, H100)), ("ring2", 320, 2, 2));
-        assert_eq!(whole(backward(8192, H100)), ("ring4", 256, 2, 2));
-        assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 2));
-        assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 3));
-        assert_eq!(whole(backward(65536, H100)), ("vectors", 512, 1, 0));
+        let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.shared_bytes >> 10);
+        assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 64));
+        assert_eq!(whole(backward(896, H100)), ("ring2", 64, 10, 80));
+        assert_eq!(whole(backward(2048, H100)), ("ring2", 128, 5, 80));
+        assert_eq!(whole(backward(4096, H100)), ("ring2", 256, 2, 64));
+        assert_eq!(whole(backward(5120, H100)), ("ring2", 320, 2, 80));
+        assert_eq!(whole(backward(6144, H100)), ("ring4", 192, 2, 96));
+        assert_eq!(whole(backward(8192, H100)), ("ring2", 512, 1, 64));
+        assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 128));
+        assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 32));
+        assert_eq!(backward(65536, H100).way, "vectors");
     }
 }
