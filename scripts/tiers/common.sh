@@ -41,10 +41,11 @@ use_sanitizers() {
 }
 
 # Builds all that there is, as in the README's first command: a package by itself has other features, and
-# is compiled again for them. The default has what the tests of the tier host were built with.
+# is compiled again for them. The default has what the tests of the tier host were built with: without the
+# feature that tests have of xla-ffi, all that depends on it is compiled again.
 build_binaries() {
     if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
-        cargo build --workspace
+        cargo build --workspace --features xla-ffi/testing
     else
         cargo build --release
     fi
