@@ -68,10 +68,15 @@ use_exported_programs() {
     export XENTILE_CACHE=$target_dir/programs
 }
 
-# Kernels for GPUs are compiled for one architecture, as no tier runs them. Wheels have all: beside these what
-# they take is compiled, and found again.
+# Kernels for GPUs are compiled for one architecture, as no tier runs them: that which has all of them. Where all
+# tiers run, for another one too, in wheels as elsewhere, so that what one tier compiled is found by the next.
 compile_kernels_once() {
-    [[ -n ${XENTILE_TEST_ALL:-} ]] || export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+    [[ -z ${XENTILE_CUDA_ARCHS:-} ]] || return 0
+    export XENTILE_CUDA_ARCHS=90a
+    [[ -n ${XENTILE_TEST_ALL:-} ]] || return 0
+    local others=(80 100a 120)
+    XENTILE_CUDA_ARCHS+=,${others[XENTILE_TEST_DRAW % ${#others[@]}]}
+    echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS, the second of which XENTILE_TEST_DRAW chooses; scripts/wheels.sh compiles all"
 }
 
 # The features that these have together are those of the whole workspace, which host's tests were built
