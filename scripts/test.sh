@@ -51,8 +51,8 @@ if [[ -z ${XENTILE_TEST_QUICK:-} && -z ${XENTILE_NVCC:-} && $(uname -s) == Linux
     XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
     export XENTILE_NVCC
 fi
-# Nobody edits and builds again in CI, nor steps through what was built.
-if [[ -n ${CI:-} ]]; then
+# Nobody edits and builds again in CI, which calls --all, nor steps through what was built.
+if [[ -n ${CI:-}${XENTILE_TEST_ALL:-} ]]; then
     export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
 fi
 # The closing lines below are read plain.
@@ -64,7 +64,10 @@ logs=target/test-logs
 mkdir -p "$logs"
 XENTILE_TEST_WHEELS=$(mktemp -d)
 export XENTILE_TEST_WHEELS
-trap 'rm -rf "$XENTILE_TEST_WHEELS"' EXIT
+# Tests of pallas_bridge keep what XLA compiled here for each other. New each time, so that each run compiles all.
+XENTILE_TEST_PROGRAMS=$(mktemp -d)
+export XENTILE_TEST_PROGRAMS
+trap 'rm -rf "$XENTILE_TEST_WHEELS" "$XENTILE_TEST_PROGRAMS"' EXIT
 total_passed=0 total_failed=0 absent=() summary=() failures=""
 for tier in "${tiers[@]}"; do
     log=$logs/$tier.log

@@ -63,10 +63,12 @@ python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.s
 
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
 export XLA_FFI_JAXLIB_INCLUDE
-cargo test -p xla-ffi --test abi -- --include-ignored
+# With the features of the whole workspace, as in scripts/tiers/common.sh.
+cargo test --package xentile --package xentile-tools --package xentile-xla --package xla-ffi \
+    --test abi -- --include-ignored
 if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
     echo "left out: pallas_bridge as it is installed; tests read the checkout, and the library that was built for them"
-    cargo build --workspace
+    cargo build --workspace --features xla-ffi/testing
     pip uninstall --quiet --disable-pip-version-check --yes pallas_bridge
     export XENTILE_XLA_LIBRARY=${CARGO_TARGET_DIR:-$PWD/target}/debug/libxentile_xla.so
     export PYTHONPATH=$PWD/pallas_bridge/src

@@ -3,13 +3,15 @@
 XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
 of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
-and asks nothing of JAX but to call them.
+and asks nothing of JAX but to call them. XENTILE_TEST_PROGRAMS is a folder where programs that XLA
+compiled are kept for other tests of a share, but those of tests on several devices.
 """
 
 import importlib.util
 import os
 import secrets
 from collections import defaultdict
+from collections.abc import Iterator
 
 # A GPU's memory is shared with the programs that tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -17,6 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from placement import PLATFORM
 
 # Before any backend starts.
@@ -27,6 +30,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
 NEWEST = (0, 12)
+PROGRAMS = os.environ.get("XENTILE_TEST_PROGRAMS")
+if PROGRAMS is not None:
+    # JAX writes files in place, so that a process beside this one would find half of one.
+    PROGRAMS = os.path.join(PROGRAMS, os.environ.get("XENTILE_TEST_SHARE", "0/1").replace("/", "-"))
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -43,6 +50,36 @@ def calls_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_bridge._src.linear_cross_entropy import on_cuda
 
     monkeypatch.setattr(on_cuda, "FEW_LOGITS", 0)
+
+
+def keep_programs(folder: str | None) -> None:
+    """Has JAX keep programs in a folder, or nowhere."""
+    compilation_cache.reset_cache()
+    if folder is not None:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        # The first program that is compiled opens the folder.
+        jax.jit(lambda: 0)()
+        # It stays open. Where a user names one, auto_partitioning gathers parts of a vocabulary.
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(autouse=True)
+def programs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are compiled once for all tests, but those on meshes hold what is said then."""
+    on_many = request.node.get_closest_marker("devices") is not None
+    if PROGRAMS is None or not on_many:
+        yield
+        return
+    keep_programs(None)
+    yield
+    keep_programs(PROGRAMS)
+
+
+def pytest_sessionstart() -> None:
+    if PROGRAMS is not None:
+        keep_programs(PROGRAMS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

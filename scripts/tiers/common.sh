@@ -41,10 +41,11 @@ use_sanitizers() {
 }
 
 # Builds all that there is, as in the README's first command: a package by itself has other features, and
-# is compiled again for them. The default has what the tests of the tier host were built with.
+# is compiled again for them. The default has what the tests of the tier host were built with: without the
+# feature that tests have of xla-ffi, all that depends on it is compiled again.
 build_binaries() {
     if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
-        cargo build --workspace
+        cargo build --workspace --features xla-ffi/testing
     else
         cargo build --release
     fi
@@ -67,10 +68,15 @@ use_exported_programs() {
     export XENTILE_CACHE=$target_dir/programs
 }
 
-# Kernels for GPUs are compiled for one architecture, as no tier runs them. Wheels have all: beside these what
-# they take is compiled, and found again.
+# Kernels for GPUs are compiled for one architecture, as no tier runs them: that which has all of them. Where all
+# tiers run, for another one too, in wheels as elsewhere, so that what one tier compiled is found by the next.
 compile_kernels_once() {
-    [[ -n ${XENTILE_TEST_ALL:-} ]] || export XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+    [[ -z ${XENTILE_CUDA_ARCHS:-} ]] || return 0
+    export XENTILE_CUDA_ARCHS=90a
+    [[ -n ${XENTILE_TEST_ALL:-} ]] || return 0
+    local others=(80 100a 120)
+    XENTILE_CUDA_ARCHS+=,${others[XENTILE_TEST_DRAW % ${#others[@]}]}
+    echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS, the second of which XENTILE_TEST_DRAW chooses; scripts/wheels.sh compiles all"
 }
 
 # The features that these have together are those of the whole workspace, which host's tests were built

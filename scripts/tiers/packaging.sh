@@ -5,6 +5,8 @@ source scripts/tiers/common.sh
 
 [[ $(uname -s) == Linux ]] || absent "Linux, which wheels are for"
 scripts/setup.sh scripts/requirements-packaging.txt
+# By name it makes what is uploaded.
+[[ -z ${XENTILE_TEST_ALL:-} ]] || compile_kernels_once
 # test.sh has the tiers of JAX take their wheel from here.
 wheels=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
 check "wheel of the sdist" scripts/wheels.sh --out "$wheels" "$(uname -m)"

@@ -2,4 +2,5 @@
 # Every command in README.md, as a reader would run it, and those in docs/ that fetch something.
 source scripts/tiers/common.sh
 
+compile_kernels_once
 pytest -v scripts/tests/test_readme.py

@@ -1,5 +1,5 @@
 /* The kernels, and the functions of cuBLASLt that are called, computed on the host one element after
- * the other: with driver.c a GPU that tests/linear.rs runs schedules on. What a schedule writes where
+ * the other: with driver.c a GPU that tests/schedules.rs runs schedules on. What a schedule writes where
  * something is still to be read, or reads before it was written, shows in the numbers. */
 
 #include <math.h>

@@ -31,7 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[Any]:
-    build = ["cargo", "build", "--quiet", "-p", "xentile-programs", "--example", "programs"]
+    # Of the workspace, whose features other tests were built with: alone it would have others.
+    build = ["cargo", "build", "--quiet", "--workspace", "--example", "programs"]
     subprocess.run(build, cwd=ROOT, check=True)
     metadata = ["cargo", "metadata", "--no-deps", "--format-version", "1"]
     target = subprocess.run(metadata, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)

@@ -27,7 +27,9 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    command = ["cargo", "build", "--example", "jax_handlers", "--message-format", "json"]
+    # Of the workspace, whose features other tests were built with: alone it would have others.
+    command = ["cargo", "build", "--workspace", "--example", "jax_handlers"]
+    command += ["--message-format", "json"]
     lines = subprocess.run(command, cwd=CRATE, stdout=subprocess.PIPE, text=True, check=True).stdout
     for message in map(json.loads, lines.splitlines()):
         if message.get("target", {}).get("name") == "jax_handlers" and "filenames" in message:
