@@ -63,6 +63,11 @@ def parameters(program: Program) -> Any:
     return program._initial()["params"]
 
 
+def pass_of(program: Program, mode: str) -> Callable[[Any, Any], Any]:
+    """What takes parameters and a batch `forward`, or `forward_backward`."""
+    return program.loss if mode == "forward" else jax.value_and_grad(program.loss)
+
+
 def attend(kernel: str, q: Array, k: Array, v: Array) -> Array:
     """Causal attention of q [B, T, N, H] to k and v [B, T, K, H] by a kernel, without a mask."""
     if kernel == "ours":

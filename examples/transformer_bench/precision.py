@@ -78,7 +78,10 @@ def add(total: str, of: str) -> float:
 
 
 def make(cell: Cell) -> tuple[Any, Any]:
-    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T]."""
+    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T].
+
+    Weights of layers are stacked along a first axis.
+    """
     import jax.numpy as jnp
     import numpy as np
 
@@ -89,13 +92,13 @@ def make(cell: Cell) -> tuple[Any, Any]:
     def normal(shape: tuple[int, ...]) -> Any:
         return jnp.asarray((0.02 * rng.standard_normal(shape)).astype(np.float32), jnp.float64)
 
-    def weights() -> Any:
-        shapes = weight_shapes(cell).items()
-        return {name: 1 + normal(of) if len(of) == 1 else normal(of) for name, of in shapes}
+    def stack(of: tuple[int, ...]) -> Any:
+        numbers = normal((cell["layers"], *of))
+        return 1 + numbers if len(of) == 1 else numbers
 
     params = {
         "embedding": normal((cell["vocab"], cell["width"])),
-        "layers": [weights() for _ in range(cell["layers"])],
+        "layers": {name: stack(of) for name, of in weight_shapes(cell).items()},
         "norm": 1 + normal((cell["width"],)),
         "head": normal((cell["vocab"], cell["width"])),
     }
@@ -122,8 +125,9 @@ def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict
         "float64" if policy == "float64" else "float32",
     )
     x = params["embedding"][tokens].astype(narrow)
-    for weights in params["layers"]:
-        x = parts.layer(of, x, weights, turns)
+    x, _ = jax.lax.scan(
+        lambda x, weights: (parts.layer(of, x, weights, turns), None), x, params["layers"]
+    )
     y = of["norm 1"](x, params["norm"])
     logits = y @ params["head"].T.astype(narrow)
     chosen = jax.nn.log_softmax(logits.astype(wide), axis=-1)
@@ -135,7 +139,7 @@ def passes(cell: Cell, policy: str) -> Any:
     """Forward and backward by a policy: ((loss, what it went through), gradients)."""
     import jax
 
-    from .runner import Compiling, device_limit
+    from .compiled import Compiling, device_limit
 
     def both(params: Any, batch: Any) -> Any:
         loss = jax.value_and_grad(lambda p: forward(cell, policy, p, batch), has_aux=True)
@@ -150,7 +154,7 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     import jax.numpy as jnp
 
     from . import model
-    from .runner import Compiling
+    from .compiled import Compiling
 
     policy, steps = variant["policy"], variant["steps"]
     (right, _), gradients = reference
@@ -172,7 +176,15 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     def dtypes(tree: Any) -> str:
         return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
 
-    by_layer = zip(found["layers"], gradients["layers"], strict=True)
+    def places(tree: Any) -> dict[str, Any]:
+        """Gradients by place."""
+        by_layer = {
+            f"layer {i}": jax.tree.map(lambda leaf: leaf[i], tree["layers"])  # noqa: B023
+            for i in range(cell["layers"])
+        }
+        return {**by_layer, **{name: tree[name] for name in ("embedding", "norm", "head")}}
+
+    mine, theirs = places(found), places(gradients)
     return {
         "forward": statistics.median(alone),
         "forward_backward": statistics.median(took),
@@ -185,14 +197,8 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
         "loss": float(loss),
         "loss_error": abs(float(loss) - float(right)),
         "gradient_error": error(found, gradients),
-        "gradient_errors": {
-            **{f"layer {i}": error(a, b) for i, (a, b) in enumerate(by_layer)},
-            **{name: error(found[name], gradients[name]) for name in ("embedding", "norm", "head")},
-        },
-        "gradient_dtypes": {
-            **{f"layer {i}": dtypes(a) for i, a in enumerate(found["layers"])},
-            **{name: dtypes(found[name]) for name in ("embedding", "norm", "head")},
-        },
+        "gradient_errors": {place: error(mine[place], theirs[place]) for place in mine},
+        "gradient_dtypes": {place: dtypes(mine[place]) for place in mine},
     }
 
 
