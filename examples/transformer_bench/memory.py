@@ -90,9 +90,10 @@ def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
 
     if not so_far():
         return {}
-    wait_for_device()
     first = program._initial if mode == "step" else lambda: model.parameters(program)
-    arguments = jax.block_until_ready((jax.jit(first)(), model.random_batch(cell)))
+    make = jax.jit(first).lower().compile()
+    wait_for_device()
+    arguments = jax.block_until_ready((make(), model.random_batch(cell)))
     besides = so_far("bytes_in_use") - compiled.memory_analysis().argument_size_in_bytes
     before = so_far()
     jax.block_until_ready(compiled(*arguments))

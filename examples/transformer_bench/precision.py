@@ -21,6 +21,8 @@ SUMS = (
 ADDEND, COUNT = 0.01, 1000
 # What a pass goes through, in its order.
 MIDDLE = ("output of the layers", "output of the norm", "logits")
+# What of the parameters is around the layers.
+AROUND = ("embedding", "norm", "head")
 # Parameters, what is computed in, and what norms, softmax and the loss are computed in.
 DTYPES = {
     "float64": ("float64", "float64", "float64"),
@@ -151,7 +153,6 @@ def passes(cell: Cell, policy: str) -> Any:
 def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
     """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
     import jax
-    import jax.numpy as jnp
 
     from . import model
     from .compiled import Compiling
@@ -161,30 +162,16 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     params = jax.tree.map(lambda leaf: leaf.astype(DTYPES[policy][0]), exact)
     run = passes(cell, policy)
     (loss, middle), found = run(params, batch)
-    _, took = model.timed(lambda: run(params, batch), 1, steps)
+    _, took = model.timed(lambda: run(params, batch), 0, steps)
     of_forward = Compiling(lambda p, b: forward(cell, policy, p, b)[0], run.limit)
     _, alone = model.timed(lambda: of_forward(params, batch), 1, steps)
-
-    def error(mine: Any, theirs: Any) -> float:
-        off = sum(
-            jnp.sum((a.astype(jnp.float64) - b) ** 2)
-            for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
-        )
-        whole = sum(jnp.sum(b**2) for b in jax.tree.leaves(theirs))
-        return float(jnp.sqrt(off / whole))
 
     def dtypes(tree: Any) -> str:
         return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
 
-    def places(tree: Any) -> dict[str, Any]:
-        """Gradients by place."""
-        by_layer = {
-            f"layer {i}": jax.tree.map(lambda leaf: leaf[i], tree["layers"])  # noqa: B023
-            for i in range(cell["layers"])
-        }
-        return {**by_layer, **{name: tree[name] for name in ("embedding", "norm", "head")}}
-
-    mine, theirs = places(found), places(gradients)
+    errors = jax.jit(errors_of)(found, gradients)
+    by_layer = {f"layer {i}": float(error) for i, error in enumerate(errors["layers"])}
+    of_layers = dict.fromkeys(by_layer, dtypes(found["layers"]))
     return {
         "forward": statistics.median(alone),
         "forward_backward": statistics.median(took),
@@ -196,10 +183,32 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
         },
         "loss": float(loss),
         "loss_error": abs(float(loss) - float(right)),
-        "gradient_error": error(found, gradients),
-        "gradient_errors": {place: error(mine[place], theirs[place]) for place in mine},
-        "gradient_dtypes": {place: dtypes(mine[place]) for place in mine},
+        "gradient_error": float(errors["all"]),
+        "gradient_errors": {**by_layer, **{name: float(errors[name]) for name in AROUND}},
+        "gradient_dtypes": {**of_layers, **{name: dtypes(found[name]) for name in AROUND}},
     }
+
+
+def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
+    """How far gradients are off, in shares of their norm: [layers], around them, and of `all`."""
+    import jax
+    import jax.numpy as jnp
+
+    def squares(numbers: Any, is_stacked: bool) -> Any:
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) ** 2, numbers)
+        axes = [tuple(range(int(is_stacked), leaf.ndim)) for leaf in jax.tree.leaves(wide)]
+        return sum(
+            jnp.sum(leaf, axis) for leaf, axis in zip(jax.tree.leaves(wide), axes, strict=True)
+        )
+
+    off = jax.tree.map(lambda a, b: a.astype(jnp.float64) - b, mine, theirs)
+    found = {}
+    total_off = total = 0.0
+    for name in ("layers", *AROUND):
+        parts = [squares(of[name], name == "layers") for of in (off, theirs)]
+        found[name] = jnp.sqrt(parts[0] / parts[1])
+        total_off, total = total_off + jnp.sum(parts[0]), total + jnp.sum(parts[1])
+    return {**found, "all": jnp.sqrt(total_off / total)}
 
 
 def name_of(row: Row) -> str:
