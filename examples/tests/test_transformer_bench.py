@@ -291,7 +291,8 @@ def test_summary_of_steps(rng: np.random.Generator) -> None:
 
 def test_words_of_times() -> None:
     def row(mode: str, warmup: int, average: float) -> dict[str, Any]:
-        case = {"size": "a", "mode": mode, "warmup": warmup, **dict.fromkeys(config.KERNELS, "xla")}
+        case = {"size": "a", "length": 128, "mode": mode, "warmup": warmup}
+        case |= dict.fromkeys(config.KERNELS, "xla")
         return {"case": case, "status": "ok", "average": average}
 
     rows = [row("forward", 0, 8.0), row("forward", 5, 2.0), row("forward_backward", 5, 6.0)]
@@ -300,7 +301,13 @@ def test_words_of_times() -> None:
     assert "Without warm-up the average is 4.00 times" in told
     ours = {**rows[2], "case": {**rows[2]["case"], "norm": "ours", "mlp": "ours"}, "average": 3.0}
     told = timing.words([*rows, ours])
-    assert told.endswith("With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time.")
+    assert told.endswith(
+        "With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time; 0 of 1 rows take "
+        "more than 1.03 of it."
+    )
+    slower = {**ours, "average": 6.3}
+    told = timing.words([*rows, slower])
+    assert "1.03 of it: forward_backward of a at 128 after 5 (1.050)." in told
 
 
 def test_a_layer_adds_up() -> None:
@@ -552,6 +559,13 @@ def test_kernels_are_profiled_by_name() -> None:
     flags = {"XLA_FLAGS": "--xla_dump_to=x"}
     breakdown.show_kernels(flags)
     assert flags["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_enable_command_buffer="
+
+
+def test_words_of_the_peak() -> None:
+    row = {"case": cell_of(mode="step"), "status": "ok", "peak_bytes": 1000}
+    row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
+    told = memory.words([{**row, "measured_bytes": near} for near in (1010, 1050)])
+    assert "counts is 1.01 to 1.05 of XLA's by category, and within 3% of it in 1 of 2" in told
 
 
 def test_the_peak_that_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from .config import Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
+# Rows of ours that take more of XLA's time are named.
+BOUND = 1.03
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -149,7 +151,15 @@ def words(rows: Sequence[Row]) -> str:
             f"Without warm-up the average is {tables.span(cold)} times as long, as the first of "
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
-    warm = [row for row in rows if row["case"]["warmup"] > 0]
-    for name, ratios in tables.beside_xla(warm, "average").items():
-        told.append(f"With kernels {name} a warm step takes {tables.span(ratios)} of XLA's time.")
+    warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
+    for name, of in tables.with_ratios(warm, "average").items():
+        line = f"With kernels {name} a warm step takes {tables.span([one for _, one in of])}"
+        over = [
+            f"{row['case']['mode']} of {row['case']['size']} at {row['case']['length']} after "
+            f"{row['case']['warmup']} ({ratio:.3f})"
+            for row, ratio in of
+            if ratio > BOUND
+        ]
+        line += f" of XLA's time; {len(over)} of {len(of)} rows take more than {BOUND:g} of it"
+        told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
     return " ".join(filter(None, told))
