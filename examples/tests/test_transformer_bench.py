@@ -19,6 +19,7 @@ from train import breakdown
 from train.config import InputError
 from transformer_bench import (
     buffers,
+    compiled,
     config,
     kernels,
     layers,
@@ -26,6 +27,7 @@ from transformer_bench import (
     model,
     parts,
     precision,
+    process,
     runner,
     tables,
     timing,
@@ -50,12 +52,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Runs a program in place of a cell's process; `task` is what it was told to do."""
-    monkeypatch.setattr(runner, "child_command", lambda: [sys.executable, "-c", BEGIN + code])
+    monkeypatch.setattr(process, "child_command", lambda: [sys.executable, "-c", BEGIN + code])
 
 
 BEGIN = """
 import json, os, signal, sys
-task = json.load(sys.stdin)
+task = json.loads(sys.stdin.read() or sys.exit())
 def row(**of):
     print(json.dumps({'record': 'row', 'command': task['command'], **of}))
 """
@@ -133,7 +135,7 @@ def test_bad_input_is_told_of_before_anything_runs(
     def refuse(*_: object) -> None:
         raise AssertionError("a cell ran")
 
-    monkeypatch.setattr(runner, "run_cell", refuse)
+    monkeypatch.setattr(runner, "Process", refuse)
     monkeypatch.setenv("PATH", "")
     assert bench(*command.split()) == 2
     told = capsys.readouterr().err
@@ -166,7 +168,7 @@ def test_parameters_by_arithmetic_are_those_of_the_program() -> None:
     ],
 )
 def test_bytes_asked_for_are_read_from_messages(message: str, asked: int | None) -> None:
-    assert runner.asked_bytes(message) == asked
+    assert process.asked_bytes(message) == asked
 
 
 def test_out_of_memory_is_a_row(
@@ -289,7 +291,8 @@ def test_summary_of_steps(rng: np.random.Generator) -> None:
 
 def test_words_of_times() -> None:
     def row(mode: str, warmup: int, average: float) -> dict[str, Any]:
-        case = {"size": "a", "mode": mode, "warmup": warmup, **dict.fromkeys(config.KERNELS, "xla")}
+        case = {"size": "a", "length": 128, "mode": mode, "warmup": warmup}
+        case |= dict.fromkeys(config.KERNELS, "xla")
         return {"case": case, "status": "ok", "average": average}
 
     rows = [row("forward", 0, 8.0), row("forward", 5, 2.0), row("forward_backward", 5, 6.0)]
@@ -298,7 +301,13 @@ def test_words_of_times() -> None:
     assert "Without warm-up the average is 4.00 times" in told
     ours = {**rows[2], "case": {**rows[2]["case"], "norm": "ours", "mlp": "ours"}, "average": 3.0}
     told = timing.words([*rows, ours])
-    assert told.endswith("With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time.")
+    assert told.endswith(
+        "With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time; 0 of 1 rows take "
+        "more than 1.03 of it."
+    )
+    slower = {**ours, "average": 6.3}
+    told = timing.words([*rows, slower])
+    assert "1.03 of it: forward_backward of a at 128 after 5 (1.050)." in told
 
 
 def test_a_layer_adds_up() -> None:
@@ -499,7 +508,7 @@ def test_layers_runs(tmp_path: Path) -> None:
 
 
 class Counting:
-    """In place of `runner.Compiling`."""
+    """In place of `compiled.Compiling`."""
 
     def __init__(self, function: Any, *_: object, **options: Any) -> None:
         """Takes the function, and options of `jax.jit`."""
@@ -516,7 +525,7 @@ def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch
     # One layer, as XLA counts the body of a loop once.
     changes = {"layers": 1, "qk_norm": 1, "tied": 1, "phase": "training", "steps": 1}
     cell = cell_of(**changes, width=64, ffn=128, head_width=16, vocab=256)
-    monkeypatch.setattr(runner, "Compiling", Counting)
+    monkeypatch.setattr(compiled, "Compiling", Counting)
     found = {
         part: layers.call_of(cell, part, None)[0]()
         for part in (*parts.names_of(cell), layers.WHOLE, *parts.OUTSIDE, layers.MODEL)
@@ -527,7 +536,7 @@ def test_parts_add_up_to_the_layer_and_the_model(monkeypatch: pytest.MonkeyPatch
     assert found[layers.MODEL] == pytest.approx(found[layers.WHOLE] + outside, rel=0.03)
     assert outside > 0.2 * of_layer
     needed = config.parameter_bytes(cell, "float32")
-    with pytest.raises(runner.OutOfMemory, match=str(needed)):
+    with pytest.raises(compiled.OutOfMemory, match=str(needed)):
         layers.call_of(cell, layers.MODEL, needed - 1)
 
 
@@ -550,6 +559,13 @@ def test_kernels_are_profiled_by_name() -> None:
     flags = {"XLA_FLAGS": "--xla_dump_to=x"}
     breakdown.show_kernels(flags)
     assert flags["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_enable_command_buffer="
+
+
+def test_words_of_the_peak() -> None:
+    row = {"case": cell_of(mode="step"), "status": "ok", "peak_bytes": 1000}
+    row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
+    told = memory.words([{**row, "measured_bytes": near} for near in (1010, 1050)])
+    assert "counts is 1.01 to 1.05 of XLA's by category, and within 3% of it in 1 of 2" in told
 
 
 def test_the_peak_that_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,29 +640,39 @@ def test_kernels_of_a_program_by_kind_and_part() -> None:
 
 def test_a_profile_without_kernels_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no profile: name one that JAX wrote"):
-        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
     with jax.profiler.trace(tmp_path):
         pass
     with pytest.raises(ValueError, match="has no instruction of the step"):
-        kernels.of_profile(tmp_path, PROGRAM, cell_of(), 1)
+        kernels.of_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
 
 
 def test_kernels_runs(tmp_path: Path) -> None:
     """Of a profile all times are told of once, by part and by kind."""
     settings = ["phases=[prefill]", "norm=ours", "attention=ours", "mlp=ours", "steps=2"]
-    (row,) = measured("kernels", tmp_path, settings)
-    assert row["kernels"] > 0
-    for key in ("by_part", "by_kind"):
-        assert sum(row[key].values()) == pytest.approx(row["kernels"])
-    assert row["by_kind"][kernels.FUSED] > 0 and row["by_kind"][kernels.PRODUCT] > 0
-    assert row["attention"].keys() <= {kernels.FUSED, kernels.REST}
-    assert sum(row["attention"].values()) == pytest.approx(row["by_part"]["attention"])
+    of_layer, row = measured("kernels", tmp_path, settings)
+    assert [one["case"]["part"] for one in (of_layer, row)] == [layers.WHOLE, layers.MODEL]
+    for one in (of_layer, row):
+        assert one["kernels"] > 0
+        for key in ("by_part", "by_kind"):
+            assert sum(one[key].values()) == pytest.approx(one["kernels"])
+        assert one["by_kind"][kernels.FUSED] > 0 and one["by_kind"][kernels.PRODUCT] > 0
+        assert one["attention"].keys() <= {kernels.FUSED, kernels.REST}
+        assert sum(one["attention"].values()) == pytest.approx(one["by_part"]["attention"])
+        top = one["top"][0]
+        assert top["seconds"] == max(each["seconds"] for each in one["top"])
+        assert f"| {top['name']} | {top['kind']} | {top['part']} |" in kernels.table([one])
+    assert row["by_part"].keys() - of_layer["by_part"].keys() == set(parts.OUTSIDE)
     # Two layers have two norms, attention and an activation each, and there is one norm more.
     assert row["launches"] >= 2 * 4 + 1
-    top = row["top"][0]
-    assert top["seconds"] == max(one["seconds"] for one in row["top"])
-    assert f"| {top['name']} | {top['kind']} | {top['part']} |" in kernels.table([row])
+    assert 4 <= of_layer["launches"] < row["launches"]
     assert "Prefill of test at length 16 in float32 launches" in kernels.words([row])
+    told = kernels.words([of_layer])
+    assert told == (
+        f"In prefill the rows of a layer add up to {of_layer['kernels'] / of_layer['median']:.2f} "
+        "of what the layer takes without a profile."
+    )
+    assert "launches" not in told
 
 
 def test_precision_runs(tmp_path: Path) -> None:
@@ -683,6 +709,6 @@ def test_attention_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_jit_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = measured("jit", tmp_path, ["modes=[forward]", "steps=1"])
-    assert [row["case"]["how"] for row in rows] == ["op by op", "jit", "jit, our kernels"]
+    assert [row["case"]["how"] for row in rows] == ["jit, our kernels", "jit", "op by op"]
     assert all(row["first"] > row["median"] > 0 for row in rows)
     assert "times as fast compiled as op by op" in capsys.readouterr().out

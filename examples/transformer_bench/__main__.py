@@ -11,8 +11,10 @@ from train.__main__ import INTERRUPTED, Parser
 from train.config import InputError, RunError
 
 from . import report
+from .commands import MODULES
 from .config import check_cudnn, check_limit, load
-from .runner import MODULES, child, run
+from .process import child
+from .runner import run
 
 HELP = {
     "time": "seconds a step, by size, length and steps of warm-up",
@@ -40,6 +42,10 @@ def parser() -> Parser:
         one.add_argument("--config", type=Path, metavar="FILE.yaml")
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
+        if name == "memory":
+            one.add_argument(
+                "--jobs", type=at_least_one, default=1, metavar="N", help="cells at once (1)"
+            )
         one.add_argument("--resume", action="store_true", help="leave rows as --json has them")
         one.add_argument(
             "--report",
@@ -52,6 +58,13 @@ def parser() -> Parser:
     one.add_argument("--out", type=Path, metavar="PAGE.md", help="(default: the terminal)")
     one.add_argument("--html", type=Path, metavar="PAGE.html")
     return top
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+    return int(text)
 
 
 def write(path: Path, text: str) -> None:
@@ -86,7 +99,8 @@ def measure(arguments: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    rows = run(arguments.command, spec, arguments.json, arguments.resume, say)
+    jobs = getattr(arguments, "jobs", 1)
+    rows = run(arguments.command, spec, arguments.json, arguments.resume, say, jobs)
     print(report.section(arguments.command, rows))
     if page is not None:
         make_page([arguments.json], page, page.with_suffix(".html"))
@@ -125,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         def put(row: dict[str, Any]) -> None:
             print(json.dumps(row), flush=True)
 
-        child(sys.stdin.read(), put)
+        child(sys.stdin.read, put)
         return 0
     arguments = parser().parse_args(given)
     try:

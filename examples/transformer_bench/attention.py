@@ -15,18 +15,21 @@ Cell = dict[str, Any]
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
-    """A cell for each implementation, head size, length and policy; rows forward and backward."""
+    """A cell for each implementation, head size and policy; rows by length and pass."""
     if "mixed" in spec.policies:
         raise InputError("policies has mixed, and attention has no parameters: give bfloat16")
     if "cudnn" in spec.implementations:
         check_cudnn(spec.policies)
-    for policy, how, head_size, length in itertools.product(
-        spec.policies, spec.implementations, spec.head_sizes, spec.lengths
+    rows = [
+        {"length": length, "mode": mode}
+        for length, mode in itertools.product(spec.lengths, ("forward", "backward"))
+    ]
+    for policy, how, head_size in itertools.product(
+        spec.policies, spec.implementations, spec.head_sizes
     ):
         cell = {
             "implementation": how,
             "head_size": head_size,
-            "length": length,
             "batch": spec.batch,
             "heads": spec.heads,
             "policy": policy,
@@ -35,29 +38,29 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
             "seed": spec.seed,
             "memory_limit": spec.memory_limit,
         }
-        yield cell, [{"mode": "forward"}, {"mode": "backward"}]
+        yield cell, rows
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes q, k, v, and returns what measures causal attention of them.
+    """Returns what measures causal attention of random q, k and v.
 
     What is timed as backward begins with what the forward pass kept, which is not timed.
     """
     import jax
 
     from . import model
-    from .runner import Compiling, device_limit
+    from .compiled import Compiling, device_limit
 
     how = cell["implementation"]
     limit = device_limit(cell["memory_limit"])
-    shape = (cell["batch"], cell["length"], cell["heads"], cell["head_size"])
     keys = jax.random.split(jax.random.key(cell["seed"]), 4)
-    q, k, v, gradient = (jax.random.normal(key, shape, cell["policy"]) for key in keys)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return model.attend(how, q, k, v)
 
     def measure(variant: Cell) -> Row:
+        shape = (cell["batch"], variant["length"], cell["heads"], cell["head_size"])
+        q, k, v, gradient = (jax.random.normal(key, shape, cell["policy"]) for key in keys)
         if variant["mode"] == "forward":
             run = Compiling(attend, limit)
             arguments: tuple[Any, ...] = (q, k, v)

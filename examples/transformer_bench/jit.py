@@ -19,7 +19,8 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     modes = [mode for mode in spec.modes if mode != "step"]
     for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
         cell = {**cell_of(spec, size, length, policy), "steps": spec.steps}
-        yield cell, [{"mode": mode, "how": how} for mode, how in itertools.product(modes, WAYS)]
+        # What takes longest comes last.
+        yield cell, [{"mode": mode, "how": how} for how in reversed(WAYS) for mode in modes]
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
@@ -30,7 +31,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     import jax
 
     from . import model
-    from .runner import Compiling, device_limit
+    from .compiled import Compiling, device_limit
 
     limit = device_limit(cell["memory_limit"])
     program = model.program_of(cell)
@@ -41,8 +42,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         how, mode = variant["how"], variant["mode"]
         kernels = dict.fromkeys(KERNELS, "ours") if how == WAYS[2] else {}
         chosen = {**cell, **kernels}
-        loss = model.program_of(chosen).loss
-        of = loss if mode == "forward" else jax.value_and_grad(loss)
+        of = model.pass_of(model.program_of(chosen), mode)
         with model.attention_by(chosen["attention"]):
             if how == WAYS[0]:
                 with jax.disable_jit():

@@ -1,6 +1,6 @@
-"""`kernels`: the model as one program, by its kernels from a JAX profile.
+"""`kernels`: a layer and the model, each as one program, by its kernels from a JAX profile.
 
-What is profiled is what `layers` times as the model; the parts are the same, known by their scopes.
+What is profiled is what `layers` times as these; the parts are the same, known by their scopes.
 """
 
 import re
@@ -25,9 +25,9 @@ TOP = 10
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
-    """A cell and a row for each size, length, policy and phase."""
+    """A cell for each size, length, policy and phase; a row for a layer, and for the model."""
     for cell in layers.phases(spec):
-        yield cell, [{}]
+        yield cell, [{"part": layers.WHOLE}, {"part": layers.MODEL}]
 
 
 def scope_of(names: Sequence[str]) -> Callable[[str], str]:
@@ -75,15 +75,15 @@ def kinds_of_program(text: str) -> dict[str, str]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what times the model, and then profiles it."""
+    """Returns what times a program, and then profiles it."""
     import jax
     from train.breakdown import Profiler
 
     from . import model
-    from .runner import device_limit
+    from .compiled import device_limit
 
     def measure(variant: Cell) -> Row:
-        call, run = layers.call_of(cell, layers.MODEL, device_limit(cell["memory_limit"]))
+        call, run = layers.call_of(cell, variant["part"], device_limit(cell["memory_limit"]))
         found = model.timed_in_turn(call, cell["steps"])
         steps: int = cell["steps"]
         with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
                 profiler.before(step)
                 jax.block_until_ready(call())
                 profiler.after(step)
-            figures = of_profile(Path(folder), run.compiled.as_text(), cell, steps)
+            figures = of_profile(Path(folder), run.compiled.as_text(), {**cell, **variant}, steps)
         return {"median": statistics.median(found), **figures}
 
     return measure
@@ -108,7 +108,7 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
 
     from .parts import OUTSIDE, names_of
 
-    names = (*names_of(cell), *OUTSIDE)
+    names = names_of(cell) if cell["part"] == layers.WHOLE else (*names_of(cell), *OUTSIDE)
     parts, containers = parts_of_program(text, scope_of(names))
     kinds = kinds_of_program(text)
     found = instructions_of_trace(folder, parts.keys() - containers)
@@ -142,72 +142,118 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
     }
 
 
+def of(row: Row) -> str:
+    """What a row's profile is of, a layer or the model; rows of old are of the model."""
+    return str(row["case"].get("part", layers.MODEL))
+
+
 def title(row: Row) -> str:
     """What a row's tables are of."""
-    return layers.title(row["case"])
+    return f"{of(row).capitalize()} of {layers.title(row['case'])}"
 
 
 def table(rows: Sequence[Row]) -> str:
     """A line a profile; then for each a table of its parts, and one of its dominant kernels."""
-    heads = ["size", "length", "policy", "kernels", "phase", "status", "a step (ms)"]
-    heads += ["in kernels (ms)"]
+    heads = ["size", "length", "policy", "kernels", "phase", "program", "status", "a step (ms)"]
+    heads += ["in kernels (ms)", "tokens a second"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
     heads += ["its fused kernel"]
     lines = []
     for row in rows:
-        line = [str(row["case"][name]) for name in ("size", "length", "policy")]
-        line += [tables.kernels(row["case"]), row["case"]["phase"], tables.status(row)]
+        case = row["case"]
+        line = [str(case[name]) for name in ("size", "length", "policy")]
+        line += [tables.kernels(case), case["phase"], of(row), tables.status(row)]
         if "kernels" in row:
-            total = row["kernels"]
-            line += [f"{1e3 * row['median']:.4g}", f"{1e3 * total:.4g}"]
+            total, is_model = row["kernels"], of(row) == layers.MODEL
+            speed = layers.tokens_a_second(case, row["median"]) if is_model else None
+            line += [f"{1e3 * row['median']:.4g}", f"{1e3 * total:.4g}", tables.rate(speed)]
             line += [f"{row['launches']:,.0f}", f"{row['by_kind'].get(PRODUCT, 0) / total:.1%}"]
             line += [
                 f"{row['attention'].get(kind, 0) / total:.1%}" for kind in (PRODUCT, REST, FUSED)
             ]
         lines.append(line + [""] * (len(heads) - len(line)))
-    parts = [tables.table(heads, lines)]
+    found = [tables.table(heads, lines)]
     for row in tables.finished(rows):
-        total, count = row["kernels"], row["case"]["layers"]
-        by_part = []
-        for name, took in row["by_part"].items():
+        found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
+    return "\n\n".join(found)
+
+
+def by_part(row: Row) -> str:
+    """A table of a profile's parts, with their sum and what was measured without a profile."""
+    total, count = row["kernels"], row["case"]["layers"]
+    is_layer = of(row) == layers.WHOLE
+    lines = []
+    for name, took in row["by_part"].items():
+        line = [name, f"{1e3 * took:.4g}", f"{took / total:.1%}"]
+        if not is_layer:
             # Of an instruction that serves several parts, or none, no layer has its share.
-            of_layer = "" if layers.around(name) or name == "other" else f"{1e3 * took / count:.4g}"
-            by_part.append([name, f"{1e3 * took:.4g}", of_layer, f"{took / total:.1%}"])
-        by_part.append(["all kernels", f"{1e3 * total:.4g}", "", "100.0%"])
-        heads = ["part", f"all {count} layers (ms)", "a layer (ms)", "of all kernels"]
-        parts.append(f"{title(row)}:\n\n{tables.table(heads, by_part)}")
-        top = [
-            [
-                *(one["name"], one["kind"], one["part"], f"{one['count']:,.0f}"),
-                *(f"{1e3 * one['seconds']:.4g}", f"{one['seconds'] / total:.1%}"),
-            ]
-            for one in row["top"]
+            is_whole = layers.around(name) or name == "other"
+            line.append("" if is_whole else f"{1e3 * took / count:.4g}")
+        lines.append(line)
+    for name, took in (("all kernels", total), ("measured", row["median"])):
+        lines.append(
+            [name, f"{1e3 * took:.4g}", f"{took / total:.1%}", *([] if is_layer else [""])]
+        )
+    heads = ["part", "time (ms)", "of all kernels", *([] if is_layer else ["a layer (ms)"])]
+    return tables.table(heads, lines)
+
+
+def dominant(row: Row) -> str:
+    """A table of a profile's dominant kernels."""
+    total = row["kernels"]
+    lines = [
+        [
+            *(one["name"], one["kind"], one["part"], f"{one['count']:,.0f}"),
+            *(f"{1e3 * one['seconds']:.4g}", f"{one['seconds'] / total:.1%}"),
         ]
-        heads = ["dominant kernel", "kind", "part", "times a step", "time (ms)", "of all kernels"]
-        parts.append(tables.table(heads, top))
-    return "\n\n".join(parts)
+        for one in row["top"]
+    ]
+    heads = ["dominant kernel", "kind", "part", "times a step", "time (ms)", "of all kernels"]
+    return tables.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: products, the dominant kernel, attention, launches."""
+    """What the numbers show: products, dominant kernels, attention, launches; sums of layers."""
     told = [tables.ends(rows)]
-    for row in tables.finished(rows):
-        case, total, top = row["case"], row["kernels"], row["top"][0]
-        products = row["by_kind"].get(PRODUCT, 0) / total
+    found = tables.finished(rows)
+    for row in found:
+        if of(row) == layers.MODEL:
+            told += of_model(row)
+    of_layers = [row for row in found if of(row) == layers.WHOLE]
+    for phase in dict.fromkeys(row["case"]["phase"] for row in of_layers):
+        ratios = [
+            row["kernels"] / row["median"] for row in of_layers if row["case"]["phase"] == phase
+        ]
         told.append(
-            f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "
-            f"{case['policy']} launches {row['launches']:,.0f} kernels a step, of "
-            f"{row['distinct']:,} different ones; matrix products are "
-            f"{products:.0%} of their time. The largest is {top['name']} "
-            f"({top['part']}) with {top['seconds'] / total:.0%}."
+            f"In {phase} the rows of a layer add up to {tables.span(ratios)} of what the layer "
+            "takes without a profile."
         )
-        products = row["attention"].get(PRODUCT, 0)
-        rest = row["attention"].get(REST, 0)
-        if products and rest:
-            told.append(
-                f"In attention softmax, masks and copies take {rest / products:.2f} times as long "
-                "as its products."
-            )
     for name, ratios in tables.beside_xla(rows, "median").items():
         told.append(f"With kernels {name} a step takes {tables.span(ratios)} of XLA's time.")
     return " ".join(filter(None, told))
+
+
+def of_model(row: Row) -> list[str]:
+    """What a profile of a model shows: launches, products, dominant kernels, and attention."""
+    case, total, top = row["case"], row["kernels"], row["top"]
+    told = [
+        f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "
+        f"{case['policy']} launches {row['launches']:,.0f} kernels a step, of "
+        f"{row['distinct']:,} different ones; matrix products are "
+        f"{row['by_kind'].get(PRODUCT, 0) / total:.0%} of their time. The largest is "
+        f"{top[0]['name']} ({top[0]['part']}) with {top[0]['seconds'] / total:.0%}"
+    ]
+    others = [one for one in top if one["kind"] != PRODUCT]
+    if others and others[0] is not top[0]:
+        told[0] += (
+            f", the largest that is no product {others[0]['name']} ({others[0]['part']}) with "
+            f"{others[0]['seconds'] / total:.0%}"
+        )
+    told[0] += "."
+    products, rest = (row["attention"].get(kind, 0) for kind in (PRODUCT, REST))
+    if products and rest:
+        told.append(
+            f"In attention softmax, masks and copies take {rest / products:.2f} times as long "
+            "as its products."
+        )
+    return told

@@ -156,7 +156,7 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
     import jax.numpy as jnp
 
     from . import parts
-    from .runner import Compiling, OutOfMemory
+    from .compiled import Compiling, OutOfMemory
 
     needed = parameter_bytes(cell, cell["policy"]) if part == MODEL else 0
     if limit is not None and needed > limit:
@@ -201,7 +201,7 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
     """Returns what measures a part."""
     from . import model
-    from .runner import device_limit
+    from .compiled import device_limit
 
     limit = device_limit(cell["memory_limit"])
 

@@ -19,6 +19,8 @@ Array = jax.Array
 Cell = dict[str, Any]
 # What takes microseconds is timed for so long, that a pause of the machine is not the median.
 LEAST_SECONDS = 0.05
+# On a GPU at least so many calls follow one another, so that a wait for the last one is no part.
+IN_TURN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,11 @@ def program_of(cell: Cell) -> Program:
 def parameters(program: Program) -> Any:
     """A program's parameters before the first step; for `jax.jit`."""
     return program._initial()["params"]
+
+
+def pass_of(program: Program, mode: str) -> Callable[[Any, Any], Any]:
+    """What takes parameters and a batch `forward`, or `forward_backward`."""
+    return program.loss if mode == "forward" else jax.value_and_grad(program.loss)
 
 
 def attend(kernel: str, q: Array, k: Array, v: Array) -> Array:
@@ -111,14 +118,18 @@ def timed_in_turn(start: Callable[[], Any], steps: int, warmups: int = 2) -> lis
 
     Each is the mean of as many calls as take their share of `LEAST_SECONDS`. On a GPU these follow
     one another without a wait, so that what it takes to start one is hidden where it is shorter.
+    A call of more seconds than these is timed by itself, with one of warm-up.
     """
 
     def call() -> Any:
         return jax.block_until_ready(start())
 
-    one = min(timed(call, warmups, 2)[1])
-    together = max(round(LEAST_SECONDS / steps / one), 1)
+    one = timed(call, 1, 1)[1][0]
+    if one > LEAST_SECONDS:
+        return [one, *timed(call, 0, steps - 1)[1]]
+    one = min(timed(call, max(warmups - 1, 0), 2)[1])
     on_gpu = jax.default_backend() == "gpu"
+    together = max(round(LEAST_SECONDS / steps / one), IN_TURN if on_gpu else 1)
     found = []
     for _ in range(steps):
         started = time.perf_counter()

@@ -139,7 +139,7 @@ def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
         (below, "by_kind", "kernels by kind (share of time)"),
     ):
         shares = {
-            label(row["case"], "size", "length", "policy", "phase"): {
+            label(row["case"], "size", "length", "policy", "phase", "part"): {
                 part: one / row["kernels"] for part, one in row[key].items()
             }
             for row in rows

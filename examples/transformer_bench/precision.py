@@ -21,6 +21,8 @@ SUMS = (
 ADDEND, COUNT = 0.01, 1000
 # What a pass goes through, in its order.
 MIDDLE = ("output of the layers", "output of the norm", "logits")
+# What of the parameters is around the layers.
+AROUND = ("embedding", "norm", "head")
 # Parameters, what is computed in, and what norms, softmax and the loss are computed in.
 DTYPES = {
     "float64": ("float64", "float64", "float64"),
@@ -78,7 +80,10 @@ def add(total: str, of: str) -> float:
 
 
 def make(cell: Cell) -> tuple[Any, Any]:
-    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T]."""
+    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T].
+
+    Weights of layers are stacked along a first axis.
+    """
     import jax.numpy as jnp
     import numpy as np
 
@@ -89,13 +94,13 @@ def make(cell: Cell) -> tuple[Any, Any]:
     def normal(shape: tuple[int, ...]) -> Any:
         return jnp.asarray((0.02 * rng.standard_normal(shape)).astype(np.float32), jnp.float64)
 
-    def weights() -> Any:
-        shapes = weight_shapes(cell).items()
-        return {name: 1 + normal(of) if len(of) == 1 else normal(of) for name, of in shapes}
+    def stack(of: tuple[int, ...]) -> Any:
+        numbers = normal((cell["layers"], *of))
+        return 1 + numbers if len(of) == 1 else numbers
 
     params = {
         "embedding": normal((cell["vocab"], cell["width"])),
-        "layers": [weights() for _ in range(cell["layers"])],
+        "layers": {name: stack(of) for name, of in weight_shapes(cell).items()},
         "norm": 1 + normal((cell["width"],)),
         "head": normal((cell["vocab"], cell["width"])),
     }
@@ -122,8 +127,9 @@ def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict
         "float64" if policy == "float64" else "float32",
     )
     x = params["embedding"][tokens].astype(narrow)
-    for weights in params["layers"]:
-        x = parts.layer(of, x, weights, turns)
+    x, _ = jax.lax.scan(
+        lambda x, weights: (parts.layer(of, x, weights, turns), None), x, params["layers"]
+    )
     y = of["norm 1"](x, params["norm"])
     logits = y @ params["head"].T.astype(narrow)
     chosen = jax.nn.log_softmax(logits.astype(wide), axis=-1)
@@ -135,7 +141,7 @@ def passes(cell: Cell, policy: str) -> Any:
     """Forward and backward by a policy: ((loss, what it went through), gradients)."""
     import jax
 
-    from .runner import Compiling, device_limit
+    from .compiled import Compiling, device_limit
 
     def both(params: Any, batch: Any) -> Any:
         loss = jax.value_and_grad(lambda p: forward(cell, policy, p, batch), has_aux=True)
@@ -147,32 +153,25 @@ def passes(cell: Cell, policy: str) -> Any:
 def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
     """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
     import jax
-    import jax.numpy as jnp
 
     from . import model
-    from .runner import Compiling
+    from .compiled import Compiling
 
     policy, steps = variant["policy"], variant["steps"]
     (right, _), gradients = reference
     params = jax.tree.map(lambda leaf: leaf.astype(DTYPES[policy][0]), exact)
     run = passes(cell, policy)
     (loss, middle), found = run(params, batch)
-    _, took = model.timed(lambda: run(params, batch), 1, steps)
+    _, took = model.timed(lambda: run(params, batch), 0, steps)
     of_forward = Compiling(lambda p, b: forward(cell, policy, p, b)[0], run.limit)
     _, alone = model.timed(lambda: of_forward(params, batch), 1, steps)
-
-    def error(mine: Any, theirs: Any) -> float:
-        off = sum(
-            jnp.sum((a.astype(jnp.float64) - b) ** 2)
-            for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
-        )
-        whole = sum(jnp.sum(b**2) for b in jax.tree.leaves(theirs))
-        return float(jnp.sqrt(off / whole))
 
     def dtypes(tree: Any) -> str:
         return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
 
-    by_layer = zip(found["layers"], gradients["layers"], strict=True)
+    errors = jax.jit(errors_of)(found, gradients)
+    by_layer = {f"layer {i}": float(error) for i, error in enumerate(errors["layers"])}
+    of_layers = dict.fromkeys(by_layer, dtypes(found["layers"]))
     return {
         "forward": statistics.median(alone),
         "forward_backward": statistics.median(took),
@@ -184,16 +183,32 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
         },
         "loss": float(loss),
         "loss_error": abs(float(loss) - float(right)),
-        "gradient_error": error(found, gradients),
-        "gradient_errors": {
-            **{f"layer {i}": error(a, b) for i, (a, b) in enumerate(by_layer)},
-            **{name: error(found[name], gradients[name]) for name in ("embedding", "norm", "head")},
-        },
-        "gradient_dtypes": {
-            **{f"layer {i}": dtypes(a) for i, a in enumerate(found["layers"])},
-            **{name: dtypes(found[name]) for name in ("embedding", "norm", "head")},
-        },
+        "gradient_error": float(errors["all"]),
+        "gradient_errors": {**by_layer, **{name: float(errors[name]) for name in AROUND}},
+        "gradient_dtypes": {**of_layers, **{name: dtypes(found[name]) for name in AROUND}},
     }
+
+
+def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
+    """How far gradients are off, in shares of their norm: [layers], around them, and of `all`."""
+    import jax
+    import jax.numpy as jnp
+
+    def squares(numbers: Any, is_stacked: bool) -> Any:
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64) ** 2, numbers)
+        axes = [tuple(range(int(is_stacked), leaf.ndim)) for leaf in jax.tree.leaves(wide)]
+        return sum(
+            jnp.sum(leaf, axis) for leaf, axis in zip(jax.tree.leaves(wide), axes, strict=True)
+        )
+
+    off = jax.tree.map(lambda a, b: a.astype(jnp.float64) - b, mine, theirs)
+    found = {}
+    total_off = total = 0.0
+    for name in ("layers", *AROUND):
+        parts = [squares(of[name], name == "layers") for of in (off, theirs)]
+        found[name] = jnp.sqrt(parts[0] / parts[1])
+        total_off, total = total_off + jnp.sum(parts[0]), total + jnp.sum(parts[1])
+    return {**found, "all": jnp.sqrt(total_off / total)}
 
 
 def name_of(row: Row) -> str:

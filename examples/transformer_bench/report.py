@@ -9,7 +9,8 @@ from train import log
 from train.config import InputError
 
 from . import plots
-from .runner import MODULES, module_of, read_rows
+from .commands import MODULES, module_of
+from .runner import read_rows
 from .tables import Row
 
 TITLES = {

@@ -1,18 +1,13 @@
 """Runs cells, each in a process of its own, and keeps their rows.
 
-A cell is what shares a process, such as a size and a length; a variant is a row of it. The process
-reads both from its standard input, and writes a line of JSON for each row.
+A cell is what shares a process, such as a size and a length; a variant is a row of it.
 """
 
 import dataclasses
-import importlib
+import itertools
 import json
 import os
-import re
-import signal
-import subprocess
-import sys
-import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,200 +15,12 @@ from typing import Any
 from train import log
 from train.config import InputError, RunError
 
-from .config import GIB, Spec
+from .commands import MODULES, module_of
+from .config import Spec
+from .process import Process
 from .tables import Row, duration, size, status
 
-# By the name of the command, the module that has `cells`, `prepare`, `table` and `words`.
-MODULES = {
-    "time": "timing",
-    "memory": "memory",
-    "layers": "layers",
-    "kernels": "kernels",
-    "precision": "precision",
-    "attention": "attention",
-    "jit": "jit",
-}
 Cell = dict[str, Any]
-UNITS = {"": 1, "B": 1} | {
-    f"{letter}{i}B": (1024 if i else 1000) ** (power + 1)
-    for power, letter in enumerate("KMGT")
-    for i in ("", "i")
-}
-FOLDER = Path(__file__).resolve().parents[1]
-
-
-class OutOfMemory(Exception):
-    """A program that has no room; `asked` are the bytes that it needs in all."""
-
-    def __init__(self, asked: int) -> None:
-        """Takes the bytes."""
-        super().__init__(f"RESOURCE_EXHAUSTED: {asked} bytes")
-        self.asked = asked
-
-
-def module_of(command: str) -> Any:
-    """The module of a command."""
-    return importlib.import_module(f".{MODULES[command]}", __package__)
-
-
-def child_command() -> list[str]:
-    """What runs a cell."""
-    return [sys.executable, "-m", "transformer_bench", "cell"]
-
-
-def asked_bytes(text: str) -> int | None:
-    """The bytes that a message of XLA's allocator says were asked for; None if it says none."""
-    found = re.search(r"allocat\w*\D{0,20}?(\d+(?:\.\d+)?)\s*(bytes|[KMGT]?i?B)?\b", text)
-    if not found:
-        return None
-    unit = (found[2] or "bytes").replace("bytes", "")
-    return int(float(found[1]) * UNITS.get(unit, 1))
-
-
-def is_out_of_memory(text: str) -> bool:
-    """Whether a message is of memory that there is not."""
-    return "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or "MemoryError" in text
-
-
-def device_limit(memory_limit: float | None) -> int | None:
-    """The bytes that a program may take where the device's allocator enforces none.
-
-    None on a GPU, whose allocator does. Else the limit given, or what the machine has available.
-    """
-    import jax
-
-    if jax.default_backend() == "gpu":
-        return None
-    if memory_limit is not None:
-        return int(memory_limit * GIB)
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text(encoding="utf-8"))
-    return int(found[1]) * 1024 if found else None
-
-
-class Compiling:
-    """A function that is compiled as it is first called, and held to a limit of memory."""
-
-    def __init__(self, function: Any, limit: int | None, **options: Any) -> None:
-        """Takes the function, the most bytes that it may hold, and options of `jax.jit`."""
-        self.function, self.limit, self.options = function, limit, options
-        self.compiled: Any = None
-
-    def start(self, *arguments: Any) -> Any:
-        """The function's results, which may not be ready.
-
-        Raises:
-            OutOfMemory: The program holds more than the limit.
-        """
-        import jax
-        from train.step import program_bytes
-
-        if self.compiled is None:
-            self.compiled = jax.jit(self.function, **self.options).lower(*arguments).compile()
-            needed = program_bytes(self.compiled)
-            if self.limit is not None and needed > self.limit:
-                raise OutOfMemory(needed)
-        return self.compiled(*arguments)
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The function's results, ready; raises what `start` does."""
-        import jax
-
-        return jax.block_until_ready(self.start(*arguments))
-
-
-def child(text: str, write: Callable[[Row], None]) -> None:
-    """Runs a cell: `text` is JSON of `command`, `cell` and `variants`; writes each row."""
-    task = json.loads(text)
-    command, cell = task["command"], task["cell"]
-    if cell.get("memory_limit") is not None:
-        from train.__main__ import limit_gpu_memory
-
-        limit_gpu_memory(cell["memory_limit"])
-    import jax
-
-    measure: Callable[[Cell], Row] | None = None
-    for variant in task["variants"]:
-        row: Row = {"record": "row", "command": command, "case": {**cell, **variant}}
-        try:
-            if measure is None:
-                measure = module_of(command).prepare(cell)
-            row |= {"status": "ok", **measure(variant)}
-        except OutOfMemory as error:
-            row |= {"status": "OOM", "asked_bytes": error.asked}
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            message = f"{type(error).__name__}: {error}"
-            if not is_out_of_memory(message):
-                raise
-            row |= {"status": "OOM", "asked_bytes": asked_bytes(message)}
-        write(row)
-
-
-def run_cell(command: str, cell: Cell, variants: Sequence[Cell]) -> Iterator[Row]:
-    """The rows of a cell as its process writes them; what it did not come to is told of as well."""
-    task = json.dumps({"command": command, "cell": cell, "variants": list(variants)})
-    folders = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    # The last line of a traceback is then the error.
-    environment["JAX_TRACEBACK_FILTERING"] = "off"
-    if command == "kernels":
-        from train.breakdown import show_kernels
-
-        show_kernels(environment)
-    left = list(variants)
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(
-            child_command(),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            try:
-                process.stdin.write(task)
-                process.stdin.close()
-            except BrokenPipeError:
-                # It ended before it read; how is told of below.
-                pass
-            for line in process.stdout:
-                if line.startswith('{"record": "row"'):
-                    left.pop(0)
-                    yield json.loads(line)
-            code = process.wait()
-        finally:
-            # Ctrl-C, or whoever reads the rows stopped.
-            if process.poll() is None:
-                process.kill()
-        errors.seek(0)
-        told = errors.read()
-    if code == 0 and left:
-        told, code = "it ended before its last row", 1
-    for variant in left:
-        yield {
-            "record": "row",
-            "command": command,
-            "case": {**cell, **variant},
-            **unfinished(code, told),
-        }
-
-
-def unfinished(code: int, told: str) -> Row:
-    """Why a process ended early, by its exit code and what it printed."""
-    if is_out_of_memory(told):
-        line = next(one for one in told.splitlines() if is_out_of_memory(one))
-        return {"status": "OOM", "asked_bytes": asked_bytes(line)}
-    if code == -signal.SIGKILL:
-        # Linux does so where memory is short.
-        return {"status": "OOM", "asked_bytes": None, "error": "killed"}
-    lines = [line for line in told.splitlines() if line.strip()]
-    return {"status": "failed", "error": lines[-1] if lines else f"exit code {code}"}
 
 
 def key(case: Cell) -> str:
@@ -252,6 +59,7 @@ def run(
     json_file: Path | None,
     is_resumed: bool,
     say: Callable[[str], None],
+    jobs: int = 1,
 ) -> list[Row]:
     """Runs all cells of a command.
 
@@ -261,6 +69,7 @@ def run(
         json_file: Takes a record of the machine, and each row as it comes; or None.
         is_resumed: Whether rows that the file has are left as they are; failed ones run again.
         say: Takes each line of progress.
+        jobs: How many cells are measured at once.
 
     Returns:
         The rows of `spec`, in its order, those that the file had among them.
@@ -278,8 +87,6 @@ def run(
         done = {key(row["case"]): row for row in rows if row["status"] != "failed"}
     cells = list(module_of(command).cells(spec))
     total = sum(len(variants) for _, variants in cells)
-    found: list[Row] = []
-    count = 0
     lines = None if json_file is None else log.Lines(json_file, is_resumed)
     try:
         if lines is not None:
@@ -287,21 +94,43 @@ def run(
             malloc = {name: os.environ[name] for name in os.environ if name.startswith("MALLOC_")}
             about = {"command": command, "load": load(), "malloc": malloc}
             lines.write(log.start("transformer_bench", begun, **about))
-        for cell, variants in cells:
-            of_cell = {key({**cell, **one}): one for one in variants}
-            new = [one for name, one in of_cell.items() if name not in done]
-            count += len(of_cell) - len(new)
-            for row in run_cell(command, cell, new) if new else ():
-                done[key(row["case"])] = row
-                if lines is not None:
-                    lines.write(row)
-                count += 1
-                say(f"[{count}/{total}] {line_of(row)}")
-            found += [done[name] for name in of_cell]
+        left = [
+            (cell, [one for one in variants if key({**cell, **one}) not in done])
+            for cell, variants in cells
+        ]
+        count = total - sum(len(variants) for _, variants in left)
+        for row in run_cells(command, [task for task in left if task[1]], jobs):
+            done[key(row["case"])] = row
+            if lines is not None:
+                lines.write(row)
+            count += 1
+            say(f"[{count}/{total}] {line_of(row)}")
     finally:
         if lines is not None:
             lines.close()
-    return found
+    return [done[key({**cell, **one})] for cell, variants in cells for one in variants]
+
+
+def run_cells(
+    command: str, tasks: Sequence[tuple[Cell, Sequence[Cell]]], jobs: int
+) -> Iterator[Row]:
+    """The rows of cells in their order, of which `jobs` are measured at once.
+
+    One process more than these is started, so that it has loaded what it needs by its turn.
+    """
+    started: deque[Process] = deque()
+    waiting = deque(tasks)
+    try:
+        while waiting or started:
+            while waiting and len(started) <= jobs:
+                started.append(Process(command, *waiting.popleft()))
+            for process in itertools.islice(started, jobs):
+                process.begin()
+            yield from started[0].rows()
+            started.popleft().close()
+    finally:
+        for process in started:
+            process.close()
 
 
 def cut_to_whole_lines(path: Path) -> None:

@@ -92,13 +92,19 @@ def kernels(case: Row) -> str:
 
 def beside_xla(rows: Iterable[Row], figure: str) -> dict[str, list[float]]:
     """By kernels, a figure of each row over that of the row that has XLA's in the place of ours."""
-    found = finished(rows)
+    return {
+        name: [ratio for _, ratio in of] for name, of in with_ratios(finished(rows), figure).items()
+    }
+
+
+def with_ratios(found: Sequence[Row], figure: str) -> dict[str, list[tuple[Row, float]]]:
+    """By kernels, the rows that `beside_xla` is of, each with its ratio."""
     figures = {repr(row["case"]): row[figure] for row in found}
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, list[tuple[Row, float]]] = {}
     for row in found:
         case = row["case"]
         without = {name: "xla" for name in KERNELS if case[name] == "ours"}
         of_xla = figures.get(repr({**case, **without})) if without else None
         if of_xla:
-            ratios.setdefault(kernels(case), []).append(row[figure] / of_xla)
+            ratios.setdefault(kernels(case), []).append((row, row[figure] / of_xla))
     return ratios

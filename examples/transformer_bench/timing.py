@@ -10,6 +10,8 @@ from .config import Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
+# Rows of ours that take more of XLA's time are named.
+BOUND = 1.03
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -30,10 +32,8 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     Raises:
         OutOfMemory: The parameters have no room.
     """
-    import jax
-
     from . import model
-    from .runner import Compiling, OutOfMemory, device_limit
+    from .compiled import Compiling, OutOfMemory, device_limit
 
     limit = device_limit(cell["memory_limit"])
     program = model.program_of(cell)
@@ -43,32 +43,51 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     params = Compiling(lambda: model.parameters(program), limit)()
     batch = model.random_batch(cell)
 
+    def call_of(mode: str) -> Callable[[], Any]:
+        if mode != "step":
+            run = Compiling(model.pass_of(program, mode), limit)
+            return lambda: run(params, batch)
+        # The parameters of the other modes stay.
+        left = None if limit is None else limit - needed
+        state = Compiling(program._initial, left)()
+        step = Compiling(program.step, left, donate_argnums=0)
+
+        def call() -> None:
+            nonlocal state
+            state, _ = step(state, batch)
+
+        return call
+
+    sequences: dict[str, Steps] = {}
+
     def measure(variant: Cell) -> Row:
-        # So that each row's first call compiles, as a new process's would.
-        jax.clear_caches()
-        mode = variant["mode"]
-        if mode == "step":
-            # The parameters of the other modes stay.
-            left = None if limit is None else limit - needed
-            state = Compiling(program._initial, left)()
-            step = Compiling(program.step, left, donate_argnums=0)
-
-            def call() -> None:
-                nonlocal state
-                state, _ = step(state, batch)
-
-        else:
-            of = program.loss if mode == "forward" else jax.value_and_grad(program.loss)
-            run = Compiling(lambda params, batch: of(params, batch), limit)
-
-            def call() -> None:
-                run(params, batch)
-
+        mode, warmup, steps = (variant[name] for name in ("mode", "warmup", "steps"))
+        if mode not in sequences:
+            sequences[mode] = Steps(call_of(mode))
         with model.attention_by(cell["attention"]):
-            warm, found = model.timed(call, variant["warmup"], variant["steps"])
-        return {**summary(warm, found), "limit_bytes": limit}
+            found = sequences[mode].first(warmup + steps)
+        return {**summary(found[:warmup], found[warmup:]), "limit_bytes": limit}
 
     return measure
+
+
+class Steps:
+    """The seconds of a mode's steps, one after another; the first one compiles.
+
+    Each row has the steps after those of its warm-up, so that a mode compiles once.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        """Takes what runs a step, and waits for its results."""
+        self.call = call
+        self.seconds: list[float] = []
+
+    def first(self, count: int) -> list[float]:
+        """So many, from the first one on; those that there are not yet are run."""
+        from .model import timed
+
+        self.seconds += timed(self.call, 0, count - len(self.seconds))[1]
+        return self.seconds[:count]
 
 
 def summary(warm: Sequence[float], found: Sequence[float]) -> Row:
@@ -132,7 +151,15 @@ def words(rows: Sequence[Row]) -> str:
             f"Without warm-up the average is {tables.span(cold)} times as long, as the first of "
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
-    warm = [row for row in rows if row["case"]["warmup"] > 0]
-    for name, ratios in tables.beside_xla(warm, "average").items():
-        told.append(f"With kernels {name} a warm step takes {tables.span(ratios)} of XLA's time.")
+    warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
+    for name, of in tables.with_ratios(warm, "average").items():
+        line = f"With kernels {name} a warm step takes {tables.span([one for _, one in of])}"
+        over = [
+            f"{row['case']['mode']} of {row['case']['size']} at {row['case']['length']} after "
+            f"{row['case']['warmup']} ({ratio:.3f})"
+            for row, ratio in of
+            if ratio > BOUND
+        ]
+        line += f" of XLA's time; {len(over)} of {len(of)} rows take more than {BOUND:g} of it"
+        told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
     return " ".join(filter(None, told))
