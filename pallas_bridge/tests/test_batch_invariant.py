@@ -1,5 +1,6 @@
 """Tokens of a linear cross-entropy have the same bits in any batch, where that is asked for."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
+from pallas_bridge._src.cross_entropy import custom_call, reference
+from pallas_bridge._src.cross_entropy.options import check_options
 from pallas_bridge._src.linear_cross_entropy.plan import INVARIANT_TOKENS
 
 from pallas_bridge import (
@@ -18,19 +21,27 @@ from pallas_bridge import (
     linear_cross_entropy_value_and_grad,
 )
 
-TOKENS, HIDDEN, VOCAB = INVARIANT_TOKENS + 190, 72, 331
+TOKENS, HIDDEN = INVARIANT_TOKENS + 190, 72
+# Rows of f32 that begin anywhere in lines of memory, and at lines.
+RAGGED, WHOLE = 331, 352
 run = partial(linear_cross_entropy_per_token, batch_invariant=True)
 
 
-@pytest.fixture(params=[("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.fixture(
+    params=[
+        ("float32", "float32", RAGGED),
+        ("bfloat16", "bfloat16", WHOLE),
+        ("bfloat16", "float32", RAGGED),
+    ]
+)
 def arrays(rng: np.random.Generator, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arrays of hidden states and a weight in two dtypes, and a cotangent a token."""
-    of_hidden, of_weight = request.param
-    labels = rng.integers(0, VOCAB, TOKENS)
+    of_hidden, of_weight, vocab = request.param
+    labels = rng.integers(0, vocab, TOKENS)
     labels[rng.random(TOKENS) < 0.1] = -100
     return {
         "hidden": jnp.asarray(rng.normal(size=(TOKENS, HIDDEN)), of_hidden),
-        "weight": jnp.asarray(rng.normal(0, 0.3, (VOCAB, HIDDEN)), of_weight),
+        "weight": jnp.asarray(rng.normal(0, 0.3, (vocab, HIDDEN)), of_weight),
         "labels": jnp.asarray(labels, jnp.int32),
         "cotangents": jnp.asarray(rng.normal(size=TOKENS), jnp.float32),
     }
@@ -53,12 +64,14 @@ def of_each(
     def of(x: Any, w: Any, y: Any, g: Any, columns: Any) -> dict[str, Any]:
         known = {**more, "columns": columns, "return_lse": True}
         outputs, pull = jax.vjp(lambda x: run(x, w, y, **known), x)
-        dhidden = pull((g, -g, 0.5 * g, *(jnp.zeros_like(one) for one in outputs[3:])))[0]
+        given = jnp.broadcast_to(g[:, None], (len(g), 3))
+        others = [given if one.ndim > 1 else g for one in outputs[3:]]
+        dhidden = pull((g, -g, 0.5 * g, *others))[0]
         weighted = partial(linear_cross_entropy, reduction="sum", weights=g, batch_invariant=True)
         of_sum = jax.grad(lambda x: weighted(x, w, y))(x)
-        loss, logps, lse, *others = outputs
+        loss, logps, lse, *more_of_it = outputs
         found = {"loss": loss, "logps": logps, "lse": lse, "dhidden": dhidden, "of sum": of_sum}
-        return found | {f"more {index}": one for index, one in enumerate(others)}
+        return found | {f"more {index}": one for index, one in enumerate(more_of_it)}
 
     x, w, y, g = (given[name] for name in ("hidden", "weight", "labels", "cotangents"))
     columns = None if columns is None else columns[rows]
@@ -89,7 +102,9 @@ def test_any_batch_has_the_same_bits(rng: np.random.Generator, arrays: dict[str,
 
 
 def test_what_is_known_of_a_token(rng: np.random.Generator, arrays: dict[str, Any]) -> None:
-    columns = jnp.asarray(rng.integers(0, VOCAB, (TOKENS, 3)), jnp.int32)
+    columns = rng.integers(0, len(arrays["weight"]), (TOKENS, 3))
+    columns[::3, 2] = columns[::3, 0]  # more than one gradient for it
+    columns = jnp.asarray(columns, jnp.int32)
     every = np.arange(TOKENS)
     more = {"return_entropy": True, "temperature": 0.8}
     whole = of_each(arrays, every, columns, **more)
@@ -101,11 +116,14 @@ def test_what_is_known_of_a_token(rng: np.random.Generator, arrays: dict[str, An
 def test_sums_of_microbatches(rng: np.random.Generator, arrays: dict[str, Any]) -> None:
     x, w, y = arrays["hidden"], arrays["weight"], arrays["labels"]
 
-    def dhidden(rows: Any) -> np.ndarray:
+    @jax.jit
+    def gradients(x: Any, y: Any) -> Any:
         sums = jnp.zeros(w.shape, jnp.float32)
         given = {"dweight_sums": sums, "reduction": "sum", "batch_invariant": True}
-        _, (found, _) = linear_cross_entropy_value_and_grad(x[rows], w, y[rows], **given)
-        return np.asarray(found)
+        return linear_cross_entropy_value_and_grad(x, w, y, **given)[1]
+
+    def dhidden(rows: Any) -> np.ndarray:
+        return np.asarray(gradients(x[rows], y[rows])[0])
 
     whole = dhidden(np.arange(TOKENS))
     rows = batches(rng)[1]
@@ -144,10 +162,95 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator) -> None:
     assert f"f32[{INVARIANT_TOKENS},80]" in program
 
 
+def equations(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Returns all of a program's equations, each with the block that it stands in."""
+    for equation in jaxpr.eqns:
+        yield jaxpr, equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=callable):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("tokens", [7, TOKENS])
+def test_products_stand_alone(tokens: int) -> None:
+    """XLA's GPU compiler makes others of products that it fuses with what stands around them."""
+    x, w, y = jnp.ones((tokens, 16)), jnp.ones((40, 16)), jnp.zeros(tokens, jnp.int32)
+
+    def known(x: Any, w: Any) -> Any:
+        outputs = run(x, w, y, return_entropy=True, columns=y[:, None])
+        return sum(one.sum() for one in outputs)
+
+    def mean(x: Any, w: Any) -> Any:
+        return linear_cross_entropy(x, w, y, batch_invariant=True)
+
+    for function, least in ((known, 3), (mean, 2)):
+        program = jax.make_jaxpr(jax.grad(function, (0, 1)))(x, w)
+        found = 0
+        of_tokens = 0
+        for block, product in equations(program.jaxpr):
+            if product.primitive.name != "dot_general":
+                continue
+            found += 1
+            barriers = [one for one in block.eqns if one.primitive.name == "optimization_barrier"]
+            before = {id(var) for one in barriers for var in one.outvars}
+            after = [one for one in block.eqns if product.outvars[0] in [*one.invars]]
+            assert all(id(var) in before for var in product.invars)
+            # But for the weight's gradient, which is a sum over tokens.
+            is_of_tokens = product.outvars[0].aval.shape[0] == INVARIANT_TOKENS
+            assert not is_of_tokens or (len(after) == 1 and after[0] in barriers)
+            of_tokens += is_of_tokens
+        assert found > of_tokens >= least
+
+
+@pytest.mark.parametrize("vocab", [RAGGED, WHOLE])
+def test_rows_that_begin_anywhere_have_no_kernels_on_gpus(vocab: int) -> None:
+    x, w, y = jnp.ones((3, 8)), jnp.ones((vocab, 8)), jnp.zeros(3, jnp.int32)
+    more = {"implementation": "custom_call", "batch_invariant": True, "return_entropy": True}
+    f = jax.jit(jax.grad(lambda x: linear_cross_entropy(x, w, y, **more)[0]))
+    assert "xentile_cross_entropy" in f.lower(x).as_text()
+    if vocab == RAGGED:
+        program = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert "xentile_cross_entropy" not in program
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "temperature": 0.7}]
+)
+def test_rows_by_xla(rng: np.random.Generator, given: dict[str, Any]) -> None:
+    """What takes the place of kernels does as they do."""
+    every = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, **given}
+    tile = {"block_size": None, "time_block": None}
+    options = check_options(
+        ignore_index=-100, every_token=True, donate_logits=False, **every, **tile
+    )
+    z = jnp.asarray(rng.normal(0, 3, (6, RAGGED)), jnp.float32)
+    y = jnp.asarray([5, -100, 330, 0, RAGGED, 7], jnp.int32)
+    g, h, k = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
+    outputs = custom_call.forward(options, z, y)
+    given_back = (*outputs[2:], g, h, k)
+    pairs = [
+        (outputs[:3], reference.forward(options, z, y)[:3]),
+        (
+            custom_call.backward(options, z, y, outputs[2:], (g, h, k)),
+            reference.backward(options, z, y, *given_back)[0],
+        ),
+    ]
+    loss, lse, _, dlogits = custom_call.fused(options, True, z, y, g)
+    by_xla = reference.fused(options, z, y, g)
+    pairs.append(((loss, lse, dlogits), (by_xla[0], by_xla[1], by_xla[3])))
+    for kernels, xla in pairs:
+        for one, other in zip(jax.tree.leaves(kernels), jax.tree.leaves(xla), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_what_explain_says() -> None:
     hidden, weight = (jax.ShapeDtypeStruct((n, 64), jnp.bfloat16) for n in (5, 1000))
     plan = explain(hidden, weight, batch_invariant=True)
     assert plan.tokens == INVARIANT_TOKENS and "the last chunk padded" in str(plan)
+    assert "on GPUs rows of logits by XLA" in str(plan)
+    aligned = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
+    assert "on GPUs" not in str(explain(hidden, aligned, batch_invariant=True))
     with pytest.raises(ValueError, match="max_scratch_bytes is 1000; batch_invariant takes chunks"):
         explain(hidden, weight, batch_invariant=True, max_scratch_bytes=1000)
 

@@ -184,7 +184,12 @@ def seen_by(
 # Kernels for GPUs take 16 bits.
 IN_F32 = pytest.mark.only("cpu", "the library has no attention of f32 for GPUs")
 OF_KERNELS = "float32" if PLATFORM == "cpu" else "bfloat16"
-IMPLEMENTATIONS = ("custom_call", "reference")
+# Of f32 GPUs have XLA's own program anyway.
+BY_XLA = pytest.mark.only("cpu", "XLA's own program in 16 bits is held on CPUs")
+IMPLEMENTATIONS = (
+    "custom_call",
+    "reference" if OF_KERNELS == "float32" else pytest.param("reference", marks=BY_XLA),
+)
 
 
 def each(dtypes: Sequence[str]) -> Any:
@@ -192,11 +197,14 @@ def each(dtypes: Sequence[str]) -> Any:
     return pytest.mark.parametrize(
         ("implementation", "dtype"),
         [
-            pytest.param(one, dtype, marks=IN_F32)
-            if (one, dtype) == ("custom_call", "float32")
-            else (one, dtype)
-            for one in IMPLEMENTATIONS
-            for dtype in dtypes
+            *[
+                pytest.param("custom_call", dtype, marks=IN_F32 if dtype == "float32" else ())
+                for dtype in dtypes
+            ],
+            *[
+                pytest.param("reference", dtype, marks=() if dtype == "float32" else BY_XLA)
+                for dtype in dtypes
+            ],
         ],
     )
 
@@ -316,6 +324,7 @@ def test_o_alone_and_without_a_batch(rng: np.random.Generator) -> None:
     )
 
 
+@pytest.mark.only("cpu", "attention of f32 is XLA's own program on GPUs")
 def test_both_modes_of_differentiation(rng: np.random.Generator) -> None:
     q, k, v, _, _ = arrays(rng, "float32", 1, (2, 1), (6, 7), (8, 8))
     sinks = draw(rng, "float32", 2)

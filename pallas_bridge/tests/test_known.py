@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle, assert_gradient, assert_tokens
+from pallas_bridge._src.cross_entropy.known import once
 from pallas_bridge._src.linear_cross_entropy import plan
 
 from pallas_bridge import (
@@ -168,6 +169,17 @@ def test_reductions_and_forward_mode(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(mapped[1], jax.grad(f)(2 * x), atol=1e-6)
 
 
+def test_each_place_gets_one_number(rng: np.random.Generator) -> None:
+    """On GPUs additions to one place have no order, so that there is one for each."""
+    at, d = rng.integers(0, 5, (2, 6, 8)), rng.normal(size=(2, 6, 8)).astype(np.float32)
+    found = np.asarray(once(jnp.asarray(at), jnp.asarray(d)))
+    for place in range(5):
+        here = at == place
+        assert (np.count_nonzero(np.where(here, found, 0), axis=-1) == here.any(-1)).all()
+        sums = [np.where(here, numbers, 0).sum(-1) for numbers in (found, d)]
+        np.testing.assert_allclose(*sums, atol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bool) -> None:
@@ -193,17 +205,25 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
         )
         return (*found, linear_cross_entropy(hidden, weight, y, bias=b, **options))
 
-    outputs, pull = jax.vjp(of_logits, hidden, weight, b)
-    found, pull_found = jax.vjp(of_hidden, hidden, weight, b)
-    cotangents = [
+    shapes = jax.eval_shape(of_logits, hidden, weight, b)
+    cotangents = tuple(
         np.zeros(x.shape, jax.dtypes.float0) if x.dtype == bool
         else jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-        for x in outputs
-    ]  # fmt: skip
+        for x in shapes
+    )  # fmt: skip
+
+    # As one program: op by op each would be compiled by itself.
+    def pulled(f: Any) -> Any:
+        def both(*arrays: Any) -> Any:
+            outputs, pull = jax.vjp(f, *arrays)
+            return outputs, pull(cotangents)
+
+        return jax.jit(both)(hidden, weight, b)
+
+    (outputs, expected), (found, gradients) = pulled(of_logits), pulled(of_hidden)
     for one, other in zip(outputs, found, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
     count = 3 if bias else 2
-    expected, gradients = pull(tuple(cotangents)), pull_found(tuple(cotangents))
     for one, other in zip(expected[:count], gradients[:count], strict=True):
         np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(one).max())
 

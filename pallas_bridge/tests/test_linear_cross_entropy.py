@@ -814,7 +814,10 @@ def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPat
     assert plan.schedule == "both"
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize(
+    "implementation",
+    [None, pytest.param("reference", marks=pytest.mark.only("cpu", "the dense program is XLA's"))],
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_both_modes_of_differentiation(
     rng: np.random.Generator, reduction: Any, implementation: Any

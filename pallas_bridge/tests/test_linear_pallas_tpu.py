@@ -20,6 +20,9 @@ from pallas_bridge._src.pallas import ANY, TARGETS
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
+# Beside a GPU it would run there, launch by launch.
+pytestmark = pytest.mark.only("cpu", "Pallas' interpreter")
+
 OPTIONS = {
     "label_smoothing": 0.1,
     "z_loss": 1e-3,

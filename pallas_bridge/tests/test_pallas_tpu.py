@@ -22,6 +22,9 @@ from pallas_bridge._src.vocab_parts import OverAxis
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
+# Beside a GPU it would run there, launch by launch.
+pytestmark = pytest.mark.only("cpu", "Pallas' interpreter")
+
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "one tile": (16, 128, "bfloat16", {}),
     "one tile, f32": (8, 128, "float32", {}),

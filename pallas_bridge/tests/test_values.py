@@ -1,5 +1,6 @@
 """Values and gradients against float64, through jit, on fresh random inputs."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,8 +61,31 @@ def check(
         outputs, pull = jax.vjp(lambda x: cross_entropy_per_token(x, labels, **keywords), x)
         return outputs, *pull(cotangents)
 
+    def reduced(reduction: Any, w: Any, x: jax.Array, cotangent: jax.Array) -> Any:
+        def f(x: jax.Array) -> jax.Array:
+            return cross_entropy(x, labels, reduction=reduction, weights=w, **keywords)[0]
+
+        value, pull = jax.vjp(f, x)
+        return value, *pull(cotangent)
+
     cotangents = rng.normal(size=(3, len(labels))).astype(np.float32)
-    (loss, logps, lse), dlogits = per_token(logits, *cotangents)
+    weights = rng.uniform(0.5, 2, len(labels)).astype(np.float32)
+    weights[rng.random(len(labels)) < 0.2] = 0
+    cases: list[tuple[Any, Any, float]] = [
+        (reduction, w, cotangent)
+        for reduction in ("mean", "sum")
+        for w, cotangent in ((None, 1.0), (weights, 0.75))
+    ]
+
+    # Functions of their own in one program, which is compiled once.
+    @jax.jit
+    def everything(x: jax.Array, cotangents: jax.Array, factors: list[jax.Array]) -> Any:
+        each = [jax.jit(partial(reduced, reduction, w)) for reduction, w, _ in cases]
+        found = [one(x, factor) for one, factor in zip(each, factors, strict=True)]
+        return per_token(x, *cotangents), found
+
+    of_tokens, of_cases = everything(logits, cotangents, [jnp.float32(c) for *_, c in cases])
+    (loss, logps, lse), dlogits = of_tokens
     for name, actual in (("loss", loss), ("logps", logps), ("lse", lse)):
         assert_tokens(name, actual, v[name], v["size"])
     largest = np.abs(cotangents).max(0) * (
@@ -70,42 +94,27 @@ def check(
     assert_gradient(dlogits, expected.gradient(*cotangents), largest, expected.softcap, v["size"])
 
     # Reduced, with weights of which some are 0, and a cotangent other than 1.
-    weights = rng.uniform(0.5, 2, len(labels)).astype(np.float32)
-    weights[rng.random(len(labels)) < 0.2] = 0
-    for reduction in ("mean", "sum"):
-        for w, cotangent in ((None, 1.0), (weights, 0.75)):
-
-            @jax.jit
-            def reduced(x: jax.Array, cotangent: jax.Array) -> Any:
-                def f(x: jax.Array) -> jax.Array:
-                    return cross_entropy(x, labels, reduction=reduction, weights=w, **keywords)[0]  # noqa: B023
-
-                value, pull = jax.vjp(f, x)
-                return value, *pull(cotangent)
-
-            value, dlogits = reduced(logits, jnp.float32(cotangent))
-            factors = expected.factors(reduction, w)
-            terms = np.where(factors == 0, 0, np.abs(factors) * v["size"])
-            assert_tokens(
-                "reduced", value[None], np.array([expected.reduced(factors)]), terms.sum()
+    for (reduction, w, cotangent), (value, dlogits) in zip(cases, of_cases, strict=True):
+        factors = expected.factors(reduction, w)
+        terms = np.where(factors == 0, 0, np.abs(factors) * v["size"])
+        assert_tokens("reduced", value[None], np.array([expected.reduced(factors)]), terms.sum())
+        # The cotangent is applied to what was rounded already: another rounding.
+        once_more = 1.0 if cotangent == 1.0 else 2.0
+        bound = (
+            np.abs(factors)
+            * once_more
+            * (1 + np.abs(2 * expected.z_loss * np.nan_to_num(v["lse"])))
+        )
+        want = expected.gradient(cotangent * factors)
+        if cotangent == 1.0 or logits.dtype != jnp.bfloat16:
+            assert_gradient(dlogits, want, bound, expected.softcap, v["size"])
+        else:
+            np.testing.assert_allclose(
+                np.asarray(dlogits, np.float64),
+                want,
+                rtol=2**-7,
+                atol=float(bound.max()) * 2**-23,
             )
-            # The cotangent is applied to what was rounded already: another rounding.
-            once_more = 1.0 if cotangent == 1.0 else 2.0
-            bound = (
-                np.abs(factors)
-                * once_more
-                * (1 + np.abs(2 * expected.z_loss * np.nan_to_num(v["lse"])))
-            )
-            want = expected.gradient(cotangent * factors)
-            if cotangent == 1.0 or logits.dtype != jnp.bfloat16:
-                assert_gradient(dlogits, want, bound, expected.softcap, v["size"])
-            else:
-                np.testing.assert_allclose(
-                    np.asarray(dlogits, np.float64),
-                    want,
-                    rtol=2**-7,
-                    atol=float(bound.max()) * 2**-23,
-                )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

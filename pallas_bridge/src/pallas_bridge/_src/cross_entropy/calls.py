@@ -61,7 +61,9 @@ def forward_call(options: Options, every_token: bool) -> Call:
         operands=(LOGITS, TOKENS),
         results=(NUMBER,) * 4,
         attributes=attributes(options, every_token),
-        may_change=True,
+        may_change=not options.dense_on,
+        dense=partial(reference.forward, options) if options.dense_on else None,
+        dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,
         in_parts=in_parts_of("forward", options, every_token),
@@ -77,7 +79,9 @@ def backward_call(options: Options, merge: Merge | None = None) -> Call:
         results=(GRADIENT,),
         attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
-        merge=merge,
+        merge=None if options.dense_on else merge,
+        dense=partial(reference.backward, options) if options.dense_on else None,
+        dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,
         in_parts=in_parts_of("backward", options),
@@ -94,6 +98,7 @@ def distribution_call(options: Options, every_token: bool) -> Call:
         attributes=attributes(options, every_token),
         implementation=options.implementation,
         dense=partial(reference.distribution_forward, options),
+        dense_on=options.dense_on,
         in_parts=in_parts_of("distribution", options, every_token),
     )
 
@@ -109,6 +114,7 @@ def distribution_backward_call(options: Options) -> Call:
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
         dense=partial(reference.distribution_backward, options),
+        dense_on=options.dense_on,
         in_parts=in_parts_of("distribution_backward", options),
     )
 
@@ -128,7 +134,9 @@ def fused_call(options: Options, every_token: bool) -> Call:
             operands=(0, 1),
             results=(0, 2, 3),
         ),
-        may_change=True,
+        may_change=not options.dense_on,
+        dense=partial(reference.fused, options) if options.dense_on else None,
+        dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,
         in_parts=in_parts_of("fused", options, every_token),

@@ -173,7 +173,10 @@ def add_picked(
     # A masked entry has no gradient, and a token that takes no part no cotangent.
     slope = jnp.where(picked == -jnp.inf, 0, options.slope(picked))
     d = jnp.where(cotangents == 0, 0, cotangents * slope)
-    d = jnp.where(here, d, 0).astype(dlogits.dtype)
+    d = jnp.where(here, d, 0)
+    # There the additions to one place have no order.
+    d = jax.lax.platform_dependent(at, d, cuda=once, default=lambda at, d: d)
+    d = d.astype(dlogits.dtype)
 
     def of_row(row: jax.Array, at: jax.Array, d: jax.Array) -> jax.Array:
         return row.at[at].add(d)
@@ -183,6 +186,14 @@ def add_picked(
         add = jax.vmap(add)
     added: jax.Array = add(dlogits, at, d)
     return added
+
+
+def once(at: jax.Array, d: jax.Array) -> jax.Array:
+    """Returns numbers [.., K] of which each place gets one, that of its first, and else zeros."""
+    same, order = at[..., :, None] == at[..., None, :], jnp.arange(at.shape[-1])
+    came_before = (same & (order[None, :] < order[:, None])).any(-1)
+    summed = jnp.where(same, d[..., None, :], 0).sum(-1)
+    return jnp.where(came_before, 0, summed)
 
 
 def _here(columns: jax.Array, first: Any, count: int) -> tuple[jax.Array, jax.Array]:

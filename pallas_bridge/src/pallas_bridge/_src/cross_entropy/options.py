@@ -16,6 +16,8 @@ Tile = tuple[int | None, int | None]
 INT32 = np.iinfo(np.int32)
 INT64 = np.iinfo(np.int64)
 LEAST_TEMPERATURE = 2.0**-40
+# Numbers in f32 of a line of a GPU's memory.
+LINE = 32
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ class Options:
     implementation: str | None = None
     # What logits are divided by, after softcap.
     temperature: float = 1.0
+    # Platforms where XLA's own program takes the place of kernels that are not asked for by name.
+    dense_on: tuple[str, ...] = ()
+
+    def anywhere(self, vocab: int) -> "Options":
+        """Returns options by which a row of f32 has the same bits wherever it lies among others.
+
+        Kernels for NVIDIA's GPUs cut a row where lines of memory begin (kernels/ring.cuh).
+        """
+        if vocab % LINE == 0:
+            return self
+        implementation = None if self.implementation == "custom_call" else self.implementation
+        return dataclasses.replace(self, dense_on=("cuda",), implementation=implementation)
 
     def mapped(self, logits: jax.Array) -> jax.Array:
         """Returns what goes into the softmax, of logits as wide as it is to be."""

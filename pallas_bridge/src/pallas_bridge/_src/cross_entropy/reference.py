@@ -131,6 +131,34 @@ def distribution_backward(
     return (dz.astype(logits.dtype),)
 
 
+def forward(options: Options, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what the call for it does, in f32: loss, logps, lse and lse_low."""
+    *outputs, lse = per_token(options, logits, labels)
+    return *outputs, lse, jnp.zeros_like(lse)
+
+
+def backward(
+    options: Options,
+    logits: jax.Array,
+    labels: jax.Array,
+    lse: jax.Array,
+    low: jax.Array,
+    *cotangents: jax.Array,
+) -> tuple[jax.Array]:
+    """Returns dlogits as the call does: of lse, lse_low and cotangents."""
+    nothing = jnp.zeros_like(lse)
+    return distribution_backward(options, logits, labels, lse, low, nothing, *cotangents, nothing)
+
+
+def fused(
+    options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns what the call for it does: loss, lse, lse_low and dlogits."""
+    loss, _, lse, low = forward(options, logits, labels)
+    nothing = jnp.zeros_like(dloss)
+    return loss, lse, low, *backward(options, logits, labels, lse, low, dloss, nothing, nothing)
+
+
 def reduced(
     options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

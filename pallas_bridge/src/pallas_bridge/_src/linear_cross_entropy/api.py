@@ -188,7 +188,8 @@ def linear_cross_entropy(
       batch_invariant: whether a token's loss, log-probabilities and row of dhidden are to have the
         same bits however many other tokens a device has, for equal cotangents. Products are XLA's
         then, of 512 tokens each, the last ones padded, so that no library takes another order of
-        sums for more of them. It takes no kernels of products, and one token what 512 take.
+        sums for more of them. It takes no kernels of products, and one token what 512 take. On GPUs
+        it holds within a process, and a vocabulary that is no multiple of 32 has no kernels at all.
 
     Returns:
       The loss in float32, a scalar or [..] for "none"; where more is asked for, a tuple of the loss
@@ -329,7 +330,8 @@ def linear_cross_entropy_value_and_grad(
         return loss, (dhidden.reshape(jnp.shape(hidden)), sums + dweight, *dbias)
     chosen = planner.plans(x, w, b, call.axis, True, call.options.tile, running=True)
     chosen = _without_temperature(call.options, chosen)
-    schedule = schedules.Schedule(call.options, Products(call.axis), *chosen)
+    options = planner.of_rows(call.options, w.shape[call.axis])
+    schedule = schedules.Schedule(options, Products(call.axis, batch_invariant), *chosen)
     loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
     dhidden = dhidden.reshape(jnp.shape(hidden))
     return loss, (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
@@ -560,7 +562,7 @@ class _Arrays:
         With a `cut`, arrays are a device's.
         """
         hidden, weight, bias, _ = self.flat
-        products, options = Products(self.axis), self.options
+        products, options = Products(self.axis, planner.batch_invariant), self.options
         exchange = None if cut is None else cut.exchange()
         fused = None
         if cut is not None and exchange is not None:
@@ -598,7 +600,9 @@ class _Arrays:
         flat = dataclasses.replace(asked, columns=columns)
         is_dense = self.implementation == "reference"
         chunk = 1 if is_dense else self._chunk(planner)
-        chunks = known.Chunks(self.options, Products(self.axis), chunk, flat.distribution)
+        products = Products(self.axis, planner.batch_invariant)
+        options = planner.of_rows(self.options, weight.shape[self.axis])
+        chunks = known.Chunks(options, products, chunk, flat.distribution)
         if planner.batch_invariant:
             hidden, labels, columns = tokens.padded(chunk, hidden, labels, columns)
             flat = dataclasses.replace(flat, columns=columns)
@@ -734,7 +738,12 @@ class _Planner:
         axis = products.vocab_axis
         chosen = self.plans(hidden, weight, bias, axis, reduced, options.tile)
         chosen = _without_temperature(options, chosen)
+        options = self.of_rows(options, weight.shape[axis])
         return schedules.Schedule(options, products, *chosen)
+
+    def of_rows(self, options: Options, vocab: int) -> Options:
+        """Returns options for the kernels over logits with so many columns."""
+        return options.anywhere(vocab) if self.batch_invariant else options
 
     def plans(
         self,

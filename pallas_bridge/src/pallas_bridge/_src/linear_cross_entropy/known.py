@@ -76,11 +76,11 @@ def _forward(
     per_token = (hidden, labels, *([] if columns is None else [columns]))
 
     def body(first: Any, count: int, outputs: Any) -> Any:
-        x, y, *c = rows(first, count, *per_token)
+        x, y, *c = chunks.products.barrier(rows(first, count, *per_token))
         z = chunks.products.logits(x.astype(w.dtype), w, bias)
         of_columns = c[0] if c else None
         found, low = kernels.forward_known(chunks.options, chunks.distribution, z, y, of_columns)
-        return put(outputs, (*found, low), first)
+        return put(outputs, chunks.products.barrier((*found, low)), first)
 
     number = blank(labels)
     outputs = [number] * (4 if chunks.distribution else 3)
@@ -111,7 +111,7 @@ def backward(
     flat, tree = jax.tree.flatten(more)
 
     def body(first: Any, count: int, sums: Any) -> Any:
-        x, out, *part = rows(first, count, hidden, idle, *flat)
+        x, out, *part = chunks.products.barrier(rows(first, count, hidden, idle, *flat))
         y, c, of_saved, of_cotangents = jax.tree.unflatten(tree, part)
         z = chunks.products.logits(x.astype(w.dtype), w, bias)
         dlogits = kernels.backward_known(

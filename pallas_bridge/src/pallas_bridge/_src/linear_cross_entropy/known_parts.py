@@ -98,11 +98,11 @@ def _of_part(
     per_token = [hidden, labels, *([] if columns is None else [columns])]
 
     def body(first: Any, count: int, found: Any) -> Any:
-        x, y, *c = rows(first, count, *per_token)
+        x, y, *c = work.whole.products.barrier(rows(first, count, *per_token))
         z = work.whole.products.logits(x.astype(w.dtype), w, bias)
         of_columns = c[0] if c else None
         one = of_logits.found_of_part(work.whole.options, work.whole.distribution, z, y, of_columns)
-        return put(found, jax.tree.leaves(one), first)
+        return put(found, work.whole.products.barrier(jax.tree.leaves(one)), first)
 
     number = blank(labels)
     like = Found(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..cross_entropy.options import LINE
 from .product import operand_dtype
 
 MIB = 2**20
@@ -130,6 +131,8 @@ class Plan:
         wide = ", logits through memory in f32" if self.wide else ""
         over = ", logits handed to the backward pass" if self.hands_over else ""
         padded = ", the last chunk padded" if self.batch_invariant else ""
+        if self.batch_invariant and self.columns % LINE:
+            padded += ", on GPUs rows of logits by XLA"
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from ..compat import varying_axes
 # Columns of the vocabulary in a part of a product.
 BLOCK = 1024
 FLOAT32 = np.dtype(np.float32)
+
+T = TypeVar("T")
 
 
 def operand_dtype(hidden: Any, weight: Any) -> Any:
@@ -65,22 +67,35 @@ class Products:
     """
 
     vocab_axis: int
+    # Whether XLA compiles each product, and what else makes a token's numbers, as if nothing stood
+    # around it, so that a chunk gives the same bits beside others, in a loop, and alone. Not so the
+    # sums of the weight's gradient, which products may add to where they lie.
+    alone: bool = False
+
+    def barrier(self, arrays: T) -> T:
+        """Returns arrays, where `alone` such that what makes them and what takes them don't fuse.
+
+        XLA takes barriers away after fusion, and after it has chosen how products are made.
+        """
+        fenced: T = jax.lax.optimization_barrier(arrays) if self.alone else arrays
+        return fenced
 
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Returns hidden x weight + bias [N, V] in f32."""
-        z = _dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32)
+        z = self.barrier(self._dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32))
         return z if bias is None else z + bias.astype(FLOAT32)
 
     def of_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
         """Returns the gradient of hidden [N, D]; dlogits are rounded to the dtype of `weight`."""
-        return _dot(dlogits.astype(weight.dtype), weight, 1, self.vocab_axis, dtype)
+        dlogits = dlogits.astype(weight.dtype)
+        return self.barrier(self._dot(dlogits, weight, 1, self.vocab_axis, dtype))
 
     def of_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: Any) -> jax.Array:
         """Returns the gradient of the weight, lying as the weight does; dlogits are rounded too."""
         dlogits = dlogits.astype(hidden.dtype)
         if self.vocab_axis == 0:
-            return _dot(dlogits, hidden, 0, 0, dtype)
-        return _dot(hidden, dlogits, 0, 0, dtype)
+            return self._dot(dlogits, hidden, 0, 0, dtype)
+        return self._dot(hidden, dlogits, 0, 0, dtype)
 
     def add_of_weight(self, total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
         """Returns `total` [V, D] or [D, V] in f32 with a gradient of the weight added to it."""
@@ -112,8 +127,8 @@ class Products:
         part = part.astype(whole.dtype)
         return jax.lax.dynamic_update_slice_in_dim(whole, part, first, self.vocab_axis)
 
-
-def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int, dtype: Any) -> jax.Array:
-    # Sums are f32 on every backend, whatever the dtype that they are rounded to.
-    axes = (((of_a,), (of_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
+    def _dot(self, a: jax.Array, b: jax.Array, of_a: int, of_b: int, dtype: Any) -> jax.Array:
+        # Sums are f32 on every backend, whatever the dtype that they are rounded to.
+        axes = (((of_a,), (of_b,)), ((), ()))
+        a, b = self.barrier((a, b))
+        return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)

@@ -35,9 +35,9 @@ def forward(
     w = weight.astype(operand_dtype(hidden, weight))
 
     def body(first: Any, count: int, outputs: Any) -> Any:
-        x, y = rows(first, count, hidden, labels)
+        x, y = products.barrier(rows(first, count, hidden, labels))
         z = products.logits(x.astype(w.dtype), w, bias)
-        return put(outputs, kernels.forward(options, z, y), first)
+        return put(outputs, products.barrier(kernels.forward(options, z, y)), first)
 
     outputs = (blank(labels),) * 4
     loss, logps, lse, lse_low = each(len(labels), chunk, body, outputs)
@@ -60,10 +60,10 @@ def fused(
 
     def body(first: Any, count: int, carry: Any) -> Any:
         outputs, sums = carry
-        x, y, g, out = rows(first, count, hidden, labels, factors, idle)
+        x, y, g, out = products.barrier(rows(first, count, hidden, labels, factors, idle))
         z = products.logits(x.astype(w.dtype), w, bias)
         *found, dlogits = kernels.fused(in_place(options), options.every_token, z, y, g)
-        return put(outputs, found, first), add(sums, dlogits, x, out, first)
+        return put(outputs, products.barrier(found), first), add(sums, dlogits, x, out, first)
 
     add = partial(add_gradients, products, weight, w, bias)
     outputs = (blank(labels),) * 3
@@ -89,7 +89,8 @@ def backward(
     idle = idle_tokens(options, labels, *cotangents)
 
     def body(first: Any, count: int, sums: Any) -> Any:
-        x, y, out, lse, low, *given = rows(first, count, hidden, labels, idle, *saved, *cotangents)
+        given = rows(first, count, hidden, labels, idle, *saved, *cotangents)
+        x, y, out, lse, low, *given = products.barrier(given)
         z = products.logits(x.astype(w.dtype), w, bias)
         g, h, k = given
         dlogits = kernels.backward(in_place(options), z, y, (lse, low), (g, h, k))
