@@ -234,11 +234,7 @@ struct KeyGradients {
     }
     ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
     const uint32_t barrier = full(turn.stage);
-    if (lane == 0) {
-      about.flags = flags;
-      ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
-      load_rows<Tile, kRows, kColumns>(q(turn.stage), all.q, barrier, first, head, inner, outer);
-    }
+    // Each lane's arrival, also the first's with the bytes that it asks for, is after what it writes.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int own = lane + 32 * i;
@@ -250,6 +246,9 @@ struct KeyGradients {
       ptx::mbarrier_arrive(barrier);
       return;
     }
+    about.flags = flags;
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
+    load_rows<Tile, kRows, kColumns>(q(turn.stage), all.q, barrier, first, head, inner, outer);
     ptx::mbarrier_wait(empty_of_values(of_values.stage), of_values.parity ^ 1);
     const uint32_t other = full_of_values(of_values.stage);
     ptx::mbarrier_arrive_expect_tx(other, Tile::kBytes);
@@ -594,7 +593,13 @@ struct QueryGradients {
       if (turns++ % kBringing == warp) {
         ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
         const uint32_t barrier = full(turn.stage);
-        if (lane == 0) {
+        // Each lane's arrival is after what it writes.
+        if (a.kv_segments != nullptr) {
+          for (int i = lane; i < count; i += 32) shared.of_keys[turn.stage][i] = segments[key + i];
+        }
+        if (lane != 0) {
+          ptx::mbarrier_arrive(barrier);
+        } else {
           shared.keys[turn.stage] = key;
           ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
           load_rows<Tile, kKeys, kColumns>(k(turn.stage), all.k, barrier, key, inner, outer);
@@ -603,10 +608,6 @@ struct QueryGradients {
           ptx::mbarrier_arrive_expect_tx(other, Tile::kBytes);
           load_rows<Tile, kKeys, kColumns>(v(of_values.stage), all.v, other, key, inner, outer);
         }
-        if (a.kv_segments != nullptr) {
-          for (int i = lane; i < count; i += 32) shared.of_keys[turn.stage][i] = segments[key + i];
-        }
-        if (lane != 0) ptx::mbarrier_arrive(barrier);
       }
       turn.next(), of_values.next();
     }
