@@ -203,7 +203,8 @@ def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
 
     off = jax.tree.map(lambda a, b: a.astype(jnp.float64) - b, mine, theirs)
     found = {}
-    total_off = total = 0.0
+    total_off: Any = 0.0
+    total: Any = 0.0
     for name in ("layers", *AROUND):
         parts = [squares(of[name], name == "layers") for of in (off, theirs)]
         found[name] = jnp.sqrt(parts[0] / parts[1])

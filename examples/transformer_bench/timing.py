@@ -152,14 +152,14 @@ def words(rows: Sequence[Row]) -> str:
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
     warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
-    for name, of in tables.with_ratios(warm, "average").items():
-        line = f"With kernels {name} a warm step takes {tables.span([one for _, one in of])}"
+    for name, beside in tables.with_ratios(warm, "average").items():
+        line = f"With kernels {name} a warm step takes {tables.span([one for _, one in beside])}"
         over = [
             f"{row['case']['mode']} of {row['case']['size']} at {row['case']['length']} after "
             f"{row['case']['warmup']} ({ratio:.3f})"
-            for row, ratio in of
+            for row, ratio in beside
             if ratio > BOUND
         ]
-        line += f" of XLA's time; {len(over)} of {len(of)} rows take more than {BOUND:g} of it"
+        line += f" of XLA's time; {len(over)} of {len(beside)} rows take more than {BOUND:g} of it"
         told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
     return " ".join(filter(None, told))

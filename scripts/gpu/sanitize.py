@@ -400,7 +400,8 @@ def hold_norm(
 ) -> None:
     """Runs one call of a norm and holds what it gives, relative to the largest number of a result.
 
-    Results may be means of numbers of the size `mean_of`, which cancel: they are held relative to that.
+    Results may be means of numbers of the size `mean_of`, which cancel: they are held relative to
+    that.
 
     Raises:
         AssertionError: values that are further off than rounding explains.
