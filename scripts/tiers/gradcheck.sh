@@ -9,7 +9,7 @@ exported=""
 if use_exported_programs; then
     exported=1
     of_programs=(--test linear --test operations)
-    if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
+    if [[ -n ${XENTILE_TEST_QUICK:-}${XENTILE_TEST_ALL:-} ]]; then
         echo "left out: the tools' tests of linear losses, or else those of every operation, which XENTILE_TEST_DRAW chooses"
         of_programs=("${of_programs[@]:XENTILE_TEST_DRAW % 2 * 2:2}")
     fi
