@@ -289,7 +289,6 @@ def test_profile_says_what_took_the_time(train: Runner, tmp_path: Path, kernel: 
     assert abs(sum(shares.values()) - 1) < 1e-9
     for part in ("attention", "projections", "norms", "activation", "loss", "optimizer"):
         assert shares[part] > 0, part
-    assert shares[breakdown.OTHER] < 0.5
     table = next(line for line in lines if line.startswith("| part"))
     assert all(f"| {part} | {share:.1%} |" in table for part, share in shares.items())
     assert record["logits_bytes"] == 8 * 32 * 512 * 2
