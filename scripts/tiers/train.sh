@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The examples: their tests, the smallest validation of all kernels in examples/train, and every table of
-# examples/transformer_bench for the small size. In a virtual environment of their own.
+# The examples: their tests, the smallest validation of all kernels in examples/train, and the smallest run of
+# examples/transformer_bench. In a virtual environment of their own.
 source scripts/tiers/common.sh
 
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
@@ -17,19 +17,10 @@ check "validate_training.sh, 12 steps" scripts/validate_training.sh --num_train_
     --out "$target_dir/validation-test" -- --model_size test --text README.md CHANGELOG.md
 export PYTHONPATH=$PWD/examples:$PYTHONPATH
 rm -f "$target_dir/transformer.jsonl"
-# Every table of the small size at length 128. A program that two of them have is compiled once. Unoptimised, random
-# parameters would take 20 s of processor time a command, and 9 s as they are.
-export XLA_FLAGS=${XLA_FLAGS#--xla_backend_optimization_level=0}
-export JAX_COMPILATION_CACHE_DIR=$target_dir/transformer-cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-rm -rf "$JAX_COMPILATION_CACHE_DIR"
-for command in time memory layers kernels precision attention jit; do
-    settings=(steps=1)
-    case $command in
-        precision) settings=("policies=[float32,bfloat16,mixed]") ;;
-        jit) settings=(modes=forward) ;;
-    esac
+# What the tests run of `layers` and `kernels` is not training.
+for command in time layers kernels; do
     check "transformer_bench $command" python -m transformer_bench "$command" \
-        --config examples/transformer_bench/configs/small-cpu.yaml --set "${settings[@]}" \
+        --config examples/transformer_bench/configs/test.yaml --set phases=training \
         --json "$target_dir/transformer.jsonl" --resume
 done
 check "transformer_bench report" python -m transformer_bench report \
