@@ -415,6 +415,43 @@ struct Bend {
   }
 };
 
+// Has products be -inf that a query does not see: those of a lane's row lane / 4, or the one `half` times 8 behind it, with
+// keys of a tile from `key` on that are outside its range.
+template <int kEights>
+__device__ inline void mask_range(float (&products)[kEights][4], int half, int2 range, int key) {
+  const int lane = threadIdx.x % 32;
+  const int low = range.x - key - lane % 4 * 2, high = range.y - key - lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool is_seen = low <= 8 * j + i && 8 * j + i < high;
+      if (!is_seen) products[j][2 * half + i] = -infinity();
+    }
+  }
+}
+
+// The same of those with keys of another segment.
+template <int kEights>
+__device__ inline void mask_segment(float (&products)[kEights][4], int half, int32_t segment, const int32_t* of_keys) {
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+    const int2 pair = *reinterpret_cast<const int2*>(&of_keys[8 * j + threadIdx.x % 4 * 2]);
+    if (pair.x != segment) products[j][2 * half] = -infinity();
+    if (pair.y != segment) products[j][2 * half + 1] = -infinity();
+  }
+}
+
+// Bends all of a lane's products.
+template <int kEights>
+__device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4]) {
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+    bend.bend(products[j][0], products[j][1]);
+    bend.bend(products[j][2], products[j][3]);
+  }
+}
+
 // A block of queries, whose rows the four warps share, and the tiles of keys that it walks over. Rows lie as
 // arguments say, or follow one another if `kIsPacked`.
 template <class E, int kColumns, int kStrips, int kKeys, bool kIsPacked>
@@ -531,28 +568,12 @@ struct QueryBlock {
 
   // Has products that are not seen be -inf; `row` is the strip's first.
   __device__ void mask(float (&products)[kKeys / 8][4], int row, int key, int stage) const {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row + lane / 4 + 8 * half;
-      const int2 range = shared.ranges[own];
-      const int low = range.x - key - lane % 4 * 2, high = range.y - key - lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool is_seen = low <= 8 * j + i && 8 * j + i < high;
-          if (!is_seen) products[j][2 * half + i] = -infinity();
-        }
-      }
+      const int own = row + threadIdx.x % 32 / 4 + 8 * half;
+      mask_range(products, half, shared.ranges[own], key);
       if (a.kv_segments == nullptr) continue;
-      const int32_t segment = shared.segments[own];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        const int2 pair = *reinterpret_cast<const int2*>(&shared.of_keys[stage][8 * j + lane % 4 * 2]);
-        if (pair.x != segment) products[j][2 * half] = -infinity();
-        if (pair.y != segment) products[j][2 * half + 1] = -infinity();
-      }
+      mask_segment(products, half, shared.segments[own], shared.of_keys[stage]);
     }
   }
 };
@@ -613,13 +634,7 @@ struct Forward {
   __device__ void weigh(const Block& block, const Bend& bend, float (&products)[kKeys / 8][4],
                         uint32_t (&p)[kKeys / 16][4], int strip, int key, int stage,
                         bool is_whole) {
-    if (bend.is_bent) {
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        bend.bend(products[j][0], products[j][1]);
-        bend.bend(products[j][2], products[j][3]);
-      }
-    }
+    if (bend.is_bent) bend_all(bend, products);
     if (!is_whole) block.mask(products, own_row(strip), key, stage);
     float shift[2];
 #pragma unroll

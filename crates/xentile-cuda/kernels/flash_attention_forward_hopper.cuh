@@ -282,29 +282,11 @@ struct Forward {
     // Has products that are not seen be -inf.
     __device__ void mask(int key, uint32_t stage) {
       if (inner_low <= key && key + kKeys <= inner_high) return;
-      const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int low = ranges[half].x - key - lane % 4 * 2, high = ranges[half].y - key - lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const bool is_seen = low <= 8 * j + i && 8 * j + i < high;
-            if (!is_seen) products[j][2 * half + i] = -infinity();
-          }
-        }
-      }
+      for (int half = 0; half < 2; ++half) mask_range(products, half, ranges[half], key);
       if (a.kv_segments == nullptr) return;
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        const int2 pair = *reinterpret_cast<const int2*>(&shared.segments[stage][8 * j + lane % 4 * 2]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (pair.x != segments[half]) products[j][2 * half] = -infinity();
-          if (pair.y != segments[half]) products[j][2 * half + 1] = -infinity();
-        }
-      }
+      for (int half = 0; half < 2; ++half) mask_segment(products, half, segments[half], shared.segments[stage]);
     }
 
     // Makes probabilities of products, without what they are divided by, and `kept`, which sums that were
@@ -340,15 +322,6 @@ struct Forward {
       for (int j = 0; j < kKeys / 8; ++j) {
         p[j / 2][j % 2 * 2] = packed<E>(products[j][0], products[j][1]);
         p[j / 2][j % 2 * 2 + 1] = packed<E>(products[j][2], products[j][3]);
-      }
-    }
-
-    __device__ void bend_products() {
-      if (!bend.is_bent) return;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        bend.bend(products[j][0], products[j][1]);
-        bend.bend(products[j][2], products[j][3]);
       }
     }
 
@@ -394,7 +367,7 @@ struct Forward {
         end_turn();
         wait<E, 0>();
         settle<E>(products);
-        bend_products();
+        if (bend.is_bent) bend_all(bend, products);
         mask(note.key, of_keys.stage);
         release(shared.k_empty[of_keys.stage]);
         of_keys.next();
@@ -413,7 +386,7 @@ struct Forward {
           end_turn();
           wait<E, 1>();
           settle<E>(products);
-          bend_products();
+          if (bend.is_bent) bend_all(bend, products);
           mask(next.key, of_keys.stage);
           release(shared.k_empty[of_keys.stage]);
           of_keys.next();
