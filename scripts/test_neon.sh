@@ -2,7 +2,7 @@
 # Runs the tests of xentile-cpu, and a call through the shared library, as aarch64 programs under qemu's
 # user-mode emulation, so that the NEON kernels are tested on any x86-64 machine:
 #
-#     scripts/test_neon.sh
+#     scripts/test_neon.sh [CARGO ARGUMENTS, such as --lib: which tests]
 #
 # scripts/aarch64.sh gets what that takes. Exits 77 where this machine cannot do that; the last line
 # then says what it would need. XENTILE_XLA_LIBRARY=FILE calls that library, such as a wheel's, and runs
@@ -28,5 +28,6 @@ fi
 # What they hold is of no instruction set: how work is cut, and arrays beyond the caches.
 slow=(real_vocabularies large_results large threads_change_no_bit tokens_of_a_task logits_may_be_kept)
 echo "left out: tests of sizes and threads, which take minutes under emulation: ${slow[*]}"
-cargo test --no-fail-fast --target "$target" -p xentile-cpu --lib --tests -- "${slow[@]/#/--skip=}"
+(($#)) || set -- --lib --tests
+cargo test --no-fail-fast --target "$target" -p xentile-cpu "$@" -- "${slow[@]/#/--skip=}"
 "${call[@]}"

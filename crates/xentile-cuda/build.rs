@@ -3,6 +3,7 @@
 //! The compiler is `XENTILE_NVCC`, else that of `CUDA_HOME`, else the one in `PATH`, else the one
 //! that wheels put into the project's virtual environment. `XENTILE_CUDA_ARCHS`, such as `90a` or
 //! `80,90a`, leaves out all other architectures and PTX: shorter builds for development.
+//! `XENTILE_CUDA_FAST_COMPILE=1` has kernels compiled in a third of the time, to slow ones.
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::OsStr;
@@ -98,7 +99,7 @@ fn main() -> ExitCode {
 }
 
 fn build() -> Result<(), String> {
-    for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS"] {
+    for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS", "XENTILE_CUDA_FAST_COMPILE"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     for path in [
@@ -215,6 +216,13 @@ fn flags() -> Result<Vec<String>, String> {
     }
     if chosen.is_none() {
         flags.push(PTX.into());
+    }
+    match std::env::var("XENTILE_CUDA_FAST_COMPILE").as_deref() {
+        Err(_) | Ok("" | "0") => {}
+        Ok("1") => flags.push("--Ofast-compile=max".into()),
+        Ok(other) => {
+            return Err(format!("XENTILE_CUDA_FAST_COMPILE is `{other}`; it must be 0 or 1"));
+        }
     }
     Ok(flags)
 }

@@ -70,7 +70,9 @@ use_exported_programs() {
 
 # Kernels for GPUs are compiled for one architecture, as no tier runs them: that which has all of them. Where all
 # tiers run, for another one too, in wheels as elsewhere, so that what one tier compiled is found by the next.
+# That they compile is all that is held, so that they need no optimisation.
 compile_kernels_once() {
+    export XENTILE_CUDA_FAST_COMPILE=1
     [[ -z ${XENTILE_CUDA_ARCHS:-} ]] || return 0
     export XENTILE_CUDA_ARCHS=90a
     [[ -n ${XENTILE_TEST_ALL:-} ]] || return 0
@@ -84,9 +86,17 @@ compile_kernels_once() {
 # shellcheck disable=SC2034 # the tiers read it
 like_workspace=(--package xentile --package xentile-tools --package xentile-xla)
 
+# The tests of xentile-cpu that a tier runs which compiles the kernels with a compiler's settings of its own. Unit
+# tests, which know what is private, have the crate compiled once more than the others.
+# shellcheck disable=SC2034 # the tiers read it
+kernel_tests=(--lib --tests)
+[[ -z ${XENTILE_TEST_ALL:-} ]] || kernel_tests=("${kernel_tests[XENTILE_TEST_DRAW / 2 % 2]}")
+
 # For tiers in which programs run slowly.
 try_fewer_arguments() {
     export XENTILE_TEST_STRIDE=997
+    ((${#kernel_tests[@]} > 1)) ||
+        echo "left out: unit tests of the kernels for CPUs, or else all others, which XENTILE_TEST_DRAW chooses: ${kernel_tests[*]} was run"
     echo "left out: most arguments of elementary functions: one f32 in $XENTILE_TEST_STRIDE is tried, from a random start; and a part of the distributions of norms and of linear losses"
 }
 
