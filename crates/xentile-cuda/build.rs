@@ -99,7 +99,8 @@ fn main() -> ExitCode {
 }
 
 fn build() -> Result<(), String> {
-    for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS", "XENTILE_CUDA_FAST_COMPILE"] {
+    for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS", "XENTILE_CUDA_FAST_COMPILE"]
+    {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     for path in [
