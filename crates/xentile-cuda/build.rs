@@ -3,7 +3,7 @@
 //! The compiler is `XENTILE_NVCC`, else that of `CUDA_HOME`, else the one in `PATH`, else the one
 //! that wheels put into the project's virtual environment. `XENTILE_CUDA_ARCHS`, such as `90a` or
 //! `80,90a`, leaves out all other architectures and PTX: shorter builds for development.
-//! `XENTILE_CUDA_FAST_COMPILE=1` has kernels compiled in a third of the time, to slow ones.
+//! `XENTILE_CUDA_FAST_COMPILE=1` has kernels compiled in a fifth of the time, to slow ones.
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::OsStr;

@@ -3,6 +3,5 @@
 source scripts/tiers/common.sh
 
 # For time: most tests have a grid of cases.
-[[ -z ${XENTILE_TEST_ALL:-} ]] || export THIN=8
-[[ -z ${XENTILE_TEST_QUICK:-} ]] || export THIN=8
+[[ -z ${XENTILE_TEST_QUICK:-}${XENTILE_TEST_ALL:-} ]] || export THIN=8
 exec scripts/test_jax.sh 0.12.0
