@@ -12,7 +12,8 @@
 # A tier of the default takes a part where XENTILE_TEST_QUICK is 1, and prints `left out: ..` for each
 # thing that it leaves out. XENTILE_TEST_DRAW is a number that tells which cases of a test are run there;
 # it is printed, and drawn where it is not set. Tiers of --all, where XENTILE_TEST_ALL is 1, that run the
-# same test over many cases take a part of these too.
+# same test over many cases take a part of these too, and of those that compile the kernels with a compiler's
+# settings of its own one has its turn.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -20,7 +21,9 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 by_name=(xla-cpu-{0.10.2,0.11.2})
 # In the order of what fails soonest.
 quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
-all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme docs train asan miri fuzz neon)
+all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme docs train miri asan fuzz neon)
+# Of these --all runs one, which XENTILE_TEST_DRAW chooses.
+in_turns=(asan fuzz neon)
 
 tiers=("$@")
 left_out=()
@@ -33,7 +36,17 @@ if (($# == 0)); then
     done
 elif [[ $* == --all ]]; then
     export XENTILE_TEST_ALL=1
-    tiers=("${all[@]}") left_out=("${by_name[@]}")
+    tiers=()
+    left_out=("${by_name[@]}")
+    export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
+    turn=${in_turns[XENTILE_TEST_DRAW % ${#in_turns[@]}]}
+    for tier in "${all[@]}"; do
+        if [[ $tier != "$turn" && " ${in_turns[*]} " == *" $tier "* ]]; then
+            left_out+=("$tier")
+        else
+            tiers+=("$tier")
+        fi
+    done
 fi
 for tier in "${tiers[@]}"; do
     if [[ ! -f scripts/tiers/$tier.sh ]]; then
