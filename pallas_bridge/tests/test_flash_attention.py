@@ -464,7 +464,6 @@ def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
         ({"head_dim": None}, "head_dim is None; it must be an integer of at least 1"),
         ({"options": {"bias": 1}}, "unknown key options.bias"),
         ({"keys": 0}, "keys is 0; it must be an integer of at least 1"),
-        ({"keys": 64, "segments": 2}, "keys is 64 and segments 2; packed texts have as many keys"),
     ):
         with pytest.raises(ValueError, match=message):
             for cell in export.cells({**config, **change}, tmp_path):
@@ -491,6 +490,27 @@ def test_the_program_for_tools_computes_attention(
     seen = seen_by(queries, keys, True, (9, None))
     right = wanted(q, k, v, do, dlse, seen, softcap=5.0, sinks=sinks)
     close({**found, "dsinks": dsinks}, right, "float32")
+
+
+def test_the_program_for_tools_of_packed_texts(rng: np.random.Generator) -> None:
+    """Texts of 4, 0 and 9 queries that see keys of 7, 3 and 9."""
+    q, k, v, do, dlse = arrays(rng, "float32", 1, (4, 2), (13, 19), (16, 16))
+    seen = np.zeros((13, 19), bool)
+    for (queries, first), (keys, start) in (((4, 0), (7, 0)), ((9, 4), (9, 10))):
+        seen[first : first + queries, start : start + keys] = seen_by(queries, keys, causal=True)[0]
+    ends = seen.argmax(1), 19 - seen[:, ::-1].argmax(1)
+    config = {"op": "flash_attention", "dtype": "f32", "time": 13, "keys": 19, "segments": 3}
+    config |= {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    (cell,) = export.cells(config, Path())
+    program = exported.program(cell)
+    assert [of.shape for of in program.arguments[3:5]] == [(13,), (13,)]
+    given = (jnp.moveaxis(x[0], 1, 0) for x in (q, k, v))
+    of_rows = (jnp.moveaxis(x[0], 1, 0) for x in (do, dlse))
+    of_texts = (jnp.asarray(end, jnp.int32) for end in ends)
+    results = program.function(*given, *of_texts, *of_rows)
+    names = ("o", "lse", "dq", "dk", "dv")
+    found = {name: jnp.moveaxis(x, 0, 1)[None] for name, x in zip(names, results, strict=True)}
+    close(found, wanted(q, k, v, do, dlse, seen[None]), "float32")
 
 
 def test_bits_do_not_depend_on_the_batch(rng: np.random.Generator) -> None:

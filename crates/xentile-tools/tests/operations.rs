@@ -217,7 +217,7 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
         (norm, "keys=7", "keys is set; op rms_norm has none, flash_attention has"),
         (attention, "keys=0", "keys is 0; it must be at least 1"),
         (attention, "kyes=7", "unknown key `kyes`; did you mean `keys`?"),
-        (attention, "segments=2", "keys is 37 and segments 2; packed texts have as many keys"),
+        (attention, "segments=19", "segments is 19; it must be from 1 to the tokens, which are 18"),
         (norm, "options.eps=-1", "options: eps is -1; it must be finite and at least 0"),
         (norm, "options.epss=1", "unknown key `options.epss`; did you mean `eps`?"),
         (norm, "hiden=1", "unknown key `hiden`; did you mean `hidden`?"),

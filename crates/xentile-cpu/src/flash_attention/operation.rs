@@ -1,7 +1,7 @@
 //! The kernels of attention, as tools run them.
 
 use xentile::flash_attention::AttentionShape;
-use xentile::flash_attention::operation::{OPERATION, mask, options, shape};
+use xentile::flash_attention::operation::{KEYS_SEEN, OPERATION, mask, options, shape};
 use xentile::operation::{ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::{Element, Result, by_dtype};
 
@@ -27,9 +27,13 @@ impl Kernels for OfSequence {
     ) -> Result<Box<dyn Run + 'a>> {
         let (shape, mask) = (shape(problem)?, mask(problem));
         let AttentionShape { queries, keys, .. } = shape;
-        let of_head = (0..queries).flat_map(|query| {
-            let seen = mask.keys(query, queries, keys);
-            [seen.start as i32, seen.end as i32]
+        let given = KEYS_SEEN.map(|name| inputs.slice::<i64>(name));
+        let of_head = (0..queries).flat_map(|query| match given {
+            [Some(first), Some(end)] => [first[query] as i32, end[query] as i32],
+            _ => {
+                let seen = mask.keys(query, queries, keys);
+                [seen.start as i32, seen.end as i32]
+            }
         });
         let ranges = of_head.collect::<Vec<_>>().repeat(shape.heads);
         let ids = inputs.slice::<i64>("segment_ids");

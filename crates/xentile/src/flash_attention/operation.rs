@@ -2,6 +2,7 @@
 //! another number. Entries are judged by the error bounds of the reference.
 
 use std::iter;
+use std::ops::Range;
 use std::time::Instant;
 
 use rayon::prelude::*;
@@ -30,6 +31,9 @@ const SEEDS: [u64; 5] = [
     0xd6e8_feb8_6659_fd93,
     0xa076_1d64_78bd_642f,
 ];
+
+/// The first key that each query sees, and the one behind the last, of packed texts of two lengths.
+pub const KEYS_SEEN: [&str; 2] = ["first_key_seen", "behind_last_key_seen"];
 
 const fn dim(letter: &'static str, key: &'static str, about: &'static str) -> DimSpec {
     DimSpec { letter, key, index: key, about, default: None, like: None, in_shape: false }
@@ -95,9 +99,9 @@ const OPTIONS: [OptionSpec; 7] = [
         "segments",
         Kind::Count,
         Value::Absent,
-        "from 1 to the tokens, or absent for none",
+        "from 1 to the tokens and to the keys, or absent for none",
         "how many texts are packed into the sequence, each longer than the one before it; a query sees \
-         keys of its own text alone",
+         keys of its own text alone, whose queries and keys end together",
     )
     .on_top(),
 ];
@@ -134,6 +138,32 @@ fn texts(count: usize, tokens: usize) -> Vec<usize> {
     (0..count)
         .flat_map(|text| iter::repeat_n(text as usize, (end(text + 1) - end(text)) as usize))
         .collect()
+}
+
+/// The keys that each query sees, of the mask and of its own text.
+#[must_use]
+pub fn keys_seen(problem: &Problem) -> Vec<Range<usize>> {
+    let [queries, keys] = ["T", "K"].map(|letter| problem.dim(letter));
+    let mask = mask(problem);
+    let Some(count) = segments(problem) else {
+        return (0..queries).map(|query| mask.keys(query, queries, keys)).collect();
+    };
+    let [of_queries, of_keys] = [queries, keys].map(|tokens| texts(count, tokens));
+    let of_text = |text| {
+        let [queries, keys] = [&of_queries, &of_keys].map(|all: &Vec<usize>| {
+            all.partition_point(|of| *of < text)..all.partition_point(|of| *of <= text)
+        });
+        (0..queries.len()).map(move |query| {
+            let seen = mask.keys(query, queries.len(), keys.len());
+            keys.start + seen.start..keys.start + seen.end
+        })
+    };
+    (0..count).flat_map(of_text).collect()
+}
+
+/// Whether packed texts have other numbers of keys than of queries: kernels are given what each query sees.
+fn has_two_lengths(problem: &Problem) -> bool {
+    segments(problem).is_some() && problem.dim("K") != problem.dim("T")
 }
 
 /// The shape of arrays.
@@ -206,18 +236,14 @@ impl Operation for Attention {
 
     fn validate(&self, problem: &Problem) -> Result<()> {
         options(problem).validate().map_err(|error| Error::Invalid(format!("options: {error}")))?;
-        let [tokens, keys] = ["T", "K"].map(|letter| problem.dim(letter));
         if let Some(count) = segments(problem) {
-            if !(1..=tokens).contains(&count) {
-                return Err(Error::Invalid(format!(
-                    "segments is {count}; it must be from 1 to the tokens, which are {tokens}"
-                )));
-            }
-            // A text's queries are its keys.
-            if keys != tokens {
-                return Err(Error::Invalid(format!(
-                    "keys is {keys} and segments {count}; packed texts have as many keys as queries, {tokens}"
-                )));
+            for (letter, what) in [("T", "tokens"), ("K", "keys")] {
+                let most = problem.dim(letter);
+                if !(1..=most).contains(&count) {
+                    return Err(Error::Invalid(format!(
+                        "segments is {count}; it must be from 1 to the {what}, which are {most}"
+                    )));
+                }
             }
         }
         shape(problem).map(drop)
@@ -237,9 +263,13 @@ impl Operation for Attention {
         if has_sinks {
             operands.push(ArraySpec::number("sinks", &["H"], Role::Input { differentiable: true }));
         }
-        if segments(problem).is_some() {
-            let ids = Role::Input { differentiable: false };
-            operands.push(ArraySpec::new("segment_ids", &["T"], ElementRule::Index, ids));
+        let of_tokens = |name| {
+            ArraySpec::new(name, &["T"], ElementRule::Index, Role::Input { differentiable: false })
+        };
+        if has_two_lengths(problem) {
+            operands.extend(KEYS_SEEN.map(of_tokens));
+        } else if segments(problem).is_some() {
+            operands.push(of_tokens("segment_ids"));
         }
         let mut results = Vec::new();
         if pass != Pass::Backward {
@@ -279,7 +309,14 @@ impl Operation for Attention {
             from.unit().apart(SEEDS[2]).fill(&[0], heads, &mut sinks);
             inputs.insert("sinks", Array::of(sinks));
         }
-        if let Some(count) = segments(problem) {
+        if has_two_lengths(problem) {
+            let seen = keys_seen(problem);
+            let ends: [fn(&Range<usize>) -> i64; 2] =
+                [|seen| seen.start as i64, |seen| seen.end as i64];
+            for (name, end) in KEYS_SEEN.into_iter().zip(ends) {
+                inputs.insert(name, Array::of(seen.iter().map(end).collect::<Vec<_>>()));
+            }
+        } else if let Some(count) = segments(problem) {
             // Numbers of texts are in no order, and may be negative.
             let of_text = |text| 5 - 3 * text as i64 + 1000 * (text as i64 % 2);
             let ids = texts(count, rows.len()).into_iter().map(of_text);
@@ -340,13 +377,12 @@ impl Operation for Attention {
         Ok(Box::new(OfSequence {
             dtype: problem.dtype,
             options: options(problem),
-            mask: mask(problem),
+            keys_seen: keys_seen(problem),
             shape: shape(problem)?,
             q: wide("q"),
             k: wide("k"),
             v: wide("v"),
             sinks: inputs.get("sinks").map(|_| wide("sinks")),
-            segments: inputs.slice("segment_ids"),
             tolerances,
             o: Vec::new(),
             lse: Vec::new(),
@@ -367,25 +403,16 @@ impl Operation for Attention {
     fn cost(&self, problem: &Problem) -> Cost {
         let whole = self.signature(problem, Pass::ForwardAndBackward);
         let [all_bytes, bytes_written] = whole.bytes(problem);
-        let [queries, heads, width, kv_heads, keys] = DIMS.map(|dim| problem.dim(dim.letter));
-        let mask = mask(problem);
-        let texts = segments(problem).map(|count| texts(count, queries));
-        let (mut pairs, mut hull) = (0_u64, keys..0);
-        for query in 0..queries {
-            let own = texts.as_ref().map_or(0..keys, |texts| {
-                texts.partition_point(|text| *text < texts[query])
-                    ..texts.partition_point(|text| *text <= texts[query])
-            });
-            let seen = mask.keys(query, queries, keys);
-            let seen = seen.start.max(own.start)..seen.end.min(own.end);
-            if !seen.is_empty() {
-                pairs += seen.len() as u64;
-                // Places of queries follow each other, so that nothing is between what two of them see.
-                hull = hull.start.min(seen.start)..hull.end.max(seen.end);
-            }
+        let [_, heads, width, kv_heads, keys] = DIMS.map(|dim| problem.dim(dim.letter));
+        let (mut pairs, mut keys_read, mut end) = (0_u64, 0, 0);
+        // Both ends of what queries see rise from one to the next.
+        for seen in keys_seen(problem) {
+            pairs += seen.len() as u64;
+            keys_read += seen.end.saturating_sub(seen.start.max(end));
+            end = end.max(seen.end);
         }
         let unseen =
-            (2 * kv_heads * (keys - hull.len()) * width * problem.dtype.size_bytes()) as u64;
+            (2 * kv_heads * (keys - keys_read) * width * problem.dtype.size_bytes()) as u64;
         let bytes_read = all_bytes.saturating_sub(unseen);
         Cost { bytes_read, bytes_written, flops: 7 * 2 * (heads * width) as u64 * pairs }
     }
@@ -398,22 +425,21 @@ impl Operation for Attention {
 }
 
 /// The reference on one sequence, in float64.
-struct OfSequence<'a> {
+struct OfSequence {
     dtype: DType,
     options: FlashAttention,
-    mask: Mask,
+    keys_seen: Vec<Range<usize>>,
     shape: AttentionShape,
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
     sinks: Option<Vec<f64>>,
-    segments: Option<&'a [i64]>,
     tolerances: Tolerances,
     o: Vec<Near>,
     lse: Vec<Near>,
 }
 
-impl OfSequence<'_> {
+impl OfSequence {
     /// Calls `run` with the reference of head `head` of queries.
     fn of_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
         let AttentionShape { group, queries, keys, width, .. } = self.shape;
@@ -423,10 +449,7 @@ impl OfSequence<'_> {
         };
         let q = of(&self.q, head, queries);
         let [k, v] = [&self.k, &self.v].map(|all| of(all, head / group, keys));
-        let sees = |query: usize, key: usize| {
-            let is_own = self.segments.is_none_or(|of| of[query] == of[key]);
-            is_own && self.mask.keys(query, queries, keys).contains(&key)
-        };
+        let sees = |query: usize, key: usize| self.keys_seen[query].contains(&key);
         run(&Head {
             options: self.options,
             dtype: self.dtype,
@@ -470,7 +493,7 @@ const SHARE: f64 = 1.0 / 16.0;
 /// What a few products that fall below f32's normal range may lose.
 const FLUSHED: f64 = 64.0 * f32::MIN_POSITIVE as f64;
 
-impl Reference for OfSequence<'_> {
+impl Reference for OfSequence {
     fn forward(&mut self) {
         let AttentionShape { queries, value_width, .. } = self.shape;
         let heads = self.shape.heads * self.shape.group;
@@ -575,11 +598,20 @@ mod tests {
             ([6, 4], vec![("window_before", count(1))], 1 + 2 + 2 + 2, 4),
             ([7, 3], vec![("causal", no), ("window_after", count(1))], 1 + 2 + 3 + 3, 3),
             ([9, 9], vec![("segments", count(3))], 3 + 6 + 10, 9),
+            // Texts of 2, 3, 4 queries and of 2, 4, 6 keys, which end together.
+            ([9, 12], vec![("segments", count(3))], (1 + 2) + (2 + 3 + 4) + (3 + 4 + 5 + 6), 12),
+            // Of 2, 4, 6 queries and of 2, 3, 4 keys: some see none.
+            ([12, 9], vec![("segments", count(3))], (1 + 2) + (1 + 2 + 3) + (1 + 2 + 3 + 4), 9),
+            // What the windows of a text's few queries leave out of its keys.
+            ([3, 12], vec![("segments", count(2)), ("window_before", count(1))], 2 + 2 + 2, 2 + 3),
         ] {
             let [queries, keys] = lengths;
             let cost = OPERATION.cost(&problem(lengths, &options));
             assert_eq!(cost.flops, 7 * 2 * 8 * 2 * pairs, "{lengths:?} {options:?}");
-            let ids = if options.iter().any(|(name, _)| *name == "segments") { queries } else { 0 };
+            let has_texts = options.iter().any(|(name, _)| *name == "segments");
+            // A number of a text for each query, or what it sees.
+            let of_texts = if queries == keys { queries } else { 2 * queries };
+            let ids = if has_texts { of_texts } else { 0 };
             let of_queries = 2 * 2 * queries * 8 + 2 * queries;
             let read = 4 * (of_queries + 2 * keys_read * 8 + ids);
             assert_eq!(cost.bytes_read, read as u64, "{lengths:?} {options:?}");
@@ -589,12 +621,22 @@ mod tests {
     }
 
     #[test]
-    fn packed_texts_have_as_many_keys_as_queries() {
-        let segments = [("segments", Value::Integer(2))];
-        assert_eq!(OPERATION.validate(&problem([5, 5], &segments)), Ok(()));
-        assert_eq!(OPERATION.validate(&problem([5, 7], &[])), Ok(()));
-        let error = OPERATION.validate(&problem([5, 7], &segments)).unwrap_err().to_string();
-        assert_eq!(error, "keys is 7 and segments 2; packed texts have as many keys as queries, 5");
+    fn texts_have_tokens_and_keys() {
+        let validate = |lengths, count| {
+            let problem = problem(lengths, &[("segments", Value::Integer(count))]);
+            OPERATION.validate(&problem).map_err(|error| error.to_string())
+        };
+        assert_eq!(validate([5, 7], 5), Ok(()));
+        let of = |what| Err(format!("segments is 6; it must be from 1 to the {what}, which are 5"));
+        assert_eq!([validate([5, 7], 6), validate([7, 5], 6)], [of("tokens"), of("keys")]);
+    }
+
+    #[test]
+    fn queries_and_keys_of_a_text_end_together() {
+        let of = |lengths| keys_seen(&problem(lengths, &[("segments", Value::Integer(2))]));
+        assert_eq!(of([6, 6]), [0..1, 0..2, 2..3, 2..4, 2..5, 2..6]);
+        assert_eq!(of([3, 12]), [0..4, 4..11, 4..12]);
+        assert_eq!(of([9, 3]), [0..0, 0..0, 0..1, 1..1, 1..1, 1..1, 1..1, 1..2, 1..3]);
     }
 
     #[test]

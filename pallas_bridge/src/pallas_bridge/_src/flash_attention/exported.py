@@ -1,7 +1,9 @@
 """Programs of attention for tools that run no Python: o, lse and gradients, of one sequence.
 
-Arguments are q [H, T, D], k and v [J, K, D], sinks [H] and segment ids [T] if any, and cotangents
-do and dlse [H, T]; results o, lse, dq, dk, dv and, with sinks, dsinks.
+Arguments are q [H, T, D], k and v [J, K, D], sinks [H] if any, those of packed texts if any, and
+cotangents do and dlse [H, T]; results o, lse, dq, dk, dv and, with sinks, dsinks. Packed texts with
+as many keys as queries have segment ids [T]; others the first key that each query sees, and the one
+behind the last, [T] each.
 """
 
 from collections.abc import Mapping
@@ -54,15 +56,9 @@ def settings(config: Mapping[str, Any]) -> Settings:
     heads, head_dim, kv_heads = (int(extent or 0) for extent in extents)
     if heads % kv_heads:
         raise ConfigError(f"kv_heads is {kv_heads}; it must divide heads, which is {heads}")
-    tokens, segments = tokens_of(config), config.get("segments")
-    keys = config.get("keys")
-    keys = tokens if keys is None else keys
+    keys, segments = config.get("keys"), config.get("segments")
+    keys = tokens_of(config) if keys is None else keys
     check_extent("keys", keys)
-    if segments is not None and keys != tokens:
-        raise ConfigError(
-            f"keys is {keys} and segments {segments}; packed texts have as many keys as queries, "
-            f"{tokens}"
-        )
     return Settings(heads, head_dim, kv_heads, keys, bool(config.get("sinks")), segments)
 
 
@@ -83,22 +79,26 @@ def program(cell: Cell) -> Program:
         window=(given.get("window_before"), given.get("window_after")),
         width=settings.head_dim,
     )
+    heads, kv_heads, tokens = settings.heads, settings.kv_heads, cell.tokens
+    is_packed, has_as_many = settings.segments is not None, settings.keys == tokens
     options = replace(
         options,
         has_sinks=settings.sinks,
-        has_segments=settings.segments is not None,
-        is_own_segment=settings.segments is not None,
+        has_segments=is_packed and has_as_many,
+        is_own_segment=is_packed and has_as_many,
         gives_lse=True,
         implementation="reference" if cell.is_dense else None,
     )
-    heads, kv_heads, tokens = settings.heads, settings.kv_heads, cell.tokens
-    seen = ranges(options, tokens, settings.keys, None, None)
     of_heads = (kv_heads, heads // kv_heads)
 
     def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
         *beside, do, dlse = more
-        sinks = beside[: int(settings.sinks)]
-        ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in beside[len(sinks) :]]
+        sinks, of_texts = beside[: int(settings.sinks)], beside[int(settings.sinks) :]
+        if is_packed and not has_as_many:
+            seen, ids = jnp.stack(of_texts, -1), []
+        else:
+            seen = ranges(options, tokens, settings.keys, None, None)
+            ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in of_texts]
 
         def function(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
             grouped = q.reshape(*of_heads, tokens, settings.head_dim)
@@ -115,8 +115,8 @@ def program(cell: Cell) -> Program:
     k = shape((kv_heads, settings.keys, settings.head_dim), DTYPES[cell.dtype])
     rows = shape((heads, tokens), jnp.float32)
     sinks = [shape((heads,), jnp.float32)] if settings.sinks else []
-    ids = [] if settings.segments is None else [shape((tokens,), jnp.int32)]
-    arguments = [q, k, k, *sinks, *ids, q, rows]
+    of_texts = [shape((tokens,), jnp.int32)] * (is_packed * (1 if has_as_many else 2))
+    arguments = [q, k, k, *sinks, *of_texts, q, rows]
     return Program("forward_and_backward", forward_and_backward, arguments)
 
 
