@@ -4,8 +4,8 @@
 #
 #     scripts/pytest_in_shares.sh PYTEST_ARGUMENTS
 #
-# With THIN=3 a third of each test's cases are run, or so; scripts/pytest_share.py tells which. With ONE_IN=2 half of
-# those that are left, which XENTILE_TEST_DRAW chooses.
+# With THIN=3 a third of each test's cases are run, or so, and with HALF=0 or 1 one half of all tests;
+# scripts/pytest_share.py tells which.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -16,12 +16,13 @@ trap 'rm -rf "$scratch"' EXIT
 export XENTILE_TEST_THIN=${THIN:-1}
 ((XENTILE_TEST_THIN == 1)) ||
     echo "left out: $((XENTILE_TEST_THIN - 1)) of $XENTILE_TEST_THIN cases of a test, where it has so many"
-one_in=${ONE_IN:-1}
-((one_in == 1)) || echo "left out: of the tests that are left all but one in $one_in, which XENTILE_TEST_DRAW chooses"
+if [[ -n ${HALF:-} ]]; then
+    export XENTILE_TEST_HALF=$HALF
+    echo "left out: half of the tests but those of numbers, which XENTILE_TEST_DRAW chooses"
+fi
 pids=() status=0
 for ((job = 0; job < jobs; job++)); do
-    XENTILE_TEST_SHARE=$((job * one_in + ${XENTILE_TEST_DRAW:-0} % one_in))/$((jobs * one_in)) \
-        python -m pytest -p scripts.pytest_share "$@" >"$scratch/$job" 2>&1 &
+    XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_share "$@" >"$scratch/$job" 2>&1 &
     pids+=($!)
 done
 for ((job = 0; job < jobs; job++)); do

@@ -3,12 +3,14 @@
     python -m pytest -p scripts.pytest_share
 
 XENTILE_TEST_SHARE, as in "2/8", keeps every eighth test from the third on. Before that
-XENTILE_TEST_THIN, as in "4", keeps a quarter of each test's cases, one at least, which the number
-XENTILE_TEST_DRAW chooses.
+XENTILE_TEST_THIN, as in "4", keeps a quarter of each test's cases, one at least, and
+XENTILE_TEST_HALF, 0 or 1, that half of the tests, and all that are marked `numbers`. The number
+XENTILE_TEST_DRAW chooses which they are.
 """
 
 import os
 import random
+import zlib
 from collections import defaultdict
 
 import pytest
@@ -20,7 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     share, shares = map(int, os.environ.get("XENTILE_TEST_SHARE", "0/1").split("/"))
     thin = int(os.environ.get("XENTILE_TEST_THIN", "1"))
     draw = int(os.environ.get("XENTILE_TEST_DRAW", "0"))
-    items[:] = thinned(items, thin, draw)[share::shares]
+    half = os.environ.get("XENTILE_TEST_HALF")
+    kept = [item for item in items if half is None or in_half(item, int(half), draw)]
+    items[:] = thinned(kept, thin, draw)[share::shares]
+
+
+def in_half(item: pytest.Item, half: int, draw: int) -> bool:
+    """Whether a test is of that half of all, or holds numbers."""
+    if any(item.iter_markers("numbers")):
+        return True
+    name = item.nodeid.partition("[")[0]
+    return zlib.crc32(f"{draw} {name}".encode()) % 2 == half
 
 
 def thinned(items: list[pytest.Item], thin: int, draw: int) -> list[pytest.Item]:
