@@ -25,6 +25,7 @@ all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-
 # Of these --all runs one, which XENTILE_TEST_DRAW chooses.
 in_turns=(asan fuzz neon)
 
+export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
 tiers=("$@")
 left_out=()
 unset XENTILE_TEST_QUICK XENTILE_TEST_ALL
@@ -38,7 +39,6 @@ elif [[ $* == --all ]]; then
     export XENTILE_TEST_ALL=1
     tiers=()
     left_out=("${by_name[@]}")
-    export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
     turn=${in_turns[XENTILE_TEST_DRAW % ${#in_turns[@]}]}
     for tier in "${all[@]}"; do
         if [[ $tier != "$turn" && " ${in_turns[*]} " == *" $tier "* ]]; then
@@ -70,7 +70,6 @@ if [[ -n ${CI:-}${XENTILE_TEST_ALL:-} ]]; then
 fi
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
-export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
 echo "draw of cases: set XENTILE_TEST_DRAW=$XENTILE_TEST_DRAW to repeat"
 
 logs=target/test-logs

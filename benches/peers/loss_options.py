@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from distributions import Distribution
+from loss_inputs import logits_of_calls
 from turns import rounds_of, save
 
 from pallas_bridge import cross_entropy
@@ -27,11 +27,8 @@ SHAPES = (
 )
 DISTRIBUTIONS = ("normal", "normal, std 45", "trained")
 SOFTCAP, FACTOR = 30.0, 0.5
-# Rows that are drawn; a program repeats them.
-DRAWN = 64
-# Logits of a program that are not in the caches when it begins, and the most that XLA's program,
-# which holds them in float32 a few times, is run for.
-APART, DENSE = 2**28, 2**31
+# The most bytes of logits that XLA's program, which holds them in float32 a few times, is run for.
+DENSE = 2**31
 
 Loss = Callable[..., jax.Array]
 
@@ -44,18 +41,9 @@ def xla(x: jax.Array, labels: jax.Array) -> jax.Array:
 def measured(shape: tuple[int, int], of: str, seconds: float) -> dict[str, Any]:
     """Returns milliseconds and copies of each program of a cell."""
     rows, vocab = shape
-    distribution, rng = Distribution.parse(of), np.random.default_rng(0)
-    targets = distribution.targets(rng, DRAWN, vocab)
-    drawn = distribution.logits(rng, targets, vocab)
-    calls = min(16, max(1, APART // (2 * rows * vocab)))
-
-    def logits(dtype: Any) -> list[jax.Array]:
-        part = jnp.asarray(drawn).astype(dtype)
-        repeat = jax.jit(lambda part, first: part[(jnp.arange(rows) + first) % DRAWN])
-        return [repeat(part, call) for call in range(calls)]
-
-    labels = [jnp.asarray(targets.labels)[(np.arange(rows) + i) % DRAWN] for i in range(calls)]
-    given = {dtype: logits(dtype) for dtype in (jnp.bfloat16, jnp.float16)}
+    dtypes = (jnp.bfloat16, jnp.float16)
+    given, labels = logits_of_calls(shape, Distribution.parse(of), dtypes)
+    calls = len(labels)
 
     def program(loss: Loss, dtype: Any = jnp.bfloat16, *more: jax.Array) -> Callable[[], Any]:
         def run(x: Any, *more: jax.Array) -> Any:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from distributions import Distribution
+from loss_inputs import logits_of_calls
 from turns import rounds_of, save
 
 from pallas_bridge import cross_entropy, linear_cross_entropy
@@ -28,27 +29,17 @@ LOGITS = ("2048x151643", "4096x128256", "8192x32000", "65536x2048")
 LINEAR = ("8192x2048x128256", "4096x896x151936", "8192x4096x32000")
 DISTRIBUTIONS = ("normal", "normal, std 45", "trained")
 TEMPERATURE, ENTROPY_FACTOR = 0.7, 0.01
-# Rows of logits that are drawn; a program repeats them.
-DRAWN = 64
-# Logits of a program that are not in the caches when it begins.
-APART = 2**28
 
 Inputs = tuple[jax.Array, ...]
 
 
-def of_logits(shape: tuple[int, ...], of: Distribution) -> list[tuple[Inputs, jax.Array]]:
+def of_logits(shape: tuple[int, int], of: Distribution) -> list[tuple[Inputs, jax.Array]]:
     """Logits [T, V] with labels [T], for the calls of a program."""
-    rows, vocab = shape
-    rng = np.random.default_rng(0)
-    targets = of.targets(rng, DRAWN, vocab)
-    drawn = jnp.asarray(of.logits(rng, targets, vocab)).astype(jnp.bfloat16)
-    repeat = jax.jit(lambda drawn, first: drawn[(jnp.arange(rows) + first) % DRAWN])
-    calls = min(16, max(1, APART // (2 * rows * vocab)))
-    labels = jnp.asarray(targets.labels)
-    return [((repeat(drawn, call),), repeat(labels, call)) for call in range(calls)]
+    given, labels = logits_of_calls(shape, of, (jnp.bfloat16,))
+    return [((one,), of_call) for one, of_call in zip(given[jnp.bfloat16], labels, strict=True)]
 
 
-def of_operands(shape: tuple[int, ...], of: Distribution) -> list[tuple[Inputs, jax.Array]]:
+def of_operands(shape: tuple[int, int, int], of: Distribution) -> list[tuple[Inputs, jax.Array]]:
     """Hidden states [T, D] and an output matrix [V, D] with labels [T]."""
     rows, width, vocab = shape
     rng = np.random.default_rng(0)
