@@ -77,13 +77,11 @@ class Norm(nnx.Module):
             return y
 
     def after(self, branch: Array, stream: Array) -> tuple[Array, Array]:
-        """Adds a branch to the residual stream, and normalises the sum; returns both."""
-        if self.kernel == "ours":
-            with jax.named_scope("norms"):
-                y, total = pallas_bridge.rms_norm(
-                    branch, self.weight[...], eps=self.eps, residual=stream
-                )
-                return y, total
+        """Adds a branch to the residual stream, and normalises the sum; returns both.
+
+        XLA adds within the product that makes the branch, so that `rms_norm(residual=)` would read
+        it and the stream once more.
+        """
         with jax.named_scope("norms"):
             total = branch + stream
         return self(total), total

@@ -149,9 +149,9 @@ def assert_gradient(
     """Compares dlogits [T, V] as gradcheck does.
 
     A unit in the last place (in f32 16, and one more for each 1024 that a token's `size` [T] has,
-    since an exponent of that size is rounded too), or 2^-23 of the token's cotangent [T] or number
-    (in f32 2^-22, unlike gradcheck: p - 1 of a label has no more digits than the sum that p comes
-    of, and here are thousands of small problems), and in the 16-bit dtypes 99.9 % of entries equal.
+    since an exponent of that size is rounded too), or 2^-22 of the token's cotangent [T] or number
+    (unlike gradcheck's 2^-23: p - 1 of a label has no more digits than the sum that p comes of, and
+    here are thousands of small problems), and in the 16-bit dtypes 99.9 % of entries equal.
     """
     actual = np.asarray(actual)
     dtype = actual.dtype
@@ -163,8 +163,7 @@ def assert_gradient(
     units: Any = 1
     if dtype == np.float32:
         units = 16 + 4 * (softcap or 0) + np.broadcast_to(size, len(expected))[:, None] / 1024
-    share = 2.0 ** (-22 if dtype == np.float32 else -23)
-    floor = share * np.broadcast_to(np.abs(cotangent), len(expected))[:, None]
+    floor = 2.0**-22 * np.broadcast_to(np.abs(cotangent), len(expected))[:, None]
     allowed = np.maximum(units * ulp(rounded, dtype), floor)
     worst = np.nanmax(error / allowed) if error.size else 0
     assert not (error > allowed).any(), f"gradient: {worst} times what is allowed"
