@@ -155,7 +155,7 @@ section_scaling() {
 }
 
 section_sanitizer() {
-    local sanitizer name options arguments index pids=() names=() kernels=()
+    local sanitizer name options arguments pids=() names=() kernels=()
     local -a of_tool of_script
     sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/compute-sanitizer \
         command -v compute-sanitizer) || {
@@ -174,14 +174,24 @@ section_sanitizer() {
     # - synccheck: more barriers than a launch of many small CTAs has, since past what it tracks the
     #   tool fails itself; fewer beside products, which leave it no memory for as many, nor for many
     #   tiles.
+    # - the two of synccheck run when the others have ended: what they track takes most of a GPU's memory.
     while IFS='|' read -r name options arguments; do
+        if [[ -z $name ]]; then
+            wait "${pids[@]}" || true
+            continue
+        fi
         read -ra of_tool <<<"$options"
         read -ra of_script <<<"$arguments"
-        XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
-            XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
-            timeout -k 5 "$limit" "$sanitizer" "${of_tool[@]}" --target-processes all \
-            "${kernels[@]}" --report-api-errors no --print-limit 20 --error-exitcode 9 \
-            "$python" scripts/gpu/sanitize.py "${of_script[@]}" >"$scratch/$name" 2>&1 &
+        {
+            local started=$SECONDS code=0
+            XLA_PYTHON_CLIENT_ALLOCATOR=platform TF_CPP_MIN_LOG_LEVEL=3 \
+                XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}" \
+                timeout -k 5 "$limit" "$sanitizer" "${of_tool[@]}" --target-processes all \
+                "${kernels[@]}" --report-api-errors no --print-limit 20 --error-exitcode 9 \
+                "$python" scripts/gpu/sanitize.py "${of_script[@]}" >"$scratch/$name" 2>&1 || code=$?
+            printf 'took %d s\n' $((SECONDS - started)) >>"$scratch/$name"
+            printf '%d' "$code" >"$scratch/$name.code"
+        } &
         pids+=($!)
         names+=("$name")
     done <<'END'
@@ -193,13 +203,16 @@ racecheck-rope|--tool racecheck|--only rope
 racecheck-scale|--tool racecheck|--only scale
 racecheck-attention|--tool racecheck|--only flash_attention
 initcheck|--tool initcheck|--no-products --no-bulk-stores
+
 synccheck|--tool synccheck --num-cuda-barriers 65536|--no-products
 synccheck-products|--tool synccheck --num-cuda-barriers 16384|--only 300x200
 END
-    for index in "${!names[@]}"; do
-        name=${names[index]}
+    wait "${pids[@]}" || true
+    # shellcheck disable=SC2329 # check calls it
+    ended() { return "$(<"$scratch/$1.code")"; }
+    for name in "${names[@]}"; do
         # The exit code of the tool, and no error in its own summary.
-        check "$name" wait "${pids[index]}"
+        check "$name" ended "$name"
         tail -n 60 "$scratch/$name"
         check "$name says so" grep -qE 'SUMMARY: 0 (errors|hazards)' "$scratch/$name"
     done
