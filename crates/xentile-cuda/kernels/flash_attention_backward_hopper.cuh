@@ -768,7 +768,7 @@ struct QueryGradients {
     for (int j = 0; j < kColumns / 8; ++j) {
       of.sums[j][0] = of.sums[j][1] = of.sums[j][2] = of.sums[j][3] = 0;
     }
-    E* dq = static_cast<E*>(a.dq) + (a.first_query(of_keys) + head * a.q_group + static_cast<int64_t>(first) * a.q_row) * a.width;
+    E* dq = static_cast<E*>(a.dq) + (a.first_query(of_keys, head) + static_cast<int64_t>(first) * a.q_row) * a.width;
     const int64_t row = (static_cast<int64_t>(of_keys) * a.group + head) * a.queries + first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
