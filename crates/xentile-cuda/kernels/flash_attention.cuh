@@ -385,6 +385,35 @@ struct Quotient {
   }
 };
 
+// tanh of what is near 0, as a polynomial that is off by 8e-7 of its value at most, of a product times a factor.
+struct NearZero {
+  static constexpr float kMost = 0.75f;
+  float first, third, fifth, seventh, ninth;
+
+  __device__ explicit NearZero(float factor) {
+    const float square = factor * factor, cube = square * factor;
+    first = factor;
+    third = -0.3332966765238683f * cube;
+    fifth = 0.13268237053307083f * cube * square;
+    seventh = -0.05027795412854776f * cube * square * square;
+    ninth = 0.013105836540408575f * cube * square * square * square;
+  }
+
+  __device__ float operator()(float product) const {
+    const float y = product * product;
+    float sum = fmaf(y, ninth, seventh);
+    sum = fmaf(y, sum, fifth);
+    sum = fmaf(y, sum, third);
+    return product * fmaf(y, sum, first);
+  }
+
+  __device__ float operator()(float product, float& slope) const {
+    const float bent = (*this)(product);
+    slope = fmaf(-bent, bent, 1.0f);
+    return bent;
+  }
+};
+
 // What turns a product into a logit in units of ln(2): `factor` times it, once it is bent where `is_bent`.
 struct Bend {
   // With a softcap, what tanh is taken of is the product times `inner`; without, that is the logit.
@@ -447,9 +476,30 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
+// Whether all of a warp's products have a tanh that `NearZero` has, as most have where logits are well below the cap.
+template <int kEights>
+__device__ inline bool are_near_zero(const Bend& bend, const float (&products)[kEights][4]) {
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(products[j][i]));
+  }
+  return bend.has_cap && __all_sync(~0u, most * fabsf(bend.inner) <= NearZero::kMost);
+}
+
 // Bends all of a lane's products.
 template <int kEights>
 __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4]) {
+  if (are_near_zero(bend, products)) {
+    const NearZero near(bend.inner);
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[j][i] = near(products[j][i]);
+    }
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < kEights; ++j) {
     bend.bend(products[j][0], products[j][1]);
