@@ -711,6 +711,32 @@ def test_nothing_is_moved_around_the_forward_pass(rng: np.random.Generator, lead
     close(found, {"o": right["o"]}, "bfloat16")
 
 
+@pytest.mark.only("cuda", "layouts of programs for GPUs")
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)], ids=str)
+def test_nothing_is_moved_around_the_backward_pass(rng: np.random.Generator, lead: Any) -> None:
+    shapes = [(190, 4, 64), (256, 2, 64), (256, 2, 128), (190, 4, 128)]
+    given = [draw(rng, "bfloat16", *lead, *shape) for shape in shapes]
+    forward = partial(flash_attention, implementation="custom_call", causal=True, softcap=20.0)
+    forward = jax.vmap(forward) if len(lead) == 2 else forward
+
+    def gradients(q: Any, k: Any, v: Any, do: Any) -> Any:
+        return jax.vjp(forward, q, k, v)[1](do)
+
+    compiled = jax.jit(gradients).lower(*given).compile()
+    text = compiled.as_text()
+    moved = r"= bf16\[[^ ]* (transpose|copy|copy-start|fusion)\("
+    assert all(target in text for target in TARGETS)
+    assert not [line for line in text.splitlines() if re.search(moved, line)]
+    q, k, v, do = (x.reshape(-1, *x.shape[-3:]) for x in given)
+    dlse = jnp.zeros(q.shape[:3], jnp.float32)
+    right = wanted(q, k, v, do, dlse, seen_by(190, 256, True, batch=len(q)), softcap=20.0)
+    found = {
+        name: one.reshape(like.shape)
+        for name, one, like in zip(("dq", "dk", "dv"), compiled(*given), (q, k, v), strict=True)
+    }
+    close(found, {name: right[name] for name in found}, "bfloat16")
+
+
 @pytest.mark.only("cpu", "a stand-in for cuDNN")
 def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is taken by XLA's program of the same function, with the same arguments."""

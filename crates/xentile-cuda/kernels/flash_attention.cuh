@@ -45,9 +45,9 @@ struct FlashAttentionArguments {
   int32_t value_width;
   float scale;
   float softcap;  // 0 for none
-  // Where rows of q, k, v and o lie for the forward pass, in rows. Of q: from a query to the next, from a head
-  // of queries to the next, and from a head of keys to the next of `inner`, behind the rows of all `inner`
-  // heads before them. Those of k likewise. The backward pass takes all axes as they stand.
+  // Where rows of q, k, v, o and what is like them lie, in rows. Of q: from a query to the next, from a head of
+  // queries to the next, and from a head of keys to the next of `inner`, behind the rows of all `inner` heads
+  // before them. Those of k likewise.
   int32_t inner;
   int32_t q_row;
   int32_t k_row;
@@ -60,6 +60,11 @@ struct FlashAttentionArguments {
     const uint32_t outer = static_cast<uint32_t>(of_keys) / inner;
     const uint32_t rest = static_cast<uint32_t>(of_keys) % inner;
     return static_cast<int64_t>(outer) * inner * group * queries + rest * q_head;
+  }
+
+  // That of a head of queries of a group.
+  __device__ int64_t first_query(int64_t of_keys, int64_t head) const {
+    return first_query(of_keys) + head * q_group;
   }
 
   __device__ int64_t first_key(int64_t of_keys) const {
@@ -380,6 +385,35 @@ struct Quotient {
   }
 };
 
+// tanh of what is near 0, as a polynomial that is off by 8e-7 of its value at most, of a product times a factor.
+struct NearZero {
+  static constexpr float kMost = 0.75f;
+  float first, third, fifth, seventh, ninth;
+
+  __device__ explicit NearZero(float factor) {
+    const float square = factor * factor, cube = square * factor;
+    first = factor;
+    third = -0.3332966765238683f * cube;
+    fifth = 0.13268237053307083f * cube * square;
+    seventh = -0.05027795412854776f * cube * square * square;
+    ninth = 0.013105836540408575f * cube * square * square * square;
+  }
+
+  __device__ float operator()(float product) const {
+    const float y = product * product;
+    float sum = fmaf(y, ninth, seventh);
+    sum = fmaf(y, sum, fifth);
+    sum = fmaf(y, sum, third);
+    return product * fmaf(y, sum, first);
+  }
+
+  __device__ float operator()(float product, float& slope) const {
+    const float bent = (*this)(product);
+    slope = fmaf(-bent, bent, 1.0f);
+    return bent;
+  }
+};
+
 // What turns a product into a logit in units of ln(2): `factor` times it, once it is bent where `is_bent`.
 struct Bend {
   // With a softcap, what tanh is taken of is the product times `inner`; without, that is the logit.
@@ -442,9 +476,30 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
+// Whether all of a warp's products have a tanh that `NearZero` has, as most have where logits are well below the cap.
+template <int kEights>
+__device__ inline bool are_near_zero(const Bend& bend, const float (&products)[kEights][4]) {
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(products[j][i]));
+  }
+  return bend.has_cap && __all_sync(~0u, most * fabsf(bend.inner) <= NearZero::kMost);
+}
+
 // Bends all of a lane's products.
 template <int kEights>
 __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4]) {
+  if (are_near_zero(bend, products)) {
+    const NearZero near(bend.inner);
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[j][i] = near(products[j][i]);
+    }
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < kEights; ++j) {
     bend.bend(products[j][0], products[j][1]);
@@ -452,9 +507,8 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
   }
 }
 
-// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over. Rows lie as
-// arguments say, or follow one another if `kIsPacked`.
-template <class E, int kColumns, int kStrips, int kKeys, bool kIsPacked>
+// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
+template <class E, int kColumns, int kStrips, int kKeys>
 struct QueryBlock {
   static constexpr int kRows = kStrips * kStrip;
   using Tile = Rows<E, kColumns, kKeys>;
@@ -470,7 +524,7 @@ struct QueryBlock {
   Shared& shared;
   int64_t head, of_keys;  // of queries, and of keys
   int64_t first;          // query
-  // Of the first query, and of the first key, in rows; unless they are packed.
+  // Of the first query, and of the first key, in rows.
   int64_t of_queries, of_rows;
   Hull hull;
   int least_segment, most_segment;
@@ -481,10 +535,8 @@ struct QueryBlock {
     head = blockIdx.x / blocks;
     of_keys = head / a.group;
     first = (blocks - 1 - blockIdx.x % blocks) * kRows;
-    if constexpr (!kIsPacked) {
-      of_queries = a.first_query(of_keys) + head % a.group * a.q_group + first * a.q_row;
-      of_rows = a.first_key(of_keys);
-    }
+    of_queries = a.first_query(of_keys, head % a.group) + first * a.q_row;
+    of_rows = a.first_key(of_keys);
     hull = Hull::none();
     least_segment = INT32_MAX, most_segment = INT32_MIN;
     for (int row = threadIdx.x; row < kRows; row += kAttentionThreads) {
@@ -526,13 +578,7 @@ struct QueryBlock {
   __device__ int64_t row(int row) const { return head * a.queries + first + row; }
 
   // Where a row is in q, o and what is like them, in rows.
-  __device__ int64_t at(int row) const {
-    if constexpr (kIsPacked) return this->row(row);
-    return of_queries + static_cast<int64_t>(row) * a.q_row;
-  }
-
-  // How far apart rows are that have so many columns, where they are not packed so many rows.
-  __device__ static int apart(int rows, int columns) { return kIsPacked ? columns : rows * columns; }
+  __device__ int64_t at(int row) const { return of_queries + static_cast<int64_t>(row) * a.q_row; }
 
   // The first key of the first tile from `key` on that some query may see; `hull.high` or more for none.
   __device__ int next(int64_t key) const {
@@ -548,12 +594,9 @@ struct QueryBlock {
   __device__ void load(int key, const Tile& k, const Tile& v, int stage) const {
     const int low = hull.low - key, high = hull.high - key;
     const auto is_there = [&](int row) { return low <= row && row < high; };
-    const int64_t from = of_keys * a.keys + key;
-    int64_t at = from;
-    if constexpr (!kIsPacked) at = of_rows + static_cast<int64_t>(key) * a.k_row;
-    k.load(static_cast<const E*>(a.k) + at * a.width, a.width, apart(a.k_row, a.width), is_there);
-    v.load(static_cast<const E*>(a.v) + at * a.value_width, a.value_width,
-           apart(a.k_row, a.value_width), is_there);
+    const int64_t from = of_keys * a.keys + key, at = of_rows + static_cast<int64_t>(key) * a.k_row;
+    k.load(static_cast<const E*>(a.k) + at * a.width, a.width, a.k_row * a.width, is_there);
+    v.load(static_cast<const E*>(a.v) + at * a.value_width, a.value_width, a.k_row * a.value_width, is_there);
     if (a.kv_segments != nullptr && threadIdx.x < kKeys) {
       const int row = threadIdx.x;
       const bool reads = key + static_cast<int64_t>(row) < a.keys;
@@ -599,7 +642,7 @@ template <class E, int kColumns>
 struct Forward {
   static constexpr int kStrips = kColumns == 256 ? 1 : 2;
   static constexpr int kKeys = kColumns == 256 ? 32 : 64;
-  using Block = QueryBlock<E, kColumns, kStrips, kKeys, false>;
+  using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
   static constexpr int kSharedBytes = Queries::kBytes + 4 * Tile::kBytes;
@@ -675,8 +718,8 @@ struct Forward {
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
     const Queries q{base};
-    q.load(static_cast<const E*>(a.q) + block.at(0) * a.width, a.width,
-           block.apart(a.q_row, a.width), [&](int row) { return row < block.left_from(0); });
+    q.load(static_cast<const E*>(a.q) + block.at(0) * a.width, a.width, a.q_row * a.width,
+           [&](int row) { return row < block.left_from(0); });
     Forward of;
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
@@ -734,7 +777,7 @@ struct Forward {
       const int own = own_row(strip);
       q.store(sums[strip], inverse[0], inverse[1], own,
               static_cast<E*>(a.o) + block.at(own) * a.value_width, a.value_width,
-              block.apart(a.q_row, a.value_width), block.left_from(own));
+              a.q_row * a.value_width, block.left_from(own));
     }
   }
 };
@@ -771,7 +814,7 @@ template <class E, int kColumns>
 struct QueryGradients {
   static constexpr int kKeys = kColumns == 256 ? 32 : 64;
   static constexpr int kStages = kColumns == 256 ? 1 : 2;
-  using Block = QueryBlock<E, kColumns, 1, kKeys, true>;
+  using Block = QueryBlock<E, kColumns, 1, kKeys>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
   static constexpr int kSharedBytes = 2 * Queries::kBytes + 2 * kStages * Tile::kBytes;
@@ -831,9 +874,9 @@ struct QueryGradients {
     const uint32_t base = ptx::shared_address(memory);
     const Queries q{base}, dout{base + Queries::kBytes};
     const auto is_there = [&](int row) { return row < block.left_from(0); };
-    q.load(static_cast<const E*>(a.q) + block.row(0) * a.width, a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + block.row(0) * a.value_width, a.value_width, a.value_width,
-              is_there);
+    q.load(static_cast<const E*>(a.q) + block.at(0) * a.width, a.width, a.q_row * a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + block.at(0) * a.value_width, a.value_width,
+              a.q_row * a.value_width, is_there);
     const int row = own_row(0), lane = threadIdx.x % 32;
     E* dq = static_cast<E*>(a.dq);
     QueryGradients of;
@@ -847,7 +890,7 @@ struct QueryGradients {
       const bool reads = own < block.left_from(0);
       of.lse[half] = reads ? lse_of(a.lse[block.row(own)]) : 0;
       of.delta[half] =
-          reads ? reinterpret_cast<const Note*>(dq + block.row(own) * a.width)->delta : 0;
+          reads ? reinterpret_cast<const Note*>(dq + block.at(own) * a.width)->delta : 0;
     }
     const Bend bend(a);
     const auto k = [&](int stage) {
@@ -886,7 +929,7 @@ struct QueryGradients {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) of.sums[j][2 * half] = of.sums[j][2 * half + 1] = 0;
     }
-    q.store(of.sums, a.scale, a.scale, row, dq + block.row(row) * a.width, a.width, a.width,
+    q.store(of.sums, a.scale, a.scale, row, dq + block.at(row) * a.width, a.width, a.q_row * a.width,
             block.left_from(row));
   }
 };
@@ -923,7 +966,7 @@ struct KeyGradients {
     Search searches[kWarps];
   };
 
-  // A tile of queries: of a head of the group, from a query on; and whether all see all keys.
+  // A tile of queries: of a head of the group, from a query on; whether all see all keys, and some none.
   struct Place {
     int64_t head, first;
     bool is_there, is_whole, has_blanks;
@@ -960,6 +1003,11 @@ struct KeyGradients {
     __syncwarp();
   }
 
+  // Where a query of a head of the group lies, in rows.
+  __device__ int64_t at(int64_t head, int64_t query) const {
+    return a.first_query(of_keys, head) + query * a.q_row;
+  }
+
   __device__ const Note& note_of(int64_t row) const {
     return *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
   }
@@ -972,8 +1020,7 @@ struct KeyGradients {
     __syncwarp();
     if (lane == 0) shared.searches[threadIdx.x / 32] = search;
     __syncwarp();
-    return {of_keys * a.group + search.head,
-            static_cast<int64_t>(search.block) * kAttentionBlock + search.within, is_there,
+    return {search.head, static_cast<int64_t>(search.block) * kAttentionBlock + search.within, is_there,
             (search.whole >> search.bit & 1) != 0, (search.blank >> search.bit & 1) != 0};
   }
 
@@ -997,7 +1044,7 @@ struct KeyGradients {
         bool sees = false, is_whole = false, has_blanks = false;
         if (block < blocks) {
           const int64_t first = static_cast<int64_t>(block) * kAttentionBlock;
-          const Note note = note_of((of_keys * a.group + search.head) * a.queries + first);
+          const Note note = note_of(at(search.head, first));
           const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
           sees = note.low < end_key && note.high > first_key;
           has_blanks = low == kNever || high == kNever;
@@ -1025,8 +1072,8 @@ struct KeyGradients {
   }
 
   __device__ void load(const Place& at, const Tile& q, const Tile& dout, int stage) const {
-    const int64_t left = a.queries - at.first, row = at.head * a.queries + at.first;
-    const int64_t of_ranges = of_keys * a.queries + at.first;
+    const int64_t left = a.queries - at.first, row = (of_keys * a.group + at.head) * a.queries + at.first;
+    const int64_t of_ranges = of_keys * a.queries + at.first, lies = this->at(at.head, at.first);
     const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + of_ranges;
     // Queries that see nothing may hold anything.
     const auto is_there = [&](int own) {
@@ -1035,8 +1082,9 @@ struct KeyGradients {
       const int2 range = ranges[own];
       return range.x < range.y;
     };
-    q.load(static_cast<const E*>(a.q) + row * a.width, a.width, a.width, is_there);
-    dout.load(static_cast<const E*>(a.dout) + row * a.value_width, a.value_width, a.value_width, is_there);
+    q.load(static_cast<const E*>(a.q) + lies * a.width, a.width, a.q_row * a.width, is_there);
+    dout.load(static_cast<const E*>(a.dout) + lies * a.value_width, a.value_width, a.q_row * a.value_width,
+              is_there);
     const int own = threadIdx.x % 64;
     if (own >= kRows) return;
     const bool reads = own < left;
@@ -1045,7 +1093,7 @@ struct KeyGradients {
       copy_small<8>(ptx::shared_address(&shared.ranges[stage][own]), ranges + from, reads);
       copy_small<4>(ptx::shared_address(&shared.lse[stage][own]), a.lse + row + from, reads);
     } else {
-      copy_small<4>(ptx::shared_address(&shared.delta[stage][own]), &note_of(row + from).delta,
+      copy_small<4>(ptx::shared_address(&shared.delta[stage][own]), &note_of(lies + from * a.q_row).delta,
                     reads);
       if (a.q_segments != nullptr) {
         copy_small<4>(ptx::shared_address(&shared.segments[stage][own]),
@@ -1153,11 +1201,12 @@ struct KeyGradients {
     const uint32_t base = ptx::shared_address(memory);
     const Keys k{base}, v{base + Keys::kBytes};
     const int count = of.end_key - of.first_key;
-    const int64_t first = of.of_keys * a.keys + of.first_key;
+    const int64_t first = a.first_key(of.of_keys) + static_cast<int64_t>(of.first_key) * a.k_row;
     const auto is_there = [&](int row) { return row < count; };
-    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, a.width, is_there);
+    k.load(static_cast<const E*>(a.k) + first * a.width, a.width, a.k_row * a.width, is_there);
     if constexpr (kMakesKeys) {
-      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, a.value_width, is_there);
+      v.load(static_cast<const E*>(a.v) + first * a.value_width, a.value_width, a.k_row * a.value_width,
+             is_there);
     }
     if constexpr (kMakesKeys) {
 #pragma unroll
@@ -1203,13 +1252,14 @@ struct KeyGradients {
     ptx::wait_for_copies(0);
     __syncthreads();
     const int row = own_row(0);
+    const int64_t to = first + static_cast<int64_t>(row) * a.k_row;
     if constexpr (kMakesKeys) {
-      k.store(of.keys, a.scale, a.scale, row, static_cast<E*>(a.dk) + (first + row) * a.width,
-              a.width, a.width, count - row);
+      k.store(of.keys, a.scale, a.scale, row, static_cast<E*>(a.dk) + to * a.width, a.width,
+              a.k_row * a.width, count - row);
     }
     if constexpr (kMakesValues) {
-      v.store(of.values, 1, 1, row, static_cast<E*>(a.dv) + (first + row) * a.value_width,
-              a.value_width, a.value_width, count - row);
+      v.store(of.values, 1, 1, row, static_cast<E*>(a.dv) + to * a.value_width, a.value_width,
+              a.k_row * a.value_width, count - row);
     }
   }
 };
@@ -1223,8 +1273,11 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   const int count =
       static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Where a query of the block lies, in rows.
+  const int64_t begins = a.first_query(of_keys, head % a.group) + first * a.q_row;
+  const auto lies = [&](int own) { return begins + static_cast<int64_t>(own) * a.q_row; };
   const auto note_of = [&](int own) {
-    return reinterpret_cast<Note*>(static_cast<E*>(a.dq) + (row + own) * a.width);
+    return reinterpret_cast<Note*>(static_cast<E*>(a.dq) + lies(own) * a.width);
   };
   // Lanes that share a row, a vector each.
   const int lanes = a.value_width <= 64 ? 8 : a.value_width <= 128 ? 16 : 32;
@@ -1234,7 +1287,7 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
     float sum = 0;
     const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
     if (range.x < range.y && vector * 8 < a.value_width) {
-      const int64_t at = (row + own) * a.value_width + vector * 8;
+      const int64_t at = lies(own) * a.value_width + vector * 8;
       float x[8], y[8];
       unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at), x);
       unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at), y);
@@ -1272,14 +1325,14 @@ template <class E>
 __device__ inline void sum_sinks(const FlashAttentionArguments& a) {
   __shared__ double parts[kAttentionSinkThreads];
   const int64_t head = blockIdx.x;
+  const int64_t begins = a.first_query(head / a.group, head % a.group);
   const float sink = a.sinks[head];
   double sum = 0;
   for (int64_t query = threadIdx.x; query < a.queries; query += kAttentionSinkThreads) {
-    const int64_t row = head * a.queries + query;
-    const float lse = a.lse[row];
+    const float lse = a.lse[head * a.queries + query];
     if (lse == -infinity()) continue;
     const Note& note =
-        *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
+        *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + (begins + query * a.q_row) * a.width);
     sum -= static_cast<double>(exp2f((sink - lse) * kLog2E)) * note.delta;
   }
   parts[threadIdx.x] = sum;

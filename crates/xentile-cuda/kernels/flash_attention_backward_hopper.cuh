@@ -357,17 +357,24 @@ struct KeyGradients {
         if (!kMakesValues) release(empty_of_values(last.dout.stage), of);
       }
       if constexpr (kIsBent) {
+        const auto bend_by = [&](const auto& bend) {
 #pragma unroll
-        for (int j = 0; j < kRows / 8; ++j) {
-          const float4 notes = about.notes[4 * j + of.lane % 4];
+          for (int j = 0; j < kRows / 8; ++j) {
+            const float4 notes = about.notes[4 * j + of.lane % 4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            p[j][i] = bend(p[j][i], slope);
-            if constexpr (kMakesKeys) {
-              of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
+            for (int i = 0; i < 4; ++i) {
+              float slope;
+              p[j][i] = bend(p[j][i], slope);
+              if constexpr (kMakesKeys) {
+                of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
+              }
             }
           }
+        };
+        if (are_near_zero(bend, p)) {
+          bend_by(NearZero(bend.inner));
+        } else {
+          bend_by(bend);
         }
       }
       if (sees != kAll) mask(p, about, of);
@@ -710,14 +717,21 @@ struct QueryGradients {
       settle<E>(of_values);
       release(empty_of_values(at.v.stage), of);
       if constexpr (kIsBent) {
+        const auto bend_by = [&](const auto& bend) {
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
+          for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            p[j][i] = bend(p[j][i], slope);
-            of_values[j][i] = (of_values[j][i] - of.delta[i / 2]) * slope;
+            for (int i = 0; i < 4; ++i) {
+              float slope;
+              p[j][i] = bend(p[j][i], slope);
+              of_values[j][i] = (of_values[j][i] - of.delta[i / 2]) * slope;
+            }
           }
+        };
+        if (are_near_zero(bend, p)) {
+          bend_by(NearZero(bend.inner));
+        } else {
+          bend_by(bend);
         }
       }
       const bool is_whole = own.inner_low <= key && kKeys <= own.inner_high - key && a.kv_segments == nullptr;
@@ -768,7 +782,7 @@ struct QueryGradients {
     for (int j = 0; j < kColumns / 8; ++j) {
       of.sums[j][0] = of.sums[j][1] = of.sums[j][2] = of.sums[j][3] = 0;
     }
-    E* dq = static_cast<E*>(a.dq) + (a.first_query(of_keys) + head * a.q_group + static_cast<int64_t>(first) * a.q_row) * a.width;
+    E* dq = static_cast<E*>(a.dq) + (a.first_query(of_keys, head) + static_cast<int64_t>(first) * a.q_row) * a.width;
     const int64_t row = (static_cast<int64_t>(of_keys) * a.group + head) * a.queries + first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

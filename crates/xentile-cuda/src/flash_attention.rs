@@ -33,8 +33,8 @@ pub struct Attention {
     layout: Layout,
 }
 
-/// How q, k, v and o of the forward pass lie in memory. Columns are always last, and all other arrays as
-/// their axes stand, as every array of the backward pass does.
+/// How q, k, v and o lie in memory, and so do their cotangents and gradients. Columns are always last, and all
+/// other arrays lie as their axes stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// As their axes stand.
@@ -202,7 +202,7 @@ impl Attention {
     /// Has `stream` write every gradient.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward), and tokens first.
+    /// As of [`forward`](Self::forward).
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -213,11 +213,6 @@ impl Attention {
         saved: Saved,
         gradients: Gradients,
     ) -> Result<()> {
-        if self.layout != Layout::HeadsFirst {
-            return invalid(
-                "arrays have tokens first; gradients are made of heads first".to_owned(),
-            );
-        }
         for (name, address) in [
             ("o", saved.o),
             ("do", saved.dout),

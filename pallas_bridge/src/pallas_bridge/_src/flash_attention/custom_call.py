@@ -20,8 +20,7 @@ from .options import COLUMNS_STEP, Options
 
 Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
 OUT = "*batch G S E"
-# Arrays of tokens with all of their heads after another, as users have them. The forward pass takes
-# them so; the backward pass is the slower for it (docs/notes/2026-11-26-flash-attention-cuda.md).
+# Arrays of tokens with all of their heads after another, as users have them.
 TOKENS_FIRST = ((Q, "S"), (K, "K"), (V, "K"), (OUT, "S"))
 
 
@@ -90,6 +89,7 @@ def backward(
         operands=(*dims(options), OUT, LSE, OUT, LSE),
         results=(Result(Q, like=0), Result(K, like=1), Result(V, like=2), *sinks),
         attributes=_attributes(options),
+        outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
         dense=dense,
         dense_on=_dense_on(arrays[0], arrays[2]),
