@@ -1,15 +1,20 @@
-"""Attention on one device: the library's kernels, cuDNN's and XLA's program.
+"""Attention on one device: the library's kernels, cuDNN's and XLA's program, and PyTorch's.
 
     python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward]
+        [--torch]
 
 A cell is a shape with its options, forward or backward, in bfloat16 of normal numbers, causal.
 Programs are timed as turns.py says, a call each; beside the time stand the rate in TFLOP/s of what
 is seen (two products forward and five backward), and the time in units of ours. A backward pass is
-timed alone, from what its forward pass left.
+timed alone, from what its forward pass left. With `--torch` PyTorch's kernels are timed first, in a
+process of their own (attention_in_torch.py), and not in turns with the others.
 """
 
 import argparse
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +31,7 @@ from pallas_bridge import flash_attention
 CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "4x4096 32/8 128": ((4, 4096, 32, 8, 128), {}),
     "2x8192 32/8 128": ((2, 8192, 32, 8, 128), {}),
+    "1x16384 32/8 128": ((1, 16384, 32, 8, 128), {}),
     "4x4096 16/16 64": ((4, 4096, 16, 16, 64), {}),
     "8x2048 14/2 64": ((8, 2048, 14, 2, 64), {}),
     "2x8192 8/4 256": ((2, 8192, 8, 4, 256), {}),
@@ -120,6 +126,20 @@ def cell_of(name: str, which: str, seconds: float) -> dict[str, Any]:
     return {**measured, "failed": failed}
 
 
+def of_torch(
+    names: list[str], passes: list[str], seconds: float
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns milliseconds of PyTorch's backends, or what failed, by cell and pass."""
+    worker = Path(__file__).with_name("attention_in_torch.py")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"cells": [[name, *CELLS[name]] for name in names], "passes": passes}, file)
+        file.flush()
+        command = [sys.executable, str(worker), file.name, str(seconds)]
+        lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows = map(json.loads, lines.splitlines())
+    return {(row["cell"], row["pass"]): row["torch"] for row in rows}
+
+
 def main() -> int:
     """Measures cells, and writes what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -127,11 +147,22 @@ def main() -> int:
     parser.add_argument("--cells", default="", metavar="TEXT", help="those whose name has this")
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell, at the least")
+    parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name in [name for name in CELLS if arguments.cells in name]:
+    names = [name for name in CELLS if arguments.cells in name]
+    # Before JAX takes most of the memory.
+    peers = of_torch(names, arguments.passes, arguments.seconds) if arguments.torch else {}
+    for name in names:
         for which in arguments.passes:
             found = cell_of(name, which, arguments.seconds)
+            for of, ms in peers.get((name, which), {}).items():
+                if isinstance(ms, str) or "ours" not in found:
+                    found["failed"][f"torch {of}"] = ms
+                    continue
+                ours = found["ours"]
+                rate = ours["tflops"] * ours["ms"] / ms
+                found[f"torch {of}"] = {"ms": ms, "tflops": rate, "ours": ms / ours["ms"]}
             rows.append({"cell": name, "pass": which, **found})
             save(arguments.json, rows)
             line = ", ".join(
