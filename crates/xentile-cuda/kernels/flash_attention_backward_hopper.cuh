@@ -311,6 +311,9 @@ struct KeyGradients {
     if (of.lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  // The same where lanes have read what another thread stored: each arrives, since racecheck follows no __syncwarp.
+  __device__ void leave(uint32_t barrier) const { ptx::mbarrier_arrive(barrier); }
+
   // Goes on to a tile that the warpgroup has to take, and says what it sees of it; kNone behind the last. Of
   // others it lets the turn go by.
   template <class LetGoBy>
@@ -326,7 +329,7 @@ struct KeyGradients {
       }
       // Not before it is there, as the barrier counts turns; and before the other's turn, which may want the place.
       await_of_values(at);
-      release(empty(at.q.stage), of);
+      leave(empty(at.q.stage));
       release(empty_of_values(at.dout.stage), of);
       let_go_by();
       at.q.next(), at.dout.next();
@@ -347,7 +350,7 @@ struct KeyGradients {
       const At last = at;
       const About& about = shared.about[last.q.stage];
       const auto release_last = [&] {
-        release(empty(last.q.stage), of);
+        leave(empty(last.q.stage));
         if (kMakesValues) release(empty_of_values(last.dout.stage), of);
       };
       wait<E, 0>();
@@ -480,7 +483,7 @@ struct KeyGradients {
     if (threadIdx.x == 0) {
       for (uint32_t stage = 0; stage < kStages; ++stage) {
         ptx::mbarrier_init(of.full(stage), 32);
-        ptx::mbarrier_init(of.empty(stage), kGroups * 4);
+        ptx::mbarrier_init(of.empty(stage), kGroups * kWarpgroup);
       }
       for (uint32_t stage = 0; stage < kOfValues; ++stage) {
         ptx::mbarrier_init(of.full_of_values(stage), 1);
@@ -671,6 +674,9 @@ struct QueryGradients {
     if (of.lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  // The same where lanes have read what another thread stored: each arrives, since racecheck follows no __syncwarp.
+  __device__ void leave(uint32_t barrier) const { ptx::mbarrier_arrive(barrier); }
+
   // Goes on to a tile that the warpgroup has to take, and says its first key; kEnd behind the last. Of others
   // it lets the turn go by.
   template <class LetGoBy>
@@ -693,7 +699,7 @@ struct QueryGradients {
       }
       // Not before it is there, as the barrier counts turns; and before the other's turn, which may want the place.
       await_of_values(at);
-      release(empty(at.k.stage), of);
+      leave(empty(at.k.stage));
       release(empty_of_values(at.v.stage), of);
       let_go_by();
       at.k.next(), at.v.next();
@@ -756,14 +762,14 @@ struct QueryGradients {
       key = next(at, hull, own, of, [&] {
         // What comes next may need the place of the last.
         wait<E, 0>();
-        if (!is_done) release(empty(last), of);
+        if (!is_done) leave(empty(last));
         is_done = true;
         end_turn(of.group), begin_turn(of.group);
       });
       if (key == kEnd) break;
       multiply_anew<kKeys>(p, q(), of.group, k(at.k.stage));
       wait<E, 1>();
-      if (!is_done) release(empty(last), of);
+      if (!is_done) leave(empty(last));
       await_of_values(at);
       multiply_anew<kKeys>(of_values, dout(), of.group, v(at.v.stage));
       end_turn(of.group);
@@ -827,7 +833,7 @@ struct QueryGradients {
     if (threadIdx.x == 0) {
       for (uint32_t stage = 0; stage < kStages; ++stage) {
         ptx::mbarrier_init(of.full(stage), 32);
-        ptx::mbarrier_init(of.empty(stage), kGroups * 4);
+        ptx::mbarrier_init(of.empty(stage), kGroups * kWarpgroup);
       }
       for (uint32_t stage = 0; stage < kOfValues; ++stage) {
         ptx::mbarrier_init(of.full_of_values(stage), 1);
