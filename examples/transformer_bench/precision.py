@@ -92,7 +92,8 @@ def make(cell: Cell) -> tuple[Any, Any]:
     rng = np.random.default_rng(cell["seed"])
 
     def normal(shape: tuple[int, ...]) -> Any:
-        return jnp.asarray((0.02 * rng.standard_normal(shape)).astype(np.float32), jnp.float64)
+        narrow = rng.standard_normal(shape, np.float32) * np.float32(0.02)
+        return jnp.asarray(narrow).astype(jnp.float64)
 
     def stack(of: tuple[int, ...]) -> Any:
         numbers = normal((cell["layers"], *of))
