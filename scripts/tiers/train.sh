@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The examples: their tests, the smallest validation of all kernels in examples/train, and the smallest run of
-# examples/transformer_bench. In a virtual environment of their own.
+# The examples: their tests, the smallest validation of all kernels in examples/train, and the every table of
+# examples/transformer_bench of the small size at length 128. In a virtual environment of their own.
 source scripts/tiers/common.sh
 
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
@@ -8,8 +8,10 @@ export PATH=$PWD/.venv-train/bin:$PATH
 cargo build --release
 export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
 export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
-# Most of the time is XLA's, which compiles programs that run a few steps.
-export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+# Most of the time is XLA's, which compiles programs that run a few steps: with LLVM's optimisations off, and with the
+# older ones of its emitters of fusions, which leave LLVM less to do.
+flags=${XLA_FLAGS:-}
+export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false $flags"
 
 status=0
 [[ -z ${XENTILE_TEST_ALL:-} ]] || export THIN=2
@@ -21,10 +23,14 @@ if [[ -z ${XENTILE_TEST_ALL:-} ]]; then
 fi
 export PYTHONPATH=$PWD/examples:$PYTHONPATH
 rm -f "$target_dir/transformer.jsonl"
-# What the tests run of `layers` and `kernels` is not training.
-for command in time layers kernels; do
+# One level more, as what these run takes as long as what they compile.
+export XLA_FLAGS="--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false $flags"
+for command in time layers kernels memory attention jit precision; do
+    settings=()
+    [[ $command != jit ]] || settings=(--set 'modes=[forward_backward]')
+    [[ $command != precision ]] || settings=(--set 'policies=[float32,bfloat16,mixed]')
     check "transformer_bench $command" python -m transformer_bench "$command" \
-        --config examples/transformer_bench/configs/test.yaml --set phases=training \
+        --config examples/transformer_bench/configs/small-ci.yaml "${settings[@]}" \
         --json "$target_dir/transformer.jsonl" --resume
 done
 check "transformer_bench report" python -m transformer_bench report \
