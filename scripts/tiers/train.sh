@@ -21,20 +21,7 @@ if [[ -z ${XENTILE_TEST_ALL:-} ]]; then
     check "validate_training.sh, 12 steps" scripts/validate_training.sh --num_train_steps 12 \
         --out "$target_dir/validation-test" -- --model_size test --text README.md CHANGELOG.md
 fi
-export PYTHONPATH=$PWD/examples:$PYTHONPATH
-rm -f "$target_dir/transformer.jsonl"
-# One level more, as what these run takes as long as what they compile.
-export XLA_FLAGS="--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false $flags"
-for command in time layers kernels memory attention jit precision; do
-    settings=()
-    [[ $command != jit ]] || settings=(--set 'modes=[forward_backward]')
-    [[ $command != precision ]] || settings=(--set 'policies=[float32,bfloat16,mixed]')
-    check "transformer_bench $command" python -m transformer_bench "$command" \
-        --config examples/transformer_bench/configs/small-ci.yaml "${settings[@]}" \
-        --json "$target_dir/transformer.jsonl" --resume
-done
-check "transformer_bench report" python -m transformer_bench report \
-    "$target_dir/transformer.jsonl" --out "$target_dir/transformer.md" \
-    --html "$target_dir/transformer.html"
+XLA_FLAGS=$flags check "transformer_bench, every table of the small size" \
+    scripts/transformer_small.sh "$target_dir/transformer"
 finish_checks || status=1
 exit "$status"
