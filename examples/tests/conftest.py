@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 # Most of the time is XLA's, which compiles programs of a few steps. Before JAX starts.
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    + os.environ.get("XLA_FLAGS", "")
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

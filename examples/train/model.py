@@ -58,6 +58,11 @@ def attend(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     )
 
 
+def over_layers(step: Any, carry: Any, layers: Any) -> Any:
+    """What is carried through all layers, whose parameters are stacked along a first axis."""
+    return jax.lax.scan(lambda carry, layer: (step(carry, layer), None), carry, layers)[0]
+
+
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich, 2019), of the last axis."""
 
@@ -165,8 +170,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """The decoder up to its hidden states; losses.py multiplies these with the head.
 
-    The blocks' parameters are stacked along a first axis, and `jax.lax.scan` goes over them, so
-    that XLA compiles one block whatever their number.
+    The blocks' parameters are stacked along a first axis, and `over_layers` goes over them by
+    `jax.lax.scan`, so that XLA compiles one block whatever their number.
     """
 
     def __init__(
@@ -221,11 +226,12 @@ class Transformer(nnx.Module):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
         block, parameters = nnx.split(self.blocks)
 
-        def step(carry: tuple[Array, Array], layer: Any) -> tuple[tuple[Array, Array], None]:
-            return nnx.merge(block, layer)(*carry, tables, mask), None
+        def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, mask)
+            return found
 
         step = jax.checkpoint(step) if self.remat else step
-        (branch, stream), _ = jax.lax.scan(step, (x, jnp.zeros_like(x)), parameters)
+        branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
 

@@ -42,8 +42,8 @@ class Compiling:
         self.function, self.limit, self.options = function, limit, options
         self.compiled: Any = None
 
-    def start(self, *arguments: Any) -> Any:
-        """The function's results, which may not be ready.
+    def compile(self, *arguments: Any) -> None:
+        """Compiles it for such arguments.
 
         Raises:
             OutOfMemory: The program holds more than the limit.
@@ -51,11 +51,15 @@ class Compiling:
         import jax
         from train.step import program_bytes
 
+        self.compiled = jax.jit(self.function, **self.options).lower(*arguments).compile()
+        needed = program_bytes(self.compiled)
+        if self.limit is not None and needed > self.limit:
+            raise OutOfMemory(needed)
+
+    def start(self, *arguments: Any) -> Any:
+        """The function's results, which may not be ready; raises what `compile` does."""
         if self.compiled is None:
-            self.compiled = jax.jit(self.function, **self.options).lower(*arguments).compile()
-            needed = program_bytes(self.compiled)
-            if self.limit is not None and needed > self.limit:
-                raise OutOfMemory(needed)
+            self.compile(*arguments)
         return self.compiled(*arguments)
 
     def __call__(self, *arguments: Any) -> Any:

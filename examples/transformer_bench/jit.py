@@ -42,16 +42,15 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         how, mode = variant["how"], variant["mode"]
         kernels = dict.fromkeys(KERNELS, "ours") if how == WAYS[2] else {}
         chosen = {**cell, **kernels}
-        of = model.pass_of(model.program_of(chosen), mode)
+        chosen_program = model.program_of(chosen)
+        if how == WAYS[0]:
+            each = model.op_by_op(chosen_program, params, mode)
+            call = lambda: jax.block_until_ready(each(batch))  # noqa: E731
+        else:
+            run = Compiling(model.pass_of(chosen_program, mode), limit)
+            call = lambda: run(params, batch)  # noqa: E731
         with model.attention_by(chosen["attention"]):
-            if how == WAYS[0]:
-                with jax.disable_jit():
-                    warm, found = model.timed(
-                        lambda: jax.block_until_ready(of(params, batch)), 1, cell["steps"]
-                    )
-            else:
-                run = Compiling(lambda params, batch: of(params, batch), limit)
-                warm, found = model.timed(lambda: run(params, batch), 1, cell["steps"])
+            warm, found = model.timed(call, 1, cell["steps"])
         return {"first": warm[0], "median": statistics.median(found)}
 
     return measure

@@ -1,5 +1,6 @@
 """`layers`: milliseconds of each part of a layer and of the model, each as a program of its own."""
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from .tables import Row
 Cell = dict[str, Any]
 WHOLE = "layer"
 MODEL = "model"
+# Primes, so that no two rows of a matrix are the same numbers, nor do arrays begin with the same.
+POOL, START = 1_000_003, 7919
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -31,6 +34,14 @@ def phases(spec: Spec) -> Iterator[Cell]:
         yield {**cell_of(spec, size, length, policy), "phase": phase, "steps": spec.steps}
 
 
+@functools.cache
+def pool(seed: int) -> Any:
+    """Normal numbers, `POOL` float32."""
+    import numpy as np
+
+    return np.random.default_rng(seed).standard_normal(POOL, np.float32)
+
+
 class Inputs:
     """Random weights and inputs of a cell's phase, in the dtypes of its policy."""
 
@@ -40,22 +51,28 @@ class Inputs:
         self.is_decoding = cell["phase"] == "decode"
         self.is_training = cell["phase"] == "training"
         self.length = 1 if self.is_decoding else cell["length"]
-        self.keys = itertools.count(cell["seed"] * 1000)
+        self.starts = itertools.count(0, START)
 
-    def random(self, shape: tuple[int, ...], of: Any = None) -> Any:
-        """Normal numbers in the dtype given, or that which is computed in."""
-        import jax
+    def random(self, shape: tuple[int, ...], of: Any = None, scale: float = 1.0) -> Any:
+        """Normal numbers in the dtype given, or that which is computed in.
+
+        They are the same `POOL`, over and over from another place on, so that no program is
+        compiled for them and large sizes have theirs soon.
+        """
         import jax.numpy as jnp
+        import numpy as np
 
         from .parts import dtype_of
 
-        numbers = jax.random.normal(jax.random.key(next(self.keys)), shape, jnp.float32)
-        return numbers.astype(dtype_of(self.cell) if of is None else of)
+        numbers = np.roll(pool(self.cell["seed"]), next(self.starts)) * np.float32(scale)
+        numbers = numbers.astype(jnp.dtype(dtype_of(self.cell) if of is None else of))
+        # A copy, so that it is JAX's own and can be given up to a program.
+        return jnp.array(np.resize(numbers, shape))
 
     def weight(self, shape: tuple[int, ...]) -> Any:
         """A weight, in the dtype that parameters are kept in."""
         is_narrow = self.cell["policy"] == "bfloat16"
-        return 0.02 * self.random(shape, "bfloat16" if is_narrow else "float32")
+        return self.random(shape, "bfloat16" if is_narrow else "float32", 0.02)
 
     def layer(self, leading: tuple[int, ...] = ()) -> dict[str, Any]:
         """A layer's weights, or a stack of so many."""

@@ -84,12 +84,48 @@ def attention_by(kernel: str) -> Iterator[None]:
 
     Sequences are one document each, so that its mask has nothing to hide and is left out.
     """
-    before = train.model.attend
-    train.model.attend = lambda q, k, v, mask: attend(kernel, q, k, v)
+    with in_place_of("attend", lambda q, k, v, mask: attend(kernel, q, k, v)):
+        yield
+
+
+def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
+    """What takes a batch through a pass op by op, each layer's parameters arrays of its own.
+
+    Of a stack the backward pass would add up as many gradients of its whole size as it has layers.
+    """
+    rest = {name: of for name, of in params.items() if name != "blocks"}
+    layers = [
+        jax.tree.map(lambda leaf: leaf[i], params["blocks"])  # noqa: B023
+        for i in range(program.config.model.layers)
+    ]
+
+    def loss(rest: Any, layers: Any, batch: Any) -> Any:
+        def in_turn(step: Any, carry: Any, _: Any) -> Any:
+            for layer in layers:
+                carry = step(carry, layer)
+            return carry
+
+        with in_place_of("over_layers", in_turn):
+            return program.loss({**rest, "blocks": params["blocks"]}, batch)
+
+    run = loss if mode == "forward" else jax.value_and_grad(loss, argnums=(0, 1))
+
+    def call(batch: Any) -> Any:
+        with jax.disable_jit():
+            return run(rest, layers, batch)
+
+    return call
+
+
+@contextmanager
+def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Has the model of examples/train call another function of that name, while it is traced."""
+    before = getattr(train.model, name)
+    setattr(train.model, name, function)
     try:
         yield
     finally:
-        train.model.attend = before
+        setattr(train.model, name, before)
 
 
 def random_batch(cell: Cell) -> dict[str, Array]:

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Every table of examples/transformer_bench of the small size at length 128, and a page of them, on a CPU:
+#
+#     XENTILE_XLA_LIBRARY=.. scripts/transformer_small.sh FOLDER
+#
+# With the `python` on PATH, which has what scripts/requirements-train.txt names. With --resume it goes on.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+folder=$1
+shift
+mkdir -p "$folder"
+export PYTHONPATH=$PWD/examples:$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
+# What these run takes as long as what they compile: LLVM optimises a little, where the tests have it do nothing.
+export XLA_FLAGS="--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}"
+(($#)) || rm -f "$folder/small.jsonl"
+status=0
+for command in time layers kernels memory attention jit precision; do
+    settings=()
+    [[ $command != jit ]] || settings=(--set 'modes=[forward_backward]')
+    [[ $command != precision ]] || settings=(--set 'policies=[float32,bfloat16,mixed]')
+    started=$SECONDS
+    python -m transformer_bench "$command" --config examples/transformer_bench/configs/small-ci.yaml \
+        "${settings[@]}" --json "$folder/small.jsonl" --resume || status=1
+    printf '%s took %d s\n' "$command" $((SECONDS - started))
+done
+python -m transformer_bench report "$folder/small.jsonl" --out "$folder/small.md" --html "$folder/small.html"
+exit "$status"
