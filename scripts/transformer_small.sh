@@ -11,7 +11,7 @@ folder=$1
 shift
 mkdir -p "$folder"
 export PYTHONPATH=$PWD/examples:$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
-# What these run takes as long as what they compile: LLVM optimises a little, where the tests have it do nothing.
+# Running takes as long here as compiling: LLVM optimises a little, where tests have it do nothing.
 export XLA_FLAGS="--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}"
 (($#)) || rm -f "$folder/small.jsonl"
 status=0

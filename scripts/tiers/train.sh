@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The examples: their tests, the smallest validation of all kernels in examples/train, and the every table of
+# The examples: their tests, the smallest validation of all kernels in examples/train, and every table of
 # examples/transformer_bench of the small size at length 128. In a virtual environment of their own.
 source scripts/tiers/common.sh
 
