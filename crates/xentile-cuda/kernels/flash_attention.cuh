@@ -1268,8 +1268,8 @@ struct KeyGradients {
     dout.load(static_cast<const E*>(a.dout) + lies * a.value_width, a.value_width, a.q_row * a.value_width,
               is_there);
 #pragma unroll
-    for (int i = threadIdx.x; i < 128; i += kThreads) {
-      const int own = i % 64;
+    for (int part = 0; part < 128 / kThreads; ++part) {
+      const int i = threadIdx.x + part * kThreads, own = i % 64;
       if (own >= kRows) continue;
       const bool reads = own < left;
       const int64_t from = reads ? own : 0;
