@@ -179,9 +179,9 @@ struct WideLeft {
     }
   }
 
-  // Sum += this times 16 rows of 8 columns, the two steps' operands one after another, by three products for one (3xTF32;
-  // Ootomo and Yokota, 2022). Small terms come first. Products cut sums off rather than round them, so that only these
-  // few have one, and what they give is added in f32.
+  // Sum += this times 16 rows of 8 columns, the two steps' operands one after another, by three products for one
+  // (3xTF32; Ootomo and Yokota, 2022). Small terms come first. Products cut sums off rather than round them, so
+  // that only these few share one, and what they give is added in f32.
   __device__ void multiply(float (&sum)[4], const uint32_t (&right)[4]) const {
     const Halves of[4] = {Halves(right[0]), Halves(right[1]), Halves(right[2]), Halves(right[3])};
     float part[4] = {0, 0, 0, 0};
@@ -1114,8 +1114,8 @@ struct QueryGradients {
   }
 };
 
-// dk and dv of 64 keys, or 32 of wide heads in f32, 16 a warp, which walk over the blocks of queries that see them. Products have
-// keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
+// dk and dv of 64 keys, or 32 of wide heads in f32, 16 a warp, which walk over the blocks of queries that see
+// them. Products have keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
 template <class E, int kColumns, bool kMakesKeys, bool kMakesValues>
 struct KeyGradients {
   static constexpr int kThreads = kGradientThreads<E, kColumns>;
