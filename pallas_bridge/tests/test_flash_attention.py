@@ -181,15 +181,8 @@ def seen_by(
     return np.broadcast_to(seen, (batch, queries, keys))
 
 
-# Kernels for GPUs take 16 bits.
-IN_F32 = pytest.mark.only("cpu", "the library has no attention of f32 for GPUs")
-OF_KERNELS = "float32" if PLATFORM == "cpu" else "bfloat16"
-# Of f32 GPUs have XLA's own program anyway.
+IN_16_BITS = pytest.mark.only("cuda", "a CPU has one kernel for every dtype")
 BY_XLA = pytest.mark.only("cpu", "XLA's own program in 16 bits is held on CPUs")
-IMPLEMENTATIONS = (
-    "custom_call",
-    "reference" if OF_KERNELS == "float32" else pytest.param("reference", marks=BY_XLA),
-)
 
 
 def each(dtypes: Sequence[str]) -> Any:
@@ -197,16 +190,24 @@ def each(dtypes: Sequence[str]) -> Any:
     return pytest.mark.parametrize(
         ("implementation", "dtype"),
         [
-            *[
-                pytest.param("custom_call", dtype, marks=IN_F32 if dtype == "float32" else ())
-                for dtype in dtypes
-            ],
+            *[("custom_call", dtype) for dtype in dtypes],
             *[
                 pytest.param("reference", dtype, marks=() if dtype == "float32" else BY_XLA)
                 for dtype in dtypes
             ],
         ],
     )
+
+
+# GPUs have kernels of 16 bits and of 32.
+EITHER_KERNEL = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("custom_call", "float32"),
+        pytest.param("custom_call", "bfloat16", marks=IN_16_BITS),
+        ("reference", "float32"),
+    ],
+)
 
 
 SHAPES: list[Any] = [
@@ -250,16 +251,16 @@ def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implement
             close(found, right, dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_segments_and_lengths(rng: np.random.Generator, implementation: Any) -> None:
-    given = arrays(rng, OF_KERNELS, 3, (2, 1), (90, 90), (8, 8))
+@EITHER_KERNEL
+def test_segments_and_lengths(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
+    given = arrays(rng, dtype, 3, (2, 1), (90, 90), (8, 8))
     text = np.sort(rng.integers(0, 4, (3, 90)), -1)
     strewn = rng.integers(0, 3, (3, 90))
     for of_queries, of_keys in ((text, text), (text, strewn)):
         same = of_queries[:, :, None] == of_keys[:, None]
         segment_ids: Any = of_queries if of_queries is of_keys else (of_queries, of_keys)
         found = run(*given, causal=True, segment_ids=segment_ids, implementation=implementation)
-        close(found, wanted(*given, seen_by(90, 90, True, batch=3) & same), OF_KERNELS)
+        close(found, wanted(*given, seen_by(90, 90, True, batch=3) & same), dtype)
     q_lengths, kv_lengths = np.array([90, 17, 0]), np.array([33, 90, 5])
     for of_queries, of_keys in ((q_lengths, kv_lengths), (None, kv_lengths), (q_lengths, None)):
         seen = np.zeros((3, 90, 90), bool)
@@ -269,12 +270,12 @@ def test_segments_and_lengths(rng: np.random.Generator, implementation: Any) -> 
             seen[entry, :queries, :keys] = seen_by(queries, keys, True, (40, None))[0]
         options: Any = {"q_lengths": of_queries, "kv_lengths": of_keys, "window": (40, None)}
         found = run(*given, causal=True, implementation=implementation, **options)
-        close(found, wanted(*given, seen), OF_KERNELS)
+        close(found, wanted(*given, seen), dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
-    given = arrays(rng, OF_KERNELS, 1, (2, 1), (50, 70), (8, 8))
+@EITHER_KERNEL
+def test_packed_text(rng: np.random.Generator, dtype: str, implementation: Any) -> None:
+    given = arrays(rng, dtype, 1, (2, 1), (50, 70), (8, 8))
     q_ends, kv_ends = np.array([0, 7, 7, 30, 45]), np.array([0, 12, 20, 40, 64])
     seen = np.zeros((1, 50, 70), bool)
     for (a, b), (c, d) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
@@ -287,7 +288,7 @@ def test_packed_text(rng: np.random.Generator, implementation: Any) -> None:
         kv_cumulative=kv_ends,
         implementation=implementation,
     )
-    close({name: x[None] for name, x in found.items()}, wanted(*given, seen), OF_KERNELS)
+    close({name: x[None] for name, x in found.items()}, wanted(*given, seen), dtype)
     # What nobody has in its range may be anything.
     q, k, v, do, dlse = flat
     bad = (q.at[45:].set(jnp.nan), k.at[64:].set(jnp.nan), v.at[64:].set(jnp.inf), do, dlse)
@@ -324,7 +325,6 @@ def test_o_alone_and_without_a_batch(rng: np.random.Generator) -> None:
     )
 
 
-@pytest.mark.only("cpu", "attention of f32 is XLA's own program on GPUs")
 def test_both_modes_of_differentiation(rng: np.random.Generator) -> None:
     q, k, v, _, _ = arrays(rng, "float32", 1, (2, 1), (6, 7), (8, 8))
     sinks = draw(rng, "float32", 2)
@@ -513,8 +513,9 @@ def test_the_program_for_tools_of_packed_texts(rng: np.random.Generator) -> None
     close(found, wanted(q, k, v, do, dlse, seen[None]), "float32")
 
 
-def test_bits_do_not_depend_on_the_batch(rng: np.random.Generator) -> None:
-    given = arrays(rng, "bfloat16", 3, (4, 2), (130, 260), (16, 16))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_do_not_depend_on_the_batch(rng: np.random.Generator, dtype: str) -> None:
+    given = arrays(rng, dtype, 3, (4, 2), (130, 260), (16, 16))
     found = run(*given, causal=True, implementation="custom_call")
     alone = run(*(x[1:2] for x in given), causal=True, implementation="custom_call")
     for name, array in found.items():
@@ -578,15 +579,14 @@ def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
         return o, *pull(do.astype(o.dtype))
 
     assert all(target in lowered(step, "cpu", q, k, v) for target in TARGETS)
-    # Where there is no cuDNN, kernels of the library; of f32, or without them, XLA's program.
+    # Where there is no cuDNN, kernels of the library; without them, XLA's program.
     loaded = pallas_bridge.info().library
     assert loaded is not None
     has_kernels = any(target.platform == "CUDA" for target in loaded.targets)
-    text = lowered(step, "cuda", q, k, v)
-    assert ["xentile" in text, "dot_general" in text] == [has_kernels, not has_kernels]
-    assert all(target in text for target in TARGETS) == has_kernels
-    text = lowered(step, "cuda", *(x.astype("float32") for x in (q, k, v)))
-    assert "xentile" not in text and "dot_general" in text
+    for dtype in ("bfloat16", "float32"):
+        text = lowered(step, "cuda", *(x.astype(dtype) for x in (q, k, v)))
+        assert ["xentile" in text, "dot_general" in text] == [has_kernels, not has_kernels]
+        assert all(target in text for target in TARGETS) == has_kernels
     text = lowered(partial(step, causal=True), "tpu", q, k, v)
     assert text.count("tpu_custom_call") >= 3
     # Of what splash attention lacks, XLA's program.
@@ -620,8 +620,9 @@ def test_cudnn_is_taken(rng: np.random.Generator, dtype: str, options: Any) -> N
 
 
 @pytest.mark.only("cuda", "programs for CPUs have no other")
-def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -> None:
-    q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (384, 384), (64, 64))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator, dtype: str) -> None:
+    q, k, v, do, _ = arrays(rng, dtype, 2, (4, 2), (384, 384), (64, 64))
     segment_ids = np.sort(rng.integers(0, 4, (2, 384)), -1)
 
     def step(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
@@ -632,6 +633,7 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -
     same_segment = segment_ids[:, :, None] == segment_ids[:, None]
     more: dict[str, Any]
     for more, mask in (
+        *([({}, seen)] if dtype == "float32" else []),
         ({"softcap": 20.0}, seen),
         ({"sinks": jnp.ones(4)}, seen),
         ({"segment_ids": segment_ids}, seen & same_segment),
@@ -644,7 +646,7 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator) -
         options = {name: more[name] for name in ("softcap", "sinks") if name in more}
         right = wanted(q, k, v, do, zeros, mask, **options)
         right = {name: right[name] for name in ("o", "dq", "dk", "dv")}
-        close(dict(zip(right, compiled(q, k, v, do), strict=True)), right, "bfloat16")
+        close(dict(zip(right, compiled(q, k, v, do), strict=True)), right, dtype)
 
 
 def gradients(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-// The kernels of attention; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
+// The kernels of attention in 16 bits; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
 #include "flash_attention.cuh"
 #include "flash_attention_backward_hopper.cuh"
 #include "flash_attention_forward_hopper.cuh"

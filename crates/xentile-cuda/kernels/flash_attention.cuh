@@ -79,18 +79,35 @@ inline constexpr uint32_t kAttentionThreads = 128;
 inline constexpr uint32_t kAttentionSinkThreads = 256;
 // Queries of a block of notes, and keys of a CTA that makes dk and dv.
 inline constexpr int32_t kAttentionBlock = 64;
+// Threads of a CTA that makes gradients of wide heads in f32: two warps, which have 32 rows.
+inline constexpr uint32_t kAttentionNarrowThreads = 64;
 
 namespace attention {
 
 inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline constexpr int kWarps = kAttentionThreads / 32;
+
+// Whether products are those of f32, of operands in two parts.
+template <class E>
+inline constexpr bool kIsWide = sizeof(E) == 4;
+
+// Threads of a CTA that makes gradients.
+template <class E, int kColumns>
+inline constexpr int kGradientThreads =
+    kIsWide<E> && kColumns == 256 ? kAttentionNarrowThreads : kAttentionThreads;
+
+// A left factor that was computed, of 16 rows and kCount columns: as the product's operand, or in f32 as the sums
+// that it was.
+template <class E, int kCount>
+using Computed = std::conditional_t<kIsWide<E>, float[kCount / 8][4], uint32_t[kCount / 16][4]>;
+
 // Rows of a product of four warps.
 inline constexpr int kStrip = 64;
 
 // Whether products are a warpgroup's.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <class E>
-inline constexpr bool kHasWarpgroups = true;
+inline constexpr bool kHasWarpgroups = sizeof(E) == 2;
 #else
 template <class E>
 inline constexpr bool kHasWarpgroups = false;
@@ -130,6 +147,55 @@ __device__ inline void multiply(float (&sum)[4], const uint32_t (&left)[4], uint
   }
 }
 
+// A number in two of TF32, of 11 bits each: the nearest one, and what is left, of which products take the upper bits.
+// A NaN is one of either.
+struct Halves {
+  uint32_t upper, lower;
+
+  __device__ explicit Halves(uint32_t x) {
+    upper = (x + 0x1000u) & 0xffffe000u;
+    lower = __float_as_uint(__uint_as_float(x) - __uint_as_float(upper));
+  }
+};
+
+// Sum += left right, of 16 x 8 and 8 x 8 in TF32.
+__device__ inline void multiply_halves(float (&sum)[4], const uint32_t (&left)[4], uint32_t right_0,
+                                       uint32_t right_1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
+}
+
+// A left factor of 16 rows and 16 columns in f32: two steps of 8 columns.
+struct WideLeft {
+  uint32_t upper[2][4], lower[2][4];
+
+  __device__ void set(int step, const uint32_t (&of)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Halves halves(of[i]);
+      upper[step][i] = halves.upper, lower[step][i] = halves.lower;
+    }
+  }
+
+  // Sum += this times 16 rows of 8 columns, the two steps' operands one after another, by three products for one
+  // (3xTF32; Ootomo and Yokota, 2022). Small terms come first. Products cut sums off rather than round them, so
+  // that only these few share one, and what they give is added in f32.
+  __device__ void multiply(float (&sum)[4], const uint32_t (&right)[4]) const {
+    const Halves of[4] = {Halves(right[0]), Halves(right[1]), Halves(right[2]), Halves(right[3])};
+    float part[4] = {0, 0, 0, 0};
+    multiply_halves(part, lower[0], of[0].upper, of[1].upper);
+    multiply_halves(part, lower[1], of[2].upper, of[3].upper);
+    multiply_halves(part, upper[0], of[0].lower, of[1].lower);
+    multiply_halves(part, upper[1], of[2].lower, of[3].lower);
+    multiply_halves(part, upper[0], of[0].upper, of[1].upper);
+    multiply_halves(part, upper[1], of[2].upper, of[3].upper);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += part[i];
+  }
+};
+
 // Four 8 x 8 matrices, of which each lane names a row.
 __device__ inline void load_matrices(uint32_t (&to)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -153,16 +219,17 @@ __device__ inline void copy_small(uint32_t to, const void* from, bool is_there) 
                : "memory");
 }
 
-// kCount rows of kColumns elements of 16 bits in shared memory, 64 columns after another. The vectors of
-// a row's 64 columns change places by the row's number, so that eight rows of a matrix lie in different
-// banks; a warpgroup's products take them so too.
-template <class E, int kColumns, int kCount>
+// kCount rows of kColumns elements in shared memory, 128 bytes of columns after another. The vectors of a row's
+// 128 bytes change places by the row's number, so that eight rows of a matrix lie in different banks; a
+// warpgroup's products take them so too.
+template <class E, int kColumns, int kCount, int kThreads = kAttentionThreads>
 struct Rows {
-  static constexpr int kVectors = kColumns / 8;
+  static constexpr int kLength = kPerVector<E>;
+  static constexpr int kVectors = kColumns / kLength;
   static constexpr int kPanelBytes = kCount * 128;
-  static constexpr int kBytes = kCount * kColumns * 2;
+  static constexpr int kBytes = kCount * kColumns * static_cast<int>(sizeof(E));
   // Rows that the CTA's threads copy at a time.
-  static constexpr int kStep = kAttentionThreads / kVectors;
+  static constexpr int kStep = kThreads / kVectors;
 
   uint32_t base;
 
@@ -174,24 +241,24 @@ struct Rows {
   template <class IsThere>
   __device__ void load(const E* from, int columns, int apart, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
-    const bool has_vector = vector * 8 < columns;
+    const bool has_vector = vector * kLength < columns;
 #pragma unroll
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
       const bool reads = has_vector && is_there(row);
       // In 32 bits, which the host has seen to.
-      const E* source = from + (reads ? row * apart + vector * 8 : 0);
+      const E* source = from + (reads ? row * apart + vector * kLength : 0);
       ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
     }
   }
 
-  // The left factor of 16 rows from `row` and 16 columns from 16 `step`.
+  // The left factor of 16 rows from `row` and two vectors of columns from 2 `step`.
   __device__ void left(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
     load_matrices(to, at(row + lane % 16, 2 * step + lane / 16));
   }
 
-  // The right factors of 16 rows, which are columns of two products, and 16 columns.
+  // The right factors of 16 rows, which are columns of two products, and two vectors of columns.
   __device__ void right_of_rows(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
     load_matrices(to, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
@@ -203,6 +270,17 @@ struct Rows {
     load_transposed(to, at(row + lane % 16, 2 * step + lane / 16));
   }
 
+  // In f32, the right factor of 16 rows, along which sums go, and 8 columns of one product. A step's rows come in the
+  // order in which the sums of a left factor lie in its lanes: even ones first. All lanes read from other banks.
+  __device__ void right_of_computed(uint32_t (&to)[4], int row, int eighth) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t from = at(row + i / 2 * 8 + lane % 4 * 2 + i % 2, 2 * eighth + lane / 16);
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[i]) : "r"(from + lane / 4 % 4 * 4) : "memory");
+    }
+  }
+
   // Puts a strip's sums, times `factor` of each half, into 16 rows from `row`, and these into memory
   // `to`, one every `apart`, of which there are `count`. The warp's own rows, which no other looks at.
   __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1,
@@ -211,6 +289,17 @@ struct Rows {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
+      if constexpr (kIsWide<E>) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float factor = half == 0 ? factor_0 : factor_1;
+          const uint32_t place = at(row + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(sums[j][2 * half] * factor),
+                       "f"(sums[j][2 * half + 1] * factor)
+                       : "memory");
+        }
+        continue;
+      }
       const uint32_t upper = packed<E>(sums[j][0] * factor_0, sums[j][1] * factor_0);
       const uint32_t lower = packed<E>(sums[j][2] * factor_1, sums[j][3] * factor_1);
       const uint32_t within = lane % 4 * 4;
@@ -223,13 +312,13 @@ struct Rows {
 #pragma unroll
     for (int i = lane; i < 16 * kVectors; i += 32) {
       const int vector = i % kVectors, of = i / kVectors;
-      if (vector * 8 >= columns || of >= count) continue;
+      if (vector * kLength >= columns || of >= count) continue;
       uint4 value;
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                    : "r"(at(row + of, vector))
                    : "memory");
-      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * apart + vector * 8) = value;
+      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * apart + vector * kLength) = value;
     }
   }
 };
@@ -239,10 +328,10 @@ __device__ inline int own_row(int strip) { return strip * kStrip + threadIdx.x /
 
 // sums = 64 rows of `left` from `row`, times rows of `right`: logits, and their like of values. With a
 // warpgroup's products they are there once `wait` says so.
-template <int kCount, class E, int kColumns, int kLeftRows>
+template <int kCount, class E, int kColumns, int kLeftRows, int kThreads>
 __device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
-                                     const Rows<E, kColumns, kLeftRows>& left, int strip,
-                                     const Rows<E, kColumns, kCount>& right) {
+                                     const Rows<E, kColumns, kLeftRows, kThreads>& left, int strip,
+                                     const Rows<E, kColumns, kCount, kThreads>& right) {
   if constexpr (kHasWarpgroups<E>) {
     const uint64_t of_left = ptx::matrix_of(left.base), of_right = ptx::matrix_of(right.base);
     hopper::fence();
@@ -257,8 +346,26 @@ __device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
   } else {
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
-#pragma unroll
+#pragma unroll(kIsWide<E> ? 1 : kColumns / 16)
     for (int step = 0; step < kColumns / 16; ++step) {
+      if constexpr (kIsWide<E>) {
+        WideLeft factor;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t of_left[4];
+          left.left(of_left, own_row(strip), 2 * step + i);
+          factor.set(i, of_left);
+        }
+#pragma unroll
+        for (int j = 0; j < kCount / 16; ++j) {
+          uint32_t first[4], second[4];
+          right.right_of_rows(first, 16 * j, 2 * step);
+          right.right_of_rows(second, 16 * j, 2 * step + 1);
+          factor.multiply(sums[2 * j], {first[0], first[1], second[0], second[1]});
+          factor.multiply(sums[2 * j + 1], {first[2], first[3], second[2], second[3]});
+        }
+        continue;
+      }
       uint32_t of_left[4];
       left.left(of_left, own_row(strip), step);
 #pragma unroll
@@ -273,10 +380,9 @@ __device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
 }
 
 // sums += left times `right`, whose rows the sums go along. The same.
-template <int kCount, class E, int kColumns>
-__device__ inline void multiply_along(float (&sums)[kColumns / 8][4],
-                                      uint32_t (&left)[kCount / 16][4],
-                                      const Rows<E, kColumns, kCount>& right) {
+template <int kCount, class E, int kColumns, int kThreads>
+__device__ inline void multiply_along(float (&sums)[kColumns / 8][4], Computed<E, kCount>& left,
+                                      const Rows<E, kColumns, kCount, kThreads>& right) {
   if constexpr (kHasWarpgroups<E>) {
     const uint64_t of_right = ptx::transposed_of(right.base, right.kPanelBytes);
     hopper::fence();
@@ -285,6 +391,23 @@ __device__ inline void multiply_along(float (&sums)[kColumns / 8][4],
       hopper::multiply<E>(sums, left[step], of_right + step * (16 * 128 / 16));
     }
     ptx::wgmma_commit();
+  } else if constexpr (kIsWide<E>) {
+#pragma unroll
+    for (int step = 0; step < kCount / 16; ++step) {
+      WideLeft factor;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float(&of)[4] = left[2 * step + i];
+        // Even columns are the step's first four, and odd ones its last.
+        factor.set(i, {__float_as_uint(of[0]), __float_as_uint(of[2]), __float_as_uint(of[1]), __float_as_uint(of[3])});
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        uint32_t of_right[4];
+        right.right_of_computed(of_right, 16 * step, j);
+        factor.multiply(sums[j], of_right);
+      }
+    }
   } else {
 #pragma unroll
     for (int step = 0; step < kCount / 16; ++step) {
@@ -314,6 +437,18 @@ __device__ inline void settle(float (&sums)[kCount][4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sums[j][i])::"memory");
     }
+  }
+}
+
+// Has four sums, of columns from 8 `eighth`, be those of a left factor.
+template <class E, int kCount>
+__device__ inline void compute(Computed<E, kCount>& factor, int eighth, const float (&of)[4]) {
+  if constexpr (kIsWide<E>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factor[eighth][i] = of[i];
+  } else {
+    factor[eighth / 2][eighth % 2 * 2] = packed<E>(of[0], of[1]);
+    factor[eighth / 2][eighth % 2 * 2 + 1] = packed<E>(of[2], of[3]);
   }
 }
 
@@ -437,6 +572,18 @@ struct Bend {
     return bent;
   }
 
+  // The same; of E of 32 bits off by no more than f32 is, and of products that nothing bends too, for one instance of
+  // kernels that take a while to compile.
+  template <class E>
+  __device__ float bend_as(float product, float& slope) const {
+    if constexpr (!kIsWide<E>) return (*this)(product, slope);
+    slope = 1;
+    if (!has_cap) return is_bent ? product * inner : product;
+    const float bent = tanhf(product * inner);
+    slope = fmaf(-bent, bent, 1.0f);
+    return bent;
+  }
+
   // Bends two products, by one reciprocal.
   __device__ void bend(float& x, float& y) const {
     if (!has_cap) {
@@ -489,8 +636,19 @@ __device__ inline bool are_near_zero(const Bend& bend, const float (&products)[k
 }
 
 // Bends all of a lane's products.
-template <int kEights>
+template <class E, int kEights>
 __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4]) {
+  if constexpr (kIsWide<E>) {
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float slope;
+        products[j][i] = bend.template bend_as<E>(products[j][i], slope);
+      }
+    }
+    return;
+  }
   if (are_near_zero(bend, products)) {
     const NearZero near(bend.inner);
 #pragma unroll
@@ -508,10 +666,11 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
 }
 
 // A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
-template <class E, int kColumns, int kStrips, int kKeys>
+template <class E, int kColumns, int kStrips, int kKeys, int kThreads = kAttentionThreads>
 struct QueryBlock {
-  static constexpr int kRows = kStrips * kStrip;
-  using Tile = Rows<E, kColumns, kKeys>;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kRows = kStrips * kWarps * 16;
+  using Tile = Rows<E, kColumns, kKeys, kThreads>;
 
   struct Shared {
     int2 ranges[kRows];
@@ -539,7 +698,7 @@ struct QueryBlock {
     of_rows = a.first_key(of_keys);
     hull = Hull::none();
     least_segment = INT32_MAX, most_segment = INT32_MIN;
-    for (int row = threadIdx.x; row < kRows; row += kAttentionThreads) {
+    for (int row = threadIdx.x; row < kRows; row += kThreads) {
       const int2 range = range_of(a, of_keys, first + row);
       shared.ranges[row] = range;
       if (first + row >= a.queries) continue;
@@ -637,15 +796,21 @@ __device__ inline float finish_row(const Bend& bend, float total, float largest,
   return total == 0 ? 0 : kept / total;
 }
 
+// Keys of a tile: as many as have CTAs have 96 KiB of shared memory at most.
+template <class E, int kColumns>
+inline constexpr int kKeysOfTile = kIsWide<E> ? (kColumns == 256 ? 16 : kColumns == 128 ? 32 : 64)
+                                              : (kColumns == 256 ? 32 : 64);
+
 // o and lse.
 template <class E, int kColumns>
 struct Forward {
-  static constexpr int kStrips = kColumns == 256 ? 1 : 2;
-  static constexpr int kKeys = kColumns == 256 ? 32 : 64;
+  static constexpr int kStrips = kIsWide<E> || kColumns == 256 ? 1 : 2;
+  static constexpr int kKeys = kKeysOfTile<E, kColumns>;
+  static constexpr int kStages = kIsWide<E> && kColumns == 256 ? 1 : 2;
   using Block = QueryBlock<E, kColumns, kStrips, kKeys>;
   using Tile = typename Block::Tile;
   using Queries = Rows<E, kColumns, Block::kRows>;
-  static constexpr int kSharedBytes = Queries::kBytes + 4 * Tile::kBytes;
+  static constexpr int kSharedBytes = Queries::kBytes + 2 * kStages * Tile::kBytes;
 
   float sums[kStrips][kColumns / 8][4];
   // Of rows lane / 4 and 8 behind it: the largest product, and the thread's part of the sum.
@@ -655,7 +820,7 @@ struct Forward {
                       const Tile& v, int key, int stage) {
     const bool is_whole = block.is_whole(key);
     float products[kStrips][kKeys / 8][4];
-    uint32_t p[kStrips][kKeys / 16][4];
+    Computed<E, kKeys> p[kStrips];
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
       multiply_rows<kKeys>(products[strip], q, strip, k);
@@ -675,9 +840,8 @@ struct Forward {
 
   // Makes probabilities of a strip's products, without what they are divided by.
   __device__ void weigh(const Block& block, const Bend& bend, float (&products)[kKeys / 8][4],
-                        uint32_t (&p)[kKeys / 16][4], int strip, int key, int stage,
-                        bool is_whole) {
-    if (bend.is_bent) bend_all(bend, products);
+                        Computed<E, kKeys>& p, int strip, int key, int stage, bool is_whole) {
+    if (bend.is_bent) bend_all<E>(bend, products);
     if (!is_whole) block.mask(products, own_row(strip), key, stage);
     float shift[2];
 #pragma unroll
@@ -707,13 +871,13 @@ struct Forward {
         of[i] = ptx::ex2(fmaf(of[i], bend.factor, -shift[i / 2]));
         total[strip][i / 2] += of[i];
       }
-      p[j / 2][j % 2 * 2] = packed<E>(of[0], of[1]);
-      p[j / 2][j % 2 * 2 + 1] = packed<E>(of[2], of[3]);
+      compute<E, kKeys>(p, j, of);
     }
   }
 
   __device__ static void run(const FlashAttentionArguments& a) {
     extern __shared__ __align__(1024) uint8_t memory[];
+    static_assert(kSharedBytes <= 96 << 10);
     __shared__ typename Block::Shared shared;
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
@@ -741,10 +905,16 @@ struct Forward {
     while (key < block.hull.high) {
       const int next = block.next(static_cast<int64_t>(key) + kKeys);
       meet_copies();
-      if (next < block.hull.high) block.load(next, k(stage ^ 1), v(stage ^ 1), stage ^ 1);
+      const int other = stage ^ (kStages - 1);
+      if (kStages == 2 && next < block.hull.high) block.load(next, k(other), v(other), other);
       ptx::commit_copies();
       of.add(block, bend, q, k(stage), v(stage), key, stage);
-      key = next, stage ^= 1;
+      if (kStages == 1) {
+        __syncthreads();
+        if (next < block.hull.high) block.load(next, k(0), v(0), 0);
+        ptx::commit_copies();
+      }
+      key = next, stage = other;
     }
     ptx::wait_for_copies(0);
     __syncthreads();
@@ -796,7 +966,7 @@ __device__ inline float probability(const Bend& bend, float product, float lse) 
 // values leave.
 template <class E, int kEighths>
 __device__ inline void cotangents(float (&p)[kEighths][4], const float (&of_values)[kEighths][4],
-                                  uint32_t (&ds)[kEighths / 2][4]) {
+                                  Computed<E, 8 * kEighths>& ds) {
 #pragma unroll
   for (int j = 0; j < kEighths; ++j) {
 #pragma unroll
@@ -804,19 +974,28 @@ __device__ inline void cotangents(float (&p)[kEighths][4], const float (&of_valu
       // What is not seen may be NaN.
       p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
     }
-    ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-    ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+    compute<E, 8 * kEighths>(ds, j, p[j]);
   }
 }
+
+// Tiles that there are at a time where gradients are made.
+template <class E, int kColumns>
+inline constexpr int kGradientStages = kColumns == 256 ? 1 : 2;
+
+// Their rows. In f32 the compiler puts additions to sums off, for which there are no registers beside many rows.
+template <class E, int kColumns>
+inline constexpr int kGradientTile =
+    kIsWide<E> ? (kColumns == 64 ? 32 : 16) : kKeysOfTile<E, kColumns>;
 
 // dq, after what needs the notes in its place.
 template <class E, int kColumns>
 struct QueryGradients {
-  static constexpr int kKeys = kColumns == 256 ? 32 : 64;
-  static constexpr int kStages = kColumns == 256 ? 1 : 2;
-  using Block = QueryBlock<E, kColumns, 1, kKeys>;
+  static constexpr int kKeys = kGradientTile<E, kColumns>;
+  static constexpr int kStages = kGradientStages<E, kColumns>;
+  static constexpr int kThreads = kGradientThreads<E, kColumns>;
+  using Block = QueryBlock<E, kColumns, 1, kKeys, kThreads>;
   using Tile = typename Block::Tile;
-  using Queries = Rows<E, kColumns, Block::kRows>;
+  using Queries = Rows<E, kColumns, Block::kRows, kThreads>;
   static constexpr int kSharedBytes = 2 * Queries::kBytes + 2 * kStages * Tile::kBytes;
 
   float sums[kColumns / 8][4];
@@ -843,7 +1022,7 @@ struct QueryGradients {
       settle<E>(p);
       differences([&](int j, int i) {
         float slope;
-        p[j][i] = bend(p[j][i], slope);
+        p[j][i] = bend.template bend_as<E>(p[j][i], slope);
         return slope;
       });
     } else {
@@ -860,7 +1039,7 @@ struct QueryGradients {
       wait<E, 0>();
       differences([](int, int) { return 1.0f; });
     }
-    uint32_t ds[kKeys / 16][4];
+    Computed<E, kKeys> ds;
     cotangents<E>(p, of_values, ds);
     multiply_along<kKeys>(sums, ds, k);
     wait<E, 0>();
@@ -869,6 +1048,7 @@ struct QueryGradients {
 
   __device__ static void run(const FlashAttentionArguments& a) {
     extern __shared__ __align__(1024) uint8_t memory[];
+    static_assert(kSharedBytes <= 96 << 10);
     __shared__ typename Block::Shared shared;
     const Block block(a, shared);
     const uint32_t base = ptx::shared_address(memory);
@@ -908,9 +1088,9 @@ struct QueryGradients {
       const int other = stage ^ (kStages - 1);
       if (kStages == 2 && next < block.hull.high) block.load(next, k(other), v(other), other);
       ptx::commit_copies();
-      if (bend.is_bent) {
+      if (kIsWide<E> || bend.is_bent) {
         of.template add<true>(block, bend, q, dout, k(stage), v(stage), key, stage);
-      } else {
+      } else if constexpr (!kIsWide<E>) {
         of.template add<false>(block, bend, q, dout, k(stage), v(stage), key, stage);
       }
       if (kStages == 1) {
@@ -934,16 +1114,18 @@ struct QueryGradients {
   }
 };
 
-// dk and dv of 64 keys, 16 a warp, which walk over the blocks of queries that see them. Products have
-// keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
+// dk and dv of 64 keys, or 32 of wide heads in f32, 16 a warp, which walk over the blocks of queries that see
+// them. Products have keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
 template <class E, int kColumns, bool kMakesKeys, bool kMakesValues>
 struct KeyGradients {
-  static constexpr int kKeys = kAttentionBlock;
+  static constexpr int kThreads = kGradientThreads<E, kColumns>;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kKeys = kWarps * 16;
   // Queries of a tile, and how many tiles are there at a time.
-  static constexpr int kRows = kColumns == 256 ? 32 : 64;
-  static constexpr int kStages = kColumns == 256 ? 1 : 2;
-  using Tile = Rows<E, kColumns, kRows>;
-  using Keys = Rows<E, kColumns, kKeys>;
+  static constexpr int kRows = kGradientTile<E, kColumns>;
+  static constexpr int kStages = kGradientStages<E, kColumns>;
+  using Tile = Rows<E, kColumns, kRows, kThreads>;
+  using Keys = Rows<E, kColumns, kKeys, kThreads>;
   static constexpr int kSharedBytes = 2 * Keys::kBytes + 2 * kStages * Tile::kBytes;
 
   // How far a warp has looked for blocks to take: all look alike, and none has registers for it.
@@ -1085,19 +1267,22 @@ struct KeyGradients {
     q.load(static_cast<const E*>(a.q) + lies * a.width, a.width, a.q_row * a.width, is_there);
     dout.load(static_cast<const E*>(a.dout) + lies * a.value_width, a.value_width, a.q_row * a.value_width,
               is_there);
-    const int own = threadIdx.x % 64;
-    if (own >= kRows) return;
-    const bool reads = own < left;
-    const int64_t from = reads ? own : 0;
-    if (threadIdx.x < 64) {
-      copy_small<8>(ptx::shared_address(&shared.ranges[stage][own]), ranges + from, reads);
-      copy_small<4>(ptx::shared_address(&shared.lse[stage][own]), a.lse + row + from, reads);
-    } else {
-      copy_small<4>(ptx::shared_address(&shared.delta[stage][own]), &note_of(lies + from * a.q_row).delta,
-                    reads);
-      if (a.q_segments != nullptr) {
-        copy_small<4>(ptx::shared_address(&shared.segments[stage][own]),
-                      a.q_segments + of_ranges + from, reads);
+#pragma unroll
+    for (int part = 0; part < 128 / kThreads; ++part) {
+      const int i = threadIdx.x + part * kThreads, own = i % 64;
+      if (own >= kRows) continue;
+      const bool reads = own < left;
+      const int64_t from = reads ? own : 0;
+      if (i < 64) {
+        copy_small<8>(ptx::shared_address(&shared.ranges[stage][own]), ranges + from, reads);
+        copy_small<4>(ptx::shared_address(&shared.lse[stage][own]), a.lse + row + from, reads);
+      } else {
+        copy_small<4>(ptx::shared_address(&shared.delta[stage][own]), &note_of(lies + from * a.q_row).delta,
+                      reads);
+        if (a.q_segments != nullptr) {
+          copy_small<4>(ptx::shared_address(&shared.segments[stage][own]),
+                        a.q_segments + of_ranges + from, reads);
+        }
       }
     }
   }
@@ -1151,7 +1336,7 @@ struct KeyGradients {
       settle<E>(p);
       const auto bent = [&](int j, int i) {
         float slope;
-        p[j][i] = bend(p[j][i], slope);
+        p[j][i] = bend.template bend_as<E>(p[j][i], slope);
         return slope;
       };
       if constexpr (kMakesKeys) {
@@ -1168,7 +1353,7 @@ struct KeyGradients {
       settle<E>(p);
     }
     if (!at.is_whole) mask(p, stage);
-    uint32_t of[kRows / 16][4];
+    Computed<E, kRows> of;
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 raw =
@@ -1176,18 +1361,18 @@ struct KeyGradients {
       const float lse[2] = {lse_of(raw.x), lse_of(raw.y)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[j][i] = probability(bend, p[j][i], lse[i % 2]);
-      of[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-      of[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+      compute<E, kRows>(of, j, p[j]);
     }
     if constexpr (kMakesValues) multiply_along<kRows>(values, of, dout);
-    uint32_t ds[kMakesKeys ? kRows / 16 : 1][4];
     if constexpr (kMakesKeys) {
       if constexpr (!kIsBent) {
         wait<E, kMakesValues ? 1 : 0>();
         differences([](int, int) { return 1.0f; });
       }
+      Computed<E, kRows> ds;
       cotangents<E>(p, of_values, ds);
       multiply_along<kRows>(keys, ds, q);
+      wait<E, 0>();
     }
     wait<E, 0>();
     if constexpr (kMakesKeys) settle<E>(keys);
@@ -1196,6 +1381,7 @@ struct KeyGradients {
 
   __device__ static void run(const FlashAttentionArguments& a, int64_t index) {
     extern __shared__ __align__(1024) uint8_t memory[];
+    static_assert(kSharedBytes <= 96 << 10);
     __shared__ Shared shared;
     KeyGradients of(a, shared, index);
     const uint32_t base = ptx::shared_address(memory);
@@ -1237,9 +1423,9 @@ struct KeyGradients {
       const int other = stage ^ (kStages - 1);
       if (kStages == 2 && next.is_there) of.load(next, q(other), dout(other), other);
       ptx::commit_copies();
-      if (bend.is_bent) {
+      if (kIsWide<E> || bend.is_bent) {
         of.template add<true>(bend, k, v, q(stage), dout(stage), at, stage);
-      } else {
+      } else if constexpr (!kIsWide<E>) {
         of.template add<false>(bend, k, v, q(stage), dout(stage), at, stage);
       }
       if (kStages == 1) {
@@ -1279,7 +1465,7 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   const auto note_of = [&](int own) {
     return reinterpret_cast<Note*>(static_cast<E*>(a.dq) + lies(own) * a.width);
   };
-  // Lanes that share a row, a vector each.
+  // Lanes that share a row, 8 columns each.
   const int lanes = a.value_width <= 64 ? 8 : a.value_width <= 128 ? 16 : 32;
   const int vector = lane % lanes;
   for (int begin = warp * (32 / lanes); begin < kAttentionBlock; begin += kWarps * (32 / lanes)) {
@@ -1288,11 +1474,15 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
     const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
     if (range.x < range.y && vector * 8 < a.value_width) {
       const int64_t at = lies(own) * a.value_width + vector * 8;
-      float x[8], y[8];
-      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at), x);
-      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at), y);
+      constexpr int kLength = kPerVector<E>;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
+      for (int part = 0; part < 8; part += kLength) {
+        float x[kLength], y[kLength];
+        unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at + part), x);
+        unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at + part), y);
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) sum = fmaf(x[i], y[i], sum);
+      }
     }
     for (int apart = lanes / 2; apart > 0; apart /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, apart);

@@ -367,7 +367,7 @@ struct Forward {
         end_turn();
         wait<E, 0>();
         settle<E>(products);
-        if (bend.is_bent) bend_all(bend, products);
+        if (bend.is_bent) bend_all<E>(bend, products);
         mask(note.key, of_keys.stage);
         release(shared.k_empty[of_keys.stage]);
         of_keys.next();
@@ -386,7 +386,7 @@ struct Forward {
           end_turn();
           wait<E, 1>();
           settle<E>(products);
-          if (bend.is_bent) bend_all(bend, products);
+          if (bend.is_bent) bend_all<E>(bend, products);
           mask(next.key, of_keys.stage);
           release(shared.k_empty[of_keys.stage]);
           of_keys.next();

@@ -1,9 +1,9 @@
-//! Attention of bf16 and f16, by tiles: o and lse, or every gradient.
+//! Attention by tiles: o and lse, or every gradient.
 //!
 //! The backward pass is four launches, of which each reads what the one before it wrote: notes of rows and
 //! blocks, which lie where dq will; what sinks get; dk and dv; dq. Products are made again for the last two
 //! instead of added atomically, so that every sum has one order. Nothing is allocated. Hopper has kernels of
-//! its own for all but notes and sinks.
+//! its own of bf16 and f16 for all but notes and sinks.
 
 mod arguments;
 mod hopper;
@@ -11,7 +11,7 @@ mod hopper;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use arguments::{Arguments, BLOCK, SINK_THREADS, THREADS};
+use arguments::{Arguments, BLOCK, NARROW_THREADS, SINK_THREADS, THREADS};
 use xentile::DType;
 use xentile::flash_attention::{AttentionShape, FlashAttention};
 
@@ -114,15 +114,8 @@ impl Attention {
     /// That of arrays of `shape`, heads first.
     ///
     /// # Errors
-    /// A dtype of 32 bits; columns that are no multiple of 8.
+    /// Columns that are no multiple of 8.
     pub fn new(options: FlashAttention, shape: AttentionShape, dtype: DType) -> Result<Self> {
-        if dtype == DType::F32 {
-            return invalid(
-                "q has dtype f32; kernels on GPUs take bf16 or f16, and XLA's own program \
-                 (implementation=\"reference\") takes f32"
-                    .to_owned(),
-            );
-        }
         for (name, columns) in [("q", shape.width), ("v", shape.value_width)] {
             if !columns.is_multiple_of(COLUMNS_STEP) {
                 return invalid(format!(
@@ -158,7 +151,7 @@ impl Attention {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        for step in self.all_steps(pass, hopper::multiprocessors(Device::current()?)) {
+        for step in self.all_steps(pass, self.on_hopper()?) {
             // SAFETY: passed on from this function's contract.
             unsafe { kernel(&step.name, stream) }?;
         }
@@ -187,7 +180,7 @@ impl Attention {
         let AttentionShape { heads, group, queries, .. } = self.shape;
         // SAFETY: passed on from this function's contract.
         unsafe {
-            match hopper::multiprocessors(Device::current()?) {
+            match self.on_hopper()? {
                 Some(multiprocessors) if ![heads, group, queries].contains(&0) => {
                     let has_segments = !arguments.q_segments.is_null();
                     let step = self.forward_on_hopper(multiprocessors, has_segments);
@@ -234,7 +227,7 @@ impl Attention {
             ..self.arguments(operands)?
         };
         let has_sinks = !arguments.sinks.is_null();
-        let on_hopper = hopper::multiprocessors(Device::current()?).is_some();
+        let on_hopper = self.on_hopper()?.is_some();
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.launch(self.before_gradients(has_sinks), stream, &arguments)?;
@@ -335,6 +328,14 @@ impl Attention {
         Ok(())
     }
 
+    /// The multiprocessors of the current device where it has kernels of its own for this.
+    fn on_hopper(&self) -> Result<Option<u32>> {
+        if self.dtype == DType::F32 {
+            return Ok(None);
+        }
+        Ok(hopper::multiprocessors(Device::current()?))
+    }
+
     /// All kernels of a pass, in their order, on Hopper's multiprocessors or on another GPU.
     fn all_steps(&self, pass: Pass, on_hopper: Option<u32>) -> Vec<Step> {
         match (pass, on_hopper) {
@@ -355,7 +356,14 @@ impl Attention {
 
     fn forward_anywhere(&self) -> Step {
         let columns = self.padded_columns();
-        let (rows, tile) = if columns == 256 { (64, 32) } else { (128, 64) };
+        let (rows, tile) = match (self.dtype, columns) {
+            (DType::F32, 64) => (64, 64),
+            (DType::F32, 128) => (64, 32),
+            // There is one tile at a time.
+            (DType::F32, _) => (64, 16 / 2),
+            (_, 256) => (64, 32),
+            _ => (128, 64),
+        };
         self.step(&format!("forward_{columns}"), self.blocks_of_queries(rows), rows, tile)
     }
 
@@ -372,25 +380,37 @@ impl Attention {
     /// What makes dk and dv, and dq, from notes.
     fn gradients_anywhere(&self) -> Vec<Step> {
         let columns = self.padded_columns();
-        let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BLOCK));
-        let (kept, tile) = (2 * BLOCK, if columns == 256 { 16 } else { 64 });
-        let mut steps = vec![self.step(&format!("keys_{columns}"), of_keys, kept, tile)];
+        // Of 256 columns there is one tile at a time.
+        let (threads, tile) = match (self.dtype, columns) {
+            (DType::F32, 64) => (THREADS, 32),
+            (DType::F32, 128) => (THREADS, 16),
+            (DType::F32, _) => (NARROW_THREADS, 16 / 2),
+            (_, 256) => (THREADS, 32 / 2),
+            _ => (THREADS, 64),
+        };
+        // A warp has 16 rows.
+        let block = threads as usize / 2;
+        let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(block));
+        let step = |name: &str, ctas| {
+            let name = format!("{name}_{columns}");
+            Step { threads, ..self.step(&name, ctas, 2 * block, tile) }
+        };
+        let mut steps = vec![step("keys", of_keys)];
         if columns == 256 {
-            steps.push(self.step("values_256", of_keys, kept, tile));
+            steps.push(step("values", of_keys));
         }
-        let of_queries = self.blocks_of_queries(BLOCK);
-        steps.push(self.step(&format!("queries_{columns}"), of_queries, kept, tile));
+        steps.push(step("queries", self.blocks_of_queries(block)));
         steps
     }
 
     /// A kernel whose CTAs keep so many rows, and have two tiles of keys and of values at a time.
     fn step(&self, name: &str, ctas: Option<usize>, kept: usize, tile: usize) -> Step {
-        let columns = self.padded_columns();
+        let row = self.padded_columns() * self.dtype.size_bytes();
         Step {
             name: format!("flash_attention_{name}_{}", self.dtype),
             ctas,
             threads: THREADS,
-            shared_bytes: u32::try_from((kept + 4 * tile) * columns * 2).expect("fits a CTA"),
+            shared_bytes: u32::try_from((kept + 4 * tile) * row).expect("fits a CTA"),
         }
     }
 
@@ -430,13 +450,17 @@ mod tests {
 
     #[test]
     fn steps_cover_every_row() {
-        let of = |width, pass| {
+        let all = |width, pass, dtype| {
             let shape = AttentionShape { width, ..SHAPE };
-            let attention = Attention::new(FlashAttention::new(width), shape, DType::Bf16).unwrap();
+            let attention = Attention::new(FlashAttention::new(width), shape, dtype).unwrap();
             let steps = attention.all_steps(pass, None);
+            // Of 99 KiB, the least that a CTA may have.
             assert!(steps.iter().all(|step| step.shared_bytes <= 96 << 10));
+            steps
+        };
+        let of = |width, pass| {
             let short = |step: Step| (step.name, step.ctas.unwrap(), step.shared_bytes >> 10);
-            steps.into_iter().map(short).collect::<Vec<_>>()
+            all(width, pass, DType::Bf16).into_iter().map(short).collect::<Vec<_>>()
         };
         let named =
             |name: &str, ctas: usize, kib: u32| (format!("flash_attention_{name}_bf16"), ctas, kib);
@@ -458,6 +482,19 @@ mod tests {
             named("queries_256", 72, 96),
         ];
         assert_eq!(of(136, Pass::Backward), backward);
+        let of = |width, pass| {
+            let short = |step: Step| (step.ctas.unwrap(), step.threads, step.shared_bytes >> 10);
+            all(width, pass, DType::F32).into_iter().map(short).collect::<Vec<_>>()
+        };
+        let before = [(72, 128, 0), (24, 256, 0)];
+        let after = |steps: &[(usize, u32, u32)]| [&before[..], steps].concat();
+        assert_eq!(of(64, Pass::Forward), [(72, 128, 80)]);
+        assert_eq!(of(128, Pass::Forward), [(72, 128, 96)]);
+        assert_eq!(of(256, Pass::Forward), [(72, 128, 96)]);
+        assert_eq!(of(64, Pass::Backward), after(&[(12, 128, 64), (72, 128, 64)]));
+        assert_eq!(of(128, Pass::Backward), after(&[(12, 128, 96), (72, 128, 96)]));
+        let wide = [(18, 64, 96), (18, 64, 96), (120, 64, 96)];
+        assert_eq!(of(256, Pass::Backward), after(&wide));
     }
 
     #[test]
@@ -499,11 +536,6 @@ mod tests {
             let options = FlashAttention::new(64);
             Attention::new(options, shape, dtype).unwrap_err().to_string()
         };
-        let message = refuse(SHAPE, DType::F32);
-        assert!(
-            message.starts_with("q has dtype f32; kernels on GPUs take bf16 or f16"),
-            "{message}"
-        );
         assert_eq!(
             refuse(AttentionShape { value_width: 12, ..SHAPE }, DType::F16),
             "v has heads of 12 columns; on GPUs it must be a multiple of 8"

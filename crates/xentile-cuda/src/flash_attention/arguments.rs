@@ -65,6 +65,7 @@ mirror! {
 
 numbers! {
     THREADS: u32 = kAttentionThreads, 128;
+    NARROW_THREADS: u32 = kAttentionNarrowThreads, 64;
     SINK_THREADS: u32 = kAttentionSinkThreads, 256;
     BLOCK: usize = kAttentionBlock, 64;
     FORWARD_THREADS: u32 = kAttentionForwardThreads, 384;

@@ -1,4 +1,4 @@
-//! Attention on NVIDIA GPUs, of bf16 and f16.
+//! Attention on NVIDIA GPUs.
 
 use std::ptr::{null, null_mut};
 

@@ -43,8 +43,7 @@ def _attributes(options: Options) -> tuple[tuple[str, Any], ...]:
 def _dense_on(q: Any, v: Any) -> tuple[str, ...]:
     """Returns where XLA's own program runs, though the library has kernels for other arrays."""
     columns = (q.shape[-1], v.shape[-1])
-    has_kernel = q.dtype != jnp.float32 and not any(one % COLUMNS_STEP for one in columns)
-    return () if has_kernel else ("cuda",)
+    return ("cuda",) if any(one % COLUMNS_STEP for one in columns) else ()
 
 
 def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:

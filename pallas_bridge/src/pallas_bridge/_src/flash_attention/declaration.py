@@ -11,8 +11,8 @@ OPERATION = Operation(
     notes=(
         (
             "cuda",
-            "cuDNN's, by jax.nn.dot_product_attention, where it has the options; of float32 XLA's "
-            "own program",
+            "cuDNN's, by jax.nn.dot_product_attention, of bfloat16 and float16 where it has the "
+            "options",
         ),
         ("tpu", "JAX's splash attention; for options that it lacks XLA's own program"),
     ),
