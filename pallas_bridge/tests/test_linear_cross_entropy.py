@@ -738,6 +738,9 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
         ({"vocab_axis": 1, "return_lse": True}, ["fused"]),
         ({"bias": "bfloat16"}, ["fused"]),
         ({"bias": "float32", "reduction": "none"}, ["forward", "backward"]),
+        ({"temperature": 0.7}, ["fused"]),
+        ({"temperature": 1.5, "softcap": 30.0, "return_lse": True}, ["fused"]),
+        ({"temperature": 0.7, "reduction": "none"}, ["forward", "backward"]),
     ],
 )
 def test_programs_for_gpus_are_calls_of_the_library(
@@ -762,6 +765,9 @@ def test_programs_for_gpus_are_calls_of_the_library(
     found = re.findall(r"@xentile_(\w+)\(", text)
     assert found == [f"linear_cross_entropy_{name}" for name in passes]
     assert "stablehlo.while" not in text and "stablehlo.dot" not in text
+    temperatures = [float(one) for one in re.findall(r"temperature = (\S+) : f64", text)]
+    wanted = options.get("temperature")
+    assert temperatures == ([] if wanted is None else [wanted] * len(passes))
 
 
 def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
