@@ -56,7 +56,7 @@ class Exact:
         logits = self.hidden @ self.weight.T
         if bias is not None:
             logits = logits + np.asarray(bias, np.float64)
-        names = ("ignore_index", "label_smoothing", "z_loss", "softcap")
+        names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "temperature")
         known = {name: options[name] for name in names if name in options}
         self.oracle = Oracle(logits, np.asarray(labels), **known)
 
@@ -289,7 +289,10 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     [((250, 2000), (600, 1024)), ((256, 3333), (300, 640)), ((600, 900), (600, 128))],
 )
 # Without these there is an unnormalised softmax.
-@pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
+@pytest.mark.parametrize(
+    "options",
+    [BOTH, {"z_loss": 1e-3, "ignore_index": 7}, {"temperature": 0.7, "ignore_index": 7}],
+)
 def test_columns_that_a_gpu_makes_once(
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
