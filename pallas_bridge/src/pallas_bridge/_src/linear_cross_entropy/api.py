@@ -447,9 +447,9 @@ def explain(
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
     It is the plan of a loss by itself, at any temperature: one that says what is known of tokens
-    goes by chunks of XLA's products. It depends on how many tokens there
-    are, and so do the last bits of a token's loss and row of dhidden, also where libraries sum a
-    product in another order for more rows; with `batch_invariant` neither does.
+    goes by chunks of XLA's products. It depends on how many tokens there are, and so do the last
+    bits of a token's loss and row of dhidden, also where libraries sum a product in another order
+    for more rows; with `batch_invariant` neither does.
 
     Returns:
       The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
