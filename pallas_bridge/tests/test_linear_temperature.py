@@ -27,10 +27,16 @@ OPTIONS = {
 BOUNDS = {"bfloat16": 1.5, "float16": 1.5, "float32": 3.0}
 
 
-@pytest.mark.parametrize("std", [0.5, 8.0, 64.0])
+# Products of f32 have no cross-entropy in them, and XLA takes long to choose the dense program's.
+@pytest.mark.parametrize(
+    ("dtype", "std"),
+    [
+        *((dtype, std) for dtype in ("bfloat16", "float16") for std in (0.5, 8.0, 64.0)),
+        ("float32", 8.0),
+    ],
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_any_spread(
     rng: np.random.Generator, dtype: str, reduction: str, options: dict[str, Any], std: float
 ) -> None:
