@@ -56,7 +56,7 @@ class Exact:
         logits = self.hidden @ self.weight.T
         if bias is not None:
             logits = logits + np.asarray(bias, np.float64)
-        names = ("ignore_index", "label_smoothing", "z_loss", "softcap")
+        names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "temperature")
         known = {name: options[name] for name in names if name in options}
         self.oracle = Oracle(logits, np.asarray(labels), **known)
 
@@ -289,7 +289,10 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     [((250, 2000), (600, 1024)), ((256, 3333), (300, 640)), ((600, 900), (600, 128))],
 )
 # Without these there is an unnormalised softmax.
-@pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
+@pytest.mark.parametrize(
+    "options",
+    [BOTH, {"z_loss": 1e-3, "ignore_index": 7}, {"temperature": 0.7, "ignore_index": 7}],
+)
 def test_columns_that_a_gpu_makes_once(
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
@@ -738,6 +741,9 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
         ({"vocab_axis": 1, "return_lse": True}, ["fused"]),
         ({"bias": "bfloat16"}, ["fused"]),
         ({"bias": "float32", "reduction": "none"}, ["forward", "backward"]),
+        ({"temperature": 0.7}, ["fused"]),
+        ({"temperature": 1.5, "softcap": 30.0, "return_lse": True}, ["fused"]),
+        ({"temperature": 0.7, "reduction": "none"}, ["forward", "backward"]),
     ],
 )
 def test_programs_for_gpus_are_calls_of_the_library(
@@ -762,6 +768,9 @@ def test_programs_for_gpus_are_calls_of_the_library(
     found = re.findall(r"@xentile_(\w+)\(", text)
     assert found == [f"linear_cross_entropy_{name}" for name in passes]
     assert "stablehlo.while" not in text and "stablehlo.dot" not in text
+    temperatures = [float(one) for one in re.findall(r"temperature = (\S+) : f64", text)]
+    wanted = options.get("temperature")
+    assert temperatures == ([] if wanted is None else [wanted] * len(passes))
 
 
 def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

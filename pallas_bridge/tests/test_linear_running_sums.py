@@ -26,7 +26,7 @@ def _microbatches(rng: np.random.Generator, shape: tuple[int, int, int], dtypes:
     return hidden, weight, labels
 
 
-@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize(("vocab_axis", "temperature"), [(0, 1.0), (1, 1.0), (0, 0.7)])
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -37,7 +37,9 @@ def _microbatches(rng: np.random.Generator, shape: tuple[int, int, int], dtypes:
         ("float16", "float32"),
     ],
 )
-def test_sums_are_those_of_all_microbatches(dtypes: tuple[str, str], vocab_axis: int) -> None:
+def test_sums_are_those_of_all_microbatches(
+    dtypes: tuple[str, str], vocab_axis: int, temperature: float
+) -> None:
     rng = np.random.default_rng(SEED)
     hidden, weight, labels = _microbatches(rng, (40, 24, 320), dtypes)
     bias = jnp.asarray(rng.standard_normal(320), jnp.float32)
@@ -51,6 +53,7 @@ def test_sums_are_those_of_all_microbatches(dtypes: tuple[str, str], vocab_axis:
             dweight_sums=sums,
             bias=bias,
             vocab_axis=vocab_axis,
+            temperature=temperature,
             reduction="sum",
         )
         return sums, (loss, dhidden, dbias)
@@ -65,7 +68,7 @@ def test_sums_are_those_of_all_microbatches(dtypes: tuple[str, str], vocab_axis:
     expected = np.zeros((320, 24))
     for batch in range(3):
         logits = h[batch] @ w.T + np.asarray(bias, np.float64)
-        oracle = Oracle(logits, np.asarray(labels[batch]))
+        oracle = Oracle(logits, np.asarray(labels[batch]), temperature=temperature)
         dz = oracle.gradient(np.ones(40))
         expected += dz.T @ h[batch]
         assert losses[batch] == pytest.approx(oracle.reduced(np.ones(40) * (dz.any(1))), rel=1e-5)

@@ -246,10 +246,10 @@ struct FusedProduct {
   // Columns, the first, that have a place; of the unnormalised softmax.
   uint32_t placed = 0;
   const uint32_t rank = ptx::cluster_rank();
-  const Cap cap;
+  const TemperedCap cap;
 
   __device__ FusedProduct(const FusedProductArguments& arguments, uint8_t* shared)
-      : a(arguments), cap(kCap ? arguments.row.softcap : 1.0) {
+      : a(arguments), cap(kCap ? arguments.row.softcap : 1.0, arguments.row.scale) {
     stages = (ptx::shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
     stores = stages + kStages * kStageBytes;
     full = stores + kStoresBytes;
@@ -648,7 +648,7 @@ struct FusedProduct {
 
     // Makes a tile's dlogits of its logits, rounded.
     __device__ void differentiate(const float (&x)[128], uint32_t (&words)[kPieces * kWords],
-                                  const Cap& cap) const {
+                                  const TemperedCap& cap) const {
 #pragma unroll
       for (uint32_t i = 0; i < kPieces * kWords; ++i) {
         const float2 z = pair_of(x, i);
@@ -661,7 +661,7 @@ struct FusedProduct {
     // that. Where they are too large for a row, its shift is lifted and they are made once more.
     __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
                                  uint32_t (&words)[kPieces * kWords], uint32_t tile,
-                                 uint32_t placed, const Cap& cap) {
+                                 uint32_t placed, const TemperedCap& cap) {
       if constexpr (!kCap) cap_and_end(a, x, tile, cap);
       const bool is_ragged = kCap && (tile + 1) * kTileColumns > static_cast<uint32_t>(a.row.columns);
       float total[4];
@@ -680,7 +680,8 @@ struct FusedProduct {
               if (column + 1 >= a.row.columns) z.y = -INFINITY;
             }
           }
-          float2 e = make_float2(ptx::ex2(fmaf(z.x, kLog2E, c[r])), ptx::ex2(fmaf(z.y, kLog2E, c[r])));
+          float2 e = make_float2(ptx::ex2(fmaf(z.x, cap.scale, c[r])),
+                                 ptx::ex2(fmaf(z.y, cap.scale, c[r])));
           total[r] += e.x, total[r + 2] += e.y;
           if constexpr (kCap) {
             e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
@@ -699,7 +700,7 @@ struct FusedProduct {
         // That of a NaN is not.
         const bool fits = total[0] <= kMostOfTile && total[1] <= kMostOfTile;
         if (__all_sync(~0u, fits)) break;
-      } while (lift(x));
+      } while (lift(x, cap.scale));
 #pragma unroll
       for (int r = 0; r < 2; ++r) exponentials[r] += total[r];
       // With a cap what is written has its derivative, and tells nothing of the sum.
@@ -728,7 +729,7 @@ struct FusedProduct {
     static constexpr float kLeastNormal = kIsBf16 ? 0x1p-126f : 0x1p-14f;
 
     // Lifts the shift of rows whose largest exponential asks for it. Whether there are any.
-    __device__ bool lift(const float (&x)[128]) {
+    __device__ bool lift(const float (&x)[128], float scale) {
       bool any = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -737,7 +738,7 @@ struct FusedProduct {
         for (int i = 2 * r; i < 128; i += 4) most = fmaxf(most, fmaxf(x[i], x[i + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float bits = fmaf(most, kLog2E, c[r]);
+        const float bits = fmaf(most, scale, c[r]);
         if (!(bits >= kMostBits)) continue;
         const float left = static_cast<float>(kMostLifts - lifts[r]);
         const float steps = fminf(ceilf((bits - kLeastBits) / kLiftBits), left);
@@ -755,7 +756,7 @@ struct FusedProduct {
     // Caps a tile's logits, adds them up where that is asked for, and has those beyond the last column
     // be -inf.
     __device__ void cap_and_end(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
-                                const Cap& cap) {
+                                const TemperedCap& cap) {
       if constexpr (kCap) {
 #pragma unroll
         for (float& one : x) one = cap.apply(one);
@@ -785,20 +786,20 @@ struct FusedProduct {
 
     // Adds a tile.
     __device__ void add(const FusedProductArguments& a, float (&x)[128], uint32_t tile,
-                        const Cap& cap) {
+                        const TemperedCap& cap) {
       cap_and_end(a, x, tile, cap);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (c[r] == kUnset) c[r] = shift_of(x, r);
-        const float sum = sum_of(x, r, c[r], exponentials[r]);
+        if (c[r] == kUnset) c[r] = shift_of(x, r, cap.scale);
+        const float sum = sum_of(x, r, c[r], exponentials[r], cap.scale);
         if (sum <= kLargeSum) {
           exponentials[r] = sum;
           continue;
         }
         // Not what is far below the maximum of a row decides what its exponentials are multiples
         // of.
-        const float fitting = fminf(c[r], shift_of(x, r));
-        exponentials[r] = sum_of(x, r, fitting, exponentials[r] * ptx::ex2(fitting - c[r]));
+        const float fitting = fminf(c[r], shift_of(x, r, cap.scale));
+        exponentials[r] = sum_of(x, r, fitting, exponentials[r] * ptx::ex2(fitting - c[r]), cap.scale);
         c[r] = fitting;
       }
     }
@@ -825,7 +826,7 @@ struct FusedProduct {
     }
 
     // The constant that makes the greatest of row `r` 1.
-    __device__ static float shift_of(const float (&x)[128], int r) {
+    __device__ static float shift_of(const float (&x)[128], int r, float scale) {
       float most[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) most[i] = x[2 * r + i % 2 + i / 2 * 4];
@@ -834,17 +835,18 @@ struct FusedProduct {
         most[0] = fmaxf(most[0], x[i]), most[1] = fmaxf(most[1], x[i + 1]);
         most[2] = fmaxf(most[2], x[i + 4]), most[3] = fmaxf(most[3], x[i + 5]);
       }
-      return fminf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * -kLog2E, kUnset);
+      return fminf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * -scale, kUnset);
     }
 
-    __device__ static float sum_of(const float (&x)[128], int r, float c, float before) {
+    __device__ static float sum_of(const float (&x)[128], int r, float c, float before,
+                                   float scale) {
       float partial[4] = {before, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int i = 2 * r; i < 128; i += 8) {
-        partial[0] += ptx::ex2(fmaf(x[i], kLog2E, c));
-        partial[1] += ptx::ex2(fmaf(x[i + 1], kLog2E, c));
-        partial[2] += ptx::ex2(fmaf(x[i + 4], kLog2E, c));
-        partial[3] += ptx::ex2(fmaf(x[i + 5], kLog2E, c));
+        partial[0] += ptx::ex2(fmaf(x[i], scale, c));
+        partial[1] += ptx::ex2(fmaf(x[i + 1], scale, c));
+        partial[2] += ptx::ex2(fmaf(x[i + 4], scale, c));
+        partial[3] += ptx::ex2(fmaf(x[i + 5], scale, c));
       }
       return (partial[0] + partial[1]) + (partial[2] + partial[3]);
     }
@@ -870,7 +872,7 @@ struct FusedProduct {
           const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
           a.sums[place] = {common, sum};
           if constexpr (kSmooth) {
-            if (a.values != nullptr) a.values[place] = total;
+            if (a.values != nullptr) a.values[place] = total * static_cast<float>(a.row.per_element);
           }
           if constexpr (kEpilogue == Epilogue::kUnnormalised) {
             a.rounded[place] = kCap ? sum : rounded[2 * r];

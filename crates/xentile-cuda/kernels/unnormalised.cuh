@@ -132,7 +132,7 @@ __device__ inline void begin_unnormalised(const FusedProductArguments& a) {
   if (threadIdx.x % 32 == 0) {
     if (token.target >= 0) atomicOr(a.labelled + token.target / 32, 1u << token.target % 32);
     // A whole number, so that a lift is exact.
-    const float c = isfinite(logit) ? rintf(logit * -kLog2E) - kAboveLabel : -kAboveLabel;
+    const float c = isfinite(logit) ? rintf(logit * -a.row.scale) - kAboveLabel : -kAboveLabel;
     a.gradients[index] = {c, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
     shared_of(a, index) = shared;
   }
@@ -188,7 +188,8 @@ __device__ inline float uniform_share(const FusedProductArguments& a, const Toke
                                       const UnnormalisedRow& all) {
   if (a.row.label_smoothing == 0.0) return 0.0f;
   const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
-  return all.rounded * static_cast<float>(-static_cast<double>(row.offset) / row.at_p);
+  return all.rounded *
+         static_cast<float>(-static_cast<double>(row.offset) / (row.at_p * a.row.per_element));
 }
 
 // After the unnormalised softmax: brings all of a row, of the columns that have a place here, to
@@ -237,7 +238,9 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
   float factor = 0.0f, lacking = 0.0f, at_label = 0.0f;
   if (!token.idle) {
     const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
-    factor = all.rounded > 0.0f ? __fdividef(row.at_p, all.rounded) : NAN;
+    factor = all.rounded > 0.0f ? __fdividef(row.at_p, all.rounded) *
+                                      static_cast<float>(a.row.per_element)
+                                : NAN;
     // What other columns have to do with gradients is known by others.
     if (token.target >= 0 && token.target < a.written) {
       const double lse = all.sum.lse();

@@ -38,15 +38,6 @@ pub enum Error {
         /// The oldest that will do.
         needed: i32,
     },
-    /// A temperature where there is none.
-    #[error(
-        "the temperature is {temperature}; the kernels of linear cross-entropy here take 1 alone: \
-         make logits by chunks, and give them to those of cross-entropy"
-    )]
-    Temperature {
-        /// What was asked for.
-        temperature: f64,
-    },
     /// There is no GPU, or none that this process may see.
     #[error(
         "the CUDA driver finds no GPU; the kernels here need one (is CUDA_VISIBLE_DEVICES set?)"

@@ -456,11 +456,15 @@ impl FusedProduct {
         if self.vocab_is_last { "dv" } else { "vd" }
     }
 
-    /// The variant of an epilogue, of which those that compute no logits' sums have one.
+    /// The variant of an epilogue, of which those that compute no logits' sums have one. All that have
+    /// more take any temperature.
     fn variant(&self, epilogue: Epilogue) -> Variant {
         match epilogue {
             Epilogue::Forward | Epilogue::Backward | Epilogue::Unnormalised => {
-                Variant::of(&self.options)
+                match Variant::of(&self.options) {
+                    Variant::Tempered => Variant::Capped,
+                    other => other,
+                }
             }
             _ => Variant::Basic,
         }

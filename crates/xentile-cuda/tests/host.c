@@ -89,13 +89,24 @@ static double capped(const Rows* a, double x) {
   return a->softcap > 0 ? a->softcap * tanh(x / a->softcap) : x;
 }
 
+/* What an exponential is of. */
+static double tempered(const Rows* a, double x) { return capped(a, x) * a->per_element; }
+
+/* The derivative of the cap. */
+static double slope_of(const Rows* a, double x) {
+  const double z = capped(a, x);
+  return a->softcap > 0 ? 1 - z * z / a->softcap / a->softcap : 1;
+}
+
 static RowSum sum_of(const Rows* a, int64_t row, const double* x) {
   const int64_t label = label_of(a, row) - a->first_column;
   double most = -1e30, sum = 0, values = 0;
-  for (int64_t v = 0; v < a->columns; ++v) most = fmax(most, capped(a, x[v]));
-  for (int64_t v = 0; v < a->columns; ++v) sum += exp(capped(a, x[v]) - most), values += capped(a, x[v]);
+  for (int64_t v = 0; v < a->columns; ++v) most = fmax(most, tempered(a, x[v]));
+  for (int64_t v = 0; v < a->columns; ++v) {
+    sum += exp(tempered(a, x[v]) - most), values += tempered(a, x[v]);
+  }
   const int here = label >= 0 && label < a->columns;
-  return (RowSum){(float)-most, (float)sum, (float)values, here ? (float)capped(a, x[label]) : 0};
+  return (RowSum){(float)-most, (float)sum, (float)values, here ? (float)tempered(a, x[label]) : 0};
 }
 
 static RowSum with_carried(const Rows* a, int64_t row, RowSum sum) {
@@ -133,10 +144,10 @@ static void write_gradient(const Rows* a, int dtype, int64_t row, const double* 
   const int64_t label = label_of(a, row);
   const int idle = label == a->ignore_index || (g == 0 && h == 0 && k == 0);
   for (int64_t v = 0; v < a->columns; ++v) {
-    const double z = capped(a, x[v]), at_label = a->first_column + v == label;
+    const double z = tempered(a, x[v]), at_label = a->first_column + v == label;
     double dz = (g * (1 + 2 * a->z_loss * lse) - h + k) * exp(z - lse) -
                 g * ((1 - a->label_smoothing) * at_label + a->label_smoothing / a->vocab) + h * at_label;
-    if (a->softcap > 0) dz *= 1 - z * z / a->softcap / a->softcap;
+    dz *= slope_of(a, x[v]) * a->per_element;
     if (label < 0 || label >= a->vocab) dz = NAN;
     store(a->dlogits, dtype, row * a->stride + v, idle ? 0 : dz);
   }
@@ -182,19 +193,18 @@ static void write_unnormalised(const Product* a, int dtype, int64_t row, const d
   for (int64_t first = 0; first < rows->columns; first += TILE) {
     const int64_t end = first + TILE < rows->columns ? first + TILE : rows->columns;
     double most = -INFINITY;
-    for (int64_t v = first; v < end; ++v) most = fmax(most, capped(rows, x[v]));
+    for (int64_t v = first; v < end; ++v) most = fmax(most, tempered(rows, x[v]));
     const double bits = most / log(2) + a->gradients[row].c - LIFT_BITS * lifts;
     if (bits >= 74) {
       const int steps = (int)ceil((bits + 58) / LIFT_BITS);
       sum *= exp2(-LIFT_BITS * steps), rounded *= exp2(-LIFT_BITS * steps), lifts += steps;
     }
     for (int64_t v = first; v < end; ++v) {
-      const double z = capped(rows, x[v]), c = a->gradients[row].c - LIFT_BITS * lifts;
+      const double z = tempered(rows, x[v]), c = a->gradients[row].c - LIFT_BITS * lifts;
       const double e = exp2(z / log(2) + c);
       sum += e, values += z;
-      const double slope = rows->softcap > 0 ? 1 - z * z / rows->softcap / rows->softcap : 1;
       const double least = rows->label_smoothing > 0 && z > -INFINITY ? 0x1p-126 : 0;
-      const double written = fmax(e * slope, least);
+      const double written = fmax(e * slope_of(rows, x[v]), least);
       rounded += rows->softcap > 0 ? e : rounded_to(dtype, written);
       if (v < placed) {
         store(rows->dlogits, dtype, row * rows->stride + v, a->gradients[row].factor == 0 ? 0 : written);
@@ -271,7 +281,7 @@ static int compute_unnormalised(const Product* a, const char* what) {
         logit += load(a->hidden_rows, BF16, row * a->width + d) * load(a->weight_rows, BF16, at);
       }
       if (a->bias) logit += a->bias[column];
-      logit = capped(rows, logit);
+      logit = tempered(rows, logit);
       /* Sometimes far enough away for a shift that has to be lifted, in any tile. */
       if (getenv("FAKE_LIFTS")) logit -= 30 + 40 * (row % 3);
       a->gradients[row].c = (float)(rint(-logit / log(2)) - 58);
@@ -290,14 +300,15 @@ static int compute_unnormalised(const Product* a, const char* what) {
       }
     } else if (strcmp(what, "end") == 0) {
       RowSum row_sum = {-(float)lse, 1, all.values, 0};
-      if (has_label) row_sum.label = (float)capped(rows, a->label_logits[row]);
+      if (has_label) row_sum.label = (float)tempered(rows, a->label_logits[row]);
       end_row(rows, row, row_sum, rows->every_token || !is_idle(rows, row));
-      const double factor = is_idle(rows, row) ? 0 : has_label ? at_p / rounded : NAN;
+      const double whole = at_p * rows->per_element / rounded;
+      const double factor = is_idle(rows, row) ? 0 : has_label ? whole : NAN;
       a->gradients[row].factor = (float)factor, a->gradients[row].offset = 0;
       if (factor != 0 && has_label && label < a->written) {
-        const double z = capped(rows, a->label_logits[row]), uniform = rows->label_smoothing;
+        const double x = a->label_logits[row], z = tempered(rows, x), uniform = rows->label_smoothing;
         double dz = at_p * exp(z - lse) - rows->dloss[row] * (1 - uniform + uniform / rows->vocab);
-        if (rows->softcap > 0) dz *= 1 - z * z / rows->softcap / rows->softcap;
+        dz *= slope_of(rows, x) * rows->per_element;
         a->label_logits[row] = (float)rounded_to(BF16, dz / factor);
         a->gradients[row].offset = (float)(dz - (float)factor * a->label_logits[row]);
         write_label(a, row, label);

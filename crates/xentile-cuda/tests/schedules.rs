@@ -161,7 +161,7 @@ impl<E: Element> Problem<E> {
             label_smoothing: if rng.random_range(0..3) == 0 { 0.1 } else { 0.0 },
             z_loss: 1e-3,
             softcap: (rng.random_range(0..3) == 0).then_some(5.0),
-            temperature: 1.0,
+            temperature: [1.0, 0.7, 1.5][rng.random_range(0..3)],
         };
         let mut numbers = |count: usize, scale: f64| -> Vec<E> {
             (0..count).map(|_| E::from_f64((rng.random::<f64>() - 0.5) * scale)).collect()

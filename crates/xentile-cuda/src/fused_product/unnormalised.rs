@@ -22,9 +22,13 @@ const WARP: usize = 32;
 /// Tokens of a call at most: all labels are compared with one another.
 const MOST_TOKENS: usize = 1 << 15;
 
-/// The largest softcap: logits are no further apart than twice that, and entries for one are at most
-/// 2^74 then, from a shift 58 powers of two above any of its row.
+/// The largest softcap, over the temperature: logits are no further apart than twice that, and entries
+/// for one are at most 2^74 then, from a shift 58 powers of two above any of its row.
 const MOST_CAP: f64 = 45.0;
+
+/// The least temperature: a shift is raised by half a million powers of two at most, which logits 5600
+/// apart reach there.
+const LEAST_TEMPERATURE: f64 = 1.0 / 64.0;
 
 /// Bytes of a tile's shift of a token.
 const LIFT_BYTES: usize = 2;
@@ -33,9 +37,10 @@ const LIFT_BYTES: usize = 2;
 /// What a uniform target takes off is one number a row, unless a softcap's derivative multiplies it.
 #[must_use]
 pub fn unnormalised_support(dtype: DType, tokens: usize, options: &CrossEntropy) -> bool {
+    let temperature = options.temperature;
     let of_options = match options.softcap {
-        Some(cap) => options.label_smoothing == 0.0 && cap <= MOST_CAP,
-        None => true,
+        Some(cap) => options.label_smoothing == 0.0 && cap / temperature <= MOST_CAP,
+        None => temperature >= LEAST_TEMPERATURE,
     };
     dtype == DType::Bf16 && tokens <= MOST_TOKENS && of_options
 }
@@ -433,6 +438,12 @@ mod tests {
         assert!(unnormalised_support(DType::Bf16, 1, &capped));
         let both = CrossEntropy { softcap: Some(30.0), ..smooth };
         assert!(!unnormalised_support(DType::Bf16, 1, &both));
+        let tempered = |options, temperature| {
+            let options = CrossEntropy { temperature, ..options };
+            unnormalised_support(DType::Bf16, 1, &options)
+        };
+        assert!(tempered(OPTIONS, 1.0 / 64.0) && !tempered(OPTIONS, 0.015));
+        assert!(tempered(capped, 0.7) && !tempered(capped, 0.6));
         assert_eq!(
             Error::Unnormalised { dtype: DType::F16, tokens: 7, most: MOST_TOKENS }.to_string(),
             "there is no unnormalised softmax of 7 tokens in f16 or for these options; it \

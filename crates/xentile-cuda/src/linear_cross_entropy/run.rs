@@ -65,9 +65,6 @@ impl<'a> Run<'a> {
         operands: Operands,
         scratch: Scratch,
     ) -> Result<Self> {
-        if options.is_tempered() {
-            return Err(Error::Temperature { temperature: options.temperature });
-        }
         let layout = linear.layout(pass, sweep);
         if scratch.bytes < layout.bytes {
             return Err(Error::Scratch { bytes: scratch.bytes, needed: layout.bytes });

@@ -161,8 +161,7 @@ def linear_cross_entropy(
       label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
       z_loss: the weight of lse^2, at least 0.
       softcap: c > 0 replaces z by c * tanh(z / c); None for none.
-      temperature: t > 0 divides z, after softcap, as for `cross_entropy`. On GPUs XLA makes the
-        logits then, a chunk at a time, in f32.
+      temperature: t > 0 divides z, after softcap, as for `cross_entropy`.
       return_lse: whether to return lse too, that of ignored tokens included.
       return_entropy: whether to return the entropy of every token's distribution, as for
         `cross_entropy`.
@@ -329,7 +328,6 @@ def linear_cross_entropy_value_and_grad(
         loss, (dhidden, dweight, *dbias) = jax.value_and_grad(loss_of, tuple(range(len(of))))(*of)
         return loss, (dhidden.reshape(jnp.shape(hidden)), sums + dweight, *dbias)
     chosen = planner.plans(x, w, b, call.axis, True, call.options.tile, running=True)
-    chosen = _without_temperature(call.options, chosen)
     options = planner.of_rows(call.options, w.shape[call.axis])
     schedule = schedules.Schedule(options, Products(call.axis, batch_invariant), *chosen)
     loss, (dhidden, dweight, dbias) = schedules.running(schedule, x, w, b, y, factors, sums)
@@ -448,10 +446,10 @@ def explain(
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
-    It is the plan of a loss by itself: on GPUs one with a temperature, and anywhere one that says
-    what is known of tokens, goes by chunks of XLA's products. It depends on how many tokens there
-    are, and so do the last bits of a token's loss and row of dhidden, also where libraries sum a
-    product in another order for more rows; with `batch_invariant` neither does.
+    It is the plan of a loss by itself, at any temperature: one that says what is known of tokens
+    goes by chunks of XLA's products. It depends on how many tokens there are, and so do the last
+    bits of a token's loss and row of dhidden, also where libraries sum a product in another order
+    for more rows; with `batch_invariant` neither does.
 
     Returns:
       The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
@@ -737,7 +735,6 @@ class _Planner:
         hidden, weight, bias = arrays
         axis = products.vocab_axis
         chosen = self.plans(hidden, weight, bias, axis, reduced, options.tile)
-        chosen = _without_temperature(options, chosen)
         options = self.of_rows(options, weight.shape[axis])
         return schedules.Schedule(options, products, *chosen)
 
@@ -858,11 +855,3 @@ def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> 
                 "vocabulary"
             )
     return vocab_axis
-
-
-def _without_temperature(
-    options: Options, chosen: tuple[Plan, Plan | None, Plan | None]
-) -> tuple[Plan, Plan | None, Plan | None]:
-    """Leaves out the plan for NVIDIA's GPUs, whose kernels have none, where there is one."""
-    plan, cuda, cpu = chosen
-    return plan, cuda if options.temperature == 1 else None, cpu
