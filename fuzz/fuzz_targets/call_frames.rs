@@ -145,6 +145,10 @@ fn right(target: &str, choices: &mut Choices<'_>) -> Call {
         "xentile_cross_entropy_distribution" => {
             (vec![wide(), labels()], floats(6).chain([Array::new(DType::S32, &leading)]).collect())
         }
+        "xentile_cross_entropy_distribution_fused" => (
+            [wide(), labels()].into_iter().chain(floats(1)).collect(),
+            floats(5).chain([Array::new(DType::S32, &leading), wide()]).collect(),
+        ),
         "xentile_cross_entropy_distribution_backward" => {
             ([wide(), labels()].into_iter().chain(floats(7)).collect(), vec![wide()])
         }

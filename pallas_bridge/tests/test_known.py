@@ -13,6 +13,7 @@ from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle, assert_gradient, assert_tokens
 from pallas_bridge._src.cross_entropy.known import once
 from pallas_bridge._src.linear_cross_entropy import plan
+from test_program import calls_of
 
 from pallas_bridge import (
     cross_entropy,
@@ -120,6 +121,105 @@ def test_special_tokens(rng: np.random.Generator) -> None:
         found = pull(jnp.array([1, 2], jnp.float32))[0][:1]
         assert_gradient(found, expected, 3, size=4096.0)
         assert (found[0, ::2] == 0).all()
+
+
+def valued(asked: dict[str, Any], **options: Any) -> Any:
+    """Value and gradient of a reduced loss, with what else is asked for of it beside."""
+
+    def f(x: jax.Array, y: jax.Array) -> Any:
+        loss, *others = cross_entropy(x, y, **asked, **options)
+        return loss, tuple(others)
+
+    return jax.value_and_grad(f, has_aux=True)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [
+        *(("float32", vocab) for vocab in (77, 5003, 600_001)),
+        *(("bfloat16", vocab) for vocab in (1200, 5003)),
+        ("float16", 77),
+    ],
+)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_is_looked_at_comes_with_the_gradient_in_one_pass(
+    rng: np.random.Generator, dtype: str, vocab: int, name: str
+) -> None:
+    # The largest has rows that no GPU's clusters hold, in f32.
+    tokens = 3 if vocab > 100_000 else 24
+    x, y, columns = problem(rng, dtype, tokens, vocab)
+    options = OPTIONS[name]
+    weights = rng.random(tokens).astype(np.float32)
+    if tokens > 3:
+        weights[3] = 0  # has entropy, and no gradient
+        x = x.at[4, ::2].set(-1e4 if "softcap" in options else -np.inf)
+        x = x.at[-1, 7].set(np.nan)
+        y[4] = 1
+        if name == "plain":
+            x = x.at[6, 2].set(np.inf).at[7, 3].set(np.nan)
+            y[5] = vocab
+    oracle: Any = Oracle(np.asarray(x), y, **options)
+    asked = {"columns": columns, **ASKED}
+    reduction = "mean" if name == "plain" else "sum"
+    given = {"reduction": reduction, "weights": weights, **options}
+    program = jax.jit(valued(asked, **given)).lower(x, y).compile()
+    assert calls_of(program) == ["distribution_fused"]
+    (loss, (lse, entropy, correct, column_logps)), gradient = program(x, y)
+    factors = oracle.factors(reduction, weights)
+    np.testing.assert_allclose(loss, oracle.reduced(factors), rtol=1e-5)
+    assert_tokens("lse", lse[:-1], oracle.lse[:-1], oracle.size[:-1])
+    assert_tokens("entropy", entropy, oracle.entropy(), oracle.size)
+    assert np.array_equal(correct, oracle.correct())
+    expected = oracle.column_logps(columns)
+    np.testing.assert_allclose(column_logps, expected, rtol=1e-6, atol=3e-5)
+    expected = oracle.gradient(factors)
+    size = 4096 * (1 + oracle.size) if options else oracle.size
+    assert_gradient(gradient, expected, factors, options.get("softcap"), size)
+
+
+@pytest.mark.parametrize(
+    "asked", [("entropy",), ("correct", "lse"), ("columns",), ("columns", "entropy")]
+)
+def test_which_calls_a_reduced_loss_makes(rng: np.random.Generator, asked: tuple[str, ...]) -> None:
+    x, y, columns = problem(rng, "bfloat16", 24, 301)
+    more: dict[str, Any] = {f"return_{name}": True for name in asked if name != "columns"}
+    if "columns" in asked:
+        more["columns"] = columns
+    has_distribution = asked != ("columns",)
+    first, both = "forward", "fused"
+    if has_distribution:
+        first, both = "distribution", "distribution_fused"
+
+    def loss(x: jax.Array, y: jax.Array, of: Any = lambda loss, *_: 3 * loss) -> Any:
+        found = cross_entropy(x, y, **more)
+        return of(*found), found
+
+    def calls(loss: Any, over: Any = lambda f, *arrays: f(*arrays)) -> list[str]:
+        f = jax.value_and_grad(loss, has_aux=True)
+        return calls_of(jax.jit(partial(over, f)).lower(x, y).compile())
+
+    def mapped(f: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.vmap(f)(jnp.stack([x, x]), jnp.stack([y, y]))
+
+    def scanned(f: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.lax.scan(lambda _, xy: (None, f(*xy)), None, (x[None], y[None]))
+
+    for over in (mapped, scanned):
+        assert calls(loss, over) == [both]
+    assert calls(loss) == [both]
+    # A cotangent that is made of the loss comes after it.
+    for of_loss in (lambda loss, *_: loss**2, lambda loss, *_: jnp.where(loss > 0, loss, 0)):
+        assert calls(partial(loss, of=of_loss)) == ["backward", first]
+    # So does what else is differentiated.
+    if "entropy" in asked:
+        with_entropy = partial(loss, of=lambda loss, entropy, *_: loss - entropy.mean())
+        assert calls(with_entropy) == ["distribution", "distribution_backward"]
+    if "columns" in asked:
+        with_columns = partial(loss, of=lambda loss, *others: loss - others[-1].mean())
+        assert calls(with_columns) == ["backward", first]
+    # What makes the loss and its gradient is in two functions of the program.
+    assert calls(jax.jit(loss)) == ["backward", first]
 
 
 @pytest.mark.only("cpu", "not tried on others")

@@ -240,16 +240,32 @@ impl<'a> Kernel<'a> {
     ) -> Result<()> {
         let matrix = Matrix::read_only(logits, self.shape)?;
         let outputs = Outputs::new(self.shape, outputs)?;
-        let DistributionOutputs { entropy, highest, argmax } = distribution;
-        self.shape.check_tokens("entropy", entropy.len())?;
-        self.shape.check_tokens("highest", highest.len())?;
-        self.shape.check_tokens("argmax", argmax.len())?;
-        let shared = SharedDistribution {
-            entropy: Shared::new(entropy),
-            highest: Shared::new(highest),
-            argmax: Shared::new(argmax),
-        };
+        let shared = SharedDistribution::new(self.shape, distribution)?;
         let work = Work { outputs: Some(&outputs), saved: None, cotangents: None };
+        self.whole_rows(&matrix, &work, Some(&shared), None);
+        Ok(())
+    }
+
+    /// As [`Self::fused`], and fills `distribution` too, `outputs` also of tokens whose cotangent is 0.
+    ///
+    /// # Errors
+    /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
+    pub fn distribution_fused<E: Element>(
+        &self,
+        logits: InOut<'_, E>,
+        dloss: &[f32],
+        outputs: TokenOutputs<'_>,
+        distribution: DistributionOutputs<'_>,
+    ) -> Result<()> {
+        let matrix = Matrix::new(logits, self.shape)?;
+        self.shape.check_tokens("dloss", dloss.len())?;
+        let outputs = Outputs::new(self.shape, outputs)?;
+        let shared = SharedDistribution::new(self.shape, distribution)?;
+        let of = |token: usize| {
+            let takes_part = dloss[token] != 0.0 && !self.is_ignored(token);
+            takes_part.then(|| [dloss[token].into(), 0.0, 0.0])
+        };
+        let work = Work { outputs: Some(&outputs), saved: None, cotangents: Some(&of) };
         self.whole_rows(&matrix, &work, Some(&shared), None);
         Ok(())
     }
@@ -894,7 +910,16 @@ struct SharedDistribution<'a> {
     argmax: Shared<'a, i32>,
 }
 
-impl SharedDistribution<'_> {
+impl<'a> SharedDistribution<'a> {
+    fn new(shape: LogitsShape, outputs: DistributionOutputs<'a>) -> Result<Self> {
+        let DistributionOutputs { entropy, highest, argmax } = outputs;
+        shape.check_tokens("entropy", entropy.len())?;
+        shape.check_tokens("highest", highest.len())?;
+        shape.check_tokens("argmax", argmax.len())?;
+        let (entropy, highest) = (Shared::new(entropy), Shared::new(highest));
+        Ok(Self { entropy, highest, argmax: Shared::new(argmax) })
+    }
+
     /// Writes what was found of `token`, if its logits were read.
     ///
     /// # Safety

@@ -231,6 +231,45 @@ impl<E: Element> Case<E> {
                 );
             }
         }
+        self.check_distribution_fused(&what, &kernel, saved, (&entropy, &highest, &argmax));
+    }
+
+    /// Holds both passes at once to what they give apart, bit for bit.
+    fn check_distribution_fused(
+        &self,
+        what: &str,
+        kernel: &Kernel<'_>,
+        saved: SavedLse<'_>,
+        apart: (&[f32], &[f32], &[i32]),
+    ) {
+        let t = self.shape.tokens();
+        let [mut loss, mut lse, mut lse_low, mut entropy, mut highest] =
+            [(); 5].map(|()| vec![POISON; t]);
+        let mut argmax = vec![-7; t];
+        let outputs = TokenOutputs {
+            loss: Some(&mut loss),
+            lse: Some(&mut lse),
+            lse_low: Some(&mut lse_low),
+            ..TokenOutputs::default()
+        };
+        let of = DistributionOutputs {
+            entropy: &mut entropy,
+            highest: &mut highest,
+            argmax: &mut argmax,
+        };
+        let [g, ..] = &self.cotangents;
+        let (mut fused, mut backward) = (self.logits.clone(), self.logits.clone());
+        kernel.distribution_fused(InOut::InPlace(&mut fused), g, outputs, of).unwrap();
+        same_bits(&format!("{what} entropy"), &entropy, apart.0);
+        same_bits(&format!("{what} highest"), &highest, apart.1);
+        assert_eq!(argmax, apart.2, "{what}");
+        same_bits(&format!("{what} lse"), &lse, saved.lse);
+        let cotangents = Cotangents { loss: Some(g), logps: None, lse: None };
+        let nothing = vec![0.0; t];
+        let of_entropy = EntropyCotangents { entropy: &entropy, dentropy: &nothing };
+        let in_place = InOut::InPlace(&mut backward[..]);
+        kernel.distribution_backward(in_place, saved, cotangents, of_entropy).unwrap();
+        same_bits(&format!("{what} dlogits"), &fused, &backward);
     }
 
     /// What a loss may be wrong in proportion to: every term that it sums.

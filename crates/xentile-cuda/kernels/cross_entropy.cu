@@ -1,7 +1,7 @@
 // The kernels of cross-entropy, by the names that src/cross_entropy.rs makes: schedule, pass, dtype
 // and variant. `basic` has neither smoothing nor softcap, `smooth` no softcap, `capped` has all: but in ring and flat
-// no temperature, which `tempered` has there. The passes `distribution` and `distribution_backward` have what
-// is said of the distribution too.
+// no temperature, which `tempered` has there. The passes `distribution`, `distribution_fused` and
+// `distribution_backward` have what is said of the distribution too.
 #include "cross_entropy.cuh"
 #include "distribution.cuh"
 #include "flat.cuh"
@@ -67,6 +67,21 @@ constexpr bool kTempered_capped = false, kTempered_tempered = true;
     ring<E, Pass::k##Name, smooth, capped, DistributionSum>(a);             \
   }
 
+// As the fused pass without has.
+#define RING_OF_BOTH(name, Name, dtype, E, variant, smooth, capped) \
+  extern "C" __global__ void __launch_bounds__(512, 1)              \
+      cross_entropy_ring_##name##_##dtype##_##variant(              \
+          const __grid_constant__ CrossEntropyArguments a) {        \
+    ring<E, Pass::k##Name, smooth, capped, DistributionSum>(a);     \
+  }
+
+#define PACKED_OF_DISTRIBUTION(name, Name, dtype, E, variant, smooth, capped) \
+  extern "C" __global__ void __launch_bounds__(kPackedThreads, 4)             \
+      cross_entropy_packed_##name##_##dtype##_##variant(                      \
+          const __grid_constant__ CrossEntropyArguments a) {                  \
+    packed_rows<E, Pass::k##Name, smooth, capped, DistributionSum>(a);        \
+  }
+
 #define FLAT_OF_ENTROPY(name, Name, dtype, E, variant, smooth, capped) \
   extern "C" __global__ void __launch_bounds__(kFlatThreads, 8)        \
       cross_entropy_flat_##name##_##dtype##_##variant(                 \
@@ -102,10 +117,19 @@ FOR_EACH_PASS(RING, tempered, true, true)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, basic, false, false)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, smooth, true, false)
 FOR_EACH_DTYPE(RING_OF_DISTRIBUTION, distribution, Forward, capped, true, true)
+FOR_EACH_DTYPE(RING_OF_BOTH, distribution_fused, Fused, basic, false, false)
+FOR_EACH_DTYPE(RING_OF_BOTH, distribution_fused, Fused, smooth, true, false)
+FOR_EACH_DTYPE(RING_OF_BOTH, distribution_fused, Fused, capped, true, true)
 FOR_EACH_PASS(PACKED, basic, false, false)
 FOR_EACH_PASS(PACKED, smooth, true, false)
 FOR_EACH_PASS(PACKED, capped, true, true)
 FOR_EACH_DTYPE(PACKED, backward, Backward, basic, false, false)
 FOR_EACH_DTYPE(PACKED, backward, Backward, smooth, true, false)
 FOR_EACH_DTYPE(PACKED, backward, Backward, capped, true, true)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution, Forward, basic, false, false)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution, Forward, smooth, true, false)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution, Forward, capped, true, true)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution_fused, Fused, basic, false, false)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution_fused, Fused, smooth, true, false)
+FOR_EACH_DTYPE(PACKED_OF_DISTRIBUTION, distribution_fused, Fused, capped, true, true)
 #endif

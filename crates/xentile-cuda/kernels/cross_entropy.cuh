@@ -121,14 +121,16 @@ struct Token {
   }
 };
 
-// What the passes that read whole rows know of a token: of cotangents only the loss's, if any.
-template <Pass kPass>
+// What the passes that read whole rows know of a token: of cotangents only the loss's, if any. With
+// `kSaysMore` a token whose loss has none has outputs nevertheless.
+template <Pass kPass, bool kSaysMore = false>
 __device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, float dloss) {
   Token token{};
   token.target = target_of(a, label);
   token.dloss = dloss;
   token.idle = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
-  token.read = !token.idle || a.every_token != 0;
+  const bool unread = kSaysMore ? token.target == kIgnored : token.idle;
+  token.read = !unread || a.every_token != 0;
   return token;
 }
 

@@ -4,7 +4,7 @@
 // 16 bytes however odd the vocabulary. The copy engine brings it to shared memory and takes the
 // gradient, which lies in its place, back from there: memory is read and written once, in whole lines.
 //
-//   reduce   `lanes` lanes a row: the sum of exponentials
+//   reduce   `lanes` lanes a row: the sum of exponentials, and what is said of the distribution
 //   tokens   a thread a row: what is said of its token, and what its gradient is made of
 //   apply    as reduce: the gradient
 //
@@ -13,6 +13,7 @@
 #pragma once
 
 #include "cross_entropy.cuh"
+#include "distribution.cuh"
 #include "hopper.cuh"
 
 namespace xentile {
@@ -28,11 +29,23 @@ struct PackedRow {
   uint32_t idle;
 };
 
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+// And of its distribution, if that is asked for.
+struct PackedDistributionRow : PackedRow {
+  float weighted, highest;
+  uint32_t at;
+  uint32_t none;  // so that the barrier behind the rows lies at a multiple of 8
+};
+
+inline constexpr uint32_t kPackedRowBytes = sizeof(PackedRow);
+inline constexpr uint32_t kPackedDistributionRowBytes = sizeof(PackedDistributionRow);
+static_assert(kPackedRowBytes % 8 == 0 && kPackedDistributionRowBytes % 8 == 0);
+
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum>
 struct Packed {
   static constexpr bool kReduces = kPass != Pass::kBackward;
   static constexpr bool kApplies = kPass != Pass::kForward;
   static constexpr uint32_t kPer = kPerVector<E>;
+  using Kept = std::conditional_t<Sum::kWeighted, PackedDistributionRow, PackedRow>;
 
   const CrossEntropyArguments& a;
   const TemperedCap cap;
@@ -40,7 +53,7 @@ struct Packed {
   int64_t first;  // token
   uint32_t held;  // rows
   E* tile;
-  PackedRow* rows;
+  Kept* rows;
   uint32_t barrier;
 
   __device__ Packed(const CrossEntropyArguments& arguments, uint8_t* shared)
@@ -50,7 +63,7 @@ struct Packed {
     first = static_cast<int64_t>(blockIdx.x) * a.time_block;
     held = static_cast<uint32_t>(min(static_cast<int64_t>(a.time_block), a.tokens - first));
     tile = reinterpret_cast<E*>(shared);
-    rows = reinterpret_cast<PackedRow*>(shared + tile_bytes(a));
+    rows = reinterpret_cast<Kept*>(shared + tile_bytes(a));
     barrier = ptx::shared_address(rows + a.time_block);
   }
 
@@ -77,7 +90,7 @@ struct Packed {
 
   __device__ Token token_of(int64_t index) const {
     if constexpr (kReduces) {
-      return describe<kPass>(a, label_at(a, index), kApplies ? a.dloss[index] : 0.0f);
+      return describe<kPass, Sum::kWeighted>(a, label_at(a, index), kApplies ? a.dloss[index] : 0.0f);
     } else {
       return describe_saved(a, index);
     }
@@ -108,7 +121,7 @@ struct Packed {
     return x;
   }
 
-  using Pieces = Piece<E, kSmooth, kCap>;
+  using Pieces = Piece<E, kSmooth, kCap, Sum>;
 
   // An element as it is in an exponent.
   __device__ float scaled(float x) const {
@@ -118,21 +131,29 @@ struct Packed {
     return y[0];
   }
 
-  // Adds to `sum` and `values` what a lane has of a row.
+  // Adds to `sum`, `values` and `weighted` what a lane has of a row.
   template <bool kVectors>
-  __device__ void add(const E* x, uint32_t lane, float c, float& sum, float& values) const {
-    float partial[4] = {}, total[2] = {};
+  __device__ void add(const E* x, uint32_t lane, float c, float& sum, float& values,
+                      float& weighted) const {
+    float partial[4] = {}, total[2] = {}, products[2] = {};
     if constexpr (kVectors) {
       const uint4* vectors = reinterpret_cast<const uint4*>(x);
 #pragma unroll 2
       for (uint32_t v = lane; v < columns / kPer; v += a.lanes) {
-        Pieces::template add<Reach::kUnknown, true>(vectors[v], cap, c, partial, total);
+        Pieces::template add<Reach::kUnknown, true>(vectors[v], cap, c, partial, total,
+                                                       products);
       }
     } else {
       const auto one = [&](uint32_t at, int place) {
         const float value = to_float(x[at]);
         const float y = scaled(value);
-        partial[place] += ptx::ex2(kCap ? y + c : fmaf(value, cap.scale, c));
+        const float exponent = kCap ? y + c : fmaf(value, cap.scale, c);
+        const float exponential = ptx::ex2(exponent);
+        partial[place] += exponential;
+        if constexpr (Sum::kWeighted) {
+          const float least = fmaxf(exponent, kLeastExponent);
+          products[place % 2] = fmaf(exponential, least, products[place % 2]);
+        }
         if constexpr (kSmooth) total[place % 2] += kCap ? y : value;
       };
       uint32_t at = lane;
@@ -144,8 +165,10 @@ struct Packed {
     }
     sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
     if constexpr (kSmooth) values = (total[0] + total[1]) * Pieces::per_value(cap);
+    if constexpr (Sum::kWeighted) weighted = products[0] + products[1];
   }
 
+  // The largest logit that a lane has of a row.
   template <bool kVectors>
   __device__ float max_of(const E* x, uint32_t lane) const {
     float max = -INFINITY;
@@ -160,23 +183,58 @@ struct Packed {
 #pragma unroll 4
       for (uint32_t at = lane; at < columns; at += a.lanes) max = fmaxf(max, to_float(x[at]));
     }
-    max = max_of_lanes(max);
-    return kCap ? cap.apply(max) : max;
+    return max;
+  }
+
+  // The first column of a row whose logit is `highest`, which `has_it` says a lane has; ~0 if none is.
+  template <bool kVectors>
+  __device__ uint32_t find(const E* x, uint32_t lane, float highest, bool has_it) const {
+    uint32_t found = ~0u;
+    if constexpr (kVectors) {
+      const uint4* vectors = reinterpret_cast<const uint4*>(x);
+      for (uint32_t v = lane; has_it && v < columns / kPer && found == ~0u; v += a.lanes) {
+        float of[kPer];
+        unpack<E>(vectors[v], of);
+#pragma unroll
+        for (uint32_t i = kPer; i-- > 0;) {
+          if (of[i] == highest) found = v * kPer + i;
+        }
+      }
+    } else {
+      for (uint32_t at = lane; has_it && at < columns && found == ~0u; at += a.lanes) {
+        if (to_float(x[at]) == highest) found = at;
+      }
+    }
+    for (uint32_t offset = a.lanes / 2; offset > 0; offset /= 2) {
+      found = min(found, __shfl_xor_sync(~0u, found, offset));
+    }
+    return found;
   }
 
   template <bool kVectors>
   __device__ void reduce() const {
     for_rows([&](uint32_t row, uint32_t lane, bool is_there) {
       const E* x = tile + row * columns;
-      const float c = shift_of(max_of<kVectors>(x, lane), cap.scale);
-      float sum = 0.0f, values = 0.0f;
-      add<kVectors>(x, lane, c, sum, values);
+      const float own = max_of<kVectors>(x, lane), highest = max_of_lanes(own);
+      const float c = shift_of(kCap ? cap.apply(highest) : highest, cap.scale);
+      float sum = 0.0f, values = 0.0f, weighted = 0.0f;
+      add<kVectors>(x, lane, c, sum, values, weighted);
       sum = sum_of_lanes(sum);
       if constexpr (kSmooth) values = sum_of_lanes(values);
+      uint32_t at = ~0u;
+      if constexpr (Sum::kWeighted) {
+        weighted = sum_of_lanes(weighted);
+        at = find<kVectors>(x, lane, highest, own == highest);
+      }
       if (is_there && lane == 0) {
         rows[row].c = c;
         rows[row].exponentials = sum;
         rows[row].values = values;
+        if constexpr (Sum::kWeighted) {
+          rows[row].weighted = weighted;
+          rows[row].highest = highest;
+          rows[row].at = at;
+        }
       }
     });
   }
@@ -196,7 +254,7 @@ struct Packed {
 
   // What a token is told, and what its gradient is made of.
   __device__ void end(uint32_t index, const Token& token) const {
-    PackedRow& row = rows[index];
+    Kept& row = rows[index];
     const float x = token.target >= 0 ? to_float(tile[index * columns + token.target]) : 0.0f;
     RowSum all = RowSum::none();
     RowGradient gradient{};
@@ -204,7 +262,12 @@ struct Packed {
     if constexpr (kReduces) {
       const float label = token.target >= 0 ? (kCap ? cap.apply(x) : x) : 0.0f;
       all = RowSum{row.c, row.exponentials, row.values, label};
-      write_token<kSmooth>(a, first + index, token, all);
+      if constexpr (Sum::kWeighted) {
+        const DistributionSum more{all, row.weighted, row.highest, row.at};
+        write_token<kSmooth>(a, first + index, token, more);
+      } else {
+        write_token<kSmooth>(a, first + index, token, all);
+      }
       if constexpr (kApplies) {
         gradient = RowGradient::of<kSmooth>(a, token, all);
         lse = all.lse();
@@ -299,10 +362,10 @@ struct Packed {
 };
 
 // The kernel. Shared memory is as the plan has it.
-template <class E, Pass kPass, bool kSmooth, bool kCap>
+template <class E, Pass kPass, bool kSmooth, bool kCap, class Sum = RowSum>
 __device__ inline void packed_rows(const CrossEntropyArguments& a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  Packed<E, kPass, kSmooth, kCap>(a, shared).run();
+  Packed<E, kPass, kSmooth, kCap, Sum>(a, shared).run();
 }
 
 }  // namespace xentile

@@ -172,7 +172,7 @@ struct Ring {
     Row<E>& row = rows[next_one.row % kRows];
     if (next_one.chunk == 0) {
       const Early& early = next_one.early;
-      const Token token = describe<kPass>(a, early.label, early.dloss);
+      const Token token = describe<kPass, Sum::kWeighted>(a, early.label, early.dloss);
       if (lane == 0) row = Row<E>::of(a, next_one.index, token);
       __syncwarp();
     }

@@ -6,8 +6,9 @@
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
 //! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
-//! the distribution (kernels/distribution.cuh) has the same schedules; but no rows are packed, and
-//! without clusters its forward pass is kernels/whole.cuh.
+//! the distribution (kernels/distribution.cuh) has the same schedules; but its backward pass packs no
+//! rows, and without clusters its forward pass is kernels/whole.cuh, which the backward pass of losses
+//! follows where both are asked for.
 
 mod arguments;
 pub mod plan;
@@ -278,7 +279,8 @@ impl Kernel {
         unsafe { self.ready(pass, Said::Loss, stream) }.map(drop)
     }
 
-    /// As [`load`](Self::load), for [`distribution`](Self::distribution) and
+    /// As [`load`](Self::load), for [`distribution`](Self::distribution),
+    /// [`distribution_fused`](Self::distribution_fused) and
     /// [`distribution_backward`](Self::distribution_backward).
     ///
     /// # Errors
@@ -288,7 +290,15 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load_distribution(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, Said::Distribution, stream) }.map(drop)
+        let ready = unsafe { self.ready(pass, Said::Distribution, stream) }?;
+        if pass != Pass::Fused || ready.plan != Plan::Plain {
+            return Ok(());
+        }
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.load_distribution(Pass::Forward, stream)?;
+            self.load(Pass::Backward, stream)
+        }
     }
 
     /// What the options ask for.
@@ -317,6 +327,45 @@ impl Kernel {
         let arguments = Arguments { entropy, highest, argmax, ..arguments };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Pass::Forward, Said::Distribution, stream, arguments) }
+    }
+
+    /// As [`fused`](Self::fused), and fills `distribution` too, `outputs` also of tokens whose cotangent
+    /// is 0. `outputs` has lse and `lse_low`.
+    ///
+    /// # Errors
+    /// As those of [`fused`](Self::fused).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn distribution_fused(
+        &self,
+        stream: *mut c_void,
+        (logits, dlogits): (*const c_void, *mut c_void),
+        labels: Labels,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        distribution: DistributionOutputs,
+    ) -> Result<()> {
+        check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
+        let (pass, said) = (Pass::Fused, Said::Distribution);
+        // SAFETY: passed on from this function's contract.
+        if self.shape.tokens() > 0 && unsafe { self.ready(pass, said, stream) }?.plan == Plan::Plain
+        {
+            let (lse, lse_low) = (outputs.lse.cast_const(), outputs.lse_low.cast_const());
+            let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
+            // SAFETY: passed on from this function's contract.
+            return unsafe {
+                self.distribution(stream, logits, labels, outputs, distribution)?;
+                let saved = SavedLse { lse, lse_low };
+                self.backward(stream, (logits, dlogits), labels, saved, cotangents)
+            };
+        }
+        let DistributionOutputs { entropy, highest, argmax } = distribution;
+        let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
+        let arguments = arguments.with_outputs(outputs);
+        let arguments = Arguments { entropy, highest, argmax, ..arguments };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(pass, said, stream, arguments) }
     }
 
     /// As [`backward`](Self::backward), with the gradient for cotangents of the entropies too.
@@ -567,7 +616,8 @@ impl Kernel {
         let mut plan = choose(shape);
         let pass = match (said, pass) {
             (Said::Distribution, Pass::Backward) => "distribution_backward",
-            (Said::Distribution, _) => "distribution",
+            (Said::Distribution, Pass::Fused) => "distribution_fused",
+            (Said::Distribution, Pass::Forward) => "distribution",
             (Said::Loss, pass) => pass.name(),
         };
         // Softcap with a temperature has kernels of its own where those without are slower for it.
@@ -576,14 +626,14 @@ impl Kernel {
             other => other,
         };
         let of_schedule = if has_distribution { variant } else { key.variant };
-        let load = |schedule: &str, variant: Variant| {
+        let load = |schedule: &str, pass: &str, variant: Variant| {
             let name = format!("cross_entropy_{schedule}_{pass}_{dtype}_{}", variant.name());
             // SAFETY: passed on from this function's contract.
             unsafe { library::kernel(&name, device, stream) }
         };
         match plan {
             Plan::Ring(ring) => {
-                let code = load("ring", of_schedule)?;
+                let code = load("ring", pass, of_schedule)?;
                 // The wider ones have the same sums, but a part of a GPU may have no room for them,
                 // and no CTA of those beyond PORTABLE_CTAS.
                 let usual = choose(Shape { room: 1, ..shape });
@@ -610,21 +660,22 @@ impl Kernel {
                 }
             }
             Plan::Packed(_) => {
-                let code = load("packed", variant)?;
+                let code = load("packed", pass, variant)?;
                 return Ok(Ready { code, plan, most: device.limits().multiprocessors });
             }
             Plan::Flat(_) => {
-                let code = load("flat", of_schedule)?;
+                let code = load("flat", pass, of_schedule)?;
                 return Ok(Ready { code, plan, most: GRID_ROWS });
             }
             Plan::Plain => {}
         }
-        let (schedule, variant, ctas) = match (said, variant) {
-            (Said::Distribution, _) => ("whole", Variant::Capped, WHOLE_CTAS),
-            (Said::Loss, Variant::Basic) => ("plain", Variant::Smooth, plan::PLAIN_CTAS),
-            (Said::Loss, other) => ("plain", other, plan::PLAIN_CTAS),
+        let (schedule, pass, variant, ctas) = match (said, variant) {
+            // No pass has a gradient too.
+            (Said::Distribution, _) => ("whole", "distribution", Variant::Capped, WHOLE_CTAS),
+            (Said::Loss, Variant::Basic) => ("plain", pass, Variant::Smooth, plan::PLAIN_CTAS),
+            (Said::Loss, other) => ("plain", pass, other, plan::PLAIN_CTAS),
         };
-        let code = load(schedule, variant)?;
+        let code = load(schedule, pass, variant)?;
         let most = device.limits().multiprocessors * ctas;
         Ok(Ready { code, plan: Plan::Plain, most: most.max(1) })
     }

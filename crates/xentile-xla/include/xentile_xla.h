@@ -89,6 +89,8 @@ struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFra
 struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_forward_host(
@@ -145,6 +147,10 @@ struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);

@@ -170,6 +170,13 @@ impl<E: Element> Problem<E> {
         self.attributes(call(vec![self.logits(), self.labels(true)], results), Some(true))
     }
 
+    fn distribution_fused(&self, every_token: bool) -> Call {
+        let mut results: Vec<_> = (0..5).map(|_| self.tokenwise()).collect();
+        results.extend([Array::new(DType::S32, &self.leading), self.dlogits()]);
+        let arguments = vec![self.logits(), self.labels(true), self.floats(&self.cotangents[0])];
+        self.attributes(call(arguments, results), Some(every_token))
+    }
+
     fn distribution_backward(&self, saved: [&[f32]; 3]) -> Call {
         let [g, h, k] = self.cotangents.each_ref().map(|values| self.floats(values));
         let mut arguments = vec![self.logits(), self.labels(true)];
@@ -229,6 +236,31 @@ impl<E: Element> Problem<E> {
             for mut backward in [backward(), in_place(backward(), 0, 0)] {
                 backward.call(handler("xentile_cross_entropy_distribution_backward")).unwrap();
                 same_bits("backward", &backward.results[0].values::<E>(), &dlogits);
+            }
+
+            for every_token in [false, true] {
+                let mut native = [(); 5].map(|()| vec![7.0_f32; tokens]);
+                let mut argmax = vec![7_i32; tokens];
+                let [loss, lse, lse_low, entropy, highest] = native.each_mut();
+                let outputs = TokenOutputs {
+                    loss: Some(loss),
+                    logps: None,
+                    lse: Some(lse),
+                    lse_low: Some(lse_low),
+                    zero_idle: !every_token,
+                };
+                let of = DistributionOutputs { entropy, highest, argmax: &mut argmax };
+                let mut dlogits = self.logits.clone();
+                kernel.distribution_fused(InOut::InPlace(&mut dlogits), g, outputs, of).unwrap();
+                let fused = || self.distribution_fused(every_token);
+                for mut fused in [fused(), in_place(fused(), 0, 6)] {
+                    fused.call(handler("xentile_cross_entropy_distribution_fused")).unwrap();
+                    for (result, native) in fused.results.iter_mut().zip(&native) {
+                        same_bits("distribution fused", &result.values::<f32>(), native);
+                    }
+                    assert_eq!(fused.results[5].values::<i32>(), argmax);
+                    same_bits("distribution fused", &fused.results[6].values::<E>(), &dlogits);
+                }
             }
         });
     }
@@ -399,6 +431,7 @@ fn right(target: &str) -> Call {
         "xentile_cross_entropy_backward" => problem.backward(true, &[0.0; 6], &[0.0; 6]),
         "xentile_cross_entropy_fused" => problem.fused(true, true),
         "xentile_cross_entropy_distribution" => problem.distribution(),
+        "xentile_cross_entropy_distribution_fused" => problem.distribution_fused(true),
         "xentile_cross_entropy_distribution_backward" => {
             problem.distribution_backward([&[0.0; 6]; 3])
         }
@@ -425,6 +458,10 @@ fn names(target: &str) -> (&'static [&'static str], &'static [&'static str]) {
         "xentile_cross_entropy_distribution" => (
             &["logits", "labels"],
             &["loss", "logps", "lse", "lse_low", "entropy", "highest", "argmax"],
+        ),
+        "xentile_cross_entropy_distribution_fused" => (
+            &["logits", "labels", "dloss"],
+            &["loss", "lse", "lse_low", "entropy", "highest", "argmax", "dlogits"],
         ),
         "xentile_cross_entropy_distribution_backward" => (
             &[
@@ -679,6 +716,7 @@ fn memory_shared_in_part_is_refused() {
     for (target, result) in [
         ("xentile_cross_entropy_backward", 0),
         ("xentile_cross_entropy_fused", 3),
+        ("xentile_cross_entropy_distribution_fused", 6),
         ("xentile_cross_entropy_distribution_backward", 0),
         ("xentile_scale", 0),
     ] {

@@ -58,4 +58,6 @@ numbers! {
     PLAIN_THREADS: u32 = kPlainThreads, 512;
     WHOLE_THREADS: u32 = kWholeThreads, 256;
     DISTRIBUTION_BYTES: u32 = kDistributionBytes, 32;
+    PACKED_ROW_BYTES: u32 = kPackedRowBytes, 40;
+    PACKED_DISTRIBUTION_ROW_BYTES: u32 = kPackedDistributionRowBytes, 56;
 }

@@ -19,8 +19,8 @@ use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
 use super::Pass;
 use super::arguments::{
-    DISTRIBUTION_BYTES, FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PACKED_THREADS, PLAIN_THREADS,
-    TABLES,
+    DISTRIBUTION_BYTES, FLAT_BATCH, FLAT_THREADS, LINE, MAX_ROWS, PACKED_DISTRIBUTION_ROW_BYTES,
+    PACKED_ROW_BYTES, PACKED_THREADS, PLAIN_THREADS, TABLES,
 };
 use crate::{Device, Limits};
 
@@ -41,8 +41,7 @@ const PACKED_VOCAB: usize = 4096;
 /// Bytes that a CTA of the packed schedule takes about, and those from which it has all its threads.
 const PACKED_BYTES: usize = 18_432;
 const PACKED_MANY: usize = 32_768;
-/// What a row has beside its logits there, and the barrier at the end.
-const PACKED_ROW_BYTES: u32 = 40;
+/// The barrier behind the rows there.
 const BARRIER_BYTES: u32 = 8;
 /// Bytes that memory writes at once.
 const SECTOR_BYTES: usize = 32;
@@ -115,6 +114,8 @@ pub struct Packed {
     /// Columns of a row, and its bytes.
     pub columns: u32,
     row_bytes: u32,
+    /// What is kept of a row beside its logits.
+    kept_bytes: u32,
 }
 
 impl Packed {
@@ -122,7 +123,7 @@ impl Packed {
     #[must_use]
     pub fn shared_bytes(&self) -> u32 {
         let tile = (self.rows * self.row_bytes).next_multiple_of(VECTOR_BYTES);
-        tile + self.rows * PACKED_ROW_BYTES + BARRIER_BYTES
+        tile + self.rows * self.kept_bytes + BARRIER_BYTES
     }
 
     /// The same with fewer rows, where so few tokens leave multiprocessors without any.
@@ -310,7 +311,8 @@ impl Planner {
     /// Whole rows to a CTA, if they are short and nobody asks for less of them at a time.
     fn packed(&self, time_block: Option<usize>, block_size: Option<usize>) -> Option<Packed> {
         let Shape { dtype, vocab, is_whole, has_distribution, .. } = self.shape;
-        let is_whole = is_whole && !has_distribution;
+        // There is no kernel for the gradient of entropies.
+        let is_whole = is_whole && !(has_distribution && self.pass == Pass::Backward);
         let is_cut = block_size.is_some_and(|columns| columns < vocab);
         if !self.limits.clusters || !is_whole || is_cut || vocab == 0 || vocab > PACKED_VOCAB {
             return None;
@@ -336,7 +338,9 @@ impl Planner {
             if whole_vectors { (vocab as u32 / self.per, 4) } else { (vocab as u32, 8) };
         let lanes = units.div_ceil(each).next_power_of_two().min(32);
         let (unit, columns, row_bytes) = (unit as u32, vocab as u32, row_bytes as u32);
-        Some(Packed { rows, unit, lanes, whole_vectors, threads, columns, row_bytes })
+        let kept_bytes =
+            if has_distribution { PACKED_DISTRIBUTION_ROW_BYTES } else { PACKED_ROW_BYTES };
+        Some(Packed { rows, unit, lanes, whole_vectors, threads, columns, row_bytes, kept_bytes })
     }
 
     /// The plan of a tuned tile, if its row says all and fits.
@@ -692,6 +696,9 @@ mod tests {
                 assert_eq!([packed.rows, packed.lanes], [rows, lanes], "{whole:?}");
                 let asked = plan(HOPPER, whole, [Some(9), None]).tile(dtype);
                 assert!(asked.time_block().is_multiple_of(packed.unit as usize), "{asked:?}");
+                let said = plan(HOPPER, Shape { has_distribution: true, ..whole }, [None; 2]);
+                let is_packed = matches!(said, Plan::Packed(more) if more.rows == packed.rows);
+                assert_eq!(is_packed, pass != Pass::Backward, "{whole:?}: {said:?}");
                 let gaps = Shape { is_whole: false, ..whole };
                 for (shape, block_size) in [(gaps, None), (whole, Some(vocab - 1))] {
                     let found = plan(HOPPER, shape, [None, block_size]);
@@ -711,7 +718,7 @@ mod tests {
                         for block_size in extents {
                             for (room, is_whole) in [(1, true), (1, false), (4, true), (128, true)]
                             {
-                                let has_distribution = pass == Pass::Forward && room != 1;
+                                let has_distribution = room != 1;
                                 let shape = shape(pass, dtype, vocab);
                                 let shape = Shape { room, is_whole, has_distribution, ..shape };
                                 let plan = plan(limits, shape, [block_size, block_size]);

@@ -40,6 +40,13 @@ target_list! {
         pool,
     );
 
+    /// What distribution gives but logps, and dlogits, from the cotangents of the loss.
+    "xentile_cross_entropy_distribution_fused", Execute:
+    fn xentile_cross_entropy_distribution_fused_host = distribution_fused(
+        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
+        every_token, pool,
+    );
+
     /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
     "xentile_cross_entropy_distribution_backward", Execute:
     fn xentile_cross_entropy_distribution_backward_host = distribution_backward(
@@ -166,6 +173,47 @@ fn distribution(
         let logits = logits.typed::<E, ANY_RANK>()?;
         let kernel = kernel::<E>(&options, shape, labels, &pool)?;
         kernel.distribution(&logits, outputs, of).map_err(invalid)
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution_fused(
+    logits: MayAlias<AnyBuffer>,
+    labels: AnyBuffer,
+    dloss: Buffer<f32>,
+    loss: BufferMut<f32>,
+    lse: BufferMut<f32>,
+    lse_low: BufferMut<f32>,
+    entropy: BufferMut<f32>,
+    highest: BufferMut<f32>,
+    argmax: BufferMut<i32>,
+    dlogits: AnyBufferMut,
+    options: Options,
+    every_token: bool,
+    pool: ThreadPool,
+) -> Result {
+    let shape = shape_of!(
+        logits => dlogits; labels, dloss, loss, lse, lse_low, entropy, highest, argmax
+    )?;
+    let labels = to_labels(labels)?;
+    let outputs = TokenOutputs {
+        loss: Some(loss.into_slice()),
+        logps: None,
+        lse: Some(lse.into_slice()),
+        lse_low: Some(lse_low.into_slice()),
+        zero_idle: !every_token,
+    };
+    let of = DistributionOutputs {
+        entropy: entropy.into_slice(),
+        highest: highest.into_slice(),
+        argmax: argmax.into_slice(),
+    };
+    let pool = Pool(pool);
+    with_element!(logits.dtype(), "logits", E => {
+        let dlogits = dlogits.typed::<E, ANY_RANK>()?;
+        let logits = in_out(logits.typed::<E, ANY_RANK>()?.with(dlogits)?);
+        let kernel = kernel::<E>(&options, shape, labels, &pool)?;
+        kernel.distribution_fused(logits, &dloss, outputs, of).map_err(invalid)
     })
 }
 

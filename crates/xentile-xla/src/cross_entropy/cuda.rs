@@ -63,6 +63,20 @@ target_list! {
         context,
     ), traits = TRAITS;
 
+    /// Loads what the fused pass of distribution runs.
+    "xentile_cross_entropy_distribution_fused", Initialize:
+    fn xentile_cross_entropy_distribution_fused_cuda_initialize = distribution_fused(
+        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
+        every_token, context,
+    ), traits = TRAITS;
+
+    /// What distribution gives but logps, and dlogits, from the cotangents of the loss.
+    "xentile_cross_entropy_distribution_fused", Execute:
+    fn xentile_cross_entropy_distribution_fused_cuda = distribution_fused(
+        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
+        every_token, context,
+    ), traits = TRAITS;
+
     /// Loads what the backward pass of distribution runs.
     "xentile_cross_entropy_distribution_backward", Initialize:
     fn xentile_cross_entropy_distribution_backward_cuda_initialize = distribution_backward(
@@ -199,6 +213,53 @@ fn distribution(
         |kernel, stream| {
             // SAFETY: XLA's stream and buffers, whose shapes were checked.
             unsafe { kernel.distribution(stream, logits.as_ptr(), call.labels, outputs, of) }
+        },
+    )
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution_fused(
+    logits: Any,
+    labels: Any,
+    dloss: Floats,
+    loss: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    entropy: FloatsMut,
+    highest: FloatsMut,
+    argmax: OnDevice<BufferMut<i32>>,
+    dlogits: AnyMut,
+    options: Options,
+    every_token: bool,
+    context: Context,
+) -> Result {
+    let shape = shape_of!(
+        logits => dlogits; labels, dloss, loss, lse, lse_low, entropy, highest, argmax
+    )?;
+    let call = Call::new(&options, shape, logits, labels, context)?;
+    check_result(("logits", logits), ("dlogits", &dlogits))?;
+    let outputs = TokenOutputs {
+        loss: loss.as_ptr().cast(),
+        logps: null_mut(),
+        lse: lse.as_ptr().cast(),
+        lse_low: lse_low.as_ptr().cast(),
+        zero_idle: !every_token,
+    };
+    let of = DistributionOutputs {
+        entropy: entropy.as_ptr().cast(),
+        highest: highest.as_ptr().cast(),
+        argmax: argmax.as_ptr().cast(),
+    };
+    let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
+    call.run_with(
+        // SAFETY: XLA's stream.
+        |kernel, stream| unsafe { kernel.load_distribution(Pass::Fused, stream) },
+        |kernel, stream| {
+            // SAFETY: XLA's stream and buffers, whose shapes were checked.
+            unsafe {
+                let (labels, dloss) = (call.labels, dloss.cast());
+                kernel.distribution_fused(stream, matrices, labels, dloss, outputs, of)
+            }
         },
     )
 }

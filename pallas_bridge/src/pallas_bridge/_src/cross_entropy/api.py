@@ -15,7 +15,7 @@ from . import custom_call, parts, reference
 from .declaration import OPERATION
 from .known import Asked, check_columns
 from .options import Options, check_arrays, check_options, narrow_labels
-from .reduction import token_factors, weighted
+from .reduction import token_factors, weighted, weighted_sum
 
 Reduction = Literal["none", "mean", "sum"]
 AxisName = str | Sequence[str]
@@ -153,8 +153,9 @@ def cross_entropy(
     Returns:
       The loss in float32, a scalar or [.., T] for "none"; where more is asked for, a tuple of the
       loss and of it, in this order: lse [.., T] and entropy [.., T] in float32, correct [.., T] of
-      booleans, the columns' log-probabilities [.., T, K] in float32. With any of the last three,
-      the gradient takes one more reading of the logits than that of a mean.
+      booleans, the columns' log-probabilities [.., T, K] in float32. Under `jax.jit` those that are
+      not differentiated come of the pass that makes loss and gradient; where the entropy or the
+      log-probabilities are, the gradient takes one more reading of the logits.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -189,7 +190,7 @@ def cross_entropy(
         known = module.known_of(options, asked, logits, labels)
         if reduction != "none":
             factors = token_factors(options, reduction, labels, weights)
-            return weighted(known.loss, factors).sum(), *asked.of(known)
+            return weighted_sum(known.loss, factors), *asked.of(known)
         loss = known.loss if weights is None else weighted(known.loss, weights)
         return loss, *asked.of(known)
     if reduction == "none":

@@ -18,6 +18,7 @@ from .options import Options
 # Operands and results: logits and their gradient, and a number a token.
 LOGITS, TOKENS = "*batch V", "*batch"
 GRADIENT, NUMBER = Result(LOGITS, like=0), Result(TOKENS)
+ARGMAX = Result(TOKENS, dtype=np.int32)
 
 
 def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, Any], ...]:
@@ -94,12 +95,32 @@ def distribution_call(options: Options, every_token: bool) -> Call:
         operation=OPERATION,
         target="xentile_cross_entropy_distribution",
         operands=(LOGITS, TOKENS),
-        results=(*(NUMBER,) * 6, Result(TOKENS, dtype=np.int32)),
+        results=(*(NUMBER,) * 6, ARGMAX),
         attributes=attributes(options, every_token),
+        may_change=not options.dense_on,
         implementation=options.implementation,
         dense=partial(reference.distribution_forward, options),
         dense_on=options.dense_on,
         in_parts=in_parts_of("distribution", options, every_token),
+    )
+
+
+def distribution_fused_call(options: Options, every_token: bool) -> Call:
+    """Gives what `distribution_call` does but logps, and dlogits, of logits, labels and dloss.
+
+    Tokens without a cotangent have outputs as others do; `every_token` is about those ignored.
+    """
+    return Call(
+        operation=OPERATION,
+        target="xentile_cross_entropy_distribution_fused",
+        operands=(LOGITS, TOKENS, TOKENS),
+        results=(*(NUMBER,) * 5, ARGMAX, GRADIENT),
+        attributes=attributes(options, every_token),
+        reuses=(0, 6) if options.donate_logits else None,
+        implementation=options.implementation,
+        dense=partial(reference.distribution_fused, options),
+        dense_on=options.dense_on,
+        in_parts=in_parts_of("distribution_fused", options, every_token),
     )
 
 

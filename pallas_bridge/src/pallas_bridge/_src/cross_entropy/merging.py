@@ -25,6 +25,7 @@ from .calls import (
     LOGITS,
     TOKENS,
     backward_call,
+    distribution_fused_call,
     forward_call,
     fused_call,
     in_parts_of,
@@ -62,8 +63,11 @@ class _Site:
         """
         if self.earlier is None or not hoisting.hoist(dloss, self.earlier):
             return None
-        is_nonzero = factor is not None and abs(factor) >= LEAST_FACTOR
-        call = fused_call(self.options, self.every_token or not is_nonzero)
+        if _target(self.earlier) == DISTRIBUTION:
+            call = distribution_fused_call(self.options, self.options.every_token)
+        else:
+            is_nonzero = factor is not None and abs(factor) >= LEAST_FACTOR
+            call = fused_call(self.options, self.every_token or not is_nonzero)
         *numbers, dlogits = self._emit(call, [dloss], before=True)
         self._redirect(numbers)
         return [dlogits]
@@ -79,7 +83,7 @@ class _Site:
         return self._emit(backward_call(self.options), [*saved, *cotangents], before=False)
 
     def _redirect(self, numbers: Sequence[Any]) -> None:
-        """Has the earlier pass's loss, lse and lse_low come from elsewhere."""
+        """Has the earlier pass's loss, lse, lse_low and what else it gives come from elsewhere."""
         for index, number in zip(_NUMBERS[_target(self.earlier)], numbers, strict=True):
             hoisting.redirect(self.earlier, index, number)
 
@@ -94,9 +98,10 @@ class _Site:
             )
 
 
-# Which results are loss, lse and lse_low.
+# Which results are loss, lse and lse_low, and entropy, highest and argmax.
 FORWARD, FUSED = "xentile_cross_entropy_forward", "xentile_cross_entropy_fused"
-_NUMBERS = {FORWARD: (0, 2, 3), FUSED: (0, 1, 2)}
+DISTRIBUTION = "xentile_cross_entropy_distribution"
+_NUMBERS = {FORWARD: (0, 2, 3), FUSED: (0, 1, 2), DISTRIBUTION: (0, 2, 3, 4, 5, 6)}
 _LOGPS, _DLOGITS = 1, 3
 
 
@@ -198,7 +203,7 @@ class Again:
         of_logits, of_labels, number, *_ = ctx.avals_in
         site = _Site(
             lower, ctx, self.options, self.every_token,
-            logits, labels, of_logits, of_labels, number, _forward(logits, labels, lse),
+            logits, labels, of_logits, of_labels, number, _forward(FORWARD, logits, labels, lse),
         )  # fmt: skip
         (dloss,) = _per_token(ctx, number, token_cotangents, factors, factor)
         made = site.fuse(dloss, hoisting.constant(factor))
@@ -227,7 +232,8 @@ class Backward:
         """Has the pass of the loss make dlogits too, where loss is all that is differentiated."""
         dloss, *others = cotangents
         of_logits, of_labels, number, *_ = ctx.avals_in
-        earlier = _forward(logits, labels, lse)
+        earlier = _forward(FORWARD, logits, labels, lse)
+        earlier = earlier or _forward(DISTRIBUTION, logits, labels, lse)
         if earlier is None or any(hoisting.constant(one) != 0 for one in others):
             return None
         site = _Site(
@@ -237,9 +243,9 @@ class Backward:
         return site.fuse(dloss, None)
 
 
-def _forward(logits: Any, labels: Any, lse: Any) -> Any:
-    """Returns the forward call of this block that gives lse alone beside the loss, or None."""
-    earlier = _earlier(lse, FORWARD, 2)
+def _forward(target: str, logits: Any, labels: Any, lse: Any) -> Any:
+    """Returns the forward call of this block, of such a target, that gives no logps, or None."""
+    earlier = _earlier(lse, target, 2)
     if earlier is None or hoisting.is_used(earlier.results[_LOGPS]):
         return None
     return earlier if [*earlier.operands][:2] == [logits, labels] else None

@@ -1,10 +1,12 @@
 """How per-token losses become a scalar: a factor a token, in plain JAX."""
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from .. import linear
 from .options import Options, is_ignored
 
 
@@ -40,6 +42,28 @@ def countable(losses: jax.Array, factors: jax.Array) -> jax.Array:
 def weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
     """Returns factor * loss; a factor of 0 takes its token out, whatever the loss."""
     return factors * countable(losses, factors)
+
+
+@jax.custom_jvp
+def weighted_sum(losses: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns the scalar sum of factor * loss, whose cotangent of a loss is made of no loss.
+
+    So it is there before the pass that makes the losses, which may then make the gradient too.
+    """
+    return weighted(losses, factors).sum()
+
+
+@partial(weighted_sum.defjvp, symbolic_zeros=True)
+def _weighted_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    losses, factors = primals
+    of_losses, of_factors = map(linear.given, tangents)
+    parts = []
+    if of_losses is not None:
+        parts.append(jnp.where(factors == 0, 0, factors * of_losses))
+    if of_factors is not None:
+        parts.append(countable(losses, factors) * of_factors)
+    total: jax.Array = sum(parts[1:], parts[0])
+    return weighted_sum(losses, factors), total.sum()
 
 
 def token_cotangents(factors: jax.Array, cotangent: jax.Array) -> jax.Array:

@@ -108,6 +108,16 @@ def distribution_forward(
     return loss, logps, lse, jnp.zeros_like(lse), entropy, highest, argmax
 
 
+def distribution_fused(
+    options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns what the call for it does: loss, lse, lse_low, entropy, highest, argmax, dlogits."""
+    loss, _, *numbers = distribution_forward(options, logits, labels)
+    nothing = jnp.zeros_like(dloss)
+    dlogits = backward(options, logits, labels, *numbers[:2], dloss, nothing, nothing)
+    return loss, *numbers, *dlogits
+
+
 def distribution_backward(
     options: Options, logits: jax.Array, labels: jax.Array, *numbers: jax.Array
 ) -> tuple[jax.Array]:
