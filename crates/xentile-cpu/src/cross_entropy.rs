@@ -379,6 +379,11 @@ impl<'a> Kernel<'a> {
         Ok(())
     }
 
+    /// Whether the gradient of losses has a pass of its own over long rows, the fastest there is.
+    fn has_long_pass(&self) -> bool {
+        !self.options.is_tempered() && self.shape.vocab() > short::LONGEST
+    }
+
     fn run<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
         if self.options.is_tempered() {
             self.whole_rows(matrix, work, None, None);
@@ -562,6 +567,7 @@ impl<'a> Kernel<'a> {
         };
         let mean = self.options.label_smoothing != 0.0;
         let tokens = self.shape.tokens();
+        let block_size = self.tile::<E>().block_size();
         let step = self.tile::<E>().time_block().max(SHORT_TASK / vocab);
         let step = step.min(tokens.div_ceil(self.launch.pool.threads())).max(1);
         self.launch.pool.run(tokens.div_ceil(step), &|index| {
@@ -596,7 +602,12 @@ impl<'a> Kernel<'a> {
                     let (high, low) = split(values.lse);
                     lse = f64::from(high) + f64::from(low);
                 }
-                if work.cotangents.is_some() {
+                if distribution.is_some() && work.cotangents.is_some() && self.has_long_pass() {
+                    let of = cotangents.unwrap_or_default();
+                    let rows = [self.row_gradient(matrix, token, lse, of)];
+                    let blocks = 0..vocab.div_ceil(block_size);
+                    self.gradient(matrix, [token, block_size], &rows, blocks, None);
+                } else if work.cotangents.is_some() {
                     let row = match label {
                         _ if !has_gradient => whole::WholeRow::Fill(0.0),
                         None => whole::WholeRow::Fill(self.without_label(token)),
