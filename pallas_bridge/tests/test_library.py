@@ -72,7 +72,7 @@ def test_info_says_what_runs_where() -> None:
     loaded = info.library
     assert loaded is not None and loaded.path.is_file()
     passes = ("forward", "backward", "fused")
-    of_logits = (*passes, "distribution", "distribution_backward")
+    of_logits = (*passes, *(f"distribution{n}" for n in ("", "_backward", "_fused")))
     everywhere = {f"xentile_cross_entropy_{name}" for name in of_logits} | {"xentile_scale"}
     everywhere |= {f"xentile_activation_{name}" for name in ("forward", "backward")}
     of_host, of_cuda = (
