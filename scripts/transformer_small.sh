@@ -7,6 +7,10 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
+if (($# < 1 || $# > 2)) || [[ ${2:---resume} != --resume ]]; then
+    printf 'transformer_small: error: it was given "%s"; it takes FOLDER, and then --resume or nothing\n' "$*" >&2
+    exit 2
+fi
 folder=$1
 shift
 mkdir -p "$folder"
