@@ -561,6 +561,33 @@ def test_kernels_are_profiled_by_name() -> None:
     assert flags["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_enable_command_buffer="
 
 
+@pytest.mark.parametrize(("jobs", "count"), [(1, 1), (3, 2)])
+def test_what_had_no_room_beside_others_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int
+) -> None:
+    code = """
+place = os.path.join(FOLDER, str(task['cell']['length']))
+with open(place, 'a') as file:
+    file.write('1')
+is_first = os.path.getsize(place) == 1
+for variant in task['variants']:
+    no_room = variant['warmup'] == 1 and task['cell']['length'] == 2 and is_first
+    row(case={**task['cell'], **variant}, status='OOM' if no_room else 'ok')
+"""
+    instead(monkeypatch, f"FOLDER = {str(tmp_path)!r}" + code)
+    tasks = [({"length": length}, [{"warmup": 0}, {"warmup": 1}]) for length in (1, 2, 3)]
+    found = [
+        (row["case"]["length"], row["case"]["warmup"], row["status"])
+        for row in runner.run_alone_again("time", tasks, jobs)
+    ]
+    begun = [(1, 0, "ok"), (1, 1, "ok"), (2, 0, "ok")]
+    last = [(3, 0, "ok"), (3, 1, "ok")]
+    # By itself there was no room: it is so.
+    expected = [(2, 1, "OOM"), *last] if jobs == 1 else [*last, (2, 1, "ok")]
+    assert found == begun + expected
+    assert (tmp_path / "2").stat().st_size == count
+
+
 def test_words_of_the_peak() -> None:
     row = {"case": cell_of(mode="step"), "status": "ok", "peak_bytes": 1000}
     row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
@@ -647,6 +674,53 @@ def test_a_profile_without_kernels_is_told_of(tmp_path: Path) -> None:
         kernels.of_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
 
 
+def test_the_time_between_kernels() -> None:
+    """It is what no stream is busy in; what two do at once counts once."""
+    spans = [(30.0, 40.0), (0.0, 10.0), (5.0, 8.0), (12.0, 20.0), (18.0, 25.0)]
+    assert breakdown.between(spans) == 2 + 5
+    assert breakdown.between([(3.0, 4.0)]) == 0
+
+
+def test_the_time_between_kernels_is_told(tmp_path: Path) -> None:
+    settings = ["phases=[prefill]", "steps=1"]
+    of_layer = measured("kernels", tmp_path, settings)[0]
+    assert of_layer["idle"] is None and "no kernel runs" not in kernels.table([of_layer])
+    row = {**of_layer, "kernels": 0.75, "idle": 0.125, "median": 1.0, "by_part": {}}
+    assert "| no kernel runs | 125 | 16.7% |" in kernels.table([row])
+    told = "the kernels of a layer add up to 0.75 of what it takes, and to 0.88 with the time"
+    assert told in kernels.words([row])
+    # A profile has more of it than there is.
+    assert "| both | 1000 |" in kernels.table([{**row, "idle": 0.5}])
+    assert kernels.between_kernels({**row, "kernels": 1.5}) == 0
+
+
+def test_many_profiles_are_told_of_together() -> None:
+    """Products' share from the least to the most, and sums of layers apart where they wait."""
+    case = cell_of(part=layers.MODEL, phase="prefill")
+    found = []
+    for length in range(1, 6):
+        took = {kernels.PRODUCT: 0.1 * length, kernels.REST: 1 - 0.1 * length}
+        top = [{"kind": kernels.REST, "part": "norm 1", "seconds": 0.2}]
+        row: dict[str, Any] = {
+            "status": "ok",
+            "kernels": 1.0,
+            "by_kind": took,
+            "top": top,
+            "launches": 9 * length,
+        }
+        row |= {"idle": 0.25, "median": 1.25 if length > 2 else 2.0}
+        found.append({**row, "case": {**case, "length": length, "size": "a"}})
+    told = kernels.words([*found, *({**r, "case": {**r["case"], "part": "layer"}} for r in found)])
+    assert told == (
+        "In prefill matrix products take 10% (a at length 1) to 50% (a at length 5) of the "
+        "kernels' time in 5 models, which launch 9 to 45 kernels a step; the largest kernel that "
+        "is no product is of norm 1 in 5. In prefill the kernels of a layer add up to 0.50 to 0.80 "
+        "of what it takes, and to 0.62 to 1.00 with the time between them."
+    )
+    assert [row["case"]["length"] for row in kernels.longest(found)] == [5]
+    assert kernels.largest(found[0]) == ["norm 1 20%", "norm 1 20%"]
+
+
 def test_kernels_runs(tmp_path: Path) -> None:
     """Of a profile all times are told of once, by part and by kind."""
     settings = ["phases=[prefill]", "norm=ours", "attention=ours", "mlp=ours", "steps=2"]
@@ -668,10 +742,8 @@ def test_kernels_runs(tmp_path: Path) -> None:
     assert 4 <= of_layer["launches"] < row["launches"]
     assert "Prefill of test at length 16 in float32 launches" in kernels.words([row])
     told = kernels.words([of_layer])
-    assert told == (
-        f"In prefill the rows of a layer add up to {of_layer['kernels'] / of_layer['median']:.2f} "
-        "of what the layer takes without a profile."
-    )
+    share = of_layer["kernels"] / of_layer["median"]
+    assert told == f"In prefill the kernels of a layer add up to {share:.2f} of what it takes."
     assert "launches" not in told
 
 

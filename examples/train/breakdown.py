@@ -2,7 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ def show_kernels(environment: MutableMapping[str, str]) -> None:
 class Profiler:
     """Records steps `first` to `last` of a run."""
 
-    def __init__(self, folder: Path, first: int, last: int) -> None:
-        """Writes to `folder`; steps count from 0, and `last` is not in."""
+    def __init__(self, folder: Path, first: int, last: int, is_of_kernels: bool = False) -> None:
+        """Writes to `folder`; steps count from 0, and `last` is not in.
+
+        With `is_of_kernels` a GPU's profile has kernels alone, without what the host did.
+        """
         self.folder, self.first, self.last = folder, first, last
+        self.is_of_kernels = is_of_kernels
         self.folder_of_trace: Path | None = None
         self.is_running = False
 
@@ -51,6 +56,9 @@ class Profiler:
         if step == self.first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
+            if self.is_of_kernels and jax.default_backend() == "gpu":
+                # Kernels have their names without the host's events, and are started sooner.
+                options.host_tracer_level = 0
             jax.profiler.start_trace(self.folder, profiler_options=options)
             self.is_running = True
 
@@ -117,14 +125,26 @@ def of_trace(folder: Path, text: str) -> dict[str, float]:
     """
     parts, containers = parts_of_program(text)
     times: dict[str, float] = defaultdict(float)
-    for name, (took, _) in instructions_of_trace(folder, parts.keys() - containers).items():
+    traced = instructions_of_trace(folder, parts.keys() - containers)
+    for name, (took, _) in traced.instructions.items():
         times[parts[name]] += took
     total = sum(times.values())
     return {part: times.get(part, 0.0) / total for part in (*PARTS, OTHER)}
 
 
-def instructions_of_trace(folder: Path, names: Container[str]) -> dict[str, tuple[float, int]]:
-    """The nanoseconds of each instruction of a trace by its name, and how often it ran.
+@dataclass(frozen=True)
+class Traced:
+    """What a trace has of a program's instructions."""
+
+    # The nanoseconds of each by its name, and how often it ran.
+    instructions: dict[str, tuple[float, int]]
+    # Nanoseconds from the first to the last in which a device ran none of them; None of a host's
+    # threads.
+    idle: float | None
+
+
+def instructions_of_trace(folder: Path, names: Container[str]) -> Traced:
+    """What a trace has of the instructions in `names`, on devices where it has any, or on a host.
 
     Raises:
         ValueError: The trace has no time of any instruction in `names`.
@@ -134,19 +154,35 @@ def instructions_of_trace(folder: Path, names: Container[str]) -> dict[str, tupl
         raise ValueError(f"folder {folder} has no profile: name one that JAX wrote")
     on_device: dict[str, tuple[float, int]] = {}
     on_host: dict[str, tuple[float, int]] = {}
+    idle = []
     for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
-        found = on_device if plane.name.startswith("/device:") else on_host
+        is_device = plane.name.startswith("/device:")
+        found = on_device if is_device else on_host
+        spans = []
         for line in plane.lines:
             for event in line.events:
                 name = instruction(event)
                 if name is not None and name in names:
                     took, count = found.get(name, (0.0, 0))
                     found[name] = took + event.duration_ns, count + 1
+                    spans.append((event.start_ns, event.start_ns + event.duration_ns))
+        if is_device and spans:
+            idle.append(between(spans))
     # What a host says of a device's instructions is that it launched them.
-    found = on_device or on_host
-    if not sum(took for took, _ in found.values()):
+    instructions = on_device or on_host
+    if not sum(took for took, _ in instructions.values()):
         raise ValueError(f"profile {files[-1]} has no instruction of the step")
-    return found
+    return Traced(instructions, max(idle, default=None))
+
+
+def between(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the time from the first start to the last end lies in none of the spans."""
+    gaps, reached = 0.0, None
+    for start, end in sorted(spans):
+        if reached is not None and start > reached:
+            gaps += start - reached
+        reached = end if reached is None else max(reached, end)
+    return gaps
 
 
 def instruction(event: Any) -> str | None:

@@ -22,6 +22,8 @@ LIBRARY = re.compile(r'(?i)gemm|matmul|cublas|"__[^"]*dot')
 # Kernels of this project, and cuDNN's attention.
 OWN = re.compile(r'^"xentile_|fmha')
 TOP = 10
+# Models of a phase that are told of one by one.
+FEW = 4
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -87,10 +89,13 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         found = model.timed_in_turn(call, cell["steps"])
         steps: int = cell["steps"]
         with tempfile.TemporaryDirectory() as folder:
-            profiler = Profiler(Path(folder), 0, steps - 1)
+            profiler = Profiler(Path(folder), 0, steps - 1, is_of_kernels=True)
             for step in range(steps):
                 profiler.before(step)
-                jax.block_until_ready(call())
+                result = call()
+                # As they are timed: on a GPU they follow one another without a wait.
+                if step == steps - 1 or jax.default_backend() != "gpu":
+                    jax.block_until_ready(result)
                 profiler.after(step)
             figures = of_profile(Path(folder), run.compiled.as_text(), {**cell, **variant}, steps)
         return {"median": statistics.median(found), **figures}
@@ -111,7 +116,8 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
     names = names_of(cell) if cell["part"] == layers.WHOLE else (*names_of(cell), *OUTSIDE)
     parts, containers = parts_of_program(text, scope_of(names))
     kinds = kinds_of_program(text)
-    found = instructions_of_trace(folder, parts.keys() - containers)
+    traced = instructions_of_trace(folder, parts.keys() - containers)
+    found = traced.instructions
     took = {name: ns * 1e-9 / steps for name, (ns, _) in found.items()}
     by_part: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)
@@ -124,6 +130,7 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
     largest = sorted(took, key=lambda name: took[name], reverse=True)[:TOP]
     return {
         "kernels": sum(took.values()),
+        "idle": None if traced.idle is None else traced.idle * 1e-9 / steps,
         "launches": sum(count for _, count in found.values()) / steps,
         "distinct": len(found),
         "by_kind": by_kind,
@@ -157,7 +164,7 @@ def table(rows: Sequence[Row]) -> str:
     heads = ["size", "length", "policy", "kernels", "phase", "program", "status", "a step (ms)"]
     heads += ["in kernels (ms)", "tokens a second"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
-    heads += ["its fused kernel"]
+    heads += ["its fused kernel", "largest kernel", "largest that is no product"]
     lines = []
     for row in rows:
         case = row["case"]
@@ -171,11 +178,31 @@ def table(rows: Sequence[Row]) -> str:
             line += [
                 f"{row['attention'].get(kind, 0) / total:.1%}" for kind in (PRODUCT, REST, FUSED)
             ]
+            line += largest(row)
         lines.append(line + [""] * (len(heads) - len(line)))
     found = [tables.table(heads, lines)]
-    for row in tables.finished(rows):
+    for row in longest(tables.finished(rows)):
         found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
     return "\n\n".join(found)
+
+
+def longest(rows: Sequence[Row]) -> list[Row]:
+    """Of rows that differ in their length alone the longest; these have tables of their own."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        name = repr({**row["case"], "length": None})
+        if name not in found or found[name]["case"]["length"] < row["case"]["length"]:
+            found[name] = row
+    return list(found.values())
+
+
+def largest(row: Row) -> list[str]:
+    """The dominant kernel by its part and share, and that which is no product."""
+    others = [one for one in row["top"] if one["kind"] != PRODUCT]
+    return [
+        f"{one['part']} {one['seconds'] / row['kernels']:.0%}" if one else ""
+        for one in (row["top"][0], others[0] if others else None)
+    ]
 
 
 def by_part(row: Row) -> str:
@@ -190,7 +217,11 @@ def by_part(row: Row) -> str:
             is_whole = layers.around(name) or name == "other"
             line.append("" if is_whole else f"{1e3 * took / count:.4g}")
         lines.append(line)
-    for name, took in (("all kernels", total), ("measured", row["median"])):
+    sums = [("all kernels", total)]
+    if row.get("idle") is not None:
+        idle = between_kernels(row)
+        sums += [("no kernel runs", idle), ("both", total + idle)]
+    for name, took in (*sums, ("measured without a profile", row["median"])):
         lines.append(
             [name, f"{1e3 * took:.4g}", f"{took / total:.1%}", *([] if is_layer else [""])]
         )
@@ -216,21 +247,65 @@ def words(rows: Sequence[Row]) -> str:
     """What the numbers show: products, dominant kernels, attention, launches; sums of layers."""
     told = [tables.ends(rows)]
     found = tables.finished(rows)
-    for row in found:
-        if of(row) == layers.MODEL:
-            told += of_model(row)
-    of_layers = [row for row in found if of(row) == layers.WHOLE]
-    for phase in dict.fromkeys(row["case"]["phase"] for row in of_layers):
-        ratios = [
-            row["kernels"] / row["median"] for row in of_layers if row["case"]["phase"] == phase
+    phases = dict.fromkeys(row["case"]["phase"] for row in found)
+    for phase in phases:
+        models = [row for row in found if of(row) == layers.MODEL and row["case"]["phase"] == phase]
+        if len(models) > FEW:
+            told.append(of_models(models))
+        else:
+            told += [line for row in models for line in of_model(row)]
+    for phase in phases:
+        of_layers = [
+            row for row in found if of(row) == layers.WHOLE and row["case"]["phase"] == phase
         ]
-        told.append(
-            f"In {phase} the rows of a layer add up to {tables.span(ratios)} of what the layer "
-            "takes without a profile."
-        )
+        if of_layers:
+            told.append(of_sums(of_layers))
     for name, ratios in tables.beside_xla(rows, "median").items():
         told.append(f"With kernels {name} a step takes {tables.span(ratios)} of XLA's time.")
     return " ".join(filter(None, told))
+
+
+def between_kernels(row: Row) -> float:
+    """Seconds of a step in which no kernel ran, by the profile; 0 where it doesn't say.
+
+    A profile makes them longer, where starting kernels takes longer than they run: they count for
+    no more than what kernels lack of the time that was measured without one.
+    """
+    return float(min(row.get("idle") or 0.0, max(row["median"] - row["kernels"], 0.0)))
+
+
+def of_sums(rows: Sequence[Row]) -> str:
+    """What the rows of layers add up to, beside what was measured without a profile."""
+    alone = tables.span([row["kernels"] / row["median"] for row in rows])
+    told = (
+        f"In {rows[0]['case']['phase']} the kernels of a layer add up to {alone} of what it takes"
+    )
+    if any(row.get("idle") for row in rows):
+        ratios = [(row["kernels"] + between_kernels(row)) / row["median"] for row in rows]
+        told += f", and to {tables.span(ratios)} with the time between them"
+    return f"{told}."
+
+
+def of_models(rows: Sequence[Row]) -> str:
+    """What profiles of many models of a phase show: products, launches, and what else is large."""
+    rows = sorted(rows, key=lambda row: row["by_kind"].get(PRODUCT, 0) / row["kernels"])
+    ends = [
+        f"{row['by_kind'].get(PRODUCT, 0) / row['kernels']:.0%} ({row['case']['size']} at length "
+        f"{row['case']['length']})"
+        for row in (rows[0], rows[-1])
+    ]
+    launches = [row["launches"] for row in rows]
+    names: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if others := [one for one in row["top"] if one["kind"] != PRODUCT]:
+            names[others[0]["part"]] += 1
+    most = max(names, key=lambda name: names[name])
+    return (
+        f"In {rows[0]['case']['phase']} matrix products take {ends[0]} to {ends[1]} of the "
+        f"kernels' time in {len(rows)} models, which launch {min(launches):,.0f} to "
+        f"{max(launches):,.0f} kernels a step; the largest kernel that is no product is of {most} "
+        f"in {names[most]}."
+    )
 
 
 def of_model(row: Row) -> list[str]:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import layers, memory, tables
+from . import kernels, layers, memory, tables
 from .tables import Row
 
 # More bars than so many are not told apart.
@@ -37,10 +37,10 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
 
 def label(case: Row, *names: str) -> str:
     """What tells a bar from others."""
-    kernels = tables.kernels(case) if "norm" in case else "xla"
+    chosen = tables.kernels(case) if "norm" in case else "xla"
     told = [str(case[name]) for name in names if name in case]
     # On a line of its own, as it can be long.
-    return "\n".join([", ".join(told), *([] if kernels == "xla" else [kernels])])
+    return "\n".join([", ".join(told), *([] if chosen == "xla" else [chosen])])
 
 
 def bars(axes: Any, values: dict[str, float], title: str) -> None:
@@ -133,7 +133,8 @@ def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
-    """Shares of parts and of kinds in the time of all kernels."""
+    """Shares of parts and of kinds in the time of all kernels; of many, at the longest lengths."""
+    rows = rows if len(rows) <= MOST else kernels.longest(rows)
     for place, key, title in (
         (axes, "by_part", "kernels by part (share of time)"),
         (below, "by_kind", "kernels by kind (share of time)"),

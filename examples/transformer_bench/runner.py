@@ -99,7 +99,7 @@ def run(
             for cell, variants in cells
         ]
         count = total - sum(len(variants) for _, variants in left)
-        for row in run_cells(command, [task for task in left if task[1]], jobs):
+        for row in run_alone_again(command, [task for task in left if task[1]], jobs):
             done[key(row["case"])] = row
             if lines is not None:
                 lines.write(row)
@@ -131,6 +131,20 @@ def run_cells(
     finally:
         for process in started:
             process.close()
+
+
+def run_alone_again(
+    command: str, tasks: Sequence[tuple[Cell, Sequence[Cell]]], jobs: int
+) -> Iterator[Row]:
+    """The rows of cells, those last that had no room beside others: they are run again, alone."""
+    of = {key({**cell, **one}): (cell, [one]) for cell, variants in tasks for one in variants}
+    again = []
+    for row in run_cells(command, tasks, jobs):
+        if jobs > 1 and row["status"] == "OOM":
+            again.append(of[key(row["case"])])
+        else:
+            yield row
+    yield from run_cells(command, again, 1)
 
 
 def cut_to_whole_lines(path: Path) -> None:
