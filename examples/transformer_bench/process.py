@@ -76,8 +76,10 @@ def child_command() -> list[str]:
 class Process:
     """A cell's process: it loads what it needs, and waits to be told to begin."""
 
-    def __init__(self, command: str, cell: Cell, variants: Sequence[Cell]) -> None:
-        """Starts it, for these rows of a cell."""
+    def __init__(
+        self, command: str, cell: Cell, variants: Sequence[Cell], shares_device: bool = False
+    ) -> None:
+        """Starts it, for these rows of a cell; it may share the device with others' processes."""
         folders = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
         # The last line of a traceback is then the error.
@@ -86,8 +88,8 @@ class Process:
             from train.breakdown import show_kernels
 
             show_kernels(environment)
-        if command == "memory":
-            # Several are on the device at once.
+        if shares_device:
+            # In pieces memory comes apart, so that large arrays find no room: alone it is one.
             environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.task: dict[str, Any] = {"command": command, "cell": cell, "variants": list(variants)}
         self.is_told = False

@@ -123,7 +123,7 @@ def run_cells(
     try:
         while waiting or started:
             while waiting and len(started) <= jobs:
-                started.append(Process(command, *waiting.popleft()))
+                started.append(Process(command, *waiting.popleft(), shares_device=jobs > 1))
             for process in itertools.islice(started, jobs):
                 process.begin()
             yield from started[0].rows()

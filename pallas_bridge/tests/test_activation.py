@@ -342,6 +342,9 @@ def test_info_says_what_runs_where() -> None:
     info = str(pallas_bridge.info())
     assert "activation on tpu: reference" in info
     assert "of gate and up in two arrays XLA's own program" in info
+    loaded = pallas_bridge.info().library
+    if loaded is not None and "cuda" in loaded.platforms:
+        assert "XLA's own program for relu single, squared_relu single" in info
 
 
 def test_the_faster_program_runs() -> None:
@@ -352,7 +355,9 @@ def test_the_faster_program_runs() -> None:
 
     rows = array("float32", 2, 6)
     for function in (swiglu, squared_relu):
-        assert calls(function, "cpu", rows) == 1 and calls(function, "cuda", rows) == 0
+        assert calls(function, "cpu", rows) == 1 and calls(function, "tpu", rows) == 0
+    # By the table, whether or not this library has kernels for GPUs.
+    assert calls(squared_relu, "cuda", rows) == 0
     assert calls(gelu, "cpu", rows) == 1
     assert calls(partial(gelu, approximate=False), "tpu", rows) == 0
     assert calls(swiglu, "cpu", rows, rows) == 0
@@ -360,8 +365,9 @@ def test_the_faster_program_runs() -> None:
     if loaded is not None and "cuda" in loaded.platforms:
         for function in (
             gelu,
+            swiglu,
             partial(gelu, approximate=False),
-            partial(swiglu, implementation="custom_call"),
+            partial(squared_relu, implementation="custom_call"),
         ):
             assert calls(function, "cuda", rows) == 1
 

@@ -57,6 +57,7 @@ def fake_library(tmp_path: Path, **changed: str) -> Path:
             uint32_t xentile_table_version(void) { return TABLE; }
             void xentile_ffi_version(int32_t *a, int32_t *b) { *a = MAJOR; *b = MINOR; }
             int32_t xentile_tuned_tile(void) { return 0; }
+            int32_t xentile_prefers_xla(void) { return 0; }
             void *xentile_targets(size_t *count) { *count = 0; return count; }
         """)
     )

@@ -476,6 +476,8 @@ def test_elsewhere_it_is_the_program_of_xla() -> None:
     for row in pallas_bridge.info().operations["rope"]:
         chosen = "custom_call" if row.platform in kernels else "reference"
         assert row.implementation == chosen, row
+    if "cuda" in kernels:
+        assert not lowered(None, "cuda") and lowered("custom_call", "cuda")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])

@@ -81,6 +81,10 @@ const char* xentile_cpu_isa(void);
 int32_t xentile_tuned_tile(const char* table, const char* dtype, size_t vocab, size_t* time_block,
                            size_t* block_size);
 
+/* 1 where XLA's own program was measured to be faster than the kernel of an operation ("activation") in its
+ * variant ("relu single"; "" where it has none) on a backend ("cuda"), else 0. */
+int32_t xentile_prefers_xla(const char* backend, const char* operation, const char* variant);
+
 /* The handlers. */
 struct XLA_FFI_Error* xentile_activation_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_host(struct XLA_FFI_CallFrame* call_frame);

@@ -28,7 +28,7 @@ mod target;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::LazyLock;
 
-use xentile::tuned_tile;
+use xentile::{Implementation, tuned_implementation, tuned_tile};
 use xentile_cpu::Isa;
 use xla_ffi::abi;
 
@@ -106,6 +106,25 @@ pub unsafe extern "C" fn xentile_tuned_tile(
         write(block_size, tile.block_size());
     }
     1
+}
+
+/// Whether XLA's own program was measured to be faster than the kernel of `operation` ("activation") in
+/// its `variant` ("relu single", or "" where it has none) on `backend` ("cuda"): 1, else 0.
+///
+/// # Safety
+/// The three are texts that end with a null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xentile_prefers_xla(
+    backend: *const c_char,
+    operation: *const c_char,
+    variant: *const c_char,
+) -> i32 {
+    let texts = [backend, operation, variant].map(|text| {
+        // SAFETY: passed on from this function's contract.
+        unsafe { CStr::from_ptr(text) }.to_str().unwrap_or_default()
+    });
+    let [backend, operation, variant] = texts;
+    i32::from(tuned_implementation(backend, operation, variant) == Implementation::Xla)
 }
 
 /// # Safety

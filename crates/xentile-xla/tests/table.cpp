@@ -119,6 +119,10 @@ void CheckTunedTile() {
   rows = columns = 7;
   Check(xentile_tuned_tile(table, "f64", 50257, &rows, &columns) == 0, "one for f64", where);
   Check(xentile_tuned_tile("no_such.cpu", "f32", 1, &rows, &columns) == 0, "one of none", where);
+  where = "xentile_prefers_xla";
+  Check(xentile_prefers_xla("cuda", "activation", "relu single") == 1, "not there", where);
+  Check(xentile_prefers_xla("cuda", "rms_norm", "") == 0, "of a kernel", where);
+  Check(xentile_prefers_xla("no_such", "activation", "relu single") == 0, "of none", where);
   Check(rows == 7 && columns == 7, "it wrote what is not there", where);
 }
 

@@ -41,4 +41,7 @@ pub use labels::Labels;
 pub use operations::{operation, operations};
 pub use shape::LogitsShape;
 pub use tile::Tile;
-pub use tuned::{TunedTile, tuned_tile, tuned_tiles};
+pub use tuned::{
+    Implementation, TunedImplementation, TunedTile, tuned_implementation, tuned_implementations,
+    tuned_tile, tuned_tiles,
+};

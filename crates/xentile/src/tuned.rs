@@ -1,4 +1,6 @@
-//! Tiles found by sweeps, carried as data: `tuned/<op>.<backend>.yaml`, which is `configs/tuned/`.
+//! What was found by measuring, carried as data in `tuned/`, which is `configs/tuned/`: tiles by sweeps
+//! (`<op>.<backend>.yaml`), and whether an operation's kernel or XLA's own program is the faster
+//! (`implementations.<backend>.yaml`).
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -32,7 +34,66 @@ pub struct TunedTile {
     pub cluster: Option<u32>,
 }
 
-/// The tables that this crate carries, a line for each operation and backend.
+/// What runs of an operation where the user names no implementation.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq)]
+#[serde(rename_all = "lowercase")]
+pub enum Implementation {
+    /// This project's kernel.
+    Kernel,
+    /// XLA's own program.
+    Xla,
+}
+
+/// What was found of a variant of an operation inside a jitted block of a transformer. Times are in
+/// XLA's of the same block, geometric means over shapes.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct TunedImplementation {
+    /// The operation's name.
+    pub operation: String,
+    /// What of it, such as `silu halves`; empty where it has no variants.
+    pub variant: String,
+    /// What runs.
+    pub implementation: Implementation,
+    /// Time of the kernel's block forward.
+    pub forward: f64,
+    /// Time forward and backward.
+    pub both: f64,
+    /// Bytes of temporaries forward and backward, in those of XLA's block.
+    pub temporaries: f64,
+    /// Where it was measured: a GPU's name.
+    pub device: String,
+}
+
+/// Which implementations are the faster, a line for each backend.
+const IMPLEMENTATIONS: &[(&str, &str)] =
+    &[("cuda", include_str!("../tuned/implementations.cuda.yaml"))];
+
+/// Whatever was measured of operations on a backend; none where nothing was.
+///
+/// # Panics
+/// Never: the tables are parsed by this crate's tests.
+#[must_use]
+pub fn tuned_implementations(backend: &str) -> &'static [TunedImplementation] {
+    static PARSED: OnceLock<BTreeMap<&str, Vec<TunedImplementation>>> = OnceLock::new();
+    let parsed = PARSED.get_or_init(|| {
+        let parse = |text| serde_yaml::from_str(text).expect("carried tables parse");
+        IMPLEMENTATIONS.iter().map(|&(name, text)| (name, parse(text))).collect()
+    });
+    parsed.get(backend).map_or(&[], Vec::as_slice)
+}
+
+/// What runs of an operation's variant on a backend where the user names no implementation; the
+/// kernel where nothing was measured.
+#[must_use]
+pub fn tuned_implementation(backend: &str, operation: &str, variant: &str) -> Implementation {
+    tuned_implementations(backend)
+        .iter()
+        .find(|row| row.operation == operation && row.variant == variant)
+        .map_or(Implementation::Kernel, |row| row.implementation)
+}
+
+/// The tables of tiles that this crate carries, a line for each operation and backend.
 const TABLES: &[(&str, &str)] = &[
     ("cross_entropy.cpu", include_str!("../tuned/cross_entropy.cpu.yaml")),
     ("cross_entropy.cuda", include_str!("../tuned/cross_entropy.cuda.yaml")),
@@ -80,5 +141,27 @@ mod tests {
             }
         }
         assert_eq!(tuned_tiles("no_such.backend"), []);
+    }
+
+    #[test]
+    fn every_carried_choice_is_of_one_variant_and_of_its_figures() {
+        for (backend, _) in IMPLEMENTATIONS {
+            let rows = tuned_implementations(backend);
+            assert!(!rows.is_empty(), "{backend} is empty");
+            for (at, row) in rows.iter().enumerate() {
+                let name = (&row.operation, &row.variant);
+                let is_other =
+                    |other: &TunedImplementation| (&other.operation, &other.variant) != name;
+                assert!(rows[..at].iter().all(is_other), "{backend}: {name:?} stands twice");
+                assert!(row.forward > 0.0 && row.temporaries > 0.0 && !row.device.is_empty());
+                // Within noise of XLA's time either may run (benches/peers/blocks.py).
+                let kernel = row.implementation == Implementation::Kernel;
+                assert!((row.both - 1.0).abs() <= 0.01 || kernel == (row.both < 1.0), "{row:?}");
+                let found = tuned_implementation(backend, &row.operation, &row.variant);
+                assert_eq!(found, row.implementation);
+            }
+        }
+        assert_eq!(tuned_implementations("no_such"), []);
+        assert_eq!(tuned_implementation("cuda", "no_such", ""), Implementation::Kernel);
     }
 }

@@ -78,6 +78,9 @@ class Call:
     )
     # Platforms where that is the faster, and runs unless kernels are asked for by name.
     dense_on: tuple[str, ...] = ()
+    # What the table of measured choices knows the call by, beside its operation: there, too, the
+    # faster runs (`library.prefers_xla`).
+    variant: str = ""
     # Whether it takes the call's place where XLA cuts arrays, since kernels need them whole.
     dense_if_cut: bool = False
     # Whether it is made of other calls, each of which has its own choice of what runs. It then
@@ -250,6 +253,7 @@ def _lower_alone(
             one
             for one in platforms
             if one in call.dense_on
+            or library.prefers_xla(one, call.operation.name, call.variant)
             or ((one != "cpu" or call.is_composed) and not _has_kernel(call, one))
         }
         chooses = call.implementation is None or call.is_composed

@@ -257,6 +257,21 @@ def tuned_tile(table: str, dtype: Any, vocab: int) -> tuple[int, int] | None:
 
 
 @cache
+def prefers_xla(platform: str, operation: str, variant: str) -> bool:
+    """Returns whether XLA's own program was measured to be faster than an operation's kernel.
+
+    `variant` is what of it, such as "silu halves". Not where the library cannot be used.
+    """
+    outcome = attempt()
+    if isinstance(outcome, LibraryError):
+        return False
+    ask = outcome[0].xentile_prefers_xla
+    ask.argtypes = [ctypes.c_char_p] * 3
+    ask.restype = ctypes.c_int32
+    return bool(ask(platform.encode(), operation.encode(), variant.encode()))
+
+
+@cache
 def attempt() -> tuple[ctypes.CDLL, Library] | LibraryError:
     """Loads and registers the library once; returns the error where that cannot be done.
 

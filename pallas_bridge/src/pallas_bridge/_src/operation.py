@@ -21,6 +21,8 @@ class Operation:
     # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in
     # every library, and where there is none that is said.
     falls_back: bool = False
+    # What of it the library's table of measured choices tells apart (`library.prefers_xla`).
+    variants: tuple[str, ...] = ("",)
     # What `info()` adds on platforms where some calls have kernels and others XLA's program.
     notes: tuple[tuple[str, str], ...] = ()
     # What `info()` says of platforms that no library has kernels for, where that is not XLA's own

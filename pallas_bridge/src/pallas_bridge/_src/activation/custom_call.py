@@ -34,11 +34,6 @@ def unpacked(options: Options, x: jax.Array) -> jax.Array:
     return x
 
 
-def _is_fast_in_xla(options: Options) -> bool:
-    """Whether XLA's program is as fast on NVIDIA GPUs: of no GELU, nor of interleaved columns."""
-    return not options.kind.startswith("gelu") and options.layout != "interleaved"
-
-
 def packed(options: Options, x: jax.Array) -> jax.Array:
     """Returns x with its columns in one axis."""
     if options.layout == "single":
@@ -64,7 +59,7 @@ def _bind(
         ),
         implementation=options.implementation,
         dense=dense,
-        dense_on=("cuda",) if _is_fast_in_xla(options) else (),
+        variant=f"{options.kind} {options.layout}",
     )
     return bind(call, *arrays)[0]
 

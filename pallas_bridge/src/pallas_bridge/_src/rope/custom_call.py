@@ -50,8 +50,7 @@ def forward(
         cut=CUT,
         implementation=options.implementation,
         dense=dense,
-        # XLA's program of halves runs there at the speed of a copy.
-        dense_on=() if options.interleaved else ("cuda",),
+        variant="interleaved" if options.interleaved else "halves",
     )
     return bind(call, x, indices, cos, sin)[0]
 

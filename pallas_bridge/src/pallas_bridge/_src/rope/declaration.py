@@ -6,6 +6,5 @@ OPERATION = Operation(
     "rope",
     target="xentile_rope",
     falls_back=True,
-    # Of docs/internals/rope.md.
-    notes=(("cuda", "for interleaved pairs alone; for halves XLA's own program"),),
+    variants=("halves", "interleaved"),
 )
