@@ -417,7 +417,16 @@ impl Normed {
         let kernels = if adds { "fp8_quantize_norm_add" } else { "fp8_quantize_norm" };
         let RmsNorm { eps, zero_centred } = options;
         let rows = NormShape::new(shape.matrices() * shape.rows(), columns)?;
-        let norm = norm::Norm { kernels, eps, zero_centred, shape: rows, dtype, weight, arrays: 1 };
+        let norm = norm::Norm {
+            kernels,
+            eps,
+            zero_centred,
+            shape: rows,
+            dtype,
+            weight,
+            arrays: 1,
+            is_centred: false,
+        };
         let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
         let to = Quantization::new(to, shape, dtype, blocks, is_transposed)?;
         Ok(Self { to, norm: norm.checked()?, adds, is_transposed })

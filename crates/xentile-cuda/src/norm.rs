@@ -64,6 +64,8 @@ pub(crate) struct Norm {
     pub(crate) weight: Weight,
     /// Matrices that the backward pass reads.
     pub(crate) arrays: u32,
+    /// Whether the mean of rows is taken off.
+    pub(crate) is_centred: bool,
 }
 
 impl Norm {
@@ -158,7 +160,8 @@ impl Norm {
             Pass::Forward => ("forward", Plan::forward(rows, columns, element, limits)),
             Pass::Backward(PartialSums { groups, blocks }) => {
                 let all = groups.saturating_mul(blocks);
-                ("backward", Plan::backward(all, columns, element, self.arrays, limits))
+                let (arrays, is_centred) = (self.arrays, self.is_centred);
+                ("backward", Plan::backward(all, columns, element, arrays, is_centred, limits))
             }
         };
         let name = format!("{}_{name}_{}_{}", self.kernels, plan.way, self.dtype);

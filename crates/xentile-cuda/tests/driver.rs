@@ -219,10 +219,10 @@ fn what_is_launched() {
     };
     let expected = [
         launch("forward_held4", "grid 8192 block 128 shared 0", "0x100000", 13),
-        launch("backward_ring2", "grid 128 block 512 shared 65536", "0x100000", 14),
+        launch("backward_ring4", "grid 128 block 512 shared 131072", "0x100000", 14),
         "norm: done".into(),
         launch("add_forward_held4", "grid 75 block 128 shared 0", "0x100000", 15),
-        launch("add_backward_ring2", "grid 9 block 640 shared 122880", "0x100000", 16),
+        launch("add_backward_ring4", "grid 9 block 512 shared 196608", "0x100000", 16),
         "added: done".into(),
         launch("forward_elements", "grid 75 block 128 shared 0", "0x100000", 17),
         launch("backward_elements", "grid 9 block 512 shared 0", "0x100000", 18),
