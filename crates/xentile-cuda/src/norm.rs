@@ -13,7 +13,7 @@ use xentile::norm::NormShape;
 use xentile::{DType, Error as ProblemError};
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
-use crate::{Device, Error, Result, check_alignment, library};
+use crate::{Device, Error, Limits, Result, check_alignment, library};
 
 /// A weight: its dtype, and of how many rows that follow one another each `[D]` is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,6 +148,12 @@ impl Norm {
             teams: 0,
             adjacent: 0,
         })
+    }
+
+    /// Threads that add up a row in the forward pass.
+    pub(crate) fn forward_lanes(&self, limits: Limits) -> u32 {
+        let (rows, columns) = (self.shape.rows(), self.shape.columns());
+        Plan::forward(rows, columns, self.dtype.size_bytes(), limits).lanes
     }
 
     /// # Safety
