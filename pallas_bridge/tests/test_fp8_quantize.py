@@ -518,15 +518,19 @@ def test_swiglu_in_one_call(rng: np.random.Generator, packing: str, transposed: 
         jax.grad(lambda *x: swiglu_fp8(*x, granularity="block_1d", **gating).scales.sum())(*given)
 
 
+# Tiles that have rows of two matrices, and on GPUs rows of four warps and of nine, in one launch.
+@pytest.mark.parametrize("shape", [(2, 67, 896), (1, 300, 4096), (2, 256, 9216)])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_norm_in_one_call(rng: np.random.Generator, residual: bool, transposed: bool) -> None:
+def test_norm_in_one_call(
+    rng: np.random.Generator, shape: tuple[int, int, int], residual: bool, transposed: bool
+) -> None:
     """Tiles and batches that are not full, rows beyond f32's squares, and what is not finite."""
-    x, other = rng.normal(size=(2, 2, 67, 896))
-    x[0, 3, 7], x[1, 66], x[1, 5] = np.nan, 0, x[1, 5] * 1e-25
-    other[1, 5] = 0
+    x, other = rng.normal(size=(2, *shape))
+    x[0, 3, 7], x[0, 9, -1], x[-1, 66], x[-1, 5] = np.nan, np.inf, 0, x[-1, 5] * 1e-25
+    other[-1, 5] = 0
     x, other = (jnp.asarray(one, jnp.bfloat16) for one in (x, other))
-    weight = jnp.asarray(rng.normal(0, 0.2, 896), jnp.float32)
+    weight = jnp.asarray(rng.normal(0, 0.2, shape[-1]), jnp.float32)
     norm: dict[str, Any] = {"zero_centred": True, "eps": 1e-30}
     norm |= {"residual": other} if residual else {}
     for format, power_of_two in zip(FORMATS, (False, True), strict=True):

@@ -51,13 +51,18 @@ struct Turned {
   uint32_t lane, group;  // units of a tile's row, and rows
   int rows, columns;     // from the thread's first ones to the matrix's end
 
-  __device__ Turned(const Arguments& arguments, const Source& of) : a(arguments), source(of) {
+  __device__ Turned(const Arguments& arguments, const Source& of)
+      : Turned(arguments, of,
+               static_cast<int>(place_in_grid(kScales == Scales::kGiven ||
+                                              kScales == Scales::kBoth))) {}
+
+  // Of the tile with a number, row by row.
+  __device__ Turned(const Arguments& arguments, const Source& of, int tile)
+      : a(arguments), source(of) {
     down = static_cast<int>(ceil_div(a.rows, kTile));
     across = static_cast<int>(ceil_div(a.columns, kTile));
-    const bool from_end = kScales == Scales::kGiven || kScales == Scales::kBoth;
-    const int cta = static_cast<int>(place_in_grid(from_end));
-    const int band = cta / across;
-    tile_across = cta - band * across;
+    const int band = tile / across;
+    tile_across = tile - band * across;
     tile_down = band % down;
     matrix = band / down;
     row = tile_down * kTile;

@@ -77,6 +77,22 @@ __device__ inline uint4 load_shared(uint32_t from) {
   return v;
 }
 
+// Writes a word of global memory, after all that the CTA wrote before its last barrier.
+__device__ inline void store_release(uint32_t* to, uint32_t word) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(word)
+               : "memory");
+}
+
+// Reads what that has written, before all that follows.
+__device__ inline uint32_t load_acquire(const uint32_t* from) {
+  uint32_t word;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(word)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return word;
+}
+
 // Makes a group of a thread's copies since the last group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -73,7 +73,7 @@ functions! {
     load_function = cuFuncLoad(Function);
     max_active_clusters = cuOccupancyMaxActiveClusters(*mut c_int, Kernel, *const LaunchConfig);
     copy = cuMemcpyDtoDAsync_v2(DeviceAddress, DeviceAddress, usize, RawStream);
-    fill = cuMemsetD8Async(DeviceAddress, c_uchar, usize, RawStream);
+    fill_bytes = cuMemsetD8Async(DeviceAddress, c_uchar, usize, RawStream);
     encode_tensor_map = cuTensorMapEncodeTiled(
         *mut TensorMap, c_uint, c_uint, *mut c_void, *const u64, *const u64, *const c_uint,
         *const c_uint, c_uint, c_uint, c_uint, c_uint
@@ -371,9 +371,24 @@ impl Driver {
         at: *mut c_void,
         bytes: usize,
     ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.fill(stream, at, 0, bytes) }
+    }
+
+    /// Has `stream` write `bytes` times `byte`.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    pub(crate) unsafe fn fill(
+        &self,
+        stream: RawStream,
+        at: *mut c_void,
+        byte: u8,
+        bytes: usize,
+    ) -> Result<()> {
         let address = at.expose_provenance() as DeviceAddress;
         // SAFETY: passed on from this function's contract.
-        let code = unsafe { (self.fill)(address, 0, bytes, stream) };
+        let code = unsafe { (self.fill_bytes)(address, byte, bytes, stream) };
         self.check("cuMemsetD8Async", code)
     }
 

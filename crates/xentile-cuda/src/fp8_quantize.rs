@@ -10,7 +10,7 @@ mod plan;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use arguments::{APART, Arguments, GatedArguments, HALVES, INTERLEAVED, NormedArguments};
+use arguments::{APART, AWAITED, Arguments, GatedArguments, HALVES, INTERLEAVED, NormedArguments};
 use plan::{Pass, Step};
 use xentile::DType;
 use xentile::activation::Activation;
@@ -18,7 +18,7 @@ use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
 use xentile::norm::NormShape;
 use xentile::rms_norm::RmsNorm;
 
-use crate::driver::{Driver, Kernel, RawStream};
+use crate::driver::{Driver, Extent, Kernel, RawStream};
 use crate::norm::{self, Weight};
 use crate::{Device, Error, Result, check_alignment, check_places, library};
 
@@ -417,7 +417,16 @@ impl Normed {
         let kernels = if adds { "fp8_quantize_norm_add" } else { "fp8_quantize_norm" };
         let RmsNorm { eps, zero_centred } = options;
         let rows = NormShape::new(shape.matrices() * shape.rows(), columns)?;
-        let norm = norm::Norm { kernels, eps, zero_centred, shape: rows, dtype, weight, arrays: 1 };
+        let norm = norm::Norm {
+            kernels,
+            eps,
+            zero_centred,
+            shape: rows,
+            dtype,
+            weight,
+            arrays: 1,
+            is_centred: false,
+        };
         let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
         let to = Quantization::new(to, shape, dtype, blocks, is_transposed)?;
         Ok(Self { to, norm: norm.checked()?, adds, is_transposed })
@@ -431,6 +440,10 @@ impl Normed {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        if self.in_one()?.is_some() {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.kernel_in_one(stream) }.map(drop);
+        }
         // SAFETY: passed on from this function's contract.
         unsafe { self.norm.load(norm::Pass::Forward, stream) }?;
         if self.is_transposed {
@@ -467,6 +480,20 @@ impl Normed {
         let values = if self.is_transposed { null_mut() } else { to.values };
         let norm =
             norm::Arguments { x: operands.x, added, sum, rstd, ..self.norm.arguments(weight)? };
+        let x = if self.adds { sum.cast_const() } else { operands.x };
+        if let Some(step) = self.in_one()? {
+            let lanes = self.norm.forward_lanes(Device::current()?.limits());
+            let norm = norm::Arguments { lanes, ..norm };
+            let arguments = NormedArguments { norm, to: step.arguments(Arguments { x, ..to }) };
+            let bytes = self.norm.shape.rows() * size_of::<f32>();
+            let driver = Driver::get()?;
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                driver.fill(stream, rstd.cast(), AWAITED as u8, bytes)?;
+                let kernel = self.kernel_in_one(stream)?;
+                return driver.launch(kernel, extent_of(&step)?, stream, &arguments);
+            }
+        }
         let first = |norm| NormedArguments { norm, to: Arguments { values, ..to } };
         // SAFETY: passed on from this function's contract.
         unsafe { self.norm.launch_with(norm::Pass::Forward, stream, norm, first) }?;
@@ -474,10 +501,29 @@ impl Normed {
             return Ok(());
         }
         let step = plan::normed(self.to.shape, self.to.dtype);
-        let x = if self.adds { sum.cast_const() } else { operands.x };
         let arguments = NormedArguments { norm, to: step.arguments(Arguments { x, ..to }) };
         // SAFETY: passed on from this function's contract.
         unsafe { launch(&step, &arguments, self.to.options.format, self.to.dtype, stream) }
+    }
+
+    /// The launch that does all, where there is one.
+    fn in_one(&self) -> Result<Option<Step>> {
+        if !self.is_transposed || self.to.shape.elements() == 0 {
+            return Ok(None);
+        }
+        let multiprocessors = Device::current()?.limits().multiprocessors;
+        Ok(plan::norm_in_one(self.to.shape, self.to.dtype, multiprocessors))
+    }
+
+    /// Its kernel.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn kernel_in_one(&self, stream: RawStream) -> Result<Kernel> {
+        let (kernels, format) = (self.norm.kernels, self.to.options.format);
+        let name = format!("{kernels}_turned_{format}_{}", self.to.dtype);
+        // SAFETY: passed on from this function's contract.
+        unsafe { library::kept_kernel(&name, Device::current()?, stream) }
     }
 }
 
@@ -492,16 +538,21 @@ unsafe fn launch<A>(
     dtype: DType,
     stream: RawStream,
 ) -> Result<()> {
-    let extent = step.extent().ok_or_else(|| {
-        Error::Problem(xentile::Error::Invalid(
-            "there are 2^31 blocks or more, which fit no grid".to_owned(),
-        ))
-    })?;
+    let extent = extent_of(step)?;
     // SAFETY: passed on from this function's contract.
     unsafe {
         let kernel = kernel(step, format, dtype, stream)?;
         Driver::get()?.launch(kernel, extent, stream, arguments)
     }
+}
+
+/// The CTAs of a step.
+fn extent_of(step: &Step) -> Result<Extent> {
+    step.extent().ok_or_else(|| {
+        Error::Problem(xentile::Error::Invalid(
+            "there are 2^31 blocks or more, which fit no grid".to_owned(),
+        ))
+    })
 }
 
 /// # Safety

@@ -59,7 +59,16 @@ impl Norm {
     pub fn new(options: LayerNorm, shape: NormShape, dtype: DType, weight: Weight) -> Result<Self> {
         options.validate()?;
         let (kernels, eps, zero_centred) = ("layer_norm", options.eps, false);
-        let of = norm::Norm { kernels, eps, zero_centred, shape, dtype, weight, arrays: 2 };
+        let of = norm::Norm {
+            kernels,
+            eps,
+            zero_centred,
+            shape,
+            dtype,
+            weight,
+            arrays: 2,
+            is_centred: true,
+        };
         Ok(Self(of.checked()?))
     }
 

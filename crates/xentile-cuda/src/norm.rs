@@ -13,7 +13,7 @@ use xentile::norm::NormShape;
 use xentile::{DType, Error as ProblemError};
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
-use crate::{Device, Error, Result, check_alignment, library};
+use crate::{Device, Error, Limits, Result, check_alignment, library};
 
 /// A weight: its dtype, and of how many rows that follow one another each `[D]` is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +64,8 @@ pub(crate) struct Norm {
     pub(crate) weight: Weight,
     /// Matrices that the backward pass reads.
     pub(crate) arrays: u32,
+    /// Whether the mean of rows is taken off.
+    pub(crate) is_centred: bool,
 }
 
 impl Norm {
@@ -148,6 +150,12 @@ impl Norm {
         })
     }
 
+    /// Threads that add up a row in the forward pass.
+    pub(crate) fn forward_lanes(&self, limits: Limits) -> u32 {
+        let (rows, columns) = (self.shape.rows(), self.shape.columns());
+        Plan::forward(rows, columns, self.dtype.size_bytes(), limits).lanes
+    }
+
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<(Kernel, Plan)> {
@@ -158,7 +166,8 @@ impl Norm {
             Pass::Forward => ("forward", Plan::forward(rows, columns, element, limits)),
             Pass::Backward(PartialSums { groups, blocks }) => {
                 let all = groups.saturating_mul(blocks);
-                ("backward", Plan::backward(all, columns, element, self.arrays, limits))
+                let (arrays, is_centred) = (self.arrays, self.is_centred);
+                ("backward", Plan::backward(all, columns, element, arrays, is_centred, limits))
             }
         };
         let name = format!("{}_{name}_{}_{}", self.kernels, plan.way, self.dtype);

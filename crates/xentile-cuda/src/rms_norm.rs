@@ -67,7 +67,16 @@ impl Norm {
         let RmsNorm { eps, zero_centred } = options;
         let kernels = if adds { "rms_norm_add" } else { "rms_norm" };
         let arrays = 2 + u32::from(adds);
-        let of = norm::Norm { kernels, eps, zero_centred, shape, dtype, weight, arrays };
+        let of = norm::Norm {
+            kernels,
+            eps,
+            zero_centred,
+            shape,
+            dtype,
+            weight,
+            arrays,
+            is_centred: false,
+        };
         Ok(Self { of: of.checked()?, adds })
     }
 

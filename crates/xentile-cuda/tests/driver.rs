@@ -11,10 +11,12 @@ use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};
 use std::sync::LazyLock;
 
 use xentile::cross_entropy::CrossEntropy;
+use xentile::fp8_quantize::{Format, Fp8Quantize, QuantizeShape};
 use xentile::rms_norm::{NormShape, RmsNorm};
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
+use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
 use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Weight};
@@ -109,6 +111,28 @@ fn norm(shape: [usize; 2], adds: bool, blocks: usize) -> Result<()> {
     }
 }
 
+/// RMSNorm in FP8 with the transposed copy.
+fn norm_in_fp8([matrices, rows, columns]: [usize; 3]) -> Result<()> {
+    let weight = Weight { dtype: DType::F32, length: columns };
+    let to = Fp8Quantize { format: Format::E4M3Fn, power_of_two: false };
+    let shape = QuantizeShape::new(matrices, rows, columns)?;
+    let norm = Normed::new(RmsNorm::default(), to, shape, DType::Bf16, weight, false, true)?;
+    let operands = Fp8Operands {
+        values: without_provenance_mut(0x100_000_000),
+        numbers: without_provenance_mut(0x200_000_000),
+        values_t: without_provenance_mut(0x300_000_000),
+        scales_t: without_provenance_mut(0x400_000_000),
+        ..Fp8Operands::of(at(0x10_000))
+    };
+    let of_norm = NormOperands {
+        residual: None,
+        weight: at(0x40).cast_const(),
+        rstd: without_provenance_mut(0x80),
+    };
+    // SAFETY: the driver that plays here touches no memory.
+    unsafe { norm.run(at(1), operands, of_norm) }
+}
+
 /// Not a test: what [`printed`] runs.
 #[test]
 #[ignore = "the tests run it, with a driver each"]
@@ -148,10 +172,12 @@ fn calls() {
     say("ragged", norm([300, 1023], false, 9));
     say("no rows", norm([0, 64], false, 2));
     say("no block", norm([0, 64], false, 0));
+    say("in one", norm_in_fp8([1, 8192, 4096]));
+    say("in two", norm_in_fp8([2, 67, 896]));
 }
 
 /// What the driver says of calls.
-const LINES: [&str; 2] = ["launch", "tensor"];
+const LINES: [&str; 3] = ["launch", "tensor", "fill"];
 
 #[test]
 fn what_is_launched() {
@@ -219,16 +245,29 @@ fn what_is_launched() {
     };
     let expected = [
         launch("forward_held4", "grid 8192 block 128 shared 0", "0x100000", 13),
-        launch("backward_ring2", "grid 128 block 512 shared 65536", "0x100000", 14),
+        launch("backward_ring4", "grid 128 block 512 shared 131072", "0x100000", 14),
         "norm: done".into(),
         launch("add_forward_held4", "grid 75 block 128 shared 0", "0x100000", 15),
-        launch("add_backward_ring2", "grid 9 block 640 shared 122880", "0x100000", 16),
+        launch("add_backward_ring4", "grid 9 block 512 shared 196608", "0x100000", 16),
         "added: done".into(),
         launch("forward_elements", "grid 75 block 128 shared 0", "0x100000", 17),
         launch("backward_elements", "grid 9 block 512 shared 0", "0x100000", 18),
         "ragged: done".into(),
         launch("backward_ring1", "grid 2 block 1024 shared 65536", "0x100000", 19),
         "no rows: done".into(),
+        // rstd that is awaited; then 64 bands of 32 tiles and 16 times statistics, and 17 bands ahead.
+        "fill 32768 bytes from 80 with 255 stream 1".into(),
+        "launch fp8_quantize_norm_turned_f8e4m3fn_bf16 stream 1 grid 3344 block 256 shared 0 \
+         cluster 0 first 0x10000 loads 20"
+            .into(),
+        "in one: done".into(),
+        "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 0 cluster 0 \
+         first 0x10000 loads 21"
+            .into(),
+        "launch fp8_quantize_turned_norm_f8e4m3fn_bf16 stream 1 grid 14 block 256 shared 0 \
+         cluster 0 first 0x10000 loads 22"
+            .into(),
+        "in two: done".into(),
     ];
     assert_eq!(of_norms, expected, "{text}");
     assert!(text.contains("no block: blocks is 0; it must be at least 1"), "{text}");

@@ -57,4 +57,7 @@ numbers! {
     HALVES: u32 = kFp8Halves, 1;
     INTERLEAVED: u32 = kFp8Interleaved, 2;
     GATED_BATCH: u32 = kFp8GatedBatch, 4;
+    STATISTICS_ROWS: u32 = kFp8StatisticsRows, 8;
+    NORM_CTAS: u32 = kFp8NormCtas, 4;
+    AWAITED: u32 = kFp8Awaited, 0xffff_ffff;
 }

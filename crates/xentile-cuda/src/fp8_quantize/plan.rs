@@ -7,7 +7,7 @@ use xentile::fp8_quantize::{Blocks, Format, QuantizeShape};
 
 use super::arguments::{
     Arguments, BLOCK_HELD, BLOCK_THREADS, COLUMN_ROWS, COLUMN_THREADS, FINISH_THREADS, GATED_BATCH,
-    RUN_BATCH, RUN_THREADS, TILE,
+    NORM_CTAS, RUN_BATCH, RUN_THREADS, STATISTICS_ROWS, TILE,
 };
 use crate::driver::Extent;
 
@@ -225,6 +225,33 @@ pub(super) fn normed(shape: QuantizeShape, dtype: DType) -> Step {
     turned(shape, dtype, "norm", 1, [1, TILE as usize])
 }
 
+/// Bands of tiles that statistics are ahead of tiles by, beside those that run at a time.
+const BANDS_AHEAD: usize = 6;
+/// Columns below which two launches take less time.
+const COLUMNS_IN_ONE: usize = 2048;
+
+/// The same with the statistics of rows, in one launch: bands of tiles, and ahead of each the statistics of
+/// rows of later ones. None where rows are short, where a band would have rows of two matrices, or where there are
+/// more CTAs than a grid has.
+pub(super) fn norm_in_one(
+    shape: QuantizeShape,
+    dtype: DType,
+    multiprocessors: u32,
+) -> Option<Step> {
+    let tile = TILE as usize;
+    let is_mixed = shape.matrices() > 1 && !shape.rows().is_multiple_of(tile);
+    if is_mixed || shape.columns() < COLUMNS_IN_ONE {
+        return None;
+    }
+    let step = normed(shape, dtype);
+    let (across, parts) = (shape.columns().div_ceil(tile), tile / STATISTICS_ROWS as usize);
+    let bands = step.ctas / across;
+    let at_a_time = ((NORM_CTAS * multiprocessors) as usize).div_ceil(across + parts);
+    let ahead = (at_a_time + BANDS_AHEAD).min(bands);
+    Some(Step { ctas: bands * (across + parts) + ahead * parts, ..step })
+        .filter(|step| i32::try_from(step.ctas).is_ok())
+}
+
 /// What makes scales of so many amax in the place of numbers.
 pub(super) fn scales_of_amax(count: usize) -> Step {
     finish(Finish::Numbers, count)
@@ -330,6 +357,22 @@ mod tests {
     use super::*;
 
     const BY_128: Blocks = Blocks { rows: 1, columns: Some(128) };
+
+    #[test]
+    fn statistics_are_ahead_of_the_tiles_that_wait_for_them() {
+        for extents in [[1, 1, 2048], [1, 300, 4096], [1, 8192, 14336], [3, 256, 2176]] {
+            let [matrices, rows, columns] = extents;
+            let shape = QuantizeShape::new(matrices, rows, columns).unwrap();
+            let ctas = norm_in_one(shape, DType::Bf16, 132).unwrap().ctas;
+            let (across, bands) = (columns / 128, matrices * rows.div_ceil(128));
+            let ahead = ctas - bands * (across + 16);
+            // Of the first band at the least, and no more than there are.
+            assert!(ahead >= 16 && ahead <= 16 * bands, "{extents:?} {ahead}");
+        }
+        // A tile that had rows of two matrices would wait for rows of the second.
+        let shape = QuantizeShape::new(2, 67, 4096).unwrap();
+        assert!(norm_in_one(shape, DType::Bf16, 132).is_none());
+    }
 
     /// What is launched: names, CTAs and threads.
     fn of(pass: Pass, extents: [usize; 3], dtype: DType) -> Vec<(String, usize, usize)> {

@@ -10,11 +10,11 @@ const VECTOR: usize = 16;
 const FORWARD_THREADS: u32 = 128;
 /// Threads of a CTA, at most.
 const MOST_THREADS: u32 = 32 * WARPS;
-/// Threads of a CTA of the backward pass with four vectors each, where it has several teams: more have more bytes
-/// on their way, which takes longer.
-const RING4_THREADS_OF_TEAMS: u32 = 384;
+/// Threads of a CTA of the backward pass over centred rows with four vectors each, where it has several teams: more
+/// have more bytes on their way, which takes longer.
+const CENTRED_RING4_THREADS_OF_TEAMS: u32 = 384;
 /// Threads of one with two vectors each, below which four are better: they have too few bytes on their way.
-const RING2_FEWEST_THREADS: u32 = 416;
+const CENTRED_RING2_FEWEST_THREADS: u32 = 416;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -74,6 +74,7 @@ impl Plan {
         columns: usize,
         element: usize,
         arrays: u32,
+        is_centred: bool,
         limits: Limits,
     ) -> Self {
         let bytes = columns * element;
@@ -96,19 +97,24 @@ impl Plan {
             fits.then_some(Self { way, ctas, lanes, teams, adjacent, shared_bytes })
         };
         let ring2 = |share, least: u32| ring("ring2", 2, RING2_THREADS / share, least / share);
-        let ring4 = |share| {
-            let most = [RING4_THREADS_OF_TEAMS / share, RING4_THREADS / share];
-            most.into_iter().find_map(|most| ring("ring4", 4, most, 1))
-        };
+        let ring4 = |share, most: u32| ring("ring4", 4, most / share, 1);
         let found = match vectors {
             _ if !bytes.is_multiple_of(VECTOR) => None,
             0..=32 => ring("ring1", 1, RING1_THREADS / share, 1),
-            33..=128 => ring2(share, 1),
-            _ => ring2(share, RING2_FEWEST_THREADS)
-                .or_else(|| ring4(share))
+            33..=64 => ring2(share, 1),
+            // Sums of dbias leave no registers for as many vectors.
+            65..=128 if is_centred => ring2(share, 1),
+            _ if is_centred => ring2(share, CENTRED_RING2_FEWEST_THREADS)
+                .or_else(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS))
+                .or_else(|| ring4(share, RING4_THREADS))
                 .or_else(|| ring2(share, 1))
                 .or_else(|| ring2(1, 1))
-                .or_else(|| ring4(1)),
+                .or_else(|| ring4(1, RING4_THREADS)),
+            // Fewer warps to a row, which wait for each other, and more rows at a time.
+            _ => ring4(share, RING4_THREADS)
+                .or_else(|| ring2(share, 1))
+                .or_else(|| ring2(1, 1))
+                .or_else(|| ring4(1, RING4_THREADS)),
         };
         found.unwrap_or_else(|| {
             let pieces = if bytes.is_multiple_of(VECTOR) { vectors } else { columns };
@@ -174,8 +180,11 @@ mod tests {
                     };
                     check(forward, MOST_THREADS);
                     assert!(forward.lanes <= 32 || forward.teams <= 2, "{forward:?}");
-                    for (blocks, arrays) in [(1, 2), (128, 2), (128, 3), (1000, 3)] {
-                        let plan = Plan::backward(blocks, columns, element, arrays, limits);
+                    let cases = [(1, 2), (128, 2), (128, 3), (1000, 3)];
+                    let cases = cases.into_iter().flat_map(|case| [(case, false), (case, true)]);
+                    for ((blocks, arrays), is_centred) in cases {
+                        let plan =
+                            Plan::backward(blocks, columns, element, arrays, is_centred, limits);
                         let most = match plan.way {
                             "ring1" => RING1_THREADS,
                             "ring2" => RING2_THREADS,
@@ -206,17 +215,23 @@ mod tests {
         assert_eq!(short(forward(4096)), ("held4", 128, 1, 8192));
         assert_eq!(short(forward(65536)), ("held8", 1024, 1, 8192));
         assert_eq!(short(forward(1023)), ("elements", 32, 4, 2048));
-        let backward = |columns, limits| Plan::backward(128, columns, 2, 2, limits);
+        let backward = |columns, limits| Plan::backward(128, columns, 2, 2, false, limits);
         let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.shared_bytes >> 10);
         assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 64));
-        assert_eq!(whole(backward(896, H100)), ("ring2", 64, 10, 80));
-        assert_eq!(whole(backward(2048, H100)), ("ring2", 128, 5, 80));
-        assert_eq!(whole(backward(4096, H100)), ("ring2", 256, 2, 64));
-        assert_eq!(whole(backward(5120, H100)), ("ring2", 320, 2, 80));
+        assert_eq!(whole(backward(512, H100)), ("ring2", 32, 20, 80));
+        assert_eq!(whole(backward(896, H100)), ("ring4", 32, 16, 128));
+        assert_eq!(whole(backward(2048, H100)), ("ring4", 64, 8, 128));
+        assert_eq!(whole(backward(4096, H100)), ("ring4", 128, 4, 128));
+        assert_eq!(whole(backward(5120, H100)), ("ring4", 160, 3, 120));
         assert_eq!(whole(backward(6144, H100)), ("ring4", 192, 2, 96));
-        assert_eq!(whole(backward(8192, H100)), ("ring2", 512, 1, 64));
+        assert_eq!(whole(backward(8192, H100)), ("ring4", 256, 2, 128));
         assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 128));
-        assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 32));
+        assert_eq!(whole(backward(4096, A100)), ("ring4", 128, 2, 64));
+        let centred = |columns| whole(Plan::backward(128, columns, 2, 2, true, H100));
+        assert_eq!(centred(896), ("ring2", 64, 10, 80));
+        assert_eq!(centred(4096), ("ring2", 256, 2, 64));
+        assert_eq!(centred(6144), ("ring4", 192, 2, 96));
+        assert_eq!(centred(8192), ("ring2", 512, 1, 64));
         assert_eq!(backward(65536, H100).way, "vectors");
     }
 }
