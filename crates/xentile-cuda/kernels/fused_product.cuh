@@ -37,6 +37,7 @@ enum class Epilogue {
   kForward,     // sums of exponentials
   kBackward,    // dlogits
   kUnnormalised,  // exponentials, beside their sums
+  kDistribution,  // the same, and what is said of the distribution
   kScaled,      // the product itself, with a factor a row
   kAdded,       // the product itself, added to what is there in f32 and rounded
   kAddedLater,  // the same, of short sums: what is there is read late, to be written beside products
@@ -112,6 +113,11 @@ struct alignas(128) FusedProductArguments {
   uint32_t token_blocks;  // of kClusterTokens tokens
   uint32_t group;         // blocks of tokens that go side by side
   uint32_t adds;          // whether a sum is added to what is there
+  // Of the unnormalised softmax, where something is said of the distribution, each [parts, tokens]:
+  // sums of each exponential times its logit; and, unless it is null, the largest logit of the
+  // columns before the label's, and of all others.
+  float* weighted;
+  float2* largest;
 };
 
 inline constexpr uint32_t kBlock = 64;
@@ -216,16 +222,16 @@ template <class E, Epilogue kEpilogue, bool kSmooth, bool kCap, Factors kFactors
 struct FusedProduct {
   static constexpr bool kTransposedA = kFactors == Factors::kTransposed;
   static constexpr bool kTransposedB = kFactors != Factors::kVd;
-  static constexpr bool kSums =
-      kEpilogue == Epilogue::kForward || kEpilogue == Epilogue::kUnnormalised;
+  static constexpr bool kIsDistribution = kEpilogue == Epilogue::kDistribution;
+  static constexpr bool kIsUnnormalised = kEpilogue == Epilogue::kUnnormalised || kIsDistribution;
+  static constexpr bool kSums = kEpilogue == Epilogue::kForward || kIsUnnormalised;
   static constexpr bool kWrites = kEpilogue != Epilogue::kForward;
   static constexpr bool kIsAdded =
       kEpilogue == Epilogue::kAdded || kEpilogue == Epilogue::kAddedLater;
   static constexpr bool kOfLogits = kEpilogue != Epilogue::kScaled &&
                                     !kIsAdded && kEpilogue != Epilogue::kSum;
   // Whether what is written depends on the token.
-  static constexpr bool kOfTokens = kEpilogue == Epilogue::kBackward ||
-                                    kEpilogue == Epilogue::kUnnormalised ||
+  static constexpr bool kOfTokens = kEpilogue == Epilogue::kBackward || kIsUnnormalised ||
                                     kEpilogue == Epilogue::kScaled;
   // A tile is written in pieces of 64 columns, or 32 of sums in f32. A thread has so many words of
   // them: two numbers for every 8 columns in either row.
@@ -254,7 +260,7 @@ struct FusedProduct {
     stores = stages + kStages * kStageBytes;
     full = stores + kStoresBytes;
     empty = full + kStages * 8;
-    if constexpr (kEpilogue == Epilogue::kUnnormalised) {
+    if constexpr (kIsUnnormalised) {
       const int64_t written = max(a.written - a.row.first_column, int64_t{0});
       placed = ptx::uniform(static_cast<uint32_t>(min(written, a.row.columns)));
     }
@@ -413,7 +419,7 @@ struct FusedProduct {
           }
           if constexpr (kWrites) {
             uint32_t words[kPieces * kWords];
-            if constexpr (kEpilogue == Epilogue::kUnnormalised) {
+            if constexpr (kIsUnnormalised) {
               rows.exponentiate(a, x, words, at.tile, placed, cap);
             } else if constexpr (kEpilogue == Epilogue::kAddedLater) {
               rows.add_what_is_there(a, x, words, column);
@@ -497,7 +503,7 @@ struct FusedProduct {
   __device__ void finish(uint32_t piece, const uint32_t (&words)[kWords], const Rows& rows,
                          int32_t row, uint32_t tile, Stores& stored) const {
     const uint32_t first = tile * kTileColumns + piece * kBlock;
-    const bool has_place = kEpilogue != Epilogue::kUnnormalised || first < placed;
+    const bool has_place = !kIsUnnormalised || first < placed;
     if (has_place && first < static_cast<uint32_t>(a.row.columns)) {
       write_words(rows, row, first, stored, words);
     }
@@ -536,6 +542,8 @@ struct FusedProduct {
     // which four lanes have all.
     uint32_t lifts[2];
     float rounded[4];
+    // Of the distribution: see `weighted` and `largest` of the arguments.
+    float weighted[2], before[2], others[2];
     // Of passes that write.
     RowGradient gradient[2];
     // Whether there are tokens in the warp that take no part.
@@ -555,6 +563,12 @@ struct FusedProduct {
           const GradientOfToken of = here ? a.gradients[index] : GradientOfToken{0, 0, 0, kIgnored};
           gradient[r] = {of.c, of.factor, of.offset, 0.0f};
           target[r] = of.target < 0 || !kOfLogits ? of.target : target_here(a.row, of.target);
+          if constexpr (kIsDistribution) {
+            // Of all columns here it has to be known on which side of the label they are.
+            if (of.target >= a.row.first_column + a.row.columns) target[r] = kAfter;
+            weighted[r] = 0.0f;
+            before[r] = others[r] = -INFINITY;
+          }
           c[r] = of.c;
         } else if constexpr (kEpilogue == Epilogue::kForward) {
           target[r] = here ? target_of(a.row, label_at(a.row, index)) : kIgnored;
@@ -657,6 +671,56 @@ struct FusedProduct {
       }
     }
 
+    // Of a label in columns after these.
+    static constexpr int32_t kAfter = INT32_MAX;
+
+    // What stands for a logit of -inf; where it is multiplied by its exponential, which is 0, it is
+    // none that would make a NaN.
+    static constexpr float kNoLogit = kIsDistribution ? -3e38f : -INFINITY;
+
+    // Has it stand there, where a bias or columns that end may have made some.
+    __device__ void bound(const FusedProductArguments& a, float (&x)[128], uint32_t tile) const {
+      const bool ends = (tile + 1) * kTileColumns > static_cast<uint32_t>(a.row.columns);
+      if (!ends && a.bias == nullptr) return;
+#pragma unroll
+      // A NaN stays one.
+      for (float& one : x) one = one < kNoLogit ? kNoLogit : one;
+    }
+
+    // Keeps the largest logits of a tile, softcap or none.
+    __device__ void note_largest(const FusedProductArguments& a, const float (&x)[128],
+                                 uint32_t tile) {
+      const uint32_t first = tile * kTileColumns, columns = static_cast<uint32_t>(a.row.columns);
+      const bool ends = first + kTileColumns > columns;
+      float most[2] = {-INFINITY, -INFINITY};
+      bool is_apart = ends;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t at = static_cast<uint32_t>(target[r]) - first;
+        is_apart |= target[r] >= 0 && at < kTileColumns;
+#pragma unroll
+        for (int i = 2 * r; i < 128; i += 4) most[r] = fmaxf(most[r], fmaxf(x[i], x[i + 1]));
+      }
+      if (!is_apart) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool is_before = static_cast<int32_t>(first) < target[r];
+          before[r] = fmaxf(before[r], is_before ? most[r] : -INFINITY);
+          others[r] = fmaxf(others[r], is_before ? -INFINITY : most[r]);
+        }
+        return;
+      }
+      const uint32_t own = first + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (uint32_t i = 0; i < 128; ++i) {
+        const uint32_t column = own + i / 4 * 8 + i % 2, r = i / 2 % 2;
+        const bool is_before = static_cast<int32_t>(column) < target[r];
+        const float one = column < columns ? x[i] : -INFINITY;
+        before[r] = fmaxf(before[r], is_before ? one : -INFINITY);
+        others[r] = fmaxf(others[r], is_before ? -INFINITY : one);
+      }
+    }
+
     // Makes a tile's unnormalised softmax of its logits, rounded, and adds it up, before and after
     // that. Where they are too large for a row, its shift is lifted and they are made once more.
     __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
@@ -664,8 +728,13 @@ struct FusedProduct {
                                  uint32_t placed, const TemperedCap& cap) {
       if constexpr (!kCap) cap_and_end(a, x, tile, cap);
       const bool is_ragged = kCap && (tile + 1) * kTileColumns > static_cast<uint32_t>(a.row.columns);
-      float total[4];
+      if constexpr (kIsDistribution) {
+        if (a.largest != nullptr) note_largest(a, x, tile);
+        bound(a, x, tile);
+      }
+      float total[4], of_logits[4];
       do {
+        of_logits[0] = of_logits[1] = of_logits[2] = of_logits[3] = 0.0f;
         total[0] = total[1] = total[2] = total[3] = 0.0f;
 #pragma unroll
         for (uint32_t i = 0; i < kPieces * kWords; ++i) {
@@ -676,21 +745,27 @@ struct FusedProduct {
             z = make_float2(cap.apply(z.x), cap.apply(z.y));
             if (is_ragged) {
               const uint32_t column = tile * kTileColumns + i / 2 * 8 + threadIdx.x % 4 * 2;
-              if (column >= a.row.columns) z.x = -INFINITY;
-              if (column + 1 >= a.row.columns) z.y = -INFINITY;
+              if (column >= a.row.columns) z.x = kNoLogit;
+              if (column + 1 >= a.row.columns) z.y = kNoLogit;
             }
           }
           float2 e = make_float2(ptx::ex2(fmaf(z.x, cap.scale, c[r])),
                                  ptx::ex2(fmaf(z.y, cap.scale, c[r])));
           total[r] += e.x, total[r + 2] += e.y;
+          if constexpr (kIsDistribution) {
+            of_logits[r] = fmaf(e.x, z.x, of_logits[r]);
+            of_logits[r + 2] = fmaf(e.y, z.y, of_logits[r + 2]);
+            // One pair after the other, as there are no registers for more.
+            asm volatile("" : "+f"(e.x), "+f"(e.y), "+f"(of_logits[r]), "+f"(of_logits[r + 2]));
+          }
           if constexpr (kCap) {
             e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
             asm volatile("" : "+f"(e.x), "+f"(e.y));
           }
           // That of a finite logit is told from that of -inf by what the uniform target takes off.
           if constexpr (kSmooth) {
-            if (z.x != -INFINITY) e.x = fmaxf(e.x, kLeastNormal);
-            if (z.y != -INFINITY) e.y = fmaxf(e.y, kLeastNormal);
+            if (z.x != kNoLogit) e.x = fmaxf(e.x, kLeastNormal);
+            if (z.y != kNoLogit) e.y = fmaxf(e.y, kLeastNormal);
           }
           words[i] = packed<E>(e.x, e.y);
         }
@@ -702,7 +777,10 @@ struct FusedProduct {
         if (__all_sync(~0u, fits)) break;
       } while (lift(x, cap.scale));
 #pragma unroll
-      for (int r = 0; r < 2; ++r) exponentials[r] += total[r];
+      for (int r = 0; r < 2; ++r) {
+        exponentials[r] += total[r];
+        if constexpr (kIsDistribution) weighted[r] += of_logits[r] + of_logits[r + 2];
+      }
       // With a cap what is written has its derivative, and tells nothing of the sum.
 #pragma unroll
       for (uint32_t i = 0; i < (kCap ? 0 : kPieces * kWords); i += 4) {
@@ -746,6 +824,7 @@ struct FusedProduct {
         c[r] -= kLiftBits * steps;
         lifts[r] += static_cast<uint32_t>(steps);
         exponentials[r] = in_halves(exponentials[r], half);
+        if constexpr (kIsDistribution) weighted[r] = in_halves(weighted[r], half);
         rounded[2 * r] = in_halves(rounded[2 * r], half);
         rounded[2 * r + 1] = in_halves(rounded[2 * r + 1], half);
         any |= steps > 0.0f;
@@ -851,8 +930,18 @@ struct FusedProduct {
       return (partial[0] + partial[1]) + (partial[2] + partial[3]);
     }
 
+    // What four lanes have together of a row's distribution.
+    __device__ void across_four(int r) {
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        weighted[r] += __shfl_xor_sync(~0u, weighted[r], offset);
+        before[r] = fmaxf(before[r], __shfl_xor_sync(~0u, before[r], offset));
+        others[r] = fmaxf(others[r], __shfl_xor_sync(~0u, others[r], offset));
+      }
+    }
+
     // Writes the sums of a part, which four lanes have together.
-    __device__ void write(const FusedProductArguments& a, uint32_t part) const {
+    __device__ void write(const FusedProductArguments& a, uint32_t part) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float common = c[r];
@@ -860,13 +949,15 @@ struct FusedProduct {
         for (int offset = 1; offset < 4; offset *= 2) {
           common = fminf(common, __shfl_xor_sync(~0u, common, offset));
         }
-        float sum = exponentials[r] * ptx::ex2(common - c[r]);
+        const float lower = ptx::ex2(common - c[r]);
+        float sum = exponentials[r] * lower;
         float total = values[r];
 #pragma unroll
         for (int offset = 1; offset < 4; offset *= 2) {
           sum += __shfl_xor_sync(~0u, sum, offset);
           if constexpr (kSmooth) total += __shfl_xor_sync(~0u, total, offset);
         }
+        if constexpr (kIsDistribution) weighted[r] *= lower, across_four(r);
         const int64_t index = token + 8 * r;
         if (threadIdx.x % 4 == 0 && index < a.row.tokens) {
           const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
@@ -874,8 +965,12 @@ struct FusedProduct {
           if constexpr (kSmooth) {
             if (a.values != nullptr) a.values[place] = total * static_cast<float>(a.row.per_element);
           }
-          if constexpr (kEpilogue == Epilogue::kUnnormalised) {
+          if constexpr (kIsUnnormalised) {
             a.rounded[place] = kCap ? sum : rounded[2 * r];
+          }
+          if constexpr (kIsDistribution) {
+            a.weighted[place] = weighted[r];
+            if (a.largest != nullptr) a.largest[place] = make_float2(before[r], others[r]);
           }
         }
       }

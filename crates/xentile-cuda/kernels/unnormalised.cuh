@@ -183,6 +183,37 @@ __device__ inline UnnormalisedRow merged_by_warp(const FusedProductArguments& a,
   return all;
 }
 
+// After the product that says more, before labels' logits are needed no more: a token's entropy, and
+// of its likeliest column whether that is its label; -1 where it is not.
+__device__ inline void write_distribution(const FusedProductArguments& a) {
+  const int64_t index = token_of_warp();
+  if (index >= a.row.tokens) return;
+  const Token token = describe<Pass::kForward>(a.row, label_at(a.row, index), 0.0f);
+  const UnnormalisedRow all = merged_by_warp(a, index, token);
+  float weighted = 0.0f, before = -INFINITY, others = -INFINITY;
+  for (uint32_t part = threadIdx.x % 32; part < a.parts; part += 32) {
+    const int64_t place = static_cast<int64_t>(part) * a.row.tokens + index;
+    weighted += in_halves(a.weighted[place], ptx::ex2((all.sum.c - a.sums[place].c) * 0.5f));
+    if (a.largest == nullptr) continue;
+    const float2 largest = a.largest[place];
+    before = fmaxf(before, largest.x), others = fmaxf(others, largest.y);
+  }
+  weighted = sum_of_warp(weighted);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    before = fmaxf(before, __shfl_xor_sync(~0u, before, offset));
+    others = fmaxf(others, __shfl_xor_sync(~0u, others, offset));
+  }
+  if (threadIdx.x % 32 != 0) return;
+  const bool finite = all.sum.exponentials > 0.0f && all.sum.exponentials < INFINITY;
+  const double mean = static_cast<double>(weighted) / all.sum.exponentials;
+  const double entropy = finite ? fmax(all.sum.lse() - mean * a.row.per_element, 0.0) : NAN;
+  const float x = token.target >= 0 ? a.label_logits[index] : NAN;
+  a.row.entropy[index] = token.target == kIgnored ? 0.0f : static_cast<float>(entropy);
+  if (a.largest == nullptr) return;
+  a.row.argmax[index] = finite && before < x && others <= x ? token.target : -1;
+}
+
 // What the uniform target takes off each entry of a row.
 __device__ inline float uniform_share(const FusedProductArguments& a, const Token& token,
                                       const UnnormalisedRow& all) {

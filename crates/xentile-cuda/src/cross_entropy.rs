@@ -145,10 +145,22 @@ impl TokenOutputs {
 pub struct DistributionOutputs {
     /// `entropy`, f32: 0 for ignored tokens.
     pub entropy: *mut f32,
-    /// `highest`, f32.
+    /// `highest`, f32; null where it is not wanted.
     pub highest: *mut f32,
-    /// `argmax`: -1 over a row with no finite sum, and where its logits are not read.
+    /// `argmax`: -1 over a row with no finite sum, and where its logits are not read; null likewise.
     pub argmax: *mut i32,
+}
+
+impl DistributionOutputs {
+    /// Those from a token on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        let Self { entropy, highest, argmax } = self;
+        Self {
+            entropy: entropy.wrapping_add(first),
+            highest: if highest.is_null() { highest } else { highest.wrapping_add(first) },
+            argmax: if argmax.is_null() { argmax } else { argmax.wrapping_add(first) },
+        }
+    }
 }
 
 /// What the gradient of entropies takes, each `[T]` in f32 on a GPU.
@@ -322,9 +334,8 @@ impl Kernel {
         distribution: DistributionOutputs,
     ) -> Result<()> {
         check_alignment("logits", logits)?;
-        let DistributionOutputs { entropy, highest, argmax } = distribution;
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
-        let arguments = Arguments { entropy, highest, argmax, ..arguments };
+        let arguments = arguments.with_distribution(distribution);
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Pass::Forward, Said::Distribution, stream, arguments) }
     }
@@ -360,10 +371,8 @@ impl Kernel {
                 self.backward(stream, (logits, dlogits), labels, saved, cotangents)
             };
         }
-        let DistributionOutputs { entropy, highest, argmax } = distribution;
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
-        let arguments = arguments.with_outputs(outputs);
-        let arguments = Arguments { entropy, highest, argmax, ..arguments };
+        let arguments = arguments.with_outputs(outputs).with_distribution(distribution);
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(pass, said, stream, arguments) }
     }
@@ -682,6 +691,11 @@ impl Kernel {
 }
 
 impl Arguments {
+    pub(crate) fn with_distribution(self, to: DistributionOutputs) -> Self {
+        let DistributionOutputs { entropy, highest, argmax } = to;
+        Self { entropy, highest, argmax, ..self }
+    }
+
     pub(crate) fn with_outputs(self, outputs: TokenOutputs) -> Self {
         let TokenOutputs { loss, logps, lse, lse_low, zero_idle } = outputs;
         Self { loss, logps, lse, lse_low, every_token: (!zero_idle).into(), ..self }

@@ -29,6 +29,8 @@ use crate::{Device, Error, Result, check_alignment, library};
 const ALIGNMENT: usize = 256;
 /// Bytes of a token's sums of a part, and of what its dlogits are made of.
 const SUM_BYTES: usize = 8;
+/// Bytes of a part's largest logits of a token.
+const LARGEST_BYTES: usize = 8;
 const GRADIENT_BYTES: usize = 16;
 /// Parts that a row is cut into at most: as many as let 66 clusters take equal shares of any whole
 /// number of blocks of tokens.
@@ -113,6 +115,7 @@ enum Epilogue {
     Forward,
     Backward,
     Unnormalised,
+    Distribution,
     Scaled,
     Added,
     AddedLater,
@@ -120,12 +123,18 @@ enum Epilogue {
 }
 
 impl Epilogue {
+    /// That of the unnormalised softmax, which may say something of the distribution too.
+    fn unnormalised(says_more: bool) -> Self {
+        if says_more { Self::Distribution } else { Self::Unnormalised }
+    }
+
     /// As kernels are named.
     fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
             Self::Unnormalised => "unnormalised",
+            Self::Distribution => "distribution",
             Self::Scaled => "scaled",
             Self::Added => "added",
             Self::AddedLater => "added_later",
@@ -141,6 +150,8 @@ struct Layout {
     sums: Option<usize>,
     values: Option<usize>,
     rounded: Option<usize>,
+    weighted: Option<usize>,
+    largest: Option<usize>,
     bytes: usize,
 }
 
@@ -193,8 +204,12 @@ impl FusedProduct {
         let label_logits = take(4);
         let sums = take(parts * SUM_BYTES);
         let values = take(if self.options.label_smoothing == 0.0 { 0 } else { parts * 4 });
-        let rounded = take(if epilogue == Epilogue::Unnormalised { parts * 4 } else { 0 });
-        Layout { label_logits, sums, values, rounded, bytes }
+        let says_more = epilogue == Epilogue::Distribution;
+        let is_unnormalised = says_more || epilogue == Epilogue::Unnormalised;
+        let rounded = take(if is_unnormalised { parts * 4 } else { 0 });
+        let weighted = take(if says_more { parts * 4 } else { 0 });
+        let largest = take(if says_more { parts * LARGEST_BYTES } else { 0 });
+        Layout { label_logits, sums, values, rounded, weighted, largest, bytes }
     }
 
     fn tiles(&self, columns: usize) -> usize {
@@ -420,7 +435,9 @@ impl FusedProduct {
             TensorMap::none()
         };
         let layout = match epilogue {
-            Epilogue::Forward | Epilogue::Unnormalised => self.layout(parts, epilogue),
+            Epilogue::Forward | Epilogue::Unnormalised | Epilogue::Distribution => {
+                self.layout(parts, epilogue)
+            }
             _ => Layout::default(),
         };
         let place = |offset: Option<usize>| {
@@ -460,12 +477,13 @@ impl FusedProduct {
     /// more take any temperature.
     fn variant(&self, epilogue: Epilogue) -> Variant {
         match epilogue {
-            Epilogue::Forward | Epilogue::Backward | Epilogue::Unnormalised => {
-                match Variant::of(&self.options) {
-                    Variant::Tempered => Variant::Capped,
-                    other => other,
-                }
-            }
+            Epilogue::Forward
+            | Epilogue::Backward
+            | Epilogue::Unnormalised
+            | Epilogue::Distribution => match Variant::of(&self.options) {
+                Variant::Tempered => Variant::Capped,
+                other => other,
+            },
             _ => Variant::Basic,
         }
     }
@@ -584,6 +602,8 @@ impl Arguments {
             token_blocks: 0,
             group: 0,
             adds: 0,
+            weighted: null_mut(),
+            largest: null_mut(),
         }
     }
 }

@@ -20,7 +20,7 @@ use std::ptr::null;
 use xentile::DType;
 use xentile::cross_entropy::CrossEntropy;
 
-use crate::cross_entropy::{Cotangents, Labels, Pass, SavedLse, TokenOutputs};
+use crate::cross_entropy::{Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs};
 use crate::{Error, Result};
 use cut::{Chunk, Columns, Sweep, chunks};
 pub use cut::{Extents, Kept};
@@ -243,14 +243,65 @@ impl Linear {
         gradients: Gradients,
         scratch: Scratch,
     ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.fused_saying(None, options, stream, operands, dloss, outputs, gradients, scratch)
+        }
+    }
+
+    /// As [`fused`](Self::fused), and fills `distribution` but for its `highest`. Where `argmax` is not
+    /// the label it may be any other column, or -1. For the same cut of rows that takes 12 bytes of
+    /// workspace more for each token and part.
+    ///
+    /// # Errors
+    /// As those of [`fused`](Self::fused), and less scratch than one row of logits in f32 takes where
+    /// no product says something of the distribution.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    #[expect(clippy::too_many_arguments, reason = "they are the call's")]
+    pub unsafe fn distribution_fused(
+        &self,
+        options: CrossEntropy,
+        stream: *mut c_void,
+        operands: Operands,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        distribution: DistributionOutputs,
+        gradients: Gradients,
+        scratch: Scratch,
+    ) -> Result<()> {
+        let said = Some(distribution);
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            self.fused_saying(said, options, stream, operands, dloss, outputs, gradients, scratch)
+        }
+    }
+
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    #[expect(clippy::too_many_arguments, reason = "they are the call's")]
+    unsafe fn fused_saying(
+        &self,
+        distribution: Option<DistributionOutputs>,
+        options: CrossEntropy,
+        stream: *mut c_void,
+        operands: Operands,
+        dloss: *const f32,
+        outputs: TokenOutputs,
+        gradients: Gradients,
+        scratch: Scratch,
+    ) -> Result<()> {
         let Extents { tokens, columns } = self.chunk;
         if let Some(once) = self.once {
             if !self.has_once(once) {
                 let Extents { tokens, columns } = once;
                 return Err(Error::Once { tokens, columns });
             }
-            let new =
-                |sweep| Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch);
+            let new = |sweep| {
+                Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)
+                    .map(|run| run.saying(distribution))
+            };
             let [first, second] = self.sweeps_of_both(once).map(new);
             // SAFETY: passed on from this function's contract.
             return unsafe { self.fused_by_both([&first?, &second?], dloss, outputs, gradients) };
@@ -266,6 +317,7 @@ impl Linear {
         }
         let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
         let run = Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)?;
+        let run = run.saying(distribution);
         // SAFETY: passed on from this function's contract.
         unsafe {
             if columns < self.vocab {
@@ -346,7 +398,7 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        if self.dtype == DType::F32 {
+        if self.dtype == DType::F32 && !run.says_more() {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.fused_by_columns_of_f32(run, dloss, outputs, gradients) };
         }

@@ -78,6 +78,10 @@ typedef struct {
   void* part;
   int64_t part_first, part_count, part_stride;
   uint32_t blocks, tiles, parts, token_blocks, group, adds;
+  float* weighted;
+  struct {
+    float before, others;
+  }* largest;
 } Product;
 _Static_assert(sizeof(Product) == PRODUCT_BYTES, "Product is not what kernels take now");
 
@@ -153,6 +157,19 @@ static void write_gradient(const Rows* a, int dtype, int64_t row, const double* 
   }
 }
 
+/* What is said of the distribution of a row of logits `x`. */
+static void write_distribution(const Rows* a, int64_t row, double lse, const double* x) {
+  double entropy = 0;
+  int32_t argmax = 0;
+  for (int64_t v = 0; v < a->columns; ++v) {
+    const double z = tempered(a, x[v]);
+    if (z > -INFINITY) entropy -= exp(z - lse) * (z - lse);
+    if (x[v] > x[argmax]) argmax = (int32_t)v;
+  }
+  a->entropy[row] = label_of(a, row) == a->ignore_index ? 0 : (float)entropy;
+  a->argmax[row] = argmax;
+}
+
 static double optional(const float* numbers, int64_t row) { return numbers ? numbers[row] : 0; }
 
 /* A row of a kernel, whose logits are `x`. */
@@ -165,9 +182,11 @@ static void compute_row(const Rows* a, const char* pass, int dtype, int64_t row,
   }
   const int fused = strstr(pass, "fused_") != NULL && strstr(pass, "forward") == NULL;
   const double g = fused ? a->dloss[row] : 1;
-  const int is_read = a->every_token || (label_of(a, row) != a->ignore_index && g != 0);
+  const int says_more = strstr(pass, "distribution") != NULL;
+  const int is_read = a->every_token || (label_of(a, row) != a->ignore_index && (says_more || g != 0));
   const RowSum sum = with_carried(a, row, sum_of(a, row, x));
   end_row(a, row, sum, is_read);
+  if (says_more) write_distribution(a, row, log(sum.exponentials) - sum.c, x);
   if (fused) write_gradient(a, dtype, row, x, log(sum.exponentials) - sum.c, g, 0, 0);
 }
 
@@ -187,7 +206,7 @@ enum { TILE = 256, LIFT_BITS = 8 };
 /* A row of the unnormalised softmax, of logits `x`, and its sums, which are all the first part's. */
 static void write_unnormalised(const Product* a, int dtype, int64_t row, const double* x) {
   const Rows* rows = &a->row;
-  double sum = 0, rounded = 0, values = 0;
+  double sum = 0, rounded = 0, values = 0, weighted = 0, before = -INFINITY, others = -INFINITY;
   int lifts = 0;
   const int64_t placed = (int64_t)a->dlogits.extents[0];
   for (int64_t first = 0; first < rows->columns; first += TILE) {
@@ -198,11 +217,15 @@ static void write_unnormalised(const Product* a, int dtype, int64_t row, const d
     if (bits >= 74) {
       const int steps = (int)ceil((bits + 58) / LIFT_BITS);
       sum *= exp2(-LIFT_BITS * steps), rounded *= exp2(-LIFT_BITS * steps), lifts += steps;
+      weighted *= exp2(-LIFT_BITS * steps);
     }
     for (int64_t v = first; v < end; ++v) {
       const double z = tempered(rows, x[v]), c = a->gradients[row].c - LIFT_BITS * lifts;
       const double e = exp2(z / log(2) + c);
-      sum += e, values += z;
+      sum += e, values += z, weighted += e * z / rows->per_element;
+      const int is_before = rows->first_column + v < a->gradients[row].target;
+      if (is_before) before = fmax(before, x[v]);
+      else others = fmax(others, x[v]);
       const double least = rows->label_smoothing > 0 && z > -INFINITY ? 0x1p-126 : 0;
       const double written = fmax(e * slope_of(rows, x[v]), least);
       rounded += rows->softcap > 0 ? e : rounded_to(dtype, written);
@@ -223,6 +246,10 @@ static void write_unnormalised(const Product* a, int dtype, int64_t row, const d
     a->sums[at].exponentials = is_first ? (float)sum : 0;
     a->rounded[at] = is_first ? (float)rounded : 0;
     if (a->values) a->values[at] = is_first ? (float)values : 0;
+    if (!a->weighted) continue;
+    a->weighted[at] = is_first ? (float)weighted : 0;
+    a->largest[at].before = is_first ? (float)before : -INFINITY;
+    a->largest[at].others = is_first ? (float)others : -INFINITY;
   }
 }
 
@@ -298,6 +325,16 @@ static int compute_unnormalised(const Product* a, const char* what) {
         const double e = load(rows->dlogits, BF16, at);
         if (e != 0) store(rows->dlogits, BF16, at, e * exp2(all.c - a->gradients[row].c + lift) - share);
       }
+    } else if (strcmp(what, "distribution") == 0) {
+      double weighted = 0, before = -INFINITY, others = -INFINITY;
+      for (uint32_t part = 0; part < a->parts; ++part) {
+        const int64_t at = part * rows->tokens + row;
+        weighted += exp2(all.c - a->sums[at].c) * a->weighted[at];
+        before = fmax(before, a->largest[at].before), others = fmax(others, a->largest[at].others);
+      }
+      const double x = a->label_logits[row], entropy = lse - weighted / sum * rows->per_element;
+      rows->entropy[row] = label == rows->ignore_index ? 0 : (float)entropy;
+      rows->argmax[row] = has_label && before < x && others <= x ? (int32_t)label : -1;
     } else if (strcmp(what, "end") == 0) {
       RowSum row_sum = {-(float)lse, 1, all.values, 0};
       if (has_label) row_sum.label = (float)tempered(rows, a->label_logits[row]);
@@ -398,7 +435,7 @@ static void multiply(const Product* a, const char* name, int dtype) {
       }
       x[v] = sum;
     }
-    if (strstr(name, "unnormalised")) write_unnormalised(a, dtype, row, x);
+    if (strstr(name, "unnormalised") || strstr(name, "distribution")) write_unnormalised(a, dtype, row, x);
     else if (!strstr(name, "scaled"))
       compute_row(rows, strstr(name, "backward") ? "backward" : "forward", dtype, row, x);
   }

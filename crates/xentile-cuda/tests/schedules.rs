@@ -27,10 +27,12 @@ use half::bf16;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use xentile::cross_entropy::CrossEntropy;
-use xentile::cross_entropy::reference::TokenCotangents;
+use xentile::cross_entropy::reference::{TokenCotangents, TokenDistribution, distribution};
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis, reference};
 use xentile::{DType, Element, linear_cross_entropy};
-use xentile_cuda::cross_entropy::{Cotangents, Labels, Pass, SavedLse, TokenOutputs};
+use xentile_cuda::cross_entropy::{
+    Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs,
+};
 use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
 
 /// Runs [`schedules`] as a process that finds the fake libraries, on a GPU of `capability`.
@@ -144,6 +146,7 @@ struct Problem<E> {
     labels: Vec<i64>,
     cotangents: [Vec<f32>; 3],
     outputs: Vec<xentile::cross_entropy::reference::TokenForward>,
+    distributions: Vec<TokenDistribution>,
     /// For all cotangents, and for those of the loss alone.
     gradients: [reference::Gradients; 2],
 }
@@ -171,6 +174,19 @@ impl<E: Element> Problem<E> {
         let bias = has_bias.then(|| numbers(vocab, 3.0));
         let mut labels: Vec<i64> = (0..tokens).map(|_| rng.random_range(0..vocab as i64)).collect();
         labels[0] = 3;
+        // Some of them the likeliest.
+        let likeliest = |token: usize| -> i64 {
+            let row = &hidden[token * width..][..width];
+            let logit = |column: usize| -> f64 {
+                let at = |d| {
+                    if axis == VocabAxis::First { column * width + d } else { d * vocab + column }
+                };
+                let product = (0..width).map(|d| row[d].to_f64() * weight[at(d)].to_f64());
+                product.sum::<f64>() + bias.as_ref().map_or(0.0, |bias| bias[column].to_f64())
+            };
+            (0..vocab).max_by(|&a, &b| logit(a).total_cmp(&logit(b))).unwrap_or(0) as i64
+        };
+        (1..tokens).step_by(3).for_each(|token| labels[token] = likeliest(token));
         let mut of_tokens = || -> Vec<f32> { (0..tokens).map(|_| rng.random()).collect() };
         let mut cotangents = [of_tokens(), of_tokens(), of_tokens()];
         cotangents.iter_mut().for_each(|cotangents| cotangents[1 % tokens] = 0.0);
@@ -186,6 +202,8 @@ impl<E: Element> Problem<E> {
         )
         .unwrap();
         let outputs = reference::outputs(&options, &operands);
+        let distributions =
+            reference::map_rows(&operands, |_, logits| distribution(&options, logits));
         let of = |token: usize, which: usize| f64::from(cotangents[which][token]);
         let gradients = [
             reference::gradients(&options, &operands, &outputs, |token| TokenCotangents {
@@ -200,12 +218,34 @@ impl<E: Element> Problem<E> {
             }),
         ];
         let bias = bias.map(|bias| bias.iter().map(|x| x.to_f64() as f32).collect());
-        Self { options, hidden, weight, bias, labels, cotangents, outputs, gradients }
+        Self {
+            options,
+            hidden,
+            weight,
+            bias,
+            labels,
+            cotangents,
+            outputs,
+            distributions,
+            gradients,
+        }
     }
 
-    /// Runs `pass` as `linear` has it, in no more memory than it asks for, and compares.
+    /// Runs `pass` as `linear` has it, in no more memory than it asks for, and compares. A fused one
+    /// runs once more with what is said of the distribution.
     fn check(&self, linear: &Linear, pass: Pass) {
-        println!("{linear:?} {pass:?} {:?} bias {}", self.options, self.bias.is_some());
+        self.check_one(linear, pass, false);
+        if pass == Pass::Fused && !linear.adds_to_weight {
+            // A part of each row, and a row's logits where no product says anything.
+            let more = (12 * linear.tokens + 8 * linear.vocab).next_multiple_of(256) + 4096;
+            let workspace_bytes = linear.workspace_bytes + more;
+            self.check_one(&Linear { workspace_bytes, ..*linear }, pass, true);
+        }
+    }
+
+    fn check_one(&self, linear: &Linear, pass: Pass, says_more: bool) {
+        let (options, has_bias) = (self.options, self.bias.is_some());
+        println!("{linear:?} {pass:?} {options:?} bias {has_bias} says more {says_more}");
         let tokens = linear.tokens;
         let mut scratch = Memory::new(linear.scratch_bytes(pass));
         let [mut of_hidden, mut of_weight] = [
@@ -216,7 +256,7 @@ impl<E: Element> Problem<E> {
         if linear.adds_to_weight && pass == Pass::Fused {
             of_weight.fill(self.weight.len(), RUNNING);
         }
-        let mut numbers = [(); 4].map(|()| Memory::new(4 * tokens));
+        let mut numbers = [(); 6].map(|()| Memory::new(4 * tokens));
         let operands = Operands {
             hidden: self.hidden.as_ptr().cast(),
             weight: self.weight.as_ptr().cast(),
@@ -226,7 +266,10 @@ impl<E: Element> Problem<E> {
         let mut of_bias = self.bias.as_ref().map(|bias| Memory::new(size_of_val(&bias[..])));
         let at_bias = of_bias.as_mut().map_or(null_mut(), |memory| memory.at().cast());
         let gradients = Gradients { hidden: of_hidden.at(), weight: of_weight.at(), bias: at_bias };
-        let [loss, logps, lse, lse_low] = numbers.each_mut().map(|memory| memory.at().cast());
+        let [loss, logps, lse, lse_low, entropy, argmax] =
+            numbers.each_mut().map(|memory| memory.at().cast::<f32>());
+        let argmax = argmax.cast();
+        let distribution = DistributionOutputs { entropy, highest: null_mut(), argmax };
         let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
         let saved: Vec<f32> = self.outputs.iter().map(|token| token.lse as f32).collect();
         let saved_low: Vec<f32> = self
@@ -256,6 +299,16 @@ impl<E: Element> Problem<E> {
                         given,
                     )
                 }
+                Pass::Fused if says_more => linear.distribution_fused(
+                    self.options,
+                    stream,
+                    operands,
+                    dloss,
+                    outputs,
+                    distribution,
+                    gradients,
+                    given,
+                ),
                 Pass::Fused => {
                     linear.fused(self.options, stream, operands, dloss, outputs, gradients, given)
                 }
@@ -277,6 +330,20 @@ impl<E: Element> Problem<E> {
             let wanted: Vec<f64> = self.outputs.iter().map(|token| token.lse).collect();
             let found = error(&numbers[2].read::<f32>(tokens), &wanted);
             assert!(found < of_tokens, "lse {found}");
+        }
+        if says_more {
+            let of = |token: usize| self.labels[token] == self.options.ignore_index;
+            let wanted = self.distributions.iter().enumerate();
+            let wanted: Vec<f64> =
+                wanted.map(|(token, known)| if of(token) { 0.0 } else { known.entropy }).collect();
+            let found = error(&numbers[4].read::<f32>(tokens), &wanted);
+            assert!(found < 1e-4, "entropy {found}");
+            for (token, &argmax) in numbers[5].read::<i32>(tokens).iter().enumerate() {
+                let wanted = self.distributions[token].argmax.map(|column| column as i64);
+                let label = Some(self.labels[token]);
+                let is_correct = Some(i64::from(argmax)) == label;
+                assert!(of(token) || is_correct == (wanted == label), "token {token}: {argmax}");
+            }
         }
         if pass != Pass::Forward {
             let wanted = &self.gradients[usize::from(pass == Pass::Fused)];

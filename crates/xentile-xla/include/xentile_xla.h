@@ -252,6 +252,8 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_distribution_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 

@@ -41,6 +41,8 @@ mirror! {
         token_blocks: u32,
         group: u32,
         adds: u32,
+        weighted: *mut f32,
+        largest: *mut c_void,
     }
 }
 

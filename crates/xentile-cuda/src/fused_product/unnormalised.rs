@@ -8,9 +8,9 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
-use super::{SUM_BYTES, arguments, check, count};
+use super::{LARGEST_BYTES, SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
-use crate::cross_entropy::{Kernel, Labels, Part, TokenOutputs, Variant};
+use crate::cross_entropy::{DistributionOutputs, Kernel, Labels, Part, TokenOutputs, Variant};
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
 use crate::linear_cross_entropy::{Operands, Scratch};
@@ -68,6 +68,10 @@ pub struct Unnormalised<'a> {
     pub of_tokens: *mut c_void,
     /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
     pub lifts: *mut c_void,
+    /// Where what is said of each token's distribution goes, if that is asked for. Of the likeliest
+    /// column only whether it is the label's is told: `argmax` is -1 where it is not, and `highest` is
+    /// not written.
+    pub distribution: Option<DistributionOutputs>,
 }
 
 /// Rows of sums in f32 that a kernel multiplies by factors, and where they go.
@@ -100,23 +104,31 @@ impl FusedProduct {
         if !unnormalised_support(dtype, tokens, &options) {
             return Err(Error::Unnormalised { dtype, tokens, most: MOST_TOKENS });
         }
-        let Unnormalised { places, scaled, of_tokens, lifts } = to;
-        let most = self.parts_in(scratch.bytes, places.len().max(1), Epilogue::Unnormalised)?;
+        let Unnormalised { places, scaled, of_tokens, lifts, distribution } = to;
+        let epilogue = Epilogue::unnormalised(distribution.is_some());
+        let wants_argmax = distribution.is_some_and(|to| !to.argmax.is_null());
+        let most = self.parts_in(scratch.bytes, places.len().max(1), epilogue)?;
         check_alignment("scaled hidden states", scaled)?;
         places.iter().try_for_each(|&place| self.check_place("unnormalised", place))?;
         if tokens == 0 || vocab == 0 {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let product = unsafe { self.ready(Epilogue::Unnormalised, stream) }?;
+        let product = unsafe { self.ready(epilogue, stream) }?;
         let (lifted, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
         let written = places.last().map_or(0, |last| last.first_column + last.columns);
-        let of_pass = |epilogue, place: DLogits, columns, parts| -> Result<Arguments> {
-            let common = self.arguments(epilogue, operands, (place, columns), parts, scratch)?;
-            let rounded = self.layout(parts, Epilogue::Unnormalised).rounded.unwrap_or_default();
+        let of_pass = |of_product, place: DLogits, columns, parts| -> Result<Arguments> {
+            let common = self.arguments(of_product, operands, (place, columns), parts, scratch)?;
+            let layout = self.layout(parts, epilogue);
+            let at = |offset: Option<usize>| {
+                offset.map_or(null_mut(), |offset| scratch.at.wrapping_byte_add(offset))
+            };
+            let row = Row { dlogits: place.at, dloss, ..common.row.with_outputs(outputs) };
             Ok(Arguments {
-                row: Row { dlogits: place.at, dloss, ..common.row.with_outputs(outputs) },
-                rounded: scratch.at.wrapping_byte_add(rounded).cast(),
+                row: distribution.map_or(row, |to| row.with_distribution(to)),
+                rounded: at(layout.rounded).cast(),
+                weighted: at(layout.weighted).cast(),
+                largest: if wants_argmax { at(layout.largest) } else { null_mut() },
                 gradients: Self::gradient_of(of_tokens, 0),
                 lifts: lifts.cast(),
                 lifted,
@@ -141,16 +153,20 @@ impl FusedProduct {
         let all = of_pass(Epilogue::Forward, nowhere, vocab, shares.iter().sum())?;
         let (mut parts, mut tiles) = (0, 0);
         let of_places = places.iter().zip(columns).zip(shares).map(|((&place, columns), own)| {
-            let arguments = of_pass(Epilogue::Unnormalised, place, columns, own)?;
+            let arguments = of_pass(epilogue, place, columns, own)?;
             let before = tokens * parts;
+            let from = |at: *mut f32| if at.is_null() { at } else { at.wrapping_add(before) };
+            let largest = if all.largest.is_null() {
+                null_mut()
+            } else {
+                all.largest.wrapping_byte_add(LARGEST_BYTES * before)
+            };
             let here = Arguments {
                 sums: all.sums.wrapping_byte_add(SUM_BYTES * before),
-                rounded: all.rounded.wrapping_add(before),
-                values: if all.values.is_null() {
-                    null_mut()
-                } else {
-                    all.values.wrapping_add(before)
-                },
+                rounded: from(all.rounded),
+                weighted: from(all.weighted),
+                largest,
+                values: from(all.values),
                 label_logits: all.label_logits,
                 lifts: all.lifts.wrapping_add(tokens * tiles),
                 ..arguments
@@ -169,6 +185,9 @@ impl FusedProduct {
             self.launch_on_tokens("unnormalised_begin", WARP, stream, &all)?;
             for arguments in &of_places {
                 product.launch_product(stream, arguments)?;
+            }
+            if distribution.is_some() {
+                self.launch_on_tokens("unnormalised_distribution", WARP, stream, &all)?;
             }
             for &arguments in &of_places {
                 // Of all parts of a row, wherever it lies.
@@ -196,10 +215,11 @@ impl FusedProduct {
         Ok(())
     }
 
-    /// The scratch that the unnormalised softmax in so many places cannot do without, in bytes.
+    /// The scratch that the unnormalised softmax in so many places cannot do without, in bytes, where
+    /// something is said of the distribution or nothing.
     #[must_use]
-    pub fn unnormalised_scratch_bytes(&self, places: usize) -> usize {
-        self.layout(places, Epilogue::Unnormalised).bytes
+    pub fn unnormalised_scratch_bytes(&self, places: usize, says_more: bool) -> usize {
+        self.layout(places, Epilogue::unnormalised(says_more)).bytes
     }
 
     /// Where the first row would begin if it had all columns, which is how labels count them.

@@ -13,11 +13,16 @@ use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
 use crate::bias::{sum_columns, write_rows};
 use crate::blas::{Blas, Matrix, Operand, Workspace};
-use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs};
+use crate::cross_entropy::{
+    Cotangents, DistributionOutputs, Kernel, Labels, Part, Pass, SavedLse, TokenOutputs,
+};
 use crate::driver::RawStream;
 use crate::fused_product::{self, Columns, DLogits, FusedProduct, Sum, There, Unnormalised};
 use crate::round::round;
 use crate::{Device, Error, Result, check_alignment};
+
+/// What part of the scratch is left to products where it holds logits of whole rows.
+const PRODUCTS_SHARE: usize = 8;
 
 /// A sweep over chunks of logits.
 pub(super) struct Run<'a> {
@@ -35,6 +40,8 @@ pub(super) struct Run<'a> {
     layout: Layout,
     /// Whether there are products that have the cross-entropy in them.
     has_fused_product: bool,
+    /// Where what is said of the distribution goes, if that is asked for.
+    distribution: Option<DistributionOutputs>,
 }
 
 /// Dlogits or the unnormalised softmax of some tokens and columns, or logits in f32, and in their place
@@ -89,9 +96,20 @@ impl<'a> Run<'a> {
             scratch: scratch.at,
             layout,
             has_fused_product,
+            distribution: None,
         };
         run.check_workspace()?;
         Ok(run)
+    }
+
+    /// The same, which says something of each token's distribution beside what it gives, if that is
+    /// asked for.
+    pub(super) fn saying(self, distribution: Option<DistributionOutputs>) -> Self {
+        Self { distribution, ..self }
+    }
+
+    pub(super) fn says_more(&self) -> bool {
+        self.distribution.is_some()
     }
 
     fn at(&self, offset: usize) -> *mut c_void {
@@ -173,6 +191,10 @@ impl<'a> Run<'a> {
     pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
+        if let Some(distribution) = self.distribution {
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.say(all, outputs, distribution) };
+        }
         if self.has_fused_product {
             for tokens in all.chunks(self.most_added_up()) {
                 // SAFETY: passed on from this function's contract.
@@ -188,6 +210,46 @@ impl<'a> Run<'a> {
             for chunk in columns.chunks(most) {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.forward(&self.block(tokens, chunk), outputs) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same from whole rows of logits in f32, as many at a time as there is room for, and what is
+    /// said of their distribution.
+    ///
+    /// # Safety
+    /// As for [`lse`](Self::lse).
+    unsafe fn say(
+        &self,
+        tokens: Chunk,
+        outputs: TokenOutputs,
+        distribution: DistributionOutputs,
+    ) -> Result<()> {
+        let Linear { vocab, time_block, block_size, .. } = *self.linear;
+        let Scratch { at, bytes } = self.spare();
+        let row_bytes = (4 * vocab).next_multiple_of(ALIGNMENT);
+        // Some is left to products; all else is rows.
+        let rows = (bytes - bytes / PRODUCTS_SHARE).saturating_sub(ALIGNMENT) / row_bytes;
+        if rows == 0 {
+            let needed = (row_bytes + ALIGNMENT) * PRODUCTS_SHARE / (PRODUCTS_SHARE - 1) + 1;
+            return Err(Error::Scratch { bytes, needed });
+        }
+        for tokens in tokens.chunks(rows.min(tokens.count)) {
+            let whole = Matrix::new(at, DType::F32, tokens.count, row_bytes / 4);
+            let taken = row_bytes * tokens.count;
+            let workspace = Workspace { at: at.wrapping_byte_add(taken), bytes: bytes - taken };
+            let columns = Chunk { first: 0, count: vocab };
+            let part = Part { vocab, first_column: 0, stride: whole.stride, carried: null_mut() };
+            let shape = LogitsShape::new(tokens.count, vocab)?;
+            let kernel = Kernel::new(self.options, shape, DType::F32)?;
+            let kernel = kernel.with_tile(time_block, block_size)?.of_part(part);
+            let labels = self.labels.from(tokens.first);
+            let (outputs, of) = (outputs.from(tokens.first), distribution.from(tokens.first));
+            // SAFETY: passed on from this function's contract.
+            unsafe {
+                self.sums(whole.columns(0, vocab), tokens, columns, workspace)?;
+                kernel.distribution(self.stream, at, labels, outputs, of)?;
             }
         }
         Ok(())
@@ -290,7 +352,13 @@ impl<'a> Run<'a> {
         unsafe {
             self.logits(block)?;
             let kernel = self.kernel(block, true)?;
-            kernel.fused(self.stream, place, self.labels(block), dloss, outputs)?;
+            let labels = self.labels(block);
+            match self.distribution.map(|of| of.from(first)) {
+                None => kernel.fused(self.stream, place, labels, dloss, outputs)?,
+                Some(of) => {
+                    kernel.distribution_fused(self.stream, place, labels, dloss, outputs, of)?;
+                }
+            }
             self.round_dlogits(block)
         }
     }
@@ -342,11 +410,12 @@ impl<'a> Run<'a> {
     /// V]`, whose columns' gradient has gaps, of all columns or none.
     pub(super) fn has_unnormalised(&self, tokens: Chunk, places: usize) -> bool {
         let (product, _) = self.fused_product(tokens);
+        let says_more = self.says_more();
         let has_gaps = self.linear.vocab_is_last && self.sweep.chunk.columns < self.linear.vocab;
         self.has_fused_product
             && !has_gaps
             && fused_product::unnormalised_support(self.linear.dtype, tokens.count, &self.options)
-            && self.workspace().bytes >= product.unnormalised_scratch_bytes(places)
+            && self.workspace().bytes >= product.unnormalised_scratch_bytes(places, says_more)
     }
 
     /// Whether a product of the library's own takes the unnormalised softmax to the hidden states'
@@ -452,6 +521,7 @@ impl<'a> Run<'a> {
             scaled: scaled.at,
             of_tokens: self.at(self.layout.of_tokens),
             lifts: self.at(self.layout.lifts),
+            distribution: self.distribution.map(|of| of.from(tokens.first)),
         };
         // SAFETY: passed on from this function's contract.
         unsafe { product.unnormalised(self.stream, operands, dloss, outputs, to, self.workspace()) }

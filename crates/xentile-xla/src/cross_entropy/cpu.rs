@@ -163,11 +163,7 @@ fn distribution(
         lse_low: Some(lse_low.into_slice()),
         zero_idle: !every_token,
     };
-    let of = DistributionOutputs {
-        entropy: entropy.into_slice(),
-        highest: highest.into_slice(),
-        argmax: argmax.into_slice(),
-    };
+    let of = said(entropy, highest, argmax);
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
         let logits = logits.typed::<E, ANY_RANK>()?;
@@ -203,11 +199,7 @@ fn distribution_fused(
         lse_low: Some(lse_low.into_slice()),
         zero_idle: !every_token,
     };
-    let of = DistributionOutputs {
-        entropy: entropy.into_slice(),
-        highest: highest.into_slice(),
-        argmax: argmax.into_slice(),
-    };
+    let of = said(entropy, highest, argmax);
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
         let dlogits = dlogits.typed::<E, ANY_RANK>()?;
@@ -246,6 +238,16 @@ fn distribution_backward(
         let kernel = kernel::<E>(&options, shape, labels, &pool)?;
         kernel.distribution_backward(logits, saved, cotangents, of_entropy).map_err(invalid)
     })
+}
+
+/// Where what is said of each token's distribution goes.
+fn said<'a>(
+    entropy: BufferMut<'a, f32>,
+    highest: BufferMut<'a, f32>,
+    argmax: BufferMut<'a, i32>,
+) -> DistributionOutputs<'a> {
+    let (entropy, highest) = (entropy.into_slice(), highest.into_slice());
+    DistributionOutputs { entropy, highest, argmax: argmax.into_slice() }
 }
 
 /// The kernel for logits of `E`. A label out of range makes its token NaN, since a program cannot

@@ -202,11 +202,7 @@ fn distribution(
         lse_low: lse_low.as_ptr().cast(),
         zero_idle: !every_token,
     };
-    let of = DistributionOutputs {
-        entropy: entropy.as_ptr().cast(),
-        highest: highest.as_ptr().cast(),
-        argmax: argmax.as_ptr().cast(),
-    };
+    let of = said(entropy, Some(highest), argmax);
     call.run_with(
         // SAFETY: XLA's stream.
         |kernel, stream| unsafe { kernel.load_distribution(Pass::Forward, stream) },
@@ -245,11 +241,7 @@ fn distribution_fused(
         lse_low: lse_low.as_ptr().cast(),
         zero_idle: !every_token,
     };
-    let of = DistributionOutputs {
-        entropy: entropy.as_ptr().cast(),
-        highest: highest.as_ptr().cast(),
-        argmax: argmax.as_ptr().cast(),
-    };
+    let of = said(entropy, Some(highest), argmax);
     let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
     call.run_with(
         // SAFETY: XLA's stream.
@@ -310,6 +302,19 @@ fn distribution_backward(
             }
         },
     )
+}
+
+/// Where what is said of each token's distribution goes.
+pub(crate) fn said(
+    entropy: FloatsMut,
+    highest: Option<FloatsMut>,
+    argmax: OnDevice<BufferMut<i32>>,
+) -> DistributionOutputs {
+    DistributionOutputs {
+        entropy: entropy.as_ptr().cast(),
+        highest: highest.map_or(null_mut(), |highest| highest.as_ptr().cast()),
+        argmax: argmax.as_ptr().cast(),
+    }
 }
 
 /// Labels of either width.

@@ -3,12 +3,12 @@
 use std::ptr::{null, null_mut};
 
 use xentile::linear_cross_entropy::VocabAxis;
-use xentile_cuda::cross_entropy::{Cotangents, SavedLse, TokenOutputs};
+use xentile_cuda::cross_entropy::{Cotangents, DistributionOutputs, SavedLse, TokenOutputs};
 use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
-use xla_ffi::{Context, DType, Decoder, Parameter, Result, Traits};
+use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Traits};
 
 use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
-use crate::cross_entropy::cuda::to_labels;
+use crate::cross_entropy::cuda::{said, to_labels};
 use crate::cross_entropy::{Extent, Options};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
@@ -43,7 +43,16 @@ target_list! {
         options, cut, every_token, context,
     ), traits = TRAITS;
 
-    /// The same, with running sums of dweight in f32 in the place of which the new ones come.
+    /// The same, and entropy and argmax of each token, tokens without a cotangent included. Of argmax
+    /// only whether it is the label is told: it is any other number where it is not, and without
+    /// `correct` nothing.
+    "xentile_linear_cross_entropy_distribution_fused", Execute:
+    fn xentile_linear_cross_entropy_distribution_fused_cuda = distribution_fused(
+        hidden, weight, labels, dloss, bias, loss, lse, lse_low, entropy, argmax, dhidden, dweight,
+        scratch, dbias, options, cut, every_token, correct, context,
+    ), traits = TRAITS;
+
+    /// What fused gives, with running sums of dweight in f32 in the place of which the new ones come.
     "xentile_linear_cross_entropy_add", Execute:
     fn xentile_linear_cross_entropy_add_cuda = add(
         hidden, weight, labels, dloss, sums, bias, loss, lse, lse_low, dhidden, dweight, scratch,
@@ -211,7 +220,38 @@ fn fused(
 ) -> Result {
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
     let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
-    call.fused(hidden, weight, labels, dloss, bias, results, &options, every_token, &context)
+    call.fused(hidden, weight, labels, dloss, bias, results, None, &options, every_token, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn distribution_fused(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    dloss: Floats,
+    bias: Option<Floats>,
+    loss: FloatsMut,
+    lse: FloatsMut,
+    lse_low: FloatsMut,
+    entropy: FloatsMut,
+    argmax: OnDevice<BufferMut<i32>>,
+    dhidden: AnyMut,
+    dweight: AnyMut,
+    scratch: AnyMut,
+    dbias: Option<FloatsMut>,
+    options: Options,
+    cut: Cut,
+    every_token: bool,
+    correct: bool,
+    context: Context,
+) -> Result {
+    check_tokens(labels.dims(), &[("entropy", entropy.dims()), ("argmax", argmax.dims())])?;
+    let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
+    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    let said = said(entropy, None, argmax);
+    let argmax = if correct { said.argmax } else { null_mut() };
+    let said = Some(DistributionOutputs { argmax, ..said });
+    call.fused(hidden, weight, labels, dloss, bias, results, said, &options, every_token, &context)
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]
@@ -240,7 +280,7 @@ fn add(
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
     let mut call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
     call.linear.adds_to_weight = true;
-    call.fused(hidden, weight, labels, dloss, bias, results, &options, every_token, &context)
+    call.fused(hidden, weight, labels, dloss, bias, results, None, &options, every_token, &context)
 }
 
 /// What every pass has.
@@ -314,6 +354,7 @@ impl Call {
         dloss: Floats,
         bias: Option<Floats>,
         results: Fused,
+        said: Option<DistributionOutputs>,
         options: &Options,
         every_token: bool,
         context: &Context,
@@ -334,13 +375,22 @@ impl Call {
             logps: null_mut(),
             lse: lse.as_ptr().cast(),
             lse_low: lse_low.as_ptr().cast(),
-            zero_idle: !every_token,
+            // Where more is said, that is of tokens without a cotangent too.
+            zero_idle: !every_token && said.is_none(),
         };
         let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
         let Self { linear, operands, scratch } = self;
+        let contract = options.contract;
         // SAFETY: XLA's stream and buffers, whose shapes were checked.
         unsafe {
-            linear.fused(options.contract, stream, operands, dloss, outputs, gradients, scratch)
+            match said {
+                None => {
+                    linear.fused(contract, stream, operands, dloss, outputs, gradients, scratch)
+                }
+                Some(of) => linear.distribution_fused(
+                    contract, stream, operands, dloss, outputs, of, gradients, scratch,
+                ),
+            }
         }
         .map_err(failed)
     }

@@ -19,6 +19,7 @@ from .calls import (
     backward_call,
     distribution_backward_call,
     distribution_call,
+    distribution_fused_call,
     forward_call,
     fused_call,
 )
@@ -56,6 +57,18 @@ def fused(
     call = fused_call(options, every_token)
     loss, lse, lse_low, dlogits = bind(call, logits, labels, dloss)
     return loss, lse, lse_low, dlogits
+
+
+def distribution_fused(
+    options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns loss, lse, lse_low, entropy and correct [..] in f32, and dlogits as `fused` does.
+
+    Tokens without a cotangent have outputs as others do.
+    """
+    call = distribution_fused_call(options, options.every_token)
+    *found, argmax, dlogits = bind(call, logits, labels, dloss, keep=(0, 1, 2, 3, 5, 6))
+    return *found, known.is_correct(options, labels, argmax), dlogits
 
 
 def forward_known(

@@ -152,7 +152,7 @@ def pick(options: Options, logits: jax.Array, columns: jax.Array, first: Any = 0
 
     Logits are the columns of the vocabulary from `first` on. It is NaN for those that are not here.
     """
-    here, at = _here(columns, first, logits.shape[-1])
+    here, at = places(columns, first, logits.shape[-1])
     z = jnp.take_along_axis(logits, at, axis=-1)
     z = options.mapped(z.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     # A masked entry has no gradient.
@@ -169,7 +169,7 @@ def add_picked(
     first: Any = 0,
 ) -> jax.Array:
     """Returns dlogits with the gradient for cotangents of `picked` [.., K] added in their place."""
-    here, at = _here(columns, first, dlogits.shape[-1])
+    here, at = places(columns, first, dlogits.shape[-1])
     # A masked entry has no gradient, and a token that takes no part no cotangent.
     slope = jnp.where(picked == -jnp.inf, 0, options.slope(picked))
     d = jnp.where(cotangents == 0, 0, cotangents * slope)
@@ -196,7 +196,7 @@ def once(at: jax.Array, d: jax.Array) -> jax.Array:
     return jnp.where(came_before, 0, summed)
 
 
-def _here(columns: jax.Array, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def places(columns: jax.Array, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns which columns are among `count` from `first` on, and where, 0 for others."""
     at = columns - jnp.asarray(first, columns.dtype)
     here = (at >= 0) & (at < count)

@@ -6,7 +6,7 @@ pass of the loss makes no gradient, and another does. Both passes have to lie in
 program: not one in the body of a loop, or in a function, and the other elsewhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,13 +114,16 @@ def _target(operation: Any) -> str:
     return str(ir.StringAttr(operation.attributes["call_target_name"]).value)
 
 
-def _earlier(value: Any, target: str, index: int) -> Any:
-    """Returns the call of this block of which a handle has the result `index`, or None."""
+def _earlier(value: Any, targets: Collection[str], index: int) -> Any:
+    """Returns the call of this block, of such a target, of which a handle has the result `index`.
+
+    None where there is none.
+    """
     found = hoisting.source(value)
     if found is None:
         return None
     operation, number = found
-    if not hoisting.is_in_this_block(operation) or _target(operation) != target:
+    if not hoisting.is_in_this_block(operation) or _target(operation) not in targets:
         return None
     return operation if number == index else None
 
@@ -144,7 +147,7 @@ class Scaled:
     ) -> Sequence[Any]:
         """Has the fused pass make dlogits for the factor, or the pass of the loss none."""
         of_logits, number, _ = ctx.avals_in
-        earlier = _earlier(dlogits, FUSED, _DLOGITS)
+        earlier = _earlier(dlogits, {FUSED}, _DLOGITS)
         if earlier is None or hoisting.is_used(dlogits):
             call = scale_call(OPERATION, self.options.implementation)
             call = replace(call, in_parts=in_parts_of("scaled", self.options))
@@ -203,7 +206,7 @@ class Again:
         of_logits, of_labels, number, *_ = ctx.avals_in
         site = _Site(
             lower, ctx, self.options, self.every_token,
-            logits, labels, of_logits, of_labels, number, _forward(FORWARD, logits, labels, lse),
+            logits, labels, of_logits, of_labels, number, _forward({FORWARD}, logits, labels, lse),
         )  # fmt: skip
         (dloss,) = _per_token(ctx, number, token_cotangents, factors, factor)
         made = site.fuse(dloss, hoisting.constant(factor))
@@ -232,8 +235,7 @@ class Backward:
         """Has the pass of the loss make dlogits too, where loss is all that is differentiated."""
         dloss, *others = cotangents
         of_logits, of_labels, number, *_ = ctx.avals_in
-        earlier = _forward(FORWARD, logits, labels, lse)
-        earlier = earlier or _forward(DISTRIBUTION, logits, labels, lse)
+        earlier = _forward({FORWARD, DISTRIBUTION}, logits, labels, lse)
         if earlier is None or any(hoisting.constant(one) != 0 for one in others):
             return None
         site = _Site(
@@ -243,9 +245,9 @@ class Backward:
         return site.fuse(dloss, None)
 
 
-def _forward(target: str, logits: Any, labels: Any, lse: Any) -> Any:
+def _forward(targets: Collection[str], logits: Any, labels: Any, lse: Any) -> Any:
     """Returns the forward call of this block, of such a target, that gives no logps, or None."""
-    earlier = _earlier(lse, target, 2)
+    earlier = _earlier(lse, targets, 2)
     if earlier is None or hoisting.is_used(earlier.results[_LOGPS]):
         return None
     return earlier if [*earlier.operands][:2] == [logits, labels] else None

@@ -26,6 +26,7 @@ from . import (
     on_cuda,
     on_tpu,
     parts,
+    reduced_known,
     reference,
     schedules,
     tokens,
@@ -168,8 +169,9 @@ def linear_cross_entropy(
       return_correct: whether to return which tokens have the largest logit at their label,
         likewise.
       columns: [.., K] with K to 128, to return the log-probabilities of these columns too,
-        likewise. For any of these three, logits are made a chunk of tokens at a time, and again in
-        the backward pass: four products.
+        likewise. Beside a mean or a sum all three come with the gradients, under `jax.jit` and
+        where nothing but the loss is differentiated; columns, of a weight [V, D]. Else logits are
+        made a chunk of tokens at a time, and again in the backward pass: four products.
       max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
@@ -221,6 +223,9 @@ def linear_cross_entropy(
     planner = of.planner(max_scratch_bytes, batch_invariant)
     asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
+        work = None if reduction == "none" or cut is not None else of.reduced_known(planner, asked)
+        if work is not None and reduction != "none":
+            return _reduced_known(of, work, reduction, asked)
         found = _known(of, cut, planner, asked)
         if reduction == "none":
             loss = found.loss if of.weights is None else weighted(found.loss, of.weights)
@@ -446,10 +451,11 @@ def explain(
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
-    It is the plan of a loss by itself, at any temperature: one that says what is known of tokens
-    goes by chunks of XLA's products. It depends on how many tokens there are, and so do the last
-    bits of a token's loss and row of dhidden, also where libraries sum a product in another order
-    for more rows; with `batch_invariant` neither does.
+    It is the plan of a loss by itself, at any temperature, and on GPUs of one with entropy and
+    *correct* beside it; what else says something of tokens goes by chunks of XLA's products. It
+    depends on how many tokens there are, and so do the last bits of a token's loss and row of
+    dhidden, also where libraries sum a product in another order for more rows; with
+    `batch_invariant` neither does.
 
     Returns:
       The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
@@ -617,6 +623,24 @@ class _Arrays:
         )
         return shaped
 
+    def reduced_known(self, planner: "_Planner", asked: Asked) -> reduced_known.Work | None:
+        """Returns what makes gradients with a loss and all that is asked for, or None."""
+        hidden, weight, bias, _ = self.flat
+        is_whole = not meshes.are_left_to_xla(hidden, weight)
+        has_pass = self.implementation != "reference" and not planner.batch_invariant
+        # Columns of a [D, V] weight are no rows to gather.
+        has_rows = asked.columns is None or self.axis == 0
+        if not (has_rows and is_whole and has_pass):
+            return None
+        products = Products(self.axis, False)
+        schedule = planner(self.options, products, True, hidden, weight, bias)
+        if not schedule.is_fused:
+            return None
+        chunks = known.Chunks(schedule.options, products, self._chunk(planner), asked.distribution)
+        cuda = schedule.cuda
+        cuda = cuda if cuda is not None and cuda.products < 4 else None
+        return reduced_known.Work(chunks, cuda, asked.correct)
+
     def _chunk(self, planner: "_Planner") -> int:
         """Returns the tokens of a chunk where something is asked for of each."""
         hidden, weight, bias, labels = self.flat
@@ -719,6 +743,20 @@ def _reduced(
     results = PartitionSpec(), cut.tokens
     loss, lse = cut.run(of_device, results, of.hidden, of.weight, of.bias, of.labels, factors)
     return loss, lse
+
+
+def _reduced_known(
+    of: _Arrays, work: reduced_known.Work, reduction: Literal["mean", "sum"], asked: Asked
+) -> tuple[jax.Array, ...]:
+    """Returns the scalar loss, and what is asked for of each token [..]."""
+    hidden, weight, bias, labels = of.flat
+    weights = None if of.weights is None else of.weights.reshape(-1)
+    factors = token_factors(of.options, reduction, labels, weights)
+    columns = asked.columns
+    columns = None if columns is None else columns.reshape(-1, columns.shape[-1])
+    flat = dataclasses.replace(asked, columns=columns)
+    found = reduced_known.reduced(work, flat, hidden, weight, bias, labels, factors)
+    return found.loss, *(one.reshape(*of.shape, *one.shape[1:]) for one in asked.of(found))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,7 @@ def known_of_dense(
     return of_logits.known_of(chunks.options, asked, z, labels)
 
 
-def _forward(
+def forward(
     chunks: Chunks,
     hidden: jax.Array,
     weight: jax.Array,
@@ -136,13 +136,13 @@ def _known(
     columns: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     outputs: tuple[jax.Array, ...]
-    outputs, _ = _forward(chunks, hidden, weight, bias, labels, columns)
+    outputs, _ = forward(chunks, hidden, weight, bias, labels, columns)
     return outputs
 
 
 @partial(_known.defjvp, symbolic_zeros=True)
 def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
-    outputs, low = linear.whole(OPERATION, partial(_forward, chunks), *arrays)
+    outputs, low = linear.whole(OPERATION, partial(forward, chunks), *arrays)
     entropy = outputs[3] if chunks.distribution else None
     picked = None if arrays[-1] is None else outputs[4 if chunks.distribution else 3]
     saved = outputs[2], low, entropy, picked
@@ -170,7 +170,13 @@ def derivative(
 
 
 def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
-    (*arrays, labels, columns), _ = residuals
+    arrays, _ = residuals
+    return tangents_of(chunks, arrays, tangents)
+
+
+def tangents_of(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
+    """Returns the tangents of what `forward` gives but correct, by the dense program."""
+    *arrays, labels, columns = arrays
     options = chunks.options
 
     def plain(hidden: Any, weight: Any, bias: Any) -> Any:

@@ -6,7 +6,7 @@ Hopper, of a weight in 16 bits, its own, which have the cross-entropy in them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -24,6 +24,9 @@ SLACK = WORKSPACE + MIB
 SMALL = 64 * MIB
 # What a column's bias and its gradient take in f32, beyond the budget too.
 PER_BIAS = 8
+# What is said of the distribution of a token in a part of its row, and the most parts there are: as
+# `layout` in crates/xentile-cuda/src/fused_product.rs.
+PER_PART, MOST_PARTS = 12, 66
 # A second's products and bytes, tiles that run at a time and their extents, and seconds from a
 # product's end to the next: of an H200, and only to weigh one plan against another.
 FLOPS, FLOPS_F32, BYTES = 7e14, 5e13, 4e12
@@ -384,6 +387,14 @@ def _beside(problem: Problem) -> int:
     return PER_BIAS * problem.bias * problem.vocab + problem.narrowed_bytes
 
 
+def _distribution(problem: Problem) -> int:
+    """Bytes that products work in beyond that where something is said of the distribution.
+
+    It has room for a row's logits in f32 and as much again, for GPUs whose products say nothing.
+    """
+    return PER_PART * MOST_PARTS * problem.tokens + 8 * problem.vocab + MIB
+
+
 def _fastest(problem: Problem, room: int) -> Cut | None:
     """The fastest of all that fit into so many bytes."""
     fitting = [cut for cut in _cuts(problem, room) if cut.scratch(problem) <= room]
@@ -531,15 +542,27 @@ def has_library(name: str = "fused") -> bool:
     return one_call.has_library("CUDA", name)
 
 
-def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
-    call = partial(_call, options, vocab_axis, plan)
+def run(
+    name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any, **attributes: bool
+) -> Any:
+    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more.
+
+    `attributes` are those that this call has beside what all have.
+    """
+    call = partial(_call, options, vocab_axis, plan, attributes)
     if name != "fused" or plan.products < 4:
         return call(name, *operands)
     return two_passes.fused(partial(call, "forward"), partial(call, "backward"), *operands)
 
 
-def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: Any) -> Any:
+def _call(
+    options: Options,
+    vocab_axis: int,
+    plan: Plan,
+    attributes: Mapping[str, bool],
+    name: str,
+    *operands: Any,
+) -> Any:
     hidden, weight, bias, *_ = operands
     running = name == "add"
     problem = Problem.of(
@@ -547,6 +570,8 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
     )
     scratch = plan.scratch_bytes - _beside(problem)
     made = Cut.of(plan)
+    if name == "distribution_fused":
+        scratch += _distribution(problem)
     cut = {
         "vocab_axis": vocab_axis,
         "chunk_tokens": plan.tokens,
@@ -561,4 +586,4 @@ def _call(options: Options, vocab_axis: int, plan: Plan, name: str, *operands: A
         cut["wide"] = True
     if plan.apart is not None:
         cut["apart_tokens"], cut["apart_columns"] = plan.apart
-    return one_call.make(name, options, cut, scratch, *operands)
+    return one_call.make(name, options, {**cut, **attributes}, scratch, *operands)

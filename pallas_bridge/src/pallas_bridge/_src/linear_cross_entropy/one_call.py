@@ -50,6 +50,12 @@ def make(
         "backward": [of_hidden, of_weight],
         "resume": [of_hidden, of_weight],
         "fused": [per_token] * 3 + [of_hidden, of_weight],
+        "distribution_fused": [
+            *[per_token] * 4,
+            jax.ShapeDtypeStruct(labels.shape, jnp.int32),
+            of_hidden,
+            of_weight,
+        ],
         "add": [per_token] * 3 + [of_hidden, jax.ShapeDtypeStruct(weight.shape, jnp.float32)],
     }[name]
     results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
