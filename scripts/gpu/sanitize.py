@@ -309,7 +309,6 @@ def reduced_cases() -> Iterator[Reduced]:
     for axis in (0, 1):
         for variant in VARIANTS:
             yield Reduced("bf16", axis, variant)
-    yield Reduced("f32", 0, "basic")
 
 
 def run_reduced(case: Reduced, rng: np.random.Generator) -> None:
