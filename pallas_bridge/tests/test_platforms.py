@@ -34,18 +34,19 @@ TARGETS = [
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
-def of_platforms(*platforms: str) -> library.Library:
+def of_platforms(*platforms: str) -> tuple[Any, library.Library]:
     """The library, if it had kernels for these platforms, by the names of XLA's registries."""
     loaded = library.require()
+    handle = library.attempt()[0]  # type: ignore[index]
     host = [row for row in loaded.targets if row.platform == "Host"]
     rows = [dataclasses.replace(row, platform=platform) for row in host for platform in platforms]
-    return dataclasses.replace(loaded, targets=rows)
+    return handle, dataclasses.replace(loaded, targets=rows)
 
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the package take its library for one with kernels for CUDA."""
-    outcome = (None, of_platforms("Host", "CUDA"))
+    outcome = of_platforms("Host", "CUDA")
     monkeypatch.setattr(library, "attempt", lambda: outcome)
     yield
     jax.clear_caches()
@@ -54,7 +55,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def host_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the package take its library for one that was built without CUDA."""
-    outcome = (None, of_platforms("Host"))
+    outcome = of_platforms("Host")
     monkeypatch.setattr(library, "attempt", lambda: outcome)
     yield
     jax.clear_caches()
@@ -229,6 +230,10 @@ def test_rows_for_cuda_are_registered_without_a_gpu(tmp_path: Path) -> None:
             }
             void xentile_ffi_version(int32_t *a, int32_t *b) {
               ((void (*)(int32_t *, int32_t *))real("xentile_ffi_version"))(a, b);
+            }
+            int32_t xentile_prefers_xla(const char *a, const char *b, const char *c) {
+              return ((int32_t (*)(const char *, const char *, const char *))real(
+                  "xentile_prefers_xla"))(a, b, c);
             }
             const Row *xentile_targets(size_t *count) {
               size_t given, n = 0;

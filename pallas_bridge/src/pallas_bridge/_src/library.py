@@ -174,13 +174,15 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
     try:
         table_version, version = handle.xentile_table_version, handle.xentile_version
         ffi_version, cpu_isa = handle.xentile_ffi_version, handle.xentile_cpu_isa
-        table = handle.xentile_targets
+        table, prefers_xla = handle.xentile_targets, handle.xentile_prefers_xla
     except AttributeError as error:
         raise LibraryError(f"{path} is not a libxentile_xla ({error})") from error
     table_version.restype = ctypes.c_uint32
     version.restype = cpu_isa.restype = ctypes.c_char_p
     ffi_version.argtypes = [ctypes.POINTER(ctypes.c_int32)] * 2
     ffi_version.restype = None
+    prefers_xla.argtypes = [ctypes.c_char_p] * 3
+    prefers_xla.restype = ctypes.c_int32
     table.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     table.restype = ctypes.POINTER(_Target)
 
@@ -266,8 +268,6 @@ def prefers_xla(platform: str, operation: str, variant: str) -> bool:
     if isinstance(outcome, LibraryError):
         return False
     ask = outcome[0].xentile_prefers_xla
-    ask.argtypes = [ctypes.c_char_p] * 3
-    ask.restype = ctypes.c_int32
     return bool(ask(platform.encode(), operation.encode(), variant.encode()))
 
 
