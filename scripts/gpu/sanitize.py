@@ -322,7 +322,7 @@ def run_reduced(case: Reduced, rng: np.random.Generator) -> None:
     weight = rng.normal(0, 0.3, (vocab, width)).astype(DTYPES[case.dtype])
     labels = rng.integers(0, vocab, tokens).astype(np.int32)
     labels[3] = -100
-    options = {name: float(value) for name, value in VARIANTS[case.variant].items()}
+    options: dict[str, Any] = {name: float(of) for name, of in VARIANTS[case.variant].items()}
 
     def f(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss, entropy, correct = pallas_bridge.linear_cross_entropy(
