@@ -12,18 +12,21 @@ same block, taking turns (turns.py); temporaries are XLA's count of bytes. What
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import yaml
 from pallas_bridge._src.activation.custom_call import activation
+from pallas_bridge._src.activation.declaration import OPERATION as ACTIVATION
 from pallas_bridge._src.activation.options import Options
+from pallas_bridge._src.rope.declaration import OPERATION as ROPE
 from turns import about, rounds_of, save
 
 import pallas_bridge
@@ -34,8 +37,6 @@ TABLE = ROOT / "configs/tuned/implementations.cuda.yaml"
 NAMES = {"kernel": "custom_call", "xla": "reference"}
 NOISE = 0.01
 HEAD = 128
-KINDS = ("silu", "gelu_tanh", "gelu_erf", "relu", "squared_relu")
-LAYOUTS = ("single", "halves", "interleaved")
 
 
 class Shape(NamedTuple):
@@ -107,15 +108,14 @@ def of_rope(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[
 def variants() -> dict[tuple[str, str], Callable[[Shape, str], tuple[Block, list[jax.Array]]]]:
     """What makes the block of each operation and variant, by both names."""
     found: dict[tuple[str, str], Any] = {
-        ("rms_norm", ""): lambda *of: of_norm(pallas_bridge.rms_norm, *of),
-        ("layer_norm", ""): lambda *of: of_norm(pallas_bridge.layer_norm, *of),
+        ("rms_norm", ""): partial(of_norm, pallas_bridge.rms_norm),
+        ("layer_norm", ""): partial(of_norm, pallas_bridge.layer_norm),
     }
-    for which in (False, True):
-        found["rope", "interleaved" if which else "halves"] = lambda *of, w=which: of_rope(w, *of)
-    for kind in KINDS:
-        for layout in LAYOUTS:
-            options = Options(kind, layout)
-            found["activation", f"{kind} {layout}"] = lambda *of, o=options: of_activation(o, *of)
+    for variant in ROPE.variants:
+        found[ROPE.name, variant] = partial(of_rope, variant == "interleaved")
+    for variant in ACTIVATION.variants:
+        options: Any = variant.split()
+        found[ACTIVATION.name, variant] = partial(of_activation, Options(*options))
     return found
 
 
@@ -130,15 +130,15 @@ def compiled(
         y, pull = jax.vjp(block, *arrays)
         return y, pull(dy)
 
-    run = jax.jit(both).lower(dy, *arrays) if which == "both" else jax.jit(block).lower(*arrays)
-    program = run.compile()
-    given = (dy, *arrays) if which == "both" else tuple(arrays)
+    function, given = (both, (dy, *arrays)) if which == "both" else (block, (*arrays,))
+    program = jax.jit(function).lower(*given).compile()
     return (lambda: program(*given)), program.memory_analysis().temp_size_in_bytes
 
 
-def measured(name: tuple[str, str], shape: Shape, seconds: float, pool: Any) -> dict[str, Any]:
+def measured(
+    name: tuple[str, str], make: Any, shape: Shape, seconds: float, pool: Any
+) -> dict[str, Any]:
     """A row: ours in XLA's time, forward and both, and ours in XLA's bytes of temporaries."""
-    make = variants()[name]
     row: dict[str, Any] = {"operation": name[0], "variant": name[1], "shape": [*shape]}
     compiling = {
         which: {one: pool.submit(compiled, make, shape, which, NAMES[one]) for one in NAMES}
@@ -157,18 +157,13 @@ def measured(name: tuple[str, str], shape: Shape, seconds: float, pool: Any) -> 
     return row
 
 
-def mean(values: list[float]) -> float:
-    """The geometric mean."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
-
-
 def write(rows: list[dict[str, Any]], device: str) -> None:
     """Makes the table anew of rows, which lines keep that were not measured."""
-    known = yaml.safe_load(TABLE.read_text(encoding="utf-8")) or [] if TABLE.exists() else []
-    table = {(line["operation"], line["variant"]): line for line in known}
+    text = TABLE.read_text(encoding="utf-8")
+    table = {(line["operation"], line["variant"]): line for line in yaml.safe_load(text) or []}
     for name in dict.fromkeys((row["operation"], row["variant"]) for row in rows):
         of = [row for row in rows if (row["operation"], row["variant"]) == name]
-        time = mean([row["both"]["time"] for row in of])
+        time = geometric_mean([row["both"]["time"] for row in of])
         chosen = "kernel" if time < 1 else "xla"
         if abs(time - 1) <= NOISE and name in table:
             chosen = table[name]["implementation"]
@@ -177,13 +172,13 @@ def write(rows: list[dict[str, Any]], device: str) -> None:
             "operation": name[0],
             "variant": name[1],
             "implementation": chosen,
-            "forward": round(mean([row["forward"]["time"] for row in of]), 3),
+            "forward": round(geometric_mean([row["forward"]["time"] for row in of]), 3),
             "both": round(time, 3),
-            "temporaries": round(mean([(a + 1) / (b + 1) for a, b in held]), 3),
+            "temporaries": round(geometric_mean([(a + 1) / (b + 1) for a, b in held]), 3),
             "device": device.split(",")[0],
         }
     lines = [f"- {json.dumps(line)}" for _, line in sorted(table.items())]
-    head = TABLE.read_text(encoding="utf-8").split("\n- ")[0].rstrip() if TABLE.exists() else "#"
+    head = text.split("\n- ")[0].rstrip()
     TABLE.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
 
 
@@ -203,11 +198,11 @@ def main() -> None:
         rows, device = kept["results"], kept["about"]["device"]
     else:
         with ThreadPoolExecutor(4) as pool:
-            for name in variants():
+            for name, make in variants().items():
                 if options.variants and not {name[0], " ".join(name)} & {*options.variants}:
                     continue
                 for shape in SHAPES:
-                    row = measured(name, shape, options.seconds, pool)
+                    row = measured(name, make, shape, options.seconds, pool)
                     rows.append(row)
                     told = " ".join(
                         f"{which} {row[which]['time']:.3f} of {row[which]['xla_ms']:.2f} ms "

@@ -6,7 +6,7 @@ What is profiled is what `layers` times as these; the parts are the same, known 
 import re
 import statistics
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def table(rows: Sequence[Row]) -> str:
             total, is_model = row["kernels"], of(row) == layers.MODEL
             speed = layers.tokens_a_second(case, row["median"]) if is_model else None
             line += [f"{1e3 * row['median']:.4g}", f"{1e3 * total:.4g}", tables.rate(speed)]
-            line += [f"{row['launches']:,.0f}", f"{row['by_kind'].get(PRODUCT, 0) / total:.1%}"]
+            line += [f"{row['launches']:,.0f}", f"{share_of_products(row):.1%}"]
             line += [
                 f"{row['attention'].get(kind, 0) / total:.1%}" for kind in (PRODUCT, REST, FUSED)
             ]
@@ -198,11 +198,20 @@ def longest(rows: Sequence[Row]) -> list[Row]:
 
 def largest(row: Row) -> list[str]:
     """The dominant kernel by its part and share, and that which is no product."""
-    others = [one for one in row["top"] if one["kind"] != PRODUCT]
     return [
         f"{one['part']} {one['seconds'] / row['kernels']:.0%}" if one else ""
-        for one in (row["top"][0], others[0] if others else None)
+        for one in (row["top"][0], largest_other(row))
     ]
+
+
+def largest_other(row: Row) -> Row | None:
+    """The dominant kernel that is no product; None where products are all that is kept."""
+    return next((one for one in row["top"] if one["kind"] != PRODUCT), None)
+
+
+def share_of_products(row: Row) -> float:
+    """Of the time of all kernels."""
+    return float(row["by_kind"].get(PRODUCT, 0) / row["kernels"])
 
 
 def by_part(row: Row) -> str:
@@ -288,24 +297,21 @@ def of_sums(rows: Sequence[Row]) -> str:
 
 def of_models(rows: Sequence[Row]) -> str:
     """What profiles of many models of a phase show: products, launches, and what else is large."""
-    rows = sorted(rows, key=lambda row: row["by_kind"].get(PRODUCT, 0) / row["kernels"])
+    rows = sorted(rows, key=share_of_products)
     ends = [
-        f"{row['by_kind'].get(PRODUCT, 0) / row['kernels']:.0%} ({row['case']['size']} at length "
-        f"{row['case']['length']})"
+        f"{share_of_products(row):.0%} ({row['case']['size']} at length {row['case']['length']})"
         for row in (rows[0], rows[-1])
     ]
     launches = [row["launches"] for row in rows]
-    names: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if others := [one for one in row["top"] if one["kind"] != PRODUCT]:
-            names[others[0]["part"]] += 1
-    most = max(names, key=lambda name: names[name])
-    return (
+    parts = Counter(other["part"] for other in map(largest_other, rows) if other)
+    told = (
         f"In {rows[0]['case']['phase']} matrix products take {ends[0]} to {ends[1]} of the "
         f"kernels' time in {len(rows)} models, which launch {min(launches):,.0f} to "
-        f"{max(launches):,.0f} kernels a step; the largest kernel that is no product is of {most} "
-        f"in {names[most]}."
+        f"{max(launches):,.0f} kernels a step"
     )
+    for part, count in parts.most_common(1):
+        told += f"; the largest kernel that is no product is of {part} in {count}"
+    return f"{told}."
 
 
 def of_model(row: Row) -> list[str]:
@@ -315,14 +321,14 @@ def of_model(row: Row) -> list[str]:
         f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "
         f"{case['policy']} launches {row['launches']:,.0f} kernels a step, of "
         f"{row['distinct']:,} different ones; matrix products are "
-        f"{row['by_kind'].get(PRODUCT, 0) / total:.0%} of their time. The largest is "
+        f"{share_of_products(row):.0%} of their time. The largest is "
         f"{top[0]['name']} ({top[0]['part']}) with {top[0]['seconds'] / total:.0%}"
     ]
-    others = [one for one in top if one["kind"] != PRODUCT]
-    if others and others[0] is not top[0]:
+    other = largest_other(row)
+    if other and other is not top[0]:
         told[0] += (
-            f", the largest that is no product {others[0]['name']} ({others[0]['part']}) with "
-            f"{others[0]['seconds'] / total:.0%}"
+            f", the largest that is no product {other['name']} ({other['part']}) with "
+            f"{other['seconds'] / total:.0%}"
         )
     told[0] += "."
     products, rest = (row["attention"].get(kind, 0) for kind in (PRODUCT, REST))

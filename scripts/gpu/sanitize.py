@@ -244,7 +244,8 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
     z = x @ w.T + case.has_bias * bias.astype(np.float64)
     lse = np.log(np.exp(z).sum(-1))
     g = rng.uniform(0.5, 1, tokens).astype(np.float32)
-    dz = np.exp(z - lse[:, None])
+    p = np.exp(z - lse[:, None])
+    dz = p.copy()
     dz[np.arange(tokens), np.maximum(y, 0)] -= 1
     dz *= np.where(y < 0, 0, g)[:, None]
     loss = np.where(y < 0, 0, lse - z[np.arange(tokens), np.maximum(y, 0)])
@@ -282,7 +283,6 @@ def run_linear(case: Linear, rng: np.random.Generator) -> None:
         results, wanted = [*[per_token] * 3, *like], [loss, None, None, *gradients]
         if case.target == DISTRIBUTION:
             attributes["correct"] = np.bool_(True)
-            p = np.exp(z - lse[:, None])
             entropy = np.where(y < 0, 0, lse - (p * z).sum(-1))
             results[3:3] = [per_token, jax.ShapeDtypeStruct((tokens,), np.int32)]
             wanted[3:3] = [entropy, None]

@@ -128,12 +128,15 @@ pub struct TokenOutputs {
     pub zero_idle: bool,
 }
 
+/// The place of an array's elements from `first` on; null where there is no array.
+pub(crate) fn past<T>(at: *mut T, first: usize) -> *mut T {
+    if at.is_null() { at } else { at.wrapping_add(first) }
+}
+
 impl TokenOutputs {
     /// Those from a token on.
     pub(crate) fn from(self, first: usize) -> Self {
-        let from = |output: *mut f32| {
-            if output.is_null() { output } else { output.wrapping_add(first) }
-        };
+        let from = |output| past(output, first);
         let Self { loss, logps, lse, lse_low, zero_idle } = self;
         let (loss, logps, lse, lse_low) = (from(loss), from(logps), from(lse), from(lse_low));
         Self { loss, logps, lse, lse_low, zero_idle }
@@ -157,8 +160,8 @@ impl DistributionOutputs {
         let Self { entropy, highest, argmax } = self;
         Self {
             entropy: entropy.wrapping_add(first),
-            highest: if highest.is_null() { highest } else { highest.wrapping_add(first) },
-            argmax: if argmax.is_null() { argmax } else { argmax.wrapping_add(first) },
+            highest: past(highest, first),
+            argmax: past(argmax, first),
         }
     }
 }
@@ -202,9 +205,7 @@ pub struct Cotangents {
 impl Cotangents {
     /// Those from a token on.
     pub(crate) fn from(self, first: usize) -> Self {
-        let from = |cotangent: *const f32| {
-            if cotangent.is_null() { cotangent } else { cotangent.wrapping_add(first) }
-        };
+        let from = |cotangent: *const f32| past(cotangent.cast_mut(), first).cast_const();
         Self { loss: from(self.loss), logps: from(self.logps), lse: from(self.lse) }
     }
 }

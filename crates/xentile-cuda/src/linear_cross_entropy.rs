@@ -20,7 +20,9 @@ use std::ptr::null;
 use xentile::DType;
 use xentile::cross_entropy::CrossEntropy;
 
-use crate::cross_entropy::{Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs};
+use crate::cross_entropy::{
+    Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs, past,
+};
 use crate::{Error, Result};
 use cut::{Chunk, Columns, Sweep, chunks};
 pub use cut::{Extents, Kept};
@@ -88,7 +90,7 @@ pub struct Operands {
 impl Operands {
     /// The bias of the columns from `first` on, or null.
     pub(crate) fn bias_from(&self, first: usize) -> *const f32 {
-        if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(first) }
+        past(self.bias.cast_mut(), first).cast_const()
     }
 }
 

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::{DType, Result, Tile};
@@ -75,12 +76,8 @@ const IMPLEMENTATIONS: &[(&str, &str)] =
 /// Never: the tables are parsed by this crate's tests.
 #[must_use]
 pub fn tuned_implementations(backend: &str) -> &'static [TunedImplementation] {
-    static PARSED: OnceLock<BTreeMap<&str, Vec<TunedImplementation>>> = OnceLock::new();
-    let parsed = PARSED.get_or_init(|| {
-        let parse = |text| serde_yaml::from_str(text).expect("carried tables parse");
-        IMPLEMENTATIONS.iter().map(|&(name, text)| (name, parse(text))).collect()
-    });
-    parsed.get(backend).map_or(&[], Vec::as_slice)
+    static PARSED: OnceLock<Parsed<TunedImplementation>> = OnceLock::new();
+    rows(PARSED.get_or_init(|| parse(IMPLEMENTATIONS)), backend)
 }
 
 /// What runs of an operation's variant on a backend where the user names no implementation; the
@@ -106,12 +103,8 @@ const TABLES: &[(&str, &str)] = &[
 /// Never: the tables are parsed by this crate's tests.
 #[must_use]
 pub fn tuned_tiles(table: &str) -> &'static [TunedTile] {
-    static PARSED: OnceLock<BTreeMap<&str, Vec<TunedTile>>> = OnceLock::new();
-    let parsed = PARSED.get_or_init(|| {
-        let parse = |text| serde_yaml::from_str(text).expect("carried tables parse");
-        TABLES.iter().map(|&(name, text)| (name, parse(text))).collect()
-    });
-    parsed.get(table).map_or(&[], Vec::as_slice)
+    static PARSED: OnceLock<Parsed<TunedTile>> = OnceLock::new();
+    rows(PARSED.get_or_init(|| parse(TABLES)), table)
 }
 
 /// The tile to use for `dtype` logits of `vocab` columns where the user names none: the one found
@@ -124,6 +117,18 @@ pub fn tuned_tile(table: &str, dtype: DType, vocab: usize) -> Result<Option<Tile
     let rows = tuned_tiles(table).iter().filter(|row| row.dtype == dtype.name());
     let nearest = rows.min_by(|a, b| distance(a).total_cmp(&distance(b)));
     nearest.map(|row| Tile::new(row.time_block, row.block_size)).transpose()
+}
+
+/// Carried tables by their names.
+type Parsed<T> = BTreeMap<&'static str, Vec<T>>;
+
+fn parse<T: DeserializeOwned>(tables: &[(&'static str, &str)]) -> Parsed<T> {
+    let parse = |text| serde_yaml::from_str(text).expect("carried tables parse");
+    tables.iter().map(|&(name, text)| (name, parse(text))).collect()
+}
+
+fn rows<'a, T>(parsed: &'a Parsed<T>, table: &str) -> &'a [T] {
+    parsed.get(table).map_or(&[], Vec::as_slice)
 }
 
 #[cfg(test)]

@@ -10,7 +10,9 @@ use xentile::{DType, LogitsShape};
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
 use super::{LARGEST_BYTES, SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
-use crate::cross_entropy::{DistributionOutputs, Kernel, Labels, Part, TokenOutputs, Variant};
+use crate::cross_entropy::{
+    DistributionOutputs, Kernel, Labels, Part, TokenOutputs, Variant, past,
+};
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
 use crate::linear_cross_entropy::{Operands, Scratch};
@@ -155,18 +157,12 @@ impl FusedProduct {
         let of_places = places.iter().zip(columns).zip(shares).map(|((&place, columns), own)| {
             let arguments = of_pass(epilogue, place, columns, own)?;
             let before = tokens * parts;
-            let from = |at: *mut f32| if at.is_null() { at } else { at.wrapping_add(before) };
-            let largest = if all.largest.is_null() {
-                null_mut()
-            } else {
-                all.largest.wrapping_byte_add(LARGEST_BYTES * before)
-            };
             let here = Arguments {
                 sums: all.sums.wrapping_byte_add(SUM_BYTES * before),
-                rounded: from(all.rounded),
-                weighted: from(all.weighted),
-                largest,
-                values: from(all.values),
+                rounded: past(all.rounded, before),
+                weighted: past(all.weighted, before),
+                largest: past(all.largest.cast::<u8>(), LARGEST_BYTES * before).cast(),
+                values: past(all.values, before),
                 label_logits: all.label_logits,
                 lifts: all.lifts.wrapping_add(tokens * tiles),
                 ..arguments

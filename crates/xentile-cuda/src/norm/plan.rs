@@ -104,14 +104,14 @@ impl Plan {
             33..=64 => ring2(share, 1),
             // Sums of dbias leave no registers for as many vectors.
             65..=128 if is_centred => ring2(share, 1),
-            _ if is_centred => ring2(share, CENTRED_RING2_FEWEST_THREADS)
-                .or_else(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS))
+            _ => is_centred
+                .then(|| {
+                    ring2(share, CENTRED_RING2_FEWEST_THREADS)
+                        .or_else(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS))
+                })
+                .flatten()
+                // Fewer warps to a row, which wait for each other, and more rows at a time.
                 .or_else(|| ring4(share, RING4_THREADS))
-                .or_else(|| ring2(share, 1))
-                .or_else(|| ring2(1, 1))
-                .or_else(|| ring4(1, RING4_THREADS)),
-            // Fewer warps to a row, which wait for each other, and more rows at a time.
-            _ => ring4(share, RING4_THREADS)
                 .or_else(|| ring2(share, 1))
                 .or_else(|| ring2(1, 1))
                 .or_else(|| ring4(1, RING4_THREADS)),
