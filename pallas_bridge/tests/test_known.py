@@ -178,6 +178,37 @@ def test_what_is_looked_at_comes_with_the_gradient_in_one_pass(
     assert_gradient(gradient, expected, factors, options.get("softcap"), size)
 
 
+@pytest.mark.parametrize("vocab", [301, 20_011, 32_768])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_asked_for_alone_has_the_same_bits(
+    rng: np.random.Generator, dtype: str, vocab: int
+) -> None:
+    x, y, _ = problem(rng, dtype, 24, vocab)
+    x = x.at[4].set(-jnp.inf).at[5, ::3].set(-jnp.inf).at[6, vocab // 2 :].set(-jnp.inf)
+    x = x.at[7, 0].set(40).at[8, -1].set(40).at[9, 5].set(jnp.nan)
+    y[7:9] = 0, vocab - 1
+    names = ("entropy", "correct")
+    for each in (False, True):
+
+        def run(asked: tuple[str, ...], each: bool = each) -> list[jax.Array]:
+            more = {f"return_{name}": True for name in asked}
+            if each:
+                return list(cross_entropy_per_token(x, y, **more))
+            (loss, others), gradient = jax.jit(valued(more))(x, y)
+            return [loss, gradient, *others]
+
+        *plain, entropy, correct = run(names)
+        for name, other in zip(names, (entropy, correct), strict=True):
+            for found, expected in zip(run((name,)), (*plain, other), strict=True):
+                of = [np.asarray(one).astype(np.float32) for one in (found, expected)]
+                np.testing.assert_array_equal(*of, name)
+        likeliest = np.argmax(np.where(np.isnan(x), -np.inf, np.asarray(x, np.float32)), -1)
+        known = ~np.isin(np.arange(24), (4, 9, 23))
+        assert np.array_equal(correct[known], (likeliest == y)[known])
+        assert not correct[~known].any()
+        assert np.isnan(entropy[jnp.array([4, 9])]).all() and entropy[-1] == 0
+
+
 @pytest.mark.parametrize(
     "asked", [("entropy",), ("correct", "lse"), ("columns",), ("columns", "entropy")]
 )

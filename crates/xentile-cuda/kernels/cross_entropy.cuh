@@ -413,6 +413,13 @@ __device__ inline float sum_of_warp(float x) {
   return x;
 }
 
+// How sums of e*y are made, where they are asked for.
+enum class Weigh {
+  kNot,
+  kFinite,  // of finite exponents: an infinite one makes them NaN
+  kAny,
+};
+
 // What a warp makes of a piece of a row: sums whose order the piece alone decides. Every lane has
 // them. c comes from the largest of the piece: what counts in the sum so has a small exponent, whose
 // rounding is small too.
@@ -421,30 +428,47 @@ struct Piece {
   // Whether tanh needs all its digits: not of 16-bit elements, where many average its errors out.
   static constexpr bool kExact = sizeof(E) == 4;
 
-  // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane.
+  // Of every 32nd of the vectors in shared memory from `first` on, below `end`, for each lane. Products
+  // are summed if `weighs`.
   __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
-                            Reach& reach) {
+                            Reach& reach, bool weighs) {
     Extremes<E, kCap> extremes;
 #pragma unroll 2
     for (uint32_t v = first; v < end; v += 32) extremes.add(vectors[v]);
     const float max = max_of_warp(extremes.max());
     Sum all;
     if constexpr (!kCap) {
-      all = sum<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale));
+      all = weighed<Reach::kUnknown>(vectors, first, end, cap, shift_of(max, cap.scale), weighs);
     } else {
       reach = cap.reach(max_of_warp(extremes.max_abs()));
       const float c = shift_of(cap.apply(max), cap.scale);
       switch (reach) {
-        case Reach::kClose: all = sum<Reach::kClose>(vectors, first, end, cap, c); break;
-        case Reach::kNear: all = sum<Reach::kNear>(vectors, first, end, cap, c); break;
-        default: all = sum<Reach::kFar>(vectors, first, end, cap, c);
+        case Reach::kClose: all = weighed<Reach::kClose>(vectors, first, end, cap, c, weighs); break;
+        case Reach::kNear: all = weighed<Reach::kNear>(vectors, first, end, cap, c, weighs); break;
+        default: all = weighed<Reach::kFar>(vectors, first, end, cap, c, weighs);
       }
     }
     if constexpr (Sum::kWeighted) all.highest = max;
     return all;
   }
 
+  // A cap leaves exponents finite. Elsewhere -inf is rare, and a piece that has one is summed again.
   template <Reach kReach>
+  __device__ static Sum weighed(const uint4* vectors, uint32_t first, uint32_t end,
+                                const AnyCap& cap, float c, bool weighs) {
+    if constexpr (Sum::kWeighted) {
+      if (weighs && kCap) return sum<kReach, Weigh::kAny>(vectors, first, end, cap, c);
+      if (weighs) {
+        const Sum finite = sum<kReach, Weigh::kFinite>(vectors, first, end, cap, c);
+        return finite.weighted == finite.weighted
+                   ? finite
+                   : sum<kReach, Weigh::kAny>(vectors, first, end, cap, c);
+      }
+    }
+    return sum<kReach, Weigh::kNot>(vectors, first, end, cap, c);
+  }
+
+  template <Reach kReach, Weigh kWeigh>
   __device__ static Sum sum(const uint4* vectors, uint32_t first, uint32_t end, const AnyCap& cap,
                             float c) {
     float partial[4] = {}, total[2] = {}, weighted[2] = {};
@@ -456,17 +480,17 @@ struct Piece {
       for (uint32_t i = 0; i < kBatch; ++i) batch[i] = vectors[v + 32 * i];
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        add<kReach, kExact>(batch[i], cap, c, partial, total, weighted);
+        add<kReach, kExact, kWeigh>(batch[i], cap, c, partial, total, weighted);
       }
     }
     for (; v < end; v += 32) {
-      add<kReach, kExact>(vectors[v], cap, c, partial, total, weighted);
+      add<kReach, kExact, kWeigh>(vectors[v], cap, c, partial, total, weighted);
     }
     Sum all = Sum::none();
     all.c = c;
     all.exponentials = sum_of_warp((partial[0] + partial[1]) + (partial[2] + partial[3]));
     if constexpr (kSum) all.values = sum_of_warp(total[0] + total[1]) * per_value(cap);
-    if constexpr (Sum::kWeighted) all.weighted = sum_of_warp(weighted[0] + weighted[1]);
+    if constexpr (kWeigh != Weigh::kNot) all.weighted = sum_of_warp(weighted[0] + weighted[1]);
     return all;
   }
 
@@ -501,17 +525,18 @@ struct Piece {
                              float (&total)[2]) {
     static_assert(!Sum::kWeighted);
     float none[2];
-    add<kReach, kDigits>(vector, cap, c, partial, total, none);
+    add<kReach, kDigits, Weigh::kNot>(vector, cap, c, partial, total, none);
   }
 
-  template <Reach kReach, bool kDigits>
+  template <Reach kReach, bool kDigits, Weigh kWeigh>
   __device__ static void add(const uint4& vector, const AnyCap& cap, float c, float (&partial)[4],
                              float (&total)[2], float (&weighted)[2]) {
     const auto exponentiate = [&](float exponent, int i) {
       const float exponential = ptx::ex2(exponent);
       partial[i % 4] += exponential;
-      if constexpr (Sum::kWeighted) {
-        weighted[i % 2] = fmaf(exponential, fmaxf(exponent, kLeastExponent), weighted[i % 2]);
+      if constexpr (kWeigh == Weigh::kAny) exponent = fmaxf(exponent, kLeastExponent);
+      if constexpr (kWeigh != Weigh::kNot) {
+        weighted[i % 2] = fmaf(exponential, exponent, weighted[i % 2]);
       }
     };
     float x[kPerVector<E>];

@@ -61,6 +61,14 @@ struct alignas(16) DistributionSum : RowSum {
     return all;
   }
 
+  // Whether a row, of which this is the sum, has a distribution.
+  __device__ bool is_known(const Token& token) const {
+    return token.read && exponentials > 0.0f && exponentials < INFINITY;
+  }
+
+  // Its likeliest column; ~0 without a distribution.
+  __device__ uint32_t argmax(const Token& token) const { return is_known(token) ? at : ~0u; }
+
   // What is not RowSum's, as a message takes it.
   __device__ float4 rest() const {
     return make_float4(weighted, highest, __uint_as_float(at), 0.0f);
@@ -69,27 +77,25 @@ struct alignas(16) DistributionSum : RowSum {
 
 inline constexpr uint32_t kDistributionBytes = sizeof(DistributionSum);
 
-// Writes a token's outputs, those of its distribution among them.
+// Writes a token's outputs, those of its distribution among them, but for the likeliest column.
 template <bool kSum>
 __device__ inline void write_token(const CrossEntropyArguments& a, int64_t row, const Token& token,
                                    const DistributionSum& sum) {
   write_token<kSum>(a, row, token, static_cast<const RowSum&>(sum));
   double entropy = 0.0;
-  float highest = 0.0f;
-  int32_t argmax = -1;
-  if (token.read) {
-    const bool finite = sum.exponentials > 0.0f && sum.exponentials < INFINITY;
-    highest = finite ? sum.highest : NAN;
-    argmax = finite ? static_cast<int32_t>(sum.at) : -1;
-    if (token.target != kIgnored) {
-      const double all = static_cast<double>(sum.exponentials);
-      const double mean = static_cast<double>(sum.weighted) / all;
-      entropy = finite ? fmax((log2(all) - mean) * kPerLog2E, 0.0) : NAN;
-    }
+  const bool known = sum.is_known(token);
+  if (token.read && token.target != kIgnored) {
+    const double all = static_cast<double>(sum.exponentials);
+    const double mean = static_cast<double>(sum.weighted) / all;
+    entropy = known ? fmax((log2(all) - mean) * kPerLog2E, 0.0) : NAN;
   }
   if (a.entropy != nullptr) a.entropy[row] = static_cast<float>(entropy);
-  if (a.highest != nullptr) a.highest[row] = highest;
-  if (a.argmax != nullptr) a.argmax[row] = argmax;
+  if (a.highest != nullptr) a.highest[row] = known ? sum.highest : token.read ? NAN : 0.0f;
+}
+
+// Writes a token's likeliest column; ~0 is none.
+__device__ inline void write_argmax(const CrossEntropyArguments& a, int64_t row, uint32_t column) {
+  if (a.argmax != nullptr) a.argmax[row] = static_cast<int32_t>(column);
 }
 
 // The gradient of a row with cotangents of its entropy too: with y = z*scale + c,

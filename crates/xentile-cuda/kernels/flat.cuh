@@ -54,7 +54,7 @@ struct Flat {
     uint4 batch[kFlatBatch];
     load(batch, row, from, first, end);
     const Gradient gradient = Gradient::template of_row<kSmooth>(a, row);
-    const uint32_t label_at = row.place();
+    const uint32_t label_at = row.place(row.token.target);
     for (uint32_t start = first; start < end;) {
 #pragma unroll
       for (uint32_t i = 0; i < kFlatBatch; ++i) {

@@ -122,6 +122,7 @@ struct Packed {
   }
 
   using Pieces = Piece<E, kSmooth, kCap, Sum>;
+  static constexpr Weigh kWeigh = Sum::kWeighted ? Weigh::kAny : Weigh::kNot;
 
   // An element as it is in an exponent.
   __device__ float scaled(float x) const {
@@ -140,8 +141,8 @@ struct Packed {
       const uint4* vectors = reinterpret_cast<const uint4*>(x);
 #pragma unroll 2
       for (uint32_t v = lane; v < columns / kPer; v += a.lanes) {
-        Pieces::template add<Reach::kUnknown, true>(vectors[v], cap, c, partial, total,
-                                                       products);
+        Pieces::template add<Reach::kUnknown, true, kWeigh>(vectors[v], cap, c, partial, total,
+                                                            products);
       }
     } else {
       const auto one = [&](uint32_t at, int place) {
@@ -265,6 +266,7 @@ struct Packed {
       if constexpr (Sum::kWeighted) {
         const DistributionSum more{all, row.weighted, row.highest, row.at};
         write_token<kSmooth>(a, first + index, token, more);
+        write_argmax(a, first + index, more.argmax(token));
       } else {
         write_token<kSmooth>(a, first + index, token, all);
       }

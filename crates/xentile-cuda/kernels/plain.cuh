@@ -64,7 +64,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
       const auto at_the_label = [&](float x) {
         return from_float<E>(gradient.template at_the_label<kCap>(a, token, x, cap, all.lse()));
       };
-      const uint32_t label_at = row.place();
+      const uint32_t label_at = row.place(row.token.target);
       for (uint32_t v = first; v < row.vectors; v += kPlainThreads) {
         const uint4 vector = vectors[v];
         to[v] = gradient.template of_vector<E, kSmooth, kCap>(vector, cap);

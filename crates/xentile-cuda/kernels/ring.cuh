@@ -69,6 +69,9 @@ struct Ring {
   static constexpr uint32_t kPer = kPerVector<E>;
   static_assert(sizeof(Row<E>) == RingLayout::kRowBytes);
   static constexpr uint32_t kPartBytes = sizeof(Sum);
+  // Where a row is still here once its sum is known, its likeliest column is looked for then, and parts
+  // say no more than which piece has it.
+  static constexpr bool kLocatesLate = Sum::kWeighted && kApplies;
   // Whether rows have a temperature's factor.
   static constexpr bool kFactor = kTempered || !kCap;
 
@@ -86,6 +89,7 @@ struct Ring {
   uint32_t parts;  // places of a table
   bool ragged;     // whether rows may lie outside whole vectors
   bool spread;     // whether every chunk's sum is sent
+  bool weighs;     // whether entropy is asked for
   bool arms;       // whether this warp announces what its CTA is to be sent
 
   // What is fetched of a token a row ahead of its row.
@@ -121,6 +125,7 @@ struct Ring {
     rows = reinterpret_cast<Row<E>*>(shared + layout.rows) + warp * kRows;
     full = ptx::shared_address(shared + layout.full) + warp * a.slots * 8;
     sent = ptx::shared_address(shared + layout.sent);
+    weighs = Sum::kWeighted && a.entropy != nullptr;
     arms = warp == 0 && lane == 0;
   }
 
@@ -146,9 +151,9 @@ struct Ring {
     return lane < own(row, before) ? lane + 32 : lane;
   }
 
-  // The place of the label's element in a chunk of `held` vectors; `held` * kPer or more elsewhere.
-  __device__ uint32_t place(const Row<E>& row, uint32_t before) const {
-    return row.place() - before * kPer;
+  // The place of a column's element in a chunk of `held` vectors; `held` * kPer or more elsewhere.
+  __device__ uint32_t place(const Row<E>& row, int column, uint32_t before) const {
+    return row.place(column) - before * kPer;
   }
 
   __device__ void next(int64_t& index, uint32_t& in_block) const {
@@ -206,8 +211,9 @@ struct Ring {
     const uint32_t skipped = before(chunk);
     const uint32_t held = count(row, skipped);
     const uint4* vectors = at_slot(slot);
-    Sum piece = Pieces::sum(vectors, first_of(row, skipped), held, cap, reach);
-    const uint32_t label_at = place(row, skipped);
+    Sum piece =
+        Pieces::sum(vectors, first_of(row, skipped), held, cap, reach, weighs);
+    const uint32_t label_at = place(row, row.token.target, skipped);
     if (label_at < held * kPer) {
       const float x = to_float(reinterpret_cast<const E*>(vectors)[label_at]);
       piece.label = kCap ? cap.apply(x) : x;
@@ -215,7 +221,24 @@ struct Ring {
     return piece;
   }
 
-  // Finds the column of a piece's largest logit, if that is larger than those of the row's pieces before.
+  // The first element of a chunk that is `highest`, for all lanes; ~0 if none is.
+  __device__ uint32_t find(const Row<E>& row, uint32_t skipped, uint32_t slot, float highest) const {
+    const uint32_t held = count(row, skipped);
+    const uint4* vectors = at_slot(slot);
+    uint32_t found = ~0u;
+    for (uint32_t v = first_of(row, skipped); v < held && found == ~0u; v += 32) {
+      float x[kPer];
+      unpack<E>(vectors[v], x);
+#pragma unroll
+      for (uint32_t i = kPer; i-- > 0;) {
+        if (x[i] == highest) found = v * kPer + i;
+      }
+    }
+    return __reduce_min_sync(~0u, found);
+  }
+
+  // Says where a piece's largest logit is, if that is larger than those of the row's pieces before:
+  // its column, or the piece's first, if columns are looked for late.
   __device__ void locate(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& before_it,
                          Sum& piece) const {
     // Under a cap -inf is as good a logit as any.
@@ -226,19 +249,22 @@ struct Ring {
       return;
     }
     const uint32_t skipped = before(chunk);
-    const uint32_t held = count(row, skipped);
-    const uint4* vectors = at_slot(slot);
-    uint32_t found = ~0u;
-    for (uint32_t v = first_of(row, skipped); v < held && found == ~0u; v += 32) {
-      float x[kPer];
-      unpack<E>(vectors[v], x);
-#pragma unroll
-      for (uint32_t i = kPer; i-- > 0;) {
-        if (x[i] == piece.highest) found = v * kPer + i;
-      }
+    if constexpr (kLocatesLate) {
+      const uint32_t first = own(row, skipped);
+      if (first < count(row, skipped)) piece.at = row.column((skipped + first) * kPer);
+    } else {
+      const uint32_t found = find(row, skipped, slot, piece.highest);
+      if (found != ~0u) piece.at = row.column(skipped * kPer + found);
     }
-    found = __reduce_min_sync(~0u, found);
-    if (found != ~0u) piece.at = found + skipped * kPer + row.head - row.skip * kPer;
+  }
+
+  // Writes a row's likeliest column where it is in this chunk, which `all` says.
+  __device__ void locate_late(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& all) const {
+    const uint32_t skipped = before(chunk);
+    const uint32_t piece = place(row, static_cast<int>(all.at), skipped);
+    if (a.argmax == nullptr || piece >= count(row, skipped) * kPer) return;
+    const uint32_t column = row.column(skipped * kPer + find(row, skipped, slot, all.highest));
+    if (lane == 0) write_argmax(a, row.index, column);
   }
 
   // The sum of what lies outside whole vectors.
@@ -312,7 +338,7 @@ struct Ring {
       for (; v < held; v += 32) __stcs(to + v, make_uint4(0, 0, 0, 0));
       return;
     }
-    const uint32_t label_at = place(row, skipped);
+    const uint32_t label_at = place(row, row.token.target, skipped);
     const bool found = label_at < held * kPer;
     float at_label = 0.0f;
     if (found) {
@@ -450,7 +476,11 @@ struct Ring {
           }
           // Gradients come with the last of a row's columns, where nobody writes what was carried.
           if constexpr (Sum::kWeighted) {
-            if (mine && lane == 0) write_token<kSmooth>(a, previous.index, previous.token, all);
+            all.at = all.argmax(previous.token);
+            if (mine && lane == 0) {
+              write_token<kSmooth>(a, previous.index, previous.token, all);
+              if (!kLocatesLate || !previous.is_whole(all.at)) write_argmax(a, previous.index, all.at);
+            }
           } else {
             if (kApplies || (mine && lane == 0)) add_carried(a, previous.index, all);
             if (mine && lane == 0) {
@@ -462,6 +492,7 @@ struct Ring {
             if (mine) apply_ragged(previous, gradient, all);
           }
         }
+        if constexpr (kLocatesLate) locate_late(previous, chunk, applied_slot, all);
         if constexpr (kApplies) {
           const auto reach = static_cast<Reach>(previous_reaches >> (2 * chunk) & 3);
           apply(previous, chunk, applied_slot, gradient, all, reach);

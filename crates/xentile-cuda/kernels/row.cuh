@@ -49,10 +49,15 @@ struct alignas(16) Row {
     return lane < head + tail ? static_cast<int>((vectors - skip) * kPer + lane) : -1;
   }
 
-  // The label's element, counted from `first`; ~0 where it lies in no whole vector.
-  __device__ uint32_t place() const {
-    return token.target < head ? ~0u : token.target - head + skip * kPer;
+  // A column's element, counted from `first`; ~0 or beyond the row where it lies in no whole vector.
+  __device__ uint32_t place(int column) const {
+    return column < head ? ~0u : column - head + skip * kPer;
   }
+
+  __device__ bool is_whole(int column) const { return place(column) < vectors * kPer; }
+
+  // The column of such an element.
+  __device__ uint32_t column(uint32_t place) const { return place + head - skip * kPer; }
 
   __device__ int64_t begin() const { return first + skip * kPer - head; }
 };

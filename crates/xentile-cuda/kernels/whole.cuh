@@ -128,7 +128,10 @@ struct WholeForward {
     for (int64_t index = blockIdx.x; index < a.tokens; index += gridDim.x) {
       const Token token = describe<Pass::kForward>(a, label_at(a, index), 0.0f);
       if (!token.read) {
-        if (thread == 0) write_token<true>(a, index, token, DistributionSum::none());
+        if (thread == 0) {
+          write_token<true>(a, index, token, DistributionSum::none());
+          write_argmax(a, index, ~0u);
+        }
         continue;
       }
       const Row<E> row = Row<E>::of(a, index, token);
@@ -146,6 +149,7 @@ struct WholeForward {
       if (thread == 0) {
         if (token.target >= 0) all.label = apply(to_float(elements[token.target]));
         write_token<true>(a, index, token, all);
+        write_argmax(a, index, all.argmax(token));
       }
     }
   }

@@ -49,6 +49,23 @@ impl Options {
     }
 }
 
+/// Which outputs about a token's distribution a call asks for, both if it doesn't say. The others may
+/// be left as they are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
+    pub(crate) entropy: bool,
+    /// And the largest logit.
+    pub(crate) argmax: bool,
+}
+
+impl<'a> Parameter<'a> for Asked {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let entropy: Option<bool> = decoder.parameter("entropy")?;
+        let argmax: Option<bool> = decoder.parameter("argmax")?;
+        Ok(Self { entropy: entropy.unwrap_or(true), argmax: argmax.unwrap_or(true) })
+    }
+}
+
 /// An extent, of a tile or a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent(pub(crate) usize);

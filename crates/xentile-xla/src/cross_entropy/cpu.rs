@@ -10,7 +10,7 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
 };
 
-use super::{Options, invalid, shape_of, wrong_labels};
+use super::{Asked, Options, invalid, shape_of, wrong_labels};
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
 use crate::target::{HOST, target_list};
@@ -36,7 +36,7 @@ target_list! {
     /// What forward gives, and entropy, highest and argmax of each token.
     "xentile_cross_entropy_distribution", Execute:
     fn xentile_cross_entropy_distribution_host = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
         pool,
     );
 
@@ -44,7 +44,7 @@ target_list! {
     "xentile_cross_entropy_distribution_fused", Execute:
     fn xentile_cross_entropy_distribution_fused_host = distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, pool,
+        every_token, asked, pool,
     );
 
     /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
@@ -152,6 +152,7 @@ fn distribution(
     argmax: BufferMut<i32>,
     options: Options,
     every_token: bool,
+    _: Asked,
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
@@ -186,6 +187,7 @@ fn distribution_fused(
     dlogits: AnyBufferMut,
     options: Options,
     every_token: bool,
+    _: Asked,
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(

@@ -9,7 +9,7 @@ use xentile_cuda::cross_entropy::{
 };
 use xla_ffi::{BufferMut, Context, DType, OnDevice, Result, Stage};
 
-use super::{Options, shape_of, wrong_labels};
+use super::{Asked, Options, shape_of, wrong_labels};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
 use crate::target::{CUDA, target_list};
 
@@ -52,14 +52,14 @@ target_list! {
     /// Loads what distribution runs.
     "xentile_cross_entropy_distribution", Initialize:
     fn xentile_cross_entropy_distribution_cuda_initialize = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
         context,
     ), traits = TRAITS;
 
     /// What forward gives, and entropy, highest and argmax of each token.
     "xentile_cross_entropy_distribution", Execute:
     fn xentile_cross_entropy_distribution_cuda = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
         context,
     ), traits = TRAITS;
 
@@ -67,14 +67,14 @@ target_list! {
     "xentile_cross_entropy_distribution_fused", Initialize:
     fn xentile_cross_entropy_distribution_fused_cuda_initialize = distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, context,
+        every_token, asked, context,
     ), traits = TRAITS;
 
     /// What distribution gives but logps, and dlogits, from the cotangents of the loss.
     "xentile_cross_entropy_distribution_fused", Execute:
     fn xentile_cross_entropy_distribution_fused_cuda = distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, context,
+        every_token, asked, context,
     ), traits = TRAITS;
 
     /// Loads what the backward pass of distribution runs.
@@ -191,6 +191,7 @@ fn distribution(
     argmax: OnDevice<BufferMut<i32>>,
     options: Options,
     every_token: bool,
+    asked: Asked,
     context: Context,
 ) -> Result {
     let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
@@ -202,7 +203,7 @@ fn distribution(
         lse_low: lse_low.as_ptr().cast(),
         zero_idle: !every_token,
     };
-    let of = said(entropy, Some(highest), argmax);
+    let of = asked.of(said(entropy, Some(highest), argmax));
     call.run_with(
         // SAFETY: XLA's stream.
         |kernel, stream| unsafe { kernel.load_distribution(Pass::Forward, stream) },
@@ -227,6 +228,7 @@ fn distribution_fused(
     dlogits: AnyMut,
     options: Options,
     every_token: bool,
+    asked: Asked,
     context: Context,
 ) -> Result {
     let shape = shape_of!(
@@ -241,7 +243,7 @@ fn distribution_fused(
         lse_low: lse_low.as_ptr().cast(),
         zero_idle: !every_token,
     };
-    let of = said(entropy, Some(highest), argmax);
+    let of = asked.of(said(entropy, Some(highest), argmax));
     let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
     call.run_with(
         // SAFETY: XLA's stream.
@@ -314,6 +316,16 @@ pub(crate) fn said(
         entropy: entropy.as_ptr().cast(),
         highest: highest.map_or(null_mut(), |highest| highest.as_ptr().cast()),
         argmax: argmax.as_ptr().cast(),
+    }
+}
+
+impl Asked {
+    fn of(self, outputs: DistributionOutputs) -> DistributionOutputs {
+        let DistributionOutputs { entropy, highest, argmax } = outputs;
+        let entropy = if self.entropy { entropy } else { null_mut() };
+        let (highest, argmax) =
+            if self.argmax { (highest, argmax) } else { (null_mut(), null_mut()) };
+        DistributionOutputs { entropy, highest, argmax }
     }
 }
 

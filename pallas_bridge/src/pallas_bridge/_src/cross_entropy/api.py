@@ -184,6 +184,8 @@ def cross_entropy(
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
+        entropy=return_entropy,
+        correct=return_correct,
         donate_logits=donate_logits,
     )
     if asked.any:
@@ -286,6 +288,8 @@ def cross_entropy_per_token(
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
+        entropy=return_entropy,
+        correct=return_correct,
         donate_logits=donate_logits,
     )
     if asked.any:

@@ -36,6 +36,13 @@ def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, A
     return tuple((name, value) for name, value in attributes.items() if value is not None)
 
 
+def _of_distribution(options: Options, every_token: bool) -> tuple[tuple[str, Any], ...]:
+    """The attributes of calls that give entropy and argmax, if both are asked for."""
+    unasked = {"entropy": options.entropy, "argmax": options.correct}
+    more = ((name, np.bool_(asked)) for name, asked in unasked.items() if not asked)
+    return (*attributes(options, every_token), *more)
+
+
 def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
@@ -96,7 +103,7 @@ def distribution_call(options: Options, every_token: bool) -> Call:
         target="xentile_cross_entropy_distribution",
         operands=(LOGITS, TOKENS),
         results=(*(NUMBER,) * 6, ARGMAX),
-        attributes=attributes(options, every_token),
+        attributes=_of_distribution(options, every_token),
         may_change=not options.dense_on,
         implementation=options.implementation,
         dense=partial(reference.distribution_forward, options),
@@ -115,7 +122,7 @@ def distribution_fused_call(options: Options, every_token: bool) -> Call:
         target="xentile_cross_entropy_distribution_fused",
         operands=(LOGITS, TOKENS, TOKENS),
         results=(*(NUMBER,) * 5, ARGMAX, GRADIENT),
-        attributes=attributes(options, every_token),
+        attributes=_of_distribution(options, every_token),
         reuses=(0, 6) if options.donate_logits else None,
         implementation=options.implementation,
         dense=partial(reference.distribution_fused, options),

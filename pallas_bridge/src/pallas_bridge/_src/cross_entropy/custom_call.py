@@ -84,8 +84,11 @@ def forward_known(
     """
     if distribution:
         call = distribution_call(options, options.every_token)
-        keep = (0, 1, 2, 3, 4, 6)
-        loss, logps, lse, lse_low, entropy, argmax = bind(call, logits, labels, keep=keep)
+        # What is not asked for the call need not write.
+        keep = 0, 1, 2, 3, *((4,) if options.entropy else ()), *((6,) if options.correct else ())
+        loss, logps, lse, lse_low, *more = bind(call, logits, labels, keep=keep)
+        argmax = more.pop() if options.correct else jnp.full(lse.shape, -1, jnp.int32)
+        entropy = more.pop() if options.entropy else jnp.zeros_like(lse)
         found: tuple[jax.Array, ...] = (loss, logps, lse, entropy)
     else:
         loss, logps, lse, lse_low = forward(options, logits, labels)

@@ -38,6 +38,9 @@ class Options:
     implementation: str | None = None
     # What logits are divided by, after softcap.
     temperature: float = 1.0
+    # Whether anybody asks for entropy, and for *correct*, where calls give both.
+    entropy: bool = True
+    correct: bool = True
     # Platforms where XLA's own program takes the place of kernels that are not asked for by name.
     dense_on: tuple[str, ...] = ()
 
@@ -115,6 +118,8 @@ def check_options(
     every_token: bool,
     donate_logits: bool,
     temperature: float = 1.0,
+    entropy: bool = True,
+    correct: bool = True,
 ) -> Options:
     """Returns the options.
 
@@ -147,6 +152,8 @@ def check_options(
         every_token=every_token,
         donate_logits=donate_logits,
         temperature=warmth,
+        entropy=entropy,
+        correct=correct,
     )
 
 
