@@ -112,7 +112,9 @@ def test_settings_override() -> None:
         ("time --set lengths=[128,128]", "which has one twice: give each once"),
         ("time --set lengths=[]", "lengths is []: give a list of int"),
         ("time --set policies=int8", "policies has int8: choose from float32, bfloat16, mixed"),
-        ("time --set norm=cudnn", "norm is cudnn: choose from xla, ours"),
+        ("time --set norm=cudnn", "norm is cudnn: choose from xla, ours, auto"),
+        ("jit --loss best", "loss is best: choose from xla, ours, auto"),
+        ("attention --loss ours", "unrecognized arguments: --loss ours"),
         ("time --set colour=red", "key colour is unknown: choose from sizes"),
         ("time --set batch", "--set batch has no value: give KEY=VALUE"),
         ("time --set batch.a=1", "batch is {'a': 1}: give a value of type int"),
@@ -420,13 +422,13 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
         "modes=[forward]",
         "steps=2",
-        "norm=ours",
+        "norm=xla",
         "mlp=ours",
-        "attention=ours",
-        "loss=ours",
+        "attention=auto",
     ]
     page = tmp_path / "told.md"
-    cold, warm = measured("time", tmp_path, settings, "--report", str(page))
+    flags = ["--norm", "auto", "--loss", "ours", "--report", str(page)]
+    cold, warm = measured("time", tmp_path, settings, *flags)
     assert cold["average"] > warm["average"] > 0
     assert cold["warmup_total"] == 0 < warm["warmup_total"]
     shown = capsys.readouterr()

@@ -12,7 +12,7 @@ from train.config import InputError, RunError
 
 from . import report
 from .commands import MODULES
-from .config import check_cudnn, check_limit, load
+from .config import KERNELS, check_cudnn, check_limit, load
 from .process import child
 from .runner import run
 
@@ -41,6 +41,9 @@ def parser() -> Parser:
         one = commands.add_parser(name, help=HELP[name], allow_abbrev=False)
         one.add_argument("--config", type=Path, metavar="FILE.yaml")
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+        # `attention` has `implementations`.
+        for kernel in KERNELS if name != "attention" else ():
+            one.add_argument(f"--{kernel}", metavar="KERNEL", help=f"as --set {kernel}=KERNEL")
         one.add_argument("--json", type=Path, metavar="FILE.jsonl", help="takes rows as they come")
         if name == "memory":
             one.add_argument(
@@ -88,7 +91,9 @@ def measure(arguments: argparse.Namespace) -> int:
         raise InputError("--report is made of the rows in --json: name that file too")
     if page is not None and page.suffix == ".html":
         raise InputError(f"--report {page} is the page in Markdown: its HTML goes beside PAGE.md")
-    spec = load(arguments.config, arguments.set)
+    given = {kernel: getattr(arguments, kernel, None) for kernel in KERNELS}
+    flags = [f"{kernel}={one}" for kernel, one in given.items() if one is not None]
+    spec = load(arguments.config, [*arguments.set, *flags])
     if arguments.command != "attention":
         # Of `layers` most rows have less than all parameters.
         if arguments.command != "layers":

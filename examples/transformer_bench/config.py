@@ -72,7 +72,8 @@ class Spec:
         batch: Sequences of a step.
         vocab: Columns of the logits.
         policies: `float32`; `bfloat16`, parameters and optimizer too; `mixed`, float32 parameters.
-        norm, attention, mlp, loss: Kernels, `xla` or `ours`; attention may be `cudnn`.
+        norm, attention, mlp, loss: Kernels, `xla` or `ours`; attention may be `cudnn`. `auto` is
+            `ours`, which is what the operation takes by itself.
         remat: Whether the backward pass recomputes each block.
         modes: `forward`, `forward_backward`, or `step`, which has the optimizer.
         warmups: Steps before those that are timed; a row for each.
@@ -191,6 +192,8 @@ def check(values: dict[str, Any]) -> Spec:
     for key, value in values.items():
         if key not in known:
             raise InputError(f"key {key} is unknown: choose from {', '.join(known)}")
+        # What an operation takes by itself is what `ours` asks for.
+        value = "ours" if key in KERNELS and value == "auto" else value
         taken[key] = converted(key, value, getattr(default, key))
     spec = Spec(**taken)
     for key, least in (("batch", 1), ("vocab", 8), ("steps", 1), ("heads", 1)):
@@ -212,7 +215,8 @@ def check(values: dict[str, Any]) -> Spec:
     for key in KERNELS:
         kernels = ATTENTION if key == "attention" else ATTENTION[:2]
         if getattr(spec, key) not in kernels:
-            raise InputError(f"{key} is {getattr(spec, key)}: choose from {', '.join(kernels)}")
+            names = ", ".join((*kernels, "auto"))
+            raise InputError(f"{key} is {getattr(spec, key)}: choose from {names}")
     for value in spec.head_sizes:
         if value < 8 or value % 8:
             raise InputError(f"head_sizes has {value}: give multiples of 8")
