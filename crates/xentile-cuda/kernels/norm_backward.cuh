@@ -4,10 +4,10 @@
 // A CTA has a block, whose sums it keeps in registers, a column's in the thread that has the column in
 // every row of the team. Blocks take turns at rows, so that CTAs which run beside each other read and
 // write memory side by side: with rows that follow one another, as many streams far apart met in the same
-// banks. The teams of a CTA are added up in order at the end. So the order is that of the shape and of
-// the launch. Rows come through shared memory, the next ones on their way while one is computed: every
-// thread copies what it will read itself, so that nobody waits for it but that thread, and in a row
-// whole warps meet once, to add up.
+// banks. The teams of a CTA are added up at the end, those of a warp first and then in order. So the order is
+// that of the shape and of the launch. Rows come through shared memory, the next ones on their way while one
+// is computed: every thread copies what it will read itself, a row's statistics too, so that nobody waits for
+// it but that thread, and in a row whole warps meet once, to add up.
 #pragma once
 
 #include "norm.cuh"
@@ -47,6 +47,7 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   extern __shared__ uint4 ring[];
   // Of `g xhat`, and of `g`.
   constexpr int kSums = kCentred ? 2 : 1;
+  constexpr uint32_t kStatistics = kCentred ? 2 : 1;
   __shared__ __align__(16) float parts[2][kSums][kWarps ? kPlaces : 1];
   const Team<false> team(a.lanes);
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
@@ -60,9 +61,11 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   // Rows of the group from the team's next on.
   int64_t left = a.group_rows - first;
 
+  // A place has the vectors of all threads and then their statistics: rstd and, of centred rows, the mean.
   const uint32_t apart = blockDim.x * 16;
   uint32_t here = ptx::shared_address(ring + threadIdx.x);
-  uint32_t next_place = here + apart * (kArrays * kVectors);
+  uint32_t next_place = here + apart * (kArrays * kVectors) + blockDim.x * (4 * kStatistics);
+  const uint32_t to_statistics = apart * (kArrays * kVectors) - threadIdx.x * 12;
   const auto slot = [&](uint32_t begin, uint32_t array, int i) {
     return begin + (array * kVectors + i) * apart;
   };
@@ -85,6 +88,13 @@ __device__ inline void gradients_ring(const NormArguments& a) {
         ptx::copy_async(slot(begin, array, i), static_cast<const char*>(arrays[array]) + place,
                         there ? 16 : 0);
       }
+    }
+    // By a load into a register the turn would wait for it together with loads from shared memory.
+    const int64_t of = left > 0 ? row : 0;
+    const uint32_t bytes = left > 0 ? 4 : 0;
+    ptx::copy_number_async(begin + to_statistics, a.rstd + of, bytes);
+    if constexpr (kCentred) {
+      ptx::copy_number_async(begin + to_statistics + blockDim.x * 4, a.mean + of, bytes);
     }
     ptx::commit_copies();
   };
@@ -116,17 +126,17 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   const bool one_weight = a.weight_rows >= a.rows;
   if (one_weight && a.rows > 0) take_weight(0);
   const float share = 1.0f / static_cast<float>(a.columns);
-  float next = left > 0 ? a.rstd[row] : 0.0f, next_mean = 0.0f;
-  if constexpr (kCentred) next_mean = left > 0 ? a.mean[row] : 0.0f;
   uint32_t turn = 0;
   while (left + ahead > 0) {
     ptx::wait_for_copies(0);
-    const float rstd = next, row_mean = next_mean;
+    const float rstd = ptx::load_shared_number(here + to_statistics);
+    float row_mean = 0.0f;
+    if constexpr (kCentred) {
+      row_mean = ptx::load_shared_number(here + to_statistics + blockDim.x * 4);
+    }
     if (!one_weight) take_weight(min(row, a.rows - 1));
     at += rise, row += step, left -= step;
     fetch(next_place);
-    next = left > 0 ? a.rstd[row] : 0.0f;
-    if constexpr (kCentred) next_mean = left > 0 ? a.mean[row] : 0.0f;
 
     float dots[4] = {}, gs[4] = {};
 #pragma unroll
@@ -191,30 +201,38 @@ __device__ inline void gradients_ring(const NormArguments& a) {
     here = next_place, next_place = last;
   }
 
-  // Teams' sums, [teams, columns], lie where the ring was.
+  // Sums, [teams or warps, columns], lie where the ring was.
   ptx::wait_for_copies(0);
-  const auto give = [&](const float (&sums)[kVectors][kPer], float* all) {
+  const uint32_t sharers = kWarps ? a.teams : min(a.teams, blockDim.x / 32);
+  const auto give = [&](float (&sums)[kVectors][kPer], float* all) {
     __syncthreads();
     float* shared = reinterpret_cast<float*>(ring);
     float* to = all + static_cast<int64_t>(blockIdx.x) * a.columns;
-    if (a.teams == 1) shared = to;
+    if (sharers == 1) shared = to;
+    if constexpr (!kWarps) {
+      for (uint32_t apart = 16; apart >= team.lanes; apart /= 2) {
+#pragma unroll
+        for (int k = 0; k < kPer; ++k) sums[0][k] += __shfl_xor_sync(~0u, sums[0][k], apart);
+      }
+    }
+    const uint32_t sharer = kWarps ? team.index : threadIdx.x / 32;
+    const bool gives = kWarps || threadIdx.x % 32 < team.lanes;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const uint32_t vector = team.lane + i * team.lanes;
-      if (vector >= vectors) continue;
-      float4* place =
-          reinterpret_cast<float4*>(shared + team.index * a.columns + vector * kPer);
+      if (vector >= vectors || !gives) continue;
+      float4* place = reinterpret_cast<float4*>(shared + sharer * a.columns + vector * kPer);
 #pragma unroll
       for (int k = 0; k < kPer; k += 4) {
         place[k / 4] =
             make_float4(sums[i][k], sums[i][k + 1], sums[i][k + 2], sums[i][k + 3]);
       }
     }
-    if (a.teams == 1) return;
+    if (sharers == 1) return;
     __syncthreads();
     for (uint32_t column = threadIdx.x; column < a.columns; column += blockDim.x) {
       float total = shared[column];
-      for (uint32_t other = 1; other < a.teams; ++other) {
+      for (uint32_t other = 1; other < sharers; ++other) {
         total += shared[other * a.columns + column];
       }
       to[column] = total;

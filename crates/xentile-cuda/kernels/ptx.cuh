@@ -67,6 +67,13 @@ __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes)
                : "memory");
 }
 
+// Copies a number, or a zero where `bytes` is 0 rather than 4.
+__device__ inline void copy_number_async(uint32_t to, const float* from, uint32_t bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+
 // Sixteen bytes of shared memory, as they are when it is their turn.
 __device__ inline uint4 load_shared(uint32_t from) {
   uint4 v;
@@ -75,6 +82,12 @@ __device__ inline uint4 load_shared(uint32_t from) {
                : "r"(from)
                : "memory");
   return v;
+}
+
+__device__ inline float load_shared_number(uint32_t from) {
+  float number;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(number) : "r"(from) : "memory");
+  return number;
 }
 
 // Writes a word of global memory, after all that the CTA wrote before its last barrier.

@@ -14,7 +14,9 @@ const MOST_THREADS: u32 = 32 * WARPS;
 /// have more bytes on their way, which takes longer.
 const CENTRED_RING4_THREADS_OF_TEAMS: u32 = 384;
 /// Threads of one with two vectors each, below which four are better: they have too few bytes on their way.
-const CENTRED_RING2_FEWEST_THREADS: u32 = 416;
+const RING2_FEWEST_THREADS: u32 = 416;
+/// Matrices read from which on four vectors each are better: as many bytes are on their way with fewer rows.
+const RING4_ARRAYS: u32 = 3;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -83,38 +85,41 @@ impl Plan {
         // Blocks that do not all find a multiprocessor share them.
         let share = 1 + u32::from(ctas > limits.multiprocessors);
         let room = (limits.shared_bytes_per_block - STATIC_BYTES) / share;
+        // A row's rstd and mean, which each thread copies for itself.
+        let statistics = 4 * (1 + u32::from(is_centred));
         // Of so many threads at the most and, less than which leave memory idle, at the least.
         let ring = |way, of_thread: u32, most_threads: u32, least_threads: u32| {
             let lanes = lanes(vectors, of_thread);
             let teams = most_threads / lanes;
             let teams = if lanes > 32 { teams.min(NAMED_BARRIERS) } else { teams };
-            let row = arrays * of_thread * VECTOR as u32 * lanes * teams;
+            let place = (arrays * of_thread * VECTOR as u32 + statistics) * lanes * teams;
             // Sums of all teams come to lie there, in f32.
             let sums = if teams > 1 { 4 * columns as u32 * teams } else { 0 };
-            let shared_bytes = (2 * row).max(sums);
+            let shared_bytes = (2 * place).max(sums);
             let fits = teams > 0 && lanes * teams >= least_threads && shared_bytes <= room;
             let adjacent = lanes <= 32;
             fits.then_some(Self { way, ctas, lanes, teams, adjacent, shared_bytes })
         };
+        let ring1 = |share| ring("ring1", 1, RING1_THREADS / share, 1);
         let ring2 = |share, least: u32| ring("ring2", 2, RING2_THREADS / share, least / share);
         let ring4 = |share, most: u32| ring("ring4", 4, most / share, 1);
         let found = match vectors {
             _ if !bytes.is_multiple_of(VECTOR) => None,
-            0..=32 => ring("ring1", 1, RING1_THREADS / share, 1),
-            33..=64 => ring2(share, 1),
+            0..=32 => ring1(share).or_else(|| ring1(2 * share)),
+            33..=64 => ring2(share, 1).or_else(|| ring2(2 * share, 1)),
             // Sums of dbias leave no registers for as many vectors.
             65..=128 if is_centred => ring2(share, 1),
-            _ => is_centred
-                .then(|| {
-                    ring2(share, CENTRED_RING2_FEWEST_THREADS)
-                        .or_else(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS))
-                })
+            _ => (is_centred || arrays < RING4_ARRAYS)
+                .then(|| ring2(share, RING2_FEWEST_THREADS))
                 .flatten()
-                // Fewer warps to a row, which wait for each other, and more rows at a time.
+                .or_else(|| {
+                    is_centred.then(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS)).flatten()
+                })
                 .or_else(|| ring4(share, RING4_THREADS))
                 .or_else(|| ring2(share, 1))
                 .or_else(|| ring2(1, 1))
-                .or_else(|| ring4(1, RING4_THREADS)),
+                .or_else(|| ring4(1, RING4_THREADS))
+                .or_else(|| ring4(2, RING4_THREADS)),
         };
         found.unwrap_or_else(|| {
             let pieces = if bytes.is_multiple_of(VECTOR) { vectors } else { columns };
@@ -217,21 +222,27 @@ mod tests {
         assert_eq!(short(forward(1023)), ("elements", 32, 4, 2048));
         let backward = |columns, limits| Plan::backward(128, columns, 2, 2, false, limits);
         let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.shared_bytes >> 10);
-        assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 64));
-        assert_eq!(whole(backward(512, H100)), ("ring2", 32, 20, 80));
-        assert_eq!(whole(backward(896, H100)), ("ring4", 32, 16, 128));
-        assert_eq!(whole(backward(2048, H100)), ("ring4", 64, 8, 128));
-        assert_eq!(whole(backward(4096, H100)), ("ring4", 128, 4, 128));
-        assert_eq!(whole(backward(5120, H100)), ("ring4", 160, 3, 120));
-        assert_eq!(whole(backward(6144, H100)), ("ring4", 192, 2, 96));
-        assert_eq!(whole(backward(8192, H100)), ("ring4", 256, 2, 128));
-        assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 128));
-        assert_eq!(whole(backward(4096, A100)), ("ring4", 128, 2, 64));
+        assert_eq!(whole(backward(128, H100)), ("ring1", 16, 64, 72));
+        assert_eq!(whole(backward(512, H100)), ("ring2", 32, 20, 85));
+        assert_eq!(whole(backward(896, H100)), ("ring2", 64, 10, 85));
+        assert_eq!(whole(backward(2048, H100)), ("ring2", 128, 5, 85));
+        assert_eq!(whole(backward(4096, H100)), ("ring2", 256, 2, 68));
+        assert_eq!(whole(backward(5120, H100)), ("ring2", 320, 2, 85));
+        assert_eq!(whole(backward(6144, H100)), ("ring4", 192, 2, 99));
+        assert_eq!(whole(backward(8192, H100)), ("ring2", 512, 1, 68));
+        assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 132));
+        assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 34));
+        let adds = |columns, limits| whole(Plan::backward(128, columns, 2, 3, false, limits));
+        assert_eq!(adds(4096, H100), ("ring4", 128, 4, 196));
+        assert_eq!(adds(8192, H100), ("ring4", 256, 2, 196));
+        assert_eq!(adds(128, RTX_4090), ("ring1", 16, 32, 52));
+        assert_eq!(adds(512, RTX_4090), ("ring2", 32, 10, 62));
+        assert_eq!(adds(8192, RTX_4090), ("ring4", 256, 1, 98));
         let centred = |columns| whole(Plan::backward(128, columns, 2, 2, true, H100));
-        assert_eq!(centred(896), ("ring2", 64, 10, 80));
-        assert_eq!(centred(4096), ("ring2", 256, 2, 64));
-        assert_eq!(centred(6144), ("ring4", 192, 2, 96));
-        assert_eq!(centred(8192), ("ring2", 512, 1, 64));
+        assert_eq!(centred(896), ("ring2", 64, 10, 90));
+        assert_eq!(centred(4096), ("ring2", 256, 2, 72));
+        assert_eq!(centred(6144), ("ring4", 192, 2, 102));
+        assert_eq!(centred(8192), ("ring2", 512, 1, 72));
         assert_eq!(backward(65536, H100).way, "vectors");
     }
 }
