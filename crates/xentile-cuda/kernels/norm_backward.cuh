@@ -6,8 +6,8 @@
 // write memory side by side: with rows that follow one another, as many streams far apart met in the same
 // banks. The teams of a CTA are added up at the end, those of a warp first and then in order. So the order is
 // that of the shape and of the launch. Rows come through shared memory, the next ones on their way while one
-// is computed: every thread copies what it will read itself, a row's statistics too, so that nobody waits for
-// it but that thread, and in a row whole warps meet once, to add up.
+// is computed: every thread copies what it will read itself, so that nobody waits for it but that thread, and
+// in a row whole warps meet once, to add up.
 #pragma once
 
 #include "norm.cuh"
@@ -47,7 +47,6 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   extern __shared__ uint4 ring[];
   // Of `g xhat`, and of `g`.
   constexpr int kSums = kCentred ? 2 : 1;
-  constexpr uint32_t kStatistics = kCentred ? 2 : 1;
   __shared__ __align__(16) float parts[2][kSums][kWarps ? kPlaces : 1];
   const Team<false> team(a.lanes);
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
@@ -61,11 +60,11 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   // Rows of the group from the team's next on.
   int64_t left = a.group_rows - first;
 
-  // A place has the vectors of all threads and then their statistics: rstd and, of centred rows, the mean.
+  // A place has the vectors of all threads and then, of rows that are not centred, each thread's rstd.
   const uint32_t apart = blockDim.x * 16;
   uint32_t here = ptx::shared_address(ring + threadIdx.x);
-  uint32_t next_place = here + apart * (kArrays * kVectors) + blockDim.x * (4 * kStatistics);
-  const uint32_t to_statistics = apart * (kArrays * kVectors) - threadIdx.x * 12;
+  uint32_t next_place = here + apart * (kArrays * kVectors) + (kCentred ? 0 : blockDim.x * 4);
+  const uint32_t to_rstd = apart * (kArrays * kVectors) - threadIdx.x * 12;
   const auto slot = [&](uint32_t begin, uint32_t array, int i) {
     return begin + (array * kVectors + i) * apart;
   };
@@ -89,14 +88,19 @@ __device__ inline void gradients_ring(const NormArguments& a) {
                         there ? 16 : 0);
       }
     }
-    // By a load into a register the turn would wait for it together with loads from shared memory.
-    const int64_t of = left > 0 ? row : 0;
-    const uint32_t bytes = left > 0 ? 4 : 0;
-    ptx::copy_number_async(begin + to_statistics, a.rstd + of, bytes);
-    if constexpr (kCentred) {
-      ptx::copy_number_async(begin + to_statistics + blockDim.x * 4, a.mean + of, bytes);
+    // Of loads into registers one may be waited for where another is used, as soon as it has begun.
+    if constexpr (!kCentred) {
+      ptx::copy_number_async(begin + to_rstd, a.rstd + (left > 0 ? row : 0), left > 0 ? 4 : 0);
     }
     ptx::commit_copies();
+  };
+  // Of centred rows, where copies take longer, the next row's.
+  float next_rstd = 0.0f, next_mean = 0.0f;
+  const auto load_statistics = [&] {
+    if constexpr (kCentred) {
+      next_rstd = left > 0 ? a.rstd[row] : 0.0f;
+      next_mean = left > 0 ? a.mean[row] : 0.0f;
+    }
   };
 
   float w[kVectors][kPer], sums[kVectors][kPer], of_bias[kVectors][kPer];
@@ -126,17 +130,16 @@ __device__ inline void gradients_ring(const NormArguments& a) {
   const bool one_weight = a.weight_rows >= a.rows;
   if (one_weight && a.rows > 0) take_weight(0);
   const float share = 1.0f / static_cast<float>(a.columns);
+  load_statistics();
   uint32_t turn = 0;
   while (left + ahead > 0) {
     ptx::wait_for_copies(0);
-    const float rstd = ptx::load_shared_number(here + to_statistics);
-    float row_mean = 0.0f;
-    if constexpr (kCentred) {
-      row_mean = ptx::load_shared_number(here + to_statistics + blockDim.x * 4);
-    }
+    const float rstd = kCentred ? next_rstd : ptx::load_shared_number(here + to_rstd);
+    const float row_mean = next_mean;
     if (!one_weight) take_weight(min(row, a.rows - 1));
     at += rise, row += step, left -= step;
     fetch(next_place);
+    load_statistics();
 
     float dots[4] = {}, gs[4] = {};
 #pragma unroll

@@ -15,8 +15,6 @@ const MOST_THREADS: u32 = 32 * WARPS;
 const CENTRED_RING4_THREADS_OF_TEAMS: u32 = 384;
 /// Threads of one with two vectors each, below which four are better: they have too few bytes on their way.
 const RING2_FEWEST_THREADS: u32 = 416;
-/// Matrices read from which on four vectors each are better: as many bytes are on their way with fewer rows.
-const RING4_ARRAYS: u32 = 3;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -85,8 +83,8 @@ impl Plan {
         // Blocks that do not all find a multiprocessor share them.
         let share = 1 + u32::from(ctas > limits.multiprocessors);
         let room = (limits.shared_bytes_per_block - STATIC_BYTES) / share;
-        // A row's rstd and mean, which each thread copies for itself.
-        let statistics = 4 * (1 + u32::from(is_centred));
+        // A row's rstd, which each thread copies for itself where rows are not centred.
+        let statistics = if is_centred { 0 } else { 4 };
         // Of so many threads at the most and, less than which leave memory idle, at the least.
         let ring = |way, of_thread: u32, most_threads: u32, least_threads: u32| {
             let lanes = lanes(vectors, of_thread);
@@ -109,9 +107,7 @@ impl Plan {
             33..=64 => ring2(share, 1).or_else(|| ring2(2 * share, 1)),
             // Sums of dbias leave no registers for as many vectors.
             65..=128 if is_centred => ring2(share, 1),
-            _ => (is_centred || arrays < RING4_ARRAYS)
-                .then(|| ring2(share, RING2_FEWEST_THREADS))
-                .flatten()
+            _ => ring2(share, RING2_FEWEST_THREADS)
                 .or_else(|| {
                     is_centred.then(|| ring4(share, CENTRED_RING4_THREADS_OF_TEAMS)).flatten()
                 })
@@ -233,16 +229,17 @@ mod tests {
         assert_eq!(whole(backward(16384, H100)), ("ring4", 512, 1, 132));
         assert_eq!(whole(backward(4096, A100)), ("ring2", 256, 1, 34));
         let adds = |columns, limits| whole(Plan::backward(128, columns, 2, 3, false, limits));
-        assert_eq!(adds(4096, H100), ("ring4", 128, 4, 196));
-        assert_eq!(adds(8192, H100), ("ring4", 256, 2, 196));
+        assert_eq!(adds(4096, H100), ("ring2", 256, 2, 100));
+        assert_eq!(adds(6144, H100), ("ring4", 192, 2, 147));
+        assert_eq!(adds(8192, H100), ("ring2", 512, 1, 100));
         assert_eq!(adds(128, RTX_4090), ("ring1", 16, 32, 52));
         assert_eq!(adds(512, RTX_4090), ("ring2", 32, 10, 62));
         assert_eq!(adds(8192, RTX_4090), ("ring4", 256, 1, 98));
         let centred = |columns| whole(Plan::backward(128, columns, 2, 2, true, H100));
-        assert_eq!(centred(896), ("ring2", 64, 10, 90));
-        assert_eq!(centred(4096), ("ring2", 256, 2, 72));
-        assert_eq!(centred(6144), ("ring4", 192, 2, 102));
-        assert_eq!(centred(8192), ("ring2", 512, 1, 72));
+        assert_eq!(centred(896), ("ring2", 64, 10, 80));
+        assert_eq!(centred(4096), ("ring2", 256, 2, 64));
+        assert_eq!(centred(6144), ("ring4", 192, 2, 96));
+        assert_eq!(centred(8192), ("ring2", 512, 1, 64));
         assert_eq!(backward(65536, H100).way, "vectors");
     }
 }
