@@ -52,6 +52,7 @@ impl Options {
 /// Which outputs about a token's distribution a call asks for, both if it doesn't say. The others may
 /// be left as they are.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "CPUs make both"))]
 pub(crate) struct Asked {
     pub(crate) entropy: bool,
     /// And the largest logit.
