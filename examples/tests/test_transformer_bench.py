@@ -293,7 +293,7 @@ def test_summary_of_steps(rng: np.random.Generator) -> None:
 
 def test_words_of_times() -> None:
     def row(mode: str, warmup: int, average: float) -> dict[str, Any]:
-        case = {"size": "a", "length": 128, "mode": mode, "warmup": warmup}
+        case = {"size": "a", "length": 128, "policy": "mixed", "mode": mode, "warmup": warmup}
         case |= dict.fromkeys(config.KERNELS, "xla")
         return {"case": case, "status": "ok", "average": average}
 
@@ -304,12 +304,97 @@ def test_words_of_times() -> None:
     ours = {**rows[2], "case": {**rows[2]["case"], "norm": "ours", "mlp": "ours"}, "average": 3.0}
     told = timing.words([*rows, ours])
     assert told.endswith(
-        "With kernels norm ours, mlp ours a warm step takes 0.50 of XLA's time; 0 of 1 rows take "
-        "more than 1.03 of it."
+        "With kernels norm ours, mlp ours a warm forward_backward takes 0.50 of XLA's time (a at "
+        "128 in mixed after 5); 0 of 1 rows take more than 1.03 of it."
     )
     slower = {**ours, "average": 6.3}
     told = timing.words([*rows, slower])
-    assert "1.03 of it: forward_backward of a at 128 after 5 (1.050)." in told
+    assert "1.03 of it: a at 128 in mixed after 5 (1.050)." in told
+
+
+def cases_beside(figure: str, **case: Any) -> list[dict[str, Any]]:
+    """Rows of lengths 1 to 3 by XLA, with figure 1, and by ours, with 0.9, 0.5 and 1.1."""
+    case |= dict.fromkeys(config.KERNELS, "xla")
+    ours = dict.fromkeys(("norm", "mlp", "loss"), "ours")
+    found = []
+    for length, value in ((1, 0.9), (2, 0.5), (3, 1.1)):
+        # That of another policy has none of XLA's beside it.
+        for policy, kernels_of in (("mixed", {}), ("mixed", ours), ("float32", ours)):
+            of = {"size": "a", "length": length, "policy": policy, **case, **kernels_of}
+            found.append({"case": of, "status": "ok", figure: value if kernels_of else 1.0})
+    return found
+
+
+def test_words_of_ours_beside_xlas() -> None:
+    """By pass, of rows that differ in kernels alone: the median, the best and the worst."""
+    expected = (
+        "0.90 of {} in the median, 0.50 (a at 2 in mixed{}) at best and 1.10 (a at 3 in mixed{})"
+    )
+    rows = [
+        row
+        for mode in ("forward", "forward_backward")
+        for row in cases_beside("average", mode=mode, warmup=1)
+    ]
+    told = timing.words(rows)
+    which = "With kernels norm ours, mlp ours, loss ours"
+    after = expected.format("XLA's time", " after 1", " after 1")
+    for mode in ("forward", "forward_backward"):
+        assert f"{which} a warm {mode} takes {after} at worst; 1 of 3 rows" in told
+    rows = cases_beside("peak_bytes", mode="step")
+    for row in rows:
+        row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
+    held = expected.format("XLA's", "", "")
+    assert f"{which} the peak of step is {held} at worst." in memory.words(rows)
+    # In a sequence of steps the first compiles: of another number is another average.
+    other = cases_beside("average", mode="forward", warmup=1, steps=5)[1]
+    beside = cases_beside("average", mode="forward", warmup=1, steps=10)[0]
+    assert "XLA's time" not in timing.words([beside, other])
+    # A row that ran out of memory has nothing beside it.
+    rows[0] = {"case": rows[0]["case"], "status": "OOM", "asked_bytes": 1}
+    assert "0.80 of XLA's in the median" in memory.words(rows)
+
+
+def test_kernels_of_ours_beside_xlas() -> None:
+    """By program and phase: time, launches and the share of matrix products of both."""
+    rows = []
+    for part in (layers.WHOLE, layers.MODEL):
+        for row in cases_beside("median", phase="training", layers=2, batch=1, part=part):
+            is_ours = row["case"]["norm"] == "ours"
+            top = [{"name": "k", "kind": kernels.REST, "part": "norm 1", "count": 1, "seconds": 1}]
+            rows.append(
+                {
+                    **row,
+                    "kernels": row["median"] / (4 if is_ours else 2),
+                    "launches": 30 if is_ours else 40,
+                    "by_kind": {kernels.PRODUCT: row["median"] / 8},
+                    "by_part": {},
+                    "attention": {},
+                    "distinct": 1,
+                    "top": top,
+                }
+            )
+    text = kernels.table(rows)
+    assert text.count("Kernels norm ours, mlp ours, loss ours beside XLA's:") == 1
+    for part in (layers.WHOLE, layers.MODEL):
+        figures = "1000 | 500 | 0.50 | 500 | 125 | 40 | 30 | 25.0% | 50.0%"
+        assert text.count(f"| a | 2 | mixed | training | {part} | {figures} |") == 1
+    assert "| float32 | training | model | 1000 | 500" not in text
+    told = kernels.words(rows)
+    assert (
+        "In training with kernels norm ours, mlp ours, loss ours the layer takes 0.90 of XLA's "
+        "time in the median, 0.50 (a at 2 in mixed) at best and 1.10 (a at 3 in mixed) at worst; "
+        "its kernels alone take 0.25 to 0.55 of the time of XLA's, and are 0.75 of their number."
+    ) in told
+    # How often they were measured may differ; a row of as many steps comes first.
+    of_model = rows[-3:]
+    theirs, ours = ({**row, "case": {**row["case"], "steps": 5}} for row in of_model[:2])
+    others = {**theirs, "case": {**theirs["case"], "steps": 10}, "median": 4.0}
+    for beside, ratio in (([others], "0.28"), ([theirs, others], "1.10")):
+        assert f"the model takes {ratio} of XLA's time (a at 3 in mixed)" in kernels.words(
+            [*beside, ours]
+        )
+    only = [row for row in rows if row["case"]["norm"] == "xla"]
+    assert "beside XLA's" not in kernels.table(only)
 
 
 def test_a_layer_adds_up() -> None:

@@ -22,6 +22,8 @@ LIBRARY = re.compile(r'(?i)gemm|matmul|cublas|"__[^"]*dot')
 # Kernels of this project, and cuDNN's attention.
 OWN = re.compile(r'^"xentile_|fmha')
 TOP = 10
+# What of a case says how often it was measured: figures are medians, or means of a step.
+REPEATS = ("steps",)
 # Models of a phase that are told of one by one.
 FEW = 4
 
@@ -160,7 +162,7 @@ def title(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a profile; then for each a table of its parts, and one of its dominant kernels."""
+    """A line a profile, ours beside XLA's, and for some tables of parts and dominant kernels."""
     heads = ["size", "length", "policy", "kernels", "phase", "program", "status", "a step (ms)"]
     heads += ["in kernels (ms)", "tokens a second"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
@@ -180,10 +182,32 @@ def table(rows: Sequence[Row]) -> str:
             ]
             line += largest(row)
         lines.append(line + [""] * (len(heads) - len(line)))
-    found = [tables.table(heads, lines)]
+    found = [tables.table(heads, lines), *beside_xla(rows)]
     for row in longest(tables.finished(rows)):
         found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
     return "\n\n".join(found)
+
+
+def beside_xla(rows: Sequence[Row]) -> list[str]:
+    """A table for each choice of kernels that has ours, with a line for each pair of profiles."""
+    heads = ["size", "length", "policy", "phase", "program", "XLA's step (ms)", "ours (ms)"]
+    heads += ["ours of XLA's", "XLA's kernels (ms)", "ours (ms)", "XLA's launches", "ours"]
+    heads += ["XLA's matrix products", "ours"]
+    found = []
+    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+        lines = []
+        for pair in pairs:
+            ours, of_xla = pair
+            case = ours["case"]
+            line = [str(case[key]) for key in ("size", "length", "policy", "phase")]
+            line += [of(ours), *(f"{1e3 * one['median']:.4g}" for one in (of_xla, ours))]
+            line.append(f"{tables.ratio(pair, 'median'):.2f}")
+            line += [f"{1e3 * one['kernels']:.4g}" for one in (of_xla, ours)]
+            line += [f"{one['launches']:,.0f}" for one in (of_xla, ours)]
+            line += [f"{share_of_products(one):.1%}" for one in (of_xla, ours)]
+            lines.append(line)
+        found.append(f"Kernels {name} beside XLA's:\n\n{tables.table(heads, lines)}")
+    return found
 
 
 def longest(rows: Sequence[Row]) -> list[Row]:
@@ -269,8 +293,21 @@ def words(rows: Sequence[Row]) -> str:
         ]
         if of_layers:
             told.append(of_sums(of_layers))
-    for name, ratios in tables.beside_xla(rows, "median").items():
-        told.append(f"With kernels {name} a step takes {tables.span(ratios)} of XLA's time.")
+    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+        for phase, of_phase in tables.by(pairs, "phase").items():
+            for program in (layers.WHOLE, layers.MODEL):
+                chosen = [pair for pair in of_phase if of(pair[0]) == program]
+                if chosen:
+                    took = tables.compared(chosen, "median", "XLA's time")
+                    alone, launches = (
+                        tables.span([tables.ratio(pair, figure) for pair in chosen])
+                        for figure in ("kernels", "launches")
+                    )
+                    told.append(
+                        f"In {phase} with kernels {name} the {program} takes {took}; its kernels "
+                        f"alone take {alone} of the time of XLA's, and are {launches} of their "
+                        "number."
+                    )
     return " ".join(filter(None, told))
 
 

@@ -238,6 +238,8 @@ def words(rows: Sequence[Row]) -> str:
             f"The residual stream of {row['case']['size']} at length {row['case']['length']} has "
             f"{row['stream_bytes']} bytes, and by arithmetic {row['stream_expected_bytes']}."
         )
-    for name, ratios in tables.beside_xla(rows, "peak_bytes").items():
-        told.append(f"With kernels {name} the peak is {tables.span(ratios)} of XLA's.")
+    for name, pairs in tables.beside_xla(rows).items():
+        for mode, of_mode in tables.by(pairs, "mode").items():
+            held = tables.compared(of_mode, "peak_bytes", "XLA's")
+            told.append(f"With kernels {name} the peak of {mode} is {held}.")
     return " ".join(filter(None, told))

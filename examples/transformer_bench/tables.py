@@ -1,5 +1,6 @@
 """Markdown tables and numbers in them."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -90,21 +91,56 @@ def kernels(case: Row) -> str:
     return ", ".join(f"{name} {one}" for name, one in chosen.items() if one != "xla")
 
 
-def beside_xla(rows: Iterable[Row], figure: str) -> dict[str, list[float]]:
-    """By kernels, a figure of each row over that of the row that has XLA's in the place of ours."""
-    return {
-        name: [ratio for _, ratio in of] for name, of in with_ratios(finished(rows), figure).items()
-    }
+def beside_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]]]:
+    """By kernels, each row that has figures and that which differs from it in kernels alone.
 
-
-def with_ratios(found: Sequence[Row], figure: str) -> dict[str, list[tuple[Row, float]]]:
-    """By kernels, the rows that `beside_xla` is of, each with its ratio."""
-    figures = {repr(row["case"]): row[figure] for row in found}
-    ratios: dict[str, list[tuple[Row, float]]] = {}
+    The second of a pair has XLA's in the place of ours. What of a case `but` names may differ, too,
+    where there is no row of the same.
+    """
+    found = finished(rows)
+    same = {repr(row["case"]): row for row in found}
+    like = {repr({**row["case"], **dict.fromkeys(but)}): row for row in found}
+    pairs: dict[str, list[tuple[Row, Row]]] = {}
     for row in found:
         case = row["case"]
         without = {name: "xla" for name in KERNELS if case[name] == "ours"}
-        of_xla = figures.get(repr({**case, **without})) if without else None
+        if not without:
+            continue
+        wanted = {**case, **without}
+        of_xla = same.get(repr(wanted)) or like.get(repr({**wanted, **dict.fromkeys(but)}))
         if of_xla:
-            ratios.setdefault(kernels(case), []).append((row, row[figure] / of_xla))
-    return ratios
+            pairs.setdefault(kernels(case), []).append((row, of_xla))
+    return pairs
+
+
+def by(pairs: Iterable[tuple[Row, Row]], name: str) -> dict[str, list[tuple[Row, Row]]]:
+    """Pairs apart by what their cases have of a name."""
+    found: dict[str, list[tuple[Row, Row]]] = {}
+    for pair in pairs:
+        found.setdefault(str(pair[0]["case"].get(name)), []).append(pair)
+    return found
+
+
+def ratio(pair: tuple[Row, Row], figure: str) -> float:
+    """A figure of ours over XLA's."""
+    ours, of_xla = pair
+    return float(ours[figure] / of_xla[figure])
+
+
+def compared(pairs: Sequence[tuple[Row, Row]], figure: str, what: str) -> str:
+    """A figure of ours over XLA's, `what` being XLA's: the median, the best and the worst."""
+    ordered = sorted(pairs, key=lambda pair: ratio(pair, figure))
+    best, worst = (
+        f"{ratio(pair, figure):.2f} ({place(pair[0]['case'])})"
+        for pair in (ordered[0], ordered[-1])
+    )
+    if len(pairs) == 1:
+        return best.replace(" (", f" of {what} (", 1)
+    median = statistics.median(ratio(pair, figure) for pair in pairs)
+    return f"{median:.2f} of {what} in the median, {best} at best and {worst} at worst"
+
+
+def place(case: Row) -> str:
+    """Which of many rows of a command a case is: its size, length, policy and steps of warm-up."""
+    after = f" after {case['warmup']}" if "warmup" in case else ""
+    return f"{case['size']} at {case['length']} in {case['policy']}{after}"

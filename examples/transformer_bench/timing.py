@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: backward beside forward, and what a missing warm-up does."""
+    """What the numbers show: backward beside forward, warm-up, and ours beside XLA's by pass."""
     told = [tables.ends(rows)]
     by: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in tables.finished(rows):
@@ -152,14 +152,17 @@ def words(rows: Sequence[Row]) -> str:
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
     warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
-    for name, beside in tables.with_ratios(warm, "average").items():
-        line = f"With kernels {name} a warm step takes {tables.span([one for _, one in beside])}"
-        over = [
-            f"{row['case']['mode']} of {row['case']['size']} at {row['case']['length']} after "
-            f"{row['case']['warmup']} ({ratio:.3f})"
-            for row, ratio in beside
-            if ratio > BOUND
-        ]
-        line += f" of XLA's time; {len(over)} of {len(beside)} rows take more than {BOUND:g} of it"
-        told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
+    for name, pairs in tables.beside_xla(warm).items():
+        for mode, of_mode in tables.by(pairs, "mode").items():
+            took = tables.compared(of_mode, "average", "XLA's time")
+            over = [
+                f"{tables.place(pair[0]['case'])} ({tables.ratio(pair, 'average'):.3f})"
+                for pair in of_mode
+                if tables.ratio(pair, "average") > BOUND
+            ]
+            line = (
+                f"With kernels {name} a warm {mode} takes {took}; {len(over)} of {len(of_mode)} "
+                f"rows take more than {BOUND:g} of it"
+            )
+            told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
     return " ".join(filter(None, told))
