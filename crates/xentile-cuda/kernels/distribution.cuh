@@ -69,29 +69,6 @@ struct alignas(16) DistributionSum : RowSum {
   // Its likeliest column; ~0 without a distribution.
   __device__ uint32_t argmax(const Token& token) const { return is_known(token) ? at : ~0u; }
 
-  // As one message, of uncapped logits and without their sum: with sums of products, or with where the
-  // largest is, which c is made of.
-  __device__ float4 brief(bool weighs) const {
-    return weighs ? make_float4(c, exponentials, weighted, label)
-                  : make_float4(highest, exponentials, __uint_as_float(at), label);
-  }
-
-  // What was sent so.
-  __device__ static DistributionSum of_brief(const RowSum& message, bool weighs, float scale) {
-    DistributionSum sum = none();
-    sum.exponentials = message.exponentials;
-    sum.label = message.label;
-    if (weighs) {
-      sum.c = message.c;
-      sum.weighted = message.values;
-    } else {
-      sum.c = shift_of(message.c, scale);
-      sum.highest = message.c;
-      sum.at = __float_as_uint(message.values);
-    }
-    return sum;
-  }
-
   // What is not RowSum's, as a message takes it.
   __device__ float4 rest() const {
     return make_float4(weighted, highest, __uint_as_float(at), 0.0f);

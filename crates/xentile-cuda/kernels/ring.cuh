@@ -72,8 +72,6 @@ struct Ring {
   // Where a row is still here once its sum is known, its likeliest column is looked for then, and parts
   // say no more than which piece has it.
   static constexpr bool kLocatesLate = Sum::kWeighted && kApplies;
-  // Without sums of logits there is a place for one of entropy and likeliest column.
-  static constexpr bool kMayBeBrief = kLocatesLate && !kSmooth && !kCap;
   // Whether rows have a temperature's factor.
   static constexpr bool kFactor = kTempered || !kCap;
 
@@ -92,7 +90,6 @@ struct Ring {
   bool ragged;     // whether rows may lie outside whole vectors
   bool spread;     // whether every chunk's sum is sent
   bool weighs;     // whether entropy is asked for
-  bool brief;      // whether a part is one message, though it says more than a plain one
   bool arms;       // whether this warp announces what its CTA is to be sent
 
   // What is fetched of a token a row ahead of its row.
@@ -129,7 +126,6 @@ struct Ring {
     full = ptx::shared_address(shared + layout.full) + warp * a.slots * 8;
     sent = ptx::shared_address(shared + layout.sent);
     weighs = Sum::kWeighted && a.entropy != nullptr;
-    brief = kMayBeBrief && weighs != (a.argmax != nullptr) && ctas > 1;
     arms = warp == 0 && lane == 0;
   }
 
@@ -241,16 +237,10 @@ struct Ring {
     return __reduce_min_sync(~0u, found);
   }
 
-  // Says where a piece's largest logit is: the piece's first column, if columns are looked for late; else
-  // its own, if it is larger than those of the row's pieces before.
+  // Says where a piece's largest logit is, if that is larger than those of the row's pieces before:
+  // its column, or the piece's first, if columns are looked for late.
   __device__ void locate(const Row<E>& row, uint32_t chunk, uint32_t slot, const Sum& before_it,
                          Sum& piece) const {
-    const uint32_t skipped = before(chunk);
-    if constexpr (kLocatesLate) {
-      const uint32_t first = own(row, skipped);
-      if (first < count(row, skipped)) piece.at = row.column((skipped + first) * kPer);
-      return;
-    }
     // Under a cap -inf is as good a logit as any.
     const bool is_new =
         chunk == 0 ? kCap || piece.highest > -INFINITY : piece.highest > before_it.highest;
@@ -258,8 +248,14 @@ struct Ring {
       piece.highest = -INFINITY;
       return;
     }
-    const uint32_t found = find(row, skipped, slot, piece.highest);
-    if (found != ~0u) piece.at = row.column(skipped * kPer + found);
+    const uint32_t skipped = before(chunk);
+    if constexpr (kLocatesLate) {
+      const uint32_t first = own(row, skipped);
+      if (first < count(row, skipped)) piece.at = row.column((skipped + first) * kPer);
+    } else {
+      const uint32_t found = find(row, skipped, slot, piece.highest);
+      if (found != ~0u) piece.at = row.column(skipped * kPer + found);
+    }
   }
 
   // Writes a row's likeliest column where it is in this chunk, which `all` says.
@@ -291,8 +287,8 @@ struct Ring {
   __device__ void expect(uint32_t table) const {
     const uint32_t sent_parts = parts - (ragged ? 0 : 1);
     if (arms && ctas > 1) {
-      const uint32_t bytes = brief ? sizeof(RowSum) : kPartBytes;
-      ptx::mbarrier_arrive_expect_tx(sent + table * 8, sent_parts * bytes);
+      ptx::mbarrier_arrive_expect_tx(sent + table * 8,
+                                     sent_parts * kPartBytes);
     }
   }
 
@@ -307,23 +303,9 @@ struct Ring {
     } else if (lane < ctas) {
       const uint32_t there = ptx::in_cta(ptx::shared_address(to), lane);
       const uint32_t barrier = ptx::in_cta(sent + table * 8, lane);
-      if constexpr (kMayBeBrief) {
-        if (brief) {
-          ptx::send(there, part.brief(weighs), barrier);
-          return;
-        }
-      }
       ptx::send(there, make_float4(part.c, part.exponentials, part.values, part.label), barrier);
       if constexpr (Sum::kWeighted) ptx::send(there + sizeof(RowSum), part.rest(), barrier);
     }
-  }
-
-  // A part as it was sent.
-  __device__ Sum received(const Sum& part) const {
-    if constexpr (kMayBeBrief) {
-      if (brief) return Sum::of_brief(part, weighs, cap.scale);
-    }
-    return part;
   }
 
   // The sums of a whole row, when all parts have arrived.
@@ -334,13 +316,13 @@ struct Ring {
     const uint32_t pieces = spread ? a.pieces_of_a_column : 1;
     Sum all = Sum::none();
     for (uint32_t column = lane; column < columns; column += 32) {
-      Sum sum = received(from[column]);
-      for (uint32_t i = 1; i < pieces; ++i) sum.merge(received(from[i * columns + column]));
+      Sum sum = from[column];
+      for (uint32_t i = 1; i < pieces; ++i) sum.merge(from[i * columns + column]);
       all.merge(sum);
     }
     Sum row = all.template across_lanes<kSmooth>();
     if (with_label) row.label = sum_of_warp(row.label);
-    if (ragged) row.merge(received(from[parts - 1]));
+    if (ragged) row.merge(from[parts - 1]);
     return row;
   }
 
