@@ -245,15 +245,15 @@ fn what_is_launched() {
     };
     let expected = [
         launch("forward_held4", "grid 8192 block 128 shared 0", "0x100000", 13),
-        launch("backward_ring4", "grid 128 block 512 shared 131072", "0x100000", 14),
+        launch("backward_ring2", "grid 128 block 512 shared 69632", "0x100000", 14),
         "norm: done".into(),
         launch("add_forward_held4", "grid 75 block 128 shared 0", "0x100000", 15),
-        launch("add_backward_ring4", "grid 9 block 512 shared 196608", "0x100000", 16),
+        launch("add_backward_ring2", "grid 9 block 640 shared 128000", "0x100000", 16),
         "added: done".into(),
         launch("forward_elements", "grid 75 block 128 shared 0", "0x100000", 17),
         launch("backward_elements", "grid 9 block 512 shared 0", "0x100000", 18),
         "ragged: done".into(),
-        launch("backward_ring1", "grid 2 block 1024 shared 65536", "0x100000", 19),
+        launch("backward_ring1", "grid 2 block 1024 shared 73728", "0x100000", 19),
         "no rows: done".into(),
         // rstd that is awaited; then 64 bands of 32 tiles and 16 times statistics, and 17 bands ahead.
         "fill 32768 bytes from 80 with 255 stream 1".into(),
