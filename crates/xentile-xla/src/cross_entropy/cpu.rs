@@ -36,8 +36,8 @@ target_list! {
     /// What forward gives, and entropy, highest and argmax of each token.
     "xentile_cross_entropy_distribution", Execute:
     fn xentile_cross_entropy_distribution_host = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
-        pool,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        asked, pool,
     );
 
     /// What distribution gives but logps, and dlogits, from the cotangents of the loss.

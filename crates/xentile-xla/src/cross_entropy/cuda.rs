@@ -52,15 +52,15 @@ target_list! {
     /// Loads what distribution runs.
     "xentile_cross_entropy_distribution", Initialize:
     fn xentile_cross_entropy_distribution_cuda_initialize = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
-        context,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        asked, context,
     ), traits = TRAITS;
 
     /// What forward gives, and entropy, highest and argmax of each token.
     "xentile_cross_entropy_distribution", Execute:
     fn xentile_cross_entropy_distribution_cuda = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token, asked,
-        context,
+        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
+        asked, context,
     ), traits = TRAITS;
 
     /// Loads what the fused pass of distribution runs.
