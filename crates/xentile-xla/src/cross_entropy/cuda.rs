@@ -320,7 +320,8 @@ pub(crate) fn said(
 }
 
 impl Asked {
-    fn of(self, outputs: DistributionOutputs) -> DistributionOutputs {
+    /// Outputs without those that nobody asks for.
+    pub(crate) fn of(self, outputs: DistributionOutputs) -> DistributionOutputs {
         let DistributionOutputs { entropy, highest, argmax } = outputs;
         let entropy = if self.entropy { entropy } else { null_mut() };
         let (highest, argmax) =

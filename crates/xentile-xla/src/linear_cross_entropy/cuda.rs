@@ -9,7 +9,7 @@ use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, T
 
 use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
 use crate::cross_entropy::cuda::{said, to_labels};
-use crate::cross_entropy::{Extent, Options};
+use crate::cross_entropy::{Asked, Extent, Options};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::{CUDA, target_list};
@@ -248,9 +248,8 @@ fn distribution_fused(
     check_tokens(labels.dims(), &[("entropy", entropy.dims()), ("argmax", argmax.dims())])?;
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
     let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
-    let said = said(entropy, None, argmax);
-    let argmax = if correct { said.argmax } else { null_mut() };
-    let said = Some(DistributionOutputs { argmax, ..said });
+    let asked = Asked { entropy: true, argmax: correct };
+    let said = Some(asked.of(said(entropy, None, argmax)));
     call.fused(hidden, weight, labels, dloss, bias, results, said, &options, every_token, &context)
 }
 

@@ -37,10 +37,10 @@ def attributes(options: Options, every_token: bool | None) -> tuple[tuple[str, A
 
 
 def _of_distribution(options: Options, every_token: bool) -> tuple[tuple[str, Any], ...]:
-    """The attributes of calls that give entropy and argmax, if both are asked for."""
-    unasked = {"entropy": options.entropy, "argmax": options.correct}
-    more = ((name, np.bool_(asked)) for name, asked in unasked.items() if not asked)
-    return (*attributes(options, every_token), *more)
+    """The attributes of calls that give entropy and argmax: they say which nobody asks for."""
+    asked = {"entropy": options.entropy, "argmax": options.correct}
+    unasked = ((name, np.bool_(False)) for name, is_asked in asked.items() if not is_asked)
+    return (*attributes(options, every_token), *unasked)
 
 
 def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
