@@ -245,13 +245,16 @@ def test_the_same_bits_on_another_stream(rng: np.random.Generator) -> None:
 COMMAND_BUFFERS = """
 import hashlib, json, pathlib, sys
 import jax, jax.numpy as jnp
-from pallas_bridge import cross_entropy, cross_entropy_per_token
+from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
 
 y = jax.random.randint(jax.random.key(1), (64,), 0, 50257).at[::5].set(-100)
 x = (3 * jax.random.normal(jax.random.key(0), (64, 50257))).astype(jnp.bfloat16)
+hidden = jax.random.normal(jax.random.key(2), (64, 128)).astype(jnp.bfloat16)
+weight = (jax.random.normal(jax.random.key(3), (50257, 128)) / 6).astype(jnp.bfloat16)
+bias = jax.random.normal(jax.random.key(4), (50257,))
 
 @jax.jit
-def many(x):
+def logits(x):
     def f(x):
         loss, logps = cross_entropy_per_token(x, y)
         return (loss - 0.1 * logps**2).sum()
@@ -263,10 +266,30 @@ def many(x):
     results.append(jax.lax.fori_loop(0, 3, lambda _, x: x - jax.grad(f)(x), x))
     return results
 
+@jax.jit
+def linear(hidden):
+    def f(*given):
+        return linear_cross_entropy(*given, y)
+    results = [f(hidden, weight), *jax.grad(f, (0, 1))(hidden, weight)]
+    for scale in (2, 3):
+        results += jax.grad(lambda *given: scale * f(*given), (0, 1))(hidden, weight)
+    results += jax.grad(lambda *given: linear_cross_entropy(*given[:2], y, bias=given[2]),
+        (0, 1, 2))(hidden, weight, bias)
+    # Of an untaken branch nothing has run when it is recorded.
+    def taken(hidden):
+        return jax.grad(f)(hidden, weight[:5003])
+    results.append(jax.lax.cond(hidden[0, 0] > 100, taken, lambda x: x, hidden))
+    results.append(jax.lax.cond(hidden[0, 0] < 100, taken, lambda x: x, hidden))
+    results.append(jax.lax.fori_loop(0, 3, lambda _, x: x - jax.grad(f)(x, weight), hidden))
+    return results
+
+many, given = (linear, hidden) if sys.argv[2] == "linear" else (logits, x)
 digests = []
 for _ in range(6):
-    results = jax.block_until_ready(many(x))
+    results = jax.block_until_ready(many(given))
     digests.append([hashlib.sha256(jax.device_get(r).tobytes()).hexdigest() for r in results])
+    # Elsewhere in memory, so that a graph has to be brought up to date.
+    given = given + 0
 assert all(d == digests[0] for d in digests), "other bits in another run"
 dump = pathlib.Path(sys.argv[1])
 captured = any(b"CommandBuffer" in p.read_bytes() or b"command_buffer" in p.read_bytes()
@@ -276,18 +299,21 @@ print(json.dumps({"digests": digests[0], "captured": captured}))
 
 
 @pytest.mark.only("cuda", "command buffers are CUDA graphs")
-def test_the_same_bits_under_command_buffers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("losses_of", ["logits", "linear"])
+def test_the_same_bits_under_command_buffers(losses_of: str, tmp_path: Path) -> None:
     outcomes = []
+    # Loops and branches within graphs, too, where the version can.
+    everything = "+CUSTOM_CALL,+CUBLAS,+CUBLASLT,+WHILE,+CONDITIONAL"
     for name, flags in (
         ("without", "--xla_gpu_enable_command_buffer="),
-        ("with", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"),
+        ("with", f"--xla_gpu_enable_command_buffer={everything} --xla_gpu_graph_min_graph_size=1"),
         ("default", ""),
     ):
         dump = tmp_path / name
         dump.mkdir()
         flags += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(COMMAND_BUFFERS), str(dump)],
+            [sys.executable, "-c", textwrap.dedent(COMMAND_BUFFERS), str(dump), losses_of],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda"},
             cwd=tmp_path,
             capture_output=True,

@@ -414,8 +414,7 @@ fn every_handler_answers_the_metadata_call() {
         // SAFETY: the call owns it.
         let (version, traits) = unsafe { ((*metadata).api_version, (*metadata).traits) };
         let graphs = xla_ffi::Traits::COMMAND_BUFFER_COMPATIBLE.bits();
-        let records = target.platform() == "CUDA" && !target.target().contains("linear");
-        assert_eq!(traits, if records { graphs } else { 0 });
+        assert_eq!(traits, if target.platform() == "CUDA" { graphs } else { 0 });
         let (mut major, mut minor) = (-1, -1);
         // SAFETY: two numbers to write.
         unsafe { xentile_xla::xentile_ffi_version(&raw mut major, &raw mut minor) };

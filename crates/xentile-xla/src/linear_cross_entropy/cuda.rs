@@ -5,18 +5,14 @@ use std::ptr::{null, null_mut};
 use xentile::linear_cross_entropy::VocabAxis;
 use xentile_cuda::cross_entropy::{Cotangents, DistributionOutputs, SavedLse, TokenOutputs};
 use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
-use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Traits};
+use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result};
 
 use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
 use crate::cross_entropy::cuda::{said, to_labels};
 use crate::cross_entropy::{Asked, Extent, Options};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, failed, to_dtype};
 use crate::dtype;
 use crate::target::{CUDA, target_list};
-
-/// What cuBLASLt loads for a product it loads when it is first called, which a recording does not
-/// allow.
-const TRAITS: Traits = Traits::NONE;
 
 target_list! {
     CUDA;
