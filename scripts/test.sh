@@ -21,7 +21,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 by_name=(xla-cpu-{0.10.2,0.11.2})
 # In the order of what fails soonest.
 quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
-all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gradcheck real-text readme docs train miri asan fuzz neon)
+all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train miri asan fuzz neon)
 # Of these --all runs one, which XENTILE_TEST_DRAW chooses.
 in_turns=(asan fuzz neon)
 

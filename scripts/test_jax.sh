@@ -9,57 +9,14 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
+source scripts/jax_environment.sh
 unset XENTILE_XLA_LIBRARY # what is installed is under test
 version=${1:?usage: scripts/test_jax.sh VERSION [PYTEST ARGUMENTS]}
 shift
-case $version in
-    0.9.* | 0.10.*) oldest=11 ;;
-    *) oldest=12 ;;
-esac
-
-# The first interpreter that is new enough: PYTHON, those on PATH, pyenv's.
-find_python() {
-    local candidates=("${PYTHON:-python3}" python3.{11,12,13,14}) candidate
-    if command -v pyenv >/dev/null; then
-        candidates+=("$(pyenv root)"/versions/*/bin/python)
-    fi
-    for candidate in "${candidates[@]}"; do
-        # pyenv's shims are on PATH for versions that are not chosen, and fail.
-        if "$candidate" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info < (3, 14))" \
-            2>/dev/null; then
-            printf '%s\n' "$candidate"
-            return
-        fi
-    done
-    printf 'absent: needs python 3.%d to 3.13, which jax %s runs on\n' "$oldest" "$version"
-    exit 77
-}
-
-environment=$PWD/.venv-jax/$version
-stamp=$environment/requirements.cksum
-sum=$(cat scripts/requirements-jax.txt scripts/requirements-test.txt | cksum)
-if [[ ! -f $stamp || $(<"$stamp") != "$sum" ]]; then
-    found=$(find_python) || {
-        printf '%s\n' "$found"
-        exit 77
-    }
-    rm -rf "$environment"
-    "$found" -m venv "$environment"
-    # Versions of all but jax and jaxlib are those of the other tests.
-    sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt |
-        "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
-            --requirement /dev/stdin
-    grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt |
-        "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
-            --requirement /dev/stdin
-    # Last, so that an environment that was cut short is made again.
-    printf '%s\n' "$sum" >"$stamp"
-fi
-export PATH=$environment/bin:$PATH
+use_jax_environment ".venv-jax/$version" "$version"
 # Most of the time is XLA's, which compiles programs that run once; where nobody holds their numbers it may hurry.
 hurried="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
 [[ ${XENTILE_TEST_NUMBERS:-1} != 0 ]] || export XLA_FLAGS=$hurried
-python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
 
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
 export XLA_FFI_JAXLIB_INCLUDE
@@ -73,12 +30,7 @@ if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
     export XENTILE_XLA_LIBRARY=${CARGO_TARGET_DIR:-$PWD/target}/debug/libxentile_xla.so
     export PYTHONPATH=$PWD/pallas_bridge/src
 else
-    # One wheel serves every version of JAX of a run of scripts/test.sh.
-    wheels=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
-    compgen -G "$wheels/pallas_bridge-*.whl" >/dev/null ||
-        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" ./pallas_bridge
-    # --force-reinstall, as the version stays the same from one change to the next.
-    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pallas_bridge-*.whl
+    install_pallas_bridge
 fi
 # In two runs: these want two devices, those do not know of it.
 pytest crates/xla-ffi/tests/jax "$@"

@@ -1,0 +1,65 @@
+# Sourced from the repository root by what tests pallas_bridge through one version of JAX.
+# shellcheck shell=bash
+
+# The first interpreter that a version of JAX runs on: PYTHON, those on PATH, pyenv's.
+find_python() {
+    local version=$1 oldest candidates=("${PYTHON:-python3}" python3.{11,12,13,14}) candidate
+    case $version in
+        0.9.* | 0.10.*) oldest=11 ;;
+        *) oldest=12 ;;
+    esac
+    if command -v pyenv >/dev/null; then
+        candidates+=("$(pyenv root)"/versions/*/bin/python)
+    fi
+    for candidate in "${candidates[@]}"; do
+        # pyenv's shims are on PATH for versions that are not chosen, and fail.
+        if "$candidate" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info < (3, 14))" \
+            2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    printf 'absent: needs python 3.%d to 3.13, which jax %s runs on\n' "$oldest" "$version"
+    exit 77
+}
+
+# Puts a virtual environment of a version of JAX on PATH, made where it is not there or out of date, with
+# pytest, and with what files of requirements name, where VERSION stands for that of JAX. Exits 77 where no
+# Python is found that this version runs on.
+#
+#     use_jax_environment FOLDER VERSION [FILE..]
+use_jax_environment() {
+    local environment=$PWD/$1 version=$2 found stamp sum
+    shift 2
+    stamp=$environment/requirements.cksum
+    sum=$(cat scripts/requirements-jax.txt scripts/requirements-test.txt "$@" | cksum)
+    if [[ ! -f $stamp || $(<"$stamp") != "$sum" ]]; then
+        found=$(find_python "$version") || {
+            printf '%s\n' "$found"
+            exit 77
+        }
+        rm -rf "$environment"
+        "$found" -m venv "$environment"
+        # Versions of all but jax and jaxlib are those of the other tests.
+        {
+            sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt
+            grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt
+            (($# == 0)) || sed "s/VERSION/$version/" "$@"
+        } | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+            --requirement /dev/stdin
+        # Last, so that an environment that was cut short is made again.
+        printf '%s\n' "$sum" >"$stamp"
+    fi
+    export PATH=$environment/bin:$PATH
+    python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
+}
+
+# Installs pallas_bridge there from its wheel, of which one serves every version of JAX of a run of
+# scripts/test.sh.
+install_pallas_bridge() {
+    local wheels=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
+    compgen -G "$wheels/pallas_bridge-*.whl" >/dev/null ||
+        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" ./pallas_bridge
+    # --force-reinstall, as the version stays the same from one change to the next.
+    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pallas_bridge-*.whl
+}
