@@ -40,12 +40,12 @@ use_jax_environment() {
         }
         rm -rf "$environment"
         "$found" -m venv "$environment"
-        # Versions of all but jax and jaxlib are those of the other tests.
+        # Versions of all but jax and jaxlib are those of the other tests. Some are in several files.
         {
             sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt
             grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt
             (($# == 0)) || sed "s/VERSION/$version/" "$@"
-        } | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+        } | sort --unique | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
             --requirement /dev/stdin
         # Last, so that an environment that was cut short is made again.
         printf '%s\n' "$sum" >"$stamp"

@@ -10,7 +10,7 @@ from typing import Any
 from train.__main__ import INTERRUPTED, Parser
 from train.config import InputError, RunError
 
-from . import report
+from . import described, report
 from .commands import MODULES
 from .config import KERNELS, check_cudnn, check_limit, load
 from .process import child
@@ -94,6 +94,10 @@ def measure(arguments: argparse.Namespace) -> int:
     given = {kernel: getattr(arguments, kernel, None) for kernel in KERNELS}
     flags = [f"{kernel}={one}" for kernel, one in given.items() if one is not None]
     spec = load(arguments.config, [*arguments.set, *flags])
+    if spec.gpu is not None:
+        if arguments.command != "memory":
+            raise InputError(f"gpu is of memory alone: leave it out of {arguments.command}")
+        described.check(spec.gpu)
     if arguments.command != "attention":
         # Of `layers` most rows have less than all parameters.
         if arguments.command != "layers":

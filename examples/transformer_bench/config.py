@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import yaml
 from train.config import InputError
 
+from . import described
+
 GIB = 2**30
 KERNELS = ("norm", "attention", "mlp", "loss")
 ATTENTION = ("xla", "ours", "cudnn")
@@ -81,6 +83,7 @@ class Spec:
         phases: What `layers` is of: `training`, `prefill`, or `decode` of one token a sequence.
         head_sizes, heads, implementations: Of `attention`, which takes them in place of sizes.
         memory_limit: The most device memory, in GiB; None for what there is.
+        gpu: Of `memory`: an NVIDIA GPU that need not be there, for which programs are compiled.
         seed: Of parameters and data.
     """
 
@@ -103,6 +106,7 @@ class Spec:
     heads: int = 1
     implementations: tuple[str, ...] = ("xla", "ours")
     memory_limit: float | None = None
+    gpu: str | None = None
     seed: int = 0
 
     def dims_of(self, size: str) -> Dims:
@@ -279,6 +283,10 @@ def converted(key: str, value: Any, default: Any) -> Any:
     if key == "memory_limit":
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"memory_limit is {value}: give a number of GiB")
+        return value
+    if key == "gpu":
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"gpu is {value}: choose from {', '.join(described.names())}")
         return value
     if isinstance(default, tuple):
         found = value if isinstance(value, list) else [value]

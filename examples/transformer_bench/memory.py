@@ -1,7 +1,8 @@
 """`memory`: what a program holds by category, from XLA's buffer assignment.
 
 Nothing runs, but where the device counts its memory: there a step says what its peak was. So
-several cells can be compiled at once, and step one after another.
+several cells can be compiled at once, and step one after another; and with `gpu` for a GPU that is
+not there.
 """
 
 import itertools
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import tables
-from .config import Spec, cell_of
+from .config import GIB, Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -24,7 +25,10 @@ HELD: list[Any] = []
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode."""
     for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        yield cell_of(spec, size, length, policy), [{"mode": mode} for mode in spec.modes]
+        cell = cell_of(spec, size, length, policy)
+        if spec.gpu is not None:
+            cell["gpu"] = spec.gpu
+        yield cell, [{"mode": mode} for mode in spec.modes]
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
@@ -32,25 +36,35 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     import jax
     from train.step import program_bytes
 
-    from . import buffers, model
+    from . import buffers, described, model
     from .compiled import OutOfMemory
 
     program = model.program_of(cell)
     state, batch = program.abstract(), program.abstract_batch()
     params = state["params"]
+    gpu: str | None = cell.get("gpu")
+
+    def compiled_pass(mode: str) -> Any:
+        if gpu is None and mode == "step":
+            return program.compile()
+        if mode == "step":
+            return described.lowered(gpu, program.step, state, batch, donate_argnums=0).compile()
+        function = model.pass_of(program, mode)
+        if gpu is None:
+            return jax.jit(function).lower(params, batch).compile()
+        return described.lowered(gpu, function, params, batch).compile()
 
     def measure(variant: Cell) -> Row:
         mode = variant["mode"]
         with model.attention_by(cell["attention"]):
-            if mode == "step":
-                compiled: Any = program.compile()
-            else:
-                compiled = jax.jit(model.pass_of(program, mode)).lower(params, batch).compile()
+            compiled = compiled_pass(mode)
             stream = stream_bytes(program, cell) if mode != "forward" else {}
         of_xla = compiled.memory_analysis()
         peak = program_bytes(compiled)
         limit = cell["memory_limit"]
-        if limit is not None and peak > limit * 2**30:
+        if limit is None and gpu is not None:
+            limit = described.limit(gpu) / GIB
+        if limit is not None and peak > limit * GIB:
             raise OutOfMemory(peak)
         results = of_xla.output_size_in_bytes - of_xla.alias_size_in_bytes
         gradients = model.tree_bytes(params) if mode == "forward_backward" else 0
@@ -66,7 +80,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         return {
             **{f"{name}_bytes": held[name] for name in CATEGORIES},
             "peak_bytes": peak,
-            **measured_peak(cell, program, mode, compiled),
+            **({} if gpu else measured_peak(cell, program, mode, compiled)),
             # By arithmetic: in float32, as the loss of XLA takes them; ours holds none.
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
@@ -155,7 +169,8 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
 def title(row: Row) -> str:
     """What a program is, in words."""
     case = row["case"]
-    return f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']}"
+    place = f" on {case['gpu']}" if "gpu" in case else ""
+    return f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']}{place}"
 
 
 def largest(row: Row) -> str:
@@ -170,11 +185,13 @@ def largest(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line a program with sizes by category; then a table of the largest buffers of each."""
+    is_described = any("gpu" in row["case"] for row in rows)
     heads = [
         "size",
         "batch",
         "length",
         "policy",
+        *(["device"] if is_described else []),
         "kernels",
         "program",
         "status",
@@ -187,6 +204,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         case = row["case"]
         line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
+        line += [case.get("gpu", "this one")] if is_described else []
         line += [tables.kernels(case), case["mode"], tables.status(row)]
         line += [
             tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak", "measured")

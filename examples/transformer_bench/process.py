@@ -88,6 +88,9 @@ class Process:
             from train.breakdown import show_kernels
 
             show_kernels(environment)
+        if "gpu" in cell:
+            # That one need not be there.
+            environment["JAX_PLATFORMS"] = "cpu"
         if shares_device:
             # In pieces memory comes apart, so that large arrays find no room: alone it is one.
             environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

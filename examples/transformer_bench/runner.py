@@ -177,5 +177,15 @@ def line_of(row: Row) -> str:
 
 def names(case: Cell) -> Iterable[str]:
     """What of a case tells rows apart."""
-    known = ("size", "implementation", "head_size", "length", "policy", "phase", "part", "mode")
+    known = (
+        "size",
+        "implementation",
+        "head_size",
+        "length",
+        "policy",
+        "gpu",
+        "phase",
+        "part",
+        "mode",
+    )
     return [one for one in (*known, "warmup", "how", "sum_in", "of") if one in case]

@@ -19,7 +19,8 @@ def gpus() -> Callable[[int], Any]:
     """What gives so many of them, of one machine."""
     # JAX looks for plug-ins.
     jax.devices("cpu")
-    described = Path(__file__).with_name("h200.txtpb").read_text(encoding="utf-8")
+    file = Path(__file__).resolve().parents[3] / "configs/gpus/h200.txtpb"
+    described = file.read_text(encoding="utf-8")
 
     def of(count: int) -> Any:
         topology = topologies.get_topology_desc(

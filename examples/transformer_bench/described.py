@@ -1,0 +1,78 @@
+"""NVIDIA GPUs that need not be there: XLA compiles for what it is told of them.
+
+Its plug-in for CUDA, which `pip install "jax[cuda13]"` brings, asks for no driver then. Without a
+device it measures no products, and may choose others for them than it would there.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs/gpus"
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+def names() -> list[str]:
+    """Those that are known."""
+    return sorted(file.stem for file in FOLDER.glob("*.txtpb"))
+
+
+def check(name: str) -> None:
+    """Checks that programs can be compiled for a GPU.
+
+    Raises:
+        InputError: It is unknown, or XLA's plug-in for CUDA is not installed.
+    """
+    if name not in names():
+        raise InputError(f"gpu is {name}: choose from {', '.join(names())}")
+    if not any(is_there(plugin) for plugin in PLUGINS):
+        raise InputError(f'gpu {name} needs XLA\'s plug-in for CUDA: pip install "jax[cuda13]"')
+
+
+def is_there(module: str) -> bool:
+    """Whether there is such a module, and a package that it is in."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def told(name: str) -> str:
+    """What XLA is told of a GPU: a stream_executor.GpuTargetConfigProto, as text."""
+    return (FOLDER / f"{name}.txtpb").read_text(encoding="utf-8")
+
+
+def limit(name: str) -> int:
+    """The bytes that JAX's allocator takes of its memory unless it is told otherwise."""
+    found = re.search(r"device_memory_size: (\d+)", told(name))
+    assert found is not None
+    return int(found[1]) * 3 // 4
+
+
+def devices(name: str, count: int = 1) -> list[Any]:
+    """So many of a GPU, of one machine, for shardings of what is compiled.
+
+    Where there is no driver JAX has to be told so (`JAX_PLATFORMS=cpu`), as the plug-in looks for
+    one otherwise.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    # JAX looks for plug-ins.
+    jax.devices("cpu")
+    shape = {"topology": f"1x1x{count}", "target_config": told(name)}
+    return list(topologies.get_topology_desc("", platform="cuda", **shape).devices)
+
+
+def lowered(name: str, function: Any, *arrays: Any, **options: Any) -> Any:
+    """A function lowered for a GPU; `arrays` are trees of shapes, options those of `jax.jit`."""
+    import jax
+
+    place = jax.sharding.SingleDeviceSharding(devices(name)[0])
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arrays
+    )
+    return jax.jit(function, **options).trace(*placed).lower(lowering_platforms=("cuda",))
