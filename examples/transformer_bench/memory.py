@@ -45,14 +45,13 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     gpu: str | None = cell.get("gpu")
 
     def compiled_pass(mode: str) -> Any:
-        if gpu is None and mode == "step":
-            return program.compile()
-        if mode == "step":
-            return described.lowered(gpu, program.step, state, batch, donate_argnums=0).compile()
-        function = model.pass_of(program, mode)
-        if gpu is None:
-            return jax.jit(function).lower(params, batch).compile()
-        return described.lowered(gpu, function, params, batch).compile()
+        is_step = mode == "step"
+        function = program.step if is_step else model.pass_of(program, mode)
+        if gpu is not None:
+            arrays = (state if is_step else params, batch)
+            donated = {"donate_argnums": 0} if is_step else {}
+            return described.lowered(gpu, function, *arrays, **donated).compile()
+        return program.compile() if is_step else jax.jit(function).lower(params, batch).compile()
 
     def measure(variant: Cell) -> Row:
         mode = variant["mode"]
