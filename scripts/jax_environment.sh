@@ -24,8 +24,8 @@ find_python() {
 }
 
 # Puts a virtual environment of a version of JAX on PATH, made where it is not there or out of date, with
-# pytest, and with what files of requirements name, where VERSION stands for that of JAX. Exits 77 where no
-# Python is found that this version runs on.
+# pytest, and with what files of requirements name, where VERSION stands for that of JAX; of a package that
+# several have it is the first one's. Exits 77 where no Python is found that this version runs on.
 #
 #     use_jax_environment FOLDER VERSION [FILE..]
 use_jax_environment() {
@@ -40,12 +40,12 @@ use_jax_environment() {
         }
         rm -rf "$environment"
         "$found" -m venv "$environment"
-        # Versions of all but jax and jaxlib are those of the other tests. Some are in several files.
+        # Versions of all but jax and jaxlib are those of the other tests.
         {
             sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt
             grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt
             (($# == 0)) || sed "s/VERSION/$version/" "$@"
-        } | sort --unique | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+        } | awk -F '==' '!seen[$1]++' | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
             --requirement /dev/stdin
         # Last, so that an environment that was cut short is made again.
         printf '%s\n' "$sum" >"$stamp"
