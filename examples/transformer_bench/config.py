@@ -285,7 +285,7 @@ def converted(key: str, value: Any, default: Any) -> Any:
             raise InputError(f"memory_limit is {value}: give a number of GiB")
         return value
     if key == "gpu":
-        if value is not None and not isinstance(value, str):
+        if value is not None and value not in described.names():
             raise InputError(f"gpu is {value}: choose from {', '.join(described.names())}")
         return value
     if isinstance(default, tuple):

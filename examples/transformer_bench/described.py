@@ -24,10 +24,8 @@ def check(name: str) -> None:
     """Checks that programs can be compiled for a GPU.
 
     Raises:
-        InputError: It is unknown, or XLA's plug-in for CUDA is not installed.
+        InputError: XLA's plug-in for CUDA is not installed.
     """
-    if name not in names():
-        raise InputError(f"gpu is {name}: choose from {', '.join(names())}")
     if not any(is_there(plugin) for plugin in PLUGINS):
         raise InputError(f'gpu {name} needs XLA\'s plug-in for CUDA: pip install "jax[cuda13]"')
 
@@ -52,8 +50,8 @@ def limit(name: str) -> int:
     return int(found[1]) * 3 // 4
 
 
-def devices(name: str, count: int = 1) -> list[Any]:
-    """So many of a GPU, of one machine, for shardings of what is compiled.
+def device(name: str) -> Any:
+    """A GPU, for shardings of what is compiled.
 
     Where there is no driver JAX has to be told so (`JAX_PLATFORMS=cpu`), as the plug-in looks for
     one otherwise.
@@ -63,15 +61,17 @@ def devices(name: str, count: int = 1) -> list[Any]:
 
     # JAX looks for plug-ins.
     jax.devices("cpu")
-    shape = {"topology": f"1x1x{count}", "target_config": told(name)}
-    return list(topologies.get_topology_desc("", platform="cuda", **shape).devices)
+    (found,) = topologies.get_topology_desc(
+        "", platform="cuda", topology="1x1x1", target_config=told(name)
+    ).devices
+    return found
 
 
 def lowered(name: str, function: Any, *arrays: Any, **options: Any) -> Any:
     """A function lowered for a GPU; `arrays` are trees of shapes, options those of `jax.jit`."""
     import jax
 
-    place = jax.sharding.SingleDeviceSharding(devices(name)[0])
+    place = jax.sharding.SingleDeviceSharding(device(name))
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arrays
     )

@@ -60,10 +60,10 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             stream = stream_bytes(program, cell) if mode != "forward" else {}
         of_xla = compiled.memory_analysis()
         peak = program_bytes(compiled)
-        limit = cell["memory_limit"]
+        limit = None if cell["memory_limit"] is None else cell["memory_limit"] * GIB
         if limit is None and gpu is not None:
-            limit = described.limit(gpu) / GIB
-        if limit is not None and peak > limit * GIB:
+            limit = described.limit(gpu)
+        if limit is not None and peak > limit:
             raise OutOfMemory(peak)
         results = of_xla.output_size_in_bytes - of_xla.alias_size_in_bytes
         gradients = model.tree_bytes(params) if mode == "forward_backward" else 0

@@ -177,15 +177,6 @@ def line_of(row: Row) -> str:
 
 def names(case: Cell) -> Iterable[str]:
     """What of a case tells rows apart."""
-    known = (
-        "size",
-        "implementation",
-        "head_size",
-        "length",
-        "policy",
-        "gpu",
-        "phase",
-        "part",
-        "mode",
-    )
-    return [one for one in (*known, "warmup", "how", "sum_in", "of") if one in case]
+    of_model = ("size", "implementation", "head_size", "length", "policy", "gpu")
+    of_program = ("phase", "part", "mode", "warmup", "how", "sum_in", "of")
+    return [one for one in (*of_model, *of_program) if one in case]

@@ -243,7 +243,7 @@ def test_the_same_bits_on_another_stream(rng: np.random.Generator) -> None:
 
 
 COMMAND_BUFFERS = """
-import hashlib, json, pathlib, sys
+import hashlib, json, sys
 import jax, jax.numpy as jnp
 from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
 
@@ -283,7 +283,7 @@ def linear(hidden):
     results.append(jax.lax.fori_loop(0, 3, lambda _, x: x - jax.grad(f)(x, weight), hidden))
     return results
 
-many, given = (linear, hidden) if sys.argv[2] == "linear" else (logits, x)
+many, given = (linear, hidden) if sys.argv[1] == "linear" else (logits, x)
 digests = []
 for _ in range(6):
     results = jax.block_until_ready(many(given))
@@ -291,10 +291,7 @@ for _ in range(6):
     # Elsewhere in memory, so that a graph has to be brought up to date.
     given = given + 0
 assert all(d == digests[0] for d in digests), "other bits in another run"
-dump = pathlib.Path(sys.argv[1])
-captured = any(b"CommandBuffer" in p.read_bytes() or b"command_buffer" in p.read_bytes()
-               for p in dump.glob("*") if p.is_file())
-print(json.dumps({"digests": digests[0], "captured": captured}))
+print(json.dumps(digests[0]))
 """
 
 
@@ -309,11 +306,8 @@ def test_the_same_bits_under_command_buffers(losses_of: str, tmp_path: Path) -> 
         ("with", f"--xla_gpu_enable_command_buffer={everything} --xla_gpu_graph_min_graph_size=1"),
         ("default", ""),
     ):
-        dump = tmp_path / name
-        dump.mkdir()
-        flags += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(COMMAND_BUFFERS), str(dump), losses_of],
+            [sys.executable, "-c", textwrap.dedent(COMMAND_BUFFERS), losses_of],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda"},
             cwd=tmp_path,
             capture_output=True,
@@ -321,8 +315,7 @@ def test_the_same_bits_under_command_buffers(losses_of: str, tmp_path: Path) -> 
         )
         assert done.returncode == 0, f"{name}: {done.stderr[-4000:]}"
         outcomes.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"{name} command buffers: seen in the dump: {outcomes[-1]['captured']}")
-    assert outcomes[0]["digests"] == outcomes[1]["digests"] == outcomes[2]["digests"]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 @pytest.mark.only("cuda", "it takes as many GiB as a machine has")
