@@ -82,12 +82,13 @@ class Norm(nnx.Module):
             return y
 
     def after(self, branch: Array, stream: Array) -> tuple[Array, Array]:
-        """Adds a branch to the residual stream, and normalises the sum; returns both.
-
-        XLA adds within the product that makes the branch, so that `rms_norm(residual=)` would read
-        it and the stream once more.
-        """
+        """Adds a branch to the residual stream, and normalises the sum; returns both."""
         with jax.named_scope("norms"):
+            if self.kernel == "ours":
+                both: tuple[Array, Array] = pallas_bridge.rms_norm(
+                    branch, self.weight[...], eps=self.eps, residual=stream
+                )
+                return both
             total = branch + stream
         return self(total), total
 

@@ -206,6 +206,17 @@ def test_rows_of_every_length_are_the_same_among_others(
         np.testing.assert_array_equal(np.asarray(one)[some], np.asarray(other))
 
 
+# GPUs copy a weight and a bias ahead of rows where these are few.
+@pytest.mark.parametrize(("rows", "columns"), [(40_000, 512), (9_000, 1096), (1_500, 4096)])
+def test_many_rows_have_the_bits_of_few(rng: np.random.Generator, rows: int, columns: int) -> None:
+    x = jnp.asarray(rng.normal(3.0, size=(rows, columns)), "bfloat16")
+    weight, bias = (jnp.asarray(rng.normal(size=columns), "float32") for _ in range(2))
+    some = slice(5, rows, rows // 20)
+    run = jax.jit(lambda x: layer_norm(x, weight, bias, return_statistics=True))
+    for all_of_it, few in zip(run(x), run(x[some]), strict=True):
+        np.testing.assert_array_equal(all_of_it[some], few)
+
+
 def test_many_tokens_are_summed_in_a_fixed_order(rng: np.random.Generator) -> None:
     of = problem(rng, 5000, 40, dtype="bfloat16", of_weight="float32")
     first = of.pulled()

@@ -212,6 +212,24 @@ def test_rows_of_every_length_are_the_same_among_others(
         np.testing.assert_array_equal(np.asarray(one)[some], np.asarray(other))
 
 
+# GPUs copy a weight ahead of rows where these are few.
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(40_000, 512), (9_000, 1096), (1_500, 4096)])
+def test_many_rows_have_the_bits_of_few(
+    rng: np.random.Generator, rows: int, columns: int, has_residual: bool
+) -> None:
+    x, residual = (jnp.asarray(rng.normal(size=(rows, columns)), "bfloat16") for _ in range(2))
+    weight = jnp.asarray(rng.normal(size=columns), "float32")
+    some = slice(5, rows, rows // 20)
+
+    @jax.jit
+    def run(x: jax.Array, residual: jax.Array) -> Any:
+        return rms_norm(x, weight, residual=residual if has_residual else None, return_rstd=True)
+
+    for all_of_it, few in zip(run(x, residual), run(x[some], residual[some]), strict=True):
+        np.testing.assert_array_equal(all_of_it[some], few)
+
+
 def test_cotangents_that_are_strided_or_expanded(rng: np.random.Generator) -> None:
     of = problem(rng, 6, 5, 16, dtype="bfloat16")
 

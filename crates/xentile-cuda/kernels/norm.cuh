@@ -38,6 +38,7 @@ struct NormArguments {
   uint32_t lanes;
   uint32_t teams;     // of a CTA
   uint32_t adjacent;  // whether the teams of a CTA take rows that follow one another
+  uint32_t ahead;     // bytes of the weight, where it is to be in shared memory before rows are; or 0
 };
 
 inline constexpr uint32_t kWeightF32 = 0, kWeightBf16 = 1, kWeightF16 = 2;

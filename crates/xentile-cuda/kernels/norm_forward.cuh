@@ -1,8 +1,9 @@
 // The forward pass of norms.
 //
 // A row that registers hold is read once: its vectors are asked for together, and nothing is computed
-// before. Many CTAs to a multiprocessor keep memory busy while some of them add up and write. A longer
-// row, or one that begins inside a vector, is read twice, the second time from the caches.
+// before. Many CTAs to a multiprocessor keep memory busy while some of them add up and write; where there
+// are few, the weight is asked for with the rows, as nothing else hides how long it takes. A longer row,
+// or one that begins inside a vector, is read twice, the second time from the caches.
 #pragma once
 
 #include "norm.cuh"
@@ -186,6 +187,32 @@ __device__ inline const W* bias_like(const NormArguments& a, const W*, int64_t r
   return bias_of<W>(a, row);
 }
 
+// Has the weight, and the bias of centred rows, come to shared memory while rows do.
+template <bool kCentred>
+__device__ inline void ask_ahead(const NormArguments& a, uint4* shared) {
+  const auto ask = [&](const void* from, uint4* to) {
+    for (uint32_t i = threadIdx.x; i < a.ahead / sizeof(uint4); i += blockDim.x) {
+      ptx::copy_common_async(ptx::shared_address(to + i), static_cast<const uint4*>(from) + i);
+    }
+  };
+  ask(a.weight, shared);
+  if (kCentred) ask(a.bias, shared + a.ahead / sizeof(uint4));
+  ptx::commit_copies();
+}
+
+// Calls `body` with arguments that lead to the weight: to what was asked for, if anything was, which all threads
+// of the CTA wait for. They are two calls so that the compiler knows which memory each reads.
+template <class Body>
+__device__ inline void with_arrived(const NormArguments& a, const uint4* shared, const Body& body) {
+  if (a.ahead == 0) return body(a);
+  ptx::wait_for_copies(0);
+  __syncthreads();
+  NormArguments of = a;
+  of.weight = shared;
+  of.bias = shared + a.ahead / sizeof(uint4);
+  body(of);
+}
+
 // Puts vectors of y where they belong.
 struct StoreNorm {
   static constexpr bool kTogether = false;
@@ -204,6 +231,8 @@ __device__ inline void norm_held_to(const NormArguments& a, const To& to) {
   constexpr int kPer = kPerVector<E>;
   __shared__ float parts[kRows][kNormWarps];
   __shared__ double wide_parts[kNormWarps];
+  extern __shared__ uint4 ahead[];
+  if (a.ahead > 0) ask_ahead<kCentred>(a, ahead);
   const Team<true> team(a.lanes);
   const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows * a.teams + team.index;
@@ -297,54 +326,58 @@ __device__ inline void norm_held_to(const NormArguments& a, const To& to) {
 
   if constexpr (To::kTogether) {
     static_assert(kRows == 1 && !kCentred);
-    with_weight(a, min(first, a.rows - 1), [&](auto* weight) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const uint32_t vector = team.lane + i * team.lanes;
-        if (vector >= vectors) continue;
-        float w[kPer], x[kPer];
-        scales<kPer>(a, weight + vector * kPer, w);
-        unpack<E>(held[0][i], x);
-#pragma unroll
-        for (int k = 0; k < kPer; ++k) x[k] = x[k] * rstd[0] * w[k];
-        held[0][i] = pack<E>(x);
-      }
-    });
-    to.template store<E>(place(0, 0), team.lanes, held[0], [&](int i) { return has(0, i); });
-  } else {
-    const bool one_weight = have_one_weight<kCentred>(a);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (r > 0 && one_weight) break;
-      const int64_t row = min(row_of(r), a.rows - 1);
-      with_weight(a, row, [&](auto* weight) {
-        const auto* bias = weight;
-        if constexpr (kCentred) bias = bias_like(a, weight, row);
+    with_arrived(a, ahead, [&](const NormArguments& of) {
+      with_weight(of, min(first, a.rows - 1), [&](auto* weight) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
           const uint32_t vector = team.lane + i * team.lanes;
           if (vector >= vectors) continue;
-          float w[kPer], b[kPer];
+          float w[kPer], x[kPer];
           scales<kPer>(a, weight + vector * kPer, w);
-          if constexpr (kCentred) widen<kPer>(bias + vector * kPer, b);
+          unpack<E>(held[0][i], x);
 #pragma unroll
-          for (int of = 0; of < kRows; ++of) {
-            if (of != r && !one_weight) continue;
-            float x[kPer];
-            unpack<E>(held[of][i], x);
-#pragma unroll
-            for (int k = 0; k < kPer; ++k) {
-              if constexpr (kCentred) {
-                x[k] = fmaf((x[k] - means[of]) * rstd[of], w[k], b[k]);
-              } else {
-                x[k] = x[k] * rstd[of] * w[k];
-              }
-            }
-            if (has(of, i)) to.template store<E>(place(of, i), x);
-          }
+          for (int k = 0; k < kPer; ++k) x[k] = x[k] * rstd[0] * w[k];
+          held[0][i] = pack<E>(x);
         }
       });
-    }
+    });
+    to.template store<E>(place(0, 0), team.lanes, held[0], [&](int i) { return has(0, i); });
+  } else {
+    const bool one_weight = have_one_weight<kCentred>(a);
+    with_arrived(a, ahead, [&](const NormArguments& of_weight) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (r > 0 && one_weight) break;
+        const int64_t row = min(row_of(r), a.rows - 1);
+        with_weight(of_weight, row, [&](auto* weight) {
+          const auto* bias = weight;
+          if constexpr (kCentred) bias = bias_like(of_weight, weight, row);
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+            const uint32_t vector = team.lane + i * team.lanes;
+            if (vector >= vectors) continue;
+            float w[kPer], b[kPer];
+            scales<kPer>(a, weight + vector * kPer, w);
+            if constexpr (kCentred) widen<kPer>(bias + vector * kPer, b);
+#pragma unroll
+            for (int of = 0; of < kRows; ++of) {
+              if (of != r && !one_weight) continue;
+              float x[kPer];
+              unpack<E>(held[of][i], x);
+#pragma unroll
+              for (int k = 0; k < kPer; ++k) {
+                if constexpr (kCentred) {
+                  x[k] = fmaf((x[k] - means[of]) * rstd[of], w[k], b[k]);
+                } else {
+                  x[k] = x[k] * rstd[of] * w[k];
+                }
+              }
+              if (has(of, i)) to.template store<E>(place(of, i), x);
+            }
+          }
+        });
+      }
+    });
   }
 }
 

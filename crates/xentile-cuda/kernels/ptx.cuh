@@ -67,6 +67,13 @@ __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes)
                : "memory");
 }
 
+// Copies 16 bytes through the L1, where other CTAs find them.
+__device__ inline void copy_common_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
 // Copies a number, or a zero where `bytes` is 0 rather than 4.
 __device__ inline void copy_number_async(uint32_t to, const float* from, uint32_t bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),

@@ -147,6 +147,7 @@ impl Norm {
             lanes: 0,
             teams: 0,
             adjacent: 0,
+            ahead: 0,
         })
     }
 
@@ -154,6 +155,19 @@ impl Norm {
     pub(crate) fn forward_lanes(&self, limits: Limits) -> u32 {
         let (rows, columns) = (self.shape.rows(), self.shape.columns());
         Plan::forward(rows, columns, self.dtype.size_bytes(), limits).lanes
+    }
+
+    /// Bytes of the weight that a CTA is to copy while rows come, and of shared memory that this takes.
+    fn ahead(&self, pass: Pass, plan: &Plan, arguments: &Arguments) -> Result<(u32, u32)> {
+        let rows = arguments.rows;
+        let has_one_each = arguments.weight_rows >= rows && arguments.bias_rows >= rows;
+        if pass != Pass::Forward || !has_one_each {
+            return Ok((0, 0));
+        }
+        let bytes = self.shape.columns() * self.weight.dtype.size_bytes();
+        let arrays = 1 + u32::from(self.is_centred);
+        let ahead = plan.ahead(bytes, arrays, Device::current()?.limits());
+        Ok((ahead, arrays * ahead))
     }
 
     /// # Safety
@@ -210,10 +224,12 @@ impl Norm {
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         let (kernel, plan) = unsafe { self.ready(pass, stream) }?;
+        let (ahead, more) = self.ahead(pass, &plan, &arguments)?;
         let Plan { ctas, lanes, teams, adjacent, shared_bytes, .. } = plan;
-        let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };
+        let (threads, shared_bytes) = (plan.threads(), shared_bytes + more);
+        let extent = Extent { ctas, rows: 1, threads, shared_bytes, cluster: None };
         let adjacent = adjacent.into();
-        let arguments = wrap(Arguments { lanes, teams, adjacent, ..arguments });
+        let arguments = wrap(Arguments { lanes, teams, adjacent, ahead, ..arguments });
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(kernel, extent, stream, &arguments) }
     }

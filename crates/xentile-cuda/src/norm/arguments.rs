@@ -28,6 +28,7 @@ mirror! {
         lanes: u32,
         teams: u32,
         adjacent: u32,
+        ahead: u32,
     }
 }
 
