@@ -19,6 +19,7 @@ from train import breakdown
 from train.config import InputError
 from transformer_bench import (
     buffers,
+    compare,
     compiled,
     config,
     kernels,
@@ -34,6 +35,7 @@ from transformer_bench import (
 )
 from transformer_bench.__main__ import main
 
+PROGRAMS = compare.PROGRAMS
 CONFIGS = ROOT / "examples/transformer_bench/configs"
 TEST = CONFIGS / "test.yaml"
 
@@ -116,6 +118,7 @@ def test_settings_override() -> None:
         ("jit --loss best", "loss is best: choose from xla, ours, auto"),
         ("attention --loss ours", "unrecognized arguments: --loss ours"),
         ("time --set colour=red", "key colour is unknown: choose from sizes"),
+        ("compare", "compare sets kernels of ours beside XLA's: give --norm auto, say"),
         ("memory --set gpu=b1", "gpu is b1: choose from h100, h200"),
         ("memory --set gpu=2", "gpu is 2: choose from h100, h200"),
         ("time --set gpu=h200", "gpu is of memory alone: leave it out of time"),
@@ -539,6 +542,64 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "![Time of a step](page-time.svg)" in text
     assert "average of a step (s), after 1 of warm-up" in (tmp_path / "page-time.svg").read_text()
     assert "<table>" in html.read_text() and '<img src="data:image/svg+xml;' in html.read_text()
+
+
+def test_compare_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["modes=[forward, step]", "steps=2"]
+    rows = measured("compare", tmp_path, settings, "--norm", "auto", "--loss", "ours")
+    assert [row["case"]["mode"] for row in rows] == ["forward", "step"]
+    for row in rows:
+        of = [row[f"{figure}_{name}"] for figure in ("median", "in_line") for name in PROGRAMS]
+        assert len(of) == 6 and min(of) > 0
+    shown = capsys.readouterr()
+    assert shown.out.count("| test | 2 | 16 | float32 | norm ours, loss ours |") == 2
+    assert shown.err.startswith("[1/2] compare size=test length=16 policy=float32 mode=forward: ok")
+    page, html = tmp_path / "page.md", tmp_path / "page.html"
+    file = str(tmp_path / "compare.jsonl")
+    assert bench("report", file, "--out", str(page), "--html", str(html)) == 0
+    assert "## XLA's kernels and ours in turns\n\n| size |" in page.read_text()
+    assert "ours in times of XLA" in (tmp_path / "page-compare.svg").read_text()
+
+
+def test_steps_in_turns() -> None:
+    """A short step is waited for, and then several follow one another; a long one runs once."""
+    calls: list[str] = []
+    result = jax.block_until_ready(jnp.zeros(()))
+
+    def starts(name: str, seconds: float) -> Any:
+        def start() -> Any:
+            calls.append(name)
+            time.sleep(seconds)
+            return result
+
+        return start
+
+    found = compare.turns({"xla": starts("xla", 0.0), "ours": starts("ours", 0.06)}, 2)
+    turn = ["xla"] * (1 + compare.IN_LINE) + ["ours"]
+    assert calls == turn * 3
+    assert [len(of) for both in found.values() for of in both] == [2] * 4
+    waited, in_line = found["ours"]
+    assert waited == in_line and min(waited) >= 0.06
+
+
+def test_words_of_turns() -> None:
+    case = {"size": "a", "length": 128, "policy": "mixed", "batch": 2, "mode": "forward"}
+    case |= dict.fromkeys(config.KERNELS, "xla") | {"norm": "ours"}
+    given = {
+        "xla": ([2.0, 3.0, 2.0], [1.0, 1.0, 5.0]),
+        "ours": ([2.1, 2.1, 9.0], [0.9, 0.9, 0.1]),
+        "again": ([2.0], [0.99]),
+    }
+    row = {"case": case, "status": "ok", **compare.summary(given)}
+    told = compare.words([row, {"case": case, "status": "OOM", "asked_bytes": 1}])
+    which = "With kernels norm ours forward"
+    assert f"{which}, waited for, takes 1.05 of XLA's time (a at 128 in mixed)" in told
+    assert "1 of 1 rows take more than 1.03 of it: a at 128 in mixed (1.050)." in told
+    assert f"{which}, in line, takes 0.90 of XLA's time (a at 128 in mixed); 0 of 1 rows" in told
+    assert told.startswith("1 of 2 rows ran out of memory.")
+    assert told.endswith("XLA's program in line takes 0.99 of its own time.")
+    line = compare.table([row]).splitlines()[-1]
+    assert line.endswith("| ok | 2 | 2.1 | 1.050 | 1 | 0.9 | 0.900 | 0.990 |")
 
 
 def test_a_real_run_is_out_of_memory(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from .runner import run
 
 HELP = {
     "time": "seconds a step, by size, length and steps of warm-up",
+    "compare": "XLA's kernels and ours in turns, in one process",
     "memory": "what a program holds by category, its largest buffers; nothing runs",
     "layers": "milliseconds of each part of a layer, and of the model",
     "kernels": "the model's kernels from a profile, by kind and by part",

@@ -6,6 +6,7 @@ from typing import Any
 # By the name of the command, the module that has `cells`, `prepare`, `table` and `words`.
 MODULES = {
     "time": "timing",
+    "compare": "compare",
     "memory": "memory",
     "layers": "layers",
     "kernels": "kernels",

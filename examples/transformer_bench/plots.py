@@ -190,6 +190,13 @@ def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
             place.legend(fontsize=7)
 
 
+def of_compare(rows: Sequence[Row], axes: Any) -> None:
+    """Ours in times of XLA's, steps in line."""
+    names = ("size", "length", "policy", "mode")
+    values = {label(row["case"], *names): row["in_line_ours"] / row["in_line_xla"] for row in rows}
+    bars(axes, values, "ours in times of XLA's, in line")
+
+
 def of_jit(rows: Sequence[Row], axes: Any) -> None:
     """The median of each way to run a pass."""
     names = ("size", "length", "policy", "mode", "how")
@@ -199,6 +206,7 @@ def of_jit(rows: Sequence[Row], axes: Any) -> None:
 # How many axes a command's picture has, and what draws on them.
 PICTURES: dict[str, tuple[int, Callable[..., None]]] = {
     "time": (1, of_time),
+    "compare": (1, of_compare),
     "memory": (2, of_memory),
     "layers": (2, of_layers),
     "kernels": (2, of_kernels),

@@ -15,6 +15,7 @@ from .tables import Row
 
 TITLES = {
     "time": "Time of a step",
+    "compare": "XLA's kernels and ours in turns",
     "memory": "Memory of a program",
     "layers": "Where a layer's time goes",
     "kernels": "Which kernels take a step's time",

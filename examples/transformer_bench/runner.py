@@ -168,11 +168,15 @@ def line_of(row: Row) -> str:
     shown = {name: row["case"][name] for name in names(row["case"])}
     where = " ".join(f"{name}={value}" for name, value in shown.items())
     told = f" ({row['error']})" if row.get("error") else ""
-    took = row.get("average", row.get("median", row.get("forward_backward")))
+    took = next((row[name] for name in FIGURES if name in row), None)
     figure = "" if took is None else f", {duration(took)}"
     if "peak_bytes" in row:
         figure += f", peak {size(row['peak_bytes'])}"
     return f"{row['command']} {where}: {status(row)}{told}{figure}"
+
+
+# What a line of progress tells of a row: the first that it has.
+FIGURES = ("average", "median", "median_ours", "forward_backward")
 
 
 def names(case: Cell) -> Iterable[str]:

@@ -1,0 +1,176 @@
+"""`compare`: the same passes by XLA's kernels and by ours, in turns in one process.
+
+In processes of their own two programs differ by more than their kernels: XLA measures products anew
+in each, and may choose others, and what starts kernels is not as fast in every process. Here
+products that both programs have are chosen once, and steps of both follow one another.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from train.config import InputError
+
+from . import tables
+from .config import KERNELS, Spec, cell_of
+from .tables import Row
+from .timing import BOUND
+
+Cell = dict[str, Any]
+# Steps that follow one another without a wait, so that starting kernels is hidden where it can be.
+IN_LINE = 5
+# XLA's program runs a second time in each turn: what that takes otherwise is what times tell apart.
+PROGRAMS = ("xla", "ours", "again")
+
+
+def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
+    """A cell for each size, length and policy; a row for each mode.
+
+    Raises:
+        InputError: No kernel is ours.
+    """
+    if "ours" not in (getattr(spec, kernel) for kernel in KERNELS):
+        raise InputError("compare sets kernels of ours beside XLA's: give --norm auto, say")
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        yield (
+            cell_of(spec, size, length, policy),
+            [{"mode": mode, "steps": spec.steps} for mode in spec.modes],
+        )
+
+
+def prepare(cell: Cell) -> Callable[[Cell], Row]:
+    """Makes parameters and data, and returns what measures a row.
+
+    Raises:
+        OutOfMemory: The parameters have no room.
+    """
+    from . import model
+    from .compiled import Compiling, device_limit
+
+    limit = device_limit(cell["memory_limit"])
+    program = model.program_of(cell)
+    # Of `step` they are in its state.
+    params = cache(Compiling(lambda: model.parameters(program), limit))
+    batch = model.random_batch(cell)
+    theirs = {**cell, **{kernel: "xla" for kernel in KERNELS if cell[kernel] == "ours"}}
+
+    def measure(variant: Cell) -> Row:
+        mode, steps = variant["mode"], variant["steps"]
+        state = Compiling(program._initial, limit)() if mode == "step" else None
+        starts: dict[str, Callable[[], Any]] = {}
+        for name, of in (("xla", theirs), ("ours", cell)):
+            one = model.program_of(of)
+            if mode == "step":
+                run = Compiling(one.step, limit, donate_argnums=0)
+            else:
+                run = Compiling(model.pass_of(one, mode), limit)
+
+            def start(run: Compiling = run) -> Any:
+                nonlocal state
+                if state is None:
+                    return run.start(params(), batch)
+                state, told = run.start(state, batch)
+                return told
+
+            with model.attention_by(of["attention"]):
+                start()
+            starts[name] = start
+        starts["again"] = starts["xla"]
+        return summary(turns(starts, steps))
+
+    return measure
+
+
+def turns(
+    starts: dict[str, Callable[[], Any]], count: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of a step, waited for and in line, of programs that have so many turns each.
+
+    Args:
+        starts: What starts a step of each program and does not wait for its results.
+        count: How many turns each has, after one of warm-up.
+    """
+    import jax
+
+    from .model import LEAST_SECONDS
+
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in starts}
+    for turn in range(-1, count):
+        for name, start in starts.items():
+            begun = time.perf_counter()
+            jax.block_until_ready(start())
+            waited = in_line = time.perf_counter() - begun
+            # Starting a long step is hidden by itself.
+            if waited < LEAST_SECONDS:
+                begun = time.perf_counter()
+                for _ in range(IN_LINE - 1):
+                    start()
+                jax.block_until_ready(start())
+                in_line = (time.perf_counter() - begun) / IN_LINE
+            if turn >= 0:
+                found[name][0].append(waited)
+                found[name][1].append(in_line)
+    return found
+
+
+def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
+    """The medians of each program, in seconds: `median_NAME` waited for, and `in_line_NAME`."""
+    row: Row = {}
+    for name in PROGRAMS:
+        waited, in_line = found[name]
+        row[f"median_{name}"] = statistics.median(waited)
+        row[f"in_line_{name}"] = statistics.median(in_line)
+    return row
+
+
+def pair(row: Row, figure: str, one: str = "ours") -> tuple[Row, Row]:
+    """A program's figure and XLA's, as rows for what compares two."""
+    return tuple({"case": row["case"], figure: row[f"{figure}_{name}"]} for name in (one, "xla"))  # type: ignore[return-value]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a row."""
+    heads = ["size", "batch", "length", "policy", "kernels", "pass", "status"]
+    heads += ["XLA's (s)", "ours (s)", "ours of XLA's"]
+    heads += ["in line, XLA's (s)", "ours (s)", "ours of XLA's", "XLA's again"]
+    lines = []
+    for row in rows:
+        case = row["case"]
+        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
+        line += [tables.kernels(case), case["mode"], tables.status(row)]
+        is_told = row["status"] == "ok"
+        for figure in ("median", "in_line"):
+            line += [tables.seconds(row.get(f"{figure}_{name}")) for name in PROGRAMS[:2]]
+            line.append(f"{tables.ratio(pair(row, figure), figure):.3f}" if is_told else "")
+        again = pair(row, "in_line", "again")
+        line.append(f"{tables.ratio(again, 'in_line'):.3f}" if is_told else "")
+        lines.append(line)
+    return tables.table(heads, lines)
+
+
+def words(rows: Sequence[Row]) -> str:
+    """What the numbers show, by kernels and pass, and what XLA's program takes of itself."""
+    told = [tables.ends(rows)]
+    found = tables.finished(rows)
+    by: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        by.setdefault((tables.kernels(row["case"]), row["case"]["mode"]), []).append(row)
+    for (kernels, mode), of in by.items():
+        for figure, what in (("median", "waited for"), ("in_line", "in line")):
+            pairs = [pair(row, figure) for row in of]
+            took = tables.compared(pairs, figure, "XLA's time")
+            over = [
+                f"{tables.place(one[0]['case'])} ({tables.ratio(one, figure):.3f})"
+                for one in pairs
+                if tables.ratio(one, figure) > BOUND
+            ]
+            line = f"With kernels {kernels} {mode}, {what}, takes {took}; {len(over)} of {len(of)}"
+            line += f" rows take more than {BOUND:g} of it"
+            told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
+    if found:
+        again = [tables.ratio(pair(row, "in_line", "again"), "in_line") for row in found]
+        told.append(f"XLA's program in line takes {tables.span(again)} of its own time.")
+    return " ".join(filter(None, told))
