@@ -26,6 +26,7 @@ run_lane() {
     for command; do
         settings=()
         [[ $command != jit ]] || settings=(--set 'modes=[forward_backward]')
+        [[ $command != compare ]] || settings=(--norm auto --attention auto --mlp auto --loss auto --set modes=forward)
         [[ $command != precision ]] || settings=(--set 'policies=[float32,bfloat16,mixed]')
         started=$SECONDS
         python -m transformer_bench "$command" --config examples/transformer_bench/configs/small-ci.yaml \
@@ -37,7 +38,7 @@ run_lane() {
 
 # Two at once: each compiles most of its time, which takes one core.
 status=0
-run_lane a precision layers memory &
+run_lane a precision layers memory compare &
 other=$!
 run_lane b jit time kernels attention || status=1
 wait "$other" || status=1
