@@ -17,7 +17,6 @@ from train.config import InputError
 from . import tables
 from .config import KERNELS, Spec, cell_of
 from .tables import Row
-from .timing import BOUND
 
 Cell = dict[str, Any]
 # Steps that follow one another without a wait, so that starting kernels is hidden where it can be.
@@ -128,7 +127,8 @@ def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
 
 def pair(row: Row, figure: str, one: str = "ours") -> tuple[Row, Row]:
     """A program's figure and XLA's, as rows for what compares two."""
-    return tuple({"case": row["case"], figure: row[f"{figure}_{name}"]} for name in (one, "xla"))  # type: ignore[return-value]
+    ours, of_xla = ({"case": row["case"], figure: row[f"{figure}_{name}"]} for name in (one, "xla"))
+    return ours, of_xla
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -160,16 +160,8 @@ def words(rows: Sequence[Row]) -> str:
         by.setdefault((tables.kernels(row["case"]), row["case"]["mode"]), []).append(row)
     for (kernels, mode), of in by.items():
         for figure, what in (("median", "waited for"), ("in_line", "in line")):
-            pairs = [pair(row, figure) for row in of]
-            took = tables.compared(pairs, figure, "XLA's time")
-            over = [
-                f"{tables.place(one[0]['case'])} ({tables.ratio(one, figure):.3f})"
-                for one in pairs
-                if tables.ratio(one, figure) > BOUND
-            ]
-            line = f"With kernels {kernels} {mode}, {what}, takes {took}; {len(over)} of {len(of)}"
-            line += f" rows take more than {BOUND:g} of it"
-            told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
+            took = tables.compared_times([pair(row, figure) for row in of], figure)
+            told.append(f"With kernels {kernels} {mode}, {what}, takes {took}")
     if found:
         again = [tables.ratio(pair(row, "in_line", "again"), "in_line") for row in found]
         told.append(f"XLA's program in line takes {tables.span(again)} of its own time.")

@@ -7,6 +7,8 @@ from typing import Any
 from .config import GIB, KERNELS
 
 Row = dict[str, Any]
+# Rows of ours that take more of XLA's time are named.
+BOUND = 1.03
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -138,6 +140,18 @@ def compared(pairs: Sequence[tuple[Row, Row]], figure: str, what: str) -> str:
         return best.replace(" (", f" of {what} (", 1)
     median = statistics.median(ratio(pair, figure) for pair in pairs)
     return f"{median:.2f} of {what} in the median, {best} at best and {worst} at worst"
+
+
+def compared_times(pairs: Sequence[tuple[Row, Row]], figure: str) -> str:
+    """The same of a time, and where ours takes more than `BOUND` of XLA's."""
+    over = [
+        f"{place(pair[0]['case'])} ({ratio(pair, figure):.3f})"
+        for pair in pairs
+        if ratio(pair, figure) > BOUND
+    ]
+    took = compared(pairs, figure, "XLA's time")
+    line = f"{took}; {len(over)} of {len(pairs)} rows take more than {BOUND:g} of it"
+    return f"{line}: {', '.join(over)}." if over else f"{line}."
 
 
 def place(case: Row) -> str:

@@ -10,8 +10,6 @@ from .config import Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
-# Rows of ours that take more of XLA's time are named.
-BOUND = 1.03
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
@@ -154,15 +152,6 @@ def words(rows: Sequence[Row]) -> str:
     warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
     for name, pairs in tables.beside_xla(warm).items():
         for mode, of_mode in tables.by(pairs, "mode").items():
-            took = tables.compared(of_mode, "average", "XLA's time")
-            over = [
-                f"{tables.place(pair[0]['case'])} ({tables.ratio(pair, 'average'):.3f})"
-                for pair in of_mode
-                if tables.ratio(pair, "average") > BOUND
-            ]
-            line = (
-                f"With kernels {name} a warm {mode} takes {took}; {len(over)} of {len(of_mode)} "
-                f"rows take more than {BOUND:g} of it"
-            )
-            told.append(f"{line}: {', '.join(over)}." if over else f"{line}.")
+            took = tables.compared_times(of_mode, "average")
+            told.append(f"With kernels {name} a warm {mode} takes {took}")
     return " ".join(filter(None, told))
