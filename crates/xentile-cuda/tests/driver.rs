@@ -247,7 +247,8 @@ fn what_is_launched() {
         launch("forward_held4", "grid 8192 block 128 shared 0", "0x100000", 13),
         launch("backward_ring2", "grid 128 block 512 shared 69632", "0x100000", 14),
         "norm: done".into(),
-        launch("add_forward_held4", "grid 75 block 128 shared 0", "0x100000", 15),
+        // Few rows, ahead of which their weight comes: 896 numbers of f32.
+        launch("add_forward_held4", "grid 75 block 128 shared 3584", "0x100000", 15),
         launch("add_backward_ring2", "grid 9 block 640 shared 128000", "0x100000", 16),
         "added: done".into(),
         launch("forward_elements", "grid 75 block 128 shared 0", "0x100000", 17),
@@ -261,7 +262,7 @@ fn what_is_launched() {
          cluster 0 first 0x10000 loads 20"
             .into(),
         "in one: done".into(),
-        "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 0 cluster 0 \
+        "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 3584 cluster 0 \
          first 0x10000 loads 21"
             .into(),
         "launch fp8_quantize_turned_norm_f8e4m3fn_bf16 stream 1 grid 14 block 256 shared 0 \
