@@ -17,6 +17,7 @@ from train.config import InputError
 from . import tables
 from .config import KERNELS, Spec, cell_of
 from .tables import Row
+from .timing import starter
 
 Cell = dict[str, Any]
 # Steps that follow one another without a wait, so that starting kernels is hidden where it can be.
@@ -41,44 +42,30 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes parameters and data, and returns what measures a row.
-
-    Raises:
-        OutOfMemory: The parameters have no room.
-    """
+    """Makes data, and returns what makes parameters and measures a row."""
     from . import model
     from .compiled import Compiling, device_limit
 
     limit = device_limit(cell["memory_limit"])
     program = model.program_of(cell)
-    # Of `step` they are in its state.
-    params = cache(Compiling(lambda: model.parameters(program), limit))
     batch = model.random_batch(cell)
     theirs = {**cell, **{kernel: "xla" for kernel in KERNELS if cell[kernel] == "ours"}}
 
+    @cache
+    def held_of(is_step: bool) -> list[Any]:
+        initial = program._initial if is_step else lambda: model.parameters(program)
+        return [Compiling(initial, limit)()]
+
     def measure(variant: Cell) -> Row:
-        mode, steps = variant["mode"], variant["steps"]
-        state = Compiling(program._initial, limit)() if mode == "step" else None
+        mode = variant["mode"]
+        held = held_of(mode == "step")
         starts: dict[str, Callable[[], Any]] = {}
         for name, of in (("xla", theirs), ("ours", cell)):
-            one = model.program_of(of)
-            if mode == "step":
-                run = Compiling(one.step, limit, donate_argnums=0)
-            else:
-                run = Compiling(model.pass_of(one, mode), limit)
-
-            def start(run: Compiling = run) -> Any:
-                nonlocal state
-                if state is None:
-                    return run.start(params(), batch)
-                state, told = run.start(state, batch)
-                return told
-
+            starts[name] = starter(model.program_of(of), mode, limit, held, batch)
             with model.attention_by(of["attention"]):
-                start()
-            starts[name] = start
+                starts[name]()
         starts["again"] = starts["xla"]
-        return summary(turns(starts, steps))
+        return summary(turns(starts, variant["steps"]))
 
     return measure
 

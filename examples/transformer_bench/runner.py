@@ -21,6 +21,8 @@ from .process import Process
 from .tables import Row, duration, size, status
 
 Cell = dict[str, Any]
+# What a line of progress tells of a row: the first that it has.
+FIGURES = ("average", "median", "median_ours", "forward_backward")
 
 
 def key(case: Cell) -> str:
@@ -173,10 +175,6 @@ def line_of(row: Row) -> str:
     if "peak_bytes" in row:
         figure += f", peak {size(row['peak_bytes'])}"
     return f"{row['command']} {where}: {status(row)}{told}{figure}"
-
-
-# What a line of progress tells of a row: the first that it has.
-FIGURES = ("average", "median", "median_ours", "forward_backward")
 
 
 def names(case: Cell) -> Iterable[str]:

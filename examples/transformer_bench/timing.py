@@ -30,6 +30,8 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     Raises:
         OutOfMemory: The parameters have no room.
     """
+    import jax
+
     from . import model
     from .compiled import Compiling, OutOfMemory, device_limit
 
@@ -42,19 +44,13 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     batch = model.random_batch(cell)
 
     def call_of(mode: str) -> Callable[[], Any]:
-        if mode != "step":
-            run = Compiling(model.pass_of(program, mode), limit)
-            return lambda: run(params, batch)
-        # The parameters of the other modes stay.
-        left = None if limit is None else limit - needed
-        state = Compiling(program._initial, left)()
-        step = Compiling(program.step, left, donate_argnums=0)
-
-        def call() -> None:
-            nonlocal state
-            state, _ = step(state, batch)
-
-        return call
+        if mode == "step":
+            # The parameters of the other modes stay.
+            left = None if limit is None else limit - needed
+            start = starter(program, mode, left, [Compiling(program._initial, left)()], batch)
+        else:
+            start = starter(program, mode, limit, [params], batch)
+        return lambda: jax.block_until_ready(start())
 
     sequences: dict[str, Steps] = {}
 
@@ -67,6 +63,29 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         return {**summary(found[:warmup], found[warmup:]), "limit_bytes": limit}
 
     return measure
+
+
+def starter(
+    program: Any, mode: str, limit: int | None, held: list[Any], batch: Any
+) -> Callable[[], Any]:
+    """What starts a step of a mode, does not wait, and returns the results; compiled at first.
+
+    `held` has parameters, or for `step` the state, in whose place each step leaves the next one.
+    """
+    from .compiled import Compiling
+    from .model import pass_of
+
+    if mode != "step":
+        run = Compiling(pass_of(program, mode), limit)
+        return lambda: run.start(held[0], batch)
+    step = Compiling(program.step, limit, donate_argnums=0)
+
+    def start() -> Any:
+        found = step.start(held[0], batch)
+        held[0] = found[0]
+        return found
+
+    return start
 
 
 class Steps:

@@ -157,22 +157,9 @@ impl Norm {
         Plan::forward(rows, columns, self.dtype.size_bytes(), limits).lanes
     }
 
-    /// Bytes of the weight that a CTA is to copy while rows come, and of shared memory that this takes.
-    fn ahead(&self, pass: Pass, plan: &Plan, arguments: &Arguments) -> Result<(u32, u32)> {
-        let rows = arguments.rows;
-        let has_one_each = arguments.weight_rows >= rows && arguments.bias_rows >= rows;
-        if pass != Pass::Forward || !has_one_each {
-            return Ok((0, 0));
-        }
-        let bytes = self.shape.columns() * self.weight.dtype.size_bytes();
-        let arrays = 1 + u32::from(self.is_centred);
-        let ahead = plan.ahead(bytes, arrays, Device::current()?.limits());
-        Ok((ahead, arrays * ahead))
-    }
-
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<(Kernel, Plan)> {
+    unsafe fn ready(&self, pass: Pass, stream: RawStream) -> Result<(Kernel, Plan, Limits)> {
         let device = Device::current()?;
         let (rows, columns) = (self.shape.rows(), self.shape.columns());
         let (element, limits) = (self.dtype.size_bytes(), device.limits());
@@ -186,7 +173,7 @@ impl Norm {
         };
         let name = format!("{}_{name}_{}_{}", self.kernels, plan.way, self.dtype);
         // SAFETY: passed on from this function's contract.
-        Ok((unsafe { library::kept_kernel(&name, device, stream) }?, plan))
+        Ok((unsafe { library::kept_kernel(&name, device, stream) }?, plan, limits))
     }
 
     /// Has `stream` run the kernel of `pass`.
@@ -223,11 +210,14 @@ impl Norm {
         wrap: impl FnOnce(Arguments) -> A,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        let (kernel, plan) = unsafe { self.ready(pass, stream) }?;
-        let (ahead, more) = self.ahead(pass, &plan, &arguments)?;
-        let Plan { ctas, lanes, teams, adjacent, shared_bytes, .. } = plan;
-        let (threads, shared_bytes) = (plan.threads(), shared_bytes + more);
-        let extent = Extent { ctas, rows: 1, threads, shared_bytes, cluster: None };
+        let (kernel, mut plan, limits) = unsafe { self.ready(pass, stream) }?;
+        let rows = arguments.rows;
+        if pass == Pass::Forward && arguments.weight_rows.min(arguments.bias_rows) >= rows {
+            let bytes = self.shape.columns() * self.weight.dtype.size_bytes();
+            plan = plan.with_ahead(bytes, 1 + u32::from(self.is_centred), limits);
+        }
+        let Plan { ctas, lanes, teams, adjacent, ahead, shared_bytes, .. } = plan;
+        let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };
         let adjacent = adjacent.into();
         let arguments = wrap(Arguments { lanes, teams, adjacent, ahead, ..arguments });
         // SAFETY: passed on from this function's contract.

@@ -262,8 +262,8 @@ fn what_is_launched() {
          cluster 0 first 0x10000 loads 20"
             .into(),
         "in one: done".into(),
-        "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 3584 cluster 0 \
-         first 0x10000 loads 21"
+        "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 3584 \
+         cluster 0 first 0x10000 loads 21"
             .into(),
         "launch fp8_quantize_turned_norm_f8e4m3fn_bf16 stream 1 grid 14 block 256 shared 0 \
          cluster 0 first 0x10000 loads 22"

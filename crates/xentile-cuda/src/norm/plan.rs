@@ -33,6 +33,8 @@ pub(super) struct Plan {
     pub(super) teams: u32,
     /// Whether the teams of a CTA have rows that follow one another.
     pub(super) adjacent: bool,
+    /// Bytes of the weight that each CTA copies to shared memory while its rows come.
+    pub(super) ahead: u32,
     pub(super) shared_bytes: u32,
 }
 
@@ -41,15 +43,17 @@ impl Plan {
         self.lanes * self.teams
     }
 
-    /// Bytes of a weight to copy to shared memory while rows come: of `bytes` that all rows have in common, in
-    /// each of `arrays`, where there are few CTAs. More of them hide each other's waiting, and share what the L1
-    /// holds.
-    pub(super) fn ahead(&self, bytes: usize, arrays: u32, limits: Limits) -> u32 {
+    /// This with a weight of `bytes` copied to shared memory while rows come, which all rows have in common, in each
+    /// of `arrays`; where there are few CTAs. More of them hide each other's waiting, and share what the L1 holds.
+    pub(super) fn with_ahead(self, bytes: usize, arrays: u32, limits: Limits) -> Self {
         let shared = bytes * arrays as usize;
         let is_held = self.way.starts_with("held") && bytes.is_multiple_of(VECTOR);
         let most = limits.multiprocessors as usize * MOST_AHEAD_OF_MULTIPROCESSOR;
         let is_few = shared <= MOST_AHEAD && shared.saturating_mul(self.ctas as usize) <= most;
-        if is_held && is_few { bytes as u32 } else { 0 }
+        if !is_held || !is_few {
+            return self;
+        }
+        Self { ahead: bytes as u32, shared_bytes: self.shared_bytes + shared as u32, ..self }
     }
 
     /// Of the forward pass over rows of so many bytes.
@@ -60,6 +64,7 @@ impl Plan {
             lanes,
             teams,
             adjacent: true,
+            ahead: 0,
             shared_bytes: 0,
         };
         let bytes = columns * element;
@@ -112,7 +117,7 @@ impl Plan {
             let shared_bytes = (2 * place).max(sums);
             let fits = teams > 0 && lanes * teams >= least_threads && shared_bytes <= room;
             let adjacent = lanes <= 32;
-            fits.then_some(Self { way, ctas, lanes, teams, adjacent, shared_bytes })
+            fits.then_some(Self { way, ctas, lanes, teams, adjacent, ahead: 0, shared_bytes })
         };
         let ring1 = |share| ring("ring1", 1, RING1_THREADS / share, 1);
         let ring2 = |share, least: u32| ring("ring2", 2, RING2_THREADS / share, least / share);
@@ -137,7 +142,7 @@ impl Plan {
             let pieces = if bytes.is_multiple_of(VECTOR) { vectors } else { columns };
             let lanes = lanes(pieces, 1).clamp(32, ANY_THREADS);
             let way = any(bytes);
-            Self { way, ctas, lanes, teams: 1, adjacent: true, shared_bytes: 0 }
+            Self { way, ctas, lanes, teams: 1, adjacent: true, ahead: 0, shared_bytes: 0 }
         })
     }
 }
@@ -232,13 +237,15 @@ mod tests {
         assert_eq!(short(forward(4096)), ("held4", 128, 1, 8192));
         assert_eq!(short(forward(65536)), ("held8", 1024, 1, 8192));
         assert_eq!(short(forward(1023)), ("elements", 32, 4, 2048));
-        let ahead =
-            |rows, columns| Plan::forward(rows, columns, 2, H100).ahead(4 * columns, 1, H100);
+        let ahead = |rows, columns| {
+            Plan::forward(rows, columns, 2, H100).with_ahead(4 * columns, 1, H100).ahead
+        };
         assert_eq!((ahead(512, 768), ahead(16384, 768)), (3072, 0));
         assert_eq!((ahead(512, 4096), ahead(1024, 4096)), (16384, 0));
         // What is no whole number of vectors, or of rows that are not held.
         assert_eq!((ahead(4, 1023), ahead(1, 65536)), (0, 0));
-        let bf16_weight = |columns| Plan::forward(4, columns, 4, H100).ahead(2 * columns, 1, H100);
+        let bf16_weight =
+            |columns| Plan::forward(4, columns, 4, H100).with_ahead(2 * columns, 1, H100).ahead;
         assert_eq!((bf16_weight(1024), bf16_weight(1028)), (2048, 0));
         let backward = |columns, limits| Plan::backward(128, columns, 2, 2, false, limits);
         let whole = |plan: Plan| (plan.way, plan.lanes, plan.teams, plan.shared_bytes >> 10);
