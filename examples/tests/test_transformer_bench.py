@@ -591,15 +591,17 @@ def test_words_of_turns() -> None:
         "again": ([2.0], [0.99]),
     }
     row = {"case": case, "status": "ok", **compare.summary(given)}
-    told = compare.words([row, {"case": case, "status": "OOM", "asked_bytes": 1}])
+    without = {"case": case, "status": "OOM", "asked_bytes": 1}
+    told = compare.words([row, without])
     which = "With kernels norm ours forward"
     assert f"{which}, waited for, takes 1.05 of XLA's time (a at 128 in mixed)" in told
     assert "1 of 1 rows take more than 1.03 of it: a at 128 in mixed (1.050)." in told
     assert f"{which}, in line, takes 0.90 of XLA's time (a at 128 in mixed); 0 of 1 rows" in told
     assert told.startswith("1 of 2 rows ran out of memory.")
     assert told.endswith("XLA's program in line takes 0.99 of its own time.")
-    line = compare.table([row]).splitlines()[-1]
+    *_, line, last = compare.table([row, without]).splitlines()
     assert line.endswith("| ok | 2 | 2.1 | 1.050 | 1 | 0.9 | 0.900 | 0.990 |")
+    assert last.endswith("| forward | OOM, 1 B asked for |  |  |  |  |  |  |  |")
 
 
 def test_a_real_run_is_out_of_memory(tmp_path: Path) -> None:

@@ -118,6 +118,13 @@ def pair(row: Row, figure: str, one: str = "ours") -> tuple[Row, Row]:
     return ours, of_xla
 
 
+def ratio(row: Row, figure: str, one: str) -> str:
+    """A program's figure over XLA's; "" where a row has none."""
+    if row["status"] != "ok":
+        return ""
+    return f"{tables.ratio(pair(row, figure, one), figure):.3f}"
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line a row."""
     heads = ["size", "batch", "length", "policy", "kernels", "pass", "status"]
@@ -128,13 +135,10 @@ def table(rows: Sequence[Row]) -> str:
         case = row["case"]
         line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
         line += [tables.kernels(case), case["mode"], tables.status(row)]
-        is_told = row["status"] == "ok"
         for figure in ("median", "in_line"):
             line += [tables.seconds(row.get(f"{figure}_{name}")) for name in PROGRAMS[:2]]
-            line.append(f"{tables.ratio(pair(row, figure), figure):.3f}" if is_told else "")
-        again = pair(row, "in_line", "again")
-        line.append(f"{tables.ratio(again, 'in_line'):.3f}" if is_told else "")
-        lines.append(line)
+            line.append(ratio(row, figure, "ours"))
+        lines.append([*line, ratio(row, "in_line", "again")])
     return tables.table(heads, lines)
 
 
