@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
+from pallas_bridge._src import library
 from pallas_bridge._src.cross_entropy import custom_call, reference
 from pallas_bridge._src.cross_entropy.options import check_options
 from pallas_bridge._src.linear_cross_entropy.plan import INVARIANT_TOKENS
@@ -208,10 +209,19 @@ def test_rows_that_begin_anywhere_have_no_kernels_on_gpus(vocab: int) -> None:
     x, w, y = jnp.ones((3, 8)), jnp.ones((vocab, 8)), jnp.zeros(3, jnp.int32)
     more = {"implementation": "custom_call", "batch_invariant": True, "return_entropy": True}
     f = jax.jit(jax.grad(lambda x: linear_cross_entropy(x, w, y, **more)[0]))
-    for platform in ("cpu", "cuda"):
+
+    def calls_kernels(platform: str) -> bool:
         program = f.trace(x).lower(lowering_platforms=(platform,)).as_text()
-        if platform == "cpu" or vocab == RAGGED:
-            assert ("xentile_cross_entropy" in program) == (platform == "cpu")
+        return "xentile_cross_entropy" in program
+
+    assert calls_kernels("cpu")
+    if vocab == RAGGED:
+        assert not calls_kernels("cuda")
+    elif "cuda" in library.require().platforms_of("xentile_cross_entropy_forward"):
+        assert calls_kernels("cuda")
+    else:
+        with pytest.raises(library.LibraryError, match="no kernel for platform cuda"):
+            calls_kernels("cuda")
 
 
 @pytest.mark.parametrize(
