@@ -7,8 +7,8 @@
 # microbench. Where XENTILE_XLA_LIBRARY names a library, that one is taken. Sections, all unless some
 # are named:
 #
-#     jax           the tests of pallas_bridge, by JOBS processes (8), each of which sees one GPU of those
-#                   that there are, or that CUDA_VISIBLE_DEVICES names
+#     jax           the tests of pallas_bridge, or of the files in JAX_TESTS, by JOBS processes (8), each
+#                   of which sees one GPU of those that there are, or that CUDA_VISIBLE_DEVICES names
 #     sanitizer     compute-sanitizer's four tools over every kernel on small shapes
 #     counters      the kernels over logits and a copy, by Nsight Compute's counters
 #     gradcheck     every config that needs no file, through Rust and PJRT
@@ -125,13 +125,14 @@ PYTHON
 }
 
 section_jax() {
-    local jobs=${JOBS:-8} job code status=0 known pids=() gpus=()
+    local jobs=${JOBS:-8} job code status=0 known pids=() gpus=() files=()
+    read -ra files <<<"${JAX_TESTS:-pallas_bridge/tests}"
     known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
     IFS=, read -ra gpus <<<"$known"
     for ((job = 0; job < jobs; job++)); do
         CUDA_VISIBLE_DEVICES=${gpus[job % ${#gpus[@]}]} XENTILE_TEST_PLATFORM=cuda \
             XENTILE_TEST_SHARE=$job/$jobs timeout -k 5 "$limit" "$python" -m pytest \
-            pallas_bridge/tests -p scripts.pytest_share -p scripts.pytest_at_once \
+            "${files[@]}" -p scripts.pytest_share -p scripts.pytest_at_once \
             -p no:cacheprovider --tb=short --durations=3 >"$scratch/jax.$job" 2>&1 &
         pids+=($!)
     done

@@ -85,7 +85,8 @@ fn text(text: *const c_char) -> &'static str {
     text.to_str().expect("names are ASCII")
 }
 
-/// Makes handlers, as [`xla_ffi::handler!`] does, and `TARGETS`, the list of them.
+/// Makes handlers, as [`xla_ffi::handler!`] does, and `TARGETS`, the list of them. What one for
+/// `Initialize` loads is kept for good, so that it is run once for calls that are alike.
 macro_rules! target_list {
     ($platform:expr; $(
         $(#[$doc:meta])*
@@ -96,7 +97,8 @@ macro_rules! target_list {
             $(
                 $(#[$doc])*
                 pub fn $symbol = $function($($parameter),*),
-                    stage = xla_ffi::Stage::$stage $(, traits = $traits)?;
+                    stage = xla_ffi::Stage::$stage $(, traits = $traits)?,
+                    once = matches!(xla_ffi::Stage::$stage, xla_ffi::Stage::Initialize);
             )*
         }
 

@@ -1,6 +1,8 @@
 //! Attributes: the values that a custom call carries by name, fixed when the program is built.
 
 use std::ffi::c_void;
+use std::fmt::Display;
+use std::hash::{Hash, Hasher};
 
 use half::{bf16, f16};
 
@@ -89,7 +91,7 @@ impl Attribute<'_> {
         }
     }
 
-    fn must_be(&self, right: impl std::fmt::Display) -> Error {
+    fn must_be(&self, right: impl Display) -> Error {
         Error::invalid_argument(format!("is {}; it must be {right}", self.kind()))
     }
 }
@@ -111,7 +113,12 @@ impl Scalar<'_> {
 impl<'a> Array<'a> {
     /// # Safety
     /// `data` is null, misaligned or leads to `size` elements of `dtype`, alive for `'a`.
-    unsafe fn new(dtype: u32, size: usize, data: *const c_void, what: &str) -> Result<Self> {
+    unsafe fn new(
+        dtype: u32,
+        size: usize,
+        data: *const c_void,
+        what: &dyn Display,
+    ) -> Result<Self> {
         let dtype = DType::from_u32(dtype).ok_or_else(|| {
             Error::invalid_argument(format!("{what} has dtype {dtype}, which is unknown here"))
         })?;
@@ -202,6 +209,26 @@ impl<'a> Dictionary<'a> {
         (0..self.len()).map(move |index| Ok((dictionary.name(index)?, dictionary.value(index)?)))
     }
 
+    /// Adds every name and value.
+    ///
+    /// # Errors
+    /// The frame is broken.
+    pub(crate) fn hash(&self, hasher: &mut impl Hasher) -> Result {
+        self.len().hash(hasher);
+        for item in self.iter() {
+            let (name, value) = item?;
+            (name, std::mem::discriminant(&value)).hash(hasher);
+            match value {
+                Attribute::Scalar(Scalar(array)) | Attribute::Array(array) => {
+                    (array.dtype, array.bytes).hash(hasher);
+                }
+                Attribute::String(bytes) => bytes.hash(hasher),
+                Attribute::Dictionary(dictionary) => dictionary.hash(hasher)?,
+            }
+        }
+        Ok(())
+    }
+
     /// The name of attribute `index`.
     pub(crate) fn name(&self, index: usize) -> Result<&'a str> {
         let what = format_args!("the name of attribute {index}");
@@ -213,7 +240,8 @@ impl<'a> Dictionary<'a> {
 
     fn value(&self, index: usize) -> Result<Attribute<'a>> {
         let (kind, value) = (self.types[index], self.values[index]);
-        let what = &format!("attribute `{}`", self.name(index)?);
+        let name = self.name(index)?;
+        let what: &dyn Display = &format_args!("attribute `{name}`");
         // SAFETY: as `new` was promised, the type says what the value leads to.
         unsafe {
             match kind {
@@ -241,7 +269,7 @@ impl<'a> Dictionary<'a> {
 ///
 /// # Safety
 /// `span` is null, misaligned, or leads to a string alive for `'a`.
-unsafe fn text<'a>(span: *const abi::ByteSpan, what: &dyn std::fmt::Display) -> Result<&'a [u8]> {
+unsafe fn text<'a>(span: *const abi::ByteSpan, what: &dyn Display) -> Result<&'a [u8]> {
     // SAFETY: passed on from this function's contract.
     unsafe {
         let span = reference(span, what)?;

@@ -18,6 +18,7 @@ use crate::{
     Element, Error, Result, Stage, abi,
     api::{Api, function},
     decoder::{Decoder, Parameter},
+    frame::Frame,
 };
 
 /// The call in progress, from which the others come.
@@ -34,6 +35,10 @@ unsafe impl Send for Context<'_> {}
 unsafe impl Sync for Context<'_> {}
 
 impl<'a> Context<'a> {
+    pub(crate) fn new(frame: &Frame<'a>) -> Self {
+        Self { api: frame.api, ctx: frame.ctx, stage: frame.stage }
+    }
+
     /// The stage of the call.
     #[must_use]
     pub fn stage(&self) -> Stage {
@@ -405,8 +410,7 @@ unsafe extern "C" fn help(data: *mut c_void) {
 
 impl<'a> Parameter<'a> for Context<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let frame = &decoder.frame;
-        Ok(Self { api: frame.api, ctx: frame.ctx, stage: frame.stage })
+        Ok(Self::new(&decoder.frame))
     }
 }
 

@@ -4,6 +4,8 @@
 //! pointers, counts and ranks below zero, shapes that no memory holds. That a pointer which is
 //! neither null nor misaligned leads to what it should is the caller's word.
 
+use std::hash::{Hash, Hasher};
+
 use crate::{
     Dictionary, Error, Result, Stage, abi,
     api::Api,
@@ -84,6 +86,21 @@ impl<'a> Frame<'a> {
                 },
             })
         }
+    }
+
+    /// Adds what a handler sees of the call but memory: types and shapes, and attributes.
+    ///
+    /// # Errors
+    /// The frame is broken.
+    pub(crate) fn hash(&self, hasher: &mut impl Hasher) -> Result {
+        for (result, count) in [(false, self.arguments()), (true, self.results())] {
+            count.hash(hasher);
+            for index in 0..count {
+                let Raw { dtype, dims, .. } = self.buffer(Position { result, index, name: "" })?;
+                (dtype, dims).hash(hasher);
+            }
+        }
+        self.attributes.hash(hasher)
     }
 
     pub(crate) fn arguments(&self) -> usize {

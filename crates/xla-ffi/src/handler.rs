@@ -11,6 +11,7 @@ use crate::{
     Decoder, Error, Result, Stage, Traits, abi,
     api::Api,
     frame::Frame,
+    once::{Key, SEEN},
     pointers::{reference, sized},
 };
 
@@ -54,8 +55,10 @@ impl<E: Into<Error>> Outcome for Result<(), E> {
 /// and a frame that does not fit reach the caller of the program with XLA's codes; nothing of the
 /// function runs unless every parameter fits.
 ///
-/// After the parameters may come `stage = Stage::…` ([`Execute`](Stage::Execute) unless given) and
-/// `traits = Traits::…`.
+/// After the parameters may come `stage = Stage::…` ([`Execute`](Stage::Execute) unless given),
+/// `traits = Traits::…` and `once = true`. The latter is for what a function loads and keeps: one that
+/// succeeded is not run again in this process for calls of the same handler on the same device, with
+/// the same types, shapes and attributes, which are answered at once.
 ///
 /// ```
 /// use xla_ffi::{Buffer, BufferMut, Error, Result, Stage};
@@ -87,7 +90,7 @@ macro_rules! handler {
         $(#[$attribute:meta])*
         $visibility:vis fn $symbol:ident = $function:ident $(:: $more:ident)* $(:: <$($generic:ty),*>)?
             ($($parameter:ident),* $(,)?)
-            $(, stage = $stage:expr)? $(, traits = $traits:expr)?;
+            $(, stage = $stage:expr)? $(, traits = $traits:expr)? $(, once = $once:expr)?;
     )*) => {
         $(
             $(#[$attribute])*
@@ -105,9 +108,12 @@ macro_rules! handler {
                 #[allow(unused_mut, unused_assignments)]
                 let mut traits = $crate::Traits::NONE;
                 $(traits = $traits;)?
+                #[allow(unused_mut, unused_assignments)]
+                let mut once = false;
+                $(once = $once;)?
                 // SAFETY: the caller passes a call frame.
                 unsafe {
-                    $crate::call(frame, stringify!($symbol), stage, traits, |decoder| {
+                    $crate::call(frame, stringify!($symbol), stage, traits, once, |decoder| {
                         // Before the parameters, one of which may have the function's name.
                         let function = $function $(:: $more)* $(:: <$($generic),*>)?;
                         $(let $parameter = decoder.parameter(stringify!($parameter))?;)*
@@ -120,16 +126,18 @@ macro_rules! handler {
     };
 }
 
-/// Answers the call `frame` of a handler called `name`, as [`handler!`](crate::handler) does.
+/// Answers the call `frame` of a handler called `name`, a text of its own, as
+/// [`handler!`](crate::handler) does.
 ///
 /// # Safety
 /// `frame` is null, misaligned or a call frame of XLA's FFI, whose pointers lead to what they should,
 /// alive for the call.
 pub unsafe fn call(
     frame: *mut abi::CallFrame,
-    name: &str,
+    name: &'static str,
     stage: Stage,
     traits: Traits,
+    once: bool,
     body: impl for<'a> FnOnce(&mut Decoder<'a>) -> Result,
 ) -> *mut abi::Error {
     // SAFETY: passed on from this function's contract.
@@ -140,7 +148,7 @@ pub unsafe fn call(
     };
     let answer = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: passed on from this function's contract.
-        unsafe { answer(frame, api, stage, traits, body) }
+        unsafe { answer(frame, api, stage, traits, once.then_some(name), body) }
     }));
     let error = match answer {
         Ok(Ok(())) => return null_mut(),
@@ -173,6 +181,8 @@ unsafe fn open<'a>(frame: *mut abi::CallFrame) -> Option<(*mut abi::CallFrame, A
     }
 }
 
+/// `once` is the name of a handler whose function is run once.
+///
 /// # Safety
 /// `frame` came from [`open`].
 unsafe fn answer(
@@ -180,6 +190,7 @@ unsafe fn answer(
     api: Api<'_>,
     stage: Stage,
     traits: Traits,
+    once: Option<&'static str>,
     body: impl for<'a> FnOnce(&mut Decoder<'a>) -> Result,
 ) -> Result {
     const LEAST: usize = offset_of!(abi::CallFrame, attrs) + size_of::<abi::Attrs>();
@@ -204,7 +215,15 @@ unsafe fn answer(
             frame.stage
         )));
     }
-    body(&mut Decoder::new(frame))
+    let key = once.and_then(|name| Key::new(name, &frame));
+    if key.is_some_and(|key| SEEN.has(key)) {
+        return Ok(());
+    }
+    body(&mut Decoder::new(frame))?;
+    if let Some(key) = key {
+        SEEN.put(key);
+    }
+    Ok(())
 }
 
 /// Tells of the handler, if that is what an extension asks for.

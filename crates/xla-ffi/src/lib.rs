@@ -40,6 +40,7 @@ mod dtype;
 mod error;
 mod frame;
 mod handler;
+mod once;
 mod pointers;
 mod raw;
 mod stage;

@@ -55,8 +55,10 @@ unsafe extern "C" fn error_destroy(args: *mut abi::ErrorDestroyArgs) {
     drop(unsafe { Box::from_raw((*args).error.cast::<ErrorBox>()) });
 }
 
-/// The runtime's side of a call: its threads, started for every task.
+/// The runtime's side of a call: its device, and its threads, started for every task.
 pub struct Pool {
+    /// The number of the device.
+    pub device: i32,
     /// As if all threads were busy until the handler has returned.
     pub late: bool,
     /// What handlers are told; every task that they schedule gets a thread of its own.
@@ -69,7 +71,7 @@ impl Pool {
     /// A pool of `threads`, which come `late` or at once.
     #[must_use]
     pub fn new(threads: i64, late: bool) -> Box<Self> {
-        Box::new(Self { late, threads, running: Vec::new(), queue: Vec::new() })
+        Box::new(Self { device: 0, late, threads, running: Vec::new(), queue: Vec::new() })
     }
 }
 
@@ -89,6 +91,12 @@ unsafe extern "C" fn schedule(args: *mut abi::ThreadPoolScheduleArgs) -> *mut ab
     } else {
         pool.running.push(std::thread::spawn(move || start(task, data)));
     }
+    null_mut()
+}
+
+unsafe extern "C" fn device_ordinal(args: *mut abi::DeviceOrdinalGetArgs) -> *mut abi::Error {
+    // SAFETY: the struct is whole, and the context a `Pool`.
+    unsafe { (*args).device_ordinal = (*(*args).ctx.cast::<Pool>()).device };
     null_mut()
 }
 
@@ -134,7 +142,7 @@ pub fn api() -> abi::Api {
         future_set_available: null(),
         future_set_error: null(),
         run_id_get: null(),
-        device_ordinal_get: None,
+        device_ordinal_get: Some(device_ordinal),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Call frames by hand, right ones and ones broken in every way, with no XLA.
 
 use std::{
+    cell::Cell,
     ffi::c_void,
     mem::offset_of,
     ptr::{null, null_mut},
@@ -9,8 +10,8 @@ use std::{
 
 use xla_ffi::testing::{Array, Call, Pool};
 use xla_ffi::{
-    Aliased, AnyBuffer, Buffer, BufferMut, DType, Dictionary, ErrorCode, MayAlias, OnDevice,
-    Result, Scratch, Stage, Stream, ThreadPool, Traits, abi,
+    Aliased, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, Dictionary, Error, ErrorCode,
+    MayAlias, OnDevice, Result, Scratch, Stage, Stream, ThreadPool, Traits, abi,
 };
 
 fn scale(x: Buffer<f32, 1>, mut y: BufferMut<f32, 1>, alpha: f32) {
@@ -89,9 +90,21 @@ xla_ffi::handler! {
     fn test_prepare = wants_nothing(), stage = Stage::Prepare;
     fn test_stream = wants_stream(stream);
     fn test_memory = wants_memory(scratch);
+    fn test_load = load(x, y, list, level), stage = Stage::Initialize, once = true;
+    fn test_load_other = load(x, y, list, level), stage = Stage::Initialize, once = true;
+    fn test_load_always = load(x, y, list, level), stage = Stage::Initialize;
 }
 
 fn wants_nothing() {}
+
+thread_local! {
+    static LOADED: Cell<usize> = const { Cell::new(0) };
+}
+
+fn load(_x: OnDevice<AnyBuffer>, _y: OnDevice<AnyBufferMut>, _list: &[i64], level: i32) -> Result {
+    LOADED.set(LOADED.get() + 1);
+    if level < 0 { Err(Error::invalid_argument("is below 0")) } else { Ok(()) }
+}
 
 fn right() -> Call {
     let call = Call::new(vec![Array::f32(&[1.0, 2.0, 3.0])], vec![Array::f32(&[0.0; 3])]);
@@ -109,6 +122,54 @@ fn a_right_frame_is_run() {
     );
     call.arguments[0].buffer.data = null_mut();
     call.call(test_generic).unwrap();
+}
+
+#[test]
+fn what_is_loaded_is_loaded_once_for_calls_that_are_alike() {
+    let list = [1_i64, 2];
+    let right = |dtype, dims: &[i64], of_result: &[i64], level: i32| {
+        let arguments = vec![Array::new(dtype, dims)];
+        let array = abi::Array { dtype: DType::S64 as u32, size: 2, data: list.as_ptr() as _ };
+        let mut call = Call::new(arguments, vec![Array::new(dtype, of_result)])
+            .attribute("list", abi::ATTR_TYPE_ARRAY, array)
+            .scalar("level", level);
+        call.frame.stage = abi::STAGE_INITIALIZE;
+        call
+    };
+    // How often the function runs for two calls.
+    let runs = |call: &mut Call, handler| {
+        let before = LOADED.get();
+        assert_eq!(call.call(handler), call.call(handler));
+        LOADED.get() - before
+    };
+    let usual = || right(DType::F32, &[2, 3], &[6], 0);
+    assert_eq!(runs(&mut usual(), test_load_always), 2);
+    assert_eq!(runs(&mut usual(), test_load), 1);
+    assert_eq!(runs(&mut usual(), test_load), 0, "in other memory");
+    for (what, mut call) in [
+        ("dtype", right(DType::S32, &[2, 3], &[6], 0)),
+        ("shape", right(DType::F32, &[3, 2], &[6], 0)),
+        ("rank", right(DType::F32, &[2, 3], &[2, 3], 0)),
+        ("attribute", right(DType::F32, &[2, 3], &[6], 1)),
+    ] {
+        assert_eq!(runs(&mut call, test_load), 1, "another {what}");
+    }
+    assert_eq!(runs(&mut usual(), test_load_other), 1);
+    let mut elsewhere = usual();
+    elsewhere.pool.device = 1;
+    assert_eq!(runs(&mut elsewhere, test_load), 1);
+    // Nothing is taken for loaded that failed, or whose device nobody knows.
+    assert_eq!(runs(&mut right(DType::F32, &[2, 3], &[6], -1), test_load), 2);
+    let mut nowhere = usual();
+    nowhere.api.device_ordinal_get = None;
+    assert_eq!(runs(&mut nowhere, test_load), 2);
+    // A broken frame is refused whatever went before.
+    let mut broken = usual();
+    broken.arguments[0].dims[0] = -2;
+    assert!(broken.refused(test_load).contains("no extent may be below 0"));
+    let mut late = usual();
+    late.frame.stage = abi::STAGE_EXECUTE;
+    assert!(late.refused(test_load).contains("this handler is for initialize"));
 }
 
 /// Breaks the right frame, and expects the reason in the error and an untouched result.
