@@ -19,8 +19,8 @@ impl Key {
     /// `None` where the frame is broken, or the runtime does not say which device it is.
     pub(crate) fn new(handler: &'static str, frame: &Frame<'_>) -> Option<Self> {
         let mut hasher = DefaultHasher::new();
-        // Names of two handlers lie apart.
-        handler.as_ptr().addr().hash(&mut hasher);
+        // No two handlers have one name, so that where it lies tells of it.
+        (handler.as_ptr().addr(), handler.len()).hash(&mut hasher);
         Context::new(frame).device_ordinal().ok()?.hash(&mut hasher);
         frame.hash(&mut hasher).ok()?;
         NonZeroU64::new(hasher.finish()).map(Self)
