@@ -163,12 +163,72 @@ def _extent(name: str, extents: Mapping[str, Any]) -> Any:
     return -(-extents[of] // int(block)) if block else extents[of]
 
 
-def with_axis(x: jax.Array, axis: int | None, place: int, size: int) -> jax.Array:
-    """Returns an array with its mapped axis at `place`; one that has none, `size` times."""
+def with_mapped_axis(
+    dims: Sequence[Dims],
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    most: int | None = None,
+) -> tuple[list[jax.Array], int]:
+    """Returns operands of which the mapped axis is one of those of tokens, and its index there.
+
+    The first axes of tokens are those that shared operands have, so that the new one comes behind
+    what any of these has already, and first of all where it maps one of these. `most` is the last
+    index that it may have, if not any.
+    """
+    mapped = [(x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+    size = mapped[0][0].shape[mapped[0][1]]
+    sharding = next((one for one in (_mapped_sharding(*pair) for pair in mapped) if one), None)
+    leading = [
+        one.leading(x) - (axis is not None)
+        for one, x, axis in zip(dims, operands, axes, strict=True)
+    ]
+    # Shared operands of the same dims, such as two tables, are one array to a kernel.
+    of_mapped = {
+        one for one, axis in zip(dims, axes, strict=True) if axis is not None and not one.has_tokens
+    }
+    if of_mapped:
+        place = 0
+    else:
+        shared = (count for one, count in zip(dims, leading, strict=True) if not one.has_tokens)
+        tokens = (count for one, count in zip(dims, leading, strict=True) if one.has_tokens)
+        first, last = max(shared, default=0), next(tokens) if most is None else most
+        place = axes[0] if axes[0] is not None and first <= axes[0] <= last else first
+    given = []
+    for one, x, axis, count in zip(dims, operands, axes, leading, strict=True):
+        has_none = axis is None and not one.has_tokens and one not in of_mapped and count <= place
+        given.append(x if has_none else _with_axis(x, axis, place, size, sharding))
+    return given, place
+
+
+def _mapped_sharding(x: Any, axis: int) -> NamedSharding | None:
+    """Returns how an array is sharded if a mesh of explicit axes cuts one of its axes."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    is_cut = isinstance(sharding, NamedSharding) and spec_of(jax.typeof(x))[axis] is not None
+    if not is_cut:
+        return None
+    return sharding.update(spec=PartitionSpec(spec_of(jax.typeof(x))[axis]))
+
+
+def _with_axis(
+    x: jax.Array, axis: int | None, place: int, size: int, sharding: NamedSharding | None
+) -> jax.Array:
+    """Returns an array with its mapped axis at `place`; one that has none, `size` times.
+
+    `sharding` says how an array of the mapped axis alone is cut.
+    """
     if axis is not None:
         return jnp.moveaxis(x, axis, place)
-    x = jnp.expand_dims(x, place)
-    return jnp.broadcast_to(x, (*x.shape[:place], size, *x.shape[place + 1 :]))
+    shape = (*x.shape[:place], size, *x.shape[place:])
+    others = tuple(index for index in range(len(shape)) if index != place)
+    if sharding is None:
+        return jax.lax.broadcast_in_dim(x, shape, others)
+    (names,) = sharding.spec
+    spec = spec_of(jax.typeof(x))
+    spec.insert(place, names)
+    made: jax.Array = jax.lax.broadcast_in_dim(
+        x, shape, others, out_sharding=sharding.update(spec=PartitionSpec(*spec))
+    )
+    return made
 
 
 def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:

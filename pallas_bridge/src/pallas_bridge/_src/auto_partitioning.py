@@ -25,6 +25,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from . import refusal
 from .compat import cuts_by_shardy, tell_devices
 from .meshes import Names, entry, tuple_of
 from .operation import Operation
@@ -240,12 +241,12 @@ _auto.def_impl(_apply)
 _auto.def_abstract_eval(lambda *_, avals, **__: avals)
 
 
-def _refuse(*_: Any, work: Work, **__: Any) -> Any:
-    work.operation.refuse_derivative()
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, work: Work, **params: Any) -> Any:
+    results = _auto.bind(*primals, work=work, **params)
+    return results, refusal.tangents_of(work.operation, results, tangents)
 
 
-ad.primitive_jvps[_auto] = _refuse
-ad.primitive_transposes[_auto] = _refuse
+ad.primitive_jvps[_auto] = _jvp
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, **_: Any) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 
-from . import auto_partitioning, gathering, hoisting, library, pallas, partitioning
-from .arrays import Dims, Result, Signature, reshaped, with_axis
+from . import auto_partitioning, gathering, hoisting, library, pallas, partitioning, refusal
+from .arrays import Dims, Result, Signature, reshaped, with_mapped_axis
 from .compat import varying_axes
 from .meshes import Names
 from .operation import Operation
@@ -42,7 +42,11 @@ class WithoutGradient:
 
 @dataclass(frozen=True)
 class Call:
-    """A custom call: its target, what it takes and gives, and its attributes."""
+    """A custom call: its target, what it takes and gives, and its attributes.
+
+    JAX's caches compare calls, so that two are equal only if all that they are lowered to is. What
+    is a function is a value (`Bound`, or a function of a module).
+    """
 
     # What it belongs to.
     operation: Operation
@@ -70,12 +74,10 @@ class Call:
     implementation: str | None = None
     # Returns the kernel in Pallas of a call for a TPU, a function of the operands.
     for_tpu: Callable[[pallas.Target, "Call"], Callable[..., Sequence[jax.Array]]] | None = field(
-        default=None, repr=False, compare=False
+        default=None, repr=False
     )
     # XLA's own program for the same operands, where platforms without a kernel are to have it.
-    dense: Callable[..., Sequence[jax.Array]] | None = field(
-        default=None, repr=False, compare=False
-    )
+    dense: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
     # Platforms where that is the faster, and runs unless kernels are asked for by name.
     dense_on: tuple[str, ...] = ()
     # What the table of measured choices knows the call by, beside its operation: there, too, the
@@ -89,7 +91,7 @@ class Call:
     is_composed: bool = False
     # What stands for the call on devices that have some columns each of its operands' last axis
     # (`InParts`), if something can.
-    in_parts: "InParts | None" = field(default=None, repr=False, compare=False)
+    in_parts: "InParts | None" = field(default=None, repr=False)
 
     @cached_property
     def signature(self) -> Signature:
@@ -173,23 +175,8 @@ def _batch(
 ) -> tuple[Sequence[Any], Sequence[int]]:
     """Makes the mapped axis one of those of tokens, which shared operands need not have."""
     signature = call.signature
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    shared = [not dims.has_tokens for dims in signature.operands]
-    leading = [
-        dims.leading(x) - (axis is not None)
-        for dims, x, axis in zip(signature.operands, operands, axes, strict=True)
-    ]
-    # The axes of tokens begin with those that shared operands have, and with those that sums have.
-    if any(one and axis is not None for one, axis in zip(shared, axes, strict=True)):
-        place = 0
-    else:
-        first = max((count for one, count in zip(shared, leading, strict=True) if one), default=0)
-        last = mapped if signature.sums else leading[shared.index(False)]
-        place = axes[0] if axes[0] is not None and first <= axes[0] <= last else first
-    given = [
-        x if axis is None and is_shared and count <= place else with_axis(x, axis, place, size)
-        for x, axis, is_shared, count in zip(operands, axes, shared, leading, strict=True)
-    ]
+    most = mapped if signature.sums else None
+    given, place = with_mapped_axis(signature.operands, operands, axes, most)
     results = _custom_call.bind(
         *vary_alike(given), call=call, keep=keep, mapped=mapped + signature.sums
     )
@@ -199,12 +186,12 @@ def _batch(
 batching.primitive_batchers[_custom_call] = _batch
 
 
-def _refuse_derivative(*_: Any, call: Call, **__: Any) -> NoReturn:
-    call.operation.refuse_derivative()
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **params: Any) -> Any:
+    results = _custom_call.bind(*primals, call=call, **params)
+    return results, refusal.tangents_of(call.operation, results, tangents)
 
 
-ad.primitive_jvps[_custom_call] = _refuse_derivative
-ad.primitive_transposes[_custom_call] = _refuse_derivative
+ad.primitive_jvps[_custom_call] = _jvp
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

@@ -17,7 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .arrays import Dims, with_axis
+from .arrays import Dims, with_mapped_axis
+from .bound import Bound
 from .operation import Operation
 
 # Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
@@ -34,14 +35,18 @@ def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> A
     """Returns function(*arrays), of which JAX takes nothing apart as it makes reverse mode.
 
     It would move out of a loop what is the same in every iteration, and keep all of that at once:
-    the pieces of a weight, say, of which the loop is there to have one at a time.
+    the pieces of a weight, say, of which the loop is there to have one at a time. A derivative of
+    it is refused where one is taken.
     """
 
-    def refuse(*_: Any) -> NoReturn:
+    def forward(*arrays: Any) -> tuple[Any, None]:
+        return function(*arrays), None
+
+    def backward(*_: Any) -> NoReturn:
         operation.refuse_derivative()
 
     in_one = jax.custom_vjp(function)
-    in_one.defvjp(refuse, refuse)
+    in_one.defvjp(forward, backward)
     return in_one(*arrays)
 
 
@@ -82,28 +87,19 @@ def bind(
 ) -> list[jax.Array]:
     """Returns apply(residuals, tangents), which is linear in tangents: the tangents of `primals`.
 
-    Tangents of zeros are None, for `apply` too, and not all are. `dims` declares residuals and
-    tangents where both functions take any axes of tokens, and every result has these: then `vmap`
-    adds one, where it does not map what tokens share.
+    `apply` and `transpose` are hashable values that hold no array (`Bound`, or functions of a
+    module): JAX's caches compare them, and keep them alive. Tangents of zeros are None, for `apply`
+    too, and not all are. `dims` declares residuals and tangents where both functions take any axes
+    of tokens, and every result has these: then `vmap` adds one, where it does not map what tokens
+    share.
     """
     flat, tree = jax.tree.flatten(residuals)
-    places = [index for index, tangent in enumerate(tangents) if tangent is not None]
-
-    def of_flat(*arrays: Any) -> Sequence[Any]:
-        every = [None] * len(tangents)
-        for index, array in zip(places, arrays[len(flat) :], strict=True):
-            every[index] = array
-        return apply(jax.tree.unflatten(tree, arrays[: len(flat)]), every)
-
-    def of_cotangents(residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
-        found = transpose(jax.tree.unflatten(tree, residuals), cotangents)
-        return [found[index] for index in places]
-
+    moving = tuple(index for index, tangent in enumerate(tangents) if tangent is not None)
     declared = None
     if dims is not None:
-        declared = tuple(map(Dims.of, [*dims[0], *(dims[1][index] for index in places)]))
-    operands = [*flat, *(tangents[index] for index in places)]
-    linear = _Map(of_flat, of_cotangents, len(flat), declared)
+        declared = tuple(map(Dims.of, [*dims[0], *(dims[1][index] for index in moving)]))
+    operands = [*flat, *(tangents[index] for index in moving)]
+    linear = _Map(apply, transpose, tree, moving, len(tangents), declared)
     # Reverse mode never traces `apply`.
     results: list[jax.Array] = _linear.bind(
         *operands, linear=linear, avals=tuple(map(jax.typeof, primals))
@@ -113,17 +109,37 @@ def bind(
 
 @dataclass(frozen=True)
 class _Map:
-    """A linear map of flat arrays."""
+    """A linear map of flat arrays, residuals first; equal to another that does the same."""
 
-    apply: Callable[..., Sequence[Any]]
+    apply: Callable[[Any, Sequence[Any]], Sequence[Any]]
     transpose: Transpose
-    # How many operands are residuals.
-    count: int
+    # How residuals lie flat.
+    tree: Any
+    # Which of `count` tangents are not zeros.
+    moving: tuple[int, ...]
+    tangents: int
     dims: tuple[Dims, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many operands are residuals."""
+        return int(self.tree.num_leaves)
+
+    def tangents_for(self, *operands: Any) -> list[Any]:
+        """Returns the map of its operands."""
+        every: list[Any] = [None] * self.tangents
+        for index, array in zip(self.moving, operands[self.count :], strict=True):
+            every[index] = array
+        return list(self.apply(jax.tree.unflatten(self.tree, operands[: self.count]), every))
+
+    def cotangents_for(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Returns a cotangent for each tangent that is an operand."""
+        found = self.transpose(jax.tree.unflatten(self.tree, residuals), cotangents)
+        return [found[index] for index in self.moving]
 
 
 def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
-    avals = tuple(jax.make_jaxpr(linear.apply)(*operands).out_avals)
+    avals = tuple(jax.make_jaxpr(linear.tangents_for)(*operands).out_avals)
     results: list[jax.Array] = _linear.bind(*operands, linear=linear, avals=avals)
     return results
 
@@ -133,7 +149,7 @@ _linear.multiple_results = True
 
 
 def _apply(*operands: Any, linear: _Map, **_: Any) -> list[Any]:
-    return list(linear.apply(*operands))
+    return linear.tangents_for(*operands)
 
 
 _linear.def_impl(_apply)
@@ -158,7 +174,7 @@ ad.primitive_jvps[_linear] = _jvp
 def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Map, **_: Any) -> list[Any]:
     count = linear.count
     given = [None if isinstance(one, ad.Zero) else one for one in cotangents]
-    found = linear.transpose(operands[:count], given)
+    found = linear.cotangents_for(operands[:count], given)
     results: list[Any] = [None] * count
     for operand, one in zip(operands[count:], found, strict=True):
         if not ad.is_undefined_primal(operand):
@@ -175,20 +191,31 @@ ad.primitive_transposes[_linear] = _transpose
 
 @dataclass(frozen=True)
 class _Mapped:
-    """The transpose of a mapped linear map: which axes of arrays are mapped."""
+    """A mapped linear map: which axes of arrays are mapped."""
 
-    transpose: Transpose
+    linear: _Map
     residuals: tuple[int | None, ...]
     tangents: tuple[int | None, ...]
     results: tuple[int, ...]
 
-    def __call__(self, residuals: Any, cotangents: Sequence[Any]) -> list[Any]:
+    def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """Returns the map of residuals and tangents."""
+        mapped = jax.vmap(
+            self.linear.tangents_for,
+            in_axes=(*self.residuals, *self.tangents),
+            out_axes=[*self.results],
+        )
+        found: Sequence[Any] = mapped(*residuals, *tangents)
+        return found
+
+    def transpose(self, residuals: Any, cotangents: Sequence[Any]) -> list[Any]:
+        """Returns cotangents of tangents."""
         axes = [
             None if one is None else axis
             for one, axis in zip(cotangents, self.results, strict=True)
         ]
         found = jax.vmap(
-            self.transpose,
+            self.linear.cotangents_for,
             in_axes=([*self.residuals], axes),
             out_axes=[axis or 0 for axis in self.tangents],
         )([*residuals], [*cotangents])
@@ -198,6 +225,13 @@ class _Mapped:
             for one, axis in zip(found, self.tangents, strict=True)
         ]
 
+    def map(self) -> _Map:
+        """Returns it as a map of its own."""
+        tree = jax.tree.structure([0] * len(self.residuals))
+        count = len(self.tangents)
+        apply, transpose = Bound(_Mapped.apply, self), Bound(_Mapped.transpose, self)
+        return _Map(apply, transpose, tree, tuple(range(count)), count)
+
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
@@ -206,34 +240,17 @@ def _wide(dtype: Any) -> Any:
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], *, linear: _Map, avals: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    # A result is mapped where the first operand is, as the results of custom calls are, so that
-    # nothing is transposed.
-    place = axes[0] or 0
     if linear.dims is not None:
         pairs = zip(linear.dims, axes, strict=True)
         if all(axis is None for dims, axis in pairs if not dims.has_tokens):
-            return _batch_tokens(operands, axes, place, linear)
-    places = tuple(min(place, aval.ndim) for aval in avals)
-    function = jax.vmap(partial(_apply, linear=linear), in_axes=tuple(axes), out_axes=[*places])
-    of_residuals, of_tangents = tuple(axes[: linear.count]), tuple(axes[linear.count :])
-    pull = _Mapped(linear.transpose, of_residuals, of_tangents, places)
-    return _bind(_Map(function, pull, linear.count), operands), places
-
-
-def _batch_tokens(
-    operands: Sequence[Any], axes: Sequence[int | None], place: int, linear: _Map
-) -> tuple[Sequence[Any], Sequence[int]]:
-    """Makes the mapped axis one of those of tokens."""
-    assert linear.dims is not None
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    if axes[0] is None or place >= linear.dims[0].leading(operands[0]):
-        place = 0
-    given = [
-        x if axis is None and not dims.has_tokens else with_axis(x, axis, place, size)
-        for dims, x, axis in zip(linear.dims, operands, axes, strict=True)
-    ]
-    results = _bind(linear, given)
-    return results, [place] * len(results)
+            given, place = with_mapped_axis(linear.dims, operands, axes)
+            results = _bind(linear, given)
+            return results, [place] * len(results)
+    # A result is mapped where the first operand is, as the results of custom calls are, so that
+    # nothing is transposed.
+    places = tuple(min(axes[0] or 0, aval.ndim) for aval in avals)
+    mapped = _Mapped(linear, tuple(axes[: linear.count]), tuple(axes[linear.count :]), places)
+    return _bind(mapped.map(), operands), places
 
 
 batching.primitive_batchers[_linear] = _batch

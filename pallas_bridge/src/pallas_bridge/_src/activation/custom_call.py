@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result
+from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
@@ -73,11 +74,13 @@ def forward(options: Options, *arrays: jax.Array) -> jax.Array:
     if not _has_kernel(options):
         return reference.forward(options, *arrays)
 
-    def dense(x: jax.Array) -> Any:
-        return (reference.forward(options, packed(options, x)),)
-
     operands, result = (PACKED[options.layout],), Result(COLUMNS, like=0)
-    return _bind(options, "forward", operands, result, dense, unpacked(options, *arrays))
+    dense, x = Bound(_dense, options), unpacked(options, *arrays)
+    return _bind(options, "forward", operands, result, dense, x)
+
+
+def _dense(options: Options, x: jax.Array) -> tuple[jax.Array]:
+    return (reference.forward(options, packed(options, x)),)
 
 
 def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
@@ -85,14 +88,15 @@ def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tu
     if not _has_kernel(options):
         return reference.gradients(options, arrays, dy)
 
-    def dense(x: jax.Array, dy: jax.Array) -> Any:
-        (dx,) = reference.gradients(options, [packed(options, x)], dy)
-        return (unpacked(options, dx),)
-
     operands = (PACKED[options.layout], COLUMNS)
     result = Result(PACKED[options.layout], like=0)
-    x = unpacked(options, *arrays)
+    dense, x = Bound(_dense_backward, options), unpacked(options, *arrays)
     return (packed(options, _bind(options, "backward", operands, result, dense, x, dy)),)
+
+
+def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    (dx,) = reference.gradients(options, [packed(options, x)], dy)
+    return (unpacked(options, dx),)
 
 
 def activation(options: Options, *arrays: jax.Array) -> jax.Array:
@@ -117,16 +121,18 @@ def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     moving = [linear.given(tangent) for tangent in tangents]
     if all(tangent is None for tangent in moving):
         return y, jnp.zeros_like(y)
-
-    def apply(arrays: Any, tangents: Any) -> Sequence[jax.Array]:
-        return [linear.tangents_of(partial(reference.forward, options), arrays, tangents)]
-
-    def transpose(arrays: Any, cotangents: Any) -> Sequence[Any]:
-        return backward(options, arrays, cotangents[0])
-
     dims = [COLUMNS] * len(primals)
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     found = linear.bind(apply, transpose, [*primals], moving, [y], (dims, dims))
     return y, found[0]
+
+
+def _apply(options: Options, arrays: Any, tangents: Any) -> Sequence[jax.Array]:
+    return [linear.tangents_of(partial(reference.forward, options), arrays, tangents)]
+
+
+def _transpose(options: Options, arrays: Any, cotangents: Any) -> Sequence[jax.Array]:
+    return backward(options, arrays, cotangents[0])
 
 
 _activation.defjvp(_jvp, symbolic_zeros=True)

@@ -1,15 +1,14 @@
 """The library's calls for cross-entropy over logits."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..arrays import Result
+from ..bound import Bound
 from ..custom_call import Call, InParts, Merge, WithoutGradient
-from ..meshes import Names
 from ..pallas import Target
 from . import reference
 from .declaration import OPERATION
@@ -51,14 +50,14 @@ def _in_pallas(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]
 
 def in_parts_of(name: str, *fixed: Any) -> InParts:
     """Returns what `auto_parts` has of a name, which takes `fixed` first."""
+    return Bound(_run_in_parts, name, *fixed)
 
-    def run(axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
-        from . import auto_parts  # late: it makes calls
 
-        results: Sequence[jax.Array] = getattr(auto_parts, name)(*fixed, axes, *operands)
-        return results
+def _run_in_parts(name: str, *arguments: Any) -> Sequence[jax.Array]:
+    from . import auto_parts  # late: it makes calls
 
-    return run
+    results: Sequence[jax.Array] = getattr(auto_parts, name)(*arguments)
+    return results
 
 
 def forward_call(options: Options, every_token: bool) -> Call:
@@ -70,7 +69,7 @@ def forward_call(options: Options, every_token: bool) -> Call:
         results=(NUMBER,) * 4,
         attributes=attributes(options, every_token),
         may_change=not options.dense_on,
-        dense=partial(reference.forward, options) if options.dense_on else None,
+        dense=Bound(reference.forward, options) if options.dense_on else None,
         dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,
@@ -88,7 +87,7 @@ def backward_call(options: Options, merge: Merge | None = None) -> Call:
         attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
         merge=None if options.dense_on else merge,
-        dense=partial(reference.backward, options) if options.dense_on else None,
+        dense=Bound(reference.backward, options) if options.dense_on else None,
         dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,
@@ -106,7 +105,7 @@ def distribution_call(options: Options, every_token: bool) -> Call:
         attributes=_of_distribution(options, every_token),
         may_change=not options.dense_on,
         implementation=options.implementation,
-        dense=partial(reference.distribution_forward, options),
+        dense=Bound(reference.distribution_forward, options),
         dense_on=options.dense_on,
         in_parts=in_parts_of("distribution", options, every_token),
     )
@@ -125,7 +124,7 @@ def distribution_fused_call(options: Options, every_token: bool) -> Call:
         attributes=_of_distribution(options, every_token),
         reuses=(0, 6) if options.donate_logits else None,
         implementation=options.implementation,
-        dense=partial(reference.distribution_fused, options),
+        dense=Bound(reference.distribution_fused, options),
         dense_on=options.dense_on,
         in_parts=in_parts_of("distribution_fused", options, every_token),
     )
@@ -141,7 +140,7 @@ def distribution_backward_call(options: Options) -> Call:
         attributes=attributes(options, None),
         reuses=(0, 0) if options.donate_logits else None,
         implementation=options.implementation,
-        dense=partial(reference.distribution_backward, options),
+        dense=Bound(reference.distribution_backward, options),
         dense_on=options.dense_on,
         in_parts=in_parts_of("distribution_backward", options),
     )
@@ -163,7 +162,7 @@ def fused_call(options: Options, every_token: bool) -> Call:
             results=(0, 2, 3),
         ),
         may_change=not options.dense_on,
-        dense=partial(reference.fused, options) if options.dense_on else None,
+        dense=Bound(reference.fused, options) if options.dense_on else None,
         dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=_in_pallas,

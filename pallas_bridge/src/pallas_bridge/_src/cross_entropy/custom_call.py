@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear
+from ..bound import Bound
 from ..custom_call import bind
 from . import known, reference
 from .calls import (
@@ -153,8 +154,8 @@ def _known_jvp(options: Options, distribution: bool, primals: Any, tangents: Any
     entropy = outputs[3] if distribution else None
     picked = None if columns is None else moving[-1]
     residuals = logits, labels, columns, (outputs[2], lse_low, entropy, picked)
-    apply = partial(_known_tangents, options, distribution)
-    transpose = partial(_known_pull, options, distribution)
+    apply = Bound(_known_tangents, options, distribution)
+    transpose = Bound(_known_pull, options, distribution)
     found = linear.bind(apply, transpose, residuals, [linear.given(tangents[0])], moving)
     return outputs, known.with_correct(distribution, outputs, found)
 
@@ -186,7 +187,7 @@ def per_token(
 def _per_token_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     loss, logps, lse, lse_low = forward(options, *primals)
     residuals = *primals, lse, lse_low
-    apply, transpose = partial(_per_token_tangents, options), partial(_per_token_pull, options)
+    apply, transpose = Bound(_per_token_tangents, options), Bound(_per_token_pull, options)
     of_logits, _ = map(linear.given, tangents)
     results = loss, logps, lse
     return results, tuple(linear.bind(apply, transpose, residuals, [of_logits], results))
@@ -238,7 +239,7 @@ def _reduced_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, An
     again = (logits, labels, lse, lse_low) if needs_again else None
     losses = countable(loss, factors) if wants_losses else None
     residuals = dlogits, factors, losses, again
-    apply, transpose = partial(_reduced_tangents, options), partial(_reduced_pull, options)
+    apply, transpose = Bound(_reduced_tangents, options), Bound(_reduced_pull, options)
     results, moving = (weighted(loss, factors).sum(), lse), (of_logits, of_factors)
     return results, tuple(linear.bind(apply, transpose, residuals, moving, results))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import linear, meshes, vocab_parts
+from ..bound import Bound
 from ..custom_call import bind
 from ..meshes import Names
 from ..vocab_parts import (
@@ -252,7 +253,7 @@ def _per_token_jvp(
 ) -> tuple[Any, Any]:
     loss, logps, lse, lse_low, is_empty = forward(options, exchange, *primals)
     residuals = *primals, lse, lse_low, is_empty
-    apply, transpose = (partial(f, options, exchange) for f in (_tangents, pull))
+    apply, transpose = (Bound(f, options, exchange) for f in (_tangents, pull))
     of_logits, _ = map(linear.given, tangents)
     results = loss, logps, lse
     return results, tuple(linear.bind(apply, transpose, residuals, [of_logits], results))
@@ -468,7 +469,7 @@ def _known_jvp(
     outputs, saved = _forward_known(options, exchange, distribution, *primals)
     moving = outputs[:-1] if distribution else outputs
     apply, transpose = (
-        partial(f, options, exchange, distribution) for f in (_known_tangents, _known_pull)
+        Bound(f, options, exchange, distribution) for f in (_known_tangents, _known_pull)
     )
     of_logits = [linear.given(tangents[0])]
     found = linear.bind(apply, transpose, (*primals, saved), of_logits, moving)

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result
+from ..bound import Bound
 from ..custom_call import Call, bind, vary_alike
 from . import on_cuda, on_tpu, reference
 from .declaration import OPERATION
@@ -58,7 +59,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
         attributes=_attributes(options),
         outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
-        dense=partial(reference.forward, options),
+        dense=Bound(reference.forward, options),
         dense_on=_dense_on(arrays[0], arrays[2]),
         for_tpu=on_tpu.forward(options, *arrays[:3]),
     )
@@ -75,12 +76,7 @@ def backward(
     """Returns dq, dk, dv and, with sinks, dsinks; `dlse` may be None for zeros."""
     if options.implementation == "reference":
         return reference.gradients(options, arrays, do, dlse)
-    count, of_lse = len(arrays), dlse is not None
-
-    def dense(*operands: jax.Array) -> Any:
-        do, dlse = operands[-2:]
-        return reference.gradients(options, operands[:count], do, dlse if of_lse else None)
-
+    of_lse = dlse is not None
     sinks = (Result(SINKS),) if options.has_sinks else ()
     call = Call(
         operation=OPERATION,
@@ -90,7 +86,7 @@ def backward(
         attributes=_attributes(options),
         outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
-        dense=dense,
+        dense=Bound(_dense_backward, options, of_lse),
         dense_on=_dense_on(arrays[0], arrays[2]),
         for_tpu=None if of_lse else on_tpu.gradients(options, *arrays[:3]),
     )
@@ -101,6 +97,11 @@ def backward(
     if options.implementation is not None or of_lse:
         return kernel(*arrays, o, lse, do)
     return on_cuda.backward(options, kernel, arrays, o, lse, do)
+
+
+def _dense_backward(options: Options, of_lse: bool, *operands: jax.Array) -> Any:
+    *arrays, _, _, do, dlse = operands
+    return reference.gradients(options, arrays, do, dlse if of_lse else None)
 
 
 def attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,32 +117,40 @@ def _attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     o, lse = forward(options, *primals)
-    places = [0, 1, 2, *([len(primals) - 1] if options.has_sinks else [])]
+    places = _moving(options, len(primals))
     moving = [linear.given(tangents[place]) for place in places]
     if all(tangent is None for tangent in moving):
         return (o, lse), (jnp.zeros_like(o), jnp.zeros_like(lse))
-    count = len(primals)
-
-    def apply(residuals: Any, tangents: Any) -> Sequence[jax.Array]:
-        every: list[Any] = [None] * count
-        for place, tangent in zip(places, tangents, strict=True):
-            every[place] = tangent
-        function = partial(reference.forward, options)
-        found: Sequence[jax.Array] = linear.tangents_of(function, residuals[:count], every)
-        return [*found]
-
-    def transpose(residuals: Any, cotangents: Any) -> Sequence[Any]:
-        *arrays, o, lse = residuals
-        do, dlse = cotangents
-        if do is None and dlse is None:
-            return [None] * len(places)
-        do = jnp.zeros_like(o) if do is None else do
-        return backward(options, arrays, o, lse, do, dlse)
-
     names = dims(options)
     declared = ([*names, OUT, LSE], [names[place] for place in places])
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     found = linear.bind(apply, transpose, [*primals, o, lse], moving, [o, lse], declared)
     return (o, lse), tuple(found)
 
 
 _attention.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _moving(options: Options, count: int) -> list[int]:
+    """Returns which of `count` arrays have a derivative: q, k, v and the sinks."""
+    return [0, 1, 2, *([count - 1] if options.has_sinks else [])]
+
+
+def _apply(options: Options, residuals: Any, tangents: Any) -> Sequence[jax.Array]:
+    *arrays, _, _ = residuals
+    every: list[Any] = [None] * len(arrays)
+    for place, tangent in zip(_moving(options, len(arrays)), tangents, strict=True):
+        every[place] = tangent
+    found: Sequence[jax.Array] = linear.tangents_of(
+        partial(reference.forward, options), arrays, every
+    )
+    return [*found]
+
+
+def _transpose(options: Options, residuals: Any, cotangents: Any) -> Sequence[Any]:
+    *arrays, o, lse = residuals
+    do, dlse = cotangents
+    if do is None and dlse is None:
+        return [None] * len(_moving(options, len(arrays)))
+    do = jnp.zeros_like(o) if do is None else do
+    return backward(options, arrays, o, lse, do, dlse)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import pallas
+from ..bound import Bound
 from .options import Options
 from .reference import Operands
 
@@ -48,22 +49,20 @@ def forward(options: Options, q: Any, k: Any, v: Any) -> Kernel | None:
     """Returns what makes o and lse of a call's operands; None where splash attention does not."""
     if not has_options(options, q, k):
         return None
-
-    def kernel(target: pallas.Target, _: Any) -> Callable[..., Sequence[jax.Array]]:
-        return partial(_mapped, options, target, _forward)
-
-    return kernel
+    return Bound(_kernel, options, _forward)
 
 
 def gradients(options: Options, q: Any, k: Any, v: Any) -> Kernel | None:
     """Returns what makes gradients of a call's operands; None where splash attention does not."""
     if not has_options(options, q, k):
         return None
+    return Bound(_kernel, options, _gradients)
 
-    def kernel(target: pallas.Target, _: Any) -> Callable[..., Sequence[jax.Array]]:
-        return partial(_mapped, options, target, _gradients)
 
-    return kernel
+def _kernel(
+    options: Options, function: Callable[..., Any], target: pallas.Target, _: Any
+) -> Callable[..., Sequence[jax.Array]]:
+    return partial(_mapped, options, target, function)
 
 
 def _mapped(

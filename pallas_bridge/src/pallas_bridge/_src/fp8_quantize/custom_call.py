@@ -4,7 +4,6 @@ Where an axis is a whole number of blocks it is seen as two, so that blocks are 
 a mesh may cut between them.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Result
+from ..bound import Bound
 from ..custom_call import Call, bind
 from . import reference
 from .declaration import OPERATION
@@ -67,14 +67,14 @@ def quantize(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = Result(ROWS, dtype=options.dtype)
     if rows == 1:
         scale = Result(TOKENS if columns is None else f"{TOKENS} D/{columns}")
-        dense = partial(reference.quantize, options)
+        dense = Bound(reference.quantize, options)
         values, scales = _bind(
             options, "", ROWS, (value, scale), x, block=(rows, columns), dense=dense
         )
         return values, scales
     value = Result(MATRIX, dtype=options.dtype)
     scale = Result(f"{TOKENS} M/{rows} D/{columns}")
-    dense = partial(reference.quantize, options)
+    dense = Bound(reference.quantize, options)
     if not _is_whole_blocks(x.shape[-2], rows):
         values, scales = _bind(
             options, "", MATRIX, (value, scale), x, block=(rows, columns), dense=dense
@@ -106,7 +106,7 @@ def quantize_transposed(options: Options, x: jax.Array) -> tuple[jax.Array, ...]
         Result(TURNED, dtype=options.dtype),
         Result(blocks[1]),
     )
-    dense = partial(reference.quantize_transposed, options)
+    dense = Bound(reference.quantize_transposed, options)
     block = (rows, columns)
     return _bind(
         options, "_transposed", MATRIX, results, x, block=block, dense=dense, is_whole=True
@@ -115,7 +115,7 @@ def quantize_transposed(options: Options, x: jax.Array) -> tuple[jax.Array, ...]
 
 def amax(options: Options, x: jax.Array) -> jax.Array:
     """Returns amax of x."""
-    dense = partial(reference.amax_of_rows, options)
+    dense = Bound(reference.amax_of_rows, options)
     (found,) = _bind(options, "_amax", ROWS, (Result(TOKENS),), _parts(x), dense=dense)
     return jnp.max(found, initial=0)
 
@@ -123,7 +123,7 @@ def amax(options: Options, x: jax.Array) -> jax.Array:
 def scaled(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns values by a given scale, and amax of x."""
     results = (Result(ROWS, dtype=options.dtype), Result(TOKENS))
-    dense = partial(reference.scaled, options)
+    dense = Bound(reference.scaled, options)
     values, most = _bind(options, "_scaled", ROWS, results, _parts(x), scale, dense=dense)
     return joined(values, x), jnp.max(most, initial=0)
 
@@ -132,7 +132,7 @@ def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple
     """Returns values by a given scale, amax of x, and the transposed copy."""
     value = Result(MATRIX, dtype=options.dtype)
     results = (value, Result("*batch M"), Result(TURNED, dtype=options.dtype))
-    dense = partial(reference.scaled_transposed, options)
+    dense = Bound(reference.scaled_transposed, options)
     values, most, turned = _bind(
         options, "_scaled_transposed", MATRIX, results, x, scale, dense=dense, is_whole=True
     )

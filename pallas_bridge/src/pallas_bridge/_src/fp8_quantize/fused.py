@@ -4,7 +4,6 @@ Elsewhere, and where it may not be, what the function and `fp8_quantize` run tak
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from ..activation import custom_call as activation_call
 from ..activation.options import Options as Activation
 from ..arrays import Result, spec_of
+from ..bound import Bound
 from ..checks import DTYPES, check_flag
 from ..custom_call import Call, bind
 from ..rms_norm import custom_call as norm_call
@@ -121,7 +121,7 @@ def rms_norm(
             ("power_of_two", np.bool_(options.power_of_two)),
         ),
         implementation=options.implementation,
-        dense=partial(_composed_norm, options, norm, is_transposed),
+        dense=Bound(_composed_norm, options, norm, is_transposed),
         is_composed=True,
     )
     return bind(call, x, *([] if residual is None else [residual]), weight)[:-1]
@@ -159,7 +159,7 @@ def swiglu(
             ("power_of_two", np.bool_(options.power_of_two)),
         ),
         implementation=options.implementation,
-        dense=partial(_composed, options, activation, is_transposed),
+        dense=Bound(_composed, options, activation, is_transposed),
         is_composed=True,
     )
     if activation.layout == "apart":

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result, wide
+from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
@@ -50,7 +51,7 @@ def forward(
     arrays = (x, weight, jnp.zeros_like(weight) if bias is None else bias)
     operands, results = (ROWS, COLUMNS, COLUMNS), (ROW, NUMBER, NUMBER)
     y, mean, rstd = _bind(
-        options, "forward", operands, results, partial(reference.norm, options), *arrays
+        options, "forward", operands, results, Bound(reference.norm, options), *arrays
     )
     return y, mean, rstd
 
@@ -101,7 +102,7 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     x, weight, _ = primals
     results = forward(options, *primals)
     _, mean, rstd = results
-    apply, transpose = _apply, partial(_transpose, options)
+    apply, transpose = _apply, Bound(_transpose, options)
     moving = tuple(map(linear.given, tangents))
     residuals, dims = (
         (x, weight, mean, rstd),

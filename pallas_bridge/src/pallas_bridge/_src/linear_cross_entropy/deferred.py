@@ -1,11 +1,11 @@
 """Deferred lowering: primitives for which lowering chooses a function, as it knows the program.
 
-Such a primitive has the parameters `default`, the closed jaxpr of the function that is taken unless
-another is chosen, and `keep`, the indices of the results that are left; what else it has is its
-own.
+Such a primitive has the parameters `default`, the function that is taken unless another is chosen,
+and `keep`, the indices of the results that are left; what else it has is its own.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,27 @@ def primitive(name: str) -> Primitive:
     return made
 
 
+@dataclass(frozen=True)
+class Default:
+    """A function of flat arrays, traced; equal to another of the same function.
+
+    Arrays and how JAX is set up are what JAX's caches compare besides.
+    """
+
+    function: Callable[..., Any]
+    tree: Any
+    traced: Any = field(compare=False, repr=False)
+
+    def __call__(self, *flat: Any) -> Any:
+        """Returns the function's results, flat."""
+        return jaxpr_as_fun(self.traced)(*flat)
+
+
 def bind(made: Primitive, default: Callable[..., Any], *operands: Any, **how: Any) -> Any:
     """Returns default(*operands), or what the lowering of `made` chooses in its place.
 
-    Its parameter `tree` says how operands lie flat.
+    `default` and `how` are hashable values, which JAX's caches compare and keep. The parameter
+    `tree` of `made` says how operands lie flat.
     """
     flat, tree = jax.tree.flatten(operands)
 
@@ -41,12 +58,12 @@ def bind(made: Primitive, default: Callable[..., Any], *operands: Any, **how: An
 
     closed, shapes = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
     keep = tuple(range(len(closed.out_avals)))
-    results = made.bind(*flat, default=closed, tree=tree, keep=keep, **how)
+    results = made.bind(*flat, default=Default(default, tree, closed), tree=tree, keep=keep, **how)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
-    return [default.out_avals[index] for index in keep]
+    return [default.traced.out_avals[index] for index in keep]
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
@@ -81,7 +98,7 @@ def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None],
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
     # Second derivatives are those of the default.
-    function, keep = jaxpr_as_fun(how["default"]), how["keep"]
+    function, keep = how["default"], how["keep"]
     tangents = [ad.instantiate_zeros(one) for one in tangents]
     return jax.jvp(_only(keep, function), [*primals], tangents)
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import linear
+from ..bound import Bound
 from ..cross_entropy import custom_call as kernels
 from ..cross_entropy import known
 from ..cross_entropy import reference as of_logits
@@ -146,7 +147,7 @@ def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
     entropy = outputs[3] if chunks.distribution else None
     picked = None if arrays[-1] is None else outputs[4 if chunks.distribution else 3]
     saved = outputs[2], low, entropy, picked
-    rules = partial(_tangents, chunks), partial(_pull, chunks)
+    rules = Bound(_tangents, chunks), Bound(_pull, chunks)
     return derivative(chunks.distribution, *rules, outputs, saved, arrays, tangents)
 
 

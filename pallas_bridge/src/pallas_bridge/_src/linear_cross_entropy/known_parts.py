@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear, vocab_parts
+from ..bound import Bound
 from ..cross_entropy import known
 from ..cross_entropy import parts as of_logits
 from ..cross_entropy.known import Asked, Known
@@ -148,7 +149,7 @@ def _known(
 @partial(_known.defjvp, symbolic_zeros=True)
 def _known_jvp(work: Parts, arrays: Any, tangents: Any) -> Any:
     outputs, saved = _forward(work, *arrays)
-    rules = partial(_tangents, work), partial(_pull, work)
+    rules = Bound(_tangents, work), Bound(_pull, work)
     return derivative(work.whole.distribution, *rules, outputs, saved, arrays, tangents)
 
 

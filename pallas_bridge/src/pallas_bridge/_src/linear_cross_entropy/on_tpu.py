@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import pallas
+from ..bound import Bound
 from ..compat import tell_devices
 from ..cross_entropy.options import Options, Tile
 from ..pallas import Target
@@ -135,7 +135,7 @@ def choose(
         # The interpreter calls back in order, which a lowering cannot add to a program.
         target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
         return work.function(target, (True, True))(*operands)
-    others = {name: partial(one_call.choose, call, default) for name, call in calls.items()}
+    others = {name: Bound(one_call.choose, call, default) for name, call in calls.items()}
     if work.options.implementation == "custom_call":
         return jax.lax.platform_dependent(*operands, **others, default=default)
 
@@ -151,7 +151,7 @@ tell_devices(_kernels)
 def _lower(
     ctx: Any, *operands: Any, default: Any, work: Pass, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
-    function: Any = jaxpr_as_fun(default)
+    function: Any = default
     # Pallas would have a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     target = _target(module)

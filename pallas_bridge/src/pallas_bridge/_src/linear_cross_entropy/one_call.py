@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import library
@@ -91,7 +90,7 @@ _call = deferred.primitive("linear_cross_entropy_call")
 def _lower(
     ctx: Any, *operands: Any, default: Any, call: Any, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
-    function: Any = jaxpr_as_fun(default)
+    function: Any = default
     if is_whole(ctx.module_context):
 
         def function(*flat: Any) -> Any:

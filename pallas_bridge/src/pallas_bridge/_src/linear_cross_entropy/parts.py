@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear, vocab_parts
+from ..bound import Bound
 from ..cross_entropy import custom_call as kernels
 from ..cross_entropy.options import Options, is_ignored
 from ..cross_entropy.reduction import countable, weighted
@@ -135,7 +136,7 @@ def _per_token(
 def _per_token_jvp(work: Work, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     outputs, saved = forward(work, *arrays)
     *moving, _ = map(linear.given, tangents)
-    apply, transpose = partial(_tangents, work), partial(pull, work)
+    apply, transpose = Bound(_tangents, work), Bound(pull, work)
     found = linear.bind(apply, transpose, (arrays, saved), moving, outputs)
     return outputs, tuple(found)
 
@@ -228,7 +229,7 @@ def _fused_jvp(work: Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
     results = weighted(loss, primals[-1]).sum(), lse
     losses = None if of_factors is None else countable(loss, primals[-1])
     residuals = primals, saved, gradients, losses
-    apply, transpose = partial(_fused_tangents, work), partial(_fused_pull, work)
+    apply, transpose = Bound(_fused_tangents, work), Bound(_fused_pull, work)
     found = linear.bind(apply, transpose, residuals, (*moving, of_factors), results)
     return results, tuple(found)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import linear
+from ..bound import Bound
 from ..cross_entropy import custom_call as kernels
 from ..cross_entropy import known as of_logits
 from ..cross_entropy.known import Asked, Known
@@ -83,7 +83,7 @@ def _reduced(
 def _reduced_jvp(work: Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
     *arrays, factors = primals
     *moving, _, _, of_factors = map(linear.given, tangents)
-    made = deferred.bind(_pass, partial(_default, work), *primals, work=work)
+    made = deferred.bind(_pass, Bound(_default, work), *primals, work=work)
     loss, lse, lse_low, *more, gradients = made
     outputs = weighted(loss, factors).sum(), lse, *more
     results = outputs[:-1] if work.chunks.distribution else outputs
@@ -91,7 +91,7 @@ def _reduced_jvp(work: Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
     picked = None if arrays[-1] is None else results[-1]
     losses = None if of_factors is None else countable(loss, factors)
     residuals = arrays, factors, gradients, losses, (lse, lse_low, entropy, picked)
-    rules = partial(_tangents, work), partial(_pull, work)
+    rules = Bound(_tangents, work), Bound(_pull, work)
     found = linear.bind(*rules, residuals, (*moving, of_factors), results)
     return outputs, of_logits.with_correct(work.chunks.distribution, outputs, found)
 
@@ -129,10 +129,10 @@ def _forward(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
 
 def _default(work: Work, *arrays: Any) -> Any:
     """Returns what `_forward` does, and gradients for cotangents of the loss, the last operand."""
-    by_chunks = partial(_by_chunks, work.chunks)
+    by_chunks = Bound(_by_chunks, work.chunks)
     if work.cuda is None or not on_cuda.has_library(_call(work)):
         return by_chunks(*arrays)
-    call = partial(one_call.choose, partial(_on_cuda, work, work.cuda), by_chunks)
+    call = Bound(one_call.choose, Bound(_on_cuda, work, work.cuda), by_chunks)
     return jax.lax.platform_dependent(*arrays, cuda=call, default=by_chunks)
 
 
@@ -228,10 +228,10 @@ _pass = deferred.primitive("xentile_linear_cross_entropy_known")
 def _lower(
     ctx: Any, *operands: Any, default: Any, work: Work, tree: Any, keep: tuple[int, ...]
 ) -> Sequence[Any]:
-    function: Callable[..., Any] = jaxpr_as_fun(default)
+    function: Callable[..., Any] = default
     *arrays, _ = jax.tree.unflatten(tree, ctx.avals_in)
     # Gradients come last: of hidden, weight and bias.
-    count = len(default.out_avals) - sum(one is not None for one in arrays[:3])
+    count = len(default.traced.out_avals) - sum(one is not None for one in arrays[:3])
     if max(keep) < count:
 
         def function(*flat: Any) -> Any:

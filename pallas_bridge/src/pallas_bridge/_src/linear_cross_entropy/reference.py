@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear
+from ..bound import Bound
 from ..cross_entropy import reference
 from ..cross_entropy.options import Options, is_ignored
 from ..cross_entropy.reduction import weighted
@@ -69,7 +70,7 @@ def _product(
 @partial(_product.defjvp, symbolic_zeros=True)
 def _product_jvp(products: Products, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     _, *moving = map(linear.given, tangents)
-    apply, transpose = partial(_tangents, products), partial(_pull, products)
+    apply, transpose = Bound(_tangents, products), Bound(_pull, products)
     logits = _product(products, *arrays)
     (found,) = linear.bind(apply, transpose, arrays, moving, [logits])
     return logits, found

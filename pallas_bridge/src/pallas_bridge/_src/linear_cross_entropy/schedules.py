@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear
+from ..bound import Bound
 from ..cross_entropy.options import Options
 from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
@@ -76,12 +77,7 @@ class Schedule:
         plan = self.cpu
         if plan is None or not self.hands_over:
             return *self.forward(*arrays), ()
-
-        def default(*arrays: Any) -> tuple[Any, ...]:
-            nothing = on_cpu.nothing_kept(self.products.vocab_axis, plan, *arrays)
-            return *self.forward(*arrays), nothing
-
-        outputs: tuple[Any, ...] = self._on_cpu("keep", default, *arrays)
+        outputs: tuple[Any, ...] = self._on_cpu("keep", Bound(_keep_nothing, self, plan), *arrays)
         return outputs
 
     def resume(self, *arrays: Any) -> Gradients:
@@ -89,17 +85,13 @@ class Schedule:
         *others, left = arrays
         if not left:
             return self.backward(*others)
-
-        def default(*arrays: Any) -> Gradients:
-            return self.backward(*arrays[:-1])
-
-        gradients: Gradients = self._on_cpu("resume", default, *arrays)
+        gradients: Gradients = self._on_cpu("resume", Bound(_resume_nothing, self), *arrays)
         return gradients
 
     def _on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
         """The library's call `name` in programs for CPUs, default(*arrays) in others."""
         call = self._calls(name, self.options)["cpu"]
-        call = partial(one_call.choose, call, default)
+        call = Bound(one_call.choose, call, default)
         return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
 
     def fused(self, wants_losses: bool, *arrays: Any) -> Any:
@@ -114,21 +106,11 @@ class Schedule:
 
     def add(self, *arrays: Any) -> Any:
         """What `fused` gives for its arrays, but dweight added to sums in f32, the last of them."""
-
-        def default(*arrays: Any) -> Any:
-            hidden, weight, *others, sums = arrays
-            # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
-            wide, dtype = weight.astype(jnp.float32), hidden.dtype
-            hidden, _ = as_operands(hidden, weight)
-            hidden = hidden.astype(dtype)
-            *numbers, (dhidden, dweight, dbias) = self.fused(False, hidden, wide, *others)
-            return *numbers, (dhidden, sums + dweight, dbias)
-
-        plan = self.cuda
+        plan, default = self.cuda, Bound(_add, self)
         if plan is None or plan.products >= 4 or not on_cuda.has_library("add"):
             return default(*arrays)
-        call = partial(on_cuda.run, "add", self.options, self.products.vocab_axis, plan)
-        call = partial(one_call.choose, call, default)
+        call = Bound(on_cuda.run, "add", self.options, self.products.vocab_axis, plan)
+        call = Bound(one_call.choose, call, default)
         return jax.lax.platform_dependent(*arrays, cuda=call, default=default)
 
     def run(self, name: Any, options: Options, *arrays: Any) -> Any:
@@ -142,12 +124,10 @@ class Schedule:
         axis = products.vocab_axis
         problem = Problem.of(hidden, weight, axis, bias=bias is not None, reduced=False)
         other = plans.of_columns(problem, plan)
-        no_kernels = partial(
-            getattr(columns, name), options, products, (other.tokens, other.columns)
-        )
+        no_kernels = Bound(getattr(columns, name), options, products, (other.tokens, other.columns))
         default = no_kernels
         if plan.schedule == "tokens":
-            default = partial(getattr(tokens, name), options, products, plan.tokens)
+            default = Bound(getattr(tokens, name), options, products, plan.tokens)
         work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
         return on_tpu.choose(work, default, no_kernels, self._calls(name, options), *arrays)
 
@@ -156,10 +136,31 @@ class Schedule:
         fixed = (name, options, self.products.vocab_axis)
         calls = {}
         if self.cuda is not None and on_cuda.has_library():
-            calls["cuda"] = partial(on_cuda.run, *fixed, self.cuda)
+            calls["cuda"] = Bound(on_cuda.run, *fixed, self.cuda)
         if self.cpu is not None and on_cpu.has_library():
-            calls["cpu"] = partial(on_cpu.run, *fixed, self.cpu)
+            calls["cpu"] = Bound(on_cpu.run, *fixed, self.cpu)
         return calls
+
+
+def _keep_nothing(schedule: Schedule, plan: Plan, *arrays: Any) -> tuple[Any, ...]:
+    """Returns what `keep` gives where no logits are handed over."""
+    nothing = on_cpu.nothing_kept(schedule.products.vocab_axis, plan, *arrays)
+    return *schedule.forward(*arrays), nothing
+
+
+def _resume_nothing(schedule: Schedule, *arrays: Any) -> Gradients:
+    return schedule.backward(*arrays[:-1])
+
+
+def _add(schedule: Schedule, *arrays: Any) -> Any:
+    """Returns what `fused` gives, dweight added to sums in f32, the last of the arrays."""
+    hidden, weight, *others, sums = arrays
+    # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
+    wide, dtype = weight.astype(jnp.float32), hidden.dtype
+    hidden, _ = as_operands(hidden, weight)
+    hidden = hidden.astype(dtype)
+    *numbers, (dhidden, dweight, dbias) = schedule.fused(False, hidden, wide, *others)
+    return *numbers, (dhidden, sums + dweight, dbias)
 
 
 def per_token(
@@ -196,7 +197,7 @@ def _per_token(
 def _per_token_jvp(schedule: Schedule, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     loss, logps, lse, lse_low, left = linear.whole(OPERATION, schedule.keep, *arrays)
     residuals = arrays, (lse, lse_low), left
-    apply, transpose = partial(_per_token_tangents, schedule), partial(_per_token_pull, schedule)
+    apply, transpose = Bound(_per_token_tangents, schedule), Bound(_per_token_pull, schedule)
     *moving, _ = map(linear.given, tangents)
     results = loss, logps, lse
     return results, tuple(linear.bind(apply, transpose, residuals, moving, results))
@@ -269,7 +270,7 @@ def _fused_jvp(schedule: Schedule, primals: Any, tangents: Any) -> tuple[Any, An
     again = (arrays, factors, (lse, lse_low)) if schedule.options.every_token else None
     losses = countable(loss, factors) if wants_losses else None
     residuals = gradients, lse, losses, again
-    apply, transpose = partial(_fused_tangents, schedule), partial(_fused_pull, schedule)
+    apply, transpose = Bound(_fused_tangents, schedule), Bound(_fused_pull, schedule)
     results, given = (weighted(loss, factors).sum(), lse), (*moving, of_factors)
     return results, tuple(linear.bind(apply, transpose, residuals, given, results))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result, wide
+from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
@@ -51,22 +52,23 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns y, what was normalised, and rstd, as `reference.norm` does."""
     if residual is None:
-
-        def dense(x: jax.Array, weight: jax.Array) -> Any:
-            y, _, rstd = reference.norm(options, x, weight, None)
-            return y, rstd
-
+        dense = Bound(_dense, options)
         y, rstd = _bind(options, "forward", (ROWS, COLUMNS), (ROW, NUMBER), dense, x, weight)
         return y, x, rstd
-
-    def dense_of_sum(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
-        return reference.norm(options, x, weight, residual)
-
-    operands, results = (ROWS, ROWS, COLUMNS), (ROW, ROW, NUMBER)
-    y, total, rstd = _bind(
-        options, "add_forward", operands, results, dense_of_sum, x, residual, weight
-    )
+    operands, results, dense = (ROWS, ROWS, COLUMNS), (ROW, ROW, NUMBER), Bound(_dense_add, options)
+    y, total, rstd = _bind(options, "add_forward", operands, results, dense, x, residual, weight)
     return y, total, rstd
+
+
+def _dense(options: Options, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y, _, rstd = reference.norm(options, x, weight, None)
+    return y, rstd
+
+
+def _dense_add(
+    options: Options, x: jax.Array, residual: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return reference.norm(options, x, weight, residual)
 
 
 def backward(
@@ -83,7 +85,7 @@ def backward(
     """
     name, more = ("backward", ()) if dsum is None else ("add_backward", (dsum,))
     operands = (ROWS, COLUMNS, TOKENS, ROWS, *[ROWS] * len(more))
-    dense = partial(reference.gradients, options)
+    dense = Bound(reference.gradients, options)
     dx, dweight = _bind(options, name, operands, (ROW, SUMS), dense, x, weight, rstd, dy, *more)
     return dx, dweight
 
@@ -121,7 +123,7 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     of_x, of_weight, *of_residual = map(linear.given, tangents)
     added = [one for one in (of_x, *of_residual) if one is not None]
     of_total = sum(added[1:], added[0]) if added else None
-    apply, transpose = partial(_apply, options), partial(_transpose, options)
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     residuals, dims = (total, primals[1], rstd), ((ROWS, COLUMNS, TOKENS), (ROWS, COLUMNS))
     moving = (of_total, of_weight)
     found = linear.bind(apply, transpose, residuals, moving, results, dims)

@@ -7,15 +7,14 @@ run by kernels.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import linear
 from ..arrays import Result, spec_of
+from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
 from . import reference
@@ -34,10 +33,6 @@ def forward(
     """Returns rotated x."""
     if options.implementation == "reference":
         return reference.rotate(options, x, cos, sin)
-
-    def dense(x: jax.Array, _: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
-        return (reference.rotate(options, x, cos, sin),)
-
     call = Call(
         operation=OPERATION,
         target="xentile_rope",
@@ -49,10 +44,16 @@ def forward(
         ),
         cut=CUT,
         implementation=options.implementation,
-        dense=dense,
+        dense=Bound(_dense, options),
         variant="interleaved" if options.interleaved else "halves",
     )
     return bind(call, x, indices, cos, sin)[0]
+
+
+def _dense(
+    options: Options, x: jax.Array, _: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array]:
+    return (reference.rotate(options, x, cos, sin),)
 
 
 def rope(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -65,8 +66,24 @@ def rope(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.
         check_dtype("x", x, REFERENCE_TAKES_OTHERS)
     indices = jax.lax.broadcasted_iota(np.int32, x.shape[:-1], x.ndim - 3)
     indices, cos, sin = (laid_out(one, x) for one in (indices, cos, sin))
-    y: jax.Array = _rope(options, *vary_alike([x, indices, cos, sin]))
+    x, *tables = vary_alike([x, indices, cos, sin])
+    return _rotate(options, tables, x)
+
+
+def _rotate(options: Options, tables: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    # Linear in x: its derivative is itself, and its transpose a rotation too.
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
+    (y,) = linear.bind(apply, transpose, [*tables], [x], [x], ((INDICES, TABLE, TABLE), (ROWS,)))
     return y
+
+
+def _apply(options: Options, tables: Any, given: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    return [forward(options, *given, *tables)]
+
+
+def _transpose(options: Options, tables: Any, cotangents: Any) -> Sequence[Any]:
+    back = replace(options, inverse=not options.inverse)
+    return [one if one is None else _rotate(back, tables, one) for one in cotangents]
 
 
 def laid_out(array: jax.Array, x: jax.Array) -> jax.Array:
@@ -79,29 +96,3 @@ def laid_out(array: jax.Array, x: jax.Array) -> jax.Array:
     right = [*spec[:count], *[None] * (array.ndim - count)]
     found: jax.Array = jax.sharding.reshard(array, jax.sharding.PartitionSpec(*right))
     return found
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rope(
-    options: Options, x: jax.Array, indices: jax.Array, cos: jax.Array, sin: jax.Array
-) -> jax.Array:
-    return forward(options, x, indices, cos, sin)
-
-
-@partial(_rope.defjvp, symbolic_zeros=True)
-def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    y = _rope(options, *primals)
-    of_x = linear.given(tangents[0])
-    if of_x is None:
-        return y, jnp.zeros_like(y)
-
-    def apply(tables: Any, tangents: Any) -> Sequence[jax.Array]:
-        return [_rope(options, tangents[0], *tables)]
-
-    def transpose(tables: Any, cotangents: Any) -> Sequence[Any]:
-        back = replace(options, inverse=not options.inverse)
-        return [None if one is None else _rope(back, one, *tables) for one in cotangents]
-
-    dims = ((INDICES, TABLE, TABLE), (ROWS,))
-    found = linear.bind(apply, transpose, [*primals[1:]], [of_x], [y], dims)
-    return y, found[0]

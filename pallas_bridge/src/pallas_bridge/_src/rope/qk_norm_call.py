@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import linear
 from ..arrays import Result, spec_of
+from ..bound import Bound
 from ..checks import DTYPES
 from ..custom_call import Call, bind, vary_alike
 from ..rms_norm import custom_call as norm_call
@@ -102,7 +103,7 @@ def _bind(
             ("interleaved", np.bool_(options.rope.interleaved)),
         ),
         implementation=options.norm.implementation,
-        dense=partial(dense, options),
+        dense=Bound(dense, options),
         is_composed=True,
     )
     return bind(call, *arrays)
@@ -194,7 +195,7 @@ def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
     if all(one is None for one in moving):
         return (*turned,), tuple(map(jnp.zeros_like, turned))
     residuals = (*primals[:4], q_rstd, k_rstd, *primals[4:])
-    apply, transpose = partial(_apply, options), partial(_transpose, options)
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     dims = ((*GIVEN, OF_Q, OF_K, *TABLES), GIVEN)
     found = linear.bind(apply, transpose, residuals, moving, turned, dims)
     return (*turned,), tuple(found)

@@ -1,0 +1,28 @@
+"""Functions that are values: equal where what they do is equal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, init=False)
+class Bound:
+    """A function with its first arguments, `function(*given, *rest)`.
+
+    Unlike `functools.partial`, two are equal where function and arguments are. JAX's caches compare
+    the parameters of primitives: a function that compares by identity misses them at every call,
+    and one that is left out of the comparison has one call run another's program. Arguments are
+    hashable, and so never arrays, which a cache would keep alive.
+    """
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+
+    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
+        """Binds the first arguments of a function that is defined in a module, or is a value."""
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "given", given)
+
+    def __call__(self, *rest: Any) -> Any:
+        """Returns function(*given, *rest)."""
+        return self.function(*self.given, *rest)

@@ -1,0 +1,336 @@
+"""Every function of the package, for tests that go over all of them.
+
+A case says how a function is called, by dims that tests give extents to and shard, and which
+options change its results and not their shapes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_bridge as pb
+
+Options = Mapping[str, Any]
+
+# Extents of dims unless a test has its own.
+EXTENTS = {"B": 2, "S": 6, "V": 37, "D": 16, "F": 16, "2F": 32, "H": 4, "K": 2, "E": 16, "R": 8}
+EXTENTS |= {"M": 6, "C": 3}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array that a function takes."""
+
+    name: str
+    # Names of its axes, such as "B S V".
+    dims: tuple[str, ...]
+    # Integers are below the extent of a dim, or None for floats.
+    below: str | None = None
+    is_differentiable: bool = True
+
+
+def argument(text: str) -> Argument:
+    """Returns an argument of a text: "logits: B S V", "labels: B S < V", or "cos: S R, fixed"."""
+    name, _, rest = text.partition(": ")
+    rest, _, fixed = rest.partition(", ")
+    dims, _, below = rest.partition(" < ")
+    has_gradient = not fixed and not below
+    return Argument(name, tuple(dims.split()), below or None, has_gradient)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to call a function."""
+
+    name: str
+    # Of arrays and options.
+    function: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    # Each changes results, of arrays of the same shapes.
+    variants: tuple[Options, ...] = ()
+    # Whether results are derivable with respect to the arguments that are floats.
+    has_gradient: bool = True
+    extents: Mapping[str, int] = field(default_factory=dict)
+
+    def arrays(
+        self, rng: np.random.Generator, dtype: str = "float32", **extents: int
+    ) -> tuple[jax.Array, ...]:
+        """Returns random arrays."""
+        sizes = {**EXTENTS, **self.extents, **extents}
+
+        def make(one: Argument) -> jax.Array:
+            shape = tuple(sizes[name] for name in one.dims)
+            if one.below is not None:
+                return jnp.asarray(rng.integers(0, sizes[one.below], shape), jnp.int32)
+            return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+        return tuple(map(make, self.arguments))
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Which arguments have gradients."""
+        if not self.has_gradient:
+            return ()
+        return tuple(index for index, one in enumerate(self.arguments) if one.is_differentiable)
+
+    def outputs(self, *arrays: jax.Array, **options: Any) -> list[jax.Array]:
+        """Returns the results, flat."""
+        return jax.tree.leaves(self.function(*arrays, **options))
+
+    def value(self, *arrays: jax.Array, **options: Any) -> jax.Array:
+        """Returns a scalar that all floats of the results count in, each entry by its own weight."""
+        total = jnp.float32(0)
+        for number, one in enumerate(self.outputs(*arrays, **options)):
+            if jnp.issubdtype(one.dtype, jnp.floating) and one.dtype.itemsize > 1:
+                index = jax.lax.iota(jnp.float32, max(one.size, 1))[: one.size]
+                weights = jnp.cos(index + 0.7 * number).reshape(one.shape)
+                total = total + (one.astype(jnp.float32) * weights).sum()
+        return total
+
+    def gradients(self, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        """Returns the gradients of `value`."""
+        found: tuple[jax.Array, ...] = jax.grad(
+            partial(self.value, **options), self.differentiable
+        )(*arrays)
+        return found
+
+
+def case(name: str, function: Callable[..., Any], *arguments: str, **more: Any) -> Case:
+    """Returns a case of arguments as texts."""
+    return Case(name, function, tuple(map(argument, arguments)), **more)
+
+
+def _everything(z: Any, y: Any, c: Any, **options: Any) -> Any:
+    asked = {"return_lse": True, "return_entropy": True, "return_correct": True}
+    return pb.cross_entropy(z, y, columns=c, **asked, **options)
+
+
+def _linear_everything(h: Any, w: Any, y: Any, c: Any, **options: Any) -> Any:
+    asked = {"return_lse": True, "return_entropy": True, "return_correct": True}
+    return pb.linear_cross_entropy(h, w, y, columns=c, vocab_axis=0, **asked, **options)
+
+
+def _rope(q: Any, k: Any, positions: Any = None, **options: Any) -> Any:
+    return pb.rope(q, k, positions=positions, **options)
+
+
+def _rope_tables(q: Any, cos: Any, sin: Any, **options: Any) -> Any:
+    return pb.rope(q, tables=(cos, sin), **options)
+
+
+def _qk(q: Any, k: Any, q_weight: Any, k_weight: Any, positions: Any, **options: Any) -> Any:
+    return pb.qk_norm_rope(q, k, q_weight, k_weight, positions=positions, **options)
+
+
+def _attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return pb.flash_attention(q, k, v, **options)
+
+
+def _attention_of_segments(q: Any, k: Any, v: Any, ids: Any, **options: Any) -> Any:
+    return pb.flash_attention(q, k, v, segment_ids=ids, **options)
+
+
+def _attention_with_sinks(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+    return pb.flash_attention(q, k, v, sinks=sinks, return_lse=True, **options)
+
+
+def _attention_packed(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    ends = jnp.array([0, q.shape[0] // 2, q.shape[0]], jnp.int32)
+    return pb.flash_attention(q, k, v, q_cumulative=ends, **options)
+
+
+def _optax(z: Any, y: Any, **options: Any) -> Any:
+    return pb.optax.softmax_cross_entropy_with_integer_labels(z, y, **options)
+
+
+def _fp8(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    found = function(*arrays, **options)
+    # Numbers that vary smoothly enough to be compared.
+    return jax.tree.map(lambda one: one.astype(jnp.float32), jax.tree.leaves(found))
+
+
+LOSS: tuple[Options, ...] = (
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.01},
+    {"softcap": 3.0},
+    {"temperature": 2.0},
+    {"ignore_index": 3},
+)
+GATES: tuple[Options, ...] = ({}, {"alpha": 1.5}, {"limit": 0.5}, {"up_offset": 1.0})
+TURNS: tuple[Options, ...] = ({}, {"interleaved": True}, {"base": 100.0}, {"rotary_dim": 8})
+NORM: tuple[Options, ...] = ({}, {"eps": 0.1}, {"zero_centred": True})
+HEADS = ("q: B S H D", "k: B S K D", "v: B S K E")
+MASKS: tuple[Options, ...] = (
+    {},
+    {"causal": True},
+    {"window": (2, 0)},
+    {"softcap": 1.0},
+    {"scale": 0.5},
+)
+QK = ("q: B S H D", "k: B S K D", "q_weight: D", "k_weight: D")
+BLOCKS: dict[str, Any] = {"granularity": "block_1d", "block_size": 8}
+
+CASES: tuple[Case, ...] = (
+    case(
+        "cross_entropy",
+        pb.cross_entropy,
+        "logits: B S V",
+        "labels: B S < V",
+        variants=(*LOSS, {"reduction": "sum"}),
+    ),
+    case(
+        "cross_entropy_per_token",
+        pb.cross_entropy_per_token,
+        "logits: B S V",
+        "labels: B S < V",
+        variants=LOSS,
+    ),
+    case(
+        "cross_entropy with auxiliary outputs",
+        _everything,
+        "logits: B S V",
+        "labels: B S < V",
+        "columns: B S C < V",
+        variants=LOSS,
+    ),
+    case("optax", _optax, "logits: B S V", "labels: B S < V"),
+    case(
+        "linear_cross_entropy",
+        partial(pb.linear_cross_entropy, vocab_axis=0),
+        "hidden: B S D",
+        "weight: V D",
+        "labels: B S < V",
+        variants=(*LOSS, {"reduction": "sum"}),
+    ),
+    case(
+        "linear_cross_entropy_per_token",
+        partial(pb.linear_cross_entropy_per_token, vocab_axis=0),
+        "hidden: B S D",
+        "weight: V D",
+        "labels: B S < V",
+        variants=LOSS,
+    ),
+    case(
+        "linear_cross_entropy with auxiliary outputs",
+        _linear_everything,
+        "hidden: B S D",
+        "weight: V D",
+        "labels: B S < V",
+        "columns: B S C < V",
+        variants=LOSS,
+    ),
+    case("gelu", pb.gelu, "x: B S F", variants=({}, {"approximate": False})),
+    case("squared_relu", pb.squared_relu, "x: B S F"),
+    case("swiglu", pb.swiglu, "x: B S 2F", variants=GATES),
+    case("swiglu interleaved", partial(pb.swiglu, interleaved=True), "x: B S 2F", variants=GATES),
+    case("swiglu of two arrays", pb.swiglu, "x: B S F", "up: B S F", variants=GATES),
+    case("geglu", pb.geglu, "x: B S 2F", variants=({}, {"approximate": False})),
+    case("reglu", pb.reglu, "x: B S 2F", variants=({}, {"limit": 0.5})),
+    case("rms_norm", pb.rms_norm, "x: B S D", "weight: D", variants=NORM),
+    case(
+        "rms_norm with a residual",
+        lambda x, weight, residual, **options: pb.rms_norm(
+            x, weight, residual=residual, return_rstd=True, **options
+        ),
+        "x: B S D",
+        "weight: D",
+        "residual: B S D",
+        variants=NORM,
+    ),
+    case(
+        "layer_norm",
+        partial(pb.layer_norm, return_statistics=True),
+        "x: B S D",
+        "weight: D",
+        "bias: D",
+        variants=({}, {"eps": 0.1}),
+    ),
+    case("rope", _rope, "q: B S H D", "k: B S K D", variants=(*TURNS, {"offset": 7})),
+    case(
+        "rope by positions", _rope, "q: B S H D", "k: B S K D", "positions: S < V", variants=TURNS
+    ),
+    case(
+        "rope by positions of a batch",
+        _rope,
+        "q: B S H D",
+        "k: B S K D",
+        "positions: B S < V",
+        variants=TURNS,
+    ),
+    case(
+        "rope by tables",
+        _rope_tables,
+        "q: B S H D",
+        "cos: S R, fixed",
+        "sin: S R, fixed",
+        variants=({}, {"interleaved": True}),
+    ),
+    case(
+        "rope by tables of a batch",
+        _rope_tables,
+        "q: B S H D",
+        "cos: B S R, fixed",
+        "sin: B S R, fixed",
+        variants=({}, {"interleaved": True}),
+    ),
+    case("qk_norm_rope", _qk, *QK, "positions: S < V", variants=(*TURNS, *NORM[1:])),
+    case(
+        "qk_norm_rope by positions of a batch",
+        _qk,
+        *QK,
+        "positions: B S < V",
+        variants=(*TURNS, *NORM[1:]),
+    ),
+    case("flash_attention", _attention, *HEADS, variants=MASKS),
+    case(
+        "flash_attention of segments",
+        _attention_of_segments,
+        *HEADS,
+        "ids: B S < C",
+        variants=MASKS,
+    ),
+    case("flash_attention with sinks", _attention_with_sinks, *HEADS, "sinks: H", variants=MASKS),
+    case(
+        "flash_attention of packed texts",
+        _attention_packed,
+        "q: S H D",
+        "k: S K D",
+        "v: S K E",
+        variants=MASKS,
+    ),
+    case(
+        "fp8_quantize",
+        partial(_fp8, pb.fp8_quantize),
+        "x: B M D",
+        has_gradient=False,
+        variants=({}, {"power_of_two": True}),
+    ),
+    case(
+        "fp8_quantize by blocks",
+        partial(_fp8, pb.fp8_quantize, transposed=True, **BLOCKS),
+        "x: B M D",
+        has_gradient=False,
+        variants=({}, {"power_of_two": True}),
+    ),
+    case(
+        "rms_norm_fp8",
+        partial(_fp8, pb.rms_norm_fp8, **BLOCKS),
+        "x: B S D",
+        "weight: D",
+        has_gradient=False,
+        variants=NORM,
+    ),
+    case(
+        "swiglu_fp8",
+        partial(_fp8, pb.swiglu_fp8, **BLOCKS),
+        "x: B S 2F",
+        has_gradient=False,
+        variants=GATES,
+    ),
+)
