@@ -3,7 +3,8 @@
 XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
 of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
-and asks nothing of JAX but to call them. XENTILE_TEST_PROGRAMS is a folder where programs that XLA
+and asks nothing of JAX but to call them. XENTILE_TEST_NIGHTLY=1 runs tests that are marked
+`nightly` too: the rest of products of which a fixed part always runs. XENTILE_TEST_PROGRAMS is a folder where programs that XLA
 compiled are kept for other tests of a share, but those of tests on several devices.
 """
 
@@ -37,6 +38,8 @@ if PROGRAMS is not None:
     # JAX writes files in place, so that a process beside this one would find half of one.
     PROGRAMS = os.path.join(PROGRAMS, os.environ.get("XENTILE_TEST_SHARE", "0/1").replace("/", "-"))
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
+NIGHTLY = pytest.StashKey[int]()
+RUNS_NIGHTLY = os.environ.get("XENTILE_TEST_NIGHTLY") == "1"
 
 
 @pytest.fixture
@@ -89,13 +92,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
     config.addinivalue_line("markers", "needs(module): needs a package that the library does not")
+    config.addinivalue_line("markers", "nightly: runs in the nightly set alone")
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
+    config.stash[NIGHTLY] = 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
+        if not RUNS_NIGHTLY and any(item.iter_markers("nightly")):
+            left_out.append(item)
+            config.stash[NIGHTLY] += 1
+            continue
         reason = why_not(item)
         (kept if reason is None else left_out).append(item)
         if reason is not None:
@@ -134,6 +143,10 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    if count := config.stash[NIGHTLY]:
+        terminalreporter.write_line(
+            f"left out: {count} cases of the nightly set (XENTILE_TEST_NIGHTLY=1)"
+        )
     for reason, tests in config.stash[NOT_APPLICABLE].items():
         terminalreporter.section(f"{len(tests)} tests do not apply on {PLATFORM}: {reason}")
         for test in tests:

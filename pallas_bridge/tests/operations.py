@@ -66,7 +66,10 @@ class Case:
         def make(one: Argument) -> jax.Array:
             shape = tuple(sizes[name] for name in one.dims)
             if one.below is not None:
-                return jnp.asarray(rng.integers(0, sizes[one.below], shape), jnp.int32)
+                drawn = rng.integers(0, sizes[one.below], shape)
+                # One that options may name.
+                drawn.flat[:1] = min(3, sizes[one.below] - 1)
+                return jnp.asarray(drawn, jnp.int32)
             return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
 
         return tuple(map(make, self.arguments))
@@ -83,7 +86,7 @@ class Case:
         return jax.tree.leaves(self.function(*arrays, **options))
 
     def value(self, *arrays: jax.Array, **options: Any) -> jax.Array:
-        """Returns a scalar that all floats of the results count in, each entry by its own weight."""
+        """Returns a scalar of all floats of the results, each entry by its own weight."""
         total = jnp.float32(0)
         for number, one in enumerate(self.outputs(*arrays, **options)):
             if jnp.issubdtype(one.dtype, jnp.floating) and one.dtype.itemsize > 1:

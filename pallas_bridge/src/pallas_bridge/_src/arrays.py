@@ -117,6 +117,10 @@ class Signature:
             for one, aval in zip(self.operands, avals, strict=True)
             for name, extent in zip(one.names, aval.shape[one.leading(aval) :], strict=True)
         }
+        # Of a constant that was made outside of a mesh the type has none.
+        shardings = (getattr(aval, "sharding", None) for aval in (tokens, *avals))
+        named = [one for one in shardings if isinstance(one, NamedSharding)]
+        sharding = next((one for one in named if not one.mesh.empty), next(iter(named), None))
         found = []
         for one, result in zip(self.results, results, strict=True):
             if result.like is not None and self.operands[result.like] == one:
@@ -126,8 +130,7 @@ class Signature:
             dtype = np.dtype(result.dtype) if result.like is None else avals[result.like].dtype
             shape = (*kept, *(_extent(name, extents) for name in one.names))
             more: dict[str, Any] = {}
-            sharding = getattr(tokens, "sharding", None)
-            if isinstance(sharding, NamedSharding):
+            if sharding is not None:
                 spec = [*spec_of(tokens)[: len(kept)], *[None] * len(one.names)]
                 more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))

@@ -15,6 +15,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
+from jax.sharding import PartitionSpec
+
+from ..meshes import cuts, entry
 
 
 def primitive(name: str) -> Primitive:
@@ -80,19 +83,45 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
-    """One after another: each has a gradient of the weight of its own."""
-    mapped = [
-        jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None
+    """One after another: each has a gradient of the weight of its own.
+
+    Where a mesh of explicit axes cuts the mapped axis, each device has its own share.
+    """
+    default, keep = how.pop("default"), how.pop("keep")
+    how.pop("tree")
+
+    def one(*flat: Any) -> list[Any]:
+        # Traced anew: within `shard_map` types are others.
+        found = bind(made, default.function, *jax.tree.unflatten(default.tree, flat), **how)
+        leaves = jax.tree.leaves(found)
+        return [leaves[index] for index in keep]
+
+    def in_turn(*flat: Any) -> list[Any]:
+        mapped = [x for x, axis in zip(flat, axes, strict=True) if axis is not None]
+
+        def of_parts(parts: Any) -> list[Any]:
+            left = iter(parts)
+            return one(
+                *(x if axis is None else next(left) for x, axis in zip(flat, axes, strict=True))
+            )
+
+        found: list[Any] = jax.lax.map(of_parts, mapped)
+        return found
+
+    given = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
     ]
-
-    def one(parts: Any) -> Any:
-        left = iter(parts)
-        return made.bind(
-            *(x if axis is None else next(left) for x, axis in zip(operands, axes, strict=True)),
-            **how,
+    found = (cuts(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
+    names = next(filter(None, found), ())
+    if names:
+        of_mapped = PartitionSpec(entry(names))
+        specs = tuple(PartitionSpec() if axis is None else of_mapped for axis in axes)
+        given = [jax.sharding.reshard(*pair) for pair in zip(given, specs, strict=True)]
+        in_turn = jax.shard_map(
+            in_turn, in_specs=specs, out_specs=of_mapped, axis_names={*names}, check_vma=False
         )
-
-    results = jax.lax.map(one, mapped)
+    results = in_turn(*given)
     return results, [0] * len(results)
 
 

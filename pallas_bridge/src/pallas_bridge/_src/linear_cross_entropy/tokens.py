@@ -8,7 +8,8 @@ f32.
 """
 
 import dataclasses
-from functools import partial
+import operator
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -146,8 +147,8 @@ def in_place(options: Options) -> Options:
 
 def idle_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
     """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
-    nothing = [one == 0 for one in cotangents]
-    return is_ignored(options, labels) | jnp.stack(nothing).all(0)
+    has_none = reduce(operator.and_, (one == 0 for one in cotangents))
+    return is_ignored(options, labels) | has_none
 
 
 def rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:

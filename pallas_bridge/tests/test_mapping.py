@@ -1,0 +1,153 @@
+"""`vmap` of every operation, over every subset of its operands, against a loop.
+
+Maps are as long as the batch, so that an axis that is taken for another changes values and no
+shape.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operations import CASES, EXTENTS, Case
+
+LENGTH = EXTENTS["B"]
+DIFFERENTIABLE = [pytest.param(one, id=one.name) for one in CASES if one.has_gradient]
+Subset = tuple[int, ...]
+
+
+def subsets(case: Case) -> Iterator[Subset]:
+    """Every subset of a case's operands but the empty one."""
+    every = range(len(case.arguments))
+    for count in range(1, len(every) + 1):
+        yield from combinations(every, count)
+
+
+def product() -> Iterator[Any]:
+    """Every case and subset; of several operands but not all, nightly."""
+    for case in CASES:
+        for subset in subsets(case):
+            is_few = len(subset) in (1, len(case.arguments))
+            marks = () if is_few else (pytest.mark.nightly,)
+            names = "+".join(case.arguments[index].name for index in subset)
+            yield pytest.param(case, subset, id=f"{case.name}-{names}", marks=marks)
+
+
+def everything(case: Case, arrays: Any, tangents: Any, cotangents: Any) -> Any:
+    """Results, gradients for cotangents of them, and tangents of them."""
+    if not case.has_gradient:
+        return case.outputs(*arrays)
+    moving = case.differentiable
+
+    def function(*given: jax.Array) -> list[jax.Array]:
+        every = [*arrays]
+        for index, one in zip(moving, given, strict=True):
+            every[index] = one
+        return [one for one in case.outputs(*every) if one.dtype == jnp.float32]
+
+    given = [arrays[index] for index in moving]
+    outputs, pull = jax.vjp(function, *given)
+    of_outputs = jax.jvp(function, given, [tangents[index] for index in moving])[1]
+    return outputs, pull([*cotangents]), of_outputs
+
+
+def numbers(rng: np.random.Generator, like: Any, *leading: int) -> Any:
+    """Random arrays of the shapes of others, with more leading axes."""
+    return jax.tree.map(
+        lambda one: jnp.asarray(rng.normal(size=(*leading, *one.shape)), jnp.float32), like
+    )
+
+
+def of_outputs(case: Case, arrays: Any) -> Any:
+    """The types of a case's results that have cotangents."""
+    found = jax.eval_shape(case.outputs, *arrays)
+    return [one for one in found if one.dtype == jnp.float32]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        exact = np.asarray(other, np.float64)
+        scale = max(np.abs(exact).max(initial=0), 1)
+        np.testing.assert_allclose(np.asarray(one, np.float64), exact, atol=2e-5 * scale, rtol=1e-5)
+
+
+def looped(function: Callable[..., Any], length: int, axes: Any, *trees: Any) -> Any:
+    """Returns the results of a function of each part along mapped axes, stacked."""
+    run = jax.jit(function)
+    parts = []
+    for number in range(length):
+        flat, tree = jax.tree.flatten(trees)
+        of_one = [
+            one if axis is None else jnp.take(one, number, axis)
+            for one, axis in zip(flat, axes, strict=True)
+        ]
+        parts.append(run(*jax.tree.unflatten(tree, of_one)))
+    return jax.tree.map(lambda *ones: jnp.stack(ones), *parts)
+
+
+@pytest.mark.parametrize(("case", "subset"), [*product()])
+def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
+    plain = case.arrays(rng)
+    axes: list[int | None] = [None] * len(plain)
+    arrays = [*plain]
+    for index in subset:
+        # At the front, at the end, and between: each operand at another place.
+        axes[index] = index % (plain[index].ndim + 1)
+        stacked = jnp.stack([case.arrays(rng)[index] for _ in range(LENGTH)])
+        arrays[index] = jnp.moveaxis(stacked, 0, axes[index])
+    tangents = numbers(rng, [*plain], LENGTH)
+    cotangents = numbers(rng, of_outputs(case, plain), LENGTH)
+    every = (*axes, *[0] * (len(tangents) + len(cotangents)))
+    function = partial(everything, case)
+    mapped = jax.jit(jax.vmap(function, in_axes=([*axes], 0, 0)))(arrays, tangents, cotangents)
+    assert_same(mapped, looped(function, LENGTH, every, arrays, tangents, cotangents))
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE)
+def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> None:
+    arrays = case.arrays(rng)
+    tangents = numbers(rng, [*arrays], LENGTH)
+    cotangents = numbers(rng, of_outputs(case, arrays), LENGTH)
+    function = partial(everything, case, arrays)
+    mapped = jax.jit(jax.vmap(function))(tangents, cotangents)
+    axes = [0] * (len(tangents) + len(cotangents))
+    assert_same(mapped, looped(function, LENGTH, axes, tangents, cotangents))
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE)
+def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> None:
+    """Of maps within maps: the first operand in both, the others in one or none."""
+    plain = case.arrays(rng)
+    outer = [0, *[None] * (len(plain) - 1)]
+    inner = [1, *[None if index % 2 else -1 for index in range(1, len(plain))]]
+    arrays = [jnp.stack([jnp.stack([case.arrays(rng)[0] for _ in range(3)], 1) for _ in range(2)])]
+    arrays += [
+        one if axis is None else jnp.stack([case.arrays(rng)[index] for _ in range(3)], -1)
+        for index, (one, axis) in enumerate(zip(plain, inner, strict=True))
+        if index
+    ]
+
+    def mapped(*given: jax.Array) -> jax.Array:
+        values = jax.vmap(jax.vmap(case.value, in_axes=inner), in_axes=outer)(*given)
+        return (values * jnp.arange(1, 7, dtype=values.dtype).reshape(2, 3)).sum()
+
+    def by_loop(*given: jax.Array) -> jax.Array:
+        total = jnp.float32(0)
+        for first in range(2):
+            for second in range(3):
+                own = [jnp.take(given[0][first], second, inner[0])]
+                own += [
+                    one if axis is None else jnp.take(one, second, axis)
+                    for one, axis in zip(given[1:], inner[1:], strict=True)
+                ]
+                total += case.value(*own) * (3 * first + second + 1)
+        return total
+
+    moving = case.differentiable
+    found = jax.jit(jax.grad(mapped, moving))(*arrays)
+    assert_same(found, jax.jit(jax.grad(by_loop, moving))(*arrays))
