@@ -5,7 +5,8 @@
 XENTILE_TEST_SHARE, as in "2/8", keeps every eighth test from the third on. Before that
 XENTILE_TEST_THIN, as in "4", keeps a quarter of each test's cases, one at least, and
 XENTILE_TEST_HALF, 0 or 1, that half of the tests, and all that are marked `numbers`. The number
-XENTILE_TEST_DRAW chooses which they are.
+XENTILE_TEST_DRAW chooses which they are. All cases of tests that are marked `fixed` run, but where
+XENTILE_TEST_NUMBERS is 0.
 """
 
 import os
@@ -29,10 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def in_half(item: pytest.Item, half: int, draw: int) -> bool:
     """Whether a test is of that half of all, or holds numbers."""
-    if any(item.iter_markers("numbers")):
+    if any(item.iter_markers("numbers")) or is_fixed(item):
         return True
     name = item.nodeid.partition("[")[0]
     return zlib.crc32(f"{draw} {name}".encode()) % 2 == half
+
+
+def is_fixed(item: pytest.Item) -> bool:
+    """Whether all cases of a test run here."""
+    holds_numbers = os.environ.get("XENTILE_TEST_NUMBERS") != "0"
+    return holds_numbers and any(item.iter_markers("fixed"))
 
 
 def thinned(items: list[pytest.Item], thin: int, draw: int) -> list[pytest.Item]:
@@ -44,4 +51,4 @@ def thinned(items: list[pytest.Item], thin: int, draw: int) -> list[pytest.Item]
     kept = {
         case for of_one in cases.values() for case in chance.sample(of_one, -(-len(of_one) // thin))
     }
-    return [item for item in items if item in kept]
+    return [item for item in items if item in kept or is_fixed(item)]

@@ -4,8 +4,9 @@ XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program o
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
 of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
 and asks nothing of JAX but to call them. XENTILE_TEST_NIGHTLY=1 runs tests that are marked
-`nightly` too: the rest of products of which a fixed part always runs. XENTILE_TEST_PROGRAMS is a folder where programs that XLA
-compiled are kept for other tests of a share, but those of tests on several devices.
+`nightly` too: the rest of products of which a fixed part always runs. XENTILE_TEST_PROGRAMS is a
+folder where programs that XLA compiled are kept for other tests of a share, but those of tests on
+several devices.
 """
 
 import importlib.util
@@ -92,6 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
     config.addinivalue_line("markers", "needs(module): needs a package that the library does not")
+    config.addinivalue_line("markers", "fixed: all cases run, also where tests are thinned")
     config.addinivalue_line("markers", "nightly: runs in the nightly set alone")
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)

@@ -43,7 +43,7 @@ def argument(text: str) -> Argument:
     return Argument(name, tuple(dims.split()), below or None, has_gradient)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A way to call a function."""
 

@@ -1,4 +1,4 @@
-"""What JAX's caches know calls by: calls that differ are others, and calls that do not are the same.
+"""What JAX's caches know calls by: calls that differ are others, and equal calls are one.
 
 Results may not depend on what ran before, and no cache holds an array.
 """
@@ -60,6 +60,7 @@ def in_both_orders() -> Iterator[Any]:
     yield arrays, *found
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_results_do_not_depend_on_what_ran_before(in_both_orders: Any, case: Case) -> None:
     _, forward, backward = in_both_orders
@@ -68,6 +69,7 @@ def test_results_do_not_depend_on_what_ran_before(in_both_orders: Any, case: Cas
             assert one.tobytes() == other.tobytes(), variants(case)[number]
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_variants_differ_eagerly_and_in_one_program(in_both_orders: Any, case: Case) -> None:
     arrays, forward, _ = in_both_orders
@@ -99,6 +101,7 @@ def _listen(name: str, _: float, **__: Any) -> None:
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_the_same_call_is_compiled_once_and_keeps_nothing(
     rng: np.random.Generator, case: Case
@@ -114,6 +117,7 @@ def test_the_same_call_is_compiled_once_and_keeps_nothing(
     assert (len(COMPILED), len(jax.live_arrays())) == before
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_programs_traced_anew_keep_nothing(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng)

@@ -90,6 +90,7 @@ def looped(function: Callable[..., Any], length: int, axes: Any, *trees: Any) ->
     return jax.tree.map(lambda *ones: jnp.stack(ones), *parts)
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize(("case", "subset"), [*product()])
 def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
     plain = case.arrays(rng)
@@ -108,6 +109,7 @@ def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
     assert_same(mapped, looped(function, LENGTH, every, arrays, tangents, cotangents))
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", DIFFERENTIABLE)
 def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng)
@@ -119,6 +121,7 @@ def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> N
     assert_same(mapped, looped(function, LENGTH, axes, tangents, cotangents))
 
 
+@pytest.mark.fixed
 @pytest.mark.parametrize("case", DIFFERENTIABLE)
 def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> None:
     """Of maps within maps: the first operand in both, the others in one or none."""

@@ -205,7 +205,7 @@ def test_what_is_wrong_is_said_by_its_name() -> None:
     q, weight = jnp.ones((5, 3, 8)), jnp.ones(8)
     for keywords, error, message in [
         ({"k": jnp.ones((5, 1, 6))}, ValueError, "k has shape (5, 1, 6) and q (5, 3, 8)"),
-        ({"k_weight": jnp.ones(6)}, ValueError, "weight has shape (6,) and x (5, 1, 8)"),
+        ({"k_weight": jnp.ones(6)}, ValueError, "k_weight has shape (6,) and k (5, 1, 8)"),
         ({"eps": -1}, ValueError, "eps is -1.0; it must be finite and at least 0"),
         ({"rotary_dim": 5}, ValueError, "rotary_dim is 5; it must be even"),
         ({"implementation": "pallas"}, ValueError, "rope: implementation is 'pallas'"),

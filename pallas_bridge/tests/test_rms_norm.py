@@ -468,13 +468,13 @@ for spec in (("a",), ("a", "b"), (None, "b"), (("a", "b"),), (None, ("a", "b")))
     found = gradients(None)(*cut)
     same(found, expected)
     assert found[1][0].sharding.is_equivalent_to(cut[0].sharding, 3)
-# Of one axis of tokens; and columns that are cut are gathered.
+# Of one axis of tokens; and of columns that are cut a number a row is exchanged, or GSPMD gathers.
 flat = x.reshape(-1, 32), weight, residual.reshape(-1, 32)
 expected = gradients("reference", 384)(*flat)
 for spec in (("a",), (("a", "b"),), ("a", "b"), (None, "a")):
     cut = put(flat[0], *spec), put(weight), put(flat[2], *spec)
     program = gradients(None, 384).lower(*cut).compile().as_text()
-    assert bool(moved(program)) == (len(spec) == 2), spec
+    assert bool(moved(program)) == (len(spec) == 2 and sys.argv[1] == "gspmd"), spec
     same(gradients(None, 384)(*cut), expected)
 # Tokens that do not divide evenly: what pads them is not summed.
 cut = put(flat[0], "a"), put(weight), put(flat[2], "a")
@@ -524,7 +524,7 @@ def test_explicit_axes(rng: np.random.Generator) -> None:
     expected = f(of.x, of.weight)
     with jax.set_mesh(mesh):
         weight = jax.device_put(of.weight, NamedSharding(mesh, P()))
-        for spec in (P("a"), P(None, "a")):
+        for spec in (P("a"), P(None, "a"), P(None, None, "a")):
             cut = jax.device_put(of.x, NamedSharding(mesh, spec))
             value, (dx, dweight) = jax.jit(f)(cut, weight)
             assert "a" in jax.typeof(dx).sharding.spec
@@ -532,9 +532,6 @@ def test_explicit_axes(rng: np.random.Generator) -> None:
             found = (value, (dx, dweight))
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-        cut = jax.device_put(of.x, NamedSharding(mesh, P(None, None, "a")))
-        with pytest.raises(ValueError, match=r"rms_norm: operand 0 .*reshard"):
-            jax.jit(f)(cut, weight)
 
 
 def test_export_for_every_platform(rng: np.random.Generator) -> None:

@@ -394,20 +394,16 @@ def test_columns_that_devices_do_not_divide_are_gathered_and_told_of() -> None:
 
 
 def test_programs_that_are_kept_on_disk_or_pickled(tmp_path: Any) -> None:
-    """A gather is silent where JAX would not find the program again; otherwise parts are found."""
+    """Parts are found whether JAX's cache on disk is on or not."""
     z, y = jnp.ones((8, 64)), jnp.zeros(8, jnp.int32)
     given = (z, P("data", "vocab")), (y, P("data"))
-    names = ("jax_compilation_cache_dir", "jax_remove_custom_partitioning_ptr_from_cache_key")
+    name = "jax_compilation_cache_dir"
     try:
-        jax.config.update(names[0], str(tmp_path))
+        jax.config.update(name, str(tmp_path))
         _, exchanges, told = compiled(cross_entropy, *given)
-        assert "all-gather" in exchanges and told == []
-        jax.config.update(names[1], True)
-        _, exchanges, told = compiled(partial(cross_entropy, z_loss=0.1), *given)
         assert "all-gather" not in exchanges and told == []
     finally:
-        jax.config.update(names[0], None)
-        jax.config.update(names[1], False)
+        jax.config.update(name, None)
     mesh = mesh_of((2, 4), "auto")
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
     program = jax.jit(cross_entropy).lower(*placed).compile()

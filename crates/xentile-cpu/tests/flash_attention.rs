@@ -321,6 +321,76 @@ fn what_is_not_seen_is_not_read() {
     }
 }
 
+/// What is not finite of another segment changes no bit, and of its own it is not hidden.
+#[test]
+fn what_is_not_finite_stays_in_its_segment() {
+    let mut rng = common::fresh_rng("flash_attention");
+    let pool = Threads::new(2).unwrap();
+    let shape = shape(2, 2, [230, 230], [16, 16]);
+    for isa in Isa::available() {
+        every_segment::<f32>(&mut rng, isa, &pool, shape);
+        every_segment::<bf16>(&mut rng, isa, &pool, shape);
+    }
+}
+
+fn every_segment<E: Element>(
+    rng: &mut ChaCha8Rng,
+    isa: Isa,
+    pool: &dyn Parallel,
+    shape: AttentionShape,
+) {
+    const LENGTH: usize = 50;
+    let mask = if rng.random_bool(0.5) { CAUSAL } else { ALL };
+    let mut problem = Problem::<E>::new(rng, shape, mask);
+    let ids: Vec<i32> = (0..2).flat_map(|_| 0..230).map(|at| at / LENGTH as i32).collect();
+    problem.segments = Some([ids.clone(), ids]);
+    let wanted = problem.run(isa, pool);
+    // A token of the third segment of the first head, but its last.
+    let token = rng.random_range(2 * LENGTH..3 * LENGTH - 1);
+    let (width, column) = (16, rng.random_range(0..16));
+    for array in 0..4 {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut bad = problem.clone();
+            let arrays = [&mut bad.q, &mut bad.k, &mut bad.v, &mut bad.dout];
+            let [q, k, v, dout] = arrays;
+            [q, k, v, dout][array][token * width + column] = E::from_f32(value);
+            let found = bad.run(isa, pool);
+            let own = 2 * LENGTH..3 * LENGTH;
+            // Of two query heads, each has a token's row.
+            for row in
+                (0..shape.heads * 2 * 230).filter(|row| *row >= 460 || !own.contains(&(row % 230)))
+            {
+                let of = row * width..(row + 1) * width;
+                assert_eq!(
+                    found.o[of.clone()],
+                    wanted.o[of.clone()],
+                    "{isa} {array} {value} {row}"
+                );
+                assert_eq!(found.dq[of.clone()], wanted.dq[of], "{isa} {array} {value} {row}");
+                assert_eq!(found.lse[row], wanted.lse[row], "{isa} {array} {value} {row}");
+            }
+            for key in (0..shape.heads * 230).filter(|key| !own.contains(key)) {
+                let of = key * width..(key + 1) * width;
+                assert_eq!(
+                    found.dk[of.clone()],
+                    wanted.dk[of.clone()],
+                    "{isa} {array} {value} {key}"
+                );
+                assert_eq!(found.dv[of.clone()], wanted.dv[of], "{isa} {array} {value} {key}");
+            }
+            let is_lost = |all: &[E], row: usize| {
+                all[row * width..][..width].iter().any(|x| !x.to_f32().is_finite())
+            };
+            // The last token of the segment sees it. Logits of -inf are of what is not seen.
+            match array {
+                0 if !value.is_nan() => (),
+                0 | 3 => assert!(is_lost(&found.dk, token) || is_lost(&found.dv, token), "{isa}"),
+                _ => assert!(is_lost(&found.dq, 3 * LENGTH - 1), "{isa} {array} {value}"),
+            }
+        }
+    }
+}
+
 #[test]
 fn nan_stays_in_its_head() {
     let mut rng = common::fresh_rng("flash_attention");

@@ -3,6 +3,7 @@
 from pallas_bridge.optax import softmax_cross_entropy_with_integer_labels
 """
 
+import math
 import operator
 
 import jax
@@ -10,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ._src import one_program
+from ._src.arrays import wide
+from ._src.bound import Bound
+from ._src.checks import as_array
 from ._src.cross_entropy.api import cross_entropy_per_token
 from ._src.operation import Implementation
 
@@ -41,10 +46,11 @@ def softmax_cross_entropy_with_integer_labels(
       labels: [..], the shape of `logits` without `axis`, of any integer dtype.
       axis: the axis of V. Of several, V is the product, and a label is an index into a slice that
         is flattened in their order. An axis other than the last is moved there, in memory.
-      where: what takes part, of the shape of `labels` or `logits`, or None for all. A token of
-        which nothing does has loss 0 and gradient 0. A mask of the shape of `logits` takes others
-        out of the sum of exponentials only, and costs a pass over the logits, and one over the
-        gradient.
+      where: a mask of what takes part, or None for all. With as many axes as `logits` it is
+        broadcast against these, and takes entries out of the sum of exponentials only, which costs
+        a pass over the logits, and one over the gradient. With fewer axes it is broadcast against
+        `labels`: a scalar, such as True, is a mask of all tokens. A token of which nothing takes
+        part has loss 0 and gradient 0.
       implementation: as for `pallas_bridge.cross_entropy`.
 
     Returns:
@@ -60,21 +66,21 @@ def softmax_cross_entropy_with_integer_labels(
     >>> print([f"{loss:.4f}" for loss in losses])
     ['0.2761', '2.9518']
     """
-    x, y = jnp.asarray(logits), jnp.asarray(labels)
+    x, y = as_array("logits", logits, "[.., V]"), as_array("labels", labels, "[..]")
     if not jnp.issubdtype(y.dtype, jnp.integer):
         raise TypeError(f"labels have dtype {y.dtype}; it must be an integer dtype")
     axes = _axes(axis, x.ndim)
     batch_axes = tuple(one for one in range(x.ndim) if one not in axes)
-    mask = None if where is None else jnp.asarray(where).astype(bool)
-    if mask is not None and mask.ndim != x.ndim:
-        mask = jnp.expand_dims(mask, axes)
 
     def flat(array: jax.Array) -> jax.Array:
         """Has the axes of the vocabulary last, as one."""
         moved = array.transpose(batch_axes + axes)
-        return moved.reshape(*moved.shape[: len(batch_axes)], -1)
+        first = len(batch_axes)
+        # Not -1, which no size follows from where there are no tokens.
+        return moved.reshape(*moved.shape[:first], math.prod(moved.shape[first:]))
 
-    x = flat(x)
+    of_vocab = tuple(x.shape[one] for one in axes)
+    shape, x = x.shape, flat(x)
     vocab = x.shape[-1]
     if y.ndim != len(batch_axes):
         raise ValueError(
@@ -82,17 +88,37 @@ def softmax_cross_entropy_with_integer_labels(
             f"{axis}"
         )
     batch = jnp.broadcast_shapes(x.shape[:-1], y.shape)
+    mask = None
+    if where is not None:
+        mask = _mask(where, shape, batch, axes)
+        of_tokens = all(mask.shape[one] == 1 for one in axes)
+        if not of_tokens:
+            of_mask = dict(zip(axes, of_vocab, strict=True))
+            extents = (of_mask.get(one, extent) for one, extent in enumerate(mask.shape))
+            mask = jnp.broadcast_to(mask, tuple(extents))
+        mask = flat(mask)
+        batch = jnp.broadcast_shapes(batch, mask.shape[:-1])
     x, y = jnp.broadcast_to(x, (*batch, vocab)), jnp.broadcast_to(y, batch)
     y = _from_start(y, vocab)
     if mask is None:
         return _loss(x, y, implementation).astype(x.dtype)
-    of_tokens = all(mask.shape[one] == 1 for one in axes)
-    mask = flat(mask)
     takes_part = jnp.broadcast_to(mask.any(axis=-1), batch)
     if of_tokens:
         return _loss(x, jnp.where(takes_part, y, IGNORED), implementation).astype(x.dtype)
+    losses: jax.Array = one_program.run(Bound(_masked, implementation), x, y, mask, takes_part)
+    return losses
+
+
+def _masked(
+    implementation: Implementation | None,
+    x: jax.Array,
+    y: jax.Array,
+    mask: jax.Array,
+    takes_part: jax.Array,
+) -> jax.Array:
+    """Returns the losses [..] of logits [.., V] of which a mask takes entries out."""
     # The label's logit counts whether it takes part or not, so that it is not the kernel's.
-    label_logits = jnp.take_along_axis(x, y[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    label_logits = wide(jnp.take_along_axis(x, y[..., None], axis=-1)[..., 0])
     _, _, lse = cross_entropy_per_token(
         jnp.where(mask, x, -jnp.inf),
         jnp.where(takes_part, 0, IGNORED),
@@ -101,6 +127,31 @@ def softmax_cross_entropy_with_integer_labels(
         implementation=implementation,
     )
     return jnp.where(takes_part, lse - label_logits, 0).astype(x.dtype)
+
+
+def _mask(
+    where: ArrayLike, logits: tuple[int, ...], batch: tuple[int, ...], axes: tuple[int, ...]
+) -> jax.Array:
+    """Returns a mask with as many axes as logits have; an extent of 1 is that of any.
+
+    Raises:
+        ValueError: a mask of another shape than those that are broadcast.
+    """
+    mask = as_array("where", where, "of the shape of labels or logits").astype(bool)
+    against = logits if mask.ndim == len(logits) else batch
+    fits = mask.ndim <= len(against) and all(
+        1 in (one, other) or one == other
+        for one, other in zip(reversed(mask.shape), reversed(against), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"where has shape {mask.shape}; it must broadcast against labels, {batch}, or, with "
+            f"{len(logits)} axes, against logits, {logits}"
+        )
+    if mask.ndim == len(logits):
+        return mask
+    mask = mask.reshape((1,) * (len(batch) - mask.ndim) + mask.shape)
+    return jnp.expand_dims(mask, axes)
 
 
 def _axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:

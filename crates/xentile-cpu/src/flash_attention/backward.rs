@@ -5,7 +5,7 @@ use std::ops::Range;
 use xentile::Element;
 
 use super::rows::{Differentials, Dots, Factor, Scaling, Seen, differentials, dots};
-use super::tiles::{Block, HeadView, KEYS, ROWS, Tile, pack};
+use super::tiles::{Block, HeadView, KEYS, ROWS, Tile, pack, unfit};
 use super::{Cotangents, Gradients, Kernel, Operands, Saved};
 use crate::convert::{multiply_by, narrow, widen};
 use crate::parallel::Shared;
@@ -115,11 +115,13 @@ struct Sweep<'a, E> {
     dv: &'a Shared<'a, E>,
 }
 
-/// A block, with its queries and cotangents as right factors.
+/// A block, with its queries and cotangents as right factors, and which rows of these are zeros since
+/// they are not finite.
 struct Packed {
     block: Block,
     q: Vec<f32>,
     dout: Vec<f32>,
+    unfit: [Vec<usize>; 2],
 }
 
 impl<E: Element> Sweep<'_, E> {
@@ -145,6 +147,7 @@ impl<E: Element> Sweep<'_, E> {
             .into_iter()
             .map(|block| self.packed(block, [q, dout], rows.start, lse, wants_keys))
             .collect();
+        let (all_q, all_dout) = (q, dout);
         let (q, dout) = (Matrix::new(q, width), Matrix::new(dout, value_width));
         let mut sums = Sums {
             q: vec![0.0; if wants_queries { rows.len() * width } else { 0 }],
@@ -159,14 +162,19 @@ impl<E: Element> Sweep<'_, E> {
         for tile in view.tiles(&keys) {
             sums.k.fill(0.0);
             sums.v.fill(0.0);
-            let tile_k = tile.rows(view, k, width, &mut padded_k);
-            let tile_v = tile.rows(view, v, value_width, &mut padded_v);
-            pack(isa, tile_k.transposed(), &mut turned_k);
+            let tile_v = tile.rows(view, v, value_width, &[], &mut padded_v);
             pack(isa, tile_v.transposed(), &mut turned_v);
+            let tile_k = tile.rows(view, k, width, &[], &mut padded_k);
+            pack(isa, tile_k.transposed(), &mut turned_k);
+            let mut unfit_keys = Vec::new();
             if wants_queries {
-                pack(isa, tile_k, &mut packed_k);
+                let all = blocks.iter().map(|packed| &packed.block);
+                unfit_keys = tile.unfit(isa, view, all, k, width);
+                pack(isa, tile.rows(view, k, width, &unfit_keys, &mut padded_k), &mut packed_k);
             }
-            for Packed { block, q: right_q, dout: right_dout } in &blocks {
+            for Packed { block, q: right_q, dout: right_dout, unfit: [unfit_q, unfit_dout] } in
+                &blocks
+            {
                 if !block.sees(&tile) {
                     continue;
                 }
@@ -178,17 +186,28 @@ impl<E: Element> Sweep<'_, E> {
                 multiply(isa, &q.rows(own.clone()), of_keys(&turned_k, width), false, products);
                 let right = of_keys(&turned_v, value_width);
                 multiply(isa, &dout.rows(own.clone()), right, false, of_values);
+                let seen = Seen::new(view, block, &tile);
                 differentials(
                     isa,
                     Differentials {
                         scaling,
-                        seen: &Seen::new(view, block, &tile),
+                        seen: &seen,
                         products,
                         of_values,
                         lse: &lse[own.clone()],
                         delta: &delta[own.clone()],
                     },
                 );
+                if wants_keys {
+                    let q = &all_q[own.start * width..own.end * width];
+                    seen.add_unfit_rows(unfit_q, of_values, q, width, &mut sums.k);
+                    let dout = &all_dout[own.start * value_width..own.end * value_width];
+                    seen.add_unfit_rows(unfit_dout, products, dout, value_width, &mut sums.v);
+                }
+                if wants_queries {
+                    let to = &mut sums.q[own.start * width..own.end * width];
+                    seen.add_unfit_keys(&unfit_keys, of_values, k, width, to);
+                }
                 let p = Factor::<E>::new(isa, products, columns);
                 let ds = Factor::<E>::new(isa, of_values, columns);
                 if wants_keys {
@@ -230,7 +249,9 @@ impl<E: Element> Sweep<'_, E> {
         is_wanted: bool,
     ) -> Packed {
         let (shape, isa) = (self.kernel.shape, self.kernel.launch.isa);
-        let mut packed = Packed { block, q: Vec::new(), dout: Vec::new() };
+        let (q_rows, dout_rows) = (Vec::new(), Vec::new());
+        let mut packed =
+            Packed { block, q: q_rows, dout: dout_rows, unfit: [Vec::new(), Vec::new()] };
         if !is_wanted {
             return packed;
         }
@@ -238,16 +259,24 @@ impl<E: Element> Sweep<'_, E> {
         let is_blind =
             |row: usize| lse[row] == f32::NEG_INFINITY || self.view.keys(first + row).is_empty();
         let has_blind = packed.block.has_blind || own.clone().any(is_blind);
-        let pairs = [(q, shape.width, &mut packed.q), (dout, shape.value_width, &mut packed.dout)];
-        for (all, width, to) in pairs {
+        let [unfit_q, unfit_dout] = &mut packed.unfit;
+        let pairs = [
+            (q, shape.width, &mut packed.q, unfit_q),
+            (dout, shape.value_width, &mut packed.dout, unfit_dout),
+        ];
+        for (all, width, to, unfit_rows) in pairs {
             let all = &all[own.start * width..own.end * width];
-            if !has_blind {
+            if self.view.segments.is_some() {
+                *unfit_rows = unfit(isa, all, width);
+                unfit_rows.retain(|row| !is_blind(own.start + row));
+            }
+            if !has_blind && unfit_rows.is_empty() {
                 pack(isa, Matrix::new(all, width), to);
                 continue;
             }
             let mut all = all.to_vec();
-            for (row, values) in own.clone().zip(all.chunks_exact_mut(width)) {
-                if is_blind(row) {
+            for (index, values) in all.chunks_exact_mut(width).enumerate() {
+                if is_blind(own.start + index) || unfit_rows.contains(&index) {
                     values.fill(E::from_f32(0.0));
                 }
             }

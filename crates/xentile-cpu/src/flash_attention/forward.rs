@@ -74,10 +74,11 @@ impl<E: Element> Task<'_, E> {
             if seeing.is_empty() {
                 continue;
             }
-            let keys = tile.rows(view, k, width, &mut padded_k);
+            let keys = tile.rows(view, k, width, &[], &mut padded_k);
             pack(isa, keys.transposed(), &mut of_keys);
-            let of_values =
-                pack(isa, tile.rows(view, v, value_width, &mut padded_v), &mut of_values);
+            let unfit = tile.unfit(isa, view, seeing.iter().copied(), v, value_width);
+            let fit = tile.rows(view, v, value_width, &unfit, &mut padded_v);
+            let of_values = pack(isa, fit, &mut of_values);
             for block in seeing {
                 let columns = block.columns(&tile);
                 let own = block.rows.start - rows.start..block.rows.end - rows.start;
@@ -85,17 +86,19 @@ impl<E: Element> Task<'_, E> {
                 let right = Panels::new::<E>(isa, &of_keys, [width, columns]);
                 multiply(isa, &q.rows(own.clone()), right, false, products);
                 let values = &mut values[own.start * value_width..own.end * value_width];
+                let seen = Seen::new(view, block, &tile);
                 probabilities(
                     isa,
                     Probabilities {
                         scaling,
-                        seen: &Seen::new(view, block, &tile),
+                        seen: &seen,
                         products,
                         largest: &mut largest[own.clone()],
                         sums: &mut sums[own],
                         values,
                     },
                 );
+                seen.add_unfit_keys(&unfit, products, v, value_width, values);
                 let p = Factor::<E>::new(isa, products, columns);
                 multiply(isa, p.left(), of_values.first_terms(columns), true, values);
             }

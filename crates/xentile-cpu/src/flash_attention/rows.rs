@@ -74,6 +74,56 @@ impl<'a> Seen<'a> {
         within(keys.start)..within(keys.end)
     }
 
+    /// Whether row `row` sees a column.
+    fn sees(&self, row: usize, column: usize) -> bool {
+        let is_own = match (self.segments, self.view.segments) {
+            (Some(of_keys), Some([of_queries, _])) => {
+                of_keys[column] == of_queries[self.view.query(self.rows.start + row)]
+            }
+            _ => true,
+        };
+        is_own && self.columns(row).contains(&column)
+    }
+
+    /// Adds to sums `[rows, width]` the products of `factors` `[rows, columns]` with rows of keys or
+    /// values `all` `[K, width]` that are not finite, `unfit`: of 0 times such a row, where it is not
+    /// seen, nothing.
+    pub(super) fn add_unfit_keys<E: Element>(
+        &self,
+        unfit: &[usize],
+        factors: &[f32],
+        all: &[E],
+        width: usize,
+        sums: &mut [f32],
+    ) {
+        for &column in unfit {
+            let from = &all[(self.first_key + column) * width..][..width];
+            for (row, to) in sums.chunks_exact_mut(width).enumerate() {
+                if self.sees(row, column) {
+                    add(factors[row * self.columns + column], from, to);
+                }
+            }
+        }
+    }
+
+    /// The same of sums `[columns, width]` and rows `all` `[rows, width]` of the block.
+    pub(super) fn add_unfit_rows<E: Element>(
+        &self,
+        unfit: &[usize],
+        factors: &[f32],
+        all: &[E],
+        width: usize,
+        sums: &mut [f32],
+    ) {
+        for &row in unfit {
+            let from = &all[row * width..][..width];
+            for column in self.columns(row).filter(|&column| self.sees(row, column)) {
+                let to = &mut sums[column * width..][..width];
+                add(factors[row * self.columns + column], from, to);
+            }
+        }
+    }
+
     /// Overwrites what row `row` does not see of `all`: in chunks from the column `chunks.start` to
     /// `chunks.end`.
     #[inline(always)]
@@ -88,6 +138,11 @@ impl<'a> Seen<'a> {
             }
         }
     }
+}
+
+/// Adds a multiple of a row.
+fn add<E: Element>(factor: f32, from: &[E], to: &mut [f32]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from.to_f32());
 }
 
 /// Whole chunks that have all of some columns.

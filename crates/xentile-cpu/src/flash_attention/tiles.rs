@@ -6,6 +6,7 @@ use xentile::Element;
 
 use super::Kernel;
 use crate::Isa;
+use crate::convert::widen;
 use crate::product::{Matrix, Panels, TERMS_STEP};
 
 /// Rows of a block: whole strips of products, and whole tiles of them.
@@ -154,25 +155,60 @@ impl Tile {
         self.keys.len().next_multiple_of(TERMS_STEP)
     }
 
-    /// Rows `[padded, width]` of keys or values `[K, width]` of a head; zeros for what no row sees.
+    /// Which rows of keys or values `[K, width]` of a head are not finite, counted from the tile's
+    /// first. None where nobody looks: where all that `blocks` see is of one segment with them.
+    pub(super) fn unfit<'b, E: Element>(
+        &self,
+        isa: Isa,
+        view: &HeadView<'_>,
+        mut blocks: impl Iterator<Item = &'b Block>,
+        all: &[E],
+        width: usize,
+    ) -> Vec<usize> {
+        if blocks.all(|block| !block.sees(self) || view.is_uniform(block, self)) {
+            return Vec::new();
+        }
+        let first = self.keys.start.max(view.seen.start);
+        let found = unfit(isa, &all[first * width..self.keys.end * width], width);
+        found.into_iter().map(|row| row + first - self.keys.start).collect()
+    }
+
+    /// Rows `[padded, width]` of keys or values `[K, width]` of a head; zeros for what no row sees, and
+    /// for rows `unfit`.
     pub(super) fn rows<'b, E: Element>(
         &self,
         view: &HeadView<'_>,
         all: &'b [E],
         width: usize,
+        unfit: &[usize],
         memory: &'b mut Vec<E>,
     ) -> Matrix<'b, E> {
         let Range { start, end } = self.keys;
         let first = start.max(view.seen.start);
-        if start == first && self.padded() == self.keys.len() {
+        if start == first && self.padded() == self.keys.len() && unfit.is_empty() {
             return Matrix::new(&all[start * width..end * width], width);
         }
         memory.clear();
         memory.resize(self.padded() * width, E::from_f32(0.0));
         let place = (first - start) * width;
         memory[place..(end - start) * width].copy_from_slice(&all[first * width..end * width]);
+        for row in unfit {
+            memory[row * width..][..width].fill(E::from_f32(0.0));
+        }
         Matrix::new(memory, width)
     }
+}
+
+/// Which rows `[.., width]` hold something that is not finite.
+pub(super) fn unfit<E: Element>(isa: Isa, rows: &[E], width: usize) -> Vec<usize> {
+    let mut wide = vec![0.0_f32; width];
+    let mut is_unfit = |row: &[E]| {
+        widen(isa, row, &mut wide);
+        // Without a branch, as vectors.
+        !wide.iter().fold(true, |all, x| all & x.is_finite())
+    };
+    let rows = rows.chunks_exact(width).enumerate();
+    rows.filter_map(|(index, row)| is_unfit(row).then_some(index)).collect()
 }
 
 /// Packs a right factor into `memory`.

@@ -6,7 +6,8 @@ without it is a sum over them. Where `vmap` maps a shared operand, or a sum, its
 before its own; they are the first of the tokens' axes too.
 
 A result may have a dimension such as "D/128": the blocks of 128 that D is cut into, the last
-perhaps a smaller one.
+perhaps a smaller one. An axis such as "2.F" or "F.2" packs two, row by row: a program has it as
+one, and handlers as both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 BATCH = "*batch"
+FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,31 @@ class Dims:
     def leading(self, aval: Any) -> int:
         """Returns how many axes an array has before those that are named."""
         return int(aval.ndim) - len(self.names)
+
+    def unpacked(self, aval: Any) -> list[tuple[str, Any]]:
+        """Returns the named axes of an array as handlers have them, with their extents."""
+        pairs = zip(self.names, aval.shape[self.leading(aval) :], strict=True)
+        return [axis for pair in pairs for axis in _unpacked(*pair)]
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """What tells the extents of the named axes, one each: F of "2.F", "F.2" and "F"."""
+        return tuple(factor_of(name)[0] for name in self.names)
+
+
+def factor_of(name: str) -> tuple[str, int]:
+    """Returns what tells the extent of an axis, and how many entries it has for each: F, 2."""
+    first, _, second = name.partition(".")
+    if not second:
+        return name, 1
+    return (second, int(first)) if first.isdigit() else (first, int(second))
+
+
+def _unpacked(name: str, extent: Any) -> list[tuple[str, Any]]:
+    _, count = factor_of(name)
+    if count == 1:
+        return [(name, extent)]
+    return [(one, count if one.isdigit() else extent // count) for one in name.split(".")]
 
 
 @dataclass(frozen=True)
@@ -83,16 +110,18 @@ class Signature:
     def leading(self, avals: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the extents of the axes of tokens, and of others that may be cut."""
         dims, aval = self._tokens(avals)
-        return tuple(aval.shape[: self._cut(dims, aval)])
+        extents = self.extents(avals)
+        return (*aval.shape[: dims.leading(aval)], *(extents[name] for name in self.cut))
 
-    def _cut(self, dims: Dims, aval: Any) -> int:
-        """Returns how many axes of an array may be cut, the first."""
-        return dims.leading(aval) + (len(self.cut) if dims.has_tokens else 0)
+    def extents(self, avals: Sequence[Any]) -> dict[str, Any]:
+        """Returns the extents of operands' named axes, as handlers have these."""
+        pairs = zip(self.operands, avals, strict=True)
+        return {name: extent for dims, aval in pairs for name, extent in dims.unpacked(aval)}
 
     def whole(self, dims: Dims, aval: Any) -> list[tuple[str, Any]]:
-        """Returns names and extents of the axes of an array that are needed whole."""
-        first = self._cut(dims, aval)
-        return [*zip(dims.names[first - dims.leading(aval) :], aval.shape[first:], strict=True)]
+        """Returns names and extents of the axes that handlers need whole of an array."""
+        may_be_cut = self.cut if dims.has_tokens else ()
+        return [axis for axis in dims.unpacked(aval) if axis[0] not in may_be_cut]
 
     def mapped_axes(self, avals: Sequence[Any]) -> int:
         """Returns how many of these a shared operand has, the one with the most."""
@@ -112,11 +141,7 @@ class Signature:
         """Returns the results of operands; `mapped` of the tokens' axes are kept apart in sums."""
         dims, tokens = self._tokens(avals)
         leading = tokens.shape[: dims.leading(tokens)]
-        extents = {
-            name: extent
-            for one, aval in zip(self.operands, avals, strict=True)
-            for name, extent in zip(one.names, aval.shape[one.leading(aval) :], strict=True)
-        }
+        extents, cuts = self.extents(avals), self.cuts(avals)
         # Of a constant that was made outside of a mesh the type has none.
         shardings = (getattr(aval, "sharding", None) for aval in (tokens, *avals))
         named = [one for one in shardings if isinstance(one, NamedSharding)]
@@ -128,42 +153,61 @@ class Signature:
                 continue
             kept = leading if one.has_tokens else leading[:mapped]
             dtype = np.dtype(result.dtype) if result.like is None else avals[result.like].dtype
-            shape = (*kept, *(_extent(name, extents) for name in one.names))
+            own = (_extent(*factor_of(name), extents) for name in one.names)
+            shape = (*kept, *own)
             more: dict[str, Any] = {}
             if sharding is not None:
-                spec = [*spec_of(tokens)[: len(kept)], *[None] * len(one.names)]
+                spec = [*spec_of(tokens)[: len(kept)], *map(cuts.get, one.factors)]
                 more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found
 
-    def check_sharding(self, operation: object, target: str, avals: Sequence[Any]) -> None:
+    def cuts(self, avals: Sequence[Any]) -> dict[str, Any]:
+        """Returns what a mesh of explicit axes cuts named axes over, of those that it cuts."""
+        return {
+            name: axes
+            for dims, aval in zip(self.operands, avals, strict=True)
+            for name, axes in zip(dims.factors, spec_of(aval)[dims.leading(aval) :], strict=True)
+            if axes is not None
+        }
+
+    def check_sharding(
+        self, operation: object, target: str, avals: Sequence[Any], columns: str | None = None
+    ) -> None:
         """Refuses what XLA's partitioner may do in silence, gathering an axis that is cut.
 
-        Only meshes of explicit axes tell, whose users have asked to be told.
+        Only meshes of explicit axes tell, whose users have asked to be told. `columns` is a named
+        axis that may be cut, alike in all operands that tokens do not share.
 
         Raises:
             ValueError: an axis behind those of tokens is cut, or operands are cut differently.
         """
         dims, tokens = self._tokens(avals)
-        own = spec_of(tokens)[: self._cut(dims, tokens)]
+        own = spec_of(tokens)[: dims.leading(tokens)]
+        cuts = self.cuts(avals)
         for index, (one, aval) in enumerate(zip(self.operands, avals, strict=True)):
             sharding = getattr(aval, "sharding", None)
             if not isinstance(sharding, NamedSharding) or not sharding.spec:
                 continue
-            spec, leading = spec_of(aval), self._cut(one, aval)
-            if spec[:leading] != own[:leading] or any(axis is not None for axis in spec[leading:]):
+            spec, leading = spec_of(aval), one.leading(aval)
+            right = [*own[:leading]]
+            for name, axes in zip(one.factors, spec[leading:], strict=True):
+                may_be_cut = name == columns or (name in self.cut and one.has_tokens)
+                may_be_whole = name == columns and not one.has_tokens and axes is None
+                right.append(cuts.get(name) if may_be_cut and not may_be_whole else None)
+            if spec != right:
                 raise ValueError(
-                    f"{operation}: operand {index} of {target} is sharded as "
-                    f"{PartitionSpec(*spec)}; its leading axes must be sharded as "
-                    f"{PartitionSpec(*own[:leading])} and the others not at all: reshard it first"
+                    f"{operation}: operand {index} of {target}, [{' '.join(one.names)}] behind "
+                    f"tokens, is sharded as {PartitionSpec(*spec)}; it must be sharded as "
+                    f"{PartitionSpec(*right)}: call jax.sharding.reshard(x, ..) with that first"
                 )
 
 
-def _extent(name: str, extents: Mapping[str, Any]) -> Any:
-    """Returns the extent of a dimension, or how many blocks of it there are."""
+def _extent(name: str, count: int, extents: Mapping[str, Any]) -> Any:
+    """Returns the extent of a dimension, so many times, or how many blocks of it there are."""
     of, _, block = name.partition("/")
     # Of symbolic extents, too.
-    return -(-extents[of] // int(block)) if block else extents[of]
+    return -(-extents[of] // int(block)) if block else extents[of] * count
 
 
 def with_mapped_axis(
@@ -253,4 +297,38 @@ def spec_of(aval: Any) -> list[Any]:
 
 def wide(array: jax.Array) -> jax.Array:
     """Returns an array in f32, or as it is where that is wider."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return array.astype(wide_dtype(array.dtype))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float32, or a dtype of floats that is wider.
+
+    Unlike `jnp.promote_types`, it takes no side in `jax_numpy_dtype_promotion`.
+    """
+    is_wider = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > FLOAT32.itemsize
+    return dtype if is_wider else FLOAT32
+
+
+def added(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns the sum of arrays of floats in the wider dtype, of which `array` has all axes."""
+    first, second = _alike(array, other)
+    return first + second
+
+
+def multiplied(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns the product of arrays of floats in the wider dtype, of which `array` has all axes."""
+    first, second = _alike(array, other)
+    return first * second
+
+
+def _alike(array: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dtype = max(array.dtype, other.dtype, key=lambda dtype: int(dtype.itemsize))
+    return array.astype(dtype), of_rank(other, array).astype(dtype)
+
+
+def of_rank(array: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns an array with as many axes as `like` has, the first of them of 1.
+
+    So it broadcasts to `like` where `jax_numpy_rank_promotion` forbids that of fewer axes, too.
+    """
+    return jax.lax.expand_dims(array, range(like.ndim - array.ndim))

@@ -4,19 +4,27 @@ How XLA cuts arrays is known as it compiles a program, and no sooner (`gathering
 then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be cut,
 and for the cuts that Shardy settles on, a function of a device's own arrays takes the place of the
 whole, collectives by the mesh's axes included. Programs for one device hold nothing of this, and
-those that are exported or found again in JAX's cache on disk by all they hold cannot (an address of
-this process would be part of them).
+those that are exported cannot: Python would have to be there as they are compiled.
+
+JAX's cache on disk finds a program by its text. JAX itself would name what it calls back by an
+address of this process; here it is named by a digest of all that settles what devices compute, so
+that another process finds the program, and no other one (`_name_callback`).
 """
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
+    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -25,8 +33,9 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import refusal
-from .compat import cuts_by_shardy, tell_devices
+from . import refusal, versions
+from .arrays import factor_of
+from .compat import callbacks_by_name, cuts_by_shardy, tell_devices
 from .meshes import Names, entry, tuple_of
 from .operation import Operation
 
@@ -52,10 +61,18 @@ class Arrays:
         """Returns what tells Shardy."""
         axes = dict.fromkeys(axis for one in (*self.operands, *self.results) for axis in one)
         sides = (
-            tuple(ArrayMapping(*one) for one in side) for side in (self.operands, self.results)
+            tuple(ArrayMapping(*map(_mapping, one)) for one in side)
+            for side in (self.operands, self.results)
         )
-        whole = tuple(axis for axis in axes if axis not in self.cut)
-        return SdyShardingRule(*sides, need_replication_factors=whole)
+        whole = tuple(axis for axis in axes if factor_of(axis)[0] not in self.cut)
+        packed = {f"x{count}": count for _, count in map(factor_of, axes) if count > 1}
+        return SdyShardingRule(*sides, need_replication_factors=whole, **packed)
+
+
+def _mapping(axis: str) -> Any:
+    """Returns what Shardy calls an axis; one that packs two is cut as its factor."""
+    factor, count = factor_of(axis)
+    return factor if count == 1 else CompoundFactor(factor, f"x{count}")
 
 
 # For the mesh axes that cut each of the axes that may be cut, and over how many devices those were
@@ -74,22 +91,16 @@ def is_asked_for(module: Any) -> bool:
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     if not is_cut_by_xla(module) or mesh is None or mesh.empty:
         return False
-    # With that, JAX knows such a program by its text alone, which says what call it is.
-    is_known = jax.config.values.get("jax_remove_custom_partitioning_ptr_from_cache_key", False)
-    if any(one != AxisType.Auto for one in mesh.axis_types) or is_kept(module, is_known):
+    if any(one != AxisType.Auto for one in mesh.axis_types) or is_exported(module):
         return False
     # Programs for TPUs in Pallas nobody has tried this with.
     return cuts_by_shardy() and "tpu" not in module.platforms
 
 
-def is_kept(module: Any, is_known: bool = False) -> bool:
-    """Whether a program may outlive this process, with an address of it.
-
-    `is_known` is whether JAX's cache on disk leaves the address out.
-    """
-    is_exported: bool = getattr(module.lowering_parameters, "for_export", False)
-    has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
-    return is_exported or (has_cache and not is_known)
+def is_exported(module: Any) -> bool:
+    """Whether a program is compiled where there may be no Python."""
+    found: bool = getattr(module.lowering_parameters, "for_export", False)
+    return found
 
 
 class _Alive:
@@ -100,6 +111,35 @@ class _Alive:
 
     def __reduce__(self) -> Any:
         return _Alive, ()
+
+
+# What JAX calls back, by its name, as long as a program may yet be compiled that has the name.
+_named: dict[bytes, Any] = {}
+
+
+def _name_callback(operation: Any, text: str) -> None:
+    """Has an operation name what JAX calls back by a digest of `text`, in the place of an address.
+
+    Where JAX has no such table, the address stays: programs are right, and no other process finds
+    them in JAX's cache on disk.
+    """
+    callbacks = callbacks_by_name()
+    if callbacks is None or "backend_config" not in operation.attributes:
+        return
+    address = str(ir.StringAttr(operation.attributes["backend_config"]).value).encode()
+    if address not in callbacks:
+        return
+    info = callbacks[address]
+    # Of the module's context it takes these, and would keep the whole module.
+    module = info.module_context
+    info.module_context = SimpleNamespace(platforms=module.platforms, backend=module.backend)
+    rule = str(operation.attributes["sdy.sharding_rule"])
+    devices = [str(device) for device in info.mesh.devices.flat]
+    settled = f"{versions.PACKAGE} {text} {rule} {info.mesh} {devices} {module.platforms}"
+    name = f"xentile {hashlib.sha256(settled.encode()).hexdigest()}"
+    _named[name.encode()] = info
+    callbacks[name.encode()] = info
+    operation.attributes["backend_config"] = ir.StringAttr.get(name)
 
 
 def lower(
@@ -117,18 +157,18 @@ def lower(
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         values: Sequence[Any] = mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
         return values
-    of_axes = dict(
-        pair
+    of_axes = {
+        factor_of(axis)[0]: extent // factor_of(axis)[1]
         for axes, aval in zip(arrays.operands, ctx.avals_in, strict=True)
-        for pair in zip(axes, aval.shape, strict=True)
-    )
+        for axis, extent in zip(axes, aval.shape, strict=True)
+    }
 
     def partition(mesh: Any, given: Any, found: Any) -> Any:
         shardings = [one.sharding for one in (*given, *found)]
         cuts, uneven = _cuts(mesh, arrays, shardings, of_axes)
 
         def placed(side: Sequence[Axes]) -> list[NamedSharding]:
-            specs = ([entry(cuts.get(axis, ())) for axis in axes] for axes in side)
+            specs = ([entry(cuts.get(factor_of(axis)[0], ())) for axis in axes] for axes in side)
             return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
         return mesh, local(cuts, uneven), placed(arrays.results), tuple(placed(arrays.operands))
@@ -146,11 +186,27 @@ def lower(
     operation = values[0].owner.operation
     attributes = ir.DictAttr.get({_NAME: ir.StringAttr.get(name)})
     operation.attributes["mhlo.frontend_attributes"] = attributes
+    _name_callback(operation, f"{name} {ctx.avals_in} {ctx.avals_out}")
     # JAX 0.9 puts it at the end of the block.
     before = ir.InsertionPoint.current.ref_operation
     if before is not None:
         operation.move_before(before)
     return values
+
+
+def without_padding(x: jax.Array, cuts: Sequence[Names], extents: Sequence[int]) -> jax.Array:
+    """Returns a device's own of an array, 0 where XLA fills up axes that devices do not divide.
+
+    `cuts` and `extents` are of its first axes.
+    """
+    for axis, (names, extent) in enumerate(zip(cuts, extents, strict=True)):
+        own = x.shape[axis]
+        if own * math.prod(map(jax.lax.axis_size, names)) == extent or not names:
+            continue
+        index = jax.lax.axis_index(names) * own + jax.lax.iota(np.int32, own)
+        is_there = jax.lax.broadcast_in_dim(index < extent, x.shape, (axis,))
+        x = jnp.where(is_there, x, jnp.zeros_like(x))
+    return x
 
 
 def named(operation: Any) -> str:
@@ -169,7 +225,9 @@ def _cuts(
     found: dict[str, Names] = dict.fromkeys(arrays.cut, ())
     for axes, sharding in zip((*arrays.operands, *arrays.results), shardings, strict=True):
         if isinstance(sharding, NamedSharding):
-            for axis, one in zip(axes, sharding.spec, strict=False):
+            for axis, one in zip(
+                (factor_of(axis)[0] for axis in axes), sharding.spec, strict=False
+            ):
                 if axis in found and not found[axis]:
                     found[axis] = tuple(name for name in tuple_of(one) if mesh.shape[name] > 1)
     cuts: dict[str, Names] = {}
@@ -251,7 +309,7 @@ ad.primitive_jvps[_auto] = _jvp
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, work: Work, **_: Any) -> Any:
     given = [
-        x if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        x if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
     results = bind(work.batched(axes), *given)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 
@@ -23,6 +24,16 @@ class Bound:
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "given", given)
 
-    def __call__(self, *rest: Any) -> Any:
-        """Returns function(*given, *rest)."""
-        return self.function(*self.given, *rest)
+    def __repr__(self) -> str:
+        """Its names, which are the same in every process."""
+        return f"{_name(self.function)}({', '.join(map(_name, self.given))})"
+
+    def __call__(self, *rest: Any, **named: Any) -> Any:
+        """Returns function(*given, *rest, **named)."""
+        return self.function(*self.given, *rest, **named)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)

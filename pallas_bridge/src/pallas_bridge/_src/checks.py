@@ -14,6 +14,27 @@ REFERENCE_TAKES_OTHERS = ' (implementation="reference" takes others)'
 FLOAT32 = np.finfo(np.float32)
 
 
+def as_array(name: str, value: Any, right: str) -> jax.Array:
+    """Returns an array of what a user passes for one; `right` says of which shape it must be.
+
+    Raises:
+        TypeError: it is None, or nothing that an array is made of.
+    """
+    if value is None:
+        raise TypeError(f"{name} is None; it must be an array {right}")
+    if isinstance(value, jax.Array) and not jax.typeof(value).weak_type:
+        # Of a tracer, `jnp.asarray` makes another by an operation that changes nothing, whose
+        # result `jax.debug_infs` looks at: logits of -inf, say.
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}, of which JAX makes no array; it must be an "
+            f"array {right}"
+        ) from error
+
+
 def refuse_traced(name: str, value: Any) -> None:
     """Checks that an option is known as a program is traced: it becomes a part of that.
 

@@ -57,6 +57,17 @@ def abstract_tpu(kind: str | None) -> AbstractMesh:
     return AbstractMesh((1,), ("core",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
+def callbacks_by_name() -> Any:
+    """Returns the table of what XLA calls back as it partitions calls, by bytes that calls hold.
+
+    None where this JAX has no such table; no version has a public name for it.
+    """
+    with contextlib.suppress(ImportError):
+        module: Any = importlib.import_module("jax._src.custom_partitioning")
+        return getattr(module, "_sharding_callbacks", None)
+    return None
+
+
 # XLA's CPU plug-in on PyPI, the oldest that programs are exported for, knows no newer StableHLO.
 OLDEST_PLUGIN = "1.13.3"
 

@@ -21,11 +21,13 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
+from jax.sharding import PartitionSpec
 
 from . import auto_partitioning, gathering, hoisting, library, pallas, partitioning, refusal
-from .arrays import Dims, Result, Signature, reshaped, with_mapped_axis
-from .compat import varying_axes
-from .meshes import Names
+from .arrays import Dims, Result, Signature, factor_of, reshaped, spec_of, with_mapped_axis
+from .bound import Bound
+from .compat import tell_devices, varying_axes
+from .meshes import Names, entry, explicit_axes, may_be_left_to_xla, on_devices, tuple_of
 from .operation import Operation
 
 
@@ -89,9 +91,26 @@ class Call:
     # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
     # cuts arrays, and where something that tokens share is mapped.
     is_composed: bool = False
+    # What handlers take, made of the operands, where that is something else; of calls that are
+    # composed alone, as XLA may not cut these arrays.
+    prepared: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
     # What stands for the call on devices that have some columns each of its operands' last axis
     # (`InParts`), if something can.
     in_parts: "InParts | None" = field(default=None, repr=False)
+
+    @cached_property
+    def columns(self) -> str | None:
+        """The named axis that `in_parts` computes a part of on each device, if it is there."""
+        if self.in_parts is None:
+            return None
+        dims = map(Dims.of, self.operands)
+        (name,) = {name for one in dims if one.has_tokens for name in one.factors}
+        return name
+
+    @cached_property
+    def has_whole_axes(self) -> bool:
+        """Whether handlers need an axis of an operand whole."""
+        return any(name not in self.cut for one in self.signature.operands for name in one.factors)
 
     @cached_property
     def signature(self) -> Signature:
@@ -115,6 +134,11 @@ class InParts(Protocol):
         """Returns a device's results; `axes` of the mesh cut the axis, and are bound."""
 
 
+def dense_over(dense: Callable[..., Any], over: Names, *operands: jax.Array) -> Any:
+    """Returns what XLA's own program makes of shares of columns, `over` mesh axes: an `InParts`."""
+    return dense(*operands, over=over)
+
+
 # Lowers a call, without what it may become with others: of a context, operands, and `call`, `keep`
 # and `mapped`.
 Lower = Callable[..., Sequence[Any]]
@@ -136,12 +160,23 @@ def bind(
         # The interpreter calls back in order, which a lowering cannot add to a program.
         results = _kernel(None, call)(*operands)
         return tuple(results[index] for index in keep)
-    return tuple(_custom_call.bind(*vary_alike(operands), call=call, keep=keep, mapped=0))
+    return tuple(_bind(*vary_alike(operands), call=call, keep=keep, mapped=0))
 
 
 _custom_call = Primitive("xentile_custom_call")
-_custom_call.multiple_results = True
-_custom_call.def_impl(partial(xla_interpreter.apply_primitive, _custom_call))
+# The same where XLA may choose how arrays are cut: its lowering is told the devices of a program,
+# without which nobody can ask. JAX refuses that where there are none but an abstract mesh's.
+_call_that_asks = Primitive("xentile_custom_call_that_asks")
+tell_devices(_call_that_asks)
+PRIMITIVES = (_custom_call, _call_that_asks)
+
+
+def _bind(*operands: Any, call: Call, **params: Any) -> list[jax.Array]:
+    """Makes a call part of the program being traced, by the primitive that its lowering needs."""
+    asks = (call.in_parts is not None or call.has_whole_axes) and may_be_left_to_xla(*operands)
+    primitive = _call_that_asks if asks else _custom_call
+    results: list[jax.Array] = primitive.bind(*operands, call=call, **params)
+    return results
 
 
 def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -157,12 +192,9 @@ def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _abstract_eval(*avals: Any, call: Call, keep: tuple[int, ...], mapped: int) -> list[Any]:
-    call.signature.check_sharding(call.operation, call.target, avals)
+    call.signature.check_sharding(call.operation, call.target, avals, call.columns)
     results = call.signature.result_avals(call.results, avals, mapped)
     return [results[index] for index in keep]
-
-
-_custom_call.def_abstract_eval(_abstract_eval)
 
 
 def _batch(
@@ -177,21 +209,13 @@ def _batch(
     signature = call.signature
     most = mapped if signature.sums else None
     given, place = with_mapped_axis(signature.operands, operands, axes, most)
-    results = _custom_call.bind(
-        *vary_alike(given), call=call, keep=keep, mapped=mapped + signature.sums
-    )
+    results = _bind(*vary_alike(given), call=call, keep=keep, mapped=mapped + signature.sums)
     return results, [place] * len(keep)
 
 
-batching.primitive_batchers[_custom_call] = _batch
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **params: Any) -> Any:
-    results = _custom_call.bind(*primals, call=call, **params)
+    results = _bind(*primals, call=call, **params)
     return results, refusal.tangents_of(call.operation, results, tangents)
-
-
-ad.primitive_jvps[_custom_call] = _jvp
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
@@ -213,9 +237,6 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         params={**equation.params, "call": call, "keep": tuple(wanted)},
     )
     return [index in operands for index in range(len(equation.invars))], lean
-
-
-pe.dce_rules[_custom_call] = _dead_code
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, **params: Any) -> Sequence[Any]:
@@ -276,13 +297,29 @@ def _lower_alone(
         )
     _check_platforms(call, others)
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
+    if call.columns in call.signature.cuts(ctx.avals_in):
+        return _lower_explicit(ctx, *operands, **params)
     if call.in_parts is not None and auto_partitioning.is_asked_for(module):
-        values = _lower_in_parts(ctx.replace(avals_out=results), *operands, call=call)
-        return [values[index] for index in keep]
+        return _lower_in_parts(ctx, *operands, **params)
+    for index, dims in enumerate(call.signature.operands):
+        aval = ctx.avals_in[index]
+        names = dict(enumerate(dims.factors, dims.leading(aval)))
+        # Logits have been asked about (`gathering.watched`).
+        left = {
+            axis: name for axis, name in names.items() if name not in (*call.signature.cut, "V")
+        }
+        if left:
+            what = f"operand {index} of {call.target}"
+            gathering.ask(ctx, call.operation, what, left, operands[index], aval)
     how = partitioning.layout(
         call.signature, ctx.avals_in, results, mapped, partitioning.device_count(module)
     )
-    given = list(map(reshaped, ctx.avals_in, how.operands))
+    before, given = ctx.avals_in, list(map(reshaped, ctx.avals_in, how.operands))
+    if call.prepared is not None:
+        how = dataclasses.replace(how, attributes={})
+        given = jax.make_jaxpr(call.prepared)(*ctx.avals_in).out_avals
+        prepare = mlir.lower_fun(call.prepared, multiple_results=True)
+        operands, before = prepare(ctx.replace(avals_out=given), *operands), given
     found = list(map(reshaped, results, how.results))
     attributes = dict(call.attributes)
     layouts: dict[str, Any] = {}
@@ -301,48 +338,139 @@ def _lower_alone(
     )
     values = lowering(
         ctx.replace(avals_in=given, avals_out=found),
-        *map(_reshape, operands, ctx.avals_in, given),
+        *map(partial(_reshape, ctx), operands, before, given),
         **attributes,
     )
     outputs = []
     for index in keep:
         value, made, aval = values[index], found[index], results[index]
         if call.signature.results[index].has_tokens:
-            outputs.append(_reshape(value, made, aval))
+            outputs.append(_reshape(ctx, value, made, aval))
         else:
             add = mlir.lower_fun(partial(jnp.sum, axis=how.summed), multiple_results=False)
             outputs.extend(add(ctx.replace(avals_in=[made], avals_out=[aval]), value))
     return outputs
 
 
-def _lower_in_parts(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+def _lower_in_parts(
+    ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
+) -> Sequence[Any]:
     """Has each device compute what XLA finds it to have, tokens and columns."""
-    signature, in_parts = call.signature, call.in_parts
-    assert in_parts is not None and not signature.shares and not signature.sums
-    leading = tuple(f"t{index}" for index in range(len(signature.leading(ctx.avals_in))))
-    given, made = (
-        tuple((*leading, *dims.names) for dims in side)
-        for side in (signature.operands, signature.results)
-    )
-    (columns,) = {name for dims in signature.operands for name in dims.names}
-    whole = partial(bind, call)
+    avals = ctx.avals_in
+    arrays = _factors(call, avals, mapped)
+    columns = call.columns
+    extent = call.signature.extents(avals)[columns]
 
     def local(cuts: Mapping[str, Names], uneven: Mapping[str, int]) -> Callable[..., Any]:
         if columns in uneven:
-            vocab = ctx.avals_in[0].shape[-1]
-            gathering.tell_uneven(call.operation, "logits", vocab, uneven[columns])
-        names = cuts[columns]
-        return partial(in_parts, names) if names else whole
+            gathering.tell_uneven(call.operation, columns, extent, uneven[columns])
+        return _on_device(call, mapped, avals, cuts)
 
-    arrays = auto_partitioning.Arrays(given, made, (columns, *leading), (columns,))
-    name = f"{call.target} {call.attributes} {call.reuses}"
-    return auto_partitioning.lower(ctx, operands, name, arrays, whole, local)
+    results = call.signature.result_avals(call.results, avals, mapped)
+    whole = partial(_bind_all, call, mapped)
+    # All that settles what devices compute, the target first (`auto_partitioning.named`).
+    name = f"{call.target} {call} {call.in_parts} {mapped}"
+    values = auto_partitioning.lower(
+        ctx.replace(avals_out=results), operands, name, arrays, whole, local
+    )
+    return [values[index] for index in keep]
 
 
-def _reshape(value: Any, before: Any, after: Any) -> Any:
+def _lower_explicit(
+    ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
+) -> Sequence[Any]:
+    """Has each device compute what the explicit axes of a mesh cut, as types say."""
+    avals = ctx.avals_in
+    arrays = _factors(call, avals, mapped)
+    cuts: dict[str, Names] = {}
+    for axes, aval in zip(arrays.operands, avals, strict=True):
+        for axis, one in zip(axes, spec_of(aval), strict=True):
+            cuts.setdefault(factor_of(axis)[0], tuple_of(one))
+            cuts[factor_of(axis)[0]] = cuts[factor_of(axis)[0]] or tuple_of(one)
+    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+    specs = [
+        tuple(
+            PartitionSpec(*(entry(cuts.get(factor_of(axis)[0], ())) for axis in axes))
+            for axes in side
+        )
+        for side in (arrays.operands, arrays.results)
+    ]
+    given, found = specs
+    own = _on_device(call, mapped, avals, cuts)
+
+    def of_all(*arrays: jax.Array) -> list[jax.Array]:
+        function = on_devices(mesh, explicit_axes(mesh), own, given, found, is_checked=False)
+        placed = [jax.sharding.reshard(*pair) for pair in zip(arrays, given, strict=True)]
+        results = function(*placed)
+        return [results[index] for index in keep]
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        values: Sequence[Any] = mlir.lower_fun(of_all, multiple_results=True)(ctx, *operands)
+    return values
+
+
+def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning.Arrays:
+    """Returns names for all axes of a call's arrays: tokens' by number, and those it declares."""
+    signature = call.signature
+    count = len(signature.leading(avals)) - len(signature.cut)
+
+    def axes(dims: Dims, leading: int) -> auto_partitioning.Axes:
+        return (*(f"t{index}" for index in range(leading)), *dims.names)
+
+    given = tuple(
+        axes(dims, count if dims.has_tokens else dims.leading(aval))
+        for dims, aval in zip(signature.operands, avals, strict=True)
+    )
+    found = tuple(axes(dims, count if dims.has_tokens else mapped) for dims in signature.results)
+    cut = (call.columns, *(f"t{index}" for index in range(count)))
+    return auto_partitioning.Arrays(given, found, cut, (call.columns,))
+
+
+def _on_device(
+    call: Call, mapped: int, avals: Sequence[Any], cuts: Mapping[str, Names]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns what a device computes of its own, where `cuts` names mesh axes that are bound."""
+    signature, columns = call.signature, cuts.get(call.columns or "", ())
+    assert call.in_parts is not None
+    function: Callable[..., Any] = partial(_bind_all, call, mapped)
+    if columns:
+        function = _mapped_as(call, Bound(call.in_parts, columns), mapped, avals)
+    leading = signature.leading(avals)[: len(signature.leading(avals)) - len(signature.cut)]
+    of_tokens = [cuts.get(f"t{index}", ()) for index in range(len(leading))]
+    # Axes over which sums are cut.
+    summed = tuple(name for names in of_tokens[mapped:] for name in names)
+
+    def of_own(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if summed:
+            clean = auto_partitioning.without_padding
+            arrays = tuple(
+                clean(one, of_tokens, leading) if dims.has_tokens else one
+                for one, dims in zip(arrays, signature.operands, strict=True)
+            )
+        pairs = zip(function(*arrays), signature.results, strict=True)
+        return tuple(
+            one if dims.has_tokens or not summed else jax.lax.psum(one, summed)
+            for one, dims in pairs
+        )
+
+    return of_own
+
+
+def _bind_all(call: Call, mapped: int, *operands: jax.Array) -> list[jax.Array]:
+    keep = tuple(range(len(call.results)))
+    results: list[jax.Array] = _bind(*vary_alike(operands), call=call, keep=keep, mapped=mapped)
+    return results
+
+
+def _reshape(ctx: Any, value: Any, before: Any, after: Any) -> Any:
     """Returns an `ir.Value` of the type `before` in the shape of `after`."""
     if before.shape == after.shape:
         return value
+    if not all(isinstance(extent, int) for extent in after.shape):
+        # Of symbolic extents the shape is a value too.
+        symbolic = mlir.lower_fun(lambda x: jnp.reshape(x, after.shape), multiple_results=False)
+        (reshaped_value,) = symbolic(ctx.replace(avals_in=[before], avals_out=[after]), value)
+        return reshaped_value
     element = ir.RankedTensorType(value.type).element_type
     return stablehlo.reshape(ir.RankedTensorType.get(after.shape, element), value)
 
@@ -351,22 +479,29 @@ def _dense(
     call: Call, keep: tuple[int, ...], mapped: int, avals: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
     """Returns XLA's own program for a call with operands of such types."""
-    signature = call.signature
     assert call.dense is not None
-    leading = [
-        None if dims.has_tokens else dims.leading(aval)
-        for dims, aval in zip(signature.operands, avals, strict=True)
-    ]
-    function: Callable[..., Sequence[jax.Array]] = call.dense
-    for axis in reversed(range(max(mapped, signature.mapped_axes(avals)))):
-        axes = [0 if count is None or count > axis else None for count in leading]
-        function = jax.vmap(function, in_axes=axes)
+    function = _mapped_as(call, call.dense, mapped, avals)
 
     def kept(*arrays: jax.Array) -> list[jax.Array]:
         results = function(*arrays)
         return [results[index] for index in keep]
 
     return kept
+
+
+def _mapped_as(
+    call: Call, function: Callable[..., Sequence[jax.Array]], mapped: int, avals: Sequence[Any]
+) -> Callable[..., Sequence[jax.Array]]:
+    """Returns a function of a call's operands, mapped over axes that shared operands have."""
+    signature = call.signature
+    leading = [
+        None if dims.has_tokens else dims.leading(aval)
+        for dims, aval in zip(signature.operands, avals, strict=True)
+    ]
+    for axis in reversed(range(max(mapped, signature.mapped_axes(avals)))):
+        axes = [0 if count is None or count > axis else None for count in leading]
+        function = jax.vmap(function, in_axes=axes)
+    return function
 
 
 def _lower_dense(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -432,7 +567,7 @@ def _lower_for_each(
             return _dense(call, keep, mapped, ctx.avals_in)
         # What runs is settled by that, also of calls that others may stand in for.
         one = dataclasses.replace(call, implementation=implementation, is_composed=False)
-        return partial(_custom_call.bind, call=one, keep=keep, mapped=mapped)
+        return partial(_bind, call=one, keep=keep, mapped=mapped)
 
     branches = {platform: named(implementation) for platform, implementation in of.items()}
     lower = mlir.lower_fun(
@@ -481,4 +616,11 @@ def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array
 # once a platform under a conditional, through which no result could take the place of an operand.
 # But for TPUs, that is. Not cached, because a cached rule is not shown where its operands come from
 # (`hoisting`).
-mlir.register_lowering(_custom_call, _lower, cacheable=False)
+for _primitive in PRIMITIVES:
+    _primitive.multiple_results = True
+    _primitive.def_impl(partial(xla_interpreter.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(_abstract_eval)
+    batching.primitive_batchers[_primitive] = _batch
+    ad.primitive_jvps[_primitive] = _jvp
+    pe.dce_rules[_primitive] = _dead_code
+    mlir.register_lowering(_primitive, _lower, cacheable=False)

@@ -9,7 +9,7 @@ program, and programs that are exported, or that JAX may cache on disk under a k
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,16 +28,23 @@ _callbacks: list[Any] = []
 
 
 def watched(
-    operation: Operation, name: str, x: jax.Array, axis: int, *, calls_ask: bool = False
+    operation: Operation,
+    name: str,
+    x: jax.Array,
+    axis: int,
+    *,
+    axis_of: str = "V",
+    calls_ask: bool = False,
 ) -> jax.Array:
-    """Returns `x`, of which a warning tells should XLA have cut its `axis`, the vocabulary.
+    """Returns `x`, of which a warning tells should XLA have cut its `axis`.
 
-    With `calls_ask`, calls that take it compute in parts wherever they get to know
-    (`auto_partitioning`).
+    `axis_of` names the axis, that of the vocabulary by default. With `calls_ask`, calls that take
+    `x` compute in parts wherever they get to know (`auto_partitioning`).
     """
     if not isinstance(x, jax.core.Tracer):
         return x
-    params = {"operation": operation, "name": name, "calls_ask": calls_ask}
+    params: dict[str, Any] = {"operation": operation, "name": name, "axis_of": axis_of}
+    params["calls_ask"] = calls_ask
     same: jax.Array = _watched.bind(x, axis=axis % x.ndim, **params)
     return same
 
@@ -64,27 +71,84 @@ def _batch(operands: Sequence[Any], axes: Sequence[int], *, axis: int, **params:
 batching.primitive_batchers[_watched] = _batch
 
 
-def _lower(ctx: Any, value: Any, *, calls_ask: bool, **params: Any) -> Sequence[Any]:
-    module = ctx.module_context
-    is_told = calls_ask and auto_partitioning.is_asked_for(module)
-    if (
-        auto_partitioning.is_cut_by_xla(module)
-        and not auto_partitioning.is_kept(module)
-        and not is_told
-    ):
-        # A program that is compiled may be pickled, and what its module keeps alive with it.
-        own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
-        callback = partial(_warn, **params)
-
-        def ask(x: jax.Array) -> list[Any]:
-            jax.debug.inspect_array_sharding(x, callback=callback)
-            return []
-
-        mlir.lower_fun(ask, multiple_results=True)(own, value)
+def _lower(
+    ctx: Any,
+    value: Any,
+    *,
+    operation: Operation,
+    name: str,
+    axis: int,
+    axis_of: str,
+    calls_ask: bool,
+) -> Sequence[Any]:
+    if axis_of != "V":
+        ask(ctx, operation, name, {axis: axis_of}, value, ctx.avals_in[0])
+    elif not (calls_ask and auto_partitioning.is_asked_for(ctx.module_context)):
+        _inspect(ctx, value, partial(_warn, operation=operation, name=name, axis=axis))
     return [value]
 
 
+def ask(
+    ctx: Any, operation: Operation, what: str, axes: Mapping[int, str], value: Any, aval: Any
+) -> None:
+    """Has XLA tell whether it cuts axes of an operand that a call needs whole, and warns then.
+
+    `what` is the operand, and `axes` the names of its axes by their numbers.
+    """
+    size = math.prod(aval.shape) * aval.dtype.itemsize if 0 not in aval.shape else 0
+    if not all(isinstance(extent, int) for extent in aval.shape) or size == 0:
+        return
+    given = f"{what}, {aval.str_short(short_dtypes=True)}"
+    callback = partial(_warn_of_gather, operation=operation, what=given, axes={**axes}, size=size)
+    _inspect(ctx.replace(avals_in=[aval]), value, callback)
+
+
+def _inspect(ctx: Any, value: Any, callback: Callable[[Any], None]) -> None:
+    """Calls back with how XLA cuts a value, where a program is for several devices."""
+    module = ctx.module_context
+    if not auto_partitioning.is_cut_by_xla(module) or _is_kept(module):
+        return
+    # A program that is compiled may be pickled, and what its module keeps alive with it.
+    own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
+
+    def inspected(x: jax.Array) -> list[Any]:
+        jax.debug.inspect_array_sharding(x, callback=callback)
+        return []
+
+    mlir.lower_fun(inspected, multiple_results=True)(own, value)
+
+
+# What was warned of, which is not said twice.
+_told: set[str] = set()
+
+
+def _warn_of_gather(
+    sharding: Any, *, operation: Operation, what: str, axes: Mapping[int, str], size: int
+) -> None:
+    if not isinstance(sharding, NamedSharding):
+        return
+    spec = [*map(tuple_of, sharding.spec)]
+    for axis, name in axes.items():
+        names = spec[axis] if axis < len(spec) else ()
+        count = math.prod(sharding.mesh.shape[one] for one in names)
+        if count == 1:
+            continue
+        text = (
+            f"{operation}: axis {axis} ({name}) of {what}, is cut over {count} devices, and XLA "
+            f"gathers it on each, {size} bytes: shard another axis, or reshard it where it is small"
+        )
+        if text not in _told:
+            _told.add(text)
+            warnings.warn(text, stacklevel=1)  # the compiler calls, and no line of the user's
+
+
 mlir.register_lowering(_watched, _lower, cacheable=False)
+
+
+def _is_kept(module: Any) -> bool:
+    """Whether a program may outlive this process, with an address of it."""
+    has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
+    return has_cache or auto_partitioning.is_exported(module)
 
 
 def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
@@ -103,12 +167,26 @@ def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
         )
 
 
-def tell_uneven(operation: Operation, name: str, columns: int, count: int) -> None:
-    """Warns of a vocabulary of so many columns that devices do not divide, so that XLA gathers."""
-    padded = -(-columns // count) * count
+def tell_uneven(operation: Operation, axis: str, extent: int, count: int) -> None:
+    """Warns of an axis of so many entries that devices do not divide, so that XLA gathers it.
+
+    `axis` is the name that calls declare it by.
+    """
+    what, remedy = _AXES[axis]
+    padded = -(-extent // count) * count
     warnings.warn(
-        f"{operation}: the vocabulary of {name} is cut over {count} devices, which do not divide "
-        f"its {columns} columns, and XLA gathers it on each: pad it to {padded} columns, whose "
-        "logits are -inf, and every device keeps its part",
+        f"{operation}: {what} is cut over {count} devices, which do not divide its {extent} "
+        f"columns, and XLA gathers it on each: {remedy.format(padded=padded)}",
         stacklevel=1,  # as above
     )
+
+
+# What a sharded axis is to users, and what has every device keep its part.
+_AXES = {
+    "V": (
+        "the vocabulary",
+        "pad it to {padded} columns, whose logits are -inf, and every device keeps its part",
+    ),
+    "D": ("the hidden size", "shard it over devices that divide it"),
+    "F": ("the axis of features", "shard it over devices that divide it"),
+}

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
-from .arrays import Dims, with_mapped_axis
+from .arrays import Dims, spec_of, wide_dtype, with_mapped_axis
 from .bound import Bound
+from .compat import tell_devices
 from .operation import Operation
 
 # Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
@@ -146,6 +148,8 @@ def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
 
 _linear = Primitive("xentile_linear")
 _linear.multiple_results = True
+# Calls that ask devices may be what a map is lowered to.
+tell_devices(_linear)
 
 
 def _apply(*operands: Any, linear: _Map, **_: Any) -> list[Any]:
@@ -182,8 +186,17 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Map, **_: Any
         elif one is None:
             results.append(ad.Zero(operand.aval))
         else:
-            results.append(one.astype(operand.aval.dtype))
+            results.append(_placed_as(operand.aval, one.astype(operand.aval.dtype)))
     return results
+
+
+def _placed_as(aval: Any, x: jax.Array) -> jax.Array:
+    """Returns a cotangent sharded as what it belongs to, where explicit axes tell of that."""
+    right = spec_of(aval)
+    if spec_of(jax.typeof(x)) == right:
+        return x
+    placed: jax.Array = jax.sharding.reshard(x, PartitionSpec(*right))
+    return placed
 
 
 ad.primitive_transposes[_linear] = _transpose
@@ -234,7 +247,7 @@ class _Mapped:
 
 
 def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return wide_dtype(dtype)
 
 
 def _batch(

@@ -93,6 +93,33 @@ batching.primitive_batchers[_of_the_only] = lambda operands, axes, **params: (
 )
 
 
+def mean(x: jax.Array, over: Names) -> jax.Array:
+    """Returns the mean along the last axis, kept, of which mesh axes `over` have equal shares."""
+    of_own: jax.Array = x.mean(-1, keepdims=True)
+    return jax.lax.pmean(of_own, over) if over else of_own
+
+
+def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
+    """Refuses an array of which explicit mesh axes cut an axis that every device needs whole.
+
+    `axes` has the indices of such axes by what they are.
+
+    Raises:
+        ValueError: one is cut.
+    """
+    found = cuts(array)
+    for what, axis in axes.items():
+        if found[axis]:
+            whole = [*found]
+            for one in axes.values():
+                whole[one] = ()
+            raise ValueError(
+                f"{operation}: axis {axis % len(found)} of {name}, its {what}, is sharded over "
+                f"{_shown(found[axis])}; it must be whole: call jax.sharding.reshard({name}, "
+                f"jax.{PartitionSpec(*map(entry, whole))}) first"
+            )
+
+
 def explicit_axes(mesh: Any) -> frozenset[str]:
     """Returns the axes of a mesh of which JAX knows what they cut as it traces a program."""
     return _axes(mesh, AxisType.Explicit)
@@ -111,12 +138,22 @@ def are_left_to_xla(*arrays: Any) -> bool:
     return is_traced and is_several and all(one == AxisType.Auto for one in mesh.axis_types)
 
 
+def may_be_left_to_xla(*arrays: Any) -> bool:
+    """Whether XLA may choose how it cuts traced arrays, as it may where no mesh is known."""
+    mesh = _mesh_of(*arrays)
+    return mesh is None or bool(_axes(mesh, AxisType.Auto))
+
+
 def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
     """Has XLA gather an axis of an array before anything else is made of it, if it cuts that.
 
     `others` tell the mesh where it is not set and `x` does not.
     """
     mesh = _mesh_of(x, *others)
+    of_explicit = cuts(x)
+    if of_explicit[axis]:
+        of_explicit[axis] = ()
+        return jax.sharding.reshard(x, PartitionSpec(*map(entry, of_explicit)))
     if mesh is None or not _axes(mesh, AxisType.Auto) or not isinstance(x, jax.core.Tracer):
         return x
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -146,11 +183,18 @@ def place(mesh: Any, spec: PartitionSpec, x: jax.Array) -> jax.Array:
 
 
 def on_devices(
-    mesh: Any, axes: frozenset[str], function: Callable[..., Any], given: Any, found: Any
+    mesh: Any,
+    axes: frozenset[str],
+    function: Callable[..., Any],
+    given: Any,
+    found: Any,
+    *,
+    is_checked: bool = True,
 ) -> Callable[..., Any]:
     """Returns a function of arrays that each device along axes of a mesh runs on what it has.
 
-    Over others XLA cuts what it did.
+    Over others XLA cuts what it did. `is_checked` is whether JAX keeps track of what varies from
+    device to device.
     """
     mapped: Callable[..., Any] = jax.shard_map(
         function,
@@ -158,6 +202,7 @@ def on_devices(
         in_specs=given,
         out_specs=found,
         axis_names=axes,
+        check_vma=is_checked,
     )
     return mapped
 

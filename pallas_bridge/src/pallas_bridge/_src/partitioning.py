@@ -73,11 +73,15 @@ def layout(
     is_known = all(isinstance(extent, int) for extent in extents) and 0 not in extents
     if not is_known or signature.mapped_axes(operands) or (signature.sums and devices == 1):
         few = (*tokens[:mapped], _blocks(tokens[mapped:]))
+        given = [
+            _unpacked(dims, aval, aval.shape[: dims.leading(aval)])
+            for dims, aval in zip(signature.operands, operands, strict=True)
+        ]
         found = [
-            aval.shape if dims.has_tokens else (*few, *aval.shape[mapped:])
+            _unpacked(dims, aval, aval.shape[: dims.leading(aval)] if dims.has_tokens else few)
             for dims, aval in zip(signature.results, results, strict=True)
         ]
-        return Layout([aval.shape for aval in operands], found, {}, (mapped,))
+        return Layout(given, found, {}, (mapped,))
     cut, behind, sums = tokens, tokens[:0], 1
     if signature.sums and mapped < len(tokens):
         *others, last = tokens
@@ -97,10 +101,18 @@ def layout(
     taken = [axes(*pair, []) for pair in zip(signature.operands, operands, strict=True)]
     of_sums: list[Axis] = [*enumerate(cut), ("sums", sums)]
     made = [axes(*pair, of_sums) for pair in zip(signature.results, results, strict=True)]
+    if devices > 1 and all(len(one) == len(cut) for one in (*taken, *made)):
+        # XLA's partitioner gathers arrays that have no axis behind those that may be cut.
+        taken, made = ([[*one, ("one", 1)] for one in side] for side in (taken, made))
     # XLA sums what was put before, too.
     summed = (*range(units), *range(units + mapped, len(cut) + 1))
     given, found = ([tuple(n for _, n in axes) for axes in side] for side in (taken, made))
     return Layout(given, found, _attributes(taken, made, len(cut)), summed)
+
+
+def _unpacked(dims: Dims, aval: Any, leading: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the shape of an array as handlers have it, behind these axes."""
+    return (*leading, *(extent for _, extent in dims.unpacked(aval)))
 
 
 def _attributes(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .arrays import of_rank, wide
 from .compat import varying_axes
 from .cross_entropy.options import Options, is_ignored
 
@@ -52,8 +53,8 @@ class OverDevices:
         return x
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Returns the largest of all parts'."""
-        largest: jax.Array = jax.lax.pmax(x, self.axes)
+        """Returns the largest of all parts', by which results are shifted: it has no derivative."""
+        largest: jax.Array = jax.lax.pmax(jax.lax.stop_gradient(x), self.axes)
         return largest
 
     def sum(self, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -84,8 +85,8 @@ class OverAxis:
         return x[..., None]
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Returns the largest of all parts'."""
-        return x.max(-1)
+        """Returns the largest of all parts', likewise."""
+        return jax.lax.stop_gradient(x).max(-1)
 
     def sum(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Returns the sums of all parts'."""
@@ -120,7 +121,8 @@ def labels_of_part(options: Options, exchange: Exchange, labels: jax.Array, voca
     if exchange.count * vocab <= jnp.iinfo(labels.dtype).max:
         in_range &= labels < exchange.count * vocab
     column = exchange.spread(jnp.where(in_range, labels, -1))
-    column = jnp.where(column < 0, column, column - exchange.index().astype(labels.dtype) * vocab)
+    first = of_rank(exchange.index().astype(labels.dtype) * vocab, column)
+    column = jnp.where(column < 0, column, column - first)
     here = exchange.spread(in_range) & (column >= 0) & (column < vocab)
     given = jnp.where(here, column, jnp.where(exchange.spread(in_range), 0, OUT_OF_RANGE))
     given = jnp.where(exchange.spread(ignored), IGNORED, given)
@@ -202,7 +204,7 @@ def argmax(exchange: Exchange, width: int, highest: jax.Array, argmax: jax.Array
 
     `highest` is a part's largest, and `argmax` its first column in the part.
     """
-    index = exchange.index().astype(jnp.int32)
+    index = of_rank(exchange.index().astype(jnp.int32), argmax)
     has_largest = highest == exchange.spread(exchange.max(highest))
     first = -exchange.max(jnp.where(has_largest, -index, -exchange.count))
     found: jax.Array
@@ -253,7 +255,7 @@ def dense(
     of = labels_of_part(options, exchange, labels, vocab)
     frozen = exchange.spread(of.ignored)[..., None]
     logits = jnp.where(frozen, jax.lax.stop_gradient(logits), logits)
-    z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    z = options.mapped(wide(logits))
     highest = exchange.max(jax.lax.stop_gradient(z).max(-1))
     # A masked entry has no gradient, not even as the label.
     z = jnp.where((z == -jnp.inf) & exchange.spread(highest > -jnp.inf)[..., None], -jnp.inf, z)

@@ -3,10 +3,9 @@
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import check_flag, check_float32
+from ..checks import as_array, check_flag, check_float32
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call
@@ -188,8 +187,9 @@ def _activation(
 
 
 def _of(options: Options, x: ArrayLike, up: ArrayLike | None) -> jax.Array:
-    x = jnp.asarray(x)
-    up = None if up is None else jnp.asarray(up)
+    right = {"single": "of any shape", "apart": "[.., F]"}.get(options.layout, "[.., 2F]")
+    x = as_array("x", x, right)
+    up = None if up is None else as_array("up", up, "[.., F]")
     check_arrays(x, up, is_packed=options.layout in ("halves", "interleaved"))
     if options.layout == "single" and x.ndim == 0:
         # Kernels have columns.

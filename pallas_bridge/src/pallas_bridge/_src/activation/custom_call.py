@@ -16,41 +16,31 @@ from ..arrays import Result
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
 from ..custom_call import Call, bind, vary_alike
-from . import reference
+from . import reference, sharded_halves
 from .declaration import OPERATION
 from .options import Options
 
-# x as a call has it: its axes tell what it packs.
-PACKED = {"single": "*batch F", "halves": "*batch P F", "interleaved": "*batch F P"}
+# What a call takes: x, which may pack two arrays, and a gradient.
+PACKED = {"single": "*batch F", "halves": "*batch 2.F", "interleaved": "*batch F.2"}
 COLUMNS = "*batch F"
 
 
-def unpacked(options: Options, x: jax.Array) -> jax.Array:
-    """Returns x with an axis of 2 for what it packs."""
-    *leading, width = x.shape
-    if options.layout == "halves":
-        return x.reshape(*leading, 2, width // 2)
-    if options.layout == "interleaved":
-        return x.reshape(*leading, width // 2, 2)
-    return x
-
-
-def packed(options: Options, x: jax.Array) -> jax.Array:
-    """Returns x with its columns in one axis."""
-    if options.layout == "single":
-        return x
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
 def _bind(
-    options: Options, name: str, operands: tuple[str, ...], result: Result, dense: Any, *arrays: Any
+    options: Options,
+    name: str,
+    operands: tuple[str, ...],
+    result: str,
+    dense: Any,
+    in_parts: Any,
+    *arrays: Any,
 ) -> jax.Array:
     more = () if options.limit is None else (("limit", np.float64(options.limit)),)
+    is_halves = options.layout == "halves"
     call = Call(
         operation=OPERATION,
         target=f"xentile_activation_{name}",
         operands=operands,
-        results=(result,),
+        results=(Result(result, like=0),),
         attributes=(
             ("kind", options.kind),
             ("layout", options.layout),
@@ -58,8 +48,11 @@ def _bind(
             ("up_offset", np.float64(options.up_offset)),
             *more,
         ),
+        # Entries and pairs stand alone, and may be sharded as they are; halves exchange columns.
+        cut=() if is_halves else ("F",),
+        in_parts=Bound(in_parts, options) if is_halves else None,
         implementation=options.implementation,
-        dense=dense,
+        dense=Bound(dense, options),
         variant=f"{options.kind} {options.layout}",
     )
     return bind(call, *arrays)[0]
@@ -73,30 +66,28 @@ def forward(options: Options, *arrays: jax.Array) -> jax.Array:
     """Returns y of x, or of gate and up."""
     if not _has_kernel(options):
         return reference.forward(options, *arrays)
-
-    operands, result = (PACKED[options.layout],), Result(COLUMNS, like=0)
-    dense, x = Bound(_dense, options), unpacked(options, *arrays)
-    return _bind(options, "forward", operands, result, dense, x)
+    operands = (PACKED[options.layout],)
+    return _bind(options, "forward", operands, COLUMNS, _dense, sharded_halves.forward, *arrays)
 
 
 def _dense(options: Options, x: jax.Array) -> tuple[jax.Array]:
-    return (reference.forward(options, packed(options, x)),)
+    return (reference.forward(options, x),)
 
 
 def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the gradient of x, or those of gate and up."""
     if not _has_kernel(options):
         return reference.gradients(options, arrays, dy)
+    packed = PACKED[options.layout]
+    in_parts = sharded_halves.backward
+    dx = _bind(
+        options, "backward", (packed, COLUMNS), packed, _dense_backward, in_parts, *arrays, dy
+    )
+    return (dx,)
 
-    operands = (PACKED[options.layout], COLUMNS)
-    result = Result(PACKED[options.layout], like=0)
-    dense, x = Bound(_dense_backward, options), unpacked(options, *arrays)
-    return (packed(options, _bind(options, "backward", operands, result, dense, x, dy)),)
 
-
-def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    (dx,) = reference.gradients(options, [packed(options, x)], dy)
-    return (unpacked(options, dx),)
+def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+    return reference.gradients(options, [x], dy)
 
 
 def activation(options: Options, *arrays: jax.Array) -> jax.Array:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .. import gathering
+from .. import gathering, one_program
+from ..bound import Bound
+from ..checks import as_array
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call, parts, reference
@@ -168,8 +170,6 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
-    columns = check_columns(columns, jnp.shape(labels))
-    asked = Asked(return_lse, return_entropy, return_correct, columns)
     logits, labels, weights, options, module = _prepare(
         logits,
         labels,
@@ -188,20 +188,24 @@ def cross_entropy(
         correct=return_correct,
         donate_logits=donate_logits,
     )
+    columns = check_columns(columns, labels.shape)
+    asked = Asked(return_lse, return_entropy, return_correct, columns)
     if asked.any:
-        known = module.known_of(options, asked, logits, labels)
+        known = one_program.run(Bound(module.known_of, options), asked, logits, labels)
         if reduction != "none":
             factors = token_factors(options, reduction, labels, weights)
             return weighted_sum(known.loss, factors), *asked.of(known)
         loss = known.loss if weights is None else weighted(known.loss, weights)
         return loss, *asked.of(known)
     if reduction == "none":
-        loss, _, lse = module.per_token(options, logits, labels)
+        run, results = Bound(module.per_token, options), (0, 2) if return_lse else (0,)
+        loss, _, lse = one_program.run(run, logits, labels, results=results)
         if weights is not None:
             loss = weighted(loss, weights)
     else:
         factors = token_factors(options, reduction, labels, weights)
-        loss, lse = module.reduced(options, logits, labels, factors)
+        run, results = Bound(module.reduced, options), (0, 1) if return_lse else (0,)
+        loss, lse = one_program.run(run, logits, labels, factors, results=results)
     return (loss, lse) if return_lse else loss
 
 
@@ -272,8 +276,6 @@ def cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
     """
-    columns = check_columns(columns, jnp.shape(labels))
-    asked = Asked(return_lse, return_entropy, return_correct, columns)
     logits, labels, _, options, module = _prepare(
         logits,
         labels,
@@ -292,10 +294,13 @@ def cross_entropy_per_token(
         correct=return_correct,
         donate_logits=donate_logits,
     )
+    columns = check_columns(columns, labels.shape)
+    asked = Asked(return_lse, return_entropy, return_correct, columns)
     if asked.any:
-        known = module.known_of(options, asked, logits, labels)
+        known = one_program.run(Bound(module.known_of, options), asked, logits, labels)
         return known.loss, known.logps, *asked.of(known)
-    loss, logps, lse = module.per_token(options, logits, labels)
+    run, results = Bound(module.per_token, options), (0, 1, 2) if return_lse else (0, 1)
+    loss, logps, lse = one_program.run(run, logits, labels, results=results)
     return (loss, logps, lse) if return_lse else (loss, logps)
 
 
@@ -310,8 +315,8 @@ def _prepare(
     """Returns checked arrays and options, and the module of the implementation."""
     chosen = choose(OPERATION, implementation)
     module: Any = IMPLEMENTATIONS[chosen]
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    weights = None if weights is None else jnp.asarray(weights)
+    logits, labels = as_array("logits", logits, "[.., T, V]"), as_array("labels", labels, "[.., T]")
+    weights = None if weights is None else as_array("weights", weights, "[.., T]")
     check_arrays(logits, labels, weights)
     module.check_dtype(logits)
     checked = dataclasses.replace(check_options(**options), implementation=implementation)

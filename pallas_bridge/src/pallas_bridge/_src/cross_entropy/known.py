@@ -13,18 +13,27 @@ next to nothing beside the pass over the logits:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .. import meshes
+from ..arrays import of_rank, wide
+from ..checks import as_array
 from .options import Options, is_ignored
 
 # Columns a token that are taken at most.
 MOST_COLUMNS = 128
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["columns"],
+    meta_fields=["lse", "entropy", "correct"],
+)
 @dataclass(frozen=True)
 class Asked:
     """Which of them a caller asks for."""
@@ -78,7 +87,7 @@ def check_columns(columns: ArrayLike | None, tokens: tuple[int, ...]) -> jax.Arr
     """
     if columns is None:
         return None
-    columns = jnp.asarray(columns)
+    columns = as_array("columns", columns, f"{(*tokens, 'K')}, K columns a token")
     if not jnp.issubdtype(columns.dtype, jnp.integer):
         raise TypeError(f"columns have dtype {columns.dtype}; it must be an integer")
     if columns.shape[:-1] != tokens or columns.ndim != len(tokens) + 1:
@@ -89,6 +98,7 @@ def check_columns(columns: ArrayLike | None, tokens: tuple[int, ...]) -> jax.Arr
         raise ValueError(
             f"columns have shape {columns.shape}; their last axis must be in [1, {MOST_COLUMNS}]"
         )
+    meshes.check_whole("cross_entropy", "columns", columns, columns=-1)
     # A part's first column is one of theirs, whatever they hold themselves.
     narrow = jnp.iinfo(columns.dtype).max < jnp.iinfo(jnp.int32).max
     return columns.astype(jnp.int32) if narrow else columns
@@ -154,7 +164,7 @@ def pick(options: Options, logits: jax.Array, columns: jax.Array, first: Any = 0
     """
     here, at = places(columns, first, logits.shape[-1])
     z = jnp.take_along_axis(logits, at, axis=-1)
-    z = options.mapped(z.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    z = options.mapped(wide(z))
     # A masked entry has no gradient.
     z = jnp.where(z == -jnp.inf, -jnp.inf, z)
     return jnp.where(here, z, jnp.nan)
@@ -191,7 +201,8 @@ def add_picked(
 def once(at: jax.Array, d: jax.Array) -> jax.Array:
     """Returns numbers [.., K] of which each place gets one, that of its first, and else zeros."""
     same, order = at[..., :, None] == at[..., None, :], jnp.arange(at.shape[-1])
-    came_before = (same & (order[None, :] < order[:, None])).any(-1)
+    earlier = order[None, :] < order[:, None]
+    came_before = (same & of_rank(earlier, same)).any(-1)
     summed = jnp.where(same, d[..., None, :], 0).sum(-1)
     return jnp.where(came_before, 0, summed)
 

@@ -49,10 +49,19 @@ class Options:
 
         Kernels for NVIDIA's GPUs cut a row where lines of memory begin (kernels/ring.cuh).
         """
-        if vocab % LINE == 0:
+        if vocab % LINE == 0 or "cuda" in self.dense_on:
             return self
         implementation = None if self.implementation == "custom_call" else self.implementation
         return dataclasses.replace(self, dense_on=("cuda",), implementation=implementation)
+
+    def in_xla(self) -> "Options":
+        """Returns options by which no platform takes kernels, unless these are asked for by name.
+
+        An exported program has no custom calls then.
+        """
+        if self.implementation is not None:
+            return self
+        return dataclasses.replace(self, dense_on=("cpu", "cuda", "tpu"))
 
     def mapped(self, logits: jax.Array) -> jax.Array:
         """Returns what goes into the softmax, of logits as wide as it is to be."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import linear, meshes, vocab_parts
+from ..arrays import of_rank, wide
 from ..bound import Bound
 from ..custom_call import bind
 from ..meshes import Names
@@ -305,10 +306,11 @@ def _columns_of_part(
     first = exchange.index() * width
     if isinstance(exchange, OverDevices):
         return columns, first
+    first = first[:, None]
     columns = jnp.broadcast_to(
         columns[..., None, :], (*columns.shape[:-1], exchange.count, columns.shape[-1])
     )
-    return columns, first[:, None]
+    return columns, of_rank(first, columns)
 
 
 def _whole_picked(
@@ -316,7 +318,7 @@ def _whole_picked(
 ) -> jax.Array:
     """Returns the columns' logits [.., K] of the whole, of those that each part picked."""
     of_part, first = _columns_of_part(exchange, width, columns)
-    local = of_part - first
+    local = of_part - first.astype(of_part.dtype)
     here = jnp.where((local >= 0) & (local < width), picked, 0)
     if isinstance(exchange, OverAxis):
         here = here.swapaxes(-1, -2)
@@ -335,7 +337,7 @@ def known_dense(
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits, in plain JAX."""
     # Once for all, so that what flows back is added up before it is rounded.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = wide(logits)
     outputs: tuple[jax.Array, ...] = vocab_parts.dense(options, exchange, logits, labels)
     ignored = labels_of_part(options, exchange, labels, logits.shape[-1]).ignored
     frozen = exchange.spread(ignored)[..., None]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear
+from ..arrays import multiplied
 from .options import Options, is_ignored
 
 
@@ -41,7 +42,7 @@ def countable(losses: jax.Array, factors: jax.Array) -> jax.Array:
 
 def weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
     """Returns factor * loss; a factor of 0 takes its token out, whatever the loss."""
-    return factors * countable(losses, factors)
+    return multiplied(factors, countable(losses, factors))
 
 
 @jax.custom_jvp
@@ -59,9 +60,9 @@ def _weighted_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
     of_losses, of_factors = map(linear.given, tangents)
     parts = []
     if of_losses is not None:
-        parts.append(jnp.where(factors == 0, 0, factors * of_losses))
+        parts.append(jnp.where(factors == 0, 0, multiplied(factors, of_losses)))
     if of_factors is not None:
-        parts.append(countable(losses, factors) * of_factors)
+        parts.append(multiplied(countable(losses, factors), of_factors))
     total: jax.Array = sum(parts[1:], parts[0])
     return weighted_sum(losses, factors), total.sum()
 

@@ -6,6 +6,7 @@ Slow and large on purpose: it is what kernels are compared with, and what runs w
 import jax
 import jax.numpy as jnp
 
+from ..arrays import wide
 from . import known
 from .known import Asked, Known
 from .options import Options, is_ignored
@@ -23,7 +24,7 @@ def per_token(
     vocab = logits.shape[-1]
     ignored = is_ignored(options, labels)
     logits = _without_gradient(ignored, logits)
-    z = options.mapped(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    z = options.mapped(wide(logits))
     highest = jax.lax.stop_gradient(z.max(axis=-1, keepdims=True))
     # A masked entry has no gradient, not even as the label; a row of nothing else is no row.
     z = jnp.where((z == -jnp.inf) & (highest > -jnp.inf), -jnp.inf, z)
@@ -54,9 +55,7 @@ def distribution(
     """Returns entropy, highest and argmax, each [..]; argmax is -1 where there is no finite sum."""
     ignored = is_ignored(options, labels)
     highest, argmax = logits.max(-1), jnp.argmax(logits, -1).astype(jnp.int32)
-    z = options.mapped(
-        _without_gradient(ignored, logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
-    )
+    z = options.mapped(wide(_without_gradient(ignored, logits)))
     largest = jax.lax.stop_gradient(z.max(axis=-1, keepdims=True))
     masked = (z == -jnp.inf) & (largest > -jnp.inf)
     below = jnp.where(masked, 0, z - largest)
@@ -89,7 +88,7 @@ def known_floats(
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits, of those asked for."""
     # Once for all, so that what flows back is added up before it is rounded.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = wide(logits)
     outputs: tuple[jax.Array, ...] = per_token(options, logits, labels)
     if with_distribution:
         outputs = *outputs, distribution(options, logits, labels)[0]

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import check_flag
+from .. import meshes
+from ..arrays import of_rank
+from ..checks import as_array, check_flag
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call
@@ -21,6 +23,11 @@ from .options import (
     segments,
 )
 
+RIGHT = {
+    "q": "[B, S, H, D] or [S, H, D]",
+    "k": "[B, Skv, Hkv, D] or [Skv, Hkv, D]",
+    "v": "[B, Skv, Hkv, Dv] or [Skv, Hkv, Dv]",
+}
 Segments = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
@@ -100,7 +107,9 @@ def flash_attention(
     `jax.nn.dot_product_attention` begins them together). A query that sees no key has an o of 0, an
     lse of -inf (its sink, where it has one), and gradients of 0. What such queries hold, and keys
     and values that no query has in its range, may be anything, NaN too. A NaN elsewhere stays in
-    its batch entry and its heads that share keys.
+    its batch entry and its heads that share keys. There it stays in its segment, where there are
+    segments, but for GPUs and TPUs, whose kernels may take it from a key that a query does not see
+    to that query; XLA's program ("reference") never does.
 
     Sums have a fixed order: no number of threads, batch entries or heads changes a bit.
 
@@ -152,8 +161,10 @@ def flash_attention(
             "(flax.nnx.dot_product_attention drops probabilities)"
         )
     choose(OPERATION, implementation)
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = (as_array(name, one, RIGHT[name]) for name, one in (("q", q), ("k", k), ("v", v)))
     check_arrays(q, k, v)
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        meshes.check_whole(OPERATION, name, one, tokens=-3, columns=-1)
     options = check_options(
         scale=scale, softcap=softcap, causal=causal, window=window, width=q.shape[-1]
     )
@@ -183,7 +194,8 @@ def flash_attention(
     def of_heads(array: Any, count: int) -> jax.Array:
         """Returns an array with `count` axes behind those of the batch, for each head of keys."""
         given = jnp.expand_dims(jnp.asarray(array), -count - 1)
-        return given + jnp.expand_dims(zero, tuple(range(-count, 0)))
+        zeros = jnp.expand_dims(zero, tuple(range(-count, 0)))
+        return of_rank(given, zeros) + zeros
 
     arrays.append(of_heads(ranges(options, queries, keys, lengths, cumulative), 2))
     if segment_ids is not None:
@@ -191,7 +203,8 @@ def flash_attention(
         options = replace(options, is_own_segment=is_own)
         arrays += [of_heads(of_queries, 1), of_heads(of_keys, 1)]
     if sinks is not None:
-        arrays.append(_sinks(sinks, heads, kv_heads) + zero[..., None].astype(jnp.float32))
+        zeros = zero[..., None].astype(jnp.float32)
+        arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)
     o, lse = custom_call.attention(options, *arrays)
     o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
     if not gives_lse:
@@ -223,7 +236,7 @@ def _cumulative(batch: list[int], of_queries: Any, of_keys: Any) -> Any:
 
 
 def _sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
-    array = jnp.asarray(sinks)
+    array = as_array("sinks", sinks, "[H]")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
     if array.shape != (heads,):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import linear
+from .. import linear, one_program
 from ..arrays import Result
 from ..bound import Bound
 from ..custom_call import Call, bind, vary_alike
@@ -106,7 +106,9 @@ def _dense_backward(options: Options, of_lse: bool, *operands: jax.Array) -> Any
 
 def attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares."""
-    found: tuple[jax.Array, jax.Array] = _attention(options, *vary_alike(arrays))
+    results = (0, 1) if options.gives_lse else (0,)
+    run = Bound(_attention, options)
+    found: tuple[jax.Array, jax.Array] = one_program.run(run, *vary_alike(arrays), results=results)
     return found
 
 

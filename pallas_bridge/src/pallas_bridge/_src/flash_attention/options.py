@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_dtype, check_flag, check_float32, refuse_traced
+from ..arrays import of_rank
+from ..checks import as_array, check_dtype, check_flag, check_float32, refuse_traced
 
 MOST_COLUMNS = 256
 COLUMNS_STEP = 8
@@ -111,6 +112,7 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if k.shape[-2] == 0 or heads % k.shape[-2]:
         raise ValueError(
             f"q has {heads} heads and k {k.shape[-2]}; those of q must be a multiple of those of k"
+            + _transposed_hint(q, k)
         )
     for name, array in (("q", q), ("v", v)):
         columns = array.shape[-1]
@@ -121,6 +123,20 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             )
 
 
+def _transposed_hint(q: jax.Array, k: jax.Array) -> str:
+    """Returns what to do of arrays whose heads seem to come before their tokens, or nothing."""
+    of_queries, of_keys = q.shape[-3], k.shape[-3]
+    fits = all(isinstance(one, int) and one > 0 for one in (of_queries, of_keys))
+    if not fits or of_queries % of_keys:
+        return ""
+    batch = "B, " if q.ndim == 4 else ""
+    return (
+        f". q, k and v are [{batch}S, H, D] here, of shapes {q.shape} and {k.shape}: if they are "
+        f"[{batch}H, S, D], of {of_queries} and {of_keys} heads, swap these axes first "
+        "(jnp.swapaxes(x, -3, -2))"
+    )
+
+
 def integers(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """Returns an array of integers of a shape, in int32.
 
@@ -128,7 +144,7 @@ def integers(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
         TypeError: it is none of integers.
         ValueError: it has another shape.
     """
-    array = jnp.asarray(value)
+    array = as_array(name, value, f"of integers, of shape {shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; it must be of integers")
     if array.shape != shape:
@@ -172,6 +188,8 @@ def ranges(options: Options, queries: int, keys: int, lengths: Any, cumulative: 
     is_own = None
     if lengths is not None:
         given, of_keys = (None if one is None else one[..., None] for one in lengths)
+        like: Any = of_keys if given is None else given
+        place = of_rank(place, like)
         of_queries = queries if given is None else jnp.clip(given, 0, queries)
         length = keys if of_keys is None else jnp.clip(of_keys, 0, keys)
         is_own = place < of_queries

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..activation.api import gated_options, swiglu
 from ..activation.options import Options as Activation
 from ..activation.options import check_arrays as check_gated
-from ..checks import DTYPES, check_flag
+from ..checks import DTYPES, as_array, check_flag
 from ..implementations import choose
 from ..operation import Implementation
 from ..rms_norm.api import rms_norm
@@ -127,7 +127,7 @@ def fp8_quantize(
     options = check_options(dtype, granularity, block_size, power_of_two, implementation)
     is_transposed = check_flag("transposed", transposed)
     wants_amax = check_flag("return_amax", return_amax)
-    x = jnp.asarray(x)
+    x = as_array("x", x, "[.., M, D]")
     check_array(options, x, is_transposed)
     if granularity != "tensor":
         if amax is not None:
@@ -189,7 +189,8 @@ def fp8_dequantize(
     >>> print(fp8_dequantize(*fp8_quantize(x)))
     [[ 0.5 -2. ]]
     """
-    values, scales = jnp.asarray(values), jnp.asarray(scales)
+    values = as_array("values", values, "[.., M, D]")
+    scales = as_array("scales", scales, "in one of the shapes that fp8_quantize gives")
     check_format("the dtype of values", values.dtype)
     size = check_block_size(block_size)
     if scales.dtype != jnp.float32:
@@ -252,7 +253,7 @@ def delayed_scale(
     options = check_options(dtype, "tensor", 1, power_of_two, None)
     if isinstance(margin, bool) or not isinstance(margin, int):
         raise TypeError(f"margin is {margin!r}; it must be a whole number")
-    history = jnp.asarray(history)
+    history = as_array("history", history, "[.., H]")
     if not jnp.issubdtype(history.dtype, jnp.floating):
         raise TypeError(f"history has dtype {history.dtype}; it must be float32")
     if history.ndim == 0 or history.shape[-1] == 0:
@@ -299,8 +300,10 @@ def rms_norm_fp8(
     implementation = quantization.get("implementation")
     choose(RMS_NORM_FP8, implementation)
     found = fused.options_of(quantization)
-    arrays = [jnp.asarray(x), *([] if residual is None else [jnp.asarray(residual)])]
-    weight = jnp.asarray(weight)
+    arrays = [as_array("x", x, "[.., D]")]
+    if residual is not None:
+        arrays.append(as_array("residual", residual, "[.., D]"))
+    weight = as_array("weight", weight, "[D]")
     if found is not None and fused.takes_rows(*found, weight, arrays):
         options, is_transposed = found
         norm = check_norm_options(eps, zero_centred, implementation)
@@ -367,7 +370,9 @@ def swiglu_fp8(
     }
     choose(SWIGLU_FP8, implementation)
     found = fused.options_of(quantization)
-    arrays = [jnp.asarray(x), *([] if up is None else [jnp.asarray(up)])]
+    arrays = [as_array("x", x, "[.., 2F]" if up is None else "[.., F]")]
+    if up is not None:
+        arrays.append(as_array("up", up, "[.., F]"))
     if found is not None and fused.takes_gates(*found, arrays):
         options, is_transposed = found
         activation = gated_options("silu", up is not None, **gate)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Result
 from ..bound import Bound
-from ..custom_call import Call, bind
+from ..custom_call import Call, bind, dense_over
 from . import reference
 from .declaration import OPERATION
 from .options import Options
@@ -49,6 +49,9 @@ def _bind(
         implementation=options.implementation,
         dense=dense,
         dense_if_cut=is_whole,
+        in_parts=Bound(dense_over, dense)
+        if dims == ROWS and (block is None or block[1] is None)
+        else None,
     )
     return bind(call, *arrays)
 

@@ -142,9 +142,9 @@ def swiglu(
     """Returns values and scales of the activation, which fits, and of the transposed copy."""
     packed = dims = _rows(is_transposed)
     if activation.layout == "halves":
-        packed = f"{dims[:-1]}P D"
+        packed = f"{dims[:-1]}2.D"
     elif activation.layout == "interleaved":
-        packed = f"{dims} P"
+        packed = f"{dims}.2"
     more = () if activation.limit is None else (("limit", np.float64(activation.limit)),)
     call = Call(
         operation=OPERATION,
@@ -164,16 +164,15 @@ def swiglu(
     )
     if activation.layout == "apart":
         return bind(call, *arrays)
-    x = activation_call.unpacked(activation, *arrays)
     # Once for each: calls have as many operands, whatever is packed.
-    return bind(call, x, x)
+    return bind(call, *arrays, *arrays)
 
 
 def _composed(
     options: Options, activation: Activation, is_transposed: bool, x: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, ...]:
     is_apart = activation.layout == "apart"
-    arrays = (x, up) if is_apart else (activation_call.packed(activation, x),)
+    arrays = (x, up) if is_apart else (x,)
     y = activation_call.activation(activation, *arrays)
     run = custom_call.quantize_transposed if is_transposed else custom_call.quantize
     return run(options, y)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_dtype, check_flag, refuse_traced
+from ..checks import as_array, check_dtype, check_flag, refuse_traced
 
 Granularity = Literal["tensor", "row", "block_1d", "block_2d"]
 
@@ -107,7 +107,7 @@ def check_number(name: str, number: Any, options: Options) -> jax.Array:
         TypeError: it is no float.
         ValueError: it is no scalar, or goes with another granularity.
     """
-    found = jnp.asarray(number)
+    found = as_array(name, number, "of no axes")
     if options.granularity != "tensor":
         raise ValueError(
             f"{name} is given and granularity is {options.granularity!r}; it must be 'tensor', "

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..meshes import Names
 from .options import Options
 
 # The least scale; the reciprocal of the largest is a normal number too.
@@ -30,10 +31,14 @@ def wide(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < LEAST, jnp.copysign(jnp.float32(0), x), x)
 
 
-def amax(x: jax.Array, axes: Any = None) -> jax.Array:
-    """Returns the largest magnitude of finite entries along axes, or 0 where there is none."""
+def amax(x: jax.Array, axes: Any = None, over: Names = ()) -> jax.Array:
+    """Returns the largest magnitude of finite entries along axes, or 0 where there is none.
+
+    Where mesh axes `over` are given, x has a device's share of its columns.
+    """
     magnitudes = jnp.abs(wide(x))
-    return jnp.max(jnp.where(jnp.isfinite(magnitudes), magnitudes, 0), axis=axes, initial=0)
+    found = jnp.max(jnp.where(jnp.isfinite(magnitudes), magnitudes, 0), axis=axes, initial=0)
+    return jax.lax.pmax(found, over) if over else found
 
 
 def scale(options: Options, amax: jax.Array) -> jax.Array:
@@ -68,11 +73,11 @@ def spread(scales: jax.Array, extents: tuple[int, int | None], shape: tuple[int,
     return scales
 
 
-def scales(options: Options, x: jax.Array) -> jax.Array:
-    """Returns the scale of each block of x."""
+def scales(options: Options, x: jax.Array, over: Names = ()) -> jax.Array:
+    """Returns the scale of each block of x; `over` as of `amax`, where blocks are rows."""
     rows, columns = blocks(options)
     if columns is None:
-        return scale(options, amax(x, -1))
+        return scale(options, amax(x, -1, over))
     extents = [1] * (x.ndim - 1) + [columns]
     if rows > 1:
         extents[-2] = rows
@@ -84,9 +89,9 @@ def scales(options: Options, x: jax.Array) -> jax.Array:
     return scale(options, amax(cut, tuple(range(1, cut.ndim, 2))))
 
 
-def quantize(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns values and scales by row or by block."""
-    found = scales(options, x)
+def quantize(options: Options, x: jax.Array, over: Names = ()) -> tuple[jax.Array, jax.Array]:
+    """Returns values and scales by row or by block; `over` as of `amax`."""
+    found = scales(options, x, over)
     return values(options, x, spread(1 / found, blocks(options), x.shape)), found
 
 
@@ -95,9 +100,11 @@ def quantize_transposed(options: Options, x: jax.Array) -> tuple[jax.Array, ...]
     return *quantize(options, x), *quantize(options, jnp.swapaxes(x, -1, -2))
 
 
-def scaled(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns values by a given scale, and amax of each row."""
-    return values(options, x, 1 / scale), amax(x, -1)
+def scaled(
+    options: Options, x: jax.Array, scale: jax.Array, over: Names = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Returns values by a given scale, and amax of each row; `over` as of `amax`."""
+    return values(options, x, 1 / scale), amax(x, -1, over)
 
 
 def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
@@ -106,6 +113,6 @@ def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple
     return found, most, jnp.swapaxes(found, -1, -2)
 
 
-def amax_of_rows(options: Options, x: jax.Array) -> tuple[jax.Array]:
-    """Returns amax of each row."""
-    return (amax(x, -1),)
+def amax_of_rows(options: Options, x: jax.Array, over: Names = ()) -> tuple[jax.Array]:
+    """Returns amax of each row; `over` as of `amax`."""
+    return (amax(x, -1, over),)

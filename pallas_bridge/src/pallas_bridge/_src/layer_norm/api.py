@@ -3,9 +3,9 @@
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ..checks import as_array
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call, reference
@@ -80,13 +80,14 @@ def layer_norm(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
 
+    >>> import jax.numpy as jnp
     >>> print(layer_norm(jnp.array([[7.0, 1.0]]), jnp.ones(2)).round(4))
     [[ 1. -1.]]
     """
     module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
     options = check_options(eps, implementation)
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    bias = None if bias is None else jnp.asarray(bias)
+    x, weight = as_array("x", x, "[.., D]"), as_array("weight", weight, "[D]")
+    bias = None if bias is None else as_array("bias", bias, "[D]")
     check_arrays(x, weight, bias)
     y, mean, rstd = module.norm(options, x, weight, bias)
     return (y, mean, rstd) if return_statistics else y

@@ -11,7 +11,7 @@ from .. import linear
 from ..arrays import Result, wide
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import Call, bind, dense_over, vary_alike
 from . import reference
 from .declaration import OPERATION
 from .options import Options
@@ -40,6 +40,7 @@ def _bind(
         attributes=(("eps", np.float64(options.eps)),),
         implementation=options.implementation,
         dense=dense,
+        in_parts=Bound(dense_over, dense),
     )
     return bind(call, *arrays)
 

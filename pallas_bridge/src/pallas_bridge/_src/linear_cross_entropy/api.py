@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import gathering, meshes, pallas, vocab_parts
-from ..checks import check_dtype
+from .. import gathering, meshes, one_program, pallas, vocab_parts
+from ..bound import Bound
+from ..checks import as_array, check_dtype
 from ..cross_entropy.api import AxisName
 from ..cross_entropy.known import Asked, Known, check_columns
 from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
@@ -135,6 +136,10 @@ def linear_cross_entropy(
     `weight`, `bias` and `weights`; forward mode of per-token outputs, of lse, and of a loss whose
     plan makes logits again, is the dense program's, with all logits in memory.
 
+    Axes of tokens may be symbolic in a program that is exported. Its chunks have 512 tokens at
+    most, the last one padded, and XLA's own program runs on every platform, without a custom call;
+    the kernels of the library take the softmax and its gradient where `implementation` names them.
+
     `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. Products then take the
     narrower dtype, to which the wider array is rounded first, and the gradient of an array in f32
     is its sums, never rounded.
@@ -176,6 +181,9 @@ def linear_cross_entropy(
         what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
         beside them if the operands have these, and, for more tokens than that and a weight of 16
         bits, V * D sums in f32. On GPUs logits count as wide as operands, and 256 MiB is the least.
+        Where the number of tokens is symbolic (`jax.export`) it is the limit of what does not grow
+        with them, and None stands for chunks of 512. Beside it there are 32 bytes a token, and
+        hidden states and their gradient once more, padded to whole chunks.
       block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a block
         of columns, which is narrower where `max_scratch_bytes` has no room for it; on TPUs of both
         kernels, a multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes
@@ -314,7 +322,7 @@ def linear_cross_entropy_value_and_grad(
     call = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     planner = call.planner(max_scratch_bytes, batch_invariant)
     x, w, b, y = call.flat
-    sums = jnp.asarray(dweight_sums)
+    sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
     if sums.dtype != jnp.float32:
         raise TypeError(f"dweight_sums have dtype {sums.dtype}; it must be float32")
     if sums.shape != w.shape:
@@ -466,6 +474,12 @@ def explain(
         unknown platform.
     """
     tile = check_tile(time_block, block_size)
+    for name, array, right in (
+        ("hidden", hidden, "[.., D]"),
+        ("weight", weight, "[V, D] or [D, V]"),
+    ):
+        if array is None:
+            raise TypeError(f"{name} is None; it must be an array {right}, or its shape and dtype")
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
     of = (hidden, weight, bias, axis)
     planner = _Planner(max_scratch_bytes, batch_invariant)
@@ -509,9 +523,12 @@ class _Arrays:
         implementation: Implementation | None,
     ) -> None:
         self.asked, self.implementation = implementation, choose(OPERATION, implementation)
-        self.hidden, self.weight, y = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
-        self.bias = None if bias is None else jnp.asarray(bias)
+        self.hidden = as_array("hidden", hidden, "[.., D]")
+        self.weight = as_array("weight", weight, "[V, D] or [D, V]")
+        y = as_array("labels", labels, "[..], a label a token")
+        self.bias = None if bias is None else as_array("bias", bias, "[V]")
         self.axis = _vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
+        meshes.check_whole(OPERATION, "hidden", self.hidden, columns=-1)
         # Every chunk takes all of D.
         self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
         self.shape = self.hidden.shape[:-1]
@@ -520,13 +537,15 @@ class _Arrays:
         y = self._per_token("labels", y)
         options = dataclasses.replace(options, implementation=implementation)
         self.labels, self.options = narrow_labels(y, options)
+        if not all(isinstance(extent, int) for extent in self.shape):
+            self.options = self.options.in_xla()
         self.weights = None
         if weights is not None:
             self.weights = self._per_token("weights", weights).astype(jnp.float32)
 
     def _per_token(self, name: str, array: ArrayLike) -> jax.Array:
         """Returns an array of a number a token."""
-        array = jnp.asarray(array)
+        array = as_array(name, array, "[..], a number a token")
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
         if array.shape != self.shape:
@@ -541,6 +560,15 @@ class _Arrays:
         """Hidden [N, D], weight, bias and labels [N]."""
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return hidden, self.weight, self.bias, self.labels.reshape(-1)
+
+    @property
+    def as_run(self) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+        """The same, with all axes of tokens where XLA may cut any of them (`auto_parts`)."""
+        is_known = all(isinstance(extent, int) for extent in self.shape)
+        has_kernels = self.implementation != "reference"
+        if is_known and has_kernels and meshes.are_left_to_xla(self.hidden, self.weight):
+            return self.hidden, self.weight, self.bias, self.labels
+        return self.flat
 
     def planner(self, max_scratch_bytes: int | None, batch_invariant: bool) -> "_Planner":
         """Returns what plans for them.
@@ -577,7 +605,9 @@ class _Arrays:
         schedule = None
         if self.implementation != "reference":
             schedule = planner(options, products, reduced, hidden, weight, bias)
-            if exchange is None and meshes.are_left_to_xla(hidden, weight):
+            is_cut_by_xla = exchange is None and meshes.are_left_to_xla(hidden, weight)
+            # No device has a part of tokens of which nobody knows how many there are.
+            if is_cut_by_xla and not schedule.plan.any_count:
                 schedule = dataclasses.replace(schedule, of_device=planner, keeps=False)
         if exchange is not None:
             return _Functions(
@@ -597,6 +627,12 @@ class _Arrays:
 
         With an `exchange`, the weight is a part's.
         """
+        if exchange is None and self.implementation != "reference":
+            # Tokens are flattened, which leaves them where they are if the first axis alone is cut.
+            for axis in range(1, self.hidden.ndim - 1):
+                self.hidden = gathering.watched(
+                    OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
+                )
         hidden, weight, bias, labels = self.flat
         columns = asked.columns
         if columns is not None:
@@ -607,16 +643,18 @@ class _Arrays:
         products = Products(self.axis, planner.batch_invariant)
         options = planner.of_rows(self.options, weight.shape[self.axis])
         chunks = known.Chunks(options, products, chunk, flat.distribution)
-        if planner.batch_invariant:
+        is_symbolic = not isinstance(labels.shape[0], int)
+        if planner.batch_invariant or (is_symbolic and not is_dense):
             hidden, labels, columns = tokens.padded(chunk, hidden, labels, columns)
             flat = dataclasses.replace(flat, columns=columns)
         given = flat, hidden, weight, bias, labels
         if exchange is None:
-            found = (known.known_of_dense if is_dense else known.known_of)(chunks, *given)
+            make: Any = known.known_of_dense if is_dense else known.known_of
+            found = one_program.run(Bound(make, chunks), *given)
         else:
             work = known_parts.Parts(chunks, exchange)
-            run = known_parts.known_of_dense if is_dense else known_parts.known_of
-            found = run(work, *given)
+            make = known_parts.known_of_dense if is_dense else known_parts.known_of
+            found = one_program.run(Bound(make, work), *given)
         count = self.labels.size
         shaped: Known = jax.tree.map(
             lambda one: one[:count].reshape(*self.shape, *one.shape[1:]), found
@@ -634,7 +672,8 @@ class _Arrays:
             return None
         products = Products(self.axis, False)
         schedule = planner(self.options, products, True, hidden, weight, bias)
-        if not schedule.is_fused:
+        # Nobody pads the chunks of this pass.
+        if not schedule.is_fused or schedule.plan.any_count:
             return None
         chunks = known.Chunks(schedule.options, products, self._chunk(planner), asked.distribution)
         cuda = schedule.cuda
@@ -651,13 +690,17 @@ class _Arrays:
         chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
         if plan.schedule != "tokens":
             # Too few bytes for sums of dweight, which are taken all the same.
-            chunk = max(plan.max_scratch_bytes // (8 * weight.shape[self.axis]), 1)
+            of_logit = 12 if plan.any_count else 8
+            chunk = max(plan.max_scratch_bytes // (of_logit * weight.shape[self.axis]), 1)
+        if plan.any_count:
+            return min(chunk, plan.tokens)
         return min(chunk, max(len(labels), 1))
 
     def find(self, axis_name: AxisName | None) -> Cut | None:
         """Returns how they are known to be cut; where they are not, a gather is to be told of."""
         cut = find_cut(self.hidden, self.weight, self.axis, axis_name)
         if cut is None and self.implementation != "reference":
+            self.hidden = gathering.watched(OPERATION, "hidden", self.hidden, -1, axis_of="D")
             self.weight = gathering.watched(
                 OPERATION, "weight", self.weight, self.axis, calls_ask=True
             )
@@ -681,7 +724,7 @@ def _per_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps and lse, each [..] in f32; has weights lie as these do."""
     if cut is None:
-        outputs = of.functions(False, planner).per_token(*of.flat)
+        outputs = of.functions(False, planner).per_token(*of.as_run)
         loss, logps, lse = (one.reshape(of.shape) for one in outputs)
         return loss, logps, lse
 
@@ -726,8 +769,8 @@ def _reduced(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar loss and lse [..]."""
     if cut is None:
-        *arrays, labels = of.flat
-        weights = None if of.weights is None else of.weights.reshape(-1)
+        *arrays, labels = of.as_run
+        weights = None if of.weights is None else of.weights.reshape(labels.shape)
         factors = token_factors(of.options, reduction, labels, weights)
         loss, lse = of.functions(True, planner).reduced(*arrays, labels, factors)
         return loss, lse.reshape(of.shape)
@@ -755,7 +798,8 @@ def _reduced_known(
     columns = asked.columns
     columns = None if columns is None else columns.reshape(-1, columns.shape[-1])
     flat = dataclasses.replace(asked, columns=columns)
-    found = reduced_known.reduced(work, flat, hidden, weight, bias, labels, factors)
+    run = Bound(reduced_known.reduced, work)
+    found = one_program.run(run, flat, hidden, weight, bias, labels, factors)
     return found.loss, *(one.reshape(*of.shape, *one.shape[1:]) for one in asked.of(found))
 
 
@@ -802,10 +846,17 @@ class _Planner:
                 ) from None
         has_bias = bias is not None
         of = partial(Problem.of, hidden, vocab_axis=vocab_axis, bias=has_bias, reduced=reduced)
+        if not all(isinstance(extent, int) for extent in weight.shape):
+            raise ValueError(
+                f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
+                'tokens may be symbolic, but for implementation="reference"'
+            )
         # XLA adds to running sums what it makes of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         if self.batch_invariant:
             return plans.batch_invariant(of(taken), limit), None, None
+        if not isinstance(of(taken).tokens, int):
+            return plans.any_count(of(taken), limit), None, None
         plan = plans.choose(of(taken), limit)
         problem = of(weight, running=running)
         # There the usual budget is no larger with a bias.
@@ -827,7 +878,8 @@ class _Planner:
         Nobody pads these chunks.
         """
         plan, _, _ = self.plans(hidden, weight, bias, vocab_axis, True, tile)
-        is_fused = plan.schedule == "tokens" and plan.products < 4 and not plan.batch_invariant
+        is_padded = plan.batch_invariant or plan.any_count
+        is_fused = plan.schedule == "tokens" and plan.products < 4 and not is_padded
         return plan.tokens if is_fused else None
 
     def run(self, name: str, whole: schedules.Schedule, *arrays: Any) -> Any:
@@ -843,13 +895,13 @@ class _Functions:
     fixed: tuple[Any, ...]
 
     def per_token(self, *arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        outputs: tuple[jax.Array, jax.Array, jax.Array] = self.module.per_token(
-            *self.fixed, *arrays
-        )
+        run = Bound(self.module.per_token, *self.fixed)
+        outputs: tuple[jax.Array, jax.Array, jax.Array] = one_program.run(run, *arrays)
         return outputs
 
     def reduced(self, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-        outputs: tuple[jax.Array, jax.Array] = self.module.reduced(*self.fixed, *arrays)
+        run = Bound(self.module.reduced, *self.fixed)
+        outputs: tuple[jax.Array, jax.Array] = one_program.run(run, *arrays)
         return outputs
 
 

@@ -5,7 +5,6 @@ Where both are cut over one axis of a mesh, tokens stay and the matrix is gather
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import auto_partitioning, gathering
+from ..bound import Bound
 from ..meshes import Names
 from ..vocab_parts import OverDevices, options_of_part
 from . import parts
@@ -21,41 +21,29 @@ from .declaration import OPERATION
 from .schedules import OfDevice, Schedule
 from .tokens import Bias, Gradients
 
-# Axes of tokens, of the vocabulary, and of hidden states.
-N, V, D = "n", "v", "d"
+# Axes of the vocabulary and of hidden states; those of tokens are numbered.
+V, D = "V", "D"
 
 
 def run(name: str, schedule: Schedule, of_device: OfDevice, *arrays: Any) -> Any:
-    """Returns what a schedule's "forward", "backward" or "fused" does, of its arrays."""
-    _, weight, bias, labels, *_ = arrays
+    """Returns what a schedule's "forward", "backward" or "fused" does, of its arrays.
+
+    Hidden states are [.., D], and numbers of tokens [..]: axes that are cut could not be flattened
+    where they are.
+    """
+    hidden, _, bias, *_ = arrays
     flat, tree = jax.tree.flatten(arrays)
+    tokens = tuple(f"n{index}" for index in range(hidden.ndim - 1))
     of_weight = (V, D) if schedule.products.vocab_axis == 0 else (D, V)
     of_bias = [] if bias is None else [(V,)]
-    first = ((N, D), of_weight, *of_bias)
-    operands = (*first, *[(N,)] * (len(flat) - len(first)))
+    first = ((*tokens, D), of_weight, *of_bias)
+    operands = (*first, *[tokens] * (len(flat) - len(first)))
     numbers = {"forward": 4, "backward": 0, "fused": 3}[name]
-    results = (*[(N,)] * numbers, *(() if name == "forward" else first))
-    vocab = weight.shape[schedule.products.vocab_axis]
-
-    def whole(*flat: jax.Array) -> list[jax.Array]:
-        found = schedule.run(name, schedule.options, *jax.tree.unflatten(tree, flat))
-        return jax.tree.leaves(found)
-
-    def local(
-        cuts: Mapping[str, Names], uneven: Mapping[str, int]
-    ) -> Callable[..., Sequence[jax.Array]]:
-        if V in uneven:
-            gathering.tell_uneven(OPERATION, "weight", vocab, uneven[V])
-        device = _Device(schedule, of_device, cuts[N], cuts[V], len(labels))
-
-        def of_own(*flat: jax.Array) -> list[jax.Array]:
-            found = getattr(device, name)(*jax.tree.unflatten(tree, flat))
-            return jax.tree.leaves(found)
-
-        return of_own
-
-    axes = auto_partitioning.Arrays(operands, results, (N, V), (V,))
+    results = (*[tokens] * numbers, *(() if name == "forward" else first))
+    axes = auto_partitioning.Arrays(operands, results, (*tokens, V), (V,))
+    work = _Work(name, schedule, of_device, tree, operands, results, hidden.shape[:-1])
     text = f"{OPERATION}_{name} {schedule} {of_device}"
+    whole, local = Bound(_Work.whole, work), Bound(_Work.local, work)
     found = auto_partitioning.bind(
         auto_partitioning.Work(OPERATION, text, axes, whole, local), *flat
     )
@@ -68,6 +56,63 @@ def run(name: str, schedule: Schedule, of_device: OfDevice, *arrays: Any) -> Any
 
 
 @dataclasses.dataclass(frozen=True)
+class _Work:
+    """A pass of flat arrays, whole or a device's."""
+
+    name: str
+    schedule: Schedule
+    of_device: OfDevice
+    tree: Any
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    # The extents of all axes of tokens.
+    tokens: tuple[int, ...]
+
+    def whole(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Returns what the schedule makes of whole arrays."""
+        return self._of_flat(partial(self.schedule.run, self.name, self.schedule.options), *arrays)
+
+    def local(
+        self, cuts: Mapping[str, Names], uneven: Mapping[str, int]
+    ) -> Callable[..., Sequence[jax.Array]]:
+        """Returns what a device makes of its own; mesh axes cut tokens and the vocabulary."""
+        of_tokens = [cuts[f"n{index}"] for index in range(len(self.tokens))]
+        names = tuple(name for one in of_tokens for name in one)
+
+        def of_own(*arrays: jax.Array) -> list[jax.Array]:
+            weight = arrays[1]
+            if V in uneven:
+                vocab = weight.shape[self.schedule.products.vocab_axis]
+                gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
+            device = _Device(self.schedule, self.of_device, names, cuts[V])
+            given = [
+                auto_partitioning.without_padding(one, of_tokens, self.tokens)
+                if self._has_tokens(axes)
+                else one
+                for one, axes in zip(arrays, self.operands, strict=True)
+            ]
+            return self._of_flat(getattr(device, self.name), *given)
+
+        return of_own
+
+    def _has_tokens(self, axes: tuple[str, ...]) -> bool:
+        return axes[: len(self.tokens)] == self.operands[0][:-1]
+
+    def _of_flat(self, function: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
+        """Returns function of arrays with one axis of tokens, whose results have all of them."""
+        leading = arrays[0].shape[:-1]
+        flat = [
+            one.reshape(-1, *one.shape[len(leading) :]) if self._has_tokens(axes) else one
+            for one, axes in zip(arrays, self.operands, strict=True)
+        ]
+        found = jax.tree.leaves(function(*jax.tree.unflatten(self.tree, flat)))
+        return [
+            one.reshape(*leading, *one.shape[1:]) if self._has_tokens(axes) else one
+            for one, axes in zip(found, self.results, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Device:
     """What one device does."""
 
@@ -77,8 +122,6 @@ class _Device:
     # The mesh axes that cut tokens and the vocabulary.
     tokens: Names
     columns: Names
-    # All tokens.
-    count: int
 
     def _work(self, reduced: bool, *arrays: Any) -> tuple[Schedule, parts.Work | None]:
         """Returns a schedule for what the device has, and how parts use it, if there are."""
@@ -111,7 +154,6 @@ class _Device:
         cotangents: Any,
     ) -> Gradients:
         """Returns gradients for saved (lse, lse_low) and cotangents."""
-        hidden, *cotangents = self._of_tokens(hidden, *cotangents)
         arrays = hidden, weight, bias, labels
         own, work = self._work(False, hidden, weight, bias)
         if work is None:
@@ -131,7 +173,6 @@ class _Device:
         factors: jax.Array,
     ) -> Any:
         """Returns loss, lse, lse_low and gradients for cotangents of the loss."""
-        hidden, factors = self._of_tokens(hidden, factors)
         arrays = hidden, weight, bias, labels
         own, work = self._work(True, hidden, weight, bias)
         if work is not None:
@@ -145,20 +186,6 @@ class _Device:
         given = factors, jnp.zeros_like(factors), jnp.zeros_like(factors)
         gradients = own.resume(*arrays, (lse, lse_low), given, left)
         return loss, lse, lse_low, self._sums(gradients)
-
-    def _of_tokens(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Returns arrays with zeros for what fills up the tokens of the last device."""
-        if not self.tokens:
-            return [*arrays]
-        rows = len(arrays[0])
-        if rows * math.prod(jax.lax.axis_size(name) for name in self.tokens) == self.count:
-            return [*arrays]
-        index = jax.lax.axis_index(self.tokens) * rows + jnp.arange(rows)
-        is_token = index < self.count
-        return [
-            jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-            for x in arrays
-        ]
 
     def _sums(self, gradients: Gradients) -> Gradients:
         """Returns gradients with what other devices have of them."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..cross_entropy.options import Options, is_ignored
 from . import two_passes
-from .product import FLOAT32, Products, blank, each, operand_dtype, without_rows
+from .product import FLOAT32, Products, blank, each, holds_all, operand_dtype, without_rows
 from .tokens import Bias, Gradients, idle_tokens, put, rows
 
 
@@ -61,7 +61,7 @@ def forward(
         return put(outputs, found, first)
 
     outputs = (blank(labels),) * 4
-    loss, logps, lse, low = each(len(labels), tokens, of_tokens, outputs)
+    loss, logps, lse, low = each(labels.shape[0], tokens, of_tokens, outputs)
     return loss, logps, lse, low
 
 
@@ -114,7 +114,7 @@ def backward(
         z = _logits(options, products, x, weight, bias, start, width)
         return _dlogits(options, vocab, z, y, (lse, low), given, start)
 
-    if tokens >= len(labels):
+    if holds_all(tokens, labels.shape[0]):
         x = operands(hidden, idle)
 
         def at_once(start: Any, width: int, sums: Any) -> Any:
@@ -150,10 +150,11 @@ def backward(
 
         part = products.columns(weight, start, width)
         totals = (blank(part), blank(part, (width,)))
-        of_weight, of_bias = each(len(labels), tokens, add, totals)
+        of_weight, of_bias = each(labels.shape[0], tokens, add, totals)
         return _ended(products, others, of_weight, of_bias, start)
 
-    (dhidden,) = each(len(labels), tokens, for_hidden, (blank(hidden, dtype=hidden.dtype),))
+    outputs = (blank(hidden, dtype=hidden.dtype),)
+    (dhidden,) = each(labels.shape[0], tokens, for_hidden, outputs)
     dweight, dbias = each(vocab, columns, for_weight, (dweight, dbias))
     return dhidden, dweight, dbias
 

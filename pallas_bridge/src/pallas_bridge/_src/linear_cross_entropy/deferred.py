@@ -17,7 +17,8 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 from jax.sharding import PartitionSpec
 
-from ..meshes import cuts, entry
+from ..meshes import cuts, entry, on_devices
+from .declaration import OPERATION
 
 
 def primitive(name: str) -> Primitive:
@@ -114,13 +115,17 @@ def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None],
     ]
     found = (cuts(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
     names = next(filter(None, found), ())
+    if names and jax.__version_info__ < (0, 10):
+        raise NotImplementedError(
+            f"{OPERATION}: vmap of an axis that explicit mesh axes {names} cut needs jax 0.10 or "
+            f"later, and this is jax {jax.__version__}: reshard it first, or use shard_map"
+        )
     if names:
         of_mapped = PartitionSpec(entry(names))
         specs = tuple(PartitionSpec() if axis is None else of_mapped for axis in axes)
         given = [jax.sharding.reshard(*pair) for pair in zip(given, specs, strict=True)]
-        in_turn = jax.shard_map(
-            in_turn, in_specs=specs, out_specs=of_mapped, axis_names={*names}, check_vma=False
-        )
+        mesh = next(jax.typeof(x).sharding.mesh for x in given if any(cuts(x)))
+        in_turn = on_devices(mesh, frozenset(names), in_turn, specs, of_mapped, is_checked=False)
     results = in_turn(*given)
     return results, [0] * len(results)
 

@@ -89,7 +89,7 @@ def forward(
         outputs.append(blank(columns))
     if chunks.distribution:
         outputs.append(number)
-    *outputs, low = each(len(labels), chunks.count, body, (*outputs, number))
+    *outputs, low = each(labels.shape[0], chunks.count, body, (*outputs, number))
     return tuple(outputs), low
 
 
@@ -107,7 +107,7 @@ def backward(
     w = weight.astype(operand_dtype(hidden, weight))
     options = tokens.in_place(chunks.options)
     numbers = [one for one in cotangents if one is not None]
-    idle = idle_tokens(options, labels, *(one.reshape(len(one), -1).any(-1) for one in numbers))
+    idle = idle_tokens(options, labels, *(one.any(tuple(range(1, one.ndim))) for one in numbers))
     more = labels, columns, saved, cotangents
     flat, tree = jax.tree.flatten(more)
 
@@ -123,7 +123,7 @@ def backward(
     add = partial(tokens.add_gradients, chunks.products, weight, w, bias)
     zeros = tokens.blank_gradients(hidden, weight, bias, chunks.count)
     return tokens.rounded_gradients(
-        each(len(labels), chunks.count, body, zeros), hidden, weight, bias
+        each(labels.shape[0], chunks.count, body, zeros), hidden, weight, bias
     )
 
 

@@ -71,7 +71,8 @@ def tiles(
     """
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    if operand_dtype(hidden, weight) not in pallas_tpu.DTYPES or 0 in hidden.shape:
+    is_known = all(isinstance(extent, int) and extent > 0 for extent in hidden.shape)
+    if operand_dtype(hidden, weight) not in pallas_tpu.DTYPES or not is_known:
         return None
     cut = partial(pallas_tpu.cut, target, hidden, weight, vocab_axis, bias=bias, named=named)
     forward = cut()

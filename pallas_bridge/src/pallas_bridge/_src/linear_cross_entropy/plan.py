@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ..cross_entropy.options import LINE
-from .product import operand_dtype
+from .product import BLOCK, operand_dtype
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
@@ -120,6 +120,9 @@ class Plan:
     batch_invariant: bool = False
     # Bytes that each kernel on TPUs moves between HBM and VMEM, by its name.
     moved: tuple[tuple[str, int], ...] = ()
+    # Whether it holds for any number of tokens, as of a symbolic shape: every chunk has so many,
+    # the last of them padded, and scratch is what does not grow with them.
+    any_count: bool = False
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
@@ -133,6 +136,8 @@ class Plan:
         padded = ", the last chunk padded" if self.batch_invariant else ""
         if self.batch_invariant and self.columns % LINE:
             padded += ", on GPUs rows of logits by XLA"
+        if self.any_count:
+            padded = ", the last chunk padded, for any number of tokens"
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
@@ -168,11 +173,15 @@ def batch_invariant(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         ValueError: a budget below what it takes.
     """
     tokens = INVARIANT_TOKENS
-    padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
-    scratch = by_tokens(padded, tokens)
-    if padded != problem:
-        # Hidden states with rows that none of the tokens has, and their gradient.
-        scratch += 2 * padded.tokens * problem.hidden * problem.hidden_bytes
+    is_known = isinstance(problem.tokens, int)
+    if is_known:
+        padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
+        scratch = by_tokens(padded, tokens)
+        if padded != problem:
+            # Hidden states with rows that none of the tokens has, and their gradient.
+            scratch += 2 * padded.tokens * problem.hidden * problem.hidden_bytes
+    else:
+        scratch = _constant(problem, tokens)
     limit = scratch if max_scratch_bytes is None else max_scratch_bytes
     if scratch > limit:
         raise ValueError(
@@ -181,7 +190,59 @@ def batch_invariant(problem: Problem, max_scratch_bytes: int | None) -> Plan:
             f"vocabulary of {problem.vocab}"
         )
     products = 3 if problem.reduced else 4
-    return Plan("tokens", tokens, problem.vocab, products, scratch, limit, batch_invariant=True)
+    plan = Plan("tokens", tokens, problem.vocab, products, scratch, limit, batch_invariant=True)
+    return plan if is_known else dataclasses.replace(plan, any_count=True)
+
+
+def any_count(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+    """Returns the plan of the fewest products that fits, for tokens whose number is not known.
+
+    The budget is for what does not grow with it. A chunk has few tokens, as the last is padded.
+
+    Raises:
+        ValueError: nothing fits, and what would.
+    """
+    tokens = INVARIANT_TOKENS
+    limit = _constant(problem, tokens) if max_scratch_bytes is None else max_scratch_bytes
+    while tokens >= LEAST_TOKENS:
+        scratch = _constant(problem, tokens)
+        if scratch <= limit:
+            products = 3 if problem.reduced else 4
+            return Plan("tokens", tokens, problem.vocab, products, scratch, limit, any_count=True)
+        tokens //= 2
+    fitting = _both_of_any_count(problem, limit)
+    if fitting.scratch_bytes <= limit:
+        return fitting
+    raise ValueError(
+        f"max_scratch_bytes is {limit}; the least for any number of tokens, {problem.hidden} "
+        f"hidden columns and a vocabulary of {problem.vocab} is {fitting.scratch_bytes}"
+    )
+
+
+def _constant(problem: Problem, tokens: int, columns: int | None = None) -> int:
+    """Scratch of chunks of so many tokens and columns, but for what grows with all tokens.
+
+    `columns` is None for chunks of the whole vocabulary, which have sums of the weight's gradient.
+    """
+    several = dataclasses.replace(problem, tokens=2 * tokens)
+    if columns is None:
+        # No kernel is there, and XLA holds logits in f32 twice beside their gradient, and of that
+        # a block of columns.
+        row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
+        beside = by_tokens(several, tokens) - _per_token(several) - tokens * problem.row_bytes
+        return beside + tokens * row
+    return _by_columns(several, tokens, columns) - _per_token(several)
+
+
+def _both_of_any_count(problem: Problem, limit: int) -> Plan:
+    """Returns the plan that takes no kernels over logits; where nothing fits, the least."""
+    side = STEP, min(STEP, problem.vocab)
+    while True:
+        wider = min(2 * side[0], INVARIANT_TOKENS), min(2 * side[1], problem.vocab)
+        if wider == side or _constant(problem, *wider) > limit:
+            break
+        side = wider
+    return Plan("both", *side, 5, _constant(problem, *side), limit, any_count=True)
 
 
 def usual_budget(problem: Problem) -> int:
@@ -218,6 +279,8 @@ def of_columns(problem: Problem, plan: Plan) -> Plan:
     if plan.schedule != "tokens":
         return plan
     limit = plan.max_scratch_bytes
+    if plan.any_count:
+        return _both_of_any_count(problem, limit)
     fitting = _vocabulary(problem, limit) or _both(problem, limit)
     return fitting or Plan("both", *_least_side(problem), 5, _least(problem), limit)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import of_rank
 from ..compat import varying_axes
 
 # Columns of the vocabulary in a part of a product.
@@ -48,8 +49,16 @@ def blank(
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
-def each(total: int, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-    """Applies body(first, count, carry) to every chunk, the last of which may be shorter."""
+def holds_all(chunk: int, total: Any) -> bool:
+    """Whether a chunk holds all of `total`, which may be symbolic: then nobody knows."""
+    return isinstance(total, int) and chunk >= total
+
+
+def each(total: Any, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    """Applies body(first, count, carry) to every chunk, the last of which may be shorter.
+
+    A symbolic total is a multiple of the chunk.
+    """
     whole, rest = divmod(total, chunk)
     if whole == 1:
         carry = body(0, chunk, carry)
@@ -83,7 +92,7 @@ class Products:
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Returns hidden x weight + bias [N, V] in f32."""
         z = self.barrier(self._dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32))
-        return z if bias is None else z + bias.astype(FLOAT32)
+        return z if bias is None else z + of_rank(bias.astype(FLOAT32), z)
 
     def of_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
         """Returns the gradient of hidden [N, D]; dlogits are rounded to the dtype of `weight`."""

@@ -85,7 +85,7 @@ def _tangents(products: Products, arrays: Any, tangents: Any) -> tuple[jax.Array
     if of_weight is not None:
         parts.append(products.logits(*operands(hidden, of_weight), None))
     if of_bias is not None:
-        parts.append(of_bias.astype(jnp.float32))
+        parts.append(of_bias.astype(jnp.float32)[None])
     shape = len(hidden), weight.shape[products.vocab_axis]
     total = jnp.broadcast_to(sum(parts[1:], parts[0]), shape)
     return (without_rows(idle, total),)

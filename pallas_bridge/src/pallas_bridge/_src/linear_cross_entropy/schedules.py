@@ -118,16 +118,20 @@ class Schedule:
             whole = dataclasses.replace(self, options=options, of_device=None)
             return self.of_device.run(name, whole, *arrays)
         products, plan = self.products, self.plan
+        by_tokens: Callable[..., Any] = Bound(getattr(tokens, name), options, products, plan.tokens)
         if plan.batch_invariant:
-            return tokens.in_whole_chunks(name, options, products, plan.tokens, *arrays)
+            return tokens.in_whole_chunks(name, by_tokens, plan.tokens, *arrays)
         hidden, weight, bias, *_ = arrays
         axis = products.vocab_axis
         problem = Problem.of(hidden, weight, axis, bias=bias is not None, reduced=False)
         other = plans.of_columns(problem, plan)
-        no_kernels = Bound(getattr(columns, name), options, products, (other.tokens, other.columns))
-        default = no_kernels
-        if plan.schedule == "tokens":
-            default = Bound(getattr(tokens, name), options, products, plan.tokens)
+        chunk = other.tokens, other.columns
+        no_kernels: Callable[..., Any]
+        no_kernels = Bound(getattr(columns, name), options, products, chunk)
+        if plan.any_count:
+            by_tokens = Bound(tokens.in_whole_chunks, name, by_tokens, plan.tokens)
+            no_kernels = Bound(tokens.in_whole_chunks, name, no_kernels, other.tokens)
+        default = by_tokens if plan.schedule == "tokens" else no_kernels
         work = on_tpu.Pass(name, options, axis, plan.max_scratch_bytes)
         return on_tpu.choose(work, default, no_kernels, self._calls(name, options), *arrays)
 

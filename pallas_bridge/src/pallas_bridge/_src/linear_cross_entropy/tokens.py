@@ -9,6 +9,7 @@ f32.
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from ..cross_entropy import custom_call as kernels
 from ..cross_entropy.options import Options, is_ignored
-from .product import Products, blank, each, operand_dtype, without_rows
+from .product import Products, blank, each, holds_all, operand_dtype, without_rows
 
 Bias = jax.Array | None
 Gradients = tuple[jax.Array, jax.Array, Bias]
@@ -41,7 +42,7 @@ def forward(
         return put(outputs, products.barrier(kernels.forward(options, z, y)), first)
 
     outputs = (blank(labels),) * 4
-    loss, logps, lse, lse_low = each(len(labels), chunk, body, outputs)
+    loss, logps, lse, lse_low = each(labels.shape[0], chunk, body, outputs)
     return loss, logps, lse, lse_low
 
 
@@ -69,7 +70,7 @@ def fused(
     add = partial(add_gradients, products, weight, w, bias)
     outputs = (blank(labels),) * 3
     outputs, sums = each(
-        len(labels), chunk, body, (outputs, blank_gradients(hidden, weight, bias, chunk))
+        labels.shape[0], chunk, body, (outputs, blank_gradients(hidden, weight, bias, chunk))
     )
     return *outputs, rounded_gradients(sums, hidden, weight, bias)
 
@@ -98,28 +99,26 @@ def backward(
         return add(sums, dlogits, x, out, first)
 
     add = partial(add_gradients, products, weight, w, bias)
-    sums = each(len(labels), chunk, body, blank_gradients(hidden, weight, bias, chunk))
+    sums = each(labels.shape[0], chunk, body, blank_gradients(hidden, weight, bias, chunk))
     return rounded_gradients(sums, hidden, weight, bias)
 
 
 def in_whole_chunks(
     name: str,
-    options: Options,
-    products: Products,
+    run: Callable[..., Any],
     chunk: int,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     *of_tokens: Any,
 ) -> Any:
-    """Returns what "forward", "fused" or "backward" does, with as many tokens in every product.
+    """Returns what `run`, "forward", "fused" or "backward", does with as many tokens every time.
 
     The last chunk is padded with tokens that have no cotangent. `of_tokens` have a number a token.
     """
-    count = len(hidden)
+    count = hidden.shape[0]
     hidden, *numbers = padded(chunk, hidden, *of_tokens)
-    passes: dict[str, Any] = {"forward": forward, "fused": fused, "backward": backward}
-    found = passes[name](options, products, chunk, hidden, weight, bias, *numbers)
+    found = run(hidden, weight, bias, *numbers)
 
     def cut(gradients: Gradients) -> Gradients:
         dhidden, dweight, dbias = gradients
@@ -134,7 +133,10 @@ def padded(chunk: int, *of_tokens: Any) -> list[Any]:
     """Returns arrays [N, ..], and None, with zeros for tokens that fill the last chunk."""
 
     def fill(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, -len(x) % chunk), *[(0, 0)] * (x.ndim - 1)])
+        count = x.shape[0]
+        # As JAX knows a symbolic one for a multiple of the chunk.
+        whole = chunk * ((count + chunk - 1) // chunk)
+        return jnp.pad(x, [(0, whole - count), *[(0, 0)] * (x.ndim - 1)])
 
     filled: list[Any] = jax.tree.map(fill, list(of_tokens))
     return filled
@@ -147,7 +149,8 @@ def in_place(options: Options) -> Options:
 
 def idle_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
     """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
-    has_none = reduce(operator.and_, (one == 0 for one in cotangents))
+    nothing = (~one if one.dtype == bool else one == 0 for one in cotangents)
+    has_none = reduce(operator.and_, nothing)
     return is_ignored(options, labels) | has_none
 
 
@@ -169,7 +172,7 @@ def blank_gradients(hidden: jax.Array, weight: jax.Array, bias: Bias, chunk: int
 
     Those of hidden are as they will be, and sums in f32 of the others.
     """
-    if chunk >= len(hidden):
+    if holds_all(chunk, hidden.shape[0]):
         return None
     sums = [blank(x) for x in (weight, bias) if x is not None]
     return blank(hidden, dtype=hidden.dtype), *sums

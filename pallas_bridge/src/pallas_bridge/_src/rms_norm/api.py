@@ -3,9 +3,9 @@
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ..checks import as_array
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call, reference
@@ -85,13 +85,14 @@ def rms_norm(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
 
+    >>> import jax.numpy as jnp
     >>> print(rms_norm(jnp.array([[3.0, -3.0]]), jnp.ones(2)).round(4))
     [[ 1. -1.]]
     """
     module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
     options = check_options(eps, zero_centred, implementation)
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    residual = None if residual is None else jnp.asarray(residual)
+    x, weight = as_array("x", x, "[.., D]"), as_array("weight", weight, "[D]")
+    residual = None if residual is None else as_array("residual", residual, "[.., D]")
     check_arrays(x, weight, residual)
     y, total, rstd = module.norm(options, x, weight, residual)
     results = (y, *([] if residual is None else [total]), *([rstd] if return_rstd else []))

@@ -11,7 +11,8 @@ from .. import linear
 from ..arrays import Result, wide
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import Call, bind, dense_over, vary_alike
+from ..meshes import Names
 from . import reference
 from .declaration import OPERATION
 from .options import Options
@@ -43,6 +44,7 @@ def _bind(
         ),
         implementation=options.implementation,
         dense=dense,
+        in_parts=Bound(dense_over, dense),
     )
     return bind(call, *arrays)
 
@@ -60,15 +62,17 @@ def forward(
     return y, total, rstd
 
 
-def _dense(options: Options, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y, _, rstd = reference.norm(options, x, weight, None)
+def _dense(
+    options: Options, x: jax.Array, weight: jax.Array, over: Names = ()
+) -> tuple[jax.Array, jax.Array]:
+    y, _, rstd = reference.norm(options, x, weight, None, over)
     return y, rstd
 
 
 def _dense_add(
-    options: Options, x: jax.Array, residual: jax.Array, weight: jax.Array
+    options: Options, x: jax.Array, residual: jax.Array, weight: jax.Array, over: Names = ()
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return reference.norm(options, x, weight, residual)
+    return reference.norm(options, x, weight, residual, over)
 
 
 def backward(

@@ -60,19 +60,19 @@ def check_arrays(x: jax.Array, weight: jax.Array, residual: jax.Array | None) ->
         raise TypeError(f"residual has dtype {residual.dtype}; it must be that of x, {x.dtype}")
 
 
-def check_columns(x: jax.Array, name: str, columns: jax.Array) -> None:
-    """Checks rows, and that an array has a number for each of their columns.
+def check_columns(x: jax.Array, name: str, columns: jax.Array, of: str = "x") -> None:
+    """Checks rows, whose name is `of`, and that an array has a number for each of their columns.
 
     Raises:
         TypeError: a dtype that is no float.
         ValueError: shapes that disagree, or rows of no columns.
     """
-    check_float("x", x)
+    check_float(of, x)
     check_float(name, columns)
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {x.shape}; it must be [.., D] with D at least 1")
+        raise ValueError(f"{of} has shape {x.shape}; it must be [.., D] with D at least 1")
     if columns.shape != x.shape[-1:]:
         raise ValueError(
-            f"{name} has shape {columns.shape} and x {x.shape}; {name} must have shape "
+            f"{name} has shape {columns.shape} and {of} {x.shape}; {name} must have shape "
             f"{x.shape[-1:]}, a number a column"
         )

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import check_flag
+from .. import meshes
+from ..checks import as_array, check_flag
 from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call
@@ -116,7 +117,8 @@ def rope(
     [[[0.5403 0.8415]]]
     """
     choose(OPERATION, implementation)
-    q, k = jnp.asarray(q), None if k is None else jnp.asarray(k)
+    q = as_array("q", q, "[.., S, H, D]")
+    k = None if k is None else as_array("k", k, "[.., S, H, D]")
     options, cos, sin = prepared(
         q,
         k,
@@ -158,7 +160,7 @@ def prepared(
     leading = q.shape[:-2]
     if tables is None:
         columns = check_rotary_dim(rotary_dim, q.shape[-1])
-        where = _positions(positions, offset, leading)
+        where = _positions(positions, offset, q)
         cos, sin = make_tables(where, *frequencies(base, columns, scaling))
     else:
         is_set = positions is not None or _is_set(offset) or scaling is not None or base != BASE
@@ -179,24 +181,31 @@ def _is_set(offset: ArrayLike) -> bool:
     return not (isinstance(offset, int) and offset == 0)
 
 
-def _positions(
-    positions: ArrayLike | None, offset: ArrayLike, leading: tuple[Any, ...]
-) -> jax.Array:
-    """Returns positions [S], or [.., S] where batches differ.
+def _positions(positions: ArrayLike | None, offset: ArrayLike, q: jax.Array) -> jax.Array:
+    """Returns positions [S], or [.., S] where batches differ, for q [.., S, H, D].
+
+    Devices that share a sequence have all of its positions: tables of these are whole, and larger.
 
     Raises:
         TypeError: they are no integers.
         ValueError: another shape, or both are given.
     """
+    leading = q.shape[:-2]
     if positions is None:
-        start = jnp.asarray(offset)
+        start = as_array("offset", offset, "of no axes, an integer")
         check_offset(start)
         return start.astype(jnp.int32) + jnp.arange(leading[-1], dtype=jnp.int32)
     if _is_set(offset):
-        raise ValueError("positions and offset are both given; one of them says where tokens are")
-    found = jnp.asarray(positions)
+        raise ValueError(
+            "positions and offset are both given; it must be one of them: positions, a number a "
+            "token, or offset, that of the first token"
+        )
+    found = as_array("positions", positions, "of integers, [S] or [.., S]")
     check_positions(found, leading)
-    return _alone(found, 1)
+    found = _alone(found, 1)
+    if found.ndim == 1 or meshes.cuts(found)[-1]:
+        found = meshes.with_whole_axis(found, -1, q)
+    return found
 
 
 def _alone(array: jax.Array, own: int) -> jax.Array:
@@ -215,8 +224,11 @@ def _given(
         ValueError: shapes that disagree.
     """
     if not isinstance(tables, tuple | list) or len(tables) != 2:
-        raise TypeError("tables must be a pair, cos and sin")
-    cos, sin = (jnp.asarray(one) for one in tables)
+        raise TypeError(
+            f"tables is of type {type(tables).__name__}; it must be a pair, cos and sin"
+        )
+    pairs = zip(("cos", "sin"), tables, strict=True)
+    cos, sin = (as_array(name, one, "[.., S, R / 2]") for name, one in pairs)
     for name, one in (("cos", cos), ("sin", sin)):
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {one.dtype}; it must be floats")

@@ -1,14 +1,13 @@
 """RMSNorm of every head, and its rotation: what queries and keys of many models go through."""
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ..checks import as_array
 from ..implementations import choose
 from ..operation import Implementation
 from ..rms_norm.api import IMPLEMENTATIONS
-from ..rms_norm.options import check_arrays as check_norm_arrays
-from ..rms_norm.options import check_options
+from ..rms_norm.options import check_columns, check_options
 from . import custom_call
 from .api import BASE, prepared
 from .declaration import OPERATION
@@ -68,8 +67,9 @@ def qk_norm_rope(
       ValueError: the same.
     """
     choose(OPERATION, implementation)
-    q, k = jnp.asarray(q), jnp.asarray(k)
-    q_weight, k_weight = jnp.asarray(q_weight), jnp.asarray(k_weight)
+    q, k = as_array("q", q, "[.., S, H, D]"), as_array("k", k, "[.., S, H, D]")
+    q_weight = as_array("q_weight", q_weight, "[D]")
+    k_weight = as_array("k_weight", k_weight, "[D]")
     options, cos, sin = prepared(
         q,
         k,
@@ -83,8 +83,8 @@ def qk_norm_rope(
         implementation=implementation,
     )
     norm = check_options(eps, zero_centred, implementation)
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        check_norm_arrays(x, weight, None)
+    check_columns(q, "q_weight", q_weight, of="q")
+    check_columns(k, "k_weight", k_weight, of="k")
     is_one = implementation != "reference" and fits(
         options, q, k, (q_weight, k_weight), 2 * cos.shape[-1]
     )

@@ -27,7 +27,8 @@ from .options import Options
 Q, K, COLUMNS, TOKENS, TABLE = "*batch H D", "*batch K D", "D", "*batch", "P R"
 OF_Q, OF_K = "*batch H", "*batch K"
 GIVEN = (Q, K, COLUMNS, COLUMNS)
-TABLES = (TOKENS, TABLE, TABLE)
+# The rows of one table, and where each token has its own.
+TABLES = {True: (TOKENS, TABLE, TABLE), False: (TOKENS, "*batch R", "*batch R")}
 # Lanes of a warp, which a head's vectors are shared out to: one each, or one of either half.
 LANES, VECTOR_BYTES = 32, 16
 
@@ -38,7 +39,7 @@ class Both:
 
     norm: NormOptions
     rope: Options
-    # Whether the row of the tables is the token's place in its sequence; else each token has one.
+    # Whether a token's row of the tables is its place in the sequence; else each has its own.
     has_one_table: bool = True
 
 
@@ -75,10 +76,7 @@ def qk_norm_rope(
     leading = q.shape[:-2]
     if cos.ndim > 2:
         options = replace(options, has_one_table=False)
-        cos, sin = (one.reshape(-1, one.shape[-1]) for one in (cos, sin))
-        indices = jax.lax.iota(np.int32, cos.shape[0]).reshape(leading)
-    else:
-        indices = jax.lax.broadcasted_iota(np.int32, leading, len(leading) - 1)
+    indices = jax.lax.broadcasted_iota(np.int32, leading, len(leading) - 1)
     given = vary_alike([q, k, q_weight, k_weight, indices, cos, sin])
     of_q, of_k = _qk_norm_rope(options, *given)
     return of_q, of_k
@@ -105,14 +103,27 @@ def _bind(
         implementation=options.norm.implementation,
         dense=Bound(dense, options),
         is_composed=True,
+        prepared=None if options.has_one_table else Bound(_in_one_table, operands.index(TOKENS)),
     )
     return bind(call, *arrays)
 
 
+def _in_one_table(first: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns a call's arrays, of which three from `first` on are indices and tables by token.
+
+    Handlers have one table, of which each token has a row.
+    """
+    indices, *tables = arrays[first : first + 3]
+    rows = jax.lax.iota(np.int32, indices.size).reshape(indices.shape)
+    flat = [one.reshape(-1, one.shape[-1]) for one in tables]
+    return [*arrays[:first], rows, *flat, *arrays[first + 3 :]]
+
+
 def _forward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what q and k become, and the rstd of their heads."""
+    operands = (*GIVEN, *TABLES[options.has_one_table])
     results = (Result(Q, like=0), Result(K, like=1), Result(OF_Q), Result(OF_K))
-    return _bind(options, "forward", (*GIVEN, *TABLES), results, _composed, *arrays)
+    return _bind(options, "forward", operands, results, _composed, *arrays)
 
 
 def _composed(
@@ -121,21 +132,20 @@ def _composed(
     k: jax.Array,
     q_weight: jax.Array,
     k_weight: jax.Array,
-    indices: jax.Array,
+    _: jax.Array,
     *tables: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    cos, sin = _by_token(options, indices, *tables)
     turned, found = [], []
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y, _, rstd = norm_call.norm(options.norm, x, weight, None)
-        turned.append(rope_call.rope(options.rope, y, cos, sin))
+        y, *_, rstd = norm_call.norm(options.norm, x, weight, None)
+        turned.append(rope_call.rope(options.rope, y, *tables))
         found.append(rstd)
     return *turned, *found
 
 
 def _backward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns gradients of q and k, and in f32 of the weights."""
-    operands = (*GIVEN, OF_Q, OF_K, *TABLES, Q, K)
+    operands = (*GIVEN, OF_Q, OF_K, *TABLES[options.has_one_table], Q, K)
     results = (Result(Q, like=0), Result(K, like=1), Result(COLUMNS), Result(COLUMNS))
     return _bind(options, "backward", operands, results, _composed_backward, *arrays)
 
@@ -148,14 +158,14 @@ def _composed_backward(
     k_weight: jax.Array,
     q_rstd: jax.Array,
     k_rstd: jax.Array,
-    indices: jax.Array,
+    _: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     *cotangents: jax.Array,
 ) -> tuple[jax.Array, ...]:
     parts = ((q, q_weight, q_rstd), (k, k_weight, k_rstd))
     found = [
-        _of_one(options, *part, indices, cos, sin, dy)
+        _of_one(options, *part, cos, sin, dy)
         for part, dy in zip(parts, cotangents, strict=True)
     ]
     (dq, dq_weight), (dk, dk_weight) = found
@@ -167,20 +177,14 @@ def _of_one(
     x: jax.Array,
     weight: jax.Array,
     rstd: jax.Array,
-    indices: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of q alone, or of k, and of its weight."""
     back = replace(options.rope, inverse=not options.rope.inverse)
-    turned = rope_call.rope(back, dy, *_by_token(options, indices, cos, sin))
+    turned = rope_call.rope(back, dy, cos, sin)
     return norm_call.backward(options.norm, x, weight, rstd, turned, None)
-
-
-def _by_token(options: Both, indices: jax.Array, *tables: jax.Array) -> Sequence[jax.Array]:
-    """Returns tables as `rope` takes them."""
-    return tables if options.has_one_table else [jnp.take(one, indices, axis=0) for one in tables]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -196,7 +200,7 @@ def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
         return (*turned,), tuple(map(jnp.zeros_like, turned))
     residuals = (*primals[:4], q_rstd, k_rstd, *primals[4:])
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
-    dims = ((*GIVEN, OF_Q, OF_K, *TABLES), GIVEN)
+    dims = ((*GIVEN, OF_Q, OF_K, *TABLES[options.has_one_table]), GIVEN)
     found = linear.bind(apply, transpose, residuals, moving, turned, dims)
     return (*turned,), tuple(found)
 
@@ -220,7 +224,7 @@ def _transpose(options: Both, residuals: Any, cotangents: Any) -> Sequence[Any]:
     for which, dy in enumerate(cotangents):
         if dy is not None:
             x, weight, rstd = residuals[which:6:2]
-            indices, cos, sin = residuals[6:]
-            one = _of_one(options, x, weight, rstd, indices, cos, sin, dy)
+            _, cos, sin = residuals[6:]
+            one = _of_one(options, x, weight, rstd, cos, sin, dy)
             found[which], found[which + 2] = one
     return found

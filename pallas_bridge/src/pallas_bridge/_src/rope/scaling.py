@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_number
+from ..checks import check_flag, check_number
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class YarnScaling:
 
     Frequencies that turn more than `beta_fast` times in `original_length` positions stay, those
     that turn less than `beta_slow` times are divided by `factor`, and between them there is a ramp
-    over the index of the pair, whose ends are rounded outwards to whole pairs as in the authors'
-    program. Cosine and sine are multiplied by `attention_factor`.
+    over the index of the pair. Cosine and sine are multiplied by `attention_factor`.
 
     Args:
       factor: at least 1.
@@ -62,9 +61,11 @@ class YarnScaling:
       beta_fast: above `beta_slow`.
       beta_slow: above 0.
       attention_factor: above 0; None for 0.1 ln(factor) + 1.
+      truncate: whether the ends of the ramp are rounded outwards to whole pairs, as in the authors'
+        program and by default in Hugging Face's; False for gpt-oss, whose configuration says so.
 
     Raises:
-      TypeError: a parameter that is no number.
+      TypeError: a parameter that is no number, or a flag that is no bool.
       ValueError: a parameter outside its range.
     """
 
@@ -73,6 +74,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         """Checks the parameters."""
@@ -82,6 +84,7 @@ class YarnScaling:
         _check(self, "beta_fast", above=self.beta_slow)
         if self.attention_factor is not None:
             _check(self, "attention_factor", above=0)
+        check_flag(f"{type(self).__name__}: truncate", self.truncate)
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,10 @@ def _yarn(
         wavelength = scaling.original_length / turns
         return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(pair(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair(scaling.beta_slow)), rotary_dim - 1)
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     index = np.arange(rotary_dim // 2)
     ramp = np.clip((index - low) / (high - low if high != low else 0.001), 0, 1)
     factor = scaling.attention_factor

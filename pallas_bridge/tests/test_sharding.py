@@ -1,0 +1,295 @@
+"""What devices exchange where a mesh cuts an axis: every operation and axis, forward and backward.
+
+It is read from the compiled program. Results are those of one device. The table in
+docs/reference/sharding.md is made of what is found here (XENTILE_UPDATE_DOCS=1 writes it).
+"""
+
+import contextlib
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from on_mesh import by_shardy
+from operations import CASES, Case
+from placement import PLATFORM
+from pallas_bridge._src import gathering
+
+pytestmark = pytest.mark.devices(2)
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "sharding.md"
+COUNT = 4 if PLATFORM == "cpu" else min(4, jax.device_count())
+EXTENTS = {"B": 4, "S": 12, "V": 64, "D": 32, "F": 64, "2F": 128, "H": 8, "K": 4, "E": 32}
+EXTENTS |= {"R": 16, "M": 8, "C": 4}
+SIZES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "f8e4m3fn": 1, "u8": 1}
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+
+# What XLA's partitioner must gather, since no kernel computes with a part: axes by their operation.
+GATHERED = {
+    "linear_cross_entropy with": "DS",
+    "linear_cross_entropy": "D",
+    "rope": "DR",
+    "qk_norm_rope": "D",
+    "flash_attention": "SDE",
+}
+# What has no kernel for a part, and XLA's own program where XLA chooses.
+REFUSED = {
+    "fp8_quantize by blocks": "MD",
+    "cross_entropy with": "C",
+    "linear_cross_entropy with": "C",
+}
+# What it gathers that is small beside the operands: positions, and tables that a user gave.
+SMALL = {"rope": "S", "qk_norm_rope": "S"}
+WAYS = ["auto", "explicit"]
+UPDATES = os.environ.get("XENTILE_UPDATE_DOCS") == "1"
+# Of which programs for GPUs hold the same, by other collectives in part.
+IS_DOCUMENTED = PLATFORM == "cpu" and not UPDATES
+
+
+def dims_of(case: Case) -> list[str]:
+    """The names of a case's axes that a mesh may cut; heads of keys with those of queries."""
+    names = dict.fromkeys(name for one in case.arguments for name in one.dims)
+    return [name for name in names if name != "K" or "H" not in names]
+
+
+def is_in(table: dict[str, str], case: Case, dim: str) -> bool:
+    return any(case.name.startswith(name) and dim in axes for name, axes in table.items())
+
+
+def placed(case: Case, dim: str, mesh: Any, arrays: Any) -> list[jax.Array]:
+    """Arrays of which every axis of a name is cut, once an array."""
+    names = {dim, "K"} if dim == "H" else {dim}
+    found = []
+    for one, array in zip(case.arguments, arrays, strict=True):
+        index = next((index for index, name in enumerate(one.dims) if name in names), None)
+        spec = ["model" if number == index else None for number in range(array.ndim)]
+        found.append(jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))))
+    return found
+
+
+def exchanged(program: str) -> list[tuple[str, int]]:
+    """The collectives of a compiled program, with the bytes of what each gives a device."""
+    found = []
+    for types, kind in re.findall(rf"= (.+?) ({KINDS})(?:-start)?\(", program):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", types)
+        size = sum(
+            SIZES[name] * int(np.prod([*map(int, filter(None, of.split(",")))]))
+            for name, of in shapes
+        )
+        found.append((kind, size))
+    return found
+
+
+def described(case: Case, dim: str, found: list[tuple[str, int]]) -> str:
+    """What is exchanged, in the units of the table."""
+    tokens = EXTENTS["S"] * (EXTENTS["B"] if "packed" not in case.name else 1)
+    heads = tokens * (EXTENTS["H"] + EXTENTS["K"])
+    texts = {}
+    for kind, size in found:
+        if kind == "all-reduce" and size % (4 * tokens) == 0 and dim not in ("B", "S", "M"):
+            text = f"all-reduce, {size // (4 * tokens)} a token"
+        elif kind == "all-reduce" and "norm_rope" in case.name and size % (4 * heads) == 0:
+            text = f"all-reduce, {size // (4 * heads)} a head"
+        elif kind == "all-reduce":
+            text = "all-reduce of a scalar" if size <= 8 else "all-reduce of a sum over tokens"
+        elif kind == "all-gather" and is_in(SMALL, case, dim):
+            text = "positions or tables gathered"
+        elif kind == "all-gather":
+            text = "gathered"
+        else:
+            text = kind
+        texts[text] = None
+    return "; ".join(texts) or "nothing"
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """Collects warnings, those that were given before among them."""
+    gathering._told.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        texts: list[str] = []
+        yield texts
+        texts += [str(one.message) for one in found if "gathers" in str(one.message)]
+
+
+@cache
+def on_one_device(case: Case, entropy: int) -> Any:
+    """Random arrays, and results and gradients by one device."""
+    arrays = case.arrays(np.random.default_rng(entropy), **EXTENTS)
+    outputs = jax.jit(case.outputs)(*arrays)
+    return arrays, outputs, jax.jit(case.gradients)(*arrays) if case.has_gradient else ()
+
+
+@pytest.fixture(scope="module")
+def entropy() -> int:
+    seed = int(os.environ.get("XENTILE_SEED", np.random.SeedSequence().entropy))
+    print(f"seed: {seed}")
+    return seed
+
+
+def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[str]]:
+    """Compiles and runs; returns what is exchanged forward and backward, and what was told."""
+    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((COUNT,), ("model",), axis_types=(kind,), devices=jax.devices()[:COUNT])
+    arrays, *expected = on_one_device(case, entropy)
+    texts = []
+    with jax.set_mesh(mesh), told() as warned:
+        cut = placed(case, dim, mesh, arrays)
+        for function, right in zip((case.outputs, case.gradients), expected, strict=True):
+            if function == case.gradients and not case.has_gradient:
+                continue
+            program = jax.jit(function).lower(*cut).compile()
+            found = exchanged(program.as_text())
+            texts.append(described(case, dim, found))
+            limit = sum(one.nbytes for one in arrays)
+            if not is_in(GATHERED, case, dim):
+                gathered = sum(size for name, size in found if name == "all-gather")
+                assert gathered <= (limit // 8 if is_in(SMALL, case, dim) else 0), (found, limit)
+                moved = sum(size for name, size in found if name != "all-reduce")
+                assert moved <= limit, (found, limit)
+            for one, other in zip(program(*cut), right, strict=True):
+                scale = max(np.abs(np.asarray(other, np.float64)).max(initial=0), 1)
+                np.testing.assert_allclose(
+                    np.asarray(one, np.float64), np.asarray(other, np.float64), atol=1e-4 * scale
+                )
+    return texts, warned
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(case, dim, id=f"{case.name}-{dim}") for case in CASES for dim in dims_of(case)
+    ]
+
+
+def is_gathered(case: Case, dim: str, way: str) -> bool:
+    """Whether XLA must gather the axis: explicit axes refuse it, but tell how tokens lie."""
+    if way == "explicit" and "linear" in case.name and dim == "S":
+        return False
+    return is_in(GATHERED, case, dim)
+
+
+# Of documented cells, the texts of each way, forward and backward.
+FOUND: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+
+
+@pytest.mark.fixed
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("case", "dim"), cells())
+def test_what_devices_exchange(entropy: int, case: Case, dim: str, way: str) -> None:
+    if way == "explicit" and (is_gathered(case, dim, way) or is_in(REFUSED, case, dim)):
+        with pytest.raises(ValueError, match="reshard"):
+            run(case, dim, way, entropy)
+        texts = ["refused"]
+    else:
+        texts, warned = run(case, dim, way, entropy)
+        is_told = way == "auto" and any("gathered" in one for one in texts)
+        if is_told and is_gathered(case, dim, way):
+            assert any("XLA gathers it on each" in one and " bytes" in one for one in warned)
+        elif not is_in(SMALL, case, dim) and not is_gathered(case, dim, way):
+            assert warned == []
+    found = FOUND[case.name, dim][way] = " / ".join(texts)
+    if IS_DOCUMENTED:
+        assert documented()[case.name, dim, way] == found, "XENTILE_UPDATE_DOCS=1 writes the table"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["cached", "gspmd"])
+@pytest.mark.parametrize(("case", "dim"), cells())
+def test_what_devices_exchange_otherwise(
+    entropy: int, case: Case, dim: str, way: str, tmp_path: Path
+) -> None:
+    """With JAX's cache on disk the same; by GSPMD results are the same, and tokens stay."""
+    if way == "gspmd":
+        if dim in ("B", "H") and "linear" not in case.name:
+            with by_shardy(False):
+                run(case, dim, "auto", entropy)
+        return
+    name = "jax_compilation_cache_dir"
+    try:
+        jax.config.update(name, str(tmp_path))
+        texts, _ = run(case, dim, "auto", entropy)
+    finally:
+        jax.config.update(name, None)
+    assert " / ".join(texts) == documented()[case.name, dim, "auto"]
+
+
+# A packed text, and a tensor with one scale, are no problems of their own in parts.
+ALONE = [
+    pytest.param(case, id=case.name)
+    for case in CASES
+    if "packed" not in case.name and not case.name.startswith("fp8_quantize")
+]
+
+
+@pytest.mark.fixed
+@pytest.mark.parametrize("case", ALONE)
+def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None:
+    """Each has a part of the batch, and what all share."""
+    arrays, *_ = on_one_device(case, entropy)
+    mesh = jax.make_mesh((COUNT,), ("model",), axis_types=(AxisType.Auto,))
+    has_batch = [one.dims[0] == "B" for one in case.arguments]
+    specs = tuple(PartitionSpec("model") if one else PartitionSpec() for one in has_batch)
+
+    def of_device(*own: jax.Array) -> list[jax.Array]:
+        return [jnp.atleast_1d(one) for one in case.outputs(*own)]
+
+    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("model"))
+    program = jax.jit(mapped).lower(*arrays).compile()
+    assert exchanged(program.as_text()) == []
+    expected = []
+    for number in range(COUNT):
+        pairs = zip(arrays, has_batch, strict=True)
+        own = [one[number : number + 1] if is_cut else one for one, is_cut in pairs]
+        expected.append(jax.jit(of_device)(*own))
+    for number, one in enumerate(program(*arrays)):
+        right = np.concatenate([np.asarray(found[number]) for found in expected])
+        np.testing.assert_allclose(np.asarray(one), right, atol=1e-4 * max(np.abs(right).max(), 1))
+
+
+@cache
+def documented() -> dict[tuple[str, str, str], str]:
+    """What the table in the docs says of each case, axis and way."""
+    found = {}
+    for line in DOCS.read_text().splitlines():
+        if line.startswith("| `"):
+            name, dims, *texts = [one.strip() for one in line.strip("|").split("|")]
+            for dim in dims.split(", "):
+                for way, text in zip(WAYS, texts, strict=True):
+                    found[name.strip("`"), dim, way] = texts[0] if text == "the same" else text
+    return found
+
+
+def rows() -> list[str]:
+    """The table, axes of a function with the same texts together."""
+    found = []
+    for case in CASES:
+        by_texts = defaultdict(list)
+        for dim in dims_of(case):
+            auto, explicit = (FOUND[case.name, dim][way] for way in WAYS)
+            by_texts[auto, "the same" if explicit == auto else explicit].append(dim)
+        for (auto, explicit), dims in by_texts.items():
+            found.append(f"| `{case.name}` | {', '.join(dims)} | {auto} | {explicit} |")
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def write_table() -> Iterator[None]:
+    """Writes the table where that is asked for, once all cells have run."""
+    yield
+    if UPDATES:
+        lines = DOCS.read_text().splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("| ---")) + 1
+        after = next(
+            (i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines)
+        )
+        DOCS.write_text("\n".join([*lines[:first], *rows(), *lines[after:]]) + "\n")
