@@ -21,8 +21,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
 from operations import CASES, Case
-from placement import PLATFORM
 from pallas_bridge._src import gathering
+from placement import PLATFORM
 
 pytestmark = pytest.mark.devices(2)
 

@@ -250,10 +250,11 @@ def with_mapped_axis(
 def _mapped_sharding(x: Any, axis: int) -> NamedSharding | None:
     """Returns how an array is sharded if a mesh of explicit axes cuts one of its axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
-    is_cut = isinstance(sharding, NamedSharding) and spec_of(jax.typeof(x))[axis] is not None
-    if not is_cut:
+    names = spec_of(jax.typeof(x))[axis]
+    if not isinstance(sharding, NamedSharding) or names is None:
         return None
-    return sharding.update(spec=PartitionSpec(spec_of(jax.typeof(x))[axis]))
+    found: NamedSharding = sharding.update(spec=PartitionSpec(names))
+    return found
 
 
 def _with_axis(

@@ -301,16 +301,7 @@ def _lower_alone(
         return _lower_explicit(ctx, *operands, **params)
     if call.in_parts is not None and auto_partitioning.is_asked_for(module):
         return _lower_in_parts(ctx, *operands, **params)
-    for index, dims in enumerate(call.signature.operands):
-        aval = ctx.avals_in[index]
-        names = dict(enumerate(dims.factors, dims.leading(aval)))
-        # Logits have been asked about (`gathering.watched`).
-        left = {
-            axis: name for axis, name in names.items() if name not in (*call.signature.cut, "V")
-        }
-        if left:
-            what = f"operand {index} of {call.target}"
-            gathering.ask(ctx, call.operation, what, left, operands[index], aval)
+    _ask_of_whole_axes(ctx, call, operands)
     how = partitioning.layout(
         call.signature, ctx.avals_in, results, mapped, partitioning.device_count(module)
     )
@@ -352,6 +343,18 @@ def _lower_alone(
     return outputs
 
 
+def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:
+    """Has XLA tell, as it compiles, which axes it gathers that handlers need whole."""
+    pairs = zip(call.signature.operands, ctx.avals_in, operands, strict=True)
+    for index, (dims, aval, value) in enumerate(pairs):
+        axes = enumerate(dims.factors, dims.leading(aval))
+        # Logits have been asked about (`gathering.watched`).
+        whole = {axis: name for axis, name in axes if name not in (*call.signature.cut, "V")}
+        if whole:
+            what = f"operand {index} of {call.target}"
+            gathering.ask(ctx, call.operation, what, whole, value, aval)
+
+
 def _lower_in_parts(
     ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
 ) -> Sequence[Any]:
@@ -359,6 +362,7 @@ def _lower_in_parts(
     avals = ctx.avals_in
     arrays = _factors(call, avals, mapped)
     columns = call.columns
+    assert columns is not None
     extent = call.signature.extents(avals)[columns]
 
     def local(cuts: Mapping[str, Names], uneven: Mapping[str, int]) -> Callable[..., Any]:
@@ -422,8 +426,9 @@ def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning
         for dims, aval in zip(signature.operands, avals, strict=True)
     )
     found = tuple(axes(dims, count if dims.has_tokens else mapped) for dims in signature.results)
-    cut = (call.columns, *(f"t{index}" for index in range(count)))
-    return auto_partitioning.Arrays(given, found, cut, (call.columns,))
+    columns = () if call.columns is None else (call.columns,)
+    cut = (*columns, *(f"t{index}" for index in range(count)))
+    return auto_partitioning.Arrays(given, found, cut, columns)
 
 
 def _on_device(

@@ -153,7 +153,8 @@ def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
     of_explicit = cuts(x)
     if of_explicit[axis]:
         of_explicit[axis] = ()
-        return jax.sharding.reshard(x, PartitionSpec(*map(entry, of_explicit)))
+        placed: jax.Array = jax.sharding.reshard(x, PartitionSpec(*map(entry, of_explicit)))
+        return placed
     if mesh is None or not _axes(mesh, AxisType.Auto) or not isinstance(x, jax.core.Tracer):
         return x
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim

@@ -90,7 +90,8 @@ def _seen(of: Operands) -> jax.Array:
     seen = (first[..., None] <= keys) & (keys < end[..., None])
     if of.segments is not None:
         seen &= of.segments[0][..., None] == of.segments[1][..., None, :]
-    return seen[..., None, :, :]
+    of_group: jax.Array = seen[..., None, :, :]
+    return of_group
 
 
 def _is_unfit(rows: jax.Array) -> jax.Array:

@@ -137,7 +137,7 @@ def _composed(
 ) -> tuple[jax.Array, ...]:
     turned, found = [], []
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y, *_, rstd = norm_call.norm(options.norm, x, weight, None)
+        y, _sum, rstd = norm_call.norm(options.norm, x, weight, None)
         turned.append(rope_call.rope(options.rope, y, *tables))
         found.append(rstd)
     return *turned, *found
@@ -165,8 +165,7 @@ def _composed_backward(
 ) -> tuple[jax.Array, ...]:
     parts = ((q, q_weight, q_rstd), (k, k_weight, k_rstd))
     found = [
-        _of_one(options, *part, cos, sin, dy)
-        for part, dy in zip(parts, cotangents, strict=True)
+        _of_one(options, *part, cos, sin, dy) for part, dy in zip(parts, cotangents, strict=True)
     ]
     (dq, dq_weight), (dk, dk_weight) = found
     return dq, dk, dq_weight, dk_weight
