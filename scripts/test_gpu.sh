@@ -19,7 +19,7 @@
 #
 # With --devices N, of 2 and more, the sections are these, over N GPUs of one machine:
 #
-#     meshes        the tests of pallas_bridge that need several devices
+#     meshes        the tests of pallas_bridge that need several devices, by JOBS processes (8)
 #     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
 #
 # Sections run one after another: a client of gradcheck's takes three quarters of a GPU's memory.
@@ -125,15 +125,27 @@ PYTHON
 }
 
 section_jax() {
-    local jobs=${JOBS:-8} job code status=0 known pids=() gpus=() files=()
+    local known gpus=() files=()
     read -ra files <<<"${JAX_TESTS:-pallas_bridge/tests}"
     known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
     IFS=, read -ra gpus <<<"$known"
+    in_processes "${files[@]}"
+}
+
+# Each process sees all GPUs.
+section_meshes() {
+    local gpus=("${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}")
+    in_processes pallas_bridge/tests -m devices
+}
+
+# Runs pytest by JOBS processes, which see what the array `gpus` says in turns.
+in_processes() {
+    local jobs=${JOBS:-8} job code status=0 pids=()
     for ((job = 0; job < jobs; job++)); do
         CUDA_VISIBLE_DEVICES=${gpus[job % ${#gpus[@]}]} XENTILE_TEST_PLATFORM=cuda \
             XENTILE_TEST_SHARE=$job/$jobs timeout -k 5 "$limit" "$python" -m pytest \
-            "${files[@]}" -p scripts.pytest_share -p scripts.pytest_at_once \
-            -p no:cacheprovider --tb=short --durations=3 >"$scratch/jax.$job" 2>&1 &
+            "$@" -p scripts.pytest_share -p scripts.pytest_at_once \
+            -p no:cacheprovider --tb=short --durations=3 >"$scratch/tests.$job" 2>&1 &
         pids+=($!)
     done
     for ((job = 0; job < jobs; job++)); do
@@ -141,16 +153,11 @@ section_jax() {
         wait "${pids[job]}" || code=$?
         ((code <= status)) || status=$code
         printf -- '-- process %d of %d: exit code %d\n' $((job + 1)) "$jobs" "$code"
-        cat "$scratch/jax.$job"
+        cat "$scratch/tests.$job"
         # One that was killed has no closing line.
         ((code < 124)) || printf 'check: 0 passed, 1 failed\n'
     done
     return "$status"
-}
-
-section_meshes() {
-    XENTILE_TEST_PLATFORM=cuda timeout -k 5 "$limit" "$python" -m pytest pallas_bridge/tests \
-        -m devices -p no:cacheprovider --tb=short --durations=3
 }
 
 section_scaling() {

@@ -67,7 +67,7 @@ def keep_programs(folder: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         # The first program that is compiled opens the folder.
         jax.jit(lambda: 0)()
-        # It stays open. Where a user names one, auto_partitioning gathers parts of a vocabulary.
+        # It stays open, and no test sees that there is one: warnings are not given with a cache.
         jax.config.update("jax_compilation_cache_dir", None)
 
 

@@ -65,7 +65,9 @@ class Arrays:
             for side in (self.operands, self.results)
         )
         whole = tuple(axis for axis in axes if factor_of(axis)[0] not in self.cut)
-        packed: dict[str, Any] = {f"x{count}": count for _, count in map(factor_of, axes) if count > 1}
+        packed: dict[str, Any] = {
+            f"x{count}": count for _, count in map(factor_of, axes) if count > 1
+        }
         return SdyShardingRule(*sides, need_replication_factors=whole, **packed)
 
 

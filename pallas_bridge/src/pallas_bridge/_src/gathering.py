@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from . import auto_partitioning
 from .compat import tell_devices
-from .meshes import tuple_of
+from .meshes import may_be_left_to_xla, tuple_of
 from .operation import Operation
 
 # What JAX calls back, alive for as long as any program may yet be compiled.
@@ -41,7 +41,7 @@ def watched(
     `axis_of` names the axis, that of the vocabulary by default. With `calls_ask`, calls that take
     `x` compute in parts wherever they get to know (`auto_partitioning`).
     """
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, jax.core.Tracer) or not may_be_left_to_xla(x):
         return x
     params: dict[str, Any] = {"operation": operation, "name": name, "axis_of": axis_of}
     params["calls_ask"] = calls_ask

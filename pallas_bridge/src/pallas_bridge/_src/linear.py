@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from .arrays import Dims, spec_of, wide_dtype, with_mapped_axis
 from .bound import Bound
 from .compat import tell_devices
+from .meshes import may_be_left_to_xla
 from .operation import Operation
 
 # Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
@@ -103,10 +104,7 @@ def bind(
     operands = [*flat, *(tangents[index] for index in moving)]
     linear = _Map(apply, transpose, tree, moving, len(tangents), declared)
     # Reverse mode never traces `apply`.
-    results: list[jax.Array] = _linear.bind(
-        *operands, linear=linear, avals=tuple(map(jax.typeof, primals))
-    )
-    return results
+    return _bind_flat(*operands, linear=linear, avals=tuple(map(jax.typeof, primals)))
 
 
 @dataclass(frozen=True)
@@ -142,23 +140,25 @@ class _Map:
 
 def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
     avals = tuple(jax.make_jaxpr(linear.tangents_for)(*operands).out_avals)
-    results: list[jax.Array] = _linear.bind(*operands, linear=linear, avals=avals)
-    return results
+    return _bind_flat(*operands, linear=linear, avals=avals)
 
 
 _linear = Primitive("xentile_linear")
-_linear.multiple_results = True
-# Calls that ask devices may be what a map is lowered to.
-tell_devices(_linear)
+# The same where XLA may choose how arrays are cut: what it is lowered to may be calls that ask.
+_linear_that_asks = Primitive("xentile_linear_that_asks")
+tell_devices(_linear_that_asks)
+PRIMITIVES = (_linear, _linear_that_asks)
+
+
+def _bind_flat(*operands: Any, **params: Any) -> list[jax.Array]:
+    """Makes a map part of the program being traced, by the primitive that its lowering needs."""
+    primitive = _linear_that_asks if may_be_left_to_xla(*operands) else _linear
+    results: list[jax.Array] = primitive.bind(*operands, **params)
+    return results
 
 
 def _apply(*operands: Any, linear: _Map, **_: Any) -> list[Any]:
     return linear.tangents_for(*operands)
-
-
-_linear.def_impl(_apply)
-_linear.def_abstract_eval(lambda *_, avals, **__: avals)
-mlir.register_lowering(_linear, mlir.lower_fun(_apply, multiple_results=True))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -166,13 +166,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     if all(isinstance(one, ad.Zero) for one in tangents[:count]):
         # Linear in all that moves.
         moving = [ad.instantiate_zeros(one) for one in tangents[count:]]
-        values = _linear.bind(*primals, **params)
-        return values, _linear.bind(*primals[:count], *moving, **params)
+        values = _bind_flat(*primals, **params)
+        return values, _bind_flat(*primals[:count], *moving, **params)
     every = [ad.instantiate_zeros(one) for one in tangents]
     return jax.jvp(partial(_apply, **params), [*primals], every)
-
-
-ad.primitive_jvps[_linear] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Map, **_: Any) -> list[Any]:
@@ -197,9 +194,6 @@ def _placed_as(aval: Any, x: jax.Array) -> jax.Array:
         return x
     placed: jax.Array = jax.sharding.reshard(x, PartitionSpec(*right))
     return placed
-
-
-ad.primitive_transposes[_linear] = _transpose
 
 
 @dataclass(frozen=True)
@@ -266,4 +260,11 @@ def _batch(
     return _bind(mapped.map(), operands), places
 
 
-batching.primitive_batchers[_linear] = _batch
+for _primitive in PRIMITIVES:
+    _primitive.multiple_results = True
+    _primitive.def_impl(_apply)
+    _primitive.def_abstract_eval(lambda *_, avals, **__: avals)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_apply, multiple_results=True))
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = _batch

@@ -47,8 +47,13 @@ def _dense_on(q: Any, v: Any) -> tuple[str, ...]:
     return ("cuda",) if any(one % COLUMNS_STEP for one in columns) else ()
 
 
-def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares."""
+def forward(
+    options: Options, *arrays: jax.Array, has_gradient: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Returns o [.., G, S, E] and lse [.., G, S] of what `dims` declares.
+
+    Where options say that nobody sees lse, it is what the gradient needs of the implementation.
+    """
     if options.implementation == "reference":
         return reference.forward(options, *arrays)
     call = Call(
@@ -66,7 +71,8 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     if options.implementation is not None:
         o, lse = bind(call, *arrays)
     else:
-        o, lse = on_cuda.forward(options, partial(bind, call), *arrays)
+        kernel = partial(bind, call)
+        o, lse = on_cuda.forward(options, kernel, *arrays, has_gradient=has_gradient)
     return o, lse
 
 
@@ -118,7 +124,7 @@ def _attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    o, lse = forward(options, *primals)
+    o, lse = forward(options, *primals, has_gradient=True)
     places = _moving(options, len(primals))
     moving = [linear.given(tangents[place]) for place in places]
     if all(tangent is None for tangent in moving):

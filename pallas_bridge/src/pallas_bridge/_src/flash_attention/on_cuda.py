@@ -1,31 +1,39 @@
 """cuDNN's attention, which runs on NVIDIA GPUs where it has all of the options."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..arrays import spec_of
+from ..bound import Bound
 from ..custom_call import vary_alike
 from .options import Options
 
 Kernel = Callable[..., tuple[jax.Array, ...]]
 
 
-def forward(options: Options, others: Kernel, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def forward(
+    options: Options, others: Kernel, *arrays: jax.Array, has_gradient: bool = False
+) -> tuple[jax.Array, ...]:
     """Returns o and lse, by `others` where it is not cuDNN's.
 
     What cuDNN is made of is partitioned by rules of JAX that must see a program's devices, so that
-    the choice is part of the traced program.
+    the choice is part of the traced program. The caller does not see lse: where the call
+    `has_gradient`, its place is taken by what cuDNN's backward pass takes of the forward pass.
     """
     function = cudnn(options, *arrays[:3])
     if function is None:
         return others(*arrays)
+    saving = function.saving(*arrays[:3]) if has_gradient else None
 
     def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if saving is not None:
+            return saving.forward(*arrays[:3])
         o = function(*arrays[:3])
-        # The caller does not see lse, and the backward pass is cuDNN's too, with its own.
         lse, *_ = vary_alike([jnp.zeros_like(arrays[0][..., 0], jnp.float32), o])
         return o, lse
 
@@ -42,10 +50,14 @@ def backward(
     function = cudnn(options, *arrays[:3])
     if function is None:
         return others(*arrays, o, lse, do)
+    saving = function.saving(*arrays[:3])
 
     def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        # Its forward pass is made again, unless XLA finds that it is the one there was.
-        found: tuple[jax.Array, ...] = jax.vjp(function, *arrays[:3])[1](arrays[-1])
+        q, k, v, *_, o, lse, do = arrays
+        if saving is not None:
+            return saving.backward(q, k, v, o, lse, do)
+        # The forward pass is made again.
+        found: tuple[jax.Array, ...] = jax.vjp(function, q, k, v)[1](do)
         return found
 
     found: tuple[jax.Array, ...] = jax.lax.platform_dependent(
@@ -54,7 +66,125 @@ def backward(
     return found
 
 
-def cudnn(options: Options, q: Any, k: Any, v: Any) -> Callable[..., jax.Array] | None:
+@dataclass(frozen=True)
+class Cudnn:
+    """cuDNN's attention of q [.., H, G, S, D], k [.., H, K, D] and v [.., H, K, E]."""
+
+    # Of arrays [B, S, heads, columns], as users have them.
+    attend: Callable[..., jax.Array]
+    # How explicit axes of a mesh cut q; what cuts q is what cuts o.
+    spec: tuple[Any, ...]
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Returns o."""
+
+        def function(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            o = self.attend(_by_tokens(q, 2), _by_tokens(k, 1), _by_tokens(v, 1))
+            return _by_heads(o, q)
+
+        if self.has_explicit_axes:
+            # It knows of none.
+            of_o = jax.sharding.PartitionSpec(*self.spec)
+            function = jax.sharding.auto_axes(function, out_sharding=of_o)
+        return function(q, k, v)
+
+    @property
+    def has_explicit_axes(self) -> bool:
+        """Whether explicit axes of a mesh cut q."""
+        return any(one is not None for one in self.spec)
+
+    def saving(self, q: jax.Array, k: jax.Array, v: jax.Array) -> "Saving | None":
+        """Returns both passes by what the first one saves; None where that is not known.
+
+        JAX's own backward pass of this function takes q, k, v, o, and statistics of the softmax.
+        """
+        if self.has_explicit_axes:
+            return None
+        trees = []
+
+        def both(*arrays: jax.Array) -> list[jax.Array]:
+            o, pull = jax.vjp(self.attend, *arrays)
+            leaves, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return [o, *leaves]
+
+        closed = jax.make_jaxpr(both)(_by_tokens(q, 2), _by_tokens(k, 1), _by_tokens(v, 1))
+        o, *saved = closed.jaxpr.outvars
+        known = [*closed.jaxpr.invars, o]
+        avals = tuple(closed.out_avals[1:])
+        sources: list[int] = []
+        for var, aval in zip(saved, avals, strict=True):
+            found = [number for number, one in enumerate(known) if one is var]
+            is_statistics = aval.dtype == jnp.float32 and aval.size == math.prod(q.shape[:-1])
+            if found:
+                sources += found
+            elif aval.size == 0:
+                sources.append(NOTHING)
+            elif is_statistics and STATISTICS not in sources:
+                sources.append(STATISTICS)
+            else:
+                return None
+        return Saving(self.attend, trees[0], tuple(sources), avals)
+
+
+# Where an array that a backward pass takes comes from, beside q, k, v and o, by their numbers.
+STATISTICS, NOTHING = 4, 5
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Both passes of cuDNN's attention, of which the second takes what the first has saved."""
+
+    attend: Callable[..., jax.Array]
+    # JAX's pullback, and of its arrays the sources and types.
+    tree: Any
+    sources: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns o, and statistics [.., H, G, S] in float32, zeros where none are saved."""
+        arrays = _by_tokens(q, 2), _by_tokens(k, 1), _by_tokens(v, 1)
+        o, pull = jax.vjp(self.attend, *arrays)
+        if STATISTICS in self.sources:
+            statistics = jax.tree.leaves(pull)[self.sources.index(STATISTICS)]
+        else:
+            statistics, *_ = vary_alike([jnp.zeros(q.shape[:-1], jnp.float32), o])
+        return _by_heads(o, q), statistics.reshape(q.shape[:-1])
+
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        o: jax.Array,
+        statistics: jax.Array,
+        do: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        """Returns dq, dk and dv."""
+        known = _by_tokens(q, 2), _by_tokens(k, 1), _by_tokens(v, 1), _by_tokens(o, 2), statistics
+        leaves = [
+            jnp.zeros(aval.shape, aval.dtype)
+            if source == NOTHING
+            else known[source].reshape(aval.shape)
+            for source, aval in zip(self.sources, self.avals, strict=True)
+        ]
+        found = jax.tree.unflatten(self.tree, leaves)(_by_tokens(do, 2))
+        return tuple(_by_heads(one, x) for one, x in zip(found, (q, k, v), strict=True))
+
+
+def _by_tokens(x: jax.Array, heads: int) -> jax.Array:
+    """Returns x [.., heads, S, D] as [B, S, H, D]; the axes of heads are so many."""
+    *leading, rows, columns = x.shape
+    count = math.prod(leading[len(leading) - heads :])
+    return jnp.moveaxis(x.reshape(-1, count, rows, columns), 1, 2)
+
+
+def _by_heads(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns x [B, S, H, E] with the axes of `like` [.., S, D]."""
+    return jnp.moveaxis(x, 1, 2).reshape(*like.shape[:-1], x.shape[-1])
+
+
+def cudnn(options: Options, q: Any, k: Any, v: Any) -> Cudnn | None:
     """Returns cuDNN's attention of q, k and v of such types; None where it has not all options.
 
     JAX says so too, as where this process has no cuDNN. lse is not its: JAX rounds what it gives.
@@ -75,28 +205,20 @@ def cudnn(options: Options, q: Any, k: Any, v: Any) -> Callable[..., jax.Array] 
     if before is not None:
         more["local_window_size"] = (before, 0)
 
-    def function(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        *batch, heads, group, queries, width = q.shape
-        # [B, S, H, D], as it came.
-        wide = jnp.moveaxis(q.reshape(-1, heads * group, queries, width), 1, 2)
-        of_keys = (jnp.moveaxis(x.reshape(-1, heads, *x.shape[-2:]), 1, 2) for x in (k, v))
-        o = jax.nn.dot_product_attention(
-            wide,
-            *of_keys,
-            scale=options.scale,
-            is_causal=is_causal,
-            implementation="cudnn",
-            **more,
-        )
-        return jnp.moveaxis(o, 1, 2).reshape(*batch, heads, group, queries, v.shape[-1])
-
-    spec = spec_of(jax.typeof(q))
-    if any(one is not None for one in spec):
-        # It knows of no explicit axes; what cuts o is what cuts q.
-        of_o = jax.sharding.PartitionSpec(*spec)
-        function = jax.sharding.auto_axes(function, out_sharding=of_o)
+    more["is_causal"] = is_causal
+    attend = Bound(_attend, options.scale, tuple(more.items()))
+    function = Cudnn(attend, tuple(spec_of(jax.typeof(q))))
     try:
         jax.eval_shape(function, q, k, v)
     except (RuntimeError, ValueError, NotImplementedError):
         return None
     return function
+
+
+def _attend(
+    scale: float, more: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    o: jax.Array = jax.nn.dot_product_attention(
+        q, k, v, scale=scale, implementation="cudnn", **dict(more)
+    )
+    return o
