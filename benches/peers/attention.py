@@ -1,12 +1,13 @@
 """Attention on one device: the library's kernels, cuDNN's and XLA's program, and PyTorch's.
 
-    python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward]
+    python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward both]
         [--torch]
 
-A cell is a shape with its options, forward or backward, in bfloat16 of normal numbers, causal.
-Programs are timed as turns.py says, a call each; beside the time stand the rate in TFLOP/s of what
-is seen (two products forward and five backward), and the time in units of ours. A backward pass is
-timed alone, from what its forward pass left. With `--torch` PyTorch's kernels are timed first, in a
+A cell is a shape with its options and a pass, in bfloat16 of normal numbers, causal. `ours` are the
+library's kernels, and `default` is what `flash_attention` takes unless told. Programs are timed as
+turns.py says, a call each; beside the time stand the rate in TFLOP/s of what is seen (two GEMMs
+forward and five backward), and the time relative to `ours`. A backward pass is timed alone, from
+what its forward pass saved; `both` are one program, as in a training step. With `--torch` PyTorch's kernels are timed first, in a
 process of their own (attention_in_torch.py), and not in turns with the others.
 """
 
@@ -36,6 +37,10 @@ CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "8x2048 14/2 64": ((8, 2048, 14, 2, 64), {}),
     "2x8192 8/4 256": ((2, 8192, 8, 4, 256), {}),
     "2x8192 32/8 128 window": ((2, 8192, 32, 8, 128), {"window": (1024, 0)}),
+    "2x4096 24/8 96": ((2, 4096, 24, 8, 96), {}),
+    "2x8192 16/2 128": ((2, 8192, 16, 2, 128), {}),
+    "8x4096 32/32 64": ((8, 4096, 32, 32, 64), {}),
+    "1x65536 8/1 128": ((1, 65536, 8, 1, 128), {}),
     "4x4096 32/8 128 softcap": ((4, 4096, 32, 8, 128), {"softcap": 30.0}),
     "4x4096 32/8 128 sinks": ((4, 4096, 32, 8, 128), {"sinks": True}),
     "4x4096 32/8 128 segments": ((4, 4096, 32, 8, 128), {"segments": 8}),
@@ -74,6 +79,7 @@ def programs_of(
     ours = partial(flash_attention, causal=True, **given)
     found: dict[str, Callable[..., Any]] = {
         "ours": partial(ours, implementation="custom_call"),
+        "default": ours,
         "xla": partial(ours, implementation="reference"),
     }
     if not {*options} - {"window"}:
@@ -93,6 +99,14 @@ def compiled(
     if which == "forward":
         program = jax.jit(function).lower(*arrays).compile()
         return lambda: program(*arrays)
+    if which == "both":
+
+        def step(*arrays: jax.Array) -> Any:
+            o, pull = jax.vjp(function, *arrays[:-1])
+            return o, *pull(arrays[-1])
+
+        both = jax.jit(step).lower(*arrays, dout).compile()
+        return lambda: both(*arrays, dout)
     _, pull = jax.jit(partial(jax.vjp, function))(*arrays)
     backward = jax.jit(lambda pull, dout: pull(dout)).lower(pull, dout).compile()
     return lambda: backward(pull, dout)
@@ -118,7 +132,7 @@ def cell_of(name: str, which: str, seconds: float) -> dict[str, Any]:
     times = rounds_of(runs, seconds, calls=1, against="ours")
     batch, tokens, heads, _, columns = shape
     operations = 4 * batch * heads * columns * seen_of(tokens, options)
-    operations *= 1 if which == "forward" else 2.5
+    operations *= {"forward": 1, "backward": 2.5, "both": 3.5}[which]
     measured = {
         of: {"ms": 1e3 * t, "tflops": operations / t / 1e12, "ours": ratio}
         for of, (t, ratio) in times.items()
@@ -145,7 +159,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write, one JSON object")
     parser.add_argument("--cells", default="", metavar="TEXT", help="those whose name has this")
-    parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
+    parser.add_argument(
+        "--passes",
+        nargs="+",
+        default=["forward", "backward"],
+        choices=["forward", "backward", "both"],
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell, at the least")
     parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
     arguments = parser.parse_args()
