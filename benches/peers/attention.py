@@ -7,8 +7,9 @@ A cell is a shape with its options and a pass, in bfloat16 of normal numbers, ca
 library's kernels, and `default` is what `flash_attention` takes unless told. Programs are timed as
 turns.py says, a call each; beside the time stand the rate in TFLOP/s of what is seen (two GEMMs
 forward and five backward), and the time relative to `ours`. A backward pass is timed alone, from
-what its forward pass saved; `both` are one program, as in a training step. With `--torch` PyTorch's kernels are timed first, in a
-process of their own (attention_in_torch.py), and not in turns with the others.
+what its forward pass saved; `both` are one program, as in a training step. With `--torch` PyTorch's
+kernels are timed first, in a process of their own (attention_in_torch.py), and not in turns with
+the others.
 """
 
 import argparse

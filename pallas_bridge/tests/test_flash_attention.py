@@ -786,6 +786,58 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")
+def test_cudnn_takes_in_its_backward_pass_what_its_forward_pass_saved(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in's derivative takes what JAX's does: q, k, v, o and statistics of the softmax."""
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(one, q.shape[2] // one.shape[2], 2) for one in (k, v))
+        logits = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32)
+        lse = jax.nn.logsumexp(logits, -1)
+        o = jnp.einsum("bhst,bthd->bshd", jnp.exp(logits - lse[..., None]), v)
+        # Says in a program that this was made.
+        return o.astype(q.dtype), jnp.cos(lse)
+
+    @jax.custom_vjp
+    def stand_in(q: Any, k: Any, v: Any) -> Any:
+        return both(q, k, v)[0]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        o, statistics = both(q, k, v)
+        return o, (q, k, v, jnp.zeros(0, q.dtype), statistics, o)
+
+    def backward(saved: Any, do: Any) -> Any:
+        q, k, v, _, statistics, o = saved
+        scaled = do * statistics.swapaxes(1, 2)[..., None].astype(do.dtype)
+        return scaled + o, k + scaled[:, :, :2], v + q[:, :, :2]
+
+    stand_in.defvjp(forward, backward)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, **_: stand_in(*x))
+    q, k, v, do, _ = arrays(rng, "bfloat16", 3, (4, 2), (30, 30), (8, 8))
+
+    def heads_first(x: Any, count: int) -> Any:
+        return jnp.moveaxis(x.reshape(3, 30, 2, count, 8), 1, 3)
+
+    given = heads_first(q, 2), heads_first(k, 1)[:, :, 0], heads_first(v, 1)[:, :, 0]
+    made = on_cuda.cudnn(Options(1.0), *given)
+    saving = None if made is None else made.saving(*given)
+    assert saving is not None
+    o, statistics = saving.forward(*given)
+    found = o, *saving.backward(*given, o, statistics, heads_first(do, 2))
+    right, pull = jax.vjp(stand_in, q, k, v)
+    for one, other in zip(found, (right, *pull(do)), strict=True):
+        back = jnp.moveaxis(one.reshape(3, -1, 30, 8), 1, 2)
+        np.testing.assert_array_equal(exact(back), exact(other))
+
+    def step(q: Any, k: Any, v: Any, do: Any) -> Any:
+        o, pull = jax.vjp(flash_attention, q, k, v)
+        return o, *pull(do)
+
+    assert lowered(step, "cuda", q, k, v, do).count("stablehlo.cosine") == 1
+
+
+@pytest.mark.only("cpu", "a stand-in for cuDNN")
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
 def test_programs_that_call_cudnn(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: Any
