@@ -1,7 +1,7 @@
 """Attention on one device: the library's kernels, cuDNN's and XLA's program, and PyTorch's.
 
     python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward both]
-        [--torch]
+        [--torch] [--without xla]
 
 A cell is a shape with its options and a pass, in bfloat16 of normal numbers, causal. `ours` are the
 library's kernels, and `default` is what `flash_attention` takes unless told. Programs are timed as
@@ -113,10 +113,11 @@ def compiled(
     return lambda: backward(pull, dout)
 
 
-def cell_of(name: str, which: str, seconds: float) -> dict[str, Any]:
-    """Returns what is measured of a cell."""
+def cell_of(name: str, which: str, seconds: float, without: list[str]) -> dict[str, Any]:
+    """Returns what is measured of a cell, `without` functions of these names."""
     shape, options = CELLS[name]
     functions, arrays, dout = programs_of(shape, options)
+    functions = {of: one for of, one in functions.items() if of not in without}
     runs: dict[str, Callable[[], Any]] = {}
     failed: dict[str, str] = {}
     for of, function in functions.items():
@@ -166,6 +167,7 @@ def main() -> int:
         default=["forward", "backward"],
         choices=["forward", "backward", "both"],
     )
+    parser.add_argument("--without", nargs="+", default=[], choices=["default", "xla", "cudnn"])
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell, at the least")
     parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
     arguments = parser.parse_args()
@@ -175,7 +177,7 @@ def main() -> int:
     peers = of_torch(names, arguments.passes, arguments.seconds) if arguments.torch else {}
     for name in names:
         for which in arguments.passes:
-            found = cell_of(name, which, arguments.seconds)
+            found = cell_of(name, which, arguments.seconds, arguments.without)
             for of, ms in peers.get((name, which), {}).items():
                 if isinstance(ms, str) or "ours" not in found:
                     found["failed"][f"torch {of}"] = ms

@@ -17,6 +17,8 @@ from pallas_bridge._src.bound import Bound
 from pallas_bridge._src.custom_call import Call
 from pallas_bridge._src.linear import _Map
 
+# For time: thousands of programs, each compiled for one primitive.
+ON_CPU = pytest.mark.only("cpu", "JAX's caches are the same for every platform")
 EACH = [pytest.param(one, id=one.name) for one in CASES]
 
 
@@ -60,6 +62,7 @@ def in_both_orders() -> Iterator[Any]:
     yield arrays, *found
 
 
+@ON_CPU
 @pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_results_do_not_depend_on_what_ran_before(in_both_orders: Any, case: Case) -> None:
@@ -69,6 +72,7 @@ def test_results_do_not_depend_on_what_ran_before(in_both_orders: Any, case: Cas
             assert one.tobytes() == other.tobytes(), variants(case)[number]
 
 
+@ON_CPU
 @pytest.mark.fixed
 @pytest.mark.parametrize("case", EACH)
 def test_variants_differ_eagerly_and_in_one_program(in_both_orders: Any, case: Case) -> None:
