@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from pallas_bridge._src import compat, doctor
 
 # Gradients of cases, each with the axis that a mesh of four devices cuts.
 CUT = {
@@ -80,3 +82,16 @@ def test_another_process_finds_the_same_programs(tmp_path: Path) -> None:
     for name, (is_found, exchanges) in warm.items():
         assert is_found and not cold[name][0], name
         assert exchanges == cold[name][1] and "all-gather" not in exchanges, name
+
+
+def test_the_doctor_tells_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*doctor._cache()] == []
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        (found,) = doctor._cache()
+        assert found.state == "ok" and str(tmp_path) in found.what
+        monkeypatch.setattr(compat, "callbacks_by_name", lambda: None)
+        (found,) = doctor._cache()
+        assert found.state == "warning" and "no other process finds" in found.what
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)

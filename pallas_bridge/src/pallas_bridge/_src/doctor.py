@@ -73,7 +73,7 @@ def examine() -> Iterator[Finding]:
     yield from _driver()
     # What follows needs a JAX that can be imported.
     if all(finding.state != "failed" for finding in found):
-        for check in (_library, _devices, _call):
+        for check in (_library, _devices, _cache, _call):
             yield from _safely(check)
 
 
@@ -235,6 +235,25 @@ def _devices() -> Iterator[Finding]:
             yield Finding("failed", f"{said}: the library has no kernels", library.BUILDS["cuda"])
             return
     yield Finding("ok", said)
+
+
+def _cache() -> Iterator[Finding]:
+    """JAX's cache of compiled programs on disk, where it is on."""
+    import jax
+
+    folder = jax.config.values.get("jax_compilation_cache_dir")
+    if folder is None:
+        return
+    compat: Any = importlib.import_module(f"{__package__}.compat")
+    said = f"cache: compiled programs are kept in {folder}"
+    if compat.callbacks_by_name() is None:
+        yield Finding(
+            "warning",
+            f"{said}; by this jax, no other process finds those that XLA shards by calling Python",
+            "install a version that pallas_bridge is tested with, or compile anew in each process",
+        )
+    else:
+        yield Finding("ok", f"{said}; to be warned of what XLA gathers, compile without it")
 
 
 def _call() -> Iterator[Finding]:
