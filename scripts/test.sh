@@ -17,8 +17,9 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Left out unless they are named, for time: the versions of JAX between the oldest and the newest.
-by_name=(xla-cpu-{0.10.2,0.11.2})
+# Left out unless they are named, for time: the versions of JAX between the oldest and the newest, and the rest
+# of what goes over all operations.
+by_name=(xla-cpu-{0.10.2,0.11.2} nightly)
 # In the order of what fails soonest.
 quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
 all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train miri asan fuzz neon)

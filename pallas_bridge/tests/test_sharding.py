@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
 from operations import CASES, Case
 from pallas_bridge._src import gathering
@@ -254,6 +254,27 @@ def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None
     for number, one in enumerate(program(*arrays)):
         right = np.concatenate([np.asarray(found[number]) for found in expected])
         np.testing.assert_allclose(np.asarray(one), right, atol=1e-4 * max(np.abs(right).max(), 1))
+
+
+@pytest.mark.fixed
+@pytest.mark.newest
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_programs_for_meshes_that_have_no_devices(rng: np.random.Generator, case: Case) -> None:
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    dim = "S" if "packed" in case.name else "B"
+    arrays = [
+        jax.ShapeDtypeStruct(
+            one.shape,
+            one.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(*("data" if name == dim else None for name in of.dims))
+            ),
+        )
+        for one, of in zip(case.arrays(rng, **EXTENTS), case.arguments, strict=True)
+    ]
+    function = case.gradients if case.has_gradient else case.outputs
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cpu",)).as_text()
+    assert "CustomSPMDPartitioning" not in text and "InspectSharding" not in text
 
 
 @cache

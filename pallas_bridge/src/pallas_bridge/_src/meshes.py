@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .arrays import spec_of
 from .compat import varying_axes, without_varying
@@ -134,14 +134,28 @@ def are_left_to_xla(*arrays: Any) -> bool:
     """Whether XLA alone chooses, and for several devices, how it cuts traced arrays."""
     mesh = _mesh_of(*arrays)
     is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
-    is_several = mesh is not None and mesh.size > 1
+    is_several = mesh is not None and mesh.size > 1 and _has_devices(mesh)
     return is_traced and is_several and all(one == AxisType.Auto for one in mesh.axis_types)
+
+
+def is_without_devices(*arrays: Any) -> bool:
+    """Whether traced arrays are of a mesh that has no devices."""
+    mesh = _mesh_of(*arrays)
+    return mesh is not None and not _has_devices(mesh)
+
+
+def _has_devices(mesh: Any) -> bool:
+    """Whether a mesh is one of devices, which an abstract mesh that a user makes is not.
+
+    JAX refuses programs of the latter that ask for devices as they are lowered.
+    """
+    return isinstance(mesh, Mesh) or mesh.abstract_device is not None
 
 
 def may_be_left_to_xla(*arrays: Any) -> bool:
     """Whether XLA may choose how it cuts traced arrays, as it may where no mesh is known."""
     mesh = _mesh_of(*arrays)
-    return mesh is None or bool(_axes(mesh, AxisType.Auto))
+    return mesh is None or (_has_devices(mesh) and bool(_axes(mesh, AxisType.Auto)))
 
 
 def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:

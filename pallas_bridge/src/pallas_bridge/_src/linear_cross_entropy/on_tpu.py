@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.interpreters import mlir
 
-from .. import pallas
+from .. import meshes, pallas
 from ..bound import Bound
 from ..compat import tell_devices
 from ..cross_entropy.options import Options, Tile
@@ -140,13 +140,17 @@ def choose(
     if work.options.implementation == "custom_call":
         return jax.lax.platform_dependent(*operands, **others, default=default)
 
-    kernels = partial(deferred.bind, _kernels, no_kernels, work=work)
+    is_untold = meshes.is_without_devices(*jax.tree.leaves(operands))
+    made = _kernels_for_any if is_untold else _kernels
+    kernels = partial(deferred.bind, made, no_kernels, work=work)
     return jax.lax.platform_dependent(*operands, tpu=kernels, **others, default=default)
 
 
 _kernels = deferred.primitive("xentile_linear_cross_entropy")
 # How much VMEM there is decides whether logits are made twice or three times.
 tell_devices(_kernels)
+# The same where a mesh has no devices to tell of.
+_kernels_for_any = deferred.primitive("xentile_linear_cross_entropy_for_any")
 
 
 def _lower(
@@ -174,6 +178,7 @@ def _lower(
 
 
 mlir.register_lowering(_kernels, _lower)
+mlir.register_lowering(_kernels_for_any, _lower)
 
 
 def _target(module: Any) -> Target | None:
