@@ -163,13 +163,18 @@ class Signature:
         return found
 
     def cuts(self, avals: Sequence[Any]) -> dict[str, Any]:
-        """Returns what a mesh of explicit axes cuts named axes over, of those that it cuts."""
-        return {
-            name: axes
-            for dims, aval in zip(self.operands, avals, strict=True)
-            for name, axes in zip(dims.factors, spec_of(aval)[dims.leading(aval) :], strict=True)
-            if axes is not None
-        }
+        """Returns what a mesh of explicit axes cuts named axes over, of those that it cuts.
+
+        Operands that tokens do not share decide, wherever one has the axis.
+        """
+        of_tokens: dict[str, Any] = {}
+        of_shared: dict[str, Any] = {}
+        for dims, aval in zip(self.operands, avals, strict=True):
+            found = of_tokens if dims.has_tokens else of_shared
+            spec = spec_of(aval)[dims.leading(aval) :]
+            for name, axes in zip(dims.factors, spec, strict=True):
+                found[name] = found.get(name) or axes
+        return {name: axes for name, axes in {**of_shared, **of_tokens}.items() if axes}
 
     def check_sharding(
         self, operation: object, target: str, avals: Sequence[Any], columns: str | None = None
@@ -219,8 +224,8 @@ def with_mapped_axis(
     """Returns operands of which the mapped axis is one of those of tokens, and its index there.
 
     The first axes of tokens are those that shared operands have, so that the new one comes behind
-    what any of these has already, and first of all where it maps one of these. `most` is the last
-    index that it may have, if not any.
+    what any of these has already, and first of all where it maps one of these. It goes no further
+    back than index `most`, if that is given.
     """
     mapped = [(x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None]
     size = mapped[0][0].shape[mapped[0][1]]
@@ -238,7 +243,8 @@ def with_mapped_axis(
     else:
         shared = (count for one, count in zip(dims, leading, strict=True) if not one.has_tokens)
         tokens = (count for one, count in zip(dims, leading, strict=True) if one.has_tokens)
-        first, last = max(shared, default=0), next(tokens) if most is None else most
+        first = max(shared, default=0)
+        last = next(tokens) if most is None else most
         place = axes[0] if axes[0] is not None and first <= axes[0] <= last else first
     given = []
     for one, x, axis, count in zip(dims, operands, axes, leading, strict=True):

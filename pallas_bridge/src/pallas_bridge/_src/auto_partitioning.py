@@ -33,10 +33,10 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import refusal, versions
+from . import library, refusal, versions
 from .arrays import factor_of
 from .compat import callbacks_by_name, cuts_by_shardy, tell_devices
-from .meshes import Names, entry, tuple_of
+from .meshes import Names, entry, in_order, tuple_of
 from .operation import Operation
 
 # The axes of an array by names: axes of one name are of one extent, and cut alike.
@@ -52,10 +52,13 @@ class Arrays:
 
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
-    # Cut at all, the first of them first where two would be cut over one axis of the mesh; and, of
-    # them, only where devices divide them, since XLA fills up the last device's part.
+    # Axes that may be sharded, in priority order where two compete for an axis of the mesh; and
+    # those of them that devices must divide, since XLA pads the last device's part.
     cut: Axes
     even: Axes = ()
+    # Indices of operands, and of results behind them, that take the sharding others have: an array
+    # that tokens share is small, and is gathered rather than that it decides where tokens lie.
+    followers: tuple[int, ...] = ()
 
     def rule(self) -> SdyShardingRule:
         """Returns what tells Shardy."""
@@ -77,8 +80,8 @@ def _mapping(axis: str) -> Any:
     return factor if count == 1 else CompoundFactor(factor, f"x{count}")
 
 
-# For the mesh axes that cut each of the axes that may be cut, and over how many devices those were
-# to be that are not even: what a device computes of its own arrays.
+# Takes the mesh axes that shard each axis, and for axes that these devices do not divide, which are
+# gathered, the number of devices. Returns what a device computes of its own arrays.
 Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
 
 
@@ -97,6 +100,12 @@ def is_asked_for(module: Any) -> bool:
         return False
     # Programs for TPUs in Pallas nobody has tried this with.
     return cuts_by_shardy() and "tpu" not in module.platforms
+
+
+def asks(ctx: Any) -> bool:
+    """Whether XLA asks about a call as it compiles; about arrays without elements nobody does."""
+    is_empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
+    return not is_empty and is_asked_for(ctx.module_context)
 
 
 def is_exported(module: Any) -> bool:
@@ -138,10 +147,18 @@ def _name_callback(operation: Any, text: str) -> None:
     rule = str(operation.attributes["sdy.sharding_rule"])
     devices = [str(device) for device in info.mesh.devices.flat]
     settled = f"{versions.PACKAGE} {text} {rule} {info.mesh} {devices} {module.platforms}"
+    has_library = not isinstance(library.attempt(), library.LibraryError)
+    settled += f" {_precision()} {jax.dtypes.canonicalize_dtype(float)} {has_library}"
     name = f"xentile {hashlib.sha256(settled.encode()).hexdigest()}"
     _named[name.encode()] = info
     callbacks[name.encode()] = info
     operation.attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+def _precision() -> Any:
+    """Returns the precision of matrix products where this is called (`jax.config` has no types)."""
+    config: Any = jax.config
+    return config.jax_default_matmul_precision
 
 
 def lower(
@@ -156,14 +173,13 @@ def lower(
 
     `name` says what stands there, all that settles what devices compute, and `named` finds it.
     """
-    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
-        values: Sequence[Any] = mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
-        return values
     of_axes = {
         factor_of(axis)[0]: extent // factor_of(axis)[1]
         for axes, aval in zip(arrays.operands, ctx.avals_in, strict=True)
         for axis, extent in zip(axes, aval.shape, strict=True)
     }
+
+    precision = _precision()
 
     def partition(mesh: Any, given: Any, found: Any) -> Any:
         shardings = [one.sharding for one in (*given, *found)]
@@ -173,7 +189,12 @@ def lower(
             specs = ([entry(cuts.get(factor_of(axis)[0], ())) for axis in axes] for axes in side)
             return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
-        return mesh, local(cuts, uneven), placed(arrays.results), tuple(placed(arrays.operands))
+        def of_own(*own: jax.Array) -> Sequence[jax.Array]:
+            # Python is asked when a program is compiled, maybe far from where it was made.
+            with jax.default_matmul_precision(precision):
+                return local(cuts, uneven)(*own)
+
+        return mesh, of_own, placed(arrays.results), tuple(placed(arrays.operands))
 
     def of_all(*operands: jax.Array) -> list[jax.Array]:
         return [*whole(*operands)]
@@ -184,7 +205,7 @@ def lower(
     own = ctx.replace(module_context=module.replace(keepalives=alive.objects))
     asked = custom_partitioning(of_all)
     asked.def_partition(partition, sharding_rule=arrays.rule())
-    values = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
+    values: Sequence[Any] = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
     operation = values[0].owner.operation
     attributes = ir.DictAttr.get({_NAME: ir.StringAttr.get(name)})
     operation.attributes["mhlo.frontend_attributes"] = attributes
@@ -225,8 +246,9 @@ def _cuts(
 ) -> tuple[dict[str, Names], dict[str, int]]:
     """Returns the mesh axes that cut each axis, and how many devices do not divide others."""
     found: dict[str, Names] = dict.fromkeys(arrays.cut, ())
-    for axes, sharding in zip((*arrays.operands, *arrays.results), shardings, strict=True):
-        if isinstance(sharding, NamedSharding):
+    sides = zip((*arrays.operands, *arrays.results), shardings, strict=True)
+    for index, (axes, sharding) in enumerate(sides):
+        if isinstance(sharding, NamedSharding) and index not in arrays.followers:
             for axis, one in zip(
                 (factor_of(axis)[0] for axis in axes), sharding.spec, strict=False
             ):
@@ -240,7 +262,8 @@ def _cuts(
         count = math.prod(mesh.shape[name] for name in free)
         if axis in arrays.even and extents[axis] % count:
             uneven[axis], free = count, ()
-        cuts[axis] = free
+        # Devices along columns exchange blocks in the mesh's order, as `jax.lax.ppermute` has it.
+        cuts[axis] = in_order(mesh, free) if axis in arrays.even else free
         taken |= {*free}
     return cuts, uneven
 
@@ -322,7 +345,7 @@ batching.primitive_batchers[_auto] = _batch
 
 
 def _lower_work(ctx: Any, *operands: Any, work: Work, **_: Any) -> Sequence[Any]:
-    if is_asked_for(ctx.module_context):
+    if asks(ctx):
         return lower(ctx, operands, work.name, work.arrays, work.whole, work.local)
     rule = mlir.lower_fun(functools.partial(_apply, work=work), multiple_results=True)
     values: Sequence[Any] = rule(ctx, *operands)

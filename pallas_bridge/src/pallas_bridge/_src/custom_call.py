@@ -27,7 +27,15 @@ from . import auto_partitioning, gathering, hoisting, library, pallas, partition
 from .arrays import Dims, Result, Signature, factor_of, reshaped, spec_of, with_mapped_axis
 from .bound import Bound
 from .compat import tell_devices, varying_axes
-from .meshes import Names, entry, explicit_axes, may_be_left_to_xla, on_devices, tuple_of
+from .meshes import (
+    Names,
+    entry,
+    explicit_axes,
+    in_order,
+    may_be_left_to_xla,
+    on_devices,
+    tuple_of,
+)
 from .operation import Operation
 
 
@@ -70,7 +78,7 @@ class Call:
     may_change: bool = False
     # What a call for the gradient becomes, together with an earlier one, if it can.
     merge: "Merge | None" = field(default=None, repr=False)
-    # Whether its one result is its first operand where the last is 1 everywhere.
+    # Whether the call multiplies by its last operand: of ones, the result is the first operand.
     is_product: bool = False
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
@@ -91,11 +99,10 @@ class Call:
     # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
     # cuts arrays, and where something that tokens share is mapped.
     is_composed: bool = False
-    # What handlers take, made of the operands, where that is something else; of calls that are
-    # composed alone, as XLA may not cut these arrays.
+    # Makes of the operands what the handler takes, where that differs. Only composed calls have it:
+    # XLA may not shard such arrays.
     prepared: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
-    # What stands for the call on devices that have some columns each of its operands' last axis
-    # (`InParts`), if something can.
+    # What each device computes where the operands' last axis is sharded (`InParts`), if it can.
     in_parts: "InParts | None" = field(default=None, repr=False)
 
     @cached_property
@@ -299,7 +306,7 @@ def _lower_alone(
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
     if call.columns in call.signature.cuts(ctx.avals_in):
         return _lower_explicit(ctx, *operands, **params)
-    if call.in_parts is not None and auto_partitioning.is_asked_for(module):
+    if call.in_parts is not None and auto_partitioning.asks(ctx):
         return _lower_in_parts(ctx, *operands, **params)
     _ask_of_whole_axes(ctx, call, operands)
     how = partitioning.layout(
@@ -350,7 +357,9 @@ def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:
         axes = enumerate(dims.factors, dims.leading(aval))
         # Logits have been asked about (`gathering.watched`).
         whole = {axis: name for axis, name in axes if name not in (*call.signature.cut, "V")}
-        if whole:
+        # A weight [D] that tokens share is small, and gathered by design.
+        is_weight = not dims.has_tokens and len(dims.names) == 1
+        if whole and not is_weight:
             what = f"operand {index} of {call.target}"
             gathering.ask(ctx, call.operation, what, whole, value, aval)
 
@@ -392,6 +401,8 @@ def _lower_explicit(
             cuts.setdefault(factor_of(axis)[0], tuple_of(one))
             cuts[factor_of(axis)[0]] = cuts[factor_of(axis)[0]] or tuple_of(one)
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+    if call.columns is not None:
+        cuts[call.columns] = in_order(mesh, cuts[call.columns])
     specs = [
         tuple(
             PartitionSpec(*(entry(cuts.get(factor_of(axis)[0], ())) for axis in axes))
@@ -406,7 +417,10 @@ def _lower_explicit(
         function = on_devices(mesh, explicit_axes(mesh), own, given, found, is_checked=False)
         placed = [jax.sharding.reshard(*pair) for pair in zip(arrays, given, strict=True)]
         results = function(*placed)
-        return [results[index] for index in keep]
+        return [
+            jax.sharding.reshard(results[index], PartitionSpec(*spec_of(aval)))
+            for index, aval in zip(keep, ctx.avals_out, strict=True)
+        ]
 
     with jax.sharding.use_abstract_mesh(mesh):
         values: Sequence[Any] = mlir.lower_fun(of_all, multiple_results=True)(ctx, *operands)
@@ -427,8 +441,10 @@ def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning
     )
     found = tuple(axes(dims, count if dims.has_tokens else mapped) for dims in signature.results)
     columns = () if call.columns is None else (call.columns,)
-    cut = (*columns, *(f"t{index}" for index in range(count)))
-    return auto_partitioning.Arrays(given, found, cut, columns)
+    cut = (*(f"t{index}" for index in range(count)), *columns)
+    sides = enumerate((*signature.operands, *signature.results))
+    followers = tuple(index for index, dims in sides if not dims.has_tokens)
+    return auto_partitioning.Arrays(given, found, cut, columns, followers)
 
 
 def _on_device(

@@ -7,6 +7,7 @@ program, and programs that are exported, or that JAX may cache on disk under a k
 (an address of this process would be part of that), are not asked.
 """
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ def watched(
     axis_of: str = "V",
     calls_ask: bool = False,
 ) -> jax.Array:
-    """Returns `x`, of which a warning tells should XLA have cut its `axis`.
+    """Returns `x`; warns as a program is compiled if XLA shards its `axis`.
 
     `axis_of` names the axis, that of the vocabulary by default. With `calls_ask`, calls that take
     `x` compute in parts wherever they get to know (`auto_partitioning`).
@@ -99,15 +100,31 @@ def ask(
     if not all(isinstance(extent, int) for extent in aval.shape) or size == 0:
         return
     given = f"{what}, {aval.str_short(short_dtypes=True)}"
-    callback = partial(_warn_of_gather, operation=operation, what=given, axes={**axes}, size=size)
-    _inspect(ctx.replace(avals_in=[aval]), value, callback)
+    callback = partial(
+        _warn_of_gather,
+        operation=operation,
+        what=given,
+        axes={**axes},
+        size=size,
+        rank=len(aval.shape),
+    )
+    _inspect(ctx.replace(avals_in=[aval]), value, callback, names_axes=False)
 
 
-def _inspect(ctx: Any, value: Any, callback: Callable[[Any], None]) -> None:
-    """Calls back with how XLA cuts a value, where a program is for several devices."""
+def _inspect(
+    ctx: Any, value: Any, callback: Callable[[Any], None], *, names_axes: bool = True
+) -> None:
+    """Calls back with how XLA cuts a value, where a program is for several devices.
+
+    `names_axes` is whether by axes of the mesh: JAX finds none, and nothing compiles, for some of
+    what XLA does where several axes cut a value.
+    """
     module = ctx.module_context
     if not auto_partitioning.is_cut_by_xla(module) or _is_kept(module):
         return
+    if not names_axes:
+        without = dataclasses.replace(module.axis_context, abstract_mesh=None)
+        module = module.replace(axis_context=without)
     # A program that is compiled may be pickled, and what its module keeps alive with it.
     own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
 
@@ -123,14 +140,13 @@ _told: set[str] = set()
 
 
 def _warn_of_gather(
-    sharding: Any, *, operation: Operation, what: str, axes: Mapping[int, str], size: int
+    sharding: Any, *, operation: Operation, what: str, axes: Mapping[int, str], size: int, rank: int
 ) -> None:
-    if not isinstance(sharding, NamedSharding):
-        return
-    spec = [*map(tuple_of, sharding.spec)]
+    # Of so many entries along every axis, devices divide each.
+    devices = len(sharding.device_set)
+    shares = sharding.shard_shape((devices,) * rank)
     for axis, name in axes.items():
-        names = spec[axis] if axis < len(spec) else ()
-        count = math.prod(sharding.mesh.shape[one] for one in names)
+        count = devices // shares[axis]
         if count == 1:
             continue
         text = (

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from . import refusal
 from .arrays import Dims, spec_of, wide_dtype, with_mapped_axis
 from .bound import Bound
 from .compat import tell_devices
@@ -39,7 +40,7 @@ def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> A
 
     It would move out of a loop what is the same in every iteration, and keep all of that at once:
     the pieces of a weight, say, of which the loop is there to have one at a time. A derivative of
-    it is refused where one is taken.
+    it is refused where one is used.
     """
 
     def forward(*arrays: Any) -> tuple[Any, None]:
@@ -50,7 +51,21 @@ def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> A
 
     in_one = jax.custom_vjp(function)
     in_one.defvjp(forward, backward)
-    return in_one(*arrays)
+
+    # By itself `jax.custom_vjp` refuses forward mode in words of its own, used or not.
+    @jax.custom_jvp
+    def with_tangents(*arrays: Any) -> Any:
+        return in_one(*arrays)
+
+    @with_tangents.defjvp
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        results = in_one(*primals)
+        flat, tree = jax.tree.flatten(results)
+        moving = [one for one in jax.tree.leaves(tangents) if one.dtype != jax.dtypes.float0]
+        of_flat = refusal.tangents_of(operation, flat, moving)
+        return results, jax.tree.unflatten(tree, [*map(ad.instantiate_zeros, of_flat)])
+
+    return with_tangents(*arrays)
 
 
 def along(gradients: Sequence[Any], tangents: Sequence[Any]) -> jax.Array:

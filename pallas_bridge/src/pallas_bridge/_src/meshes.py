@@ -180,6 +180,8 @@ def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constrained(sharding: NamedSharding, x: jax.Array) -> jax.Array:
     """Returns x as a sharding says; its gradient may lie otherwise, as `x` itself does."""
+    if not isinstance(x, jax.core.Tracer):
+        return x  # its gradient alone is traced, and the array lies where it does
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
     return constrained
 
@@ -235,6 +237,11 @@ def cuts(array: Any) -> list[Names]:
 def entry(names: Names) -> Any:
     """Returns what stands for these axes in a `PartitionSpec`."""
     return None if not names else names[0] if len(names) == 1 else names
+
+
+def in_order(mesh: Any, names: Names) -> Names:
+    """Returns axes of a mesh in the order that it has them in."""
+    return tuple(name for name in mesh.axis_names if name in names)
 
 
 def tuple_of(entry: Any) -> Names:

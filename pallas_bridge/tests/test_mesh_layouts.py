@@ -1,0 +1,160 @@
+"""Meshes of two axes: sharded weights, axes in any order, no tokens, and gradients without jit."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from operations import CASES, Case
+from test_sharding import exchanged
+
+import pallas_bridge
+
+pytestmark = pytest.mark.devices(4)
+
+EXTENTS = {"B": 4, "S": 24, "V": 64, "D": 32, "2F": 128, "H": 8, "K": 4, "E": 32, "R": 16}
+TOKENS = {"B", "S"}
+CELLS = [pytest.param(case, id=case.name) for case in CASES]
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    devices = jax.devices()[:4]
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def shared(case: Case) -> list[int]:
+    """The arguments that all tokens share: weights and biases."""
+    return [index for index, one in enumerate(case.arguments) if not TOKENS & {*one.dims}]
+
+
+def check_close(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        right = np.asarray(other, np.float64)
+        scale = max(np.abs(right).max(initial=0), 1)
+        np.testing.assert_allclose(np.asarray(one, np.float64), right, atol=1e-4 * scale)
+
+
+def with_sharded_weights(case: Case, arrays: Any, mesh: Any, axes: Any) -> list[jax.Array]:
+    """Arrays with tokens over "data", and what tokens share over `axes`, as under FSDP."""
+    found = []
+    for index, (one, array) in enumerate(zip(case.arguments, arrays, strict=True)):
+        spec = PartitionSpec(axes)
+        if index not in shared(case):
+            dim = "B" if "B" in case.arguments[0].dims else "S"
+            spec = PartitionSpec(*("data" if name == dim else None for name in one.dims))
+        found.append(jax.device_put(array, NamedSharding(mesh, spec)))
+    return found
+
+
+@pytest.mark.fixed
+@pytest.mark.parametrize("axes", ["data", ("data", "model")], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, id=one.name) for one in CASES if one.has_gradient and shared(one)]
+)
+def test_sharded_weights_are_gathered_and_tokens_are_not(
+    rng: np.random.Generator, case: Case, axes: Any
+) -> None:
+    arrays = case.arrays(rng, **EXTENTS)
+    expected = jax.jit(case.gradients)(*arrays)
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        placed = with_sharded_weights(case, arrays, mesh, axes)
+        program = jax.jit(case.gradients).lower(*placed).compile()
+        check_close(program(*placed), expected)
+    limit = max(arrays[index].nbytes for index in shared(case))
+    gathered = [size for kind, size in exchanged(program.as_text()) if kind == "all-gather"]
+    assert gathered and max(gathered) <= limit < arrays[0].nbytes, (gathered, limit)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_the_weight_is_refused_and_not_the_tokens(rng: np.random.Generator, name: str) -> None:
+    (case,) = (one for one in CASES if one.name == name)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = with_sharded_weights(case, case.arrays(rng, **EXTENTS), mesh, "data")
+        with pytest.raises(ValueError, match=r"operand 1 .* it must be sharded as P.*\(None,\)"):
+            jax.jit(case.outputs)(*placed)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "rms_norm", "cross_entropy"])
+def test_columns_over_two_axes_in_any_order(
+    rng: np.random.Generator, name: str, axes: tuple[str, str], kind: AxisType
+) -> None:
+    (case,) = (one for one in CASES if one.name == name)
+    arrays = case.arrays(rng, **EXTENTS)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        placed = []
+        for one, array in zip(case.arguments, arrays, strict=True):
+            spec = [axes if dim in ("V", "D", "2F") else None for dim in one.dims]
+            placed.append(jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))))
+        for function in (case.outputs, case.gradients):
+            check_close(jax.jit(function)(*placed), jax.jit(function)(*arrays))
+
+
+@pytest.mark.devices(8)
+@pytest.mark.filterwarnings("ignore:.*XLA gathers it:UserWarning")
+@pytest.mark.parametrize("kinds", [(AxisType.Auto, AxisType.Explicit), (AxisType.Auto,) * 2])
+def test_warnings_never_stop_a_program(
+    rng: np.random.Generator, kinds: tuple[AxisType, AxisType]
+) -> None:
+    # XLA cuts the activation over both axes, in an order that JAX has no name for.
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:8])
+    x = jnp.asarray(rng.normal(size=(8, 3, 16)), jnp.float32)
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: (pallas_bridge.swiglu(x) ** 3).sum())(x)
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("model", None, "data")))
+        check_close([jax.jit(gradient)(placed)], [jax.jit(gradient)(x)])
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_no_tokens_on_a_mesh(rng: np.random.Generator, case: Case) -> None:
+    dim = next(name for name in ("B", "S", "M") if name in case.arguments[0].dims)
+    arrays = case.arrays(rng, **{**EXTENTS, dim: 0})
+    mesh = mesh_of(AxisType.Auto)
+    for function in (case.outputs, case.gradients) if case.has_gradient else (case.outputs,):
+        expected = jax.jit(function)(*arrays)
+        with jax.set_mesh(mesh):
+            everywhere = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+            for one, other in zip(jax.jit(function)(*everywhere), expected, strict=True):
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("case", [one for one in CELLS if one.values[0].has_gradient])
+def test_gradients_without_jit_under_a_mesh(rng: np.random.Generator, case: Case) -> None:
+    arrays = case.arrays(rng, **EXTENTS)
+    expected = jax.jit(case.gradients)(*arrays)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        check_close(case.gradients(*arrays), expected)
+        rows = [jnp.stack([one] * 2) for one in arrays]
+        check_close([one[1] for one in jax.vmap(case.gradients)(*rows)], expected)
+
+
+@pytest.mark.only("cpu", "it reads a CPU's programs")
+def test_precision_is_that_where_a_program_was_made(rng: np.random.Generator) -> None:
+    mesh = mesh_of(AxisType.Auto)
+
+    def lowered(precision: str) -> Any:
+        with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
+            hidden = jax.device_put(jnp.ones((8, 32)), NamedSharding(mesh, PartitionSpec("data")))
+            weight = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, PartitionSpec("model")))
+            labels = jnp.zeros(8, int)
+            return jax.jit(pallas_bridge.linear_cross_entropy).lower(hidden, weight, labels)
+
+    def names(program: Any) -> list[str]:
+        return re.findall(r'"(xentile [0-9a-f]{64})"', program.as_text())
+
+    plain, again, highest = lowered("default"), lowered("default"), lowered("highest")
+    assert "operand_precision={highest,highest}" in highest.compile().as_text()
+    assert "operand_precision={highest" not in plain.compile().as_text()
+    # JAX's cache on disk finds programs by these.
+    assert names(plain) == names(again)
+    assert not {*names(plain)} & {*names(highest)}
