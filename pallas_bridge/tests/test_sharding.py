@@ -220,7 +220,9 @@ def test_what_devices_exchange_otherwise(
         texts, _ = run(case, dim, "auto", entropy)
     finally:
         jax.config.update(name, None)
-    assert " / ".join(texts) == documented()[case.name, dim, "auto"]
+    # Other programs have them in another order.
+    right = documented()[case.name, dim, "auto"].split(" / ")
+    assert [{*one.split("; ")} for one in texts] == [{*one.split("; ")} for one in right]
 
 
 # A packed text, and a tensor with one scale, are no problems of their own in parts.
