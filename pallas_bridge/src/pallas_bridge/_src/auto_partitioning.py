@@ -85,6 +85,11 @@ def _mapping(axis: str) -> Any:
 Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
 
 
+def spec_of_axes(axes: Axes, cuts: Mapping[str, Names]) -> PartitionSpec:
+    """Returns how an array of such axes lies where `cuts` names the mesh axes that shard each."""
+    return PartitionSpec(*(entry(cuts.get(factor_of(axis)[0], ())) for axis in axes))
+
+
 def is_cut_by_xla(module: Any) -> bool:
     """Whether XLA cuts a module's arrays over devices that are known, all axes of them."""
     devices = getattr(module.axis_context, "device_assignment", None)
@@ -186,8 +191,7 @@ def lower(
         cuts, uneven = _cuts(mesh, arrays, shardings, of_axes)
 
         def placed(side: Sequence[Axes]) -> list[NamedSharding]:
-            specs = ([entry(cuts.get(factor_of(axis)[0], ())) for axis in axes] for axes in side)
-            return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+            return [NamedSharding(mesh, spec_of_axes(axes, cuts)) for axes in side]
 
         def of_own(*own: jax.Array) -> Sequence[jax.Array]:
             # Python is asked when a program is compiled, maybe far from where it was made.

@@ -29,7 +29,6 @@ from .bound import Bound
 from .compat import tell_devices, varying_axes
 from .meshes import (
     Names,
-    entry,
     explicit_axes,
     in_order,
     may_be_left_to_xla,
@@ -398,19 +397,15 @@ def _lower_explicit(
     cuts: dict[str, Names] = {}
     for axes, aval in zip(arrays.operands, avals, strict=True):
         for axis, one in zip(axes, spec_of(aval), strict=True):
-            cuts.setdefault(factor_of(axis)[0], tuple_of(one))
-            cuts[factor_of(axis)[0]] = cuts[factor_of(axis)[0]] or tuple_of(one)
+            name, _ = factor_of(axis)
+            cuts[name] = cuts.get(name) or tuple_of(one)
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     if call.columns is not None:
         cuts[call.columns] = in_order(mesh, cuts[call.columns])
-    specs = [
-        tuple(
-            PartitionSpec(*(entry(cuts.get(factor_of(axis)[0], ())) for axis in axes))
-            for axes in side
-        )
+    given, found = (
+        tuple(auto_partitioning.spec_of_axes(axes, cuts) for axes in side)
         for side in (arrays.operands, arrays.results)
-    ]
-    given, found = specs
+    )
     own = _on_device(call, mapped, avals, cuts)
 
     def of_all(*arrays: jax.Array) -> list[jax.Array]:
