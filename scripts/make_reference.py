@@ -7,12 +7,14 @@ in docs/reference.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "crates" / "xentile-tools" / "src"
@@ -102,25 +104,116 @@ def config(binaries: Path) -> str:
     return page
 
 
+DECLARED = ROOT / "pallas_bridge" / "src" / "pallas_bridge" / "_src" / "targets.json"
+# The first words of targets, by which this page groups them.
+OPERATIONS = (
+    "activation",
+    "cross_entropy",
+    "flash_attention",
+    "fp8_quantize",
+    "layer_norm",
+    "linear_cross_entropy",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "scale",
+)
+FLOATS = ["f32", "bf16", "f16"]
+TARGETS = """\
+`xentile_targets` lists a handler for each target, platform and stage: on CPUs (`Host`) `execute`,
+on NVIDIA GPUs (`CUDA`) `initialize` too, which loads what `execute` launches, but for those marked.
+`xentile_declarations` gives what this page says, and more, as JSON.
+[Custom calls](../internals/custom-calls.md) says what the operations do with it.
+
+`*batch` is any number of leading axes, those of tokens. An argument without it is shared by all
+tokens, and may have some of their first axes before its own. A result without it is a sum over
+tokens, which handlers give as partial sums `[.., P, D]`. `2.F` and `F.2` are the axes `[2, F]` and
+`[F, 2]`; `D/128` is the number of blocks of 128 in D. An array without a dtype has that of the
+first argument, which is f32, bf16 or f16. "(y in the place of x)" says that y may lie there.
+
+| target | on | arguments | results |
+| --- | --- | --- | --- |
+"""
+ATTRIBUTES = """
+A call must have the attributes of its target, but for those that may be absent, and no others. In
+this table targets are without `xentile_`.
+
+| attribute | type and range | if absent | of |
+| --- | --- | --- | --- |
+"""
+
+
+def array(one: Mapping[str, Any]) -> str:
+    """Returns what an array is: its name, dims and dtype, and when it is there."""
+    dims, dtype, given = one["dims"], one["dtype"], one["given"]
+    if isinstance(dims, dict):
+        cases = " or ".join(f"`[{text}]`" for text in dims["cases"].values())
+        words = f"{one['name']} {cases} by `{dims['by']}`"
+    else:
+        words = f"{one['name']} `[{dims}]`"
+    if isinstance(dtype, list) and (dtype != FLOATS or one["name"].endswith("weight")):
+        words += f" {' or '.join(dtype)}"
+    elif dtype == "bytes":
+        words += " u8, on GPUs any"
+    elif isinstance(dtype, dict) and "like_or_f32" in dtype:
+        words += ", on GPUs also f32"
+    if isinstance(given, dict):
+        words += f" (with {given.get('where') or given['with']})"
+    return f"{words} (may be absent)" if given == "optional" else words
+
+
+def range_of(attribute: Mapping[str, Any]) -> str:
+    """Returns the type and range of an attribute in words."""
+    found, kind = attribute["range"], attribute["type"]
+    if isinstance(found, list):
+        return f"{kind}: {', '.join(map(str, found))}"
+    if not found:
+        return str(kind)
+    if "finite" in found:
+        return f"{kind}, finite in f32"
+    if "above" in found:
+        return f"{kind}, finite, above {found['above']}"
+    if "at_least" in found:
+        return f"{kind}, at least {found['at_least']}"
+    most = "finite" if found["to"] is None else f"at most {found['to']:.7g}"
+    return f"{kind}, at least {found['from']:.7g}, {most}"
+
+
 def targets() -> str:
-    """The page of custom-call targets, by the symbols in the header."""
-    header = ROOT / "crates" / "xentile-xla" / "include" / "xentile_xla.h"
-    symbols = re.findall(
-        r"XLA_FFI_Error\* (xentile_\w+?)_(host|cuda_initialize|cuda)\(",
-        header.read_text(encoding="utf-8"),
-    )
-    page = f"# Custom-call targets\n\n{MADE}\n"
-    page += "The table of the library, `xentile_targets`, lists a handler a target and platform.\n"
-    page += "What each target takes and gives, its attributes and their ranges are in\n"
-    page += "[custom calls](../internals/custom-calls.md#the-targets).\n\n"
-    page += "| target | CPU (`Host`) | NVIDIA GPU (`CUDA`) |\n| --- | --- | --- |\n"
-    stages = {"host": "execute", "cuda": "execute", "cuda_initialize": "initialize"}
-    for target in sorted({name for name, _ in symbols}):
-        host, cuda = (
-            ", ".join(stages[kind] for kind in kinds if (target, kind) in symbols)
-            for kinds in (("host",), ("cuda_initialize", "cuda"))
-        )
-        page += f"| `{target}` | {host} | {cuda} |\n"
+    """The page of custom-call targets, from what the library declares."""
+    declared = json.loads(DECLARED.read_text(encoding="utf-8"))["targets"]
+    page = f"# Custom-call targets\n\n{MADE}\n{TARGETS}"
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for target in declared:
+        on = [name for name, stages in target["handlers"].items() if stages]
+        if target["handlers"]["CUDA"] == ["execute"]:
+            on[-1] += " (execute alone)"
+        sides = ["<br>".join(map(array, target[side])) for side in ("operands", "results")]
+        places = (f"{one['result']} in the place of {one['operand']}" for one in target["aliases"])
+        sides[1] += "".join(f"<br>({place})" for place in places)
+        page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
+        for one in target["attributes"]:
+            name = f"`{one['name']}`{' on CUDA' if one['cuda_only'] else ''}"
+            key = name, range_of(one), one["absent"] or ""
+            rows.setdefault(key, []).append(target["name"].removeprefix("xentile_"))
+    page += ATTRIBUTES
+    families: dict[str, list[str]] = {}
+    for target in declared:
+        name = target["name"].removeprefix("xentile_")
+        family = next(one for one in sorted(OPERATIONS, key=len)[::-1] if name.startswith(one))
+        families.setdefault(family, []).append(name)
+    for (name, words, absent), of in rows.items():
+        short = []
+        for family, members in families.items():
+            mine = [one for one in of if one in members]
+            rest = [one for one in members if one not in mine]
+            if len(mine) > len(rest) > 0:
+                short.append(
+                    f"{family} but {', '.join(one.removeprefix(family)[1:] for one in rest)}"
+                )
+            else:
+                short += [family] if mine and not rest else mine
+        page += f"| {name} | {words} | {absent} | {'; '.join(short)} |\n"
     return page
 
 

@@ -9,7 +9,7 @@
  *     }
  *
  * Nothing here needs XLA's headers; with them, the two structs declared below are XLA's own.
- * docs/internals/custom-calls.md says what every target takes and gives. All functions may be called from any
+ * docs/reference/targets.md says what every target takes and gives. All functions may be called from any
  * thread, and what they return lives as long as the library.
  */
 #ifndef XENTILE_XLA_H_
@@ -70,6 +70,20 @@ void xentile_ffi_version(int32_t* major, int32_t* minor);
 /* The table, and the number of its targets in *count unless that is null. */
 const xentile_target* xentile_targets(size_t* count);
 
+/* What every target takes and gives, as a JSON text, those without a handler in this library too:
+ *
+ *     {"table_version": 3, "targets": [
+ *       {"name": "xentile_rope", "summary": "..",
+ *        "handlers": {"Host": ["execute"], "CUDA": ["initialize", "execute"]},
+ *        "operands": [{"name": "x", "dims": "*batch S H D", "dtype": ["f32", "bf16", "f16"], "role": "input",
+ *                      "given": "always"}, ..],
+ *        "results": [{"name": "y", .. "dtype": {"like": "x"}}, ..],
+ *        "attributes": [{"name": "inverse", "type": "bool", "range": null, "absent": null,
+ *                        "cuda_only": false}, ..], ..}, ..]}
+ *
+ * crates/xentile-xla/src/declaration.rs documents every key and how dimensions read. */
+const char* xentile_declarations(void);
+
 /* The instruction set that the kernels use on this processor: "amx_bf16", "avx512_bf16", "avx512", "avx2",
  * "neon" or "portable". On Linux the first call may ask the system for leave to use AMX, which holds for the
  * whole process. */
@@ -85,177 +99,324 @@ int32_t xentile_tuned_tile(const char* table, const char* dtype, size_t vocab, s
  * variant ("relu single"; "" where it has none) on a backend ("cuda"), else 0. */
 int32_t xentile_prefers_xla(const char* backend, const char* operation, const char* variant);
 
-/* The handlers. */
-struct XLA_FFI_Error* xentile_activation_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_activation_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_flash_attention_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_flash_attention_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_transposed_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rope_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
+/* The handlers: those whose names end with _host are for CPUs, the others for NVIDIA GPUs, which libraries built
+ * with CUDA have. Such a library loads on any machine; where a driver or a GPU is missing, the call says so. Where
+ * a target has two handlers for GPUs, _cuda_initialize loads what _cuda launches.
+ * docs/reference/targets.md says what each takes and gives. */
+/* From here on made by tests/declarations.rs. */
 
-/* Those for NVIDIA GPUs, two for most targets, which libraries built with CUDA have. A library that has them
- * loads on any machine; where a driver or a GPU is missing, it is the call that says so. */
+/* xentile_activation_forward: y of x, which packs gate and up where the layout is not single.
+ * (x) -> (y). */
+struct XLA_FFI_Error* xentile_activation_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_activation_backward: dx, from x and the cotangent of y. (x, dy) -> (dx). */
+struct XLA_FFI_Error* xentile_activation_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_forward: loss, logps, lse and lse_low of each token. (logits, labels) ->
+ * (loss, logps, lse, lse_low). */
+struct XLA_FFI_Error* xentile_cross_entropy_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_backward: dlogits, from the lse that forward gave and the cotangents of
+ * what it gave. (logits, labels, lse, lse_low, dloss, dlogps, dlse) -> (dlogits). */
+struct XLA_FFI_Error* xentile_cross_entropy_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_fused: loss, lse, lse_low and dlogits, from the cotangents of the loss.
+ * (logits, labels, dloss) -> (loss, lse, lse_low, dlogits). */
+struct XLA_FFI_Error* xentile_cross_entropy_fused_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_distribution: What forward gives, and entropy, highest and argmax of
+ * each token. (logits, labels) -> (loss, logps, lse, lse_low, entropy, highest, argmax). */
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_distribution_fused: What distribution gives but logps, and dlogits, from
+ * the cotangents of the loss. (logits, labels, dloss) -> (loss, lse, lse_low, entropy, highest,
+ * argmax, dlogits). */
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_cross_entropy_distribution_backward: dlogits, from lse and entropy of distribution and
+ * the cotangents of what it gave. (logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse,
+ * dentropy) -> (dlogits). */
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_flash_attention_forward: o and lse of attention over the keys that each query sees.
+ * (q, k, v, ranges, q_segments, kv_segments, sinks) -> (o, lse). */
+struct XLA_FFI_Error* xentile_flash_attention_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_flash_attention_backward: dq, dk, dv and dsinks, from what forward gave and the
+ * cotangents of that. (q, k, v, ranges, q_segments, kv_segments, sinks, o, lse, dout, dlse) ->
+ * (dq, dk, dv, dsinks). */
+struct XLA_FFI_Error* xentile_flash_attention_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize: Values, and the scale of each block. (x) -> (values, scales). */
+struct XLA_FFI_Error* xentile_fp8_quantize_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_transposed: Values and scales, and the transposed copy with its own
+ * scales. (x) -> (values, scales, values_t, scales_t). */
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda_initialize(
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
+
+/* xentile_fp8_quantize_scaled: Values by a given scale, and amax of each row. (x, scale) ->
+ * (values, amax). */
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_scaled_transposed: Values by a given scale, amax of each row, and the
+ * transposed copy. (x, scale) -> (values, amax, values_t). */
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_amax: amax of each row. (x) -> (amax). */
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_swiglu: Values and scales of SwiGLU, by blocks of 128 columns; what packs
+ * gate and up is given twice. (x, up) -> (values, scales). */
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_swiglu_transposed: The same, and the transposed copy with its own scales.
+ * (x, up) -> (values, scales, values_t, scales_t). */
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_rms_norm: Values and scales of RMSNorm, by blocks of 128 columns, and the
+ * rstd of each row. (x, weight) -> (values, scales, rstd). */
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_rms_norm_add: The same of x + residual, which is a result too. (x,
+ * residual, weight) -> (values, scales, sum, rstd). */
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_rms_norm_transposed: Values and scales of RMSNorm, the transposed copy
+ * with its own scales, and the rstd of each row. (x, weight) -> (values, scales, values_t,
+ * scales_t, rstd). */
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_fp8_quantize_rms_norm_add_transposed: The same of x + residual, which is a result too.
+ * (x, residual, weight) -> (values, scales, values_t, scales_t, sum, rstd). */
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_layer_norm_forward: The norm of each row, its mean and its rstd. (x, weight, bias) ->
+ * (y, mean, rstd). */
+struct XLA_FFI_Error* xentile_layer_norm_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_layer_norm_backward: dx, dweight and dbias, from the statistics that forward gave. (x,
+ * weight, mean, rstd, dy) -> (dx, dweight, dbias). */
+struct XLA_FFI_Error* xentile_layer_norm_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_forward: loss, logps, lse and lse_low of each token. (hidden,
+ * weight, labels, bias) -> (loss, logps, lse, lse_low, scratch). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_backward: dhidden, dweight and dbias, from the lse that forward
+ * gave and the cotangents of what it gave. (hidden, weight, labels, lse, lse_low, dloss, dlogps,
+ * dlse, bias) -> (dhidden, dweight, scratch, dbias). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_fused: loss, lse, lse_low, dhidden, dweight and dbias, from the
+ * cotangents of the loss. (hidden, weight, labels, dloss, bias) -> (loss, lse, lse_low, dhidden,
+ * dweight, scratch, dbias). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_distribution_fused: What fused gives, and entropy and argmax of
+ * each token: argmax equals the label where the label has the largest logit, and is any other
+ * number elsewhere. (hidden, weight, labels, dloss, bias) -> (loss, lse, lse_low, entropy,
+ * argmax, dhidden, dweight, scratch, dbias). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_distribution_fused_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_add: What fused gives, with dweight in f32 added to sums, in
+ * whose place it lies. (hidden, weight, labels, dloss, sums, bias) -> (loss, lse, lse_low,
+ * dhidden, dweight, scratch, dbias). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_keep: What forward gives, and logits, in kept and in the scratch.
+ * (hidden, weight, labels, bias) -> (loss, logps, lse, lse_low, kept, scratch). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_cross_entropy_resume: What backward gives, from the logits that keep left in
+ * kept and in its scratch, held. (hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse,
+ * kept, held, bias) -> (dhidden, dweight, scratch, dbias). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_rms_norm_forward: The norm of each row, and its rstd. (x, weight) -> (y, rstd). */
+struct XLA_FFI_Error* xentile_rms_norm_forward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_rms_norm_add_forward: The norm of each row of x + residual, that sum, and the rstd of
+ * its rows. (x, residual, weight) -> (y, sum, rstd). */
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_rms_norm_backward: dx and dweight, from the rstd that forward gave. (x, weight, rstd,
+ * dy) -> (dx, dweight). */
+struct XLA_FFI_Error* xentile_rms_norm_backward_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_backward_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_rms_norm_add_backward: dx and dweight of a sum x, whose own cotangent is dsum. (x,
+ * weight, rstd, dy, dsum) -> (dx, dweight). */
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_rope: Rows of x, rotated by the rows of the tables that the indices name; NaN where
+ * there is no such row. (x, indices, cos, sin) -> (y). */
+struct XLA_FFI_Error* xentile_rope_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rope_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_qk_norm_rope_forward: Heads of q and k, normalised and rotated, and the rstd of each.
+ * (q, k, q_weight, k_weight, indices, cos, sin) -> (q_turned, k_turned, q_rstd, k_rstd). */
 struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_qk_norm_rope_backward: dq, dk and the gradients of the weights, from the rstd that
+ * forward gave. (q, k, q_weight, k_weight, q_rstd, k_rstd, indices, cos, sin, q_cotangent,
+ * k_cotangent) -> (dq, dk, dq_weight, dk_weight). */
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_scale: x times the factor of each token; nothing is touched in place where every
+ * factor is 1. (x, factor) -> (scaled). */
+struct XLA_FFI_Error* xentile_scale_host(
+    struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_scale_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);
-/* These call cuBLASLt, and have nothing to initialize. */
-struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_cuda(
+struct XLA_FFI_Error* xentile_scale_cuda(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_distribution_fused_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+
+/* To here. */
 
 #ifdef __cplusplus
 } /* extern "C" */

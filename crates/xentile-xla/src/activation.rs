@@ -7,6 +7,46 @@ pub(crate) mod cuda;
 use xentile::activation::{Activation, ActivationShape, Kind, Layout};
 use xla_ffi::{Attribute, Decoder, Error, FromAttribute, Parameter, Result};
 
+use crate::declaration::{
+    ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, FLOATS, Range, attribute, cotangent,
+    gradient, input, output,
+};
+
+/// What x packs.
+const PACKED: Dims = Dims::By(
+    "layout",
+    &[("single", "*batch F"), ("halves", "*batch 2.F"), ("interleaved", "*batch F.2")],
+);
+const X: ArrayDecl = input("x", "", FLOATS).by(PACKED);
+
+const ATTRIBUTES: &[AttributeDecl] = &[
+    attribute("kind", Range::Word(&["silu", "gelu_tanh", "gelu_erf", "relu", "squared_relu"])),
+    attribute("layout", Range::Word(&["single", "halves", "interleaved"])),
+    attribute("alpha", Range::Positive),
+    attribute("up_offset", Range::Finite),
+    attribute("limit", Range::Positive).absent("none"),
+];
+
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
+
+pub(crate) const FORWARD: Declaration = Declaration {
+    name: c"xentile_activation_forward",
+    summary: "y of x, which packs gate and up where the layout is not single.",
+    operands: &[X],
+    results: &[output("y", "*batch F", Dtype::Like("x"))],
+    attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
+pub(crate) const BACKWARD: Declaration = Declaration {
+    name: c"xentile_activation_backward",
+    summary: "dx, from x and the cotangent of y.",
+    operands: &[X, cotangent("dy", "*batch F", Dtype::Like("x"))],
+    results: &[gradient("dx", "", Dtype::Like("x")).by(PACKED)],
+    attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
 /// The attributes of every target of activations, each within its range.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options(pub(crate) Activation);

@@ -8,7 +8,116 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{LogitsShape, Tile};
 use xla_ffi::{Attribute, DType, Decoder, Error, FromAttribute, Parameter, Result};
 
+use crate::declaration::{
+    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, LABELS, Range, S32, attribute,
+    cotangent, gradient, input, may_alias, output, residual,
+};
 use crate::dtype;
+
+const LOGITS: ArrayDecl = input("logits", "*batch V", FLOATS);
+const OF_LABELS: ArrayDecl = input("labels", "*batch", LABELS);
+const LOSS: ArrayDecl = output("loss", "*batch", F32);
+const LOGPS: ArrayDecl = output("logps", "*batch", F32);
+const LSE: ArrayDecl = residual("lse", "*batch", F32);
+/// What rounding lse to f32 lost.
+const LSE_LOW: ArrayDecl = residual("lse_low", "*batch", F32);
+const ENTROPY: ArrayDecl = output("entropy", "*batch", F32);
+/// The largest logit.
+const HIGHEST: ArrayDecl = output("highest", "*batch", F32);
+const ARGMAX: ArrayDecl = output("argmax", "*batch", S32);
+const DLOSS: ArrayDecl = cotangent("dloss", "*batch", F32);
+const DLOGPS: ArrayDecl = cotangent("dlogps", "*batch", F32);
+const DLSE: ArrayDecl = cotangent("dlse", "*batch", F32);
+const DLOGITS: ArrayDecl = gradient("dlogits", "*batch V", Dtype::Like("logits"));
+
+/// The attributes of every pass over logits, of cross-entropy and of linear cross-entropy.
+pub(crate) const OPTIONS: &[AttributeDecl] = &[
+    attribute("ignore_index", Range::Integer),
+    attribute("label_smoothing", Range::Between(0.0, 1.0)),
+    attribute("z_loss", Range::Between(0.0, f64::INFINITY)),
+    attribute("softcap", Range::Positive).absent("none"),
+    // From 2^-40 to 2^40.
+    attribute("temperature", Range::Between(9.094947017729282e-13, 1099511627776.0)).absent("1"),
+    attribute("block_size", Range::Extent).absent("that of the tuned tile"),
+    attribute("time_block", Range::Extent).absent("that of the tuned tile"),
+];
+pub(crate) const EVERY_TOKEN: AttributeDecl = attribute("every_token", Range::Bool);
+const FOR_DISTRIBUTION: &[AttributeDecl] = &[
+    EVERY_TOKEN,
+    attribute("entropy", Range::Bool).absent("true"),
+    attribute("argmax", Range::Bool).absent("true"),
+];
+
+pub(crate) const DECLARATIONS: &[Declaration] =
+    &[FORWARD, BACKWARD, FUSED, DISTRIBUTION, DISTRIBUTION_FUSED, DISTRIBUTION_BACKWARD];
+
+pub(crate) const FORWARD: Declaration = Declaration {
+    name: c"xentile_cross_entropy_forward",
+    summary: "loss, logps, lse and lse_low of each token.",
+    operands: &[LOGITS, OF_LABELS],
+    results: &[LOSS, LOGPS, LSE, LSE_LOW],
+    attributes: &[OPTIONS, &[EVERY_TOKEN]],
+    ..Declaration::BASE
+};
+
+pub(crate) const BACKWARD: Declaration = Declaration {
+    name: c"xentile_cross_entropy_backward",
+    summary: "dlogits, from the lse that forward gave and the cotangents of what it gave.",
+    operands: &[LOGITS, OF_LABELS, LSE, LSE_LOW, DLOSS, DLOGPS, DLSE],
+    results: &[DLOGITS],
+    attributes: &[OPTIONS],
+    aliases: &[may_alias("logits", "dlogits")],
+    ..Declaration::BASE
+};
+
+pub(crate) const FUSED: Declaration = Declaration {
+    name: c"xentile_cross_entropy_fused",
+    summary: "loss, lse, lse_low and dlogits, from the cotangents of the loss.",
+    operands: &[LOGITS, OF_LABELS, DLOSS],
+    results: &[LOSS, LSE, LSE_LOW, DLOGITS],
+    attributes: &[OPTIONS, &[EVERY_TOKEN]],
+    aliases: &[may_alias("logits", "dlogits")],
+    ..Declaration::BASE
+};
+
+pub(crate) const DISTRIBUTION: Declaration = Declaration {
+    name: c"xentile_cross_entropy_distribution",
+    summary: "What forward gives, and entropy, highest and argmax of each token.",
+    operands: &[LOGITS, OF_LABELS],
+    results: &[LOSS, LOGPS, LSE, LSE_LOW, ENTROPY, HIGHEST, ARGMAX],
+    attributes: &[OPTIONS, FOR_DISTRIBUTION],
+    ..Declaration::BASE
+};
+
+pub(crate) const DISTRIBUTION_FUSED: Declaration = Declaration {
+    name: c"xentile_cross_entropy_distribution_fused",
+    summary: "What distribution gives but logps, and dlogits, from the cotangents of the loss.",
+    operands: &[LOGITS, OF_LABELS, DLOSS],
+    results: &[LOSS, LSE, LSE_LOW, ENTROPY, HIGHEST, ARGMAX, DLOGITS],
+    attributes: &[OPTIONS, FOR_DISTRIBUTION],
+    aliases: &[may_alias("logits", "dlogits")],
+    ..Declaration::BASE
+};
+
+pub(crate) const DISTRIBUTION_BACKWARD: Declaration = Declaration {
+    name: c"xentile_cross_entropy_distribution_backward",
+    summary: "dlogits, from lse and entropy of distribution and the cotangents of what it gave.",
+    operands: &[
+        LOGITS,
+        OF_LABELS,
+        LSE,
+        LSE_LOW,
+        residual("entropy", "*batch", F32),
+        DLOSS,
+        DLOGPS,
+        DLSE,
+        cotangent("dentropy", "*batch", F32),
+    ],
+    results: &[DLOGITS],
+    attributes: &[OPTIONS],
+    aliases: &[may_alias("logits", "dlogits")],
+    ..Declaration::BASE
+};
 
 /// The attributes of every target of cross-entropy, each within its range.
 #[derive(Clone, Copy, Debug)]

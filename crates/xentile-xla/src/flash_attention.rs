@@ -7,6 +7,66 @@ pub(crate) mod cuda;
 use xentile::flash_attention::{AttentionShape, FlashAttention};
 use xla_ffi::{Decoder, Error, Parameter, Result};
 
+use crate::declaration::{
+    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, Range, S32, attribute,
+    cotangent, gradient, input, output, residual,
+};
+
+const Q: ArrayDecl = input("q", "*batch G S D", FLOATS);
+const K: ArrayDecl = input("k", "*batch K D", Dtype::Like("q"));
+const V: ArrayDecl = input("v", "*batch K E", Dtype::Like("q"));
+/// The first key that a query sees, and the one behind its last.
+const RANGES: ArrayDecl = input("ranges", "*batch S 2", S32);
+const Q_SEGMENTS: ArrayDecl = input("q_segments", "*batch S", S32).given(Given::Where("segments"));
+const KV_SEGMENTS: ArrayDecl =
+    input("kv_segments", "*batch K", S32).given(Given::Where("segments"));
+const SINKS: ArrayDecl = input("sinks", "*batch G", F32).given(Given::Where("sinks"));
+
+const ATTRIBUTES: &[AttributeDecl] = &[
+    attribute("scale", Range::Finite),
+    attribute("softcap", Range::Positive).absent("none"),
+    attribute("segments", Range::Bool),
+    attribute("sinks", Range::Bool),
+    attribute("tokens_first", Range::Bool).absent("false").cuda_only(),
+];
+
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
+
+pub(crate) const FORWARD: Declaration = Declaration {
+    name: c"xentile_flash_attention_forward",
+    summary: "o and lse of attention over the keys that each query sees.",
+    operands: &[Q, K, V, RANGES, Q_SEGMENTS, KV_SEGMENTS, SINKS],
+    results: &[output("o", "*batch G S E", Dtype::Like("q")), residual("lse", "*batch G S", F32)],
+    attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
+pub(crate) const BACKWARD: Declaration = Declaration {
+    name: c"xentile_flash_attention_backward",
+    summary: "dq, dk, dv and dsinks, from what forward gave and the cotangents of that.",
+    operands: &[
+        Q,
+        K,
+        V,
+        RANGES,
+        Q_SEGMENTS,
+        KV_SEGMENTS,
+        SINKS,
+        residual("o", "*batch G S E", Dtype::Like("q")),
+        residual("lse", "*batch G S", F32),
+        cotangent("dout", "*batch G S E", Dtype::Like("q")),
+        cotangent("dlse", "*batch G S", F32),
+    ],
+    results: &[
+        gradient("dq", "*batch G S D", Dtype::Like("q")),
+        gradient("dk", "*batch K D", Dtype::Like("k")),
+        gradient("dv", "*batch K E", Dtype::Like("v")),
+        gradient("dsinks", "*batch G", F32).given(Given::Where("sinks")),
+    ],
+    attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
 /// The attributes of every target of attention, each within its range.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
@@ -135,7 +195,7 @@ impl<'a> Call<'a> {
         for (name, dims, columns) in [
             ("o", o, &[value_width][..]),
             ("lse", lse, &[]),
-            ("do", dout, &[value_width]),
+            ("dout", dout, &[value_width]),
             ("dlse", dlse, &[]),
             ("dq", dq, &[width]),
         ] {

@@ -1,7 +1,7 @@
 //! xentile's kernels as XLA custom calls, in a plain C library: `libxentile_xla.so`.
 //!
 //! `include/xentile_xla.h` is its face: functions that tell of the library, the table of [`Target`]s
-//! to register with XLA, and the handlers themselves. `docs/internals/custom-calls.md` says what each target
+//! to register with XLA, and the handlers themselves. `docs/reference/targets.md` says what each target
 //! takes and gives.
 //!
 //! An operation is a file with what every platform shares, such as the attributes and the checks of
@@ -13,6 +13,7 @@ mod cpu;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod declaration;
 mod dtype;
 mod flash_attention;
 mod fp8_quantize;
@@ -32,7 +33,7 @@ use xentile::{Implementation, tuned_implementation, tuned_tile};
 use xentile_cpu::Isa;
 use xla_ffi::abi;
 
-pub use table::{TABLE_VERSION, targets};
+pub use table::{TABLE_VERSION, declarations, targets};
 pub use target::Target;
 
 /// The version of this library, ending with a null.
@@ -71,6 +72,16 @@ pub unsafe extern "C" fn xentile_targets(count: *mut usize) -> *const Target {
     // SAFETY: passed on from this function's contract.
     unsafe { write(count, targets.len()) };
     targets.as_ptr()
+}
+
+/// What every target takes and gives, as the JSON text that [`declaration::json`] describes, ending with a
+/// null. It has targets that this library has no handlers for, too.
+#[unsafe(no_mangle)]
+pub extern "C" fn xentile_declarations() -> *const c_char {
+    static TEXT: LazyLock<CString> = LazyLock::new(|| {
+        CString::new(declaration::json()).expect("texts of declarations have no null")
+    });
+    CStr::as_ptr(&TEXT)
 }
 
 /// The name of the instruction set that the kernels on this processor use, ending with a null.

@@ -9,6 +9,91 @@ pub(crate) mod qk_norm;
 use xentile::rope::{Layout, Rope, RopeShape};
 use xla_ffi::{Decoder, Error, Parameter, Result};
 
+use crate::declaration::{
+    AttributeDecl, Declaration, Dtype, F32, FLOATS, Range, S32, Stages, attribute, cotangent,
+    gradient, input, may_alias, output, residual,
+};
+
+const INTERLEAVED: AttributeDecl = attribute("interleaved", Range::Bool);
+
+pub(crate) const DECLARATIONS: &[Declaration] = &[ROPE, QK_NORM_FORWARD, QK_NORM_BACKWARD];
+
+pub(crate) const ROPE: Declaration = Declaration {
+    name: c"xentile_rope",
+    summary: "Rows of x, rotated by the rows of the tables that the indices name; NaN where there is no such row.",
+    operands: &[
+        input("x", "*batch S H D", FLOATS),
+        input("indices", "*batch S H", S32),
+        input("cos", "P R", F32),
+        input("sin", "P R", F32),
+    ],
+    results: &[output("y", "*batch S H D", Dtype::Like("x"))],
+    attributes: &[&[INTERLEAVED, attribute("inverse", Range::Bool)]],
+    sharded: &["S", "H"],
+    bounds: &[("R", 2, "D")],
+    aliases: &[may_alias("x", "y")],
+    ..Declaration::BASE
+};
+
+const QK_NORM_ATTRIBUTES: &[AttributeDecl] =
+    &[crate::rms_norm::EPS, crate::rms_norm::ZERO_CENTRED, INTERLEAVED];
+
+pub(crate) const QK_NORM_FORWARD: Declaration = Declaration {
+    name: c"xentile_qk_norm_rope_forward",
+    summary: "Heads of q and k, normalised and rotated, and the rstd of each.",
+    host: Stages::None,
+    operands: &[
+        input("q", "*batch H D", FLOATS),
+        input("k", "*batch K D", Dtype::Like("q")),
+        input("q_weight", "D", FLOATS),
+        input("k_weight", "D", FLOATS),
+        input("indices", "*batch", S32),
+        input("cos", "P R", F32),
+        input("sin", "P R", F32),
+    ],
+    results: &[
+        output("q_turned", "*batch H D", Dtype::Like("q")),
+        output("k_turned", "*batch K D", Dtype::Like("k")),
+        residual("q_rstd", "*batch H", F32),
+        residual("k_rstd", "*batch K", F32),
+    ],
+    attributes: &[QK_NORM_ATTRIBUTES],
+    bounds: &[("R", 2, "D")],
+    maps_shared: false,
+    aliases: &[may_alias("q", "q_turned"), may_alias("k", "k_turned")],
+    ..Declaration::BASE
+};
+
+pub(crate) const QK_NORM_BACKWARD: Declaration = Declaration {
+    name: c"xentile_qk_norm_rope_backward",
+    summary: "dq, dk and the gradients of the weights, from the rstd that forward gave.",
+    host: Stages::None,
+    operands: &[
+        input("q", "*batch H D", FLOATS),
+        input("k", "*batch K D", Dtype::Like("q")),
+        input("q_weight", "D", FLOATS),
+        input("k_weight", "D", FLOATS),
+        residual("q_rstd", "*batch H", F32),
+        residual("k_rstd", "*batch K", F32),
+        input("indices", "*batch", S32),
+        input("cos", "P R", F32),
+        input("sin", "P R", F32),
+        cotangent("q_cotangent", "*batch H D", Dtype::Like("q")),
+        cotangent("k_cotangent", "*batch K D", Dtype::Like("k")),
+    ],
+    results: &[
+        gradient("dq", "*batch H D", Dtype::Like("q")),
+        gradient("dk", "*batch K D", Dtype::Like("k")),
+        gradient("dq_weight", "D", F32),
+        gradient("dk_weight", "D", F32),
+    ],
+    attributes: &[QK_NORM_ATTRIBUTES],
+    bounds: &[("R", 2, "D")],
+    maps_shared: false,
+    aliases: &[may_alias("q", "dq"), may_alias("k", "dk")],
+    ..Declaration::BASE
+};
+
 /// The attributes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options(pub(crate) Rope);

@@ -2,6 +2,7 @@
 
 use std::sync::LazyLock;
 
+use crate::declaration::Declaration;
 use crate::target::Target;
 use crate::{
     activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, linear_cross_entropy,
@@ -49,4 +50,22 @@ const LISTS: &[&[Target]] = &[
 pub fn targets() -> &'static [Target] {
     static TABLE: LazyLock<Vec<Target>> = LazyLock::new(|| LISTS.concat());
     &TABLE
+}
+
+/// The declarations of every operation's targets, whatever this library was built with.
+const DECLARATIONS: &[&[Declaration]] = &[
+    activation::DECLARATIONS,
+    cross_entropy::DECLARATIONS,
+    flash_attention::DECLARATIONS,
+    fp8_quantize::DECLARATIONS,
+    layer_norm::DECLARATIONS,
+    linear_cross_entropy::DECLARATIONS,
+    rms_norm::DECLARATIONS,
+    rope::DECLARATIONS,
+    scale::DECLARATIONS,
+];
+
+/// Every declaration, those of targets that this library has no handler for too.
+pub fn declarations() -> impl Iterator<Item = &'static Declaration> {
+    DECLARATIONS.iter().copied().flatten()
 }

@@ -4,6 +4,8 @@ use std::ffi::{CStr, c_char};
 
 use xla_ffi::{Stage, abi};
 
+use crate::declaration::Declaration;
+
 /// XLA's name of the platform of CPUs, in its registries.
 pub(crate) const HOST: &CStr = c"Host";
 
@@ -31,7 +33,7 @@ unsafe impl Sync for Target {}
 
 impl Target {
     pub(crate) const fn new(
-        target: &'static CStr,
+        declaration: &Declaration,
         platform: &'static CStr,
         stage: Stage,
         symbol: &'static CStr,
@@ -39,7 +41,7 @@ impl Target {
     ) -> Self {
         Self {
             struct_size: size_of::<Self>(),
-            target: target.as_ptr(),
+            target: declaration.name.as_ptr(),
             platform: platform.as_ptr(),
             stage: stage as u32,
             symbol: symbol.as_ptr(),
@@ -85,29 +87,56 @@ fn text(text: *const c_char) -> &'static str {
     text.to_str().expect("names are ASCII")
 }
 
-/// Makes handlers, as [`xla_ffi::handler!`] does, and `TARGETS`, the list of them. What one for
-/// `Initialize` loads is kept for good, so that it is run once for calls that are alike.
+/// Makes the handlers of declared targets, as [`xla_ffi::handler!`] does, and `TARGETS`, the list of them:
+/// `DECLARATION: fn symbol = function(names of its parameters);` for CPUs, and for GPUs
+/// `DECLARATION: fn symbol, initialize other_symbol = function(..);` of one function for both stages. What one
+/// for `Initialize` loads is kept for good, so that it is run once for calls that are alike.
 macro_rules! target_list {
-    ($platform:expr; $(
-        $(#[$doc:meta])*
-        $target:literal, $stage:ident: fn $symbol:ident = $function:ident($($parameter:ident),* $(,)?)
-            $(, traits = $traits:expr)?;
-    )*) => {
+    (HOST; $($declaration:path: fn $symbol:ident = $function:ident $parameters:tt;)*) => {
         xla_ffi::handler! {
-            $(
-                $(#[$doc])*
-                pub fn $symbol = $function($($parameter),*),
-                    stage = xla_ffi::Stage::$stage $(, traits = $traits)?,
-                    once = matches!(xla_ffi::Stage::$stage, xla_ffi::Stage::Initialize);
-            )*
+            $(pub fn $symbol = $function $parameters;)*
         }
 
         /// What this file adds to the table.
         pub(crate) const TARGETS: &[$crate::target::Target] = &[$(
             $crate::target::Target::new(
-                $crate::target::c_str(concat!($target, "\0")),
-                $platform,
-                xla_ffi::Stage::$stage,
+                &$declaration,
+                $crate::target::HOST,
+                xla_ffi::Stage::Execute,
+                $crate::target::c_str(concat!(stringify!($symbol), "\0")),
+                $symbol,
+            )
+        ),*];
+    };
+    (CUDA; $(
+        $declaration:path: fn $symbol:ident $(, initialize $initialize:ident)? =
+            $function:ident $parameters:tt;
+    )*) => {
+        xla_ffi::handler! {
+            $(
+                $(
+                    pub fn $initialize = $function $parameters, stage = xla_ffi::Stage::Initialize,
+                        traits = $crate::cuda::TRAITS, once = true;
+                )?
+                pub fn $symbol = $function $parameters, traits = $crate::cuda::TRAITS;
+            )*
+        }
+
+        /// What this file adds to the table.
+        pub(crate) const TARGETS: &[$crate::target::Target] = &[$(
+            $(
+                $crate::target::Target::new(
+                    &$declaration,
+                    $crate::target::CUDA,
+                    xla_ffi::Stage::Initialize,
+                    $crate::target::c_str(concat!(stringify!($initialize), "\0")),
+                    $initialize,
+                ),
+            )?
+            $crate::target::Target::new(
+                &$declaration,
+                $crate::target::CUDA,
+                xla_ffi::Stage::Execute,
                 $crate::target::c_str(concat!(stringify!($symbol), "\0")),
                 $symbol,
             )

@@ -7,20 +7,13 @@ use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Result, ThreadPool};
 use super::{Options, invalid, shape};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// y.
-    "xentile_activation_forward", Execute: fn xentile_activation_forward_host = forward(
-        x, y, options, pool,
-    );
-
-    /// dx, from x and the cotangent of y.
-    "xentile_activation_backward", Execute: fn xentile_activation_backward_host = backward(
-        x, dy, dx, options, pool,
-    );
+    super::FORWARD: fn xentile_activation_forward_host = forward(x, y, options, pool);
+    super::BACKWARD: fn xentile_activation_backward_host = backward(x, dy, dx, options, pool);
 }
 
 fn forward(x: AnyBuffer, y: AnyBufferMut, options: Options, pool: ThreadPool) -> Result {

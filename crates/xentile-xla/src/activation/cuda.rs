@@ -8,32 +8,21 @@ use xentile_cuda::activation::Pass;
 use xla_ffi::{Context, DType, Result, Stage};
 
 use super::{Options, shape};
-use crate::cuda::{Any, AnyMut, TRAITS, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, failed, to_dtype};
 use crate::dtype;
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what the forward pass runs.
-    "xentile_activation_forward", Initialize: fn xentile_activation_forward_cuda_initialize = forward(
+    super::FORWARD: fn xentile_activation_forward_cuda,
+        initialize xentile_activation_forward_cuda_initialize = forward(
         x, y, options, context,
-    ), traits = TRAITS;
-
-    /// y.
-    "xentile_activation_forward", Execute: fn xentile_activation_forward_cuda = forward(
-        x, y, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass runs.
-    "xentile_activation_backward", Initialize: fn xentile_activation_backward_cuda_initialize = backward(
+    );
+    super::BACKWARD: fn xentile_activation_backward_cuda,
+        initialize xentile_activation_backward_cuda_initialize = backward(
         x, dy, dx, options, context,
-    ), traits = TRAITS;
-
-    /// dx, from x and the cotangent of y.
-    "xentile_activation_backward", Execute: fn xentile_activation_backward_cuda = backward(
-        x, dy, dx, options, context,
-    ), traits = TRAITS;
+    );
 }
 
 fn forward(x: Any, y: AnyMut, options: Options, context: Context) -> Result {

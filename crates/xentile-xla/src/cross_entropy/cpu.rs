@@ -13,44 +13,33 @@ use xla_ffi::{
 use super::{Asked, Options, invalid, shape_of, wrong_labels};
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// loss, logps, lse and lse_low of each token.
-    "xentile_cross_entropy_forward", Execute: fn xentile_cross_entropy_forward_host = forward(
+    super::FORWARD: fn xentile_cross_entropy_forward_host = forward(
         logits, labels, loss, logps, lse, lse_low, options, every_token, pool,
     );
-
-    /// dlogits, from the lse that forward gave and the cotangents of what it gave.
-    "xentile_cross_entropy_backward", Execute: fn xentile_cross_entropy_backward_host = backward(
+    super::BACKWARD: fn xentile_cross_entropy_backward_host = backward(
         logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, pool,
     );
-
-    /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
-    "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_host = fused(
+    super::FUSED: fn xentile_cross_entropy_fused_host = fused(
         logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, pool,
     );
-
-    /// What forward gives, and entropy, highest and argmax of each token.
-    "xentile_cross_entropy_distribution", Execute:
-    fn xentile_cross_entropy_distribution_host = distribution(
+    super::DISTRIBUTION: fn xentile_cross_entropy_distribution_host = distribution(
         logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
         asked, pool,
     );
-
-    /// What distribution gives but logps, and dlogits, from the cotangents of the loss.
-    "xentile_cross_entropy_distribution_fused", Execute:
-    fn xentile_cross_entropy_distribution_fused_host = distribution_fused(
+    super::DISTRIBUTION_FUSED: fn xentile_cross_entropy_distribution_fused_host =
+        distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
         every_token, asked, pool,
     );
-
-    /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
-    "xentile_cross_entropy_distribution_backward", Execute:
-    fn xentile_cross_entropy_distribution_backward_host = distribution_backward(
-        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options, pool,
+    super::DISTRIBUTION_BACKWARD: fn xentile_cross_entropy_distribution_backward_host =
+        distribution_backward(
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options,
+        pool,
     );
 }
 

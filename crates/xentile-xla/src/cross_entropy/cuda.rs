@@ -10,86 +10,40 @@ use xentile_cuda::cross_entropy::{
 use xla_ffi::{BufferMut, Context, DType, OnDevice, Result, Stage};
 
 use super::{Asked, Options, shape_of, wrong_labels};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
-use crate::target::{CUDA, target_list};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what the forward pass runs.
-    "xentile_cross_entropy_forward", Initialize:
-    fn xentile_cross_entropy_forward_cuda_initialize = forward(
+    super::FORWARD: fn xentile_cross_entropy_forward_cuda,
+        initialize xentile_cross_entropy_forward_cuda_initialize = forward(
         logits, labels, loss, logps, lse, lse_low, options, every_token, context,
-    ), traits = TRAITS;
-
-    /// loss, logps, lse and lse_low of each token.
-    "xentile_cross_entropy_forward", Execute: fn xentile_cross_entropy_forward_cuda = forward(
-        logits, labels, loss, logps, lse, lse_low, options, every_token, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass runs.
-    "xentile_cross_entropy_backward", Initialize:
-    fn xentile_cross_entropy_backward_cuda_initialize = backward(
+    );
+    super::BACKWARD: fn xentile_cross_entropy_backward_cuda,
+        initialize xentile_cross_entropy_backward_cuda_initialize = backward(
         logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, context,
-    ), traits = TRAITS;
-
-    /// dlogits, from the lse that forward gave and the cotangents of what it gave.
-    "xentile_cross_entropy_backward", Execute: fn xentile_cross_entropy_backward_cuda = backward(
-        logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the fused pass runs.
-    "xentile_cross_entropy_fused", Initialize:
-    fn xentile_cross_entropy_fused_cuda_initialize = fused(
+    );
+    super::FUSED: fn xentile_cross_entropy_fused_cuda,
+        initialize xentile_cross_entropy_fused_cuda_initialize = fused(
         logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, context,
-    ), traits = TRAITS;
-
-    /// loss, lse, lse_low and dlogits, from the cotangents of the loss.
-    "xentile_cross_entropy_fused", Execute: fn xentile_cross_entropy_fused_cuda = fused(
-        logits, labels, dloss, loss, lse, lse_low, dlogits, options, every_token, context,
-    ), traits = TRAITS;
-
-    /// Loads what distribution runs.
-    "xentile_cross_entropy_distribution", Initialize:
-    fn xentile_cross_entropy_distribution_cuda_initialize = distribution(
+    );
+    super::DISTRIBUTION: fn xentile_cross_entropy_distribution_cuda,
+        initialize xentile_cross_entropy_distribution_cuda_initialize = distribution(
         logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
         asked, context,
-    ), traits = TRAITS;
-
-    /// What forward gives, and entropy, highest and argmax of each token.
-    "xentile_cross_entropy_distribution", Execute:
-    fn xentile_cross_entropy_distribution_cuda = distribution(
-        logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
-        asked, context,
-    ), traits = TRAITS;
-
-    /// Loads what the fused pass of distribution runs.
-    "xentile_cross_entropy_distribution_fused", Initialize:
-    fn xentile_cross_entropy_distribution_fused_cuda_initialize = distribution_fused(
+    );
+    super::DISTRIBUTION_FUSED: fn xentile_cross_entropy_distribution_fused_cuda,
+        initialize xentile_cross_entropy_distribution_fused_cuda_initialize = distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
         every_token, asked, context,
-    ), traits = TRAITS;
-
-    /// What distribution gives but logps, and dlogits, from the cotangents of the loss.
-    "xentile_cross_entropy_distribution_fused", Execute:
-    fn xentile_cross_entropy_distribution_fused_cuda = distribution_fused(
-        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, asked, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass of distribution runs.
-    "xentile_cross_entropy_distribution_backward", Initialize:
-    fn xentile_cross_entropy_distribution_backward_cuda_initialize = distribution_backward(
+    );
+    super::DISTRIBUTION_BACKWARD: fn xentile_cross_entropy_distribution_backward_cuda,
+        initialize xentile_cross_entropy_distribution_backward_cuda_initialize =
+        distribution_backward(
         logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options,
         context,
-    ), traits = TRAITS;
-
-    /// dlogits, from the lse and entropy that distribution gave and the cotangents of what it gave.
-    "xentile_cross_entropy_distribution_backward", Execute:
-    fn xentile_cross_entropy_distribution_backward_cuda = distribution_backward(
-        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits, options,
-        context,
-    ), traits = TRAITS;
+    );
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]

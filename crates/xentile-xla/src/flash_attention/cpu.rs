@@ -10,19 +10,16 @@ use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Result, Thre
 use super::{Call, Options, invalid};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// o and lse.
-    "xentile_flash_attention_forward", Execute: fn xentile_flash_attention_forward_host = forward(
+    super::FORWARD: fn xentile_flash_attention_forward_host = forward(
         q, k, v, seen, o, lse, options, pool,
     );
-
-    /// dq, dk, dv and, with sinks, dsinks, from what forward gave and cotangents of that.
-    "xentile_flash_attention_backward", Execute: fn xentile_flash_attention_backward_host = backward(
-        q, k, v, seen, saved, saved_lse, dout, dlse, dq, dk, dv, dsinks, options, pool,
+    super::BACKWARD: fn xentile_flash_attention_backward_host = backward(
+        q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, dsinks, options, pool,
     );
 }
 

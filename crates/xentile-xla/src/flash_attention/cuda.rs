@@ -6,34 +6,21 @@ use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass
 use xla_ffi::{Buffer, BufferMut, Context, DType, OnDevice, Result, Stage};
 
 use super::{Call, Options, Seen};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what makes o and lse.
-    "xentile_flash_attention_forward", Initialize:
-    fn xentile_flash_attention_forward_cuda_initialize = forward(
+    super::FORWARD: fn xentile_flash_attention_forward_cuda,
+        initialize xentile_flash_attention_forward_cuda_initialize = forward(
         q, k, v, seen, o, lse, options, context,
-    ), traits = TRAITS;
-
-    /// o and lse.
-    "xentile_flash_attention_forward", Execute: fn xentile_flash_attention_forward_cuda = forward(
-        q, k, v, seen, o, lse, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what makes gradients.
-    "xentile_flash_attention_backward", Initialize:
-    fn xentile_flash_attention_backward_cuda_initialize = backward(
-        q, k, v, seen, saved, saved_lse, dout, dlse, dq, dk, dv, dsinks, options, context,
-    ), traits = TRAITS;
-
-    /// dq, dk, dv and, with sinks, dsinks, from what forward gave and cotangents of that.
-    "xentile_flash_attention_backward", Execute: fn xentile_flash_attention_backward_cuda = backward(
-        q, k, v, seen, saved, saved_lse, dout, dlse, dq, dk, dv, dsinks, options, context,
-    ), traits = TRAITS;
+    );
+    super::BACKWARD: fn xentile_flash_attention_backward_cuda,
+        initialize xentile_flash_attention_backward_cuda_initialize = backward(
+        q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, dsinks, options, context,
+    );
 }
 
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
@@ -138,7 +125,7 @@ fn backward(
         (dsinks.as_ref().map(OnDevice::dims), seen.sinks.is_some()),
     )?;
     let of_results = [("dq", dq.dtype()), ("dk", dk.dtype()), ("dv", dv.dtype())];
-    check_dtypes(q.dtype(), [("o", o.dtype()), ("do", dout.dtype())])?;
+    check_dtypes(q.dtype(), [("o", o.dtype()), ("dout", dout.dtype())])?;
     check_dtypes(q.dtype(), of_results)?;
     xentile_cuda::available().map_err(failed)?;
     let stream = context.stream()?.as_ptr();

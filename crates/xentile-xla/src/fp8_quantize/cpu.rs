@@ -12,31 +12,20 @@ use super::{
 };
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// Values, and a scale of each block.
-    "xentile_fp8_quantize", Execute: fn xentile_fp8_quantize_host = quantize(
-        x, values, scales, options, pool,
+    super::QUANTIZE: fn xentile_fp8_quantize_host = quantize(x, values, scales, options, pool);
+    super::QUANTIZE_TRANSPOSED: fn xentile_fp8_quantize_transposed_host = quantize_transposed(
+        x, values, scales, values_t, scales_t, options, pool,
     );
-
-    /// The same, and the transposed copy with its own scales.
-    "xentile_fp8_quantize_transposed", Execute: fn xentile_fp8_quantize_transposed_host =
-        quantize_transposed(x, values, scales, values_t, scales_t, options, pool);
-
-    /// Values by a given scale, and amax of each row.
-    "xentile_fp8_quantize_scaled", Execute: fn xentile_fp8_quantize_scaled_host = scaled(
-        x, scale, values, amax, pool,
+    super::SCALED: fn xentile_fp8_quantize_scaled_host = scaled(x, scale, values, amax, pool);
+    super::SCALED_TRANSPOSED: fn xentile_fp8_quantize_scaled_transposed_host = scaled_transposed(
+        x, scale, values, amax, values_t, pool,
     );
-
-    /// The same, and the transposed copy.
-    "xentile_fp8_quantize_scaled_transposed", Execute: fn xentile_fp8_quantize_scaled_transposed_host =
-        scaled_transposed(x, scale, values, amax, values_t, pool);
-
-    /// amax of each row.
-    "xentile_fp8_quantize_amax", Execute: fn xentile_fp8_quantize_amax_host = amax(x, amax, pool);
+    super::AMAX: fn xentile_fp8_quantize_amax_host = amax(x, amax, pool);
 }
 
 /// The bits of values, to be written.
@@ -65,7 +54,7 @@ fn quantize(
     let shape = shape(x.dims(), if blocks.rows == 1 { 1 } else { 2 })?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let (values, scales) = (bits("values", values, format)?, scales.into_slice());
     let Some(shape) = shape else {
         scales.fill(1.0);
@@ -95,7 +84,7 @@ fn quantize_transposed(
     check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
     check("values_t", values_t.dims(), &turned, x.dims())?;
     check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let (values, scales) = (bits("values", values, format)?, scales.into_slice());
     let (values_t, scales_t) = (bits("values_t", values_t, format)?, scales_t.into_slice());
     let Some(shape) = shape else {
@@ -125,7 +114,7 @@ fn scaled(
     check_scale(scale.dims(), leading)?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let (values, amax) = (bits("values", values, format)?, amax.into_slice());
     let Some(shape) = shape else {
         amax.fill(0.0);
@@ -153,7 +142,7 @@ fn scaled_transposed(
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
     check("values_t", values_t.dims(), &turned(x.dims()), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let (values, amax) = (bits("values", values, format)?, amax.into_slice());
     let values_t = bits("values_t", values_t, format)?;
     let Some(shape) = shape else {

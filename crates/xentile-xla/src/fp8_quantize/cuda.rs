@@ -10,132 +10,59 @@ use xentile_cuda::rms_norm::Weight;
 use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
 use super::{Options, check, check_format, check_scale, format, invalid, of_scales, shape, turned};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_like, check_rows};
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what quantises.
-    "xentile_fp8_quantize", Initialize: fn xentile_fp8_quantize_cuda_initialize = quantize(
+    super::QUANTIZE: fn xentile_fp8_quantize_cuda,
+        initialize xentile_fp8_quantize_cuda_initialize = quantize(
         x, values, scales, options, context,
-    ), traits = TRAITS;
-
-    /// Values, and a scale of each block.
-    "xentile_fp8_quantize", Execute: fn xentile_fp8_quantize_cuda = quantize(
-        x, values, scales, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what gives the transposed copy too.
-    "xentile_fp8_quantize_transposed", Initialize:
-        fn xentile_fp8_quantize_transposed_cuda_initialize = quantize_transposed(
-            x, values, scales, values_t, scales_t, options, context,
-        ), traits = TRAITS;
-
-    /// The same, and the transposed copy with its own scales.
-    "xentile_fp8_quantize_transposed", Execute: fn xentile_fp8_quantize_transposed_cuda =
-        quantize_transposed(x, values, scales, values_t, scales_t, options, context),
-        traits = TRAITS;
-
-    /// Loads what quantises SwiGLU.
-    "xentile_fp8_quantize_swiglu", Initialize:
-        fn xentile_fp8_quantize_swiglu_cuda_initialize = swiglu(
-            x, up, values, scales, gate, context,
-        ), traits = TRAITS;
-
-    /// Values and scales of SwiGLU, by parts of 128 columns.
-    "xentile_fp8_quantize_swiglu", Execute: fn xentile_fp8_quantize_swiglu_cuda = swiglu(
+    );
+    super::QUANTIZE_TRANSPOSED: fn xentile_fp8_quantize_transposed_cuda,
+        initialize xentile_fp8_quantize_transposed_cuda_initialize = quantize_transposed(
+        x, values, scales, values_t, scales_t, options, context,
+    );
+    super::SWIGLU: fn xentile_fp8_quantize_swiglu_cuda,
+        initialize xentile_fp8_quantize_swiglu_cuda_initialize = swiglu(
         x, up, values, scales, gate, context,
-    ), traits = TRAITS;
-
-    /// Loads what gives the transposed copy of that too.
-    "xentile_fp8_quantize_swiglu_transposed", Initialize:
-        fn xentile_fp8_quantize_swiglu_transposed_cuda_initialize = swiglu_transposed(
-            x, up, values, scales, values_t, scales_t, gate, context,
-        ), traits = TRAITS;
-
-    /// The same, and the transposed copy.
-    "xentile_fp8_quantize_swiglu_transposed", Execute:
-        fn xentile_fp8_quantize_swiglu_transposed_cuda = swiglu_transposed(
-            x, up, values, scales, values_t, scales_t, gate, context,
-        ), traits = TRAITS;
-
-    /// Loads what does the following.
-    "xentile_fp8_quantize_rms_norm", Initialize:
-        fn xentile_fp8_quantize_rms_norm_cuda_initialize = rms_norm(
-            x, weight, values, scales, rstd, norm, context,
-        ), traits = TRAITS;
-
-    /// Values and scales of RMSNorm, by parts of 128 columns, and rstd of rows.
-    "xentile_fp8_quantize_rms_norm", Execute: fn xentile_fp8_quantize_rms_norm_cuda = rms_norm(
+    );
+    super::SWIGLU_TRANSPOSED: fn xentile_fp8_quantize_swiglu_transposed_cuda,
+        initialize xentile_fp8_quantize_swiglu_transposed_cuda_initialize = swiglu_transposed(
+        x, up, values, scales, values_t, scales_t, gate, context,
+    );
+    super::RMS_NORM: fn xentile_fp8_quantize_rms_norm_cuda,
+        initialize xentile_fp8_quantize_rms_norm_cuda_initialize = rms_norm(
         x, weight, values, scales, rstd, norm, context,
-    ), traits = TRAITS;
-
-    /// Loads what does the following.
-    "xentile_fp8_quantize_rms_norm_add", Initialize:
-        fn xentile_fp8_quantize_rms_norm_add_cuda_initialize = rms_norm_add(
-            x, residual, weight, values, scales, sum, rstd, norm, context,
-        ), traits = TRAITS;
-
-    /// The same of a sum with a residual, which is a result too.
-    "xentile_fp8_quantize_rms_norm_add", Execute: fn xentile_fp8_quantize_rms_norm_add_cuda = rms_norm_add(
+    );
+    super::RMS_NORM_ADD: fn xentile_fp8_quantize_rms_norm_add_cuda,
+        initialize xentile_fp8_quantize_rms_norm_add_cuda_initialize = rms_norm_add(
         x, residual, weight, values, scales, sum, rstd, norm, context,
-    ), traits = TRAITS;
-
-    /// Loads what does the following.
-    "xentile_fp8_quantize_rms_norm_transposed", Initialize:
-        fn xentile_fp8_quantize_rms_norm_transposed_cuda_initialize = rms_norm_transposed(
-            x, weight, values, scales, values_t, scales_t, rstd, norm, context,
-        ), traits = TRAITS;
-
-    /// The same of rows alone, and the transposed copy.
-    "xentile_fp8_quantize_rms_norm_transposed", Execute: fn xentile_fp8_quantize_rms_norm_transposed_cuda = rms_norm_transposed(
+    );
+    super::RMS_NORM_TRANSPOSED: fn xentile_fp8_quantize_rms_norm_transposed_cuda,
+        initialize xentile_fp8_quantize_rms_norm_transposed_cuda_initialize = rms_norm_transposed(
         x, weight, values, scales, values_t, scales_t, rstd, norm, context,
-    ), traits = TRAITS;
-
-    /// Loads what does the following.
-    "xentile_fp8_quantize_rms_norm_add_transposed", Initialize:
-        fn xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize = rms_norm_add_transposed(
-            x, residual, weight, values, scales, values_t, scales_t, sum, rstd, norm, context,
-        ), traits = TRAITS;
-
-    /// The same of a sum, and the transposed copy.
-    "xentile_fp8_quantize_rms_norm_add_transposed", Execute: fn xentile_fp8_quantize_rms_norm_add_transposed_cuda = rms_norm_add_transposed(
+    );
+    super::RMS_NORM_ADD_TRANSPOSED: fn xentile_fp8_quantize_rms_norm_add_transposed_cuda,
+        initialize xentile_fp8_quantize_rms_norm_add_transposed_cuda_initialize =
+        rms_norm_add_transposed(
         x, residual, weight, values, scales, values_t, scales_t, sum, rstd, norm, context,
-    ), traits = TRAITS;
-
-    /// Loads what takes a scale.
-    "xentile_fp8_quantize_scaled", Initialize: fn xentile_fp8_quantize_scaled_cuda_initialize =
-        scaled(x, scale, values, amax, context), traits = TRAITS;
-
-    /// Values by a given scale, and amax of each row.
-    "xentile_fp8_quantize_scaled", Execute: fn xentile_fp8_quantize_scaled_cuda = scaled(
+    );
+    super::SCALED: fn xentile_fp8_quantize_scaled_cuda,
+        initialize xentile_fp8_quantize_scaled_cuda_initialize = scaled(
         x, scale, values, amax, context,
-    ), traits = TRAITS;
-
-    /// Loads what takes a scale and gives the transposed copy too.
-    "xentile_fp8_quantize_scaled_transposed", Initialize:
-        fn xentile_fp8_quantize_scaled_transposed_cuda_initialize = scaled_transposed(
-            x, scale, values, amax, values_t, context,
-        ), traits = TRAITS;
-
-    /// The same, and the transposed copy.
-    "xentile_fp8_quantize_scaled_transposed", Execute:
-        fn xentile_fp8_quantize_scaled_transposed_cuda = scaled_transposed(
-            x, scale, values, amax, values_t, context,
-        ), traits = TRAITS;
-
-    /// Loads what finds amax.
-    "xentile_fp8_quantize_amax", Initialize: fn xentile_fp8_quantize_amax_cuda_initialize = amax(
+    );
+    super::SCALED_TRANSPOSED: fn xentile_fp8_quantize_scaled_transposed_cuda,
+        initialize xentile_fp8_quantize_scaled_transposed_cuda_initialize = scaled_transposed(
+        x, scale, values, amax, values_t, context,
+    );
+    super::AMAX: fn xentile_fp8_quantize_amax_cuda,
+        initialize xentile_fp8_quantize_amax_cuda_initialize = amax(
         x, amax, context,
-    ), traits = TRAITS;
-
-    /// amax of each row.
-    "xentile_fp8_quantize_amax", Execute: fn xentile_fp8_quantize_amax_cuda = amax(
-        x, amax, context,
-    ), traits = TRAITS;
+    );
 }
 
 fn quantize(
@@ -150,7 +77,7 @@ fn quantize(
     let dtype = to_dtype("x", x.dtype())?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let Some(shape) = shape else {
         return fill(Empty::Scale, &[&scales], &context);
     };
@@ -181,7 +108,7 @@ fn quantize_transposed(
     check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
     check("values_t", values_t.dims(), &turned, x.dims())?;
     check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     check_format("values_t", values_t.dtype(), format)?;
     let Some(shape) = shape else {
         return fill(Empty::Scale, &[&scales, &scales_t], &context);
@@ -285,7 +212,7 @@ fn gated(
     }
     let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
     check("scales", scales.dims(), &of_scales(y, blocks), y)?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let mut operands = Operands {
         values: values.as_ptr().cast(),
         numbers: scales.as_ptr().cast(),
@@ -421,7 +348,7 @@ fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
         check_dtype(("residual", *residual), x)?;
         check_result(("residual", *residual), ("sum", sum))?;
     }
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let mut operands = Operands {
         values: values.as_ptr().cast(),
         numbers: scales.as_ptr().cast(),
@@ -468,7 +395,7 @@ fn scaled(x: Any, scale: Floats, values: AnyMut, amax: FloatsMut, context: Conte
     check_scale(scale.dims(), leading)?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     let Some(shape) = shape else {
         return fill(Empty::Amax, &[&amax], &context);
     };
@@ -498,7 +425,7 @@ fn scaled_transposed(
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
     check("values_t", values_t.dims(), &turned(x.dims()), x.dims())?;
-    let format = format(values.dtype())?;
+    let format = format("values", values.dtype())?;
     check_format("values_t", values_t.dtype(), format)?;
     let Some(shape) = shape else {
         return fill(Empty::Amax, &[&amax], &context);

@@ -12,18 +12,15 @@ use crate::norm::cpu::{columns, places};
 use crate::norm::{
     check_alike, check_columns, check_like, check_rows, invalid, partial_sums, shape,
 };
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// The norm of each row, its mean and its rstd.
-    "xentile_layer_norm_forward", Execute: fn xentile_layer_norm_forward_host = forward(
+    super::FORWARD: fn xentile_layer_norm_forward_host = forward(
         x, weight, bias, y, mean, rstd, options, pool,
     );
-
-    /// dx and partial sums of dweight and dbias, from the statistics that forward gave.
-    "xentile_layer_norm_backward", Execute: fn xentile_layer_norm_backward_host = backward(
+    super::BACKWARD: fn xentile_layer_norm_backward_host = backward(
         x, weight, mean, rstd, dy, dx, dweight, dbias, options, pool,
     );
 }

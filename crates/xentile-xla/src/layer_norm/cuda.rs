@@ -4,35 +4,22 @@ use xentile_cuda::layer_norm::{Backward, Forward, Norm, PartialSums, Pass, Weigh
 use xla_ffi::{Context, Result};
 
 use super::Options;
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_alike, check_columns, check_like, check_rows, partial_sums, shape};
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what the forward pass runs.
-    "xentile_layer_norm_forward", Initialize:
-    fn xentile_layer_norm_forward_cuda_initialize = forward(
+    super::FORWARD: fn xentile_layer_norm_forward_cuda,
+        initialize xentile_layer_norm_forward_cuda_initialize = forward(
         x, weight, bias, y, mean, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// The norm of each row, its mean and its rstd.
-    "xentile_layer_norm_forward", Execute: fn xentile_layer_norm_forward_cuda = forward(
-        x, weight, bias, y, mean, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass runs.
-    "xentile_layer_norm_backward", Initialize:
-    fn xentile_layer_norm_backward_cuda_initialize = backward(
+    );
+    super::BACKWARD: fn xentile_layer_norm_backward_cuda,
+        initialize xentile_layer_norm_backward_cuda_initialize = backward(
         x, weight, mean, rstd, dy, dx, dweight, dbias, options, context,
-    ), traits = TRAITS;
-
-    /// dx and partial sums of dweight and dbias, from the statistics that forward gave.
-    "xentile_layer_norm_backward", Execute: fn xentile_layer_norm_backward_cuda = backward(
-        x, weight, mean, rstd, dy, dx, dweight, dbias, options, context,
-    ), traits = TRAITS;
+    );
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]

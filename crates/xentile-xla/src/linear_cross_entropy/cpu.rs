@@ -15,46 +15,30 @@ use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::cross_entropy::cpu::to_labels;
 use crate::cross_entropy::{Extent, Options};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// loss, logps, lse and lse_low of each token.
-    "xentile_linear_cross_entropy_forward", Execute:
-    fn xentile_linear_cross_entropy_forward_host = forward(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch,
-        options, cut, every_token, pool,
+    super::FORWARD: fn xentile_linear_cross_entropy_forward_host = forward(
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, cut, every_token,
+        pool,
     );
-
-    /// dhidden, dweight and, with a bias, dbias, from the lse that forward gave and the cotangents of
-    /// what it gave.
-    "xentile_linear_cross_entropy_backward", Execute:
-    fn xentile_linear_cross_entropy_backward_host = backward(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias,
-        dhidden, dweight, scratch, dbias, options, cut, pool,
+    super::BACKWARD: fn xentile_linear_cross_entropy_backward_host = backward(
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias, dhidden, dweight, scratch,
+        dbias, options, cut, pool,
     );
-
-    /// loss, lse, lse_low, dhidden, dweight and, with a bias, dbias, from the cotangents of the loss.
-    "xentile_linear_cross_entropy_fused", Execute:
-    fn xentile_linear_cross_entropy_fused_host = fused(
+    super::FUSED: fn xentile_linear_cross_entropy_fused_host = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, pool,
     );
-
-    /// What forward gives, and logits, in `kept` of the shape of the weight and in the scratch.
-    "xentile_linear_cross_entropy_keep", Execute:
-    fn xentile_linear_cross_entropy_keep_host = keep(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, kept, scratch,
-        options, cut, every_token, pool,
+    super::KEEP: fn xentile_linear_cross_entropy_keep_host = keep(
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, kept, scratch, options, cut,
+        every_token, pool,
     );
-
-    /// What backward gives, of `kept` and of the scratch, `held`, that keep left; dweight may lie in
-    /// the place of the one, and the scratch in that of the other.
-    "xentile_linear_cross_entropy_resume", Execute:
-    fn xentile_linear_cross_entropy_resume_host = resume(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, kept, held, bias,
-        dhidden, dweight, scratch, dbias, options, cut, pool,
+    super::RESUME: fn xentile_linear_cross_entropy_resume_host = resume(
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, kept, held, bias, dhidden,
+        dweight, scratch, dbias, options, cut, pool,
     );
 }
 

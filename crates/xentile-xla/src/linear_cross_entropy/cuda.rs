@@ -10,50 +10,34 @@ use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result};
 use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
 use crate::cross_entropy::cuda::{said, to_labels};
 use crate::cross_entropy::{Asked, Extent, Options};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// loss, logps, lse and lse_low of each token.
-    "xentile_linear_cross_entropy_forward", Execute:
-    fn xentile_linear_cross_entropy_forward_cuda = forward(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch,
-        options, cut, every_token, context,
-    ), traits = TRAITS;
-
-    /// dhidden, dweight and, with a bias, dbias, from the lse that forward gave and the cotangents of
-    /// what it gave.
-    "xentile_linear_cross_entropy_backward", Execute:
-    fn xentile_linear_cross_entropy_backward_cuda = backward(
-        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias,
-        dhidden, dweight, scratch, dbias, options, cut, context,
-    ), traits = TRAITS;
-
-    /// loss, lse, lse_low, dhidden, dweight and, with a bias, dbias, from the cotangents of the loss.
-    "xentile_linear_cross_entropy_fused", Execute:
-    fn xentile_linear_cross_entropy_fused_cuda = fused(
+    super::FORWARD: fn xentile_linear_cross_entropy_forward_cuda = forward(
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, cut, every_token,
+        context,
+    );
+    super::BACKWARD: fn xentile_linear_cross_entropy_backward_cuda = backward(
+        hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias, dhidden, dweight, scratch,
+        dbias, options, cut, context,
+    );
+    super::FUSED: fn xentile_linear_cross_entropy_fused_cuda = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
         options, cut, every_token, context,
-    ), traits = TRAITS;
-
-    /// The same, and entropy and argmax of each token, tokens without a cotangent included. Of argmax
-    /// only whether it is the label is told: it is any other number where it is not, and without
-    /// `correct` nothing.
-    "xentile_linear_cross_entropy_distribution_fused", Execute:
-    fn xentile_linear_cross_entropy_distribution_fused_cuda = distribution_fused(
+    );
+    super::DISTRIBUTION_FUSED: fn xentile_linear_cross_entropy_distribution_fused_cuda =
+        distribution_fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, entropy, argmax, dhidden, dweight,
         scratch, dbias, options, cut, every_token, correct, context,
-    ), traits = TRAITS;
-
-    /// What fused gives, with running sums of dweight in f32 in the place of which the new ones come.
-    "xentile_linear_cross_entropy_add", Execute:
-    fn xentile_linear_cross_entropy_add_cuda = add(
+    );
+    super::ADD: fn xentile_linear_cross_entropy_add_cuda = add(
         hidden, weight, labels, dloss, sums, bias, loss, lse, lse_low, dhidden, dweight, scratch,
         dbias, options, cut, every_token, context,
-    ), traits = TRAITS;
+    );
 }
 
 /// How the problem is cut.

@@ -10,28 +10,19 @@ use crate::cpu::{Pool, ask_for_huge_pages, in_out};
 use crate::dtype::with_element;
 use crate::norm::cpu::{columns, places};
 use crate::norm::{check_columns, check_like, check_rows, invalid, partial_sums, shape};
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// The norm of each row, and its rstd.
-    "xentile_rms_norm_forward", Execute: fn xentile_rms_norm_forward_host = forward(
-        x, weight, y, rstd, options, pool,
-    );
-
-    /// The same of a sum with a residual, which is a result too.
-    "xentile_rms_norm_add_forward", Execute: fn xentile_rms_norm_add_forward_host = add_forward(
+    super::FORWARD: fn xentile_rms_norm_forward_host = forward(x, weight, y, rstd, options, pool);
+    super::ADD_FORWARD: fn xentile_rms_norm_add_forward_host = add_forward(
         x, residual, weight, y, sum, rstd, options, pool,
     );
-
-    /// dx and partial sums of dweight, from the rstd that forward gave.
-    "xentile_rms_norm_backward", Execute: fn xentile_rms_norm_backward_host = backward(
+    super::BACKWARD: fn xentile_rms_norm_backward_host = backward(
         x, weight, rstd, dy, dx, dweight, options, pool,
     );
-
-    /// The same for a sum with a residual, whose cotangent is added.
-    "xentile_rms_norm_add_backward", Execute: fn xentile_rms_norm_add_backward_host = add_backward(
+    super::ADD_BACKWARD: fn xentile_rms_norm_add_backward_host = add_backward(
         x, weight, rstd, dy, dsum, dx, dweight, options, pool,
     );
 }

@@ -4,55 +4,30 @@ use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Pass, Weight}
 use xla_ffi::{Context, Result};
 
 use super::Options;
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_columns, check_like, check_rows, partial_sums, shape};
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what the forward pass runs.
-    "xentile_rms_norm_forward", Initialize: fn xentile_rms_norm_forward_cuda_initialize = forward(
+    super::FORWARD: fn xentile_rms_norm_forward_cuda,
+        initialize xentile_rms_norm_forward_cuda_initialize = forward(
         x, weight, y, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// The norm of each row, and its rstd.
-    "xentile_rms_norm_forward", Execute: fn xentile_rms_norm_forward_cuda = forward(
-        x, weight, y, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the forward pass of a sum runs.
-    "xentile_rms_norm_add_forward", Initialize:
-    fn xentile_rms_norm_add_forward_cuda_initialize = add_forward(
+    );
+    super::ADD_FORWARD: fn xentile_rms_norm_add_forward_cuda,
+        initialize xentile_rms_norm_add_forward_cuda_initialize = add_forward(
         x, residual, weight, y, sum, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// The same of a sum with a residual, which is a result too.
-    "xentile_rms_norm_add_forward", Execute: fn xentile_rms_norm_add_forward_cuda = add_forward(
-        x, residual, weight, y, sum, rstd, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass runs.
-    "xentile_rms_norm_backward", Initialize: fn xentile_rms_norm_backward_cuda_initialize = backward(
+    );
+    super::BACKWARD: fn xentile_rms_norm_backward_cuda,
+        initialize xentile_rms_norm_backward_cuda_initialize = backward(
         x, weight, rstd, dy, dx, dweight, options, context,
-    ), traits = TRAITS;
-
-    /// dx and partial sums of dweight, from the rstd that forward gave.
-    "xentile_rms_norm_backward", Execute: fn xentile_rms_norm_backward_cuda = backward(
-        x, weight, rstd, dy, dx, dweight, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass of a sum runs.
-    "xentile_rms_norm_add_backward", Initialize:
-    fn xentile_rms_norm_add_backward_cuda_initialize = add_backward(
+    );
+    super::ADD_BACKWARD: fn xentile_rms_norm_add_backward_cuda,
+        initialize xentile_rms_norm_add_backward_cuda_initialize = add_backward(
         x, weight, rstd, dy, dsum, dx, dweight, options, context,
-    ), traits = TRAITS;
-
-    /// The same for a sum with a residual, whose cotangent is added.
-    "xentile_rms_norm_add_backward", Execute: fn xentile_rms_norm_add_backward_cuda = add_backward(
-        x, weight, rstd, dy, dsum, dx, dweight, options, context,
-    ), traits = TRAITS;
+    );
 }
 
 fn forward(

@@ -7,15 +7,12 @@ use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, MayAlias, Result, Threa
 use super::{Options, invalid, shape};
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// Rotated rows.
-    "xentile_rope", Execute: fn xentile_rope_host = rotate(
-        x, indices, cos, sin, y, options, pool,
-    );
+    super::ROPE: fn xentile_rope_host = rotate(x, indices, cos, sin, y, options, pool);
 }
 
 fn rotate(

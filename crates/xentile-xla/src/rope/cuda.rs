@@ -4,21 +4,16 @@ use xentile_cuda::rope::{Operands, Rotation};
 use xla_ffi::{Buffer, Context, OnDevice, Result, Stage};
 
 use super::{Options, shape};
-use crate::cuda::{Any, AnyMut, Floats, TRAITS, check_result, failed, to_dtype};
-use crate::target::{CUDA, target_list};
+use crate::cuda::{Any, AnyMut, Floats, check_result, failed, to_dtype};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what rotates.
-    "xentile_rope", Initialize: fn xentile_rope_cuda_initialize = rotate(
+    super::ROPE: fn xentile_rope_cuda,
+        initialize xentile_rope_cuda_initialize = rotate(
         x, indices, cos, sin, y, options, context,
-    ), traits = TRAITS;
-
-    /// Rotated rows.
-    "xentile_rope", Execute: fn xentile_rope_cuda = rotate(
-        x, indices, cos, sin, y, options, context,
-    ), traits = TRAITS;
+    );
 }
 
 fn rotate(

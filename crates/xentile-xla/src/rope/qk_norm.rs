@@ -6,42 +6,27 @@ use xentile_cuda::qk_norm_rope::{Backward, Forward, Pass, QkNormRope, QkShape};
 use xla_ffi::{Buffer, Context, Decoder, OnDevice, Parameter, Result};
 
 use super::{Options as RopeOptions, invalid, product};
-use crate::cuda::{Any, AnyMut, Floats, FloatsMut, TRAITS, check_result, failed, to_dtype};
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_alike, check_like, check_rows};
 use crate::rms_norm::Options as NormOptions;
-use crate::target::{CUDA, target_list};
+use crate::target::target_list;
 
 type Indices<'a> = OnDevice<Buffer<'a, i32>>;
 
 target_list! {
     CUDA;
 
-    /// Loads what the forward pass runs.
-    "xentile_qk_norm_rope_forward", Initialize:
-    fn xentile_qk_norm_rope_forward_cuda_initialize = forward(
-        q, k, q_weight, k_weight, indices, cos, sin,
-        q_turned, k_turned, q_rstd, k_rstd, options, context,
-    ), traits = TRAITS;
-
-    /// Heads, normalised and rotated, and the rstd of each.
-    "xentile_qk_norm_rope_forward", Execute: fn xentile_qk_norm_rope_forward_cuda = forward(
-        q, k, q_weight, k_weight, indices, cos, sin,
-        q_turned, k_turned, q_rstd, k_rstd, options, context,
-    ), traits = TRAITS;
-
-    /// Loads what the backward pass runs.
-    "xentile_qk_norm_rope_backward", Initialize:
-    fn xentile_qk_norm_rope_backward_cuda_initialize = backward(
-        q, k, q_weight, k_weight, q_rstd, k_rstd, indices, cos, sin, q_cotangent, k_cotangent,
-        dq, dk, dq_weight, dk_weight, options, context,
-    ), traits = TRAITS;
-
-    /// dq, dk, and partial sums of the gradients of weights, from the rstd that forward gave.
-    "xentile_qk_norm_rope_backward", Execute: fn xentile_qk_norm_rope_backward_cuda = backward(
-        q, k, q_weight, k_weight, q_rstd, k_rstd, indices, cos, sin, q_cotangent, k_cotangent,
-        dq, dk, dq_weight, dk_weight, options, context,
-    ), traits = TRAITS;
+    super::QK_NORM_FORWARD: fn xentile_qk_norm_rope_forward_cuda,
+        initialize xentile_qk_norm_rope_forward_cuda_initialize = forward(
+        q, k, q_weight, k_weight, indices, cos, sin, q_turned, k_turned, q_rstd, k_rstd, options,
+        context,
+    );
+    super::QK_NORM_BACKWARD: fn xentile_qk_norm_rope_backward_cuda,
+        initialize xentile_qk_norm_rope_backward_cuda_initialize = backward(
+        q, k, q_weight, k_weight, q_rstd, k_rstd, indices, cos, sin, q_cotangent, k_cotangent, dq,
+        dk, dq_weight, dk_weight, options, context,
+    );
 }
 
 /// The attributes.

@@ -6,13 +6,12 @@ use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, Error, MayAlias, Result
 use super::check;
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
-use crate::target::{HOST, target_list};
+use crate::target::target_list;
 
 target_list! {
     HOST;
 
-    /// `x` times the factor of its leading axes.
-    "xentile_scale", Execute: fn xentile_scale_host = times(x, factor, scaled, pool);
+    super::SCALE: fn xentile_scale_host = times(x, factor, scaled, pool);
 }
 
 fn times(

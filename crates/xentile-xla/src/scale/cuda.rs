@@ -4,19 +4,16 @@ use xentile_cuda::scale::Scale;
 use xla_ffi::{Context, Result, Stage};
 
 use super::check;
-use crate::cuda::{Any, AnyMut, Floats, TRAITS, check_result, failed, to_dtype};
-use crate::target::{CUDA, target_list};
+use crate::cuda::{Any, AnyMut, Floats, check_result, failed, to_dtype};
+use crate::target::target_list;
 
 target_list! {
     CUDA;
 
-    /// Loads what scaling runs.
-    "xentile_scale", Initialize:
-    fn xentile_scale_cuda_initialize = times(x, factor, scaled, context), traits = TRAITS;
-
-    /// `x` times the factor of its leading axes.
-    "xentile_scale", Execute:
-    fn xentile_scale_cuda = times(x, factor, scaled, context), traits = TRAITS;
+    super::SCALE: fn xentile_scale_cuda,
+        initialize xentile_scale_cuda_initialize = times(
+        x, factor, scaled, context,
+    );
 }
 
 fn times(x: Any, factor: Floats, scaled: AnyMut, context: Context) -> Result {
