@@ -36,6 +36,7 @@ from .meshes import (
     tuple_of,
 )
 from .operation import Operation
+from .targets import declared
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,29 @@ class Call:
         if axis is not None and leading > 0:
             order.insert(leading - 1, order.pop(leading + declared.names.index(axis)))
         return tuple(reversed(order))
+
+
+def declared_call(
+    operation: Operation,
+    target: str,
+    attributes: Mapping[str, Any],
+    dtypes: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Call:
+    """Returns a call of a target with the arrays that the library declares.
+
+    `attributes` are plain values, None for what is absent; `dtypes` are those of results that may
+    have one of several; `others` are fields of `Call`.
+    """
+    one = declared(target)
+    return Call(
+        operation=operation,
+        target=target,
+        operands=one.operands(attributes),
+        results=one.results(attributes, dtypes or {}),
+        attributes=one.attributes(attributes),
+        **{"cut": one.sharded, "reuses": one.reuses, **others},
+    )
 
 
 class InParts(Protocol):

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .arrays import Result
-from .custom_call import Call
+from .custom_call import Call, declared_call
 from .operation import Operation
 
 
@@ -19,12 +18,10 @@ def scale_call(operation: Operation, implementation: str | None) -> Call:
     the factors there is no call, and where they turn out to be 1 as it runs, in shared memory,
     nothing is read or written.
     """
-    return Call(
-        operation=operation,
-        target="xentile_scale",
-        operands=("*batch N", "*batch"),
-        results=(Result("*batch N", like=0),),
-        reuses=(0, 0),
+    return declared_call(
+        operation,
+        "xentile_scale",
+        {},
         implementation=implementation,
         is_product=True,
         for_tpu=_in_pallas,

@@ -9,45 +9,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import linear
-from ..arrays import Result
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import bind, declared_call, vary_alike
+from ..targets import declared
 from . import reference, sharded_halves
 from .declaration import OPERATION
 from .options import Options
 
-# What a call takes: x, which may pack two arrays, and a gradient.
-PACKED = {"single": "*batch F", "halves": "*batch 2.F", "interleaved": "*batch F.2"}
-COLUMNS = "*batch F"
+FORWARD, BACKWARD = "xentile_activation_forward", "xentile_activation_backward"
+(COLUMNS,) = declared(FORWARD).dims("y")
 
 
 def _bind(
-    options: Options,
-    name: str,
-    operands: tuple[str, ...],
-    result: str,
-    dense: Any,
-    in_parts: Any,
-    *arrays: Any,
+    options: Options, target: str, dense: Any, in_parts: Any, *arrays: jax.Array
 ) -> jax.Array:
-    more = () if options.limit is None else (("limit", np.float64(options.limit)),)
     is_halves = options.layout == "halves"
-    call = Call(
-        operation=OPERATION,
-        target=f"xentile_activation_{name}",
-        operands=operands,
-        results=(Result(result, like=0),),
-        attributes=(
-            ("kind", options.kind),
-            ("layout", options.layout),
-            ("alpha", np.float64(options.alpha)),
-            ("up_offset", np.float64(options.up_offset)),
-            *more,
-        ),
+    call = declared_call(
+        OPERATION,
+        target,
+        {
+            "kind": options.kind,
+            "layout": options.layout,
+            "alpha": options.alpha,
+            "up_offset": options.up_offset,
+            "limit": options.limit,
+        },
         # Entries and pairs stand alone, and may be sharded as they are; halves exchange columns.
         cut=() if is_halves else ("F",),
         in_parts=Bound(in_parts, options) if is_halves else None,
@@ -66,8 +55,7 @@ def forward(options: Options, *arrays: jax.Array) -> jax.Array:
     """Returns y of x, or of gate and up."""
     if not _has_kernel(options):
         return reference.forward(options, *arrays)
-    operands = (PACKED[options.layout],)
-    return _bind(options, "forward", operands, COLUMNS, _dense, sharded_halves.forward, *arrays)
+    return _bind(options, FORWARD, _dense, sharded_halves.forward, *arrays)
 
 
 def _dense(options: Options, x: jax.Array) -> tuple[jax.Array]:
@@ -78,12 +66,7 @@ def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tu
     """Returns the gradient of x, or those of gate and up."""
     if not _has_kernel(options):
         return reference.gradients(options, arrays, dy)
-    packed = PACKED[options.layout]
-    in_parts = sharded_halves.backward
-    dx = _bind(
-        options, "backward", (packed, COLUMNS), packed, _dense_backward, in_parts, *arrays, dy
-    )
-    return (dx,)
+    return (_bind(options, BACKWARD, _dense_backward, sharded_halves.backward, *arrays, dy),)
 
 
 def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:

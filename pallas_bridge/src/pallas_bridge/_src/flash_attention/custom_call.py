@@ -9,36 +9,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import linear, one_program
-from ..arrays import Result
 from ..bound import Bound
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import bind, declared_call, vary_alike
+from ..targets import declared
 from . import on_cuda, on_tpu, reference
 from .declaration import OPERATION
 from .options import COLUMNS_STEP, Options
 
-Q, K, V, LSE, SINKS = "*batch G S D", "*batch K D", "*batch K E", "*batch G S", "*batch G"
-OUT = "*batch G S E"
+FORWARD, BACKWARD = "xentile_flash_attention_forward", "xentile_flash_attention_backward"
+Q, K, V, OUT, LSE = declared(FORWARD).dims("q", "k", "v", "o", "lse")
 # Arrays of tokens with all of their heads after another, as users have them.
 TOKENS_FIRST = ((Q, "S"), (K, "K"), (V, "K"), (OUT, "S"))
 
 
+def _attributes(options: Options) -> dict[str, Any]:
+    return {
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "segments": options.has_segments,
+        "sinks": options.has_sinks,
+    }
+
+
 def dims(options: Options) -> tuple[str, ...]:
     """Returns the dims of what both passes take."""
-    segments = ("*batch S", "*batch K") if options.has_segments else ()
-    return (Q, K, V, "*batch S P", *segments, *((SINKS,) if options.has_sinks else ()))
-
-
-def _attributes(options: Options) -> tuple[tuple[str, Any], ...]:
-    softcap = () if options.softcap is None else (("softcap", np.float64(options.softcap)),)
-    return (
-        ("scale", np.float64(options.scale)),
-        *softcap,
-        ("segments", np.bool_(options.has_segments)),
-        ("sinks", np.bool_(options.has_sinks)),
-    )
+    return declared(FORWARD).operands(_attributes(options))
 
 
 def _dense_on(q: Any, v: Any) -> tuple[str, ...]:
@@ -56,12 +53,10 @@ def forward(
     """
     if options.implementation == "reference":
         return reference.forward(options, *arrays)
-    call = Call(
-        operation=OPERATION,
-        target="xentile_flash_attention_forward",
-        operands=dims(options),
-        results=(Result(OUT, like=0), Result(LSE)),
-        attributes=_attributes(options),
+    call = declared_call(
+        OPERATION,
+        FORWARD,
+        _attributes(options),
         outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
         dense=Bound(reference.forward, options),
@@ -83,13 +78,10 @@ def backward(
     if options.implementation == "reference":
         return reference.gradients(options, arrays, do, dlse)
     of_lse = dlse is not None
-    sinks = (Result(SINKS),) if options.has_sinks else ()
-    call = Call(
-        operation=OPERATION,
-        target="xentile_flash_attention_backward",
-        operands=(*dims(options), OUT, LSE, OUT, LSE),
-        results=(Result(Q, like=0), Result(K, like=1), Result(V, like=2), *sinks),
-        attributes=_attributes(options),
+    call = declared_call(
+        OPERATION,
+        BACKWARD,
+        _attributes(options),
         outward=TOKENS_FIRST if options.tokens_first else (),
         implementation=options.implementation,
         dense=Bound(_dense_backward, options, of_lse),

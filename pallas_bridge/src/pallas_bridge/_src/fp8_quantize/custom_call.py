@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Result
 from ..bound import Bound
-from ..custom_call import Call, bind, dense_over
+from ..custom_call import bind, declared_call, dense_over
 from . import reference
 from .declaration import OPERATION
 from .options import Options
 
-ROWS, MATRIX, TURNED, TOKENS = "*batch D", "*batch M D", "*batch D M", "*batch"
 # Columns that have an amax of their own where a whole array has one scale.
 PART = 128
 
@@ -26,32 +24,28 @@ PART = 128
 def _bind(
     options: Options,
     name: str,
-    dims: str,
-    results: tuple[Result, ...],
     *arrays: jax.Array,
     block: tuple[int, int | None] | None = None,
     dense: Any,
     is_whole: bool = False,
 ) -> tuple[jax.Array, ...]:
-    attributes: list[tuple[str, Any]] = []
-    if block is not None:
-        rows, columns = block
-        attributes += [("block_rows", np.int64(rows))]
-        attributes += [] if columns is None else [("block_columns", np.int64(columns))]
-        attributes += [("power_of_two", np.bool_(options.power_of_two))]
-    call = Call(
-        operation=OPERATION,
-        target=f"xentile_fp8_quantize{name}",
-        # What is quantised, and one scale for all of it.
-        operands=(dims, "")[: len(arrays)],
-        results=results,
-        attributes=tuple(attributes),
+    rows, columns = block or (1, None)
+    blocks = {
+        "block_rows": rows,
+        "block_columns": columns,
+        "power_of_two": options.power_of_two,
+    }
+    # Rows without blocks of columns, whose columns devices may share.
+    may_share_columns = not is_whole and rows == 1 and columns is None
+    call = declared_call(
+        OPERATION,
+        f"xentile_fp8_quantize{name}",
+        {} if block is None else blocks,
+        dtypes={"values": options.dtype},
         implementation=options.implementation,
         dense=dense,
         dense_if_cut=is_whole,
-        in_parts=Bound(dense_over, dense)
-        if dims == ROWS and (block is None or block[1] is None)
-        else None,
+        in_parts=Bound(dense_over, dense) if may_share_columns else None,
     )
     return bind(call, *arrays)
 
@@ -67,77 +61,41 @@ def quantize(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         )
         values, scales = quantize(by_row, parts)
         return joined(values, x), scales
-    value = Result(ROWS, dtype=options.dtype)
-    if rows == 1:
-        scale = Result(TOKENS if columns is None else f"{TOKENS} D/{columns}")
-        dense = Bound(reference.quantize, options)
-        values, scales = _bind(
-            options, "", ROWS, (value, scale), x, block=(rows, columns), dense=dense
-        )
-        return values, scales
-    value = Result(MATRIX, dtype=options.dtype)
-    scale = Result(f"{TOKENS} M/{rows} D/{columns}")
     dense = Bound(reference.quantize, options)
-    if not _is_whole_blocks(x.shape[-2], rows):
-        values, scales = _bind(
-            options, "", MATRIX, (value, scale), x, block=(rows, columns), dense=dense
-        )
+    if rows == 1 or not _is_whole_blocks(x.shape[-2], rows):
+        values, scales = _bind(options, "", x, block=(rows, columns), dense=dense)
         return values, scales
     # Each row of blocks a matrix.
     bands = split(x, x.ndim - 2, rows, options.granularity)
-    values, scales = _bind(
-        options, "", MATRIX, (value, scale), bands, block=(rows, columns), dense=dense
-    )
+    values, scales = _bind(options, "", bands, block=(rows, columns), dense=dense)
     return joined(values, x), scales.squeeze(-2)
 
 
 def quantize_transposed(options: Options, x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns values and scales of x and of the transposed copy."""
-    rows, columns = reference.blocks(options)
-    blocks = (
-        ("*batch M", "*batch D")
-        if columns is None
-        else (
-            (f"*batch M D/{columns}", f"*batch D M/{columns}")
-            if rows == 1
-            else (f"*batch M/{rows} D/{columns}", f"*batch D/{columns} M/{rows}")
-        )
-    )
-    results = (
-        Result(MATRIX, dtype=options.dtype),
-        Result(blocks[0]),
-        Result(TURNED, dtype=options.dtype),
-        Result(blocks[1]),
-    )
-    dense = Bound(reference.quantize_transposed, options)
-    block = (rows, columns)
-    return _bind(
-        options, "_transposed", MATRIX, results, x, block=block, dense=dense, is_whole=True
-    )
+    dense, block = Bound(reference.quantize_transposed, options), reference.blocks(options)
+    return _bind(options, "_transposed", x, block=block, dense=dense, is_whole=True)
 
 
 def amax(options: Options, x: jax.Array) -> jax.Array:
     """Returns amax of x."""
     dense = Bound(reference.amax_of_rows, options)
-    (found,) = _bind(options, "_amax", ROWS, (Result(TOKENS),), _parts(x), dense=dense)
+    (found,) = _bind(options, "_amax", _parts(x), dense=dense)
     return jnp.max(found, initial=0)
 
 
 def scaled(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns values by a given scale, and amax of x."""
-    results = (Result(ROWS, dtype=options.dtype), Result(TOKENS))
     dense = Bound(reference.scaled, options)
-    values, most = _bind(options, "_scaled", ROWS, results, _parts(x), scale, dense=dense)
+    values, most = _bind(options, "_scaled", _parts(x), scale, dense=dense)
     return joined(values, x), jnp.max(most, initial=0)
 
 
 def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
     """Returns values by a given scale, amax of x, and the transposed copy."""
-    value = Result(MATRIX, dtype=options.dtype)
-    results = (value, Result("*batch M"), Result(TURNED, dtype=options.dtype))
     dense = Bound(reference.scaled_transposed, options)
     values, most, turned = _bind(
-        options, "_scaled_transposed", MATRIX, results, x, scale, dense=dense, is_whole=True
+        options, "_scaled_transposed", x, scale, dense=dense, is_whole=True
     )
     return values, jnp.max(most, initial=0), turned
 

@@ -13,18 +13,19 @@ import jax
 import numpy as np
 
 from .. import linear
-from ..arrays import Result, spec_of
+from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import bind, declared_call, vary_alike
+from ..targets import declared
 from . import reference
 from .declaration import OPERATION
 from .options import Options
 
-# Tokens of a sequence and heads may be cut, so that each head of a token has its own index into the
-# tables, which all have whole.
-ROWS, INDICES, TABLE = "*batch S H D", "*batch S H", "P R"
-CUT = ("S", "H")
+# Tokens of a sequence and heads may be sharded, so that each head of a token has its own index into
+# the tables, which all have whole.
+TARGET = "xentile_rope"
+ROWS, INDICES, TABLE = declared(TARGET).dims("x", "indices", "cos")
 
 
 def forward(
@@ -33,16 +34,10 @@ def forward(
     """Returns rotated x."""
     if options.implementation == "reference":
         return reference.rotate(options, x, cos, sin)
-    call = Call(
-        operation=OPERATION,
-        target="xentile_rope",
-        operands=(ROWS, INDICES, TABLE, TABLE),
-        results=(Result(ROWS, like=0),),
-        attributes=(
-            ("interleaved", np.bool_(options.interleaved)),
-            ("inverse", np.bool_(options.inverse)),
-        ),
-        cut=CUT,
+    call = declared_call(
+        OPERATION,
+        TARGET,
+        {"interleaved": options.interleaved, "inverse": options.inverse},
         implementation=options.implementation,
         dense=Bound(_dense, options),
         variant="interleaved" if options.interleaved else "halves",

@@ -1,0 +1,131 @@
+"""What targets take and give, as the library declares them.
+
+`targets.json` is the text of the library's `xentile_declarations`, carried here because shapes are
+needed where there is no library too. crates/xentile-xla/src/declaration.rs documents its keys.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .arrays import Result
+
+# The types of attributes and of arrays by their names there.
+TYPES: Mapping[str, Any] = {"bool": np.bool_, "s64": np.int64, "f64": np.float64, "text": str}
+DTYPES: Mapping[str, Any] = {"f32": np.float32, "s32": np.int32}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target's declaration: a parsed object of `targets.json`."""
+
+    name: str
+    declared: Mapping[str, Any]
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """Named axes that a mesh may shard as it may axes of tokens."""
+        return tuple(self.declared["sharded"])
+
+    @property
+    def reuses(self) -> tuple[int, int] | None:
+        """The operand whose memory every call gives to a result, and the result, by index."""
+        for alias in self.declared["aliases"]:
+            if alias["always"]:
+                sides = (("operands", alias["operand"]), ("results", alias["result"]))
+                operand, result = (
+                    [one["name"] for one in self.declared[side]].index(name) for side, name in sides
+                )
+                return operand, result
+        return None
+
+    def attributes(self, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        """Returns attributes in the types that handlers take, without those that are None.
+
+        Raises:
+            KeyError: one that is not declared, or without which there is no call.
+        """
+        declared = {one["name"]: one for one in self.declared["attributes"]}
+        if unknown := {*values} - {*declared}:
+            raise KeyError(f"{self.name} has no attribute {min(unknown)}")
+        found = []
+        for name, one in declared.items():
+            value = values.get(name)
+            if value is not None:
+                found.append((name, TYPES[one["type"]](value)))
+            elif one["absent"] is None and not one["cuda_only"]:
+                raise KeyError(f"{self.name} needs the attribute {name}")
+        return tuple(found)
+
+    def operands(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the dims of a call's operands, for values of its attributes."""
+        return tuple(dims_of(one, values) for one in self._given("operands", values))
+
+    def results(self, values: Mapping[str, Any], dtypes: Mapping[str, Any]) -> tuple[Result, ...]:
+        """Returns a call's results; `dtypes` are those that its declaration leaves open."""
+        operands = [one["name"] for one in self._given("operands", values)]
+        found: dict[str, Result] = {}
+        for one in self._given("results", values):
+            dims, dtype = dims_of(one, values), one["dtype"]
+            like = dtype["like"] if isinstance(dtype, dict) else None
+            if like in operands:
+                found[one["name"]] = Result(dims, like=operands.index(like))
+            elif like is not None:
+                found[one["name"]] = Result(dims, dtype=found[like].dtype)
+            elif one["name"] in dtypes:
+                found[one["name"]] = Result(dims, dtype=dtypes[one["name"]])
+            else:
+                (only,) = dtype
+                found[one["name"]] = Result(dims, dtype=DTYPES[only])
+        return tuple(found.values())
+
+    def dims(self, *names: str, **values: Any) -> tuple[str, ...]:
+        """Returns the dims of arrays by their names, for values of attributes that they go by."""
+        every = (*self.declared["operands"], *self.declared["results"])
+        arrays = {one["name"]: one for one in every}
+        return tuple(dims_of(arrays[name], values) for name in names)
+
+    def _given(self, side: str, values: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Returns the arrays that a call has."""
+
+        def is_given(one: Mapping[str, Any]) -> bool:
+            given = one["given"]
+            return given == "always" or bool(values.get(given["where"]))
+
+        return [one for one in self.declared[side] if is_given(one)]
+
+
+def dims_of(array: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Returns an array's dims, such as "*batch V", for values of attributes."""
+    dims = array["dims"]
+    if isinstance(dims, dict):
+        cases = dims["cases"]
+        value = str(values[dims["by"]])
+        dims = cases[value] if value in cases else cases["*"]
+    axes = [_axis(axis, values) for axis in dims.split()]
+    return " ".join(axis for axis in axes if axis is not None)
+
+
+def _axis(axis: str, values: Mapping[str, Any]) -> str | None:
+    """Returns an axis with the extent of its blocks as a number, or None where it has none."""
+    of, _, block = axis.partition("/")
+    if not block or block.isdigit():
+        return axis
+    extent = values.get(block)
+    return None if extent is None else f"{of}/{extent}"
+
+
+@cache
+def _every() -> Mapping[str, Target]:
+    text = Path(__file__).with_name("targets.json").read_text(encoding="utf-8")
+    return {one["name"]: Target(one["name"], one) for one in json.loads(text)["targets"]}
+
+
+def declared(name: str) -> Target:
+    """Returns the declaration of a target."""
+    return _every()[name]

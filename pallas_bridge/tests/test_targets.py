@@ -1,0 +1,72 @@
+"""What targets take and give, as the package carries it."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pallas_bridge._src import library, operations, targets
+from pallas_bridge._src.arrays import Result
+from pallas_bridge._src.targets import declared
+
+
+def test_the_package_carries_what_the_library_declares() -> None:
+    """`targets.json` is the text of `xentile_declarations`."""
+    handle, _ = library.load(library.find())
+    handle.xentile_declarations.restype = ctypes.c_char_p
+    carried = Path(targets.__file__).with_name("targets.json").read_text(encoding="utf-8")
+    assert handle.xentile_declarations().decode() == carried
+
+
+def test_every_operation_and_handler_is_declared() -> None:
+    """The library has handlers for no other targets, and on no other platforms."""
+    _, loaded = library.load(library.find())
+    for row in loaded.targets:
+        assert row.stage in declared(row.target).declared["handlers"][row.platform]
+    for operation in operations.OPERATIONS:
+        assert declared(operation.target).name == operation.target
+
+
+def test_dims_follow_attributes() -> None:
+    """Packed arrays, blocks, and arrays that are not in every call."""
+    activation = declared("xentile_activation_backward")
+    assert activation.operands({"layout": "halves"}) == ("*batch 2.F", "*batch F")
+    assert activation.results({"layout": "halves"}, {}) == (Result("*batch 2.F", like=0),)
+    attention = declared("xentile_flash_attention_backward")
+    assert len(attention.operands({"segments": False, "sinks": False})) == 8
+    assert attention.operands({"segments": False, "sinks": True})[4] == "*batch G"
+    assert len(attention.results({"segments": True, "sinks": True}, {})) == 4
+    fp8 = declared("xentile_fp8_quantize_transposed")
+    of_rows = {"block_rows": 1, "block_columns": None, "power_of_two": False}
+    of_blocks = {**of_rows, "block_rows": 128, "block_columns": 128}
+    values = np.dtype(np.int8)
+    assert [one.dims for one in fp8.results(of_rows, {"values": values})] == [
+        "*batch M D",
+        "*batch M",
+        "*batch D M",
+        "*batch D",
+    ]
+    found = fp8.results(of_blocks, {"values": values})
+    assert [one.dims for one in found][1::2] == ["*batch M/128 D/128", "*batch D/128 M/128"]
+    assert [one.dtype for one in found] == [values, np.float32] * 2
+
+
+def test_attributes_are_typed_and_asked_for() -> None:
+    """None is absent; what is unknown or missing is named."""
+    rope = declared("xentile_rope")
+    given = rope.attributes({"interleaved": True, "inverse": False})
+    assert [(name, type(value)) for name, value in given] == [
+        ("interleaved", np.bool_),
+        ("inverse", np.bool_),
+    ]
+    with pytest.raises(KeyError, match="xentile_rope needs the attribute inverse"):
+        rope.attributes({"interleaved": True, "inverse": None})
+    with pytest.raises(KeyError, match="xentile_rope has no attribute eps"):
+        rope.attributes({"eps": 1e-6})
+
+
+def test_what_a_result_always_lies_over() -> None:
+    """`xentile_scale` works in the memory of its operand; others where the caller says."""
+    assert declared("xentile_scale").reuses == (0, 0)
+    assert declared("xentile_linear_cross_entropy_add").reuses == (4, 4)
+    assert declared("xentile_rope").reuses is None
