@@ -7,9 +7,14 @@
 #![no_main]
 #![allow(clippy::vec_box)] // frames keep the addresses of the items
 
+use std::sync::LazyLock;
+
 use libfuzzer_sys::fuzz_target;
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, ErrorCode, abi};
+
+#[path = "../../crates/xentile-xla/tests/frames/mod.rs"]
+mod frames;
 
 /// Words before and after the memory of every buffer.
 const GUARD: usize = 8;
@@ -19,29 +24,16 @@ const MOST_BYTES: usize = 1 << 16;
 
 /// Numbers that frames get wrong.
 const ODD: [i64; 12] = [0, 1, 2, 3, 7, 8, 1 << 20, 1 << 31, 1 << 61, i64::MAX, i64::MIN, -1];
-const NAMES: [&str; 21] = [
-    "ignore_index",
-    "label_smoothing",
-    "z_loss",
-    "softcap",
-    "temperature",
-    "time_block",
-    "block_size",
-    "every_token",
-    "vocab_axis",
-    "chunk_columns",
-    "eps",
-    "zero_centred",
-    "kind",
-    "layout",
-    "alpha",
-    "limit",
-    "up_offset",
-    "interleaved",
-    "inverse",
-    "",
-    "no such attribute",
-];
+/// The attributes of all targets, and names that none has.
+static NAMES: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let mut names: Vec<_> = xentile_xla::declarations()
+        .flat_map(|declaration| declaration.attributes().map(|attribute| attribute.name))
+        .chain(["", "no such attribute"])
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    names
+});
 
 fuzz_target!(|bytes: &[u8]| {
     let mut choices = Choices(bytes);
@@ -74,9 +66,6 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
-const LABELS: [DType; 2] = [DType::S32, DType::S64];
-
 /// The fuzzer's bytes, one for each choice.
 struct Choices<'a>(&'a [u8]);
 
@@ -103,308 +92,11 @@ impl Choices<'_> {
     }
 }
 
-/// A right frame of `target`; extents, dtypes and attributes are chosen.
+/// A frame as `target` is declared; extents, dtypes and attributes are chosen. Attributes may not fit each other.
 fn right(target: &str, choices: &mut Choices<'_>) -> Call {
-    if let Some(pass) = target.strip_prefix("xentile_activation_") {
-        return right_activation(pass, choices);
-    }
-    if let Some(pass) = target.strip_prefix("xentile_fp8_quantize") {
-        return right_fp8_quantize(pass, choices);
-    }
-    if let Some(pass) = target.strip_prefix("xentile_linear_cross_entropy_") {
-        return right_linear(pass, choices);
-    }
-    if let Some(pass) = target.strip_prefix("xentile_flash_attention_") {
-        return right_flash_attention(pass, choices);
-    }
-    if let Some(pass) = target.strip_prefix("xentile_layer_norm_") {
-        return right_layer_norm(pass, choices);
-    }
-    if let Some(pass) = target.strip_prefix("xentile_rms_norm_") {
-        return right_rms_norm(pass, choices);
-    }
-    if target == "xentile_rope" {
-        return right_rope(choices);
-    }
-    let dtype = *choices.of(&DTYPES);
-    let label = *choices.of(&LABELS);
-    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
-    let matrix = [&leading[..], &[1 + choices.below(80) as i64]].concat();
-    let wide = || Array::new(dtype, &matrix);
-    let floats = |count: usize| (0..count).map(|_| Array::new(DType::F32, &leading));
-    let labels = || Array::new(label, &leading);
-    let (arguments, results): (Vec<_>, Vec<_>) = match target {
-        "xentile_cross_entropy_forward" => (vec![wide(), labels()], floats(4).collect()),
-        "xentile_cross_entropy_backward" => {
-            ([wide(), labels()].into_iter().chain(floats(5)).collect(), vec![wide()])
-        }
-        "xentile_cross_entropy_fused" => (
-            [wide(), labels()].into_iter().chain(floats(1)).collect(),
-            floats(3).chain([wide()]).collect(),
-        ),
-        "xentile_cross_entropy_distribution" => {
-            (vec![wide(), labels()], floats(6).chain([Array::new(DType::S32, &leading)]).collect())
-        }
-        "xentile_cross_entropy_distribution_fused" => (
-            [wide(), labels()].into_iter().chain(floats(1)).collect(),
-            floats(5).chain([Array::new(DType::S32, &leading), wide()]).collect(),
-        ),
-        "xentile_cross_entropy_distribution_backward" => {
-            ([wide(), labels()].into_iter().chain(floats(7)).collect(), vec![wide()])
-        }
-        "xentile_scale" => ([wide()].into_iter().chain(floats(1)).collect(), vec![wide()]),
-        _ => panic!("{target} has no right frame here"),
-    };
-    let call = Call::new(arguments, results);
-    if target == "xentile_scale" {
-        return call;
-    }
-    with_options(call, target.ends_with("backward"), choices)
-}
-
-/// The same of linear cross-entropy; scratch may be too little.
-fn right_linear(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&DTYPES);
-    let [tokens, width, vocab] = [5, 20, 80].map(|most| 1 + choices.below(most) as i64);
-    let axis = choices.below(2);
-    let weight = if axis == 0 { [vocab, width] } else { [width, vocab] };
-    let operands = || [[tokens, width], weight].map(|dims| Array::new(dtype, &dims));
-    let floats = |count: usize| (0..count).map(|_| Array::new(DType::F32, &[tokens]));
-    let labels = Array::new(*choices.of(&LABELS), &[tokens]);
-    let mut arguments: Vec<_> = operands().into_iter().chain([labels]).collect();
-    let scratch = Array::new(DType::U8, &[*choices.of(&[0, 1000, 1 << 15])]);
-    let kept = || Array::new(dtype, &weight);
-    let mut results: Vec<_> = match pass {
-        "forward" => floats(4).collect(),
-        "keep" => floats(4).chain([kept()]).collect(),
-        "backward" => {
-            arguments.extend(floats(5));
-            operands().into_iter().collect()
-        }
-        "resume" => {
-            let held = Array::new(DType::U8, &scratch.dims);
-            arguments.extend(floats(5).chain([kept(), held]));
-            operands().into_iter().collect()
-        }
-        "fused" => {
-            arguments.extend(floats(1));
-            floats(3).chain(operands()).collect()
-        }
-        _ => panic!("{pass} has no right frame here"),
-    };
-    results.push(scratch);
-    if choices.below(2) == 1 {
-        arguments.push(Array::new(DType::F32, &[vocab]));
-        if !matches!(pass, "forward" | "keep") {
-            results.push(Array::new(DType::F32, &[vocab]));
-        }
-    }
-    let call = Call::new(arguments, results)
-        .scalar("vocab_axis", axis as i64)
-        .scalar("chunk_columns", *choices.of(&[1_i64, 7, 64, i64::MAX]));
-    with_options(call, matches!(pass, "backward" | "resume"), choices)
-}
-
-/// The same of RMSNorm.
-fn right_rms_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let [dtype, of_weight] = [(); 2].map(|()| *choices.of(&DTYPES));
-    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
-    let columns = 1 + choices.below(80) as i64;
-    let [batch, groups] = [(); 2].map(|()| leading[..choices.below(leading.len() + 1)].to_vec());
-    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
-    let weight = Array::new(of_weight, &[&batch[..], &[columns]].concat());
-    let rstd = Array::new(DType::F32, &leading);
-    let blocks = 1 + choices.below(7) as i64;
-    let dweight = || Array::new(DType::F32, &[&groups[..], &[blocks, columns]].concat());
-    let (arguments, results): (Vec<_>, Vec<_>) = match pass {
-        "forward" => (vec![wide(), weight], vec![wide(), rstd]),
-        "add_forward" => (vec![wide(), wide(), weight], vec![wide(), wide(), rstd]),
-        "backward" => (vec![wide(), weight, rstd, wide()], vec![wide(), dweight()]),
-        "add_backward" => (vec![wide(), weight, rstd, wide(), wide()], vec![wide(), dweight()]),
-        _ => panic!("{pass} has no right frame here"),
-    };
-    Call::new(arguments, results)
-        .scalar("eps", *choices.of(&[1e-6, 0.0, f64::MAX]))
-        .scalar("zero_centred", xla_ffi::Pred::from(*choices.of(&[false, true])))
-}
-
-/// The same of LayerNorm.
-fn right_layer_norm(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let [dtype, of_weight] = [(); 2].map(|()| *choices.of(&DTYPES));
-    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
-    let columns = 1 + choices.below(80) as i64;
-    let mut some = || leading[..choices.below(leading.len() + 1)].to_vec();
-    let [of_weights, of_biases, groups] = [some(), some(), some()];
-    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
-    let of_columns = |axes: &[i64]| Array::new(of_weight, &[axes, &[columns]].concat());
-    let (weight, bias) = (of_columns(&of_weights), of_columns(&of_biases));
-    let number = || Array::new(DType::F32, &leading);
-    let blocks = 1 + choices.below(7) as i64;
-    let sums = || Array::new(DType::F32, &[&groups[..], &[blocks, columns]].concat());
-    let (arguments, results) = match pass {
-        "forward" => (vec![wide(), weight, bias], vec![wide(), number(), number()]),
-        "backward" => {
-            (vec![wide(), weight, number(), number(), wide()], vec![wide(), sums(), sums()])
-        }
-        _ => panic!("{pass} has no right frame here"),
-    };
-    Call::new(arguments, results).scalar("eps", *choices.of(&[1e-5, 0.0, f64::MAX]))
-}
-
-/// The same of rotary position embedding; indices may be in no table.
-fn right_rope(choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&DTYPES);
-    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
-    let columns = choices.below(80) as i64;
-    let pairs = choices.below(columns as usize / 2 + 1) as i64;
-    let batch = &leading[..choices.below(leading.len() + 1)];
-    let positions = choices.below(5) as i64;
-    let table = || Array::new(DType::F32, &[batch, &[positions, pairs]].concat());
-    let wide = || Array::new(dtype, &[&leading[..], &[columns]].concat());
-    let count = leading.iter().product::<i64>() as usize;
-    let indices: Vec<_> = (0..count).map(|_| choices.below(7) as i32 - 1).collect();
-    Call::new(vec![wide(), Array::of(&leading, &indices), table(), table()], vec![wide()])
-        .scalar("interleaved", xla_ffi::Pred::from(*choices.of(&[false, true])))
-        .scalar("inverse", xla_ffi::Pred::from(*choices.of(&[false, true])))
-}
-
-/// The same of attention.
-fn right_flash_attention(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&DTYPES);
-    let leading: Vec<_> = (0..choices.below(3)).map(|_| choices.below(3) as i64).collect();
-    let [group, queries, keys] = [3, 120, 220].map(|most| choices.below(most) as i64);
-    let [width, value_width] = [(); 2].map(|()| 1 + choices.below(40) as i64);
-    let of = |dtype, last: &[i64]| Array::new(dtype, &[&leading[..], last].concat());
-    let (q, o) = ([group, queries, width], [group, queries, value_width]);
-    let [has_segments, has_sinks] = [(); 2].map(|()| *choices.of(&[false, true]));
-    let inputs = || {
-        let mut inputs =
-            vec![of(dtype, &q), of(dtype, &[keys, width]), of(dtype, &[keys, value_width])];
-        inputs.push(of(DType::S32, &[queries, 2]));
-        if has_segments {
-            inputs.extend([of(DType::S32, &[queries]), of(DType::S32, &[keys])]);
-        }
-        inputs.extend(has_sinks.then(|| of(DType::F32, &[group])));
-        inputs
-    };
-    let rows = || of(DType::F32, &[group, queries]);
-    let (arguments, results): (Vec<_>, Vec<_>) = match pass {
-        "forward" => (inputs(), vec![of(dtype, &o), rows()]),
-        "backward" => {
-            let given = [of(dtype, &o), rows(), of(dtype, &o), rows()];
-            let [of_q, of_k] = [of(dtype, &q), of(dtype, &[keys, width])];
-            let mut results = vec![of_q, of_k, of(dtype, &[keys, value_width])];
-            results.extend(has_sinks.then(|| of(DType::F32, &[group])));
-            (inputs().into_iter().chain(given).collect(), results)
-        }
-        _ => panic!("{pass} has no right frame here"),
-    };
-    let call = Call::new(arguments, results).scalar("scale", *choices.of(&[0.125, 0.0, f64::MAX]));
-    let call = call.scalar("segments", xla_ffi::Pred::from(has_segments));
-    let call = call.scalar("sinks", xla_ffi::Pred::from(has_sinks));
-    match *choices.of(&[None, Some(30.0), Some(0.0)]) {
-        Some(softcap) => call.scalar("softcap", softcap),
-        None => call,
-    }
-}
-
-/// The same of activations.
-fn right_activation(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&DTYPES);
-    let leading: Vec<_> = (0..choices.below(4)).map(|_| choices.below(5) as i64).collect();
-    let columns = choices.below(80) as i64;
-    let text = |call: Call, name: &str, value: &'static str| {
-        let span = abi::ByteSpan { ptr: value.as_ptr().cast(), len: value.len() };
-        call.attribute(name, abi::ATTR_TYPE_STRING, span)
-    };
-    let kinds = ["silu", "gelu_tanh", "gelu_erf", "relu", "squared_relu"];
-    let (kind, layout) = (*choices.of(&kinds), *choices.of(&["single", "halves", "interleaved"]));
-    let last: &[i64] = match layout {
-        "single" => &[columns],
-        "halves" => &[2, columns],
-        _ => &[columns, 2],
-    };
-    let packed = || Array::new(dtype, &[&leading[..], last].concat());
-    let single = || Array::new(dtype, &[&leading[..], &[columns]].concat());
-    let (arguments, results) = match pass {
-        "forward" => (vec![packed()], vec![single()]),
-        "backward" => (vec![packed(), single()], vec![packed()]),
-        _ => panic!("{pass} has no right frame here"),
-    };
-    let is_gated = layout != "single";
-    let mut call = Call::new(arguments, results)
-        .scalar("alpha", if kind == "silu" { *choices.of(&[1.0, 1.702]) } else { 1.0 })
-        .scalar("up_offset", if is_gated { *choices.of(&[0.0, 1.0]) } else { 0.0 });
-    if is_gated && choices.below(2) == 1 {
-        call = call.scalar("limit", *choices.of(&[7.0, 1e-6]));
-    }
-    text(text(call, "kind", kind), "layout", layout)
-}
-
-/// The same of FP8 quantisation.
-fn right_fp8_quantize(pass: &str, choices: &mut Choices<'_>) -> Call {
-    let dtype = *choices.of(&DTYPES);
-    let format = *choices.of(&[DType::F8E4M3FN, DType::F8E5M2]);
-    let leading: Vec<_> = (0..choices.below(3)).map(|_| choices.below(4) as i64).collect();
-    let [rows, columns] = [(); 2].map(|()| choices.below(80) as i64);
-    let block = *choices.of(&[1_i64, 3, 16, 128, i64::MAX]);
-    // Of 1 x block, and of block x block.
-    let is_square = choices.below(2) == 1;
-    let count = |extent: i64| (extent as u64).div_ceil(block as u64) as i64;
-    let of = |last: &[i64]| [&leading[..], last].concat();
-    let scales = |rows: i64, columns: i64| {
-        let down = if is_square { count(rows) } else { rows };
-        Array::new(DType::F32, &of(&[down, count(columns)]))
-    };
-    let values = |last: &[i64]| Array::new(format, &of(last));
-    let x = Array::new(dtype, &of(&[rows, columns]));
-    let amax = Array::new(DType::F32, &of(&[rows]));
-    let few = Array::new(DType::F32, &leading[..choices.below(leading.len() + 1)]);
-    let (arguments, results) = match pass {
-        "" => (vec![x], vec![values(&[rows, columns]), scales(rows, columns)]),
-        "_transposed" => {
-            let both = [(rows, columns), (columns, rows)];
-            let results = both.map(|(m, d)| [values(&[m, d]), scales(m, d)]);
-            (vec![x], results.into_iter().flatten().collect())
-        }
-        "_scaled" => (vec![x, few], vec![values(&[rows, columns]), amax]),
-        "_scaled_transposed" => {
-            let results = vec![values(&[rows, columns]), amax, values(&[columns, rows])];
-            (vec![x, few], results)
-        }
-        "_amax" => (vec![x], vec![amax]),
-        _ => panic!("{pass} has no right frame here"),
-    };
-    let call = Call::new(arguments, results);
-    if !matches!(pass, "" | "_transposed") {
-        return call;
-    }
-    call.scalar("block_rows", if is_square { block } else { 1 })
-        .scalar("block_columns", block)
-        .scalar("power_of_two", xla_ffi::Pred::from(*choices.of(&[false, true])))
-}
-
-/// With the attributes that every pass over logits has.
-fn with_options(mut call: Call, is_backward: bool, choices: &mut Choices<'_>) -> Call {
-    call = call
-        .scalar("ignore_index", *choices.of(&[-100_i64, 0, i64::MIN]))
-        .scalar("label_smoothing", *choices.of(&[0.0, 0.1, 1.0]))
-        .scalar("z_loss", *choices.of(&[0.0, 1e-4, 10.0]));
-    if let Some(softcap) = *choices.of(&[None, Some(5.0), Some(f64::MIN_POSITIVE)]) {
-        call = call.scalar("softcap", softcap);
-    }
-    if let Some(temperature) = *choices.of(&[None, Some(0.7), Some(1e9)]) {
-        call = call.scalar("temperature", temperature);
-    }
-    for name in ["time_block", "block_size"] {
-        if let Some(extent) = *choices.of(&[None, Some(1_i64), Some(3), Some(i64::MAX)]) {
-            call = call.scalar(name, extent);
-        }
-    }
-    if is_backward {
-        return call;
-    }
-    call.scalar("every_token", xla_ffi::Pred::from(*choices.of(&[false, true])))
+    let mut declarations = xentile_xla::declarations();
+    let declaration = declarations.find(|one| one.name() == target).expect("targets are declared");
+    frames::right(declaration, "Host", &mut |_, count| choices.below(count)).call()
 }
 
 /// A change to what [`Call::link`] would put right.
@@ -550,7 +242,7 @@ fn change(call: &mut Call, choices: &mut Choices<'_>, late: &mut Vec<Late>) {
 
 /// Adds an attribute of any type, behind those that are there.
 fn attribute(call: &mut Call, choices: &mut Choices<'_>) {
-    let name = *choices.of(&NAMES);
+    let name = *choices.of(NAMES.as_slice());
     // Room for the largest element.
     let value = [choices.number(), choices.number()];
     let data = call.own(value).cast();

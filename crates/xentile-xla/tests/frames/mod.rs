@@ -2,9 +2,7 @@
 
 use std::collections::HashMap;
 
-use xentile_xla::declaration::{
-    ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, Given, Range, Role,
-};
+use xentile_xla::declaration::{ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, Given, Range};
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, Pred, abi};
 
@@ -258,10 +256,4 @@ impl Made {
         self.dtypes.insert(array.name, dtype);
         dtype
     }
-}
-
-/// Whether an array is memory to work in, of any extent that is enough.
-#[allow(dead_code, reason = "for some of those who make frames")]
-pub fn is_scratch(array: &ArrayDecl) -> bool {
-    array.role == Role::Scratch
 }
