@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..activation import custom_call as activation_call
 from ..activation.options import Options as Activation
-from ..arrays import Result, spec_of
+from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import DTYPES, check_flag
-from ..custom_call import Call, bind
+from ..custom_call import bind, declared_call
 from ..rms_norm import custom_call as norm_call
 from ..rms_norm.options import Options as Norm
 from . import custom_call
@@ -83,19 +82,6 @@ def takes_rows(
     return is_right and _fits(options, is_transposed, columns, [*arrays, weight])
 
 
-def _rows(is_transposed: bool) -> str:
-    return "*batch M D" if is_transposed else "*batch D"
-
-
-def _results(options: Options, is_transposed: bool) -> list[Result]:
-    """Returns values and scales, and those of the transposed copy."""
-    dims = _rows(is_transposed)
-    results = [Result(dims, dtype=options.dtype), Result(f"{dims}/{BLOCK}")]
-    if is_transposed:
-        results += [Result("*batch D M", dtype=options.dtype), Result(f"*batch D M/{BLOCK}")]
-    return results
-
-
 def rms_norm(
     options: Options,
     norm: Norm,
@@ -105,21 +91,16 @@ def rms_norm(
     residual: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Returns values and scales of the norm, which fits, those of the transposed copy, the sum."""
-    dims = _rows(is_transposed)
-    adds = residual is not None
-    results = _results(options, is_transposed)
-    results += [Result(dims, like=0)] if adds else []
-    call = Call(
-        operation=OPERATION,
-        target="xentile_fp8_quantize_rms_norm"
-        f"{'_add' if adds else ''}{'_transposed' if is_transposed else ''}",
-        operands=(dims, *[dims] * adds, "D"),
-        results=(*results, Result(dims[:-2])),
-        attributes=(
-            ("eps", np.float64(norm.eps)),
-            ("zero_centred", np.bool_(norm.zero_centred)),
-            ("power_of_two", np.bool_(options.power_of_two)),
-        ),
+    ending = f"{'' if residual is None else '_add'}{'_transposed' if is_transposed else ''}"
+    call = declared_call(
+        OPERATION,
+        f"xentile_fp8_quantize_rms_norm{ending}",
+        {
+            "eps": norm.eps,
+            "zero_centred": norm.zero_centred,
+            "power_of_two": options.power_of_two,
+        },
+        dtypes={"values": options.dtype},
         implementation=options.implementation,
         dense=Bound(_composed_norm, options, norm, is_transposed),
         is_composed=True,
@@ -140,24 +121,17 @@ def swiglu(
     options: Options, activation: Activation, is_transposed: bool, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns values and scales of the activation, which fits, and of the transposed copy."""
-    packed = dims = _rows(is_transposed)
-    if activation.layout == "halves":
-        packed = f"{dims[:-1]}2.D"
-    elif activation.layout == "interleaved":
-        packed = f"{dims}.2"
-    more = () if activation.limit is None else (("limit", np.float64(activation.limit)),)
-    call = Call(
-        operation=OPERATION,
-        target=f"xentile_fp8_quantize_swiglu{'_transposed' if is_transposed else ''}",
-        operands=(packed, packed),
-        results=tuple(_results(options, is_transposed)),
-        attributes=(
-            ("packing", activation.layout),
-            ("alpha", np.float64(activation.alpha)),
-            ("up_offset", np.float64(activation.up_offset)),
-            *more,
-            ("power_of_two", np.bool_(options.power_of_two)),
-        ),
+    call = declared_call(
+        OPERATION,
+        f"xentile_fp8_quantize_swiglu{'_transposed' if is_transposed else ''}",
+        {
+            "packing": activation.layout,
+            "alpha": activation.alpha,
+            "up_offset": activation.up_offset,
+            "limit": activation.limit,
+            "power_of_two": options.power_of_two,
+        },
+        dtypes={"values": options.dtype},
         implementation=options.implementation,
         dense=Bound(_composed, options, activation, is_transposed),
         is_composed=True,

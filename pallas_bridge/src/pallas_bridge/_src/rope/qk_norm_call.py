@@ -14,21 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import linear
-from ..arrays import Result, spec_of
+from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import DTYPES
-from ..custom_call import Call, bind, vary_alike
+from ..custom_call import bind, declared_call, vary_alike
 from ..rms_norm import custom_call as norm_call
 from ..rms_norm.options import Options as NormOptions
+from ..targets import declared
 from . import custom_call as rope_call
 from .declaration import OPERATION
 from .options import Options
 
-Q, K, COLUMNS, TOKENS, TABLE = "*batch H D", "*batch K D", "D", "*batch", "P R"
-OF_Q, OF_K = "*batch H", "*batch K"
-GIVEN = (Q, K, COLUMNS, COLUMNS)
-# The rows of one table, and where each token has its own.
-TABLES = {True: (TOKENS, TABLE, TABLE), False: (TOKENS, "*batch R", "*batch R")}
+FORWARD, BACKWARD = "xentile_qk_norm_rope_forward", "xentile_qk_norm_rope_backward"
+GIVEN = declared(FORWARD).dims("q", "k", "q_weight", "k_weight")
+RSTD = declared(FORWARD).dims("q_rstd", "k_rstd")
+INDICES, *TABLE = declared(FORWARD).dims("indices", "cos", "sin")
+# Indices and the rows of one table, and where each token has its own.
+TABLES = {True: (INDICES, *TABLE), False: (INDICES, "*batch R", "*batch R")}
 # Lanes of a warp, which a head's vectors are shared out to: one each, or one of either half.
 LANES, VECTOR_BYTES = 32, 16
 
@@ -83,28 +85,25 @@ def qk_norm_rope(
 
 
 def _bind(
-    options: Both,
-    name: str,
-    operands: tuple[str, ...],
-    results: tuple[Result, ...],
-    dense: Any,
-    *arrays: jax.Array,
+    options: Both, target: str, first: int, dense: Any, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    call = Call(
-        operation=OPERATION,
-        target=f"xentile_qk_norm_rope_{name}",
-        operands=operands,
-        results=results,
-        attributes=(
-            ("eps", np.float64(options.norm.eps)),
-            ("zero_centred", np.bool_(options.norm.zero_centred)),
-            ("interleaved", np.bool_(options.rope.interleaved)),
-        ),
+    """Returns the results of a target, whose indices and tables are arrays from `first` on."""
+    call = declared_call(
+        OPERATION,
+        target,
+        {
+            "eps": options.norm.eps,
+            "zero_centred": options.norm.zero_centred,
+            "interleaved": options.rope.interleaved,
+        },
         implementation=options.norm.implementation,
         dense=Bound(dense, options),
         is_composed=True,
-        prepared=None if options.has_one_table else Bound(_in_one_table, operands.index(TOKENS)),
     )
+    if not options.has_one_table:
+        before, behind = call.operands[:first], call.operands[first + 3 :]
+        operands = (*before, *TABLES[False], *behind)
+        call = replace(call, operands=operands, prepared=Bound(_in_one_table, first))
     return bind(call, *arrays)
 
 
@@ -121,9 +120,7 @@ def _in_one_table(first: int, *arrays: jax.Array) -> list[jax.Array]:
 
 def _forward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what q and k become, and the rstd of their heads."""
-    operands = (*GIVEN, *TABLES[options.has_one_table])
-    results = (Result(Q, like=0), Result(K, like=1), Result(OF_Q), Result(OF_K))
-    return _bind(options, "forward", operands, results, _composed, *arrays)
+    return _bind(options, FORWARD, len(GIVEN), _composed, *arrays)
 
 
 def _composed(
@@ -145,9 +142,7 @@ def _composed(
 
 def _backward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns gradients of q and k, and in f32 of the weights."""
-    operands = (*GIVEN, OF_Q, OF_K, *TABLES[options.has_one_table], Q, K)
-    results = (Result(Q, like=0), Result(K, like=1), Result(COLUMNS), Result(COLUMNS))
-    return _bind(options, "backward", operands, results, _composed_backward, *arrays)
+    return _bind(options, BACKWARD, len(GIVEN) + len(RSTD), _composed_backward, *arrays)
 
 
 def _composed_backward(
@@ -199,7 +194,7 @@ def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
         return (*turned,), tuple(map(jnp.zeros_like, turned))
     residuals = (*primals[:4], q_rstd, k_rstd, *primals[4:])
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
-    dims = ((*GIVEN, OF_Q, OF_K, *TABLES[options.has_one_table]), GIVEN)
+    dims = ((*GIVEN, *RSTD, *TABLES[options.has_one_table]), GIVEN)
     found = linear.bind(apply, transpose, residuals, moving, turned, dims)
     return (*turned,), tuple(found)
 
