@@ -12,7 +12,7 @@ use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, LABELS, Range, S32, attribute,
     cotangent, gradient, input, may_alias, output, residual,
 };
-use crate::dtype;
+use crate::{dtype, shapes};
 
 const LOGITS: ArrayDecl = input("logits", "*batch V", FLOATS);
 const OF_LABELS: ArrayDecl = input("labels", "*batch", LABELS);
@@ -190,24 +190,17 @@ impl<'a> FromAttribute<'a> for Extent {
     }
 }
 
-/// The shape of `$logits` `[.., V]`, flattened, if every other operand has their leading axes, and
-/// `$dlogits`, where there is one, all of them.
+/// The shape of the first of a call's arrays, `[.., V]`, flattened, if all are as the declaration says.
 macro_rules! shape_of {
-    ($logits:ident $(=> $dlogits:ident)?; $($other:ident),*) => {
-        $crate::cross_entropy::shape(
-            $logits.dims(),
-            &[$((stringify!($other), $other.dims())),*],
-        )
-        $(.and_then(|shape| {
-            $crate::cross_entropy::check_dlogits($logits.dims(), $dlogits.dims())?;
-            Ok(shape)
-        }))?
+    ($declaration:ident: $($array:ident),*) => {
+        $crate::cross_entropy::shape(&super::$declaration, &[$($array.dims()),*])
     };
 }
 pub(crate) use shape_of;
 
-/// The shape of `logits`, if each of the `others`, with its name, has their leading axes.
-pub(crate) fn shape(logits: &[usize], others: &[(&str, &[usize])]) -> Result<LogitsShape> {
+/// The shape of `logits`, the first of `arrays`, if the others have the shapes that are declared.
+pub(crate) fn shape(declaration: &Declaration, arrays: &[&[usize]]) -> Result<LogitsShape> {
+    let logits = arrays[0];
     let Some((&vocab, leading)) = logits.split_last() else {
         return Err(invalid(
             "`logits` has shape []; it must have an axis at least, the vocabulary",
@@ -218,26 +211,10 @@ pub(crate) fn shape(logits: &[usize], others: &[(&str, &[usize])]) -> Result<Log
             "`logits` has shape {logits:?}; its last axis, the vocabulary, must be at least 1"
         )));
     }
-    for (name, dims) in others {
-        if *dims != leading {
-            return Err(invalid(format_args!(
-                "`{name}` has shape {dims:?}; it must be {leading:?}, the leading axes of `logits`"
-            )));
-        }
-    }
+    shapes::check(declaration, arrays)?;
     // An empty axis first, because the others alone may multiply to more than fits.
     let tokens = if leading.contains(&0) { 0 } else { leading.iter().product() };
     LogitsShape::new(tokens, vocab).map_err(|error| invalid(format_args!("`logits` has {error}")))
-}
-
-/// Checks that `dlogits` has the shape of `logits`.
-pub(crate) fn check_dlogits(logits: &[usize], dlogits: &[usize]) -> Result {
-    if dlogits == logits {
-        return Ok(());
-    }
-    Err(invalid(format_args!(
-        "`dlogits` has shape {dlogits:?}; it must be {logits:?}, that of `logits`"
-    )))
 }
 
 /// The error for labels of another type than those of the two widths.

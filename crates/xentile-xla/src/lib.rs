@@ -23,6 +23,7 @@ mod norm;
 mod rms_norm;
 mod rope;
 mod scale;
+mod shapes;
 mod table;
 mod target;
 

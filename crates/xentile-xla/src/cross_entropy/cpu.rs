@@ -55,7 +55,7 @@ fn forward(
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low)?;
+    let shape = shape_of!(FORWARD: logits, labels, loss, logps, lse, lse_low)?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
         loss: Some(loss.into_slice()),
@@ -84,7 +84,7 @@ fn backward(
     options: Options,
     pool: ThreadPool,
 ) -> Result {
-    let shape = shape_of!(logits => dlogits; labels, lse, lse_low, dloss, dlogps, dlse)?;
+    let shape = shape_of!(BACKWARD: logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits)?;
     let labels = to_labels(labels)?;
     let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };
     let cotangents = Cotangents { loss: Some(&dloss), logps: Some(&dlogps), lse: Some(&dlse) };
@@ -110,7 +110,7 @@ fn fused(
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let shape = shape_of!(logits => dlogits; labels, dloss, loss, lse, lse_low)?;
+    let shape = shape_of!(FUSED: logits, labels, dloss, loss, lse, lse_low, dlogits)?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
         loss: Some(loss.into_slice()),
@@ -144,7 +144,9 @@ fn distribution(
     _: Asked,
     pool: ThreadPool,
 ) -> Result {
-    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
+    let shape = shape_of!(
+        DISTRIBUTION: logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax
+    )?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
         loss: Some(loss.into_slice()),
@@ -180,7 +182,8 @@ fn distribution_fused(
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(
-        logits => dlogits; labels, dloss, loss, lse, lse_low, entropy, highest, argmax
+        DISTRIBUTION_FUSED:
+        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits
     )?;
     let labels = to_labels(labels)?;
     let outputs = TokenOutputs {
@@ -216,7 +219,8 @@ fn distribution_backward(
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(
-        logits => dlogits; labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy
+        DISTRIBUTION_BACKWARD:
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits
     )?;
     let labels = to_labels(labels)?;
     let saved = SavedLse { lse: &lse, lse_low: Some(&lse_low) };

@@ -58,7 +58,7 @@ fn forward(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low)?;
+    let shape = shape_of!(FORWARD: logits, labels, loss, logps, lse, lse_low)?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
@@ -86,7 +86,7 @@ fn backward(
     options: Options,
     context: Context,
 ) -> Result {
-    let shape = shape_of!(logits => dlogits; labels, lse, lse_low, dloss, dlogps, dlse)?;
+    let shape = shape_of!(BACKWARD: logits, labels, lse, lse_low, dloss, dlogps, dlse, dlogits)?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     check_result(("logits", logits), ("dlogits", &dlogits))?;
     let saved = SavedLse { lse: lse.as_ptr().cast(), lse_low: lse_low.as_ptr().cast() };
@@ -115,7 +115,7 @@ fn fused(
     every_token: bool,
     context: Context,
 ) -> Result {
-    let shape = shape_of!(logits => dlogits; labels, dloss, loss, lse, lse_low)?;
+    let shape = shape_of!(FUSED: logits, labels, dloss, loss, lse, lse_low, dlogits)?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     check_result(("logits", logits), ("dlogits", &dlogits))?;
     let outputs = TokenOutputs {
@@ -148,7 +148,9 @@ fn distribution(
     asked: Asked,
     context: Context,
 ) -> Result {
-    let shape = shape_of!(logits; labels, loss, logps, lse, lse_low, entropy, highest, argmax)?;
+    let shape = shape_of!(
+        DISTRIBUTION: logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax
+    )?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     let outputs = TokenOutputs {
         loss: loss.as_ptr().cast(),
@@ -186,7 +188,8 @@ fn distribution_fused(
     context: Context,
 ) -> Result {
     let shape = shape_of!(
-        logits => dlogits; labels, dloss, loss, lse, lse_low, entropy, highest, argmax
+        DISTRIBUTION_FUSED:
+        logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits
     )?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     check_result(("logits", logits), ("dlogits", &dlogits))?;
@@ -228,7 +231,8 @@ fn distribution_backward(
     context: Context,
 ) -> Result {
     let shape = shape_of!(
-        logits => dlogits; labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy
+        DISTRIBUTION_BACKWARD:
+        logits, labels, lse, lse_low, entropy, dloss, dlogps, dlse, dentropy, dlogits
     )?;
     let call = Call::new(&options, shape, logits, labels, context)?;
     check_result(("logits", logits), ("dlogits", &dlogits))?;

@@ -1,0 +1,144 @@
+//! The check of a call's shapes by its declaration, for targets whose first array has all axes of tokens.
+
+use xla_ffi::{Error, Result};
+
+use crate::declaration::{ArrayDecl, Declaration, Dims};
+
+/// Checks the shapes of a call's arguments and results, in this order, against the first, which has an axis at
+/// least and its own last axis right.
+///
+/// An array declared as the first is has its shape; one of `*batch` its leading axes; another argument is the
+/// last axis after none or some of the first; another result, a sum over tokens, has blocks before that.
+///
+/// # Errors
+/// An array has another shape.
+pub(crate) fn check(declaration: &Declaration, shapes: &[&[usize]]) -> Result {
+    let arrays = || declaration.operands.iter().chain(declaration.results);
+    debug_assert_eq!(arrays().count(), shapes.len(), "{}", declaration.name());
+    let (first, x) = (&declaration.operands[0], shapes[0]);
+    let mut sums = None;
+    for (index, (array, &dims)) in arrays().zip(shapes).enumerate().skip(1) {
+        let is_result = index >= declaration.operands.len();
+        match text(array) {
+            one if one == text(first) => require(array, dims, x, "that of", first)?,
+            "*batch" => require(array, dims, &x[..x.len() - 1], "the leading axes of", first)?,
+            _ if !is_result => check_shared(array, dims, first, x)?,
+            _ => match sums {
+                None => {
+                    check_sums(array, dims, first, x)?;
+                    sums = Some((array, dims));
+                }
+                Some((other, right)) => require(array, dims, right, "that of", other)?,
+            },
+        }
+    }
+    Ok(())
+}
+
+fn text(array: &ArrayDecl) -> &'static str {
+    match array.dims {
+        Dims::Fixed(text) => text,
+        Dims::By(attribute, _) => panic!("`{}` is declared by `{attribute}`", array.name),
+    }
+}
+
+fn require(
+    array: &ArrayDecl,
+    dims: &[usize],
+    right: &[usize],
+    what: &str,
+    of: &ArrayDecl,
+) -> Result {
+    if dims == right {
+        return Ok(());
+    }
+    Err(wrong(array, dims, format_args!("{right:?}, {what} `{}`", of.name)))
+}
+
+fn check_shared(array: &ArrayDecl, dims: &[usize], first: &ArrayDecl, x: &[usize]) -> Result {
+    match dims {
+        [batch @ .., last] if x.ends_with(&[*last]) && x[..x.len() - 1].starts_with(batch) => {
+            Ok(())
+        }
+        _ => Err(wrong(
+            array,
+            dims,
+            format_args!(
+                "the last axis of `{}`, {x:?}, after none or some of its first axes",
+                first.name
+            ),
+        )),
+    }
+}
+
+fn check_sums(array: &ArrayDecl, dims: &[usize], first: &ArrayDecl, x: &[usize]) -> Result {
+    match dims {
+        [batch @ .., blocks, last]
+            if *blocks > 0 && x.ends_with(&[*last]) && x[..x.len() - 1].starts_with(batch) =>
+        {
+            Ok(())
+        }
+        _ => Err(wrong(
+            array,
+            dims,
+            format_args!(
+                "blocks, at least 1, by the last axis of `{}`, {x:?}, after none or some of its \
+                 first axes",
+                first.name
+            ),
+        )),
+    }
+}
+
+fn wrong(array: &ArrayDecl, dims: &[usize], right: std::fmt::Arguments<'_>) -> Error {
+    let name = array.name;
+    Error::invalid_argument(format!("`{name}` has shape {dims:?}; it must be {right}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer_norm::{BACKWARD, FORWARD};
+
+    const X: &[usize] = &[2, 3, 5];
+    const ROWS: &[usize] = &[2, 3];
+    const D: &[usize] = &[5];
+
+    fn refused(declaration: &Declaration, shapes: &[&[usize]]) -> String {
+        check(declaration, shapes).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn arrays_are_held_to_the_first() {
+        for weight in [D, &[2, 5], X] {
+            for bias in [D, &[2, 5]] {
+                check(&FORWARD, &[X, weight, bias, X, ROWS, ROWS]).unwrap();
+            }
+        }
+        let message = refused(&FORWARD, &[X, D, &[3, 5], X, ROWS, ROWS]);
+        let right = "`bias` has shape [3, 5]; it must be the last axis of `x`, [2, 3, 5], after none or \
+                     some of its first axes";
+        assert!(message.contains(right), "{message}");
+        let message = refused(&FORWARD, &[X, D, D, &[2, 3, 6], ROWS, ROWS]);
+        let right = "`y` has shape [2, 3, 6]; it must be [2, 3, 5], that of `x`";
+        assert!(message.contains(right), "{message}");
+        let message = refused(&FORWARD, &[X, D, D, X, &[6], ROWS]);
+        let right = "`mean` has shape [6]; it must be [2, 3], the leading axes of `x`";
+        assert!(message.contains(right), "{message}");
+    }
+
+    #[test]
+    fn sums_over_tokens_have_blocks_alike() {
+        let call = |dweight, dbias| [X, D, ROWS, ROWS, X, X, dweight, dbias];
+        for sums in [&[7, 5][..], &[2, 1, 5], &[2, 3, 4, 5]] {
+            check(&BACKWARD, &call(sums, sums)).unwrap();
+        }
+        for sums in [&[0, 5][..], &[5], &[3, 1, 5], &[7, 6]] {
+            let message = refused(&BACKWARD, &call(sums, sums));
+            assert!(message.contains("it must be blocks, at least 1, by the last axis of `x`"));
+        }
+        let message = refused(&BACKWARD, &call(&[7, 5], &[6, 5]));
+        let right = "`dbias` has shape [6, 5]; it must be [7, 5], that of `dweight`";
+        assert!(message.contains(right), "{message}");
+    }
+}
