@@ -13,12 +13,13 @@ use crate::declaration::{ArrayDecl, Declaration, Dims};
 /// # Errors
 /// An array has another shape.
 pub(crate) fn check(declaration: &Declaration, shapes: &[&[usize]]) -> Result {
-    let arrays = || declaration.operands.iter().chain(declaration.results);
-    debug_assert_eq!(arrays().count(), shapes.len(), "{}", declaration.name());
-    let (first, x) = (&declaration.operands[0], shapes[0]);
+    let Declaration { operands, results, .. } = declaration;
+    debug_assert_eq!(operands.len() + results.len(), shapes.len(), "{}", declaration.name());
+    let (first, x) = (&operands[0], shapes[0]);
     let mut sums = None;
-    for (index, (array, &dims)) in arrays().zip(shapes).enumerate().skip(1) {
-        let is_result = index >= declaration.operands.len();
+    for (index, &dims) in shapes.iter().enumerate().skip(1) {
+        let is_result = index >= operands.len();
+        let array = if is_result { &results[index - operands.len()] } else { &operands[index] };
         match text(array) {
             one if one == text(first) => require(array, dims, x, "that of", first)?,
             "*batch" => require(array, dims, &x[..x.len() - 1], "the leading axes of", first)?,
@@ -35,6 +36,7 @@ pub(crate) fn check(declaration: &Declaration, shapes: &[&[usize]]) -> Result {
     Ok(())
 }
 
+#[inline]
 fn text(array: &ArrayDecl) -> &'static str {
     match array.dims {
         Dims::Fixed(text) => text,
@@ -42,6 +44,7 @@ fn text(array: &ArrayDecl) -> &'static str {
     }
 }
 
+#[inline]
 fn require(
     array: &ArrayDecl,
     dims: &[usize],
@@ -90,6 +93,7 @@ fn check_sums(array: &ArrayDecl, dims: &[usize], first: &ArrayDecl, x: &[usize])
     }
 }
 
+#[cold]
 fn wrong(array: &ArrayDecl, dims: &[usize], right: std::fmt::Arguments<'_>) -> Error {
     let name = array.name;
     Error::invalid_argument(format!("`{name}` has shape {dims:?}; it must be {right}"))
