@@ -107,56 +107,44 @@ int32_t xentile_prefers_xla(const char* backend, const char* operation, const ch
 
 /* xentile_activation_forward: y of x, which packs gate and up where the layout is not single.
  * (x) -> (y). */
-struct XLA_FFI_Error* xentile_activation_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_activation_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_activation_backward: dx, from x and the cotangent of y. (x, dy) -> (dx). */
-struct XLA_FFI_Error* xentile_activation_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_activation_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_forward: loss, logps, lse and lse_low of each token. (logits, labels) ->
  * (loss, logps, lse, lse_low). */
-struct XLA_FFI_Error* xentile_cross_entropy_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_backward: dlogits, from the lse that forward gave and the cotangents of
  * what it gave. (logits, labels, lse, lse_low, dloss, dlogps, dlse) -> (dlogits). */
-struct XLA_FFI_Error* xentile_cross_entropy_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_fused: loss, lse, lse_low and dlogits, from the cotangents of the loss.
  * (logits, labels, dloss) -> (loss, lse, lse_low, dlogits). */
-struct XLA_FFI_Error* xentile_cross_entropy_fused_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_fused_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_distribution: What forward gives, and entropy, highest and argmax of
  * each token. (logits, labels) -> (loss, logps, lse, lse_low, entropy, highest, argmax). */
-struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_cross_entropy_distribution_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_distribution_fused: What distribution gives but logps, and dlogits, from
  * the cotangents of the loss. (logits, labels, dloss) -> (loss, lse, lse_low, entropy, highest,
@@ -180,48 +168,37 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
 
 /* xentile_flash_attention_forward: o and lse of attention over the keys that each query sees.
  * (q, k, v, ranges, q_segments, kv_segments, sinks) -> (o, lse). */
-struct XLA_FFI_Error* xentile_flash_attention_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_flash_attention_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_flash_attention_backward: dq, dk, dv and dsinks, from what forward gave and the
  * cotangents of that. (q, k, v, ranges, q_segments, kv_segments, sinks, o, lse, dout, dlse) ->
  * (dq, dk, dv, dsinks). */
-struct XLA_FFI_Error* xentile_flash_attention_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize: Values, and the scale of each block. (x) -> (values, scales). */
-struct XLA_FFI_Error* xentile_fp8_quantize_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_transposed: Values and scales, and the transposed copy with its own
  * scales. (x) -> (values, scales, values_t, scales_t). */
-struct XLA_FFI_Error* xentile_fp8_quantize_transposed_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_transposed_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_scaled: Values by a given scale, and amax of each row. (x, scale) ->
  * (values, amax). */
-struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_scaled_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_scaled_transposed: Values by a given scale, amax of each row, and the
  * transposed copy. (x, scale) -> (values, amax, values_t). */
@@ -233,19 +210,16 @@ struct XLA_FFI_Error* xentile_fp8_quantize_scaled_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_amax: amax of each row. (x) -> (amax). */
-struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_amax_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_swiglu: Values and scales of SwiGLU, by blocks of 128 columns; what packs
  * gate and up is given twice. (x, up) -> (values, scales). */
 struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_swiglu_transposed: The same, and the transposed copy with its own scales.
  * (x, up) -> (values, scales, values_t, scales_t). */
@@ -258,15 +232,13 @@ struct XLA_FFI_Error* xentile_fp8_quantize_swiglu_transposed_cuda(
  * rstd of each row. (x, weight) -> (values, scales, rstd). */
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_rms_norm_add: The same of x + residual, which is a result too. (x,
  * residual, weight) -> (values, scales, sum, rstd). */
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_fp8_quantize_rms_norm_transposed: Values and scales of RMSNorm, the transposed copy
  * with its own scales, and the rstd of each row. (x, weight) -> (values, scales, values_t,
@@ -285,21 +257,17 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
 
 /* xentile_layer_norm_forward: The norm of each row, its mean and its rstd. (x, weight, bias) ->
  * (y, mean, rstd). */
-struct XLA_FFI_Error* xentile_layer_norm_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_layer_norm_backward: dx, dweight and dbias, from the statistics that forward gave. (x,
  * weight, mean, rstd, dy) -> (dx, dweight, dbias). */
-struct XLA_FFI_Error* xentile_layer_norm_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_layer_norm_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_cross_entropy_forward: loss, logps, lse and lse_low of each token. (hidden,
  * weight, labels, bias) -> (loss, logps, lse, lse_low, scratch). */
@@ -319,10 +287,8 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
 /* xentile_linear_cross_entropy_fused: loss, lse, lse_low, dhidden, dweight and dbias, from the
  * cotangents of the loss. (hidden, weight, labels, dloss, bias) -> (loss, lse, lse_low, dhidden,
  * dweight, scratch, dbias). */
-struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_cross_entropy_distribution_fused: What fused gives, and entropy and argmax of
  * each token: argmax equals the label where the label has the largest logit, and is any other
@@ -334,13 +300,11 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_distribution_fused_cuda(
 /* xentile_linear_cross_entropy_add: What fused gives, with dweight in f32 added to sums, in
  * whose place it lies. (hidden, weight, labels, dloss, sums, bias) -> (loss, lse, lse_low,
  * dhidden, dweight, scratch, dbias). */
-struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_add_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_cross_entropy_keep: What forward gives, and logits, in kept and in the scratch.
  * (hidden, weight, labels, bias) -> (loss, logps, lse, lse_low, kept, scratch). */
-struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_cross_entropy_resume: What backward gives, from the logits that keep left in
  * kept and in its scratch, held. (hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse,
@@ -349,72 +313,56 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
     struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rms_norm_forward: The norm of each row, and its rstd. (x, weight) -> (y, rstd). */
-struct XLA_FFI_Error* xentile_rms_norm_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rms_norm_add_forward: The norm of each row of x + residual, that sum, and the rstd of
  * its rows. (x, residual, weight) -> (y, sum, rstd). */
-struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rms_norm_backward: dx and dweight, from the rstd that forward gave. (x, weight, rstd,
  * dy) -> (dx, dweight). */
-struct XLA_FFI_Error* xentile_rms_norm_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rms_norm_add_backward: dx and dweight of a sum x, whose own cotangent is dsum. (x,
  * weight, rstd, dy, dsum) -> (dx, dweight). */
-struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rope: Rows of x, rotated by the rows of the tables that the indices name; NaN where
  * there is no such row. (x, indices, cos, sin) -> (y). */
-struct XLA_FFI_Error* xentile_rope_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rope_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_rope_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_qk_norm_rope_forward: Heads of q and k, normalised and rotated, and the rstd of each.
  * (q, k, q_weight, k_weight, indices, cos, sin) -> (q_turned, k_turned, q_rstd, k_rstd). */
 struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_qk_norm_rope_backward: dq, dk and the gradients of the weights, from the rstd that
  * forward gave. (q, k, q_weight, k_weight, q_rstd, k_rstd, indices, cos, sin, q_cotangent,
  * k_cotangent) -> (dq, dk, dq_weight, dk_weight). */
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_scale: x times the factor of each token; nothing is touched in place where every
  * factor is 1. (x, factor) -> (scaled). */
-struct XLA_FFI_Error* xentile_scale_host(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_scale_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_scale_cuda(
-    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_scale_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* To here. */
 

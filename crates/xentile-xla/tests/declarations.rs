@@ -381,8 +381,12 @@ fn the_header_declares_every_handler() {
         }
         text.push_str(" */\n");
         for (symbol, ..) in declaration.symbols() {
-            let _ = writeln!(text, "struct XLA_FFI_Error* {symbol}(");
-            text.push_str("    struct XLA_FFI_CallFrame* call_frame);\n");
+            let (start, end) = (
+                format!("struct XLA_FFI_Error* {symbol}("),
+                "struct XLA_FFI_CallFrame* call_frame);",
+            );
+            let space = if start.len() + end.len() > 100 { "\n    " } else { "" };
+            let _ = writeln!(text, "{start}{space}{end}");
         }
     }
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/xentile_xla.h");
