@@ -163,7 +163,9 @@ fn handlers_name_arrays_in_order() {
         for frame in samples(declaration, platform, 2) {
             for (side, what) in ["argument", "result"].into_iter().enumerate() {
                 for (index, (array, ..)) in frame.arrays[side].iter().enumerate() {
-                    if matches!(array.given, Given::Optional | Given::With(_)) {
+                    // Kernels for GPUs take few extents, which is said before what a call lacks.
+                    let is_late = matches!(array.given, Given::Where(_)) && platform == "CUDA";
+                    if is_late || matches!(array.given, Given::Optional | Given::With(_)) {
                         continue;
                     }
                     let mut call = frame.call();
