@@ -31,6 +31,7 @@ check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
 check "mypy, examples" mypy examples/{processes,train,transformer_bench,tests} examples/*.py
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
+check "no circles between files" pytest -q scripts/tests/test_circles.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check
 check shellcheck shellcheck --external-sources "${shell[@]}"
