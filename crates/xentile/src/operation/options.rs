@@ -1,5 +1,7 @@
 //! Options and tolerances: their names, types and defaults.
 
+use std::fmt;
+
 use serde::{Serialize, Serializer};
 
 use super::Problem;
@@ -51,6 +53,19 @@ impl Serialize for Value {
     }
 }
 
+/// As in configs.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent => f.write_str("none"),
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::Integer(value) => write!(f, "{value}"),
+            Self::Number(value) => write!(f, "{value}"),
+            Self::Word(value) => f.write_str(value),
+        }
+    }
+}
+
 /// Where configs have an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
@@ -96,6 +111,15 @@ impl OptionSpec {
     #[must_use]
     pub const fn on_top(self) -> Self {
         Self { section: Section::Top, ..self }
+    }
+
+    /// Its key in configs, with the section before it.
+    #[must_use]
+    pub fn path(&self) -> String {
+        match self.section {
+            Section::Options => format!("options.{}", self.name),
+            Section::Top => self.name.to_owned(),
+        }
     }
 
     /// That a sweep may vary.
