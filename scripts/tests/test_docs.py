@@ -38,7 +38,7 @@ def tracked() -> list[str]:
 
 
 def test_files_are_those_of_the_tree() -> None:
-    """Every file with the operation's name, and no other; notes are no part of it."""
+    """Every file with the operation's name, and no other."""
     listed = [row[0] for row in tables("Its files")[0]]
     assert len(listed) == len(set(listed))
     assert set(listed) == {name for name in tracked() if NAME in name.replace(OTHER, "")}
