@@ -37,7 +37,7 @@ CONFIGS = [
 # The columns of each row of a table, by the table's heading or by the operation.
 Rows = dict[str, list[list[str]]]
 # What stands for these fields, which are keys of their own.
-FLATTENED = {"top": "extents and options of the operation, below"}
+FLATTENED = {"top": "extents and options of the operation (below)"}
 
 
 def output(command: Sequence[str | Path]) -> str:
