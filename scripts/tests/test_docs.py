@@ -68,6 +68,13 @@ def test_no_tool_knows_an_operation() -> None:
             assert found is None, f"{file.relative_to(ROOT)} names {name}"
 
 
+def test_results_are_the_newest_alone() -> None:
+    """At most 2 MiB, without what a command makes again from them."""
+    files = [ROOT / name for name in tracked() if name.startswith("benches/results/")]
+    assert sum(file.stat().st_size for file in files) <= 2 * 2**20
+    assert not [file for file in files if file.suffix in (".png", ".html")]
+
+
 LINK = re.compile(r"!?\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
