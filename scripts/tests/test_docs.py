@@ -38,7 +38,7 @@ def tracked() -> list[str]:
 
 
 def test_files_are_those_of_the_tree() -> None:
-    """Every file with the operation's name, and no other; notes are no part of it."""
+    """Every file with the operation's name, and no other."""
     listed = [row[0] for row in tables("Its files")[0]]
     assert len(listed) == len(set(listed))
     assert set(listed) == {name for name in tracked() if NAME in name.replace(OTHER, "")}
@@ -66,6 +66,13 @@ def test_no_tool_knows_an_operation() -> None:
         for name in names:
             found = re.search(rf"\b{name}\b", code)
             assert found is None, f"{file.relative_to(ROOT)} names {name}"
+
+
+def test_results_are_the_newest_alone() -> None:
+    """At most 2 MiB, without what a command makes again from them."""
+    files = [ROOT / name for name in tracked() if name.startswith("benches/results/")]
+    assert sum(file.stat().st_size for file in files) <= 2 * 2**20
+    assert not [file for file in files if file.suffix in (".png", ".html")]
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
