@@ -57,10 +57,10 @@ def ours(tokens: int, hidden: int, vocab: int, axis: int) -> tuple[Any, Moved]:
     return jax.value_and_grad(linear_cross_entropy, (0, 1)), moved
 
 
-def dense(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree)
+def dense(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
     """XLA's own program."""
 
-    def loss(x: jax.Array, w: jax.Array) -> Any:  # noqa: ANN401 (an array)
+    def loss(x: jax.Array, w: jax.Array) -> Any:
         return linear_cross_entropy(x, w, labels, implementation="reference")
 
     return jax.value_and_grad(loss, (0, 1))(x, w)
@@ -70,7 +70,7 @@ def measure(
     name: str,
     shape: tuple[int, int, int],
     axis: int,
-    step: Any,  # noqa: ANN401 (a function)
+    step: Any,
     moved: Moved | None,
 ) -> dict[str, Any]:
     """Compiles a step and reads its schedule."""

@@ -29,7 +29,8 @@ check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
-check "mypy, examples" mypy examples/{processes,train,transformer_bench,tests} examples/*.py
+check "mypy, examples" mypy examples/{processes,train,tests} examples/*.py
+check "mypy, benches" mypy benches/{transformer_bench,tests}
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check

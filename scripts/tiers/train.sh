@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The examples: their tests, the smallest validation of all kernels in examples/train, and every table of
-# examples/transformer_bench of the small size at length 128. In a virtual environment of their own.
+# The examples and the benchmarks that need their environment: their tests, the smallest validation of all
+# kernels in examples/train, and every table of benches/transformer_bench of the small size at length 128.
 source scripts/tiers/common.sh
 
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
@@ -16,6 +16,7 @@ export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitte
 status=0
 [[ -z ${XENTILE_TEST_ALL:-} ]] || export THIN=2
 scripts/pytest_in_shares.sh --durations=5 examples/tests || status=1
+scripts/pytest_in_shares.sh --durations=5 benches/tests || status=1
 # Where all tiers run, readme has the same command.
 if [[ -z ${XENTILE_TEST_ALL:-} ]]; then
     check "validate_training.sh, 12 steps" scripts/validate_training.sh --num_train_steps 12 \

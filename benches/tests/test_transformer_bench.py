@@ -36,7 +36,7 @@ from transformer_bench import (
 from transformer_bench.__main__ import main
 
 PROGRAMS = compare.PROGRAMS
-CONFIGS = ROOT / "examples/transformer_bench/configs"
+CONFIGS = ROOT / "benches/transformer_bench/configs"
 TEST = CONFIGS / "test.yaml"
 
 

@@ -153,7 +153,7 @@ class Module:
 
 
 def sources_of(data: bytes) -> dict[int, str]:
-    """By the id of a stack frame, the file and line of these examples that it is in."""
+    """By the id of a stack frame, the file and line of the trainer or this benchmark."""
     index = one(data, 17, b"")
     files = [name.decode() for name in many(index, 1)]
     places = [(one(of, 1), one(of, 3)) for of in many(index, 3)]
@@ -164,18 +164,18 @@ def sources_of(data: bytes) -> dict[int, str]:
         while 0 < frame <= len(frames):
             place, frame = frames[frame - 1]
             file, line = places[place - 1]
-            if short := of_examples(files[file - 1]):
+            if short := short_path(files[file - 1]):
                 found[start] = f"{short}:{line}"
                 break
     return found
 
 
-def of_examples(file: str) -> str:
-    """The end of a file's name from the package in examples/ on; "" for another's."""
-    for package in ("train", "transformer_bench"):
-        _, found, rest = file.rpartition(f"examples/{package}/")
+def short_path(file: str) -> str:
+    """A file's path from its package on, `train` or `transformer_bench`; "" for another's."""
+    for package in ("examples/train/", "benches/transformer_bench/"):
+        _, found, rest = file.rpartition(package)
         if found:
-            return f"{package}/{rest}"
+            return f"{package.partition('/')[2]}{rest}"
     return ""
 
 
@@ -187,7 +187,7 @@ def module_of(data: bytes) -> Module:
         ids = []
         for of in many(computation, 2):
             metadata = one(of, 7, b"")
-            file = of_examples(one(metadata, 3, b"").decode())
+            file = short_path(one(metadata, 3, b"").decode())
             # Older versions of XLA give the innermost file and line.
             source = f"{file}:{one(metadata, 4)}" if file else sources.get(one(metadata, 15), "")
             identity = one(of, 35)

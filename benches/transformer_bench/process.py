@@ -20,7 +20,8 @@ from .commands import module_of
 from .tables import Row
 
 Cell = dict[str, Any]
-FOLDER = Path(__file__).resolve().parents[1]
+BENCHES = Path(__file__).resolve().parents[1]
+FOLDERS = (BENCHES, BENCHES.parent / "examples")
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{i}B": (1024 if i else 1000) ** (power + 1)
     for power, letter in enumerate("KMGT")
@@ -80,7 +81,7 @@ class Process:
         self, command: str, cell: Cell, variants: Sequence[Cell], shares_device: bool = False
     ) -> None:
         """Starts it, for these rows of a cell; it may share the device with others' processes."""
-        folders = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+        folders = [*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
         # The last line of a traceback is then the error.
         environment["JAX_TRACEBACK_FILTERING"] = "off"
