@@ -219,10 +219,17 @@ def median_ms(clock: Clock, seconds: float, calls: int = MOST_CALLS, least: int 
     }
 
 
+def timed_call(start: Start) -> tuple[float, Any]:
+    """Returns the seconds of one call, and its results when they are ready."""
+    begun = time.perf_counter()
+    results = start()
+    block(results)
+    return time.perf_counter() - begun, results
+
+
 def seconds_of_each(start: Start, count: int) -> list[float]:
     """Returns the seconds of so many calls, each waited for; the first may compile."""
-    clock = wall_clock(start)
-    return [clock(1) for _ in range(count)]
+    return [timed_call(start)[0] for _ in range(count)]
 
 
 def steady_seconds(start: Start, steps: int, warmups: int = 2) -> list[float]:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
 from train.config import InputError
 
 from . import tables
@@ -71,7 +72,9 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             run = Compiling(lambda back, gradient: back(gradient), limit)
             arguments = (back, gradient)
             kept = {"kept_bytes": model.tree_bytes(back)}
-        found = model.timed_in_turn(lambda: run.start(*arguments), cell["steps"], cell["warmups"])
+        found = harness.steady_seconds(
+            lambda: run.start(*arguments), cell["steps"], cell["warmups"]
+        )
         held = run.compiled.memory_analysis().temp_size_in_bytes
         return {"median": statistics.median(found), "temporary_bytes": held, **kept}
 
@@ -96,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
             line += [tables.status(row), "" if took is None else f"{1e3 * took:.4g}"]
             line.append(tables.size(row.get("temporary_bytes")))
         lines.append([*line, tables.size(passes.get("backward", {}).get("kept_bytes"))])
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:

@@ -1,17 +1,17 @@
 """`compare`: the same passes by XLA's kernels and by ours, in turns in one process.
 
-In processes of their own two programs differ by more than their kernels: XLA measures products anew
-in each, and may choose others, and what starts kernels is not as fast in every process. Here
-products that both programs have are chosen once, and steps of both follow one another.
+Two processes differ by more than their kernels: in each XLA autotunes GEMMs, and may choose others,
+and kernels may be started at another speed. In one process GEMMs of both programs are chosen once,
+and steps of both take turns.
 """
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import harness
 from train.config import InputError
 
 from . import tables
@@ -20,9 +20,9 @@ from .tables import Row
 from .timing import starter
 
 Cell = dict[str, Any]
-# Steps that follow one another without a wait, so that starting kernels is hidden where it can be.
+# Steps in a row without a wait, so that starting kernels is hidden if it can be.
 IN_LINE = 5
-# XLA's program runs a second time in each turn: what that takes otherwise is what times tell apart.
+# XLA's program runs a second time in each turn: the difference is the resolution of the times.
 PROGRAMS = ("xla", "ours", "again")
 
 
@@ -79,27 +79,20 @@ def turns(
         starts: What starts a step of each program and does not wait for its results.
         count: How many turns each has, after one of warm-up.
     """
-    import jax
 
-    from .model import LEAST_SECONDS
+    def turn_of(start: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+        clock = harness.wall_clock(start)
 
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in starts}
-    for turn in range(-1, count):
-        for name, start in starts.items():
-            begun = time.perf_counter()
-            jax.block_until_ready(start())
-            waited = in_line = time.perf_counter() - begun
-            # Starting a long step is hidden by itself.
-            if waited < LEAST_SECONDS:
-                begun = time.perf_counter()
-                for _ in range(IN_LINE - 1):
-                    start()
-                jax.block_until_ready(start())
-                in_line = (time.perf_counter() - begun) / IN_LINE
-            if turn >= 0:
-                found[name][0].append(waited)
-                found[name][1].append(in_line)
-    return found
+        def turn() -> tuple[float, float]:
+            waited = clock(1)
+            # In a long step the time to start it is hidden.
+            return waited, clock(IN_LINE) if waited < harness.LEAST_SECONDS else waited
+
+        return turn
+
+    of_programs = {name: turn_of(start) for name, start in starts.items()}
+    found = harness.in_turns(of_programs, least=count, most=count)
+    return {name: ([w for w, _ in of], [line for _, line in of]) for name, of in found.items()}
 
 
 def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
@@ -139,7 +132,7 @@ def table(rows: Sequence[Row]) -> str:
             line += [tables.seconds(row.get(f"{figure}_{name}")) for name in PROGRAMS[:2]]
             line.append(ratio(row, figure, "ours"))
         lines.append([*line, ratio(row, "in_line", "again")])
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:

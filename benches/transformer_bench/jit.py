@@ -4,7 +4,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import harness
 
 from . import tables
 from .config import KERNELS, Spec, cell_of
@@ -28,8 +31,6 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
     The kernels of the cell are those of the first two ways.
     """
-    import jax
-
     from . import model
     from .compiled import Compiling, device_limit
 
@@ -44,14 +45,13 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         chosen = {**cell, **kernels}
         chosen_program = model.program_of(chosen)
         if how == WAYS[0]:
-            each = model.op_by_op(chosen_program, params, mode)
-            call = lambda: jax.block_until_ready(each(batch))  # noqa: E731
+            start = partial(model.op_by_op(chosen_program, params, mode), batch)
         else:
             run = Compiling(model.pass_of(chosen_program, mode), limit)
-            call = lambda: run(params, batch)  # noqa: E731
+            start = partial(run.start, params, batch)
         with model.attention_by(chosen["attention"]):
-            warm, found = model.timed(call, 1, cell["steps"])
-        return {"first": warm[0], "median": statistics.median(found)}
+            first, *found = harness.seconds_of_each(start, 1 + cell["steps"])
+        return {"first": first, "median": statistics.median(found)}
 
     return measure
 
@@ -65,7 +65,7 @@ def table(rows: Sequence[Row]) -> str:
         names = [str(case[name]) for name in ("size", "length", "policy", "mode", "how")]
         figures = [tables.seconds(row.get(name)) for name in ("first", "median")]
         lines.append([*names, tables.status(row), *figures])
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from . import layers, tables
 from .config import Spec
 from .tables import Row
@@ -83,12 +85,11 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     import jax
     from train.breakdown import Profiler
 
-    from . import model
     from .compiled import device_limit
 
     def measure(variant: Cell) -> Row:
         call, run = layers.call_of(cell, variant["part"], device_limit(cell["memory_limit"]))
-        found = model.timed_in_turn(call, cell["steps"])
+        found = harness.steady_seconds(call, cell["steps"])
         steps: int = cell["steps"]
         with tempfile.TemporaryDirectory() as folder:
             profiler = Profiler(Path(folder), 0, steps - 1, is_of_kernels=True)
@@ -182,7 +183,7 @@ def table(rows: Sequence[Row]) -> str:
             ]
             line += largest(row)
         lines.append(line + [""] * (len(heads) - len(line)))
-    found = [tables.table(heads, lines), *beside_xla(rows)]
+    found = [harness.table(heads, lines), *beside_xla(rows)]
     for row in longest(tables.finished(rows)):
         found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
     return "\n\n".join(found)
@@ -206,7 +207,7 @@ def beside_xla(rows: Sequence[Row]) -> list[str]:
             line += [f"{one['launches']:,.0f}" for one in (of_xla, ours)]
             line += [f"{share_of_products(one):.1%}" for one in (of_xla, ours)]
             lines.append(line)
-        found.append(f"Kernels {name} beside XLA's:\n\n{tables.table(heads, lines)}")
+        found.append(f"Kernels {name} beside XLA's:\n\n{harness.table(heads, lines)}")
     return found
 
 
@@ -259,7 +260,7 @@ def by_part(row: Row) -> str:
             [name, f"{1e3 * took:.4g}", f"{took / total:.1%}", *([] if is_layer else [""])]
         )
     heads = ["part", "time (ms)", "of all kernels", *([] if is_layer else ["a layer (ms)"])]
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def dominant(row: Row) -> str:
@@ -273,7 +274,7 @@ def dominant(row: Row) -> str:
         for one in row["top"]
     ]
     heads = ["dominant kernel", "kind", "part", "times a step", "time (ms)", "of all kernels"]
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
 from .config import Spec, cell_of, parameter_bytes
 from .tables import Row
@@ -217,14 +219,13 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
     """Returns what measures a part."""
-    from . import model
     from .compiled import device_limit
 
     limit = device_limit(cell["memory_limit"])
 
     def measure(variant: Cell) -> Row:
         call, _ = call_of(cell, variant["part"], limit)
-        return {"median": statistics.median(model.timed_in_turn(call, cell["steps"]))}
+        return {"median": statistics.median(harness.steady_seconds(call, cell["steps"]))}
 
     return measure
 
@@ -310,7 +311,7 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(summed("sum of the parts", sums.parts, sums.parts))
         if WHOLE in by:
             lines.append(measured(WHOLE, "the layer as one program", sums.parts))
-        text = tables.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
+        text = harness.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
         found.append(f"{title(cell)}:\n\n{text}")
         beside = sums.parts_of_model
         count = f"all {cell['layers']} layers, by one as one program"
@@ -329,7 +330,7 @@ def table(rows: Sequence[Row]) -> str:
             for one, took in rows_of_model
         ]
         heads = ["part of the model", "status", "time (ms)", "of the sum", "tokens a second"]
-        found.append(tables.table(heads, lines))
+        found.append(harness.table(heads, lines))
     return "\n\n".join(found)
 
 

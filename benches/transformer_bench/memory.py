@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
 from .config import GIB, Spec, cell_of
 from .tables import Row
@@ -100,19 +102,17 @@ def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
 
     from . import model
 
-    def so_far(name: str = "peak_bytes_in_use") -> int:
-        return int((jax.devices()[0].memory_stats() or {}).get(name, 0))
-
-    if not so_far():
+    if not harness.device_bytes():
         return {}
     first = program._initial if mode == "step" else lambda: model.parameters(program)
     make = jax.jit(first).lower().compile()
     wait_for_device()
     arguments = jax.block_until_ready((make(), model.random_batch(cell)))
-    besides = so_far("bytes_in_use") - compiled.memory_analysis().argument_size_in_bytes
-    before = so_far()
+    in_use = harness.device_bytes("bytes_in_use") or 0
+    besides = in_use - compiled.memory_analysis().argument_size_in_bytes
+    before = harness.device_bytes() or 0
     jax.block_until_ready(compiled(*arguments))
-    after = so_far()
+    after = harness.device_bytes() or 0
     if after <= before:
         return {}
     return {"measured_bytes": after - besides, "besides_bytes": besides}
@@ -178,7 +178,7 @@ def largest(row: Row) -> str:
         [tables.size(of["bytes"]), of["what"], of["scope"] or of["name"], of["line"]]
         for of in row["buffers"]
     ]
-    text = tables.table(["size", "kind", "made by, or name", "line of the model"], lines)
+    text = harness.table(["size", "kind", "made by, or name", "line of the model"], lines)
     return f"Largest buffers, {title(row)}, kernels {tables.kernels(row['case'])}:\n\n{text}"
 
 
@@ -211,7 +211,7 @@ def table(rows: Sequence[Row]) -> str:
         line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
         lines.append([*line, tables.size(row.get("stream_bytes"))])
     parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
-    return "\n\n".join([tables.table(heads, lines), *parts])
+    return "\n\n".join([harness.table(heads, lines), *parts])
 
 
 def words(rows: Sequence[Row]) -> str:

@@ -1,7 +1,6 @@
-"""The transformer of examples/train by size, policy and kernels; random data; timing."""
+"""The transformer of examples/train by size, policy and kernels; random data."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +16,6 @@ import pallas_bridge
 
 Array = jax.Array
 Cell = dict[str, Any]
-# What takes microseconds is timed for so long, that a pause of the machine is not the median.
-LEAST_SECONDS = 0.05
-# On a GPU at least so many calls follow one another, so that a wait for the last one is no part.
-IN_TURN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,43 +132,6 @@ def random_batch(cell: Cell) -> dict[str, Array]:
     batch = {"tokens": tokens, "labels": labels, "positions": positions}
     placed: dict[str, Array] = jax.device_put({**batch, "segments": np.ones(shape, np.int32)})
     return placed
-
-
-def timed(call: Callable[[], Any], warmups: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each call, those of warm-up first; a call has to wait for its results."""
-    found: list[float] = []
-    for _ in range(warmups + steps):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return found[:warmups], found[warmups:]
-
-
-def timed_in_turn(start: Callable[[], Any], steps: int, warmups: int = 2) -> list[float]:
-    """Seconds of a call, so many times after those of warm-up; `start` does not wait for results.
-
-    Each is the mean of as many calls as take their share of `LEAST_SECONDS`. On a GPU these follow
-    one another without a wait, so that what it takes to start one is hidden where it is shorter.
-    A call of more seconds than these is timed by itself, with one of warm-up.
-    """
-
-    def call() -> Any:
-        return jax.block_until_ready(start())
-
-    one = timed(call, 1, 1)[1][0]
-    if one > LEAST_SECONDS:
-        return [one, *timed(call, 0, steps - 1)[1]]
-    one = min(timed(call, max(warmups - 1, 0), 2)[1])
-    on_gpu = jax.default_backend() == "gpu"
-    together = max(round(LEAST_SECONDS / steps / one), IN_TURN if on_gpu else 1)
-    found = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        for _ in range(together - 1):
-            start() if on_gpu else call()
-        call()
-        found.append((time.perf_counter() - started) / together)
-    return found
 
 
 def tree_bytes(tree: Any) -> int:

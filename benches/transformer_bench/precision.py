@@ -2,9 +2,11 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import harness
 
 from . import tables
 from .config import Spec, cell_of
@@ -20,7 +22,7 @@ SUMS = (
     ("float32", "bfloat16"),
 )
 ADDEND, COUNT = 0.01, 1000
-# A first step of more seconds than these, compiled before, is one of those that are timed.
+# A first step (already compiled) that takes more seconds counts as a timed one.
 LONG = 1.0
 # What a pass goes through, in its order.
 MIDDLE = ("output of the layers", "output of the norm", "logits")
@@ -158,7 +160,6 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
     import jax
 
-    from . import model
     from .compiled import Compiling
 
     policy, steps = variant["policy"], variant["steps"]
@@ -166,13 +167,12 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     params = jax.tree.map(lambda leaf: leaf.astype(DTYPES[policy][0]), exact)
     run = passes(cell, policy)
     run.compile(params, batch)
-    started = time.perf_counter()
-    (loss, middle), found = run(params, batch)
-    first = time.perf_counter() - started
+    start = partial(run.start, params, batch)
+    first, ((loss, middle), found) = harness.timed_call(start)
     took = [first] if first > LONG else []
-    took += model.timed(lambda: run(params, batch), 0, steps - len(took))[1]
+    took += harness.seconds_of_each(start, steps - len(took))
     of_forward = Compiling(lambda p, b: forward(cell, policy, p, b)[0], run.limit)
-    _, alone = model.timed(lambda: of_forward(params, batch), 1, steps)
+    _, *alone = harness.seconds_of_each(partial(of_forward.start, params, batch), 1 + steps)
 
     def dtypes(tree: Any) -> str:
         return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
@@ -241,11 +241,11 @@ def table(rows: Sequence[Row]) -> str:
         errors = [row.get(name) for name in ("loss_error", "gradient_error")]
         lines.append([*line, *("" if one is None else f"{one:.2e}" for one in errors)])
     if passes:
-        parts.append(tables.table(heads, lines))
+        parts.append(harness.table(heads, lines))
     if found:
         columns = [name_of(row) for row in found]
         kinds = [[key, *(row["dtypes"][key] for row in found)] for key in found[0]["dtypes"]]
-        parts.append(tables.table(["dtype of", *columns], kinds))
+        parts.append(harness.table(["dtype of", *columns], kinds))
         places = max((row["gradient_errors"] for row in found), key=len)
         by_layer = []
         for place in places:
@@ -255,7 +255,7 @@ def table(rows: Sequence[Row]) -> str:
                 error = row["gradient_errors"].get(place, 0.0)
                 line.append(f"{error:.2e} ({row['gradient_dtypes'][place]})" if is_there else "")
             by_layer.append(line)
-        parts.append(tables.table(["gradients of", *columns], by_layer))
+        parts.append(harness.table(["gradients of", *columns], by_layer))
     sums = [row for row in rows if row["case"]["what"] == "sum"]
     if sums:
         lines = [
@@ -268,7 +268,7 @@ def table(rows: Sequence[Row]) -> str:
             for row in sums
         ]
         heads = ["sum in", f"{COUNT} times {ADDEND} in", "status", f"sum ({ADDEND * COUNT:g})"]
-        parts.append(tables.table(heads, lines))
+        parts.append(harness.table(heads, lines))
     return "\n\n".join(parts)
 
 

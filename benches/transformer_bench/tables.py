@@ -1,4 +1,4 @@
-"""Markdown tables and numbers in them."""
+"""Texts of rows and numbers in tables and sentences."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,17 +9,6 @@ from .config import GIB, KERNELS
 Row = dict[str, Any]
 # Rows of ours that take more of XLA's time are named.
 BOUND = 1.03
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, columns aligned as they are read: text left, numbers right."""
-    body = [list(row) for row in rows]
-    numeric = [
-        bool(body) and all(not row[i] or row[i].lstrip("-")[:1].isdigit() for row in body)
-        for i in range(len(heads))
-    ]
-    rules = ["---:" if one else "---" for one in numeric]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *body))
 
 
 def seconds(value: float | None) -> str:

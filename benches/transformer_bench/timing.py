@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
 from .config import Spec, cell_of
 from .tables import Row
@@ -30,8 +32,6 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     Raises:
         OutOfMemory: The parameters have no room.
     """
-    import jax
-
     from . import model
     from .compiled import Compiling, OutOfMemory, device_limit
 
@@ -43,21 +43,21 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     params = Compiling(lambda: model.parameters(program), limit)()
     batch = model.random_batch(cell)
 
-    def call_of(mode: str) -> Callable[[], Any]:
+    def start_of(mode: str) -> Callable[[], Any]:
         if mode == "step":
             # The parameters of the other modes stay.
             left = None if limit is None else limit - needed
             start = starter(program, mode, left, [Compiling(program._initial, left)()], batch)
         else:
             start = starter(program, mode, limit, [params], batch)
-        return lambda: jax.block_until_ready(start())
+        return start
 
     sequences: dict[str, Steps] = {}
 
     def measure(variant: Cell) -> Row:
         mode, warmup, steps = (variant[name] for name in ("mode", "warmup", "steps"))
         if mode not in sequences:
-            sequences[mode] = Steps(call_of(mode))
+            sequences[mode] = Steps(start_of(mode))
         with model.attention_by(cell["attention"]):
             found = sequences[mode].first(warmup + steps)
         return {**summary(found[:warmup], found[warmup:]), "limit_bytes": limit}
@@ -91,19 +91,17 @@ def starter(
 class Steps:
     """The seconds of a mode's steps, one after another; the first one compiles.
 
-    Each row has the steps after those of its warm-up, so that a mode compiles once.
+    All rows of a mode take their steps from this sequence, so that a mode compiles once.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        """Takes what runs a step, and waits for its results."""
-        self.call = call
+    def __init__(self, start: Callable[[], Any]) -> None:
+        """Takes what starts a step."""
+        self.start = start
         self.seconds: list[float] = []
 
     def first(self, count: int) -> list[float]:
-        """So many, from the first one on; those that there are not yet are run."""
-        from .model import timed
-
-        self.seconds += timed(self.call, 0, count - len(self.seconds))[1]
+        """The seconds of the first `count` steps; runs those that are missing."""
+        self.seconds += harness.seconds_of_each(self.start, count - len(self.seconds))
         return self.seconds[:count]
 
 
@@ -138,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
         names += [tables.kernels(case), case["mode"], str(case["warmup"])]
         figures = [row.get(name) for name in ("total", "warmup_total", "average", "deviation")]
         lines.append([*names, tables.status(row), *map(tables.seconds, figures)])
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:

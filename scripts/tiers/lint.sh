@@ -30,7 +30,7 @@ check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
 check "mypy, examples" mypy examples/{processes,train,tests} examples/*.py
-check "mypy, benches" mypy benches/{transformer_bench,tests}
+check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check
