@@ -7,6 +7,7 @@
 # With THIN=3 a third of each test's cases are run, or so, and with HALF=0 or 1 one half of all tests;
 # scripts/pytest_share.py tells which.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 jobs=$(nproc)

@@ -15,6 +15,7 @@
 # same test over many cases take a part of these too, and of those that compile the kernels with a compiler's
 # settings of its own one has its turn.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # Left out unless they are named, for time: the versions of JAX between the oldest and the newest, and the rest

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Every table of benches/transformer_bench of the small size at length 128, and a page of them, on a CPU:
+# Makes every table of benches/transformer_bench for the size small at length 128, and a page of them, on a CPU:
 #
-#     XENTILE_XLA_LIBRARY=.. scripts/transformer_small.sh FOLDER
+#     XENTILE_XLA_LIBRARY=.. scripts/transformer_small.sh FOLDER [--resume]
 #
-# With the `python` on PATH, which has what scripts/requirements-train.txt names. With --resume it goes on.
+# Runs the `python` on PATH, which needs the packages of scripts/requirements-train.txt. Rows and the page go to
+# FOLDER. With --resume rows that FOLDER has are kept.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 if (($# < 1 || $# > 2)) || [[ ${2:---resume} != --resume ]]; then

@@ -125,6 +125,19 @@ def made_by_build_scripts(code: str) -> set[str]:
     return set(re.findall(r"cargo::rustc-env=(XENTILE_[A-Z_]+)=", code))
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_scripts_with_arguments_print_their_usage(option: str, tmp_path: Path) -> None:
+    """Scripts that read their arguments print the comment at their head, from any folder."""
+    for script in sorted((ROOT / "scripts").glob("*.sh")):
+        text = script.read_text(encoding="utf-8")
+        if text.startswith("#!") and re.search(r"\$[@*#1]|\$\{[@*1]", text.partition("set -e")[2]):
+            done = subprocess.run(
+                [script, option], cwd=tmp_path, capture_output=True, text=True, check=True
+            )
+            assert f"scripts/{script.name}" in done.stdout and not done.stderr, script
+            assert "set -euo" not in done.stdout and "#!" not in done.stdout, script
+
+
 def test_messages_are_those_of_the_code() -> None:
     """What troubleshooting has in headings is said somewhere; `..` stands for what varies."""
     code = sources("crates/*/src/**/*.rs", "crates/*/build.rs", "pallas_bridge/hatch_build.py")
