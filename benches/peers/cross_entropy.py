@@ -22,12 +22,10 @@ import itertools
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from typing import Any
 
 import distributions
 import driver
-from driver import Result, Worker, harness
+from driver import Result, harness
 from logits_inputs import remove_inputs, write_inputs
 from shared import Problem
 
@@ -125,44 +123,11 @@ def in_copies(results: list[Result]) -> dict[tuple[str, str], float]:
     }
 
 
-def run(
-    problems: list[Problem], results: driver.Results, deadline: float, *, first_call: bool
-) -> None:
-    """Measures all problems."""
-    before = driver.keep_inputs(write_inputs, remove_inputs)
-
-    def report(problem: Problem, copied: float | None, found: Result) -> None:
-        row = {
-            "peer": problem.peer,
-            "tokens": problem.tokens,
-            "vocab": problem.vocab,
-            "dtype": problem.dtype,
-            "distribution": problem.distribution,
-            "factor": problem.factor,
-            "is_traced": problem.is_traced,
-            "logits_bytes": problem.bytes,
-            "copy_ms": copied,
-            "found": found,
-        }
-        results.add(row)
-        cells = {measured: cells_of(row, measured)[:3] for measured in PASSES}
-        print(problem.peer, *problem.inputs, cells, file=sys.stderr, flush=True)
-
-    if first_call:
-        before(problems[0])
-        first: dict[str, Any] = {}
-        results.others["first_call"] = first
-        for peer in ("xentile", "JAX dense"):
-            problem = replace(problems[0], peer=peer)
-            first[peer] = Worker(PEERS[peer], "first_call", problem).result()
-    driver.measure(
-        results.lacking(problems),
-        lambda problem: PEERS[problem.peer],
-        report,
-        deadline=deadline,
-        yardstick=YARDSTICK,
-        before=before,
-    )
+def row_of(problem: Problem, copied: float | None, found: Result) -> Result:
+    """The row of one peer on one problem."""
+    names = ("peer", "tokens", "vocab", "dtype", "distribution", "factor", "is_traced")
+    known = {name: getattr(problem, name) for name in names}
+    return {**known, "logits_bytes": problem.bytes, "copy_ms": copied, "found": found}
 
 
 def main() -> int:
@@ -173,7 +138,6 @@ def main() -> int:
     parser.add_argument(
         "--traced-factor", action="store_true", help="pass the factor as an argument"
     )
-    parser.add_argument("--no-first-call", action="store_true", help="leave out first calls")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     try:
@@ -203,9 +167,23 @@ def main() -> int:
                 shapes, distributions.chosen(options), peers
             )
         ]
-        results = driver.Results(options, to_markdown)
-        run(problems, results, deadline, first_call=not options.no_first_call)
-    print(results.text())
+        results = driver.Results(options)
+
+        def report(problem: Problem, copied: float | None, found: Result) -> None:
+            row = row_of(problem, copied, found)
+            results.add(row)
+            cells = {measured: cells_of(row, measured)[:3] for measured in PASSES}
+            print(problem.peer, *problem.inputs, cells, file=sys.stderr, flush=True)
+
+        driver.measure(
+            results.lacking(problems),
+            lambda problem: PEERS[problem.peer],
+            report,
+            deadline=deadline,
+            yardstick=YARDSTICK,
+            before=driver.keep_inputs(write_inputs, remove_inputs),
+        )
+    print(to_markdown(results.rows))
     if options.plot:
         title = f"value_and_grad, {options.dtype}, {harness.about()['device']}"
         bars = in_copies(results.rows)

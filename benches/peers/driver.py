@@ -165,19 +165,12 @@ def keep_inputs(write: Callable[[P], object], remove: Callable[[P], object]) -> 
 
 
 class Results(harness.Results):
-    """The results of peers, and the files that are rewritten after each.
+    """The results of peers; with --resume those of the JSON file without an error are kept."""
 
-    With --resume, results of the JSON file without an error are kept.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, to_markdown: Callable[[list[Result]], str]
-    ) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Reads the results that are kept."""
         super().__init__(options.json, is_resumed=options.resume)
         self.rows = [row for row in self.rows if "error" not in row["found"]]
-        self.markdown: Path | None = options.markdown
-        self.to_markdown = to_markdown
 
     def lacking(self, problems: list[P]) -> list[P]:
         """The problems without a result."""
@@ -186,18 +179,6 @@ class Results(harness.Results):
             return all(row[name] == of for name, of in asdict(problem).items() if name in row)
 
         return [one for one in problems if not any(has(row, one) for row in self.rows)]
-
-    def text(self) -> str:
-        """The table, and first calls."""
-        first = self.others.get("first_call", {})
-        lines = [f"first call, {peer}: {found}" for peer, found in first.items()]
-        return "\n\n".join([self.to_markdown(self.rows), *lines])
-
-    def write(self) -> None:
-        """Writes both files, if they are wanted."""
-        super().write()
-        if self.markdown:
-            self.markdown.write_text(self.text() + "\n", encoding="utf-8")
 
 
 def without_folders(text: str) -> str:
@@ -275,7 +256,6 @@ def parser(
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--json", type=Path, help="write everything to this file")
     options.add_argument("--resume", action="store_true", help="keep the results in that file")
-    options.add_argument("--markdown", type=Path, help="write the table to this file too")
     options.add_argument("--plot", type=Path, help="draw value_and_grad to this SVG or PNG file")
     return options
 

@@ -1,18 +1,14 @@
 """Peers in JAX: a worker of cross_entropy.py."""
 
-import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-STARTED = time.perf_counter()
-
-from collections.abc import Callable  # noqa: E402
-from functools import partial  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from harness import difference_clock, first_line, first_run, median_ms  # noqa: E402
-from shared import Problem, serve  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import difference_clock, first_line, first_run, median_ms
+from shared import Problem, serve
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -126,15 +122,6 @@ def copy(problem: Problem) -> dict[str, Any]:
     return {"yardstick_ms": found["median_ms"]}
 
 
-def first_call(problem: Problem) -> dict[str, Any]:
-    """Seconds from the package's import to the first result, and of JAX's start before that."""
-    x, y, g = inputs(problem)
-    started = time.perf_counter()
-    program, _ = programs_of(problem.peer)["value_and_grad"]
-    jax.block_until_ready(program(x, y, g))
-    return {"first_call_s": time.perf_counter() - started, "jax_start_s": started - STARTED}
-
-
 def prepare(mode: str, problem: Problem) -> None:
     """Imports what a mode needs."""
     jax.config.update("jax_platforms", problem.platform)
@@ -143,5 +130,4 @@ def prepare(mode: str, problem: Problem) -> None:
 
 
 if __name__ == "__main__":
-    modes = {"measure": measure, "yardstick": copy, "first_call": first_call}
-    serve(Problem, modes, prepare)
+    serve(Problem, {"measure": measure, "yardstick": copy}, prepare)

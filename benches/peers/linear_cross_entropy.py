@@ -270,7 +270,8 @@ def main() -> int:
     if unknown := [peer for peer in options.peers.split(";") if script_of(peer) is None]:
         known = "; ".join([*PEERS, "xentile N MiB"])
         return driver.refuse(f"no peer {unknown[0]}: choose from {known}")
-    results = driver.Results(options, errors_to_markdown if options.check else to_markdown)
+    results = driver.Results(options)
+    text_of = errors_to_markdown if options.check else to_markdown
     with tempfile.TemporaryDirectory() as folder:
         problems = problems_of(options, folder)
         keep_operands = driver.keep_inputs(write_operands, remove_files)
@@ -288,8 +289,9 @@ def main() -> int:
 
         def add(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
             results.add(row_of(problem, products_ms, found))
-            # The row of the table, below its two lines of head.
-            print(results.text().splitlines()[1 + len(results.rows)], file=sys.stderr, flush=True)
+            # The row's line of the table, below two lines of head.
+            line = text_of(results.rows).splitlines()[1 + len(results.rows)]
+            print(line, file=sys.stderr, flush=True)
 
         driver.measure(
             results.lacking(problems),
@@ -300,7 +302,7 @@ def main() -> int:
             mode="check" if options.check else "measure",
             before=before,
         )
-    print(results.text())
+    print(text_of(results.rows))
     if options.plot and not options.check:
         # Of a run that went on, all.
         peers = list(dict.fromkeys(row["peer"] for row in results.rows))

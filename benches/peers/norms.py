@@ -267,7 +267,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a program, a round")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after so many")
-    parser.add_argument("--after", type=Path, help="compile, and wait for this file")
     parser.add_argument("--torch", action="store_true", help="torch.compile and Liger too")
     parser.add_argument("--torch-worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -287,8 +286,6 @@ def main() -> int:
         compiled = {cell: pool.submit(programs, cell) for cell in cells}
         for one in compiled.values():
             one.exception()
-    while options.after is not None and not options.after.exists():
-        time.sleep(0.1)
     started = time.perf_counter()
 
     def measure_cell(cell: Cell) -> Row:

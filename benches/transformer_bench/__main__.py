@@ -11,21 +11,10 @@ from train.__main__ import INTERRUPTED, Parser
 from train.config import InputError, RunError
 
 from . import described, report
-from .commands import MODULES
+from .commands import COMMANDS
 from .config import KERNELS, check_cudnn, check_limit, load
 from .process import child
 from .runner import run
-
-HELP = {
-    "time": "seconds a step, by size, length and steps of warm-up",
-    "compare": "XLA's kernels and ours in turns, in one process",
-    "memory": "what a program holds by category, its largest buffers; nothing runs",
-    "layers": "milliseconds of each part of a layer, and of the model",
-    "kernels": "the model's kernels from a profile, by kind and by part",
-    "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
-    "attention": "attention alone, by head size and length",
-    "jit": "op by op, compiled, and compiled with our kernels",
-}
 
 
 def parser() -> Parser:
@@ -38,8 +27,8 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in MODULES:
-        one = commands.add_parser(name, help=HELP[name], allow_abbrev=False)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.help, allow_abbrev=False)
         one.add_argument("--config", type=Path, metavar="FILE.yaml")
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         # `attention` has `implementations`.

@@ -5,7 +5,6 @@ and kernels may be started at another speed. In one process GEMMs of both progra
 and steps of both take turns.
 """
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -15,7 +14,7 @@ import harness
 from train.config import InputError
 
 from . import tables
-from .config import KERNELS, Spec, cell_of
+from .config import KERNELS, Spec, models
 from .tables import Row
 from .timing import starter
 
@@ -34,11 +33,8 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """
     if "ours" not in (getattr(spec, kernel) for kernel in KERNELS):
         raise InputError("compare sets kernels of ours beside XLA's: give --norm auto, say")
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        yield (
-            cell_of(spec, size, length, policy),
-            [{"mode": mode, "steps": spec.steps} for mode in spec.modes],
-        )
+    rows = [{"mode": mode, "steps": spec.steps} for mode in spec.modes]
+    return ((cell, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:

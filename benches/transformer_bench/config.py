@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,6 +306,12 @@ def parameter_bytes(cell: dict[str, Any], policy: str) -> int:
     """What the parameters of a cell take, of which it has dimensions and vocabulary."""
     dims = Dims(**{name: cell[name] for name in Dims._fields})
     return dims.parameters(cell["vocab"]) * (2 if policy == "bfloat16" else 4)
+
+
+def models(spec: Spec) -> Iterator[dict[str, Any]]:
+    """A cell for each size, length and policy."""
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        yield cell_of(spec, size, length, policy)
 
 
 def cell_of(spec: Spec, size: str, length: int, policy: str) -> dict[str, Any]:

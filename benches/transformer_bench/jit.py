@@ -1,6 +1,5 @@
 """`jit`: the same passes op by op, compiled, and compiled with our kernels."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 import harness
 
 from . import tables
-from .config import KERNELS, Spec, cell_of
+from .config import KERNELS, Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -20,10 +19,9 @@ WAYS = ("op by op", "jit", "jit, our kernels")
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode and way to run it."""
     modes = [mode for mode in spec.modes if mode != "step"]
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        cell = {**cell_of(spec, size, length, policy), "steps": spec.steps}
-        # What takes longest comes last.
-        yield cell, [{"mode": mode, "how": how} for how in reversed(WAYS) for mode in modes]
+    # The slowest comes last.
+    rows = [{"mode": mode, "how": how} for how in reversed(WAYS) for mode in modes]
+    return (({**cell, "steps": spec.steps}, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:

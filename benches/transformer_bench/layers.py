@@ -9,7 +9,7 @@ from typing import Any
 import harness
 
 from . import tables
-from .config import Spec, cell_of, parameter_bytes
+from .config import Spec, models, parameter_bytes
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -30,10 +30,8 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 def phases(spec: Spec) -> Iterator[Cell]:
     """A cell for each size, length, policy and phase."""
-    for size, length, policy, phase in itertools.product(
-        spec.sizes, spec.lengths, spec.policies, spec.phases
-    ):
-        yield {**cell_of(spec, size, length, policy), "phase": phase, "steps": spec.steps}
+    for cell, phase in itertools.product(models(spec), spec.phases):
+        yield {**cell, "phase": phase, "steps": spec.steps}
 
 
 @functools.cache

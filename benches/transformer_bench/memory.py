@@ -5,14 +5,13 @@ several cells can be compiled at once, and step one after another; and with `gpu
 not there.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import harness
 
 from . import tables
-from .config import GIB, Spec, cell_of
+from .config import GIB, Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -26,11 +25,9 @@ HELD: list[Any] = []
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode."""
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        cell = cell_of(spec, size, length, policy)
-        if spec.gpu is not None:
-            cell["gpu"] = spec.gpu
-        yield cell, [{"mode": mode} for mode in spec.modes]
+    more = {} if spec.gpu is None else {"gpu": spec.gpu}
+    rows = [{"mode": mode} for mode in spec.modes]
+    return (({**cell, **more}, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:

@@ -9,20 +9,9 @@ from train import log
 from train.config import InputError
 
 from . import plots
-from .commands import MODULES, module_of
+from .commands import COMMANDS, module_of
 from .runner import read_rows
 from .tables import Row
-
-TITLES = {
-    "time": "Time of a step",
-    "compare": "XLA's kernels and ours in turns",
-    "memory": "Memory of a program",
-    "layers": "Where a layer's time goes",
-    "kernels": "Which kernels take a step's time",
-    "precision": "Precision",
-    "attention": "Attention alone",
-    "jit": "Op by op, and compiled",
-}
 
 
 def section(command: str, rows: Sequence[Row]) -> str:
@@ -65,13 +54,13 @@ def page(paths: Sequence[Path], place: Callable[[str, str], str] | None = None) 
         names = ", ".join(map(str, paths))
         raise InputError(f"no row is in {names}: name files that --json made")
     parts = ["# A transformer taken apart\n"]
-    for command in MODULES:
+    for command, (_, _, title) in COMMANDS.items():
         of_command = [row for row in rows if row["command"] == command]
         if of_command:
-            parts.append(f"## {TITLES[command]}\n\n{section(command, of_command)}")
+            parts.append(f"## {title}\n\n{section(command, of_command)}")
             picture = plots.figure_of(command, of_command) if place is not None else None
             if place is not None and picture is not None:
-                parts.append(f"![{TITLES[command]}]({place(command, picture)})\n")
+                parts.append(f"![{title}]({place(command, picture)})\n")
     machines: dict[str, list[str]] = {}
     for path in paths:
         for record in starts(path):

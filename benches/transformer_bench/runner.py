@@ -15,7 +15,7 @@ from typing import Any
 from train import log
 from train.config import InputError, RunError
 
-from .commands import MODULES, module_of
+from .commands import COMMANDS, module_of
 from .config import Spec
 from .process import Process
 from .tables import Row, duration, size, status
@@ -50,7 +50,7 @@ def read_rows(path: Path) -> list[Row]:
             raise InputError(f"file {path} has no JSON in line {number}: mend it") from None
         if not isinstance(row, dict) or "record" not in row:
             raise InputError(f"file {path} has another record in line {number}: name one made here")
-        if row["record"] == "row" and row.get("command") in MODULES:
+        if row["record"] == "row" and row.get("command") in COMMANDS:
             found[row["command"] + key(row["case"])] = row
     return list(found.values())
 
@@ -66,7 +66,7 @@ def run(
     """Runs all cells of a command.
 
     Args:
-        command: A name in `MODULES`.
+        command: A name in `COMMANDS`.
         spec: What is measured.
         json_file: Takes a record of the machine, and each row as it comes; or None.
         is_resumed: Whether rows that the file has are left as they are; failed ones run again.

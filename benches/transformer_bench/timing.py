@@ -8,7 +8,7 @@ from typing import Any
 import harness
 
 from . import tables
-from .config import Spec, cell_of
+from .config import Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -16,14 +16,11 @@ Cell = dict[str, Any]
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode and number of warm-ups."""
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        yield (
-            cell_of(spec, size, length, policy),
-            [
-                {"mode": mode, "warmup": warmup, "steps": spec.steps}
-                for mode, warmup in itertools.product(spec.modes, spec.warmups)
-            ],
-        )
+    rows = [
+        {"mode": mode, "warmup": warmup, "steps": spec.steps}
+        for mode, warmup in itertools.product(spec.modes, spec.warmups)
+    ]
+    return ((cell, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
