@@ -89,7 +89,7 @@ def measure(arguments: argparse.Namespace) -> int:
             raise InputError(f"gpu is of memory alone: leave it out of {arguments.command}")
         described.check(spec.gpu)
     if arguments.command != "attention":
-        # Of `layers` most rows have less than all parameters.
+        # Most rows of `layers` need less than all parameters.
         if arguments.command != "layers":
             check_limit(spec)
         if spec.attention == "cudnn":

@@ -43,9 +43,9 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what measures causal attention of random q, k and v.
+    """Returns a function that measures causal attention of random q, k and v.
 
-    What is timed as backward begins with what the forward pass kept, which is not timed.
+    The backward pass is timed alone, from the residuals of its forward pass.
     """
     import jax
 
@@ -103,7 +103,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: ours beside the others, and what memory grows with."""
+    """Sentences on ours over the others, and on memory at the greatest length."""
     told = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):

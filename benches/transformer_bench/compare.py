@@ -7,7 +7,7 @@ and steps of both take turns.
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import harness
@@ -38,7 +38,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes data, and returns what makes parameters and measures a row."""
+    """Makes data, and returns a function that makes parameters and measures a row."""
     from . import model
     from .compiled import Compiling, device_limit
 
@@ -69,7 +69,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 def turns(
     starts: dict[str, Callable[[], Any]], count: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of a step, waited for and in line, of programs that have so many turns each.
+    """Seconds of a step, waited for and in line, of each turn of programs.
 
     Args:
         starts: What starts a step of each program and does not wait for its results.
@@ -102,37 +102,34 @@ def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
 
 
 def pair(row: Row, figure: str, one: str = "ours") -> tuple[Row, Row]:
-    """A program's figure and XLA's, as rows for what compares two."""
+    """The measurements of a program and of XLA's, as rows for `tables.ratio`."""
     ours, of_xla = ({"case": row["case"], figure: row[f"{figure}_{name}"]} for name in (one, "xla"))
     return ours, of_xla
 
 
 def ratio(row: Row, figure: str, one: str) -> str:
-    """A program's figure over XLA's; "" where a row has none."""
+    """A program's measurement over XLA's; "" if a row has none."""
     if row["status"] != "ok":
         return ""
     return f"{tables.ratio(pair(row, figure, one), figure):.3f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = ["size", "batch", "length", "policy", "kernels", "pass", "status"]
-    heads += ["XLA's (s)", "ours (s)", "ours of XLA's"]
-    heads += ["in line, XLA's (s)", "ours (s)", "ours of XLA's", "XLA's again"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        line += [tables.kernels(case), case["mode"], tables.status(row)]
-        for figure in ("median", "in_line"):
-            line += [tables.seconds(row.get(f"{figure}_{name}")) for name in PROGRAMS[:2]]
-            line.append(ratio(row, figure, "ours"))
-        lines.append([*line, ratio(row, "in_line", "again")])
-    return harness.table(heads, lines)
+    """A line for each row."""
+    columns = tables.of_case("size", "batch", "length", "policy", "kernels", "mode")
+    columns.append(("status", tables.status))
+    for figure, head in (("median", ""), ("in_line", "in line, ")):
+        columns += [
+            (f"{head}XLA's (s)", tables.of_figure(f"{figure}_xla", tables.seconds)),
+            ("ours (s)", tables.of_figure(f"{figure}_ours", tables.seconds)),
+            ("ours of XLA's", partial(ratio, figure=figure, one="ours")),
+        ]
+    columns.append(("XLA's again", partial(ratio, figure="in_line", one="again")))
+    return tables.listing(rows, columns)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show, by kernels and pass, and what XLA's program takes of itself."""
+    """Sentences by kernels and pass, and on the resolution of the times."""
     told = [tables.ends(rows)]
     found = tables.finished(rows)
     by: dict[tuple[str, str], list[Row]] = {}

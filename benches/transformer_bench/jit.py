@@ -25,7 +25,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes parameters and data, and returns what measures a row.
+    """Makes parameters and data, and returns a function that measures a row.
 
     The kernels of the cell are those of the first two ways.
     """
@@ -55,19 +55,20 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = ["size", "length", "policy", "pass", "how", "status", "first (s)", "median (s)"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        names = [str(case[name]) for name in ("size", "length", "policy", "mode", "how")]
-        figures = [tables.seconds(row.get(name)) for name in ("first", "median")]
-        lines.append([*names, tables.status(row), *figures])
-    return harness.table(heads, lines)
+    """A line for each row."""
+    return tables.listing(
+        rows,
+        [
+            *tables.of_case("size", "length", "policy", "mode", "how"),
+            ("status", tables.status),
+            ("first (s)", tables.of_figure("first", tables.seconds)),
+            ("median (s)", tables.of_figure("median", tables.seconds)),
+        ],
+    )
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: what compiling brings, when it has paid, and what kernels bring."""
+    """Sentences on the gain of compiling, when it pays, and the gain of kernels."""
     told = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):

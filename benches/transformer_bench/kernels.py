@@ -19,14 +19,14 @@ from .tables import Row
 
 Cell = dict[str, Any]
 PRODUCT, FUSED, REST = "matrix product", "fused kernel", "other"
-# Of libraries that XLA calls for products: cuBLAS, Triton's fusions of them, oneDNN, YNNPACK.
+# Library calls for GEMMs: cuBLAS, Triton's GEMM fusions, oneDNN, YNNPACK.
 LIBRARY = re.compile(r'(?i)gemm|matmul|cublas|"__[^"]*dot')
 # Kernels of this project, and cuDNN's attention.
 OWN = re.compile(r'^"xentile_|fmha')
 TOP = 10
-# What of a case says how often it was measured: figures are medians, or means of a step.
+# Keys of a case that only say how often it was measured.
 REPEATS = ("steps",)
-# Models of a phase that are told of one by one.
+# The most models of a phase that have sentences of their own.
 FEW = 4
 
 
@@ -37,7 +37,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def scope_of(names: Sequence[str]) -> Callable[[str], str]:
-    """What finds the innermost of these parts in a scope's name; "" where there is none."""
+    """Returns what finds the innermost of these parts in a scope's name; "" for none."""
     either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     pattern = re.compile(rf"(?<=[/(])({either})(?=[/)])")
 
@@ -81,7 +81,7 @@ def kinds_of_program(text: str) -> dict[str, str]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what times a program, and then profiles it."""
+    """Returns a function that times a program, and then profiles it."""
     import jax
     from train.breakdown import Profiler
 
@@ -96,7 +96,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             for step in range(steps):
                 profiler.before(step)
                 result = call()
-                # As they are timed: on a GPU they follow one another without a wait.
+                # As in timing: on a GPU steps follow one another without a wait.
                 if step == steps - 1 or jax.default_backend() != "gpu":
                     jax.block_until_ready(result)
                 profiler.after(step)
@@ -107,7 +107,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
 
 def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
-    """The figures of a profile of the program `text`, a step each.
+    """Measurements per step from a profile of the program `text`.
 
     Raises:
         ValueError: The profile has no kernel of the program.
@@ -153,17 +153,17 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
 
 
 def of(row: Row) -> str:
-    """What a row's profile is of, a layer or the model; rows of old are of the model."""
+    """The program of a row, a layer or the model; old rows are of the model."""
     return str(row["case"].get("part", layers.MODEL))
 
 
 def title(row: Row) -> str:
-    """What a row's tables are of."""
+    """The title of a row's tables."""
     return f"{of(row).capitalize()} of {layers.title(row['case'])}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a profile, ours beside XLA's, and for some tables of parts and dominant kernels."""
+    """A line for each profile, ours over XLA's, and tables of parts and dominant kernels."""
     heads = ["size", "length", "policy", "kernels", "phase", "program", "status", "a step (ms)"]
     heads += ["in kernels (ms)", "tokens a second"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
@@ -190,7 +190,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def beside_xla(rows: Sequence[Row]) -> list[str]:
-    """A table for each choice of kernels that has ours, with a line for each pair of profiles."""
+    """A table for each choice of kernels with ours, a line for each pair of profiles."""
     heads = ["size", "length", "policy", "phase", "program", "XLA's step (ms)", "ours (ms)"]
     heads += ["ours of XLA's", "XLA's kernels (ms)", "ours (ms)", "XLA's launches", "ours"]
     heads += ["XLA's matrix products", "ours"]
@@ -212,7 +212,7 @@ def beside_xla(rows: Sequence[Row]) -> list[str]:
 
 
 def longest(rows: Sequence[Row]) -> list[Row]:
-    """Of rows that differ in their length alone the longest; these have tables of their own."""
+    """The longest of rows that differ only in length; these have tables of their own."""
     found: dict[str, Row] = {}
     for row in rows:
         name = repr({**row["case"], "length": None})
@@ -222,7 +222,7 @@ def longest(rows: Sequence[Row]) -> list[Row]:
 
 
 def largest(row: Row) -> list[str]:
-    """The dominant kernel by its part and share, and that which is no product."""
+    """The dominant kernel by part and share, and the dominant one that is no GEMM."""
     return [
         f"{one['part']} {one['seconds'] / row['kernels']:.0%}" if one else ""
         for one in (row["top"][0], largest_other(row))
@@ -230,24 +230,24 @@ def largest(row: Row) -> list[str]:
 
 
 def largest_other(row: Row) -> Row | None:
-    """The dominant kernel that is no product; None where products are all that is kept."""
+    """The dominant kernel that is no GEMM; None if the row has GEMMs alone."""
     return next((one for one in row["top"] if one["kind"] != PRODUCT), None)
 
 
 def share_of_products(row: Row) -> float:
-    """Of the time of all kernels."""
+    """The share of GEMMs in the time of all kernels."""
     return float(row["by_kind"].get(PRODUCT, 0) / row["kernels"])
 
 
 def by_part(row: Row) -> str:
-    """A table of a profile's parts, with their sum and what was measured without a profile."""
+    """A table of a profile's parts, their sum, and the time without a profile."""
     total, count = row["kernels"], row["case"]["layers"]
     is_layer = of(row) == layers.WHOLE
     lines = []
     for name, took in row["by_part"].items():
         line = [name, f"{1e3 * took:.4g}", f"{took / total:.1%}"]
         if not is_layer:
-            # Of an instruction that serves several parts, or none, no layer has its share.
+            # Instructions outside of layers have no share in a layer.
             is_whole = layers.around(name) or name == "other"
             line.append("" if is_whole else f"{1e3 * took / count:.4g}")
         lines.append(line)
@@ -278,7 +278,7 @@ def dominant(row: Row) -> str:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: products, dominant kernels, attention, launches; sums of layers."""
+    """Sentences on GEMMs, dominant kernels, attention, launches and sums of layers."""
     told = [tables.ends(rows)]
     found = tables.finished(rows)
     phases = dict.fromkeys(row["case"]["phase"] for row in found)
@@ -313,7 +313,7 @@ def words(rows: Sequence[Row]) -> str:
 
 
 def between_kernels(row: Row) -> float:
-    """Seconds of a step in which no kernel ran, by the profile; 0 where it doesn't say.
+    """Seconds of a step in which no kernel ran, by the profile; 0 if it does not say.
 
     A profile makes them longer, where starting kernels takes longer than they run: they count for
     no more than what kernels lack of the time that was measured without one.
@@ -322,7 +322,7 @@ def between_kernels(row: Row) -> float:
 
 
 def of_sums(rows: Sequence[Row]) -> str:
-    """What the rows of layers add up to, beside what was measured without a profile."""
+    """A sentence on the sum of a layer's kernels and its time without a profile."""
     alone = tables.span([row["kernels"] / row["median"] for row in rows])
     told = (
         f"In {rows[0]['case']['phase']} the kernels of a layer add up to {alone} of what it takes"
@@ -334,7 +334,7 @@ def of_sums(rows: Sequence[Row]) -> str:
 
 
 def of_models(rows: Sequence[Row]) -> str:
-    """What profiles of many models of a phase show: products, launches, and what else is large."""
+    """A sentence on the profiles of many models of a phase: GEMMs, launches, large kernels."""
     rows = sorted(rows, key=share_of_products)
     ends = [
         f"{share_of_products(row):.0%} ({row['case']['size']} at length {row['case']['length']})"
@@ -353,7 +353,7 @@ def of_models(rows: Sequence[Row]) -> str:
 
 
 def of_model(row: Row) -> list[str]:
-    """What a profile of a model shows: launches, products, dominant kernels, and attention."""
+    """Sentences on a model's profile: launches, GEMMs, dominant kernels, and attention."""
     case, total, top = row["case"], row["kernels"], row["top"]
     told = [
         f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "

@@ -1,4 +1,4 @@
-"""`memory`: what a program holds by category, from XLA's buffer assignment.
+"""`memory`: a program's memory by category, from XLA's buffer assignment.
 
 Nothing runs, but where the device counts its memory: there a step says what its peak was. So
 several cells can be compiled at once, and step one after another; and with `gpu` for a GPU that is
@@ -18,7 +18,7 @@ Cell = dict[str, Any]
 # In the order of the table; `temporaries` are XLA's, in which `of_logits` lie.
 CATEGORIES = ("parameters", "optimizer", "batch", "gradients", "results", "temporaries")
 
-# How near the device's count of a peak is to be to XLA's.
+# A device's count of the peak within this share of XLA's is near it.
 NEAR = 0.03
 HELD: list[Any] = []
 
@@ -31,7 +31,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what compiles a mode's program and counts its bytes."""
+    """Returns a function that compiles a mode's program and counts its bytes."""
     import jax
     from train.step import program_bytes
 
@@ -79,7 +79,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             **{f"{name}_bytes": held[name] for name in CATEGORIES},
             "peak_bytes": peak,
             **({} if gpu else measured_peak(cell, program, mode, compiled)),
-            # By arithmetic: in float32, as the loss of XLA takes them; ours holds none.
+            # By arithmetic: XLA's loss takes them in float32; ours holds none.
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
             **stream,
@@ -90,7 +90,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
 
 def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
-    """The most bytes in use as the compiled program runs once, where its device counts them.
+    """The peak in bytes of one run of a compiled program, if its device counts memory.
 
     Bytes that were in use besides its arguments are told apart. The count is of the process so far:
     where it does not rise, nothing is known.
@@ -116,7 +116,7 @@ def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
 
 
 def wait_for_device() -> None:
-    """Waits until no other cell holds the device's memory, and holds it till this process ends.
+    """Waits until no other cell holds the device's memory, and holds it until this process ends.
 
     XLA's allocator keeps what it took till then. The lock is of this file, which all of them have.
     """
@@ -128,7 +128,7 @@ def wait_for_device() -> None:
 
 
 def stream_bytes(program: Any, cell: Cell) -> Row:
-    """What the backward pass keeps of the forward pass, and of that the residual stream.
+    """Bytes of the residuals of the forward pass, and of the residual stream among them.
 
     JAX says the shapes of what it keeps. The stream by arithmetic is layers x B x T x D numbers,
     twice, as a block begins with the stream and a branch that is still to be added to it; it is
@@ -151,7 +151,7 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
     each = 4 if cell["policy"] == "float32" else 2
     streams = [leaf for leaf in kept(bare) if leaf.shape == shape]
     tokens = cell["batch"] * cell["length"]
-    # What grows with the batch: weights in the dtype of the pass are kept as well, and are none.
+    # Activations grow with the batch; weights in the pass's dtype are saved, too, and do not.
     larger = kept(model.program_of({**cell, "batch": 2 * cell["batch"]}))
     pairs = zip(kept(program), larger, strict=True)
     activations = [leaf for leaf, other in pairs if leaf.shape != other.shape]
@@ -163,7 +163,7 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
 
 
 def title(row: Row) -> str:
-    """What a program is, in words."""
+    """A program in words."""
     case = row["case"]
     place = f" on {case['gpu']}" if "gpu" in case else ""
     return f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']}{place}"
@@ -180,39 +180,25 @@ def largest(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a program with sizes by category; then a table of the largest buffers of each."""
-    is_described = any("gpu" in row["case"] for row in rows)
-    heads = [
-        "size",
-        "batch",
-        "length",
-        "policy",
-        *(["device"] if is_described else []),
-        "kernels",
-        "program",
-        "status",
-        *CATEGORIES,
-        "peak",
-        "measured",
+    """A line for each program with sizes by category, and tables of their largest buffers."""
+    columns = tables.of_case("size", "batch", "length", "policy")
+    if any("gpu" in row["case"] for row in rows):
+        columns.append(("device", lambda row: row["case"].get("gpu", "this one")))
+    columns += [
+        *tables.of_case("kernels"),
+        ("program", lambda row: row["case"]["mode"]),
+        ("status", tables.status),
     ]
-    heads += ["logits (arithmetic)", "kept for backward", "residual stream"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        line += [case.get("gpu", "this one")] if is_described else []
-        line += [tables.kernels(case), case["mode"], tables.status(row)]
-        line += [
-            tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak", "measured")
-        ]
-        line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
-        lines.append([*line, tables.size(row.get("stream_bytes"))])
+    sizes = {name: f"{name}_bytes" for name in (*CATEGORIES, "peak", "measured")}
+    sizes |= {"logits (arithmetic)": "of_logits_bytes", "kept for backward": "kept_bytes"}
+    sizes["residual stream"] = "stream_bytes"
+    columns += [(head, tables.of_figure(name, tables.size)) for head, name in sizes.items()]
     parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
-    return "\n\n".join([harness.table(heads, lines), *parts])
+    return "\n\n".join([tables.listing(rows, columns), *parts])
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: where the peak is, and whether the stream is what arithmetic says."""
+    """Sentences on the peak, and on whether the residual stream has its expected size."""
     told = [tables.ends(rows)]
     found = tables.finished(rows)
     if found:

@@ -61,7 +61,7 @@ def parameters(program: Program) -> Any:
 
 
 def pass_of(program: Program, mode: str) -> Callable[[Any, Any], Any]:
-    """What takes parameters and a batch `forward`, or `forward_backward`."""
+    """The function of parameters and a batch: `forward`, or `forward_backward`."""
     return program.loss if mode == "forward" else jax.value_and_grad(program.loss)
 
 
@@ -75,7 +75,7 @@ def attend(kernel: str, q: Array, k: Array, v: Array) -> Array:
 
 @contextmanager
 def attention_by(kernel: str) -> Iterator[None]:
-    """Has the model of examples/train attend by a kernel while its programs are traced.
+    """Replaces the attention of examples/train by a kernel while programs are traced.
 
     Sequences are one document each, so that its mask has nothing to hide and is left out.
     """
@@ -84,7 +84,7 @@ def attention_by(kernel: str) -> Iterator[None]:
 
 
 def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
-    """What takes a batch through a pass op by op, each layer's parameters arrays of its own.
+    """A function of a batch that runs a pass op by op, with arrays of its own for each layer.
 
     Of a stack the backward pass would add up as many gradients of its whole size as it has layers.
     """
@@ -114,7 +114,7 @@ def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
 
 @contextmanager
 def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Has the model of examples/train call another function of that name, while it is traced."""
+    """Replaces a function of examples/train's model while programs are traced."""
     before = getattr(train.model, name)
     setattr(train.model, name, function)
     try:
@@ -124,7 +124,7 @@ def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def random_batch(cell: Cell) -> dict[str, Array]:
-    """Tokens and labels at random, a document a sequence."""
+    """Random tokens and labels, one document in each sequence."""
     rng = np.random.default_rng(cell["seed"])
     shape = (cell["batch"], cell["length"])
     tokens, labels = (rng.integers(0, cell["vocab"], shape, dtype=np.int32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Pictures of a page's tables, as SVG; what each shows is said in its title."""
+"""Pictures of a page's tables, as SVG, each with a title."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 from . import kernels, layers, memory, tables
 from .tables import Row
 
-# More bars than so many are not told apart.
+# The most bars that can be told apart.
 MOST = 24
 GREY = "0.75"
 
 
 def figure_of(command: str, rows: Sequence[Row]) -> str | None:
-    """A picture of a command's rows; None where none of them has a figure."""
+    """A picture of a command's rows; None if none has a measurement."""
     found = tables.finished(rows)
     if not found or command not in PICTURES:
         return None
@@ -22,7 +22,7 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    # Text as text, and the same file from the same rows.
+    # Text is not drawn as outlines, and the same rows give the same file.
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": command, "font.size": 9}):
         count, draw = PICTURES[command]
         bars_high = 8 if command in ("precision", "attention") else min(MOST, max(8, len(found)))
@@ -36,10 +36,10 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
 
 
 def label(case: Row, *names: str) -> str:
-    """What tells a bar from others."""
+    """The label of a bar."""
     chosen = tables.kernels(case) if "norm" in case else "xla"
     told = [str(case[name]) for name in names if name in case]
-    # On a line of its own, as it can be long.
+    # On a line of its own, as kernels can be many.
     return "\n".join([", ".join(told), *([] if chosen == "xla" else [chosen])])
 
 
@@ -105,7 +105,7 @@ def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
-    """Shares of the parts in a layer's sum, and of what is around the layers in the model's."""
+    """Shares of the parts in a layer's sum, and of the other parts in the model's sum."""
     of_layer: dict[str, dict[str, float]] = {}
     of_model: dict[str, dict[str, float]] = {}
     for cell, found in layers.groups(rows):
@@ -133,7 +133,7 @@ def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
-    """Shares of parts and of kinds in the time of all kernels; of many, at the longest lengths."""
+    """Shares of parts and kinds in the time of all kernels, at the longest lengths if many."""
     rows = rows if len(rows) <= MOST else kernels.longest(rows)
     for place, key, title in (
         (axes, "by_part", "kernels by part (share of time)"),
@@ -191,7 +191,7 @@ def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_compare(rows: Sequence[Row], axes: Any) -> None:
-    """Ours in times of XLA's, steps in line."""
+    """Time of ours over XLA's, steps in line."""
     names = ("size", "length", "policy", "mode")
     values = {label(row["case"], *names): row["in_line_ours"] / row["in_line_xla"] for row in rows}
     bars(axes, values, "ours in times of XLA's, in line")
@@ -203,7 +203,7 @@ def of_jit(rows: Sequence[Row], axes: Any) -> None:
     bars(axes, {label(row["case"], *names): row["median"] for row in rows}, "median of a pass (s)")
 
 
-# How many axes a command's picture has, and what draws on them.
+# The number of axes of a command's picture, and the function that draws on them.
 PICTURES: dict[str, tuple[int, Callable[..., None]]] = {
     "time": (1, of_time),
     "compare": (1, of_compare),

@@ -1,4 +1,4 @@
-"""`precision`: float32, bfloat16 and mixed beside a float64 run: times, dtypes, errors."""
+"""`precision`: float32, bfloat16 and mixed against a float64 run: times, dtypes, errors."""
 
 import itertools
 import statistics
@@ -13,7 +13,7 @@ from .config import Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
-# What is added, and in what: (dtype of the sum, dtype of the addends).
+# (dtype of the sum, dtype of the addends).
 SUMS = (
     ("float32", "float32"),
     ("float16", "float16"),
@@ -24,11 +24,11 @@ SUMS = (
 ADDEND, COUNT = 0.01, 1000
 # A first step (already compiled) that takes more seconds counts as a timed one.
 LONG = 1.0
-# What a pass goes through, in its order.
+# Intermediate values of a pass, in order.
 MIDDLE = ("output of the layers", "output of the norm", "logits")
-# What of the parameters is around the layers.
+# Parameters outside the layers.
 AROUND = ("embedding", "norm", "head")
-# Parameters, what is computed in, and what norms, softmax and the loss are computed in.
+# The dtypes of parameters, of GEMMs, and of norms, softmax and the loss.
 DTYPES = {
     "float64": ("float64", "float64", "float64"),
     "float32": ("float32", "float32", "float32"),
@@ -42,7 +42,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     for size, length in itertools.product(spec.sizes, spec.lengths):
         cell = cell_of(spec, size, length, "float64")
         del cell["policy"]
-        # Kernels are XLA's here: in 64 bits and with softmax in 16 there are no others.
+        # Kernels are XLA's: ours have no float64, and no softmax in 16 bits.
         kernels = {"norm": "xla", "attention": "wide", "mlp": "xla", "loss": "xla"}
         rows = [{"policy": policy, "steps": spec.steps} for policy in spec.policies]
         yield {**cell, **kernels}, [{**row, "what": "pass"} for row in rows]
@@ -50,7 +50,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what measures a policy beside a run in 64 bits, or a sum."""
+    """Returns a function that measures a policy against a float64 run, or a sum."""
     import jax
 
     # Before the first array.
@@ -76,7 +76,7 @@ def add(total: str, of: str) -> float:
     @jax.jit
     def loop(one: Any) -> Any:
         def body(_: Any, so_far: Any) -> Any:
-            # So that the sum is rounded at each step whatever XLA makes of the loop.
+            # Keeps XLA from optimizing away the rounding of each step.
             return jax.lax.optimization_barrier(so_far + one.astype(total))
 
         return jax.lax.fori_loop(0, COUNT, body, jnp.zeros((), total))
@@ -85,7 +85,7 @@ def add(total: str, of: str) -> float:
 
 
 def make(cell: Cell) -> tuple[Any, Any]:
-    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T].
+    """Float64 parameters that float32 represents exactly, and a batch [B, T].
 
     Weights of layers are stacked along a first axis.
     """
@@ -116,7 +116,7 @@ def make(cell: Cell) -> tuple[Any, Any]:
 
 
 def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    """The mean loss by a policy, and what it went through by name."""
+    """The mean loss by a policy, and intermediate values by name."""
     import jax
     import jax.numpy as jnp
 
@@ -144,7 +144,7 @@ def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict
 
 
 def passes(cell: Cell, policy: str) -> Any:
-    """Forward and backward by a policy: ((loss, what it went through), gradients)."""
+    """Forward and backward by a policy: ((loss, intermediate values), gradients)."""
     import jax
 
     from .compiled import Compiling, device_limit
@@ -157,7 +157,7 @@ def passes(cell: Cell, policy: str) -> Any:
 
 
 def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
-    """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
+    """Measures a policy: time, dtypes, and errors of loss and gradients by layer."""
     import jax
 
     from .compiled import Compiling
@@ -198,7 +198,7 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
 
 
 def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
-    """How far gradients are off, in shares of their norm: [layers], around them, and of `all`."""
+    """Errors of gradients relative to their norm: [layers], `AROUND`, and of `all`."""
     import jax
     import jax.numpy as jnp
 
@@ -221,7 +221,7 @@ def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """A row's column."""
+    """The head of a row's column."""
     case = row["case"]
     return f"{case['size']}, {case['length']}, {case['policy']}"
 
@@ -273,7 +273,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: errors by policy, and sums in 16 bits."""
+    """Sentences on errors by policy, and on sums in 16 bits."""
     told = [tables.ends(rows)]
     for row in tables.finished(rows):
         if row["case"]["what"] == "pass":

@@ -1,4 +1,4 @@
-"""`report`: one page of what other commands wrote as JSON lines."""
+"""`report`: one page of the JSON lines of other commands."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from .tables import Row
 
 
 def section(command: str, rows: Sequence[Row]) -> str:
-    """A command's table, and what it shows in words."""
+    """A command's table and sentences."""
     module = module_of(command)
     return f"{module.table(rows)}\n\n{module.words(rows)}\n"
 
@@ -34,7 +34,7 @@ def starts(path: Path) -> list[Row]:
 
 
 def embedded(picture: str) -> str:
-    """The address of a picture that is in a page itself."""
+    """The address of a picture embedded in a page."""
     return f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
 
 
@@ -82,7 +82,7 @@ def html(text: str) -> str:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark").enable("table")
-    # It refuses pictures that are in the page, of any kind but a few.
+    # By default it refuses embedded SVG.
     markdown.validateLink = lambda url: True  # type: ignore[method-assign]
     body = markdown.render(text)
     style = "body{font:16px sans-serif;margin:2em}td,th{padding:0 .6em}img{max-width:100%}"

@@ -1,4 +1,4 @@
-"""`time`: seconds a step by size, length and steps of warm-up."""
+"""`time`: seconds of a step by size, length and steps of warm-up."""
 
 import itertools
 import statistics
@@ -24,10 +24,10 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes parameters and data, and returns what measures a row.
+    """Makes parameters and data, and returns a function that measures a row.
 
     Raises:
-        OutOfMemory: The parameters have no room.
+        OutOfMemory: The parameters do not fit.
     """
     from . import model
     from .compiled import Compiling, OutOfMemory, device_limit
@@ -42,7 +42,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
     def start_of(mode: str) -> Callable[[], Any]:
         if mode == "step":
-            # The parameters of the other modes stay.
+            # The parameters of the other modes stay in memory.
             left = None if limit is None else limit - needed
             start = starter(program, mode, left, [Compiling(program._initial, left)()], batch)
         else:
@@ -65,7 +65,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 def starter(
     program: Any, mode: str, limit: int | None, held: list[Any], batch: Any
 ) -> Callable[[], Any]:
-    """What starts a step of a mode, does not wait, and returns the results; compiled at first.
+    """Returns what starts a step of a mode and returns its results; the first call compiles.
 
     `held` has parameters, or for `step` the state, in whose place each step leaves the next one.
     """
@@ -113,31 +113,26 @@ def summary(warm: Sequence[float], found: Sequence[float]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = [
-        "size",
-        "batch",
-        "length",
-        "policy",
-        "kernels",
-        "pass",
-        "warm-up steps",
-        "status",
-        "total (s)",
-    ]
-    heads += ["warm-up (s)", "average (s)", "standard deviation (s)"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        names = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        names += [tables.kernels(case), case["mode"], str(case["warmup"])]
-        figures = [row.get(name) for name in ("total", "warmup_total", "average", "deviation")]
-        lines.append([*names, tables.status(row), *map(tables.seconds, figures)])
-    return harness.table(heads, lines)
+    """A line for each row."""
+    names = ("total", "warmup_total", "average", "deviation")
+    heads = ("total (s)", "warm-up (s)", "average (s)", "standard deviation (s)")
+    warmup = ("warm-up steps", lambda row: str(row["case"]["warmup"]))
+    return tables.listing(
+        rows,
+        [
+            *tables.of_case("size", "batch", "length", "policy", "kernels", "mode"),
+            warmup,
+            ("status", tables.status),
+            *(
+                (head, tables.of_figure(name, tables.seconds))
+                for head, name in zip(heads, names, strict=True)
+            ),
+        ],
+    )
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: backward beside forward, warm-up, and ours beside XLA's by pass."""
+    """Sentences on backward and forward, warm-up, and ours and XLA's by pass."""
     told = [tables.ends(rows)]
     by: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in tables.finished(rows):
