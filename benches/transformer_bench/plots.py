@@ -10,6 +10,8 @@ from .tables import Row
 # The most bars that can be told apart.
 MOST = 24
 GREY = "0.75"
+# What a program's label has of its case.
+PROGRAM = ("size", "length", "policy", "mode")
 
 
 def figure_of(command: str, rows: Sequence[Row]) -> str | None:
@@ -76,17 +78,31 @@ def of_time(rows: Sequence[Row], axes: Any) -> None:
     """Average of steps, after the most steps of warm-up."""
     most = max(row["case"]["warmup"] for row in rows)
     values = {
-        label(row["case"], "size", "length", "policy", "mode"): row["average"]
+        label(row["case"], *PROGRAM): row["average"]
         for row in rows
         if row["case"]["warmup"] == most
     }
     bars(axes, values, f"average of a step (s), after {most} of warm-up")
 
 
+def of_compare(rows: Sequence[Row], axes: Any) -> None:
+    """Time of ours over XLA's, steps in line."""
+    values = {
+        label(row["case"], *PROGRAM): row["in_line_ours"] / row["in_line_xla"] for row in rows
+    }
+    bars(axes, values, "ours in times of XLA's, in line")
+
+
+def of_jit(rows: Sequence[Row], axes: Any) -> None:
+    """The median of each way to run a pass."""
+    values = {label(row["case"], *PROGRAM, "how"): row["median"] for row in rows}
+    bars(axes, values, "median of a pass (s)")
+
+
 def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """The peak by category, and temporaries over the largest programs' instructions."""
     values = {
-        label(row["case"], "size", "length", "policy", "mode"): {
+        label(row["case"], *PROGRAM): {
             name: row[f"{name}_bytes"] / 2**20 for name in memory.CATEGORIES
         }
         for row in rows
@@ -96,7 +112,7 @@ def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
     for row in [row for row in ordered if row.get("timeline")][:4]:
         points = [count / 2**20 for count in row["timeline"]]
         places = [at / len(points) for at in range(len(points))]
-        named = label(row["case"], "size", "length", "policy", "mode")
+        named = label(row["case"], *PROGRAM)
         below.plot(places, points, label=named, drawstyle="steps-post")
     below.set_title("temporaries in use (MiB)")
     below.set_xlabel("share of the program's instructions that have run")
@@ -153,8 +169,7 @@ def of_precision(rows: Sequence[Row], axes: Any, below: Any) -> None:
     for row in rows:
         if row["case"]["what"] == "pass":
             errors = row["gradient_errors"]
-            named = label({"size": row["case"]["size"], "policy": row["case"]["policy"]},
-                          "size", "policy")  # fmt: skip
+            named = f"{row['case']['size']}, {row['case']['policy']}"
             axes.plot(list(errors), list(errors.values()), "o-", label=named)
     axes.set_yscale("log")
     axes.tick_params(axis="x", rotation=60)
@@ -188,19 +203,6 @@ def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
         place.set_title(f"attention, {mode} (ms)")
         if place.lines:
             place.legend(fontsize=7)
-
-
-def of_compare(rows: Sequence[Row], axes: Any) -> None:
-    """Time of ours over XLA's, steps in line."""
-    names = ("size", "length", "policy", "mode")
-    values = {label(row["case"], *names): row["in_line_ours"] / row["in_line_xla"] for row in rows}
-    bars(axes, values, "ours in times of XLA's, in line")
-
-
-def of_jit(rows: Sequence[Row], axes: Any) -> None:
-    """The median of each way to run a pass."""
-    names = ("size", "length", "policy", "mode", "how")
-    bars(axes, {label(row["case"], *names): row["median"] for row in rows}, "median of a pass (s)")
 
 
 # The number of axes of a command's picture, and the function that draws on them.
