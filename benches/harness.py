@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -417,9 +418,15 @@ class Results:
             self.path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def without_folders(text: str) -> str:
+    """A message without folders of this machine and without colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return re.sub(r"(/[^\s/'\":]+)+/", ".../", text)
+
+
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line of a table."""
-    text = str(error).strip().splitlines()
+    """An error in one line of a table."""
+    text = without_folders(str(error)).strip().splitlines()
     return ": ".join([type(error).__name__, *text[:1]])[:160]
 
 

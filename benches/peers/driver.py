@@ -7,7 +7,6 @@ times that are seconds apart.
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -71,11 +70,11 @@ class Worker:
             return {"error": f"not done after {seconds:.0f} s"}
         for line in output.splitlines():
             if line.startswith(MARK):
-                found: Result = json.loads(without_folders(line.removeprefix(MARK)))
+                found: Result = json.loads(line.removeprefix(MARK))
                 return found
         last = (errors.strip().splitlines() or ["nothing"])[-1]
         message = f"ended with exit code {self.process.returncode}: {last}"
-        return {"error": without_folders(message)[:160]}
+        return {"error": harness.without_folders(message)[:160]}
 
     def next_answer(self) -> Result:
         """The next answer of a process that goes on; an error where it has ended."""
@@ -181,15 +180,9 @@ class Results(harness.Results):
         return [one for one in problems if not any(has(row, one) for row in self.rows)]
 
 
-def without_folders(text: str) -> str:
-    """A message without the folders of this machine, and without colours."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return re.sub(r"(/[^\s/'\":]+)+/", ".../", text)
-
-
 def error_cells(row: Result, cells: int) -> list[str]:
     """The cells of a row that has an error: its message and empty ones."""
-    return [without_folders(row["error"]).replace("|", "/")] + [""] * (cells - 1)
+    return [row["error"].replace("|", "/")] + [""] * (cells - 1)
 
 
 def mebibytes(peak: int | None, beyond: int) -> str:

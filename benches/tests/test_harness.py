@@ -45,7 +45,7 @@ def test_medians_ratios_and_spread() -> None:
 
 def test_a_cell_that_fails_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> harness.Row:
-        raise ValueError("no such shape\nmore")
+        raise ValueError("no such shape in /home/me/file.py\nmore")
 
     file = tmp_path / "new" / "results.json"
     cells = [({"shape": "1x2"}, lambda: {"ms": 3}), ({"shape": "2x2"}, fail)]
@@ -53,7 +53,7 @@ def test_a_cell_that_fails_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtur
     texts = lambda row: [row["shape"], str(row.get("ms", ""))]  # noqa: E731
     assert harness.measure_cells(cells, results, ["shape", "ms"], texts) == 1
     shown = capsys.readouterr().out.splitlines()
-    failed = "ValueError: no such shape"
+    failed = "ValueError: no such shape in .../file.py"
     assert shown == ["| shape | ms |", "| --- | --- |", "| 1x2 | 3 |", f"| 2x2 |  | {failed}"]
     found = json.loads(file.read_text())
     assert found["results"] == [{"shape": "1x2", "ms": 3}, {"shape": "2x2", "error": failed}]
