@@ -25,7 +25,8 @@ import time
 
 import distributions
 import driver
-from driver import Result, harness
+import harness
+from driver import Result
 from logits_inputs import remove_inputs, write_inputs
 from shared import Problem
 

@@ -1,7 +1,7 @@
 """Parts of the drivers: processes that measure one after another, and their results.
 
 Right before each peer a yardstick is timed in a process that lives on, so that a ratio is of two
-times that are seconds apart.
+times that are seconds apart. Programs import this module before `harness`, which it makes visible.
 """
 
 import argparse

@@ -47,7 +47,8 @@ from typing import Any
 
 import distributions
 import driver
-from driver import Result, harness
+import harness
+from driver import Result
 from linear_reference import GRADIENTS, errors_of, remove_files, rounded, write_operands
 from shared import LinearProblem
 
