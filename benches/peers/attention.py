@@ -172,12 +172,12 @@ def of_torch(
 
 def texts_of(row: Row) -> list[str]:
     """The cells of a row's line."""
-    told = [
+    texts = [
         f"{name} {one['ms']:.3f} ms {one['tflops']:.0f} TFLOP/s ({one['ours']:.2f})"
         for name, one in row.items()
         if isinstance(one, dict) and "ms" in one
     ]
-    return [row["cell"], row["pass"], ", ".join(told), str(row.get("failed") or "")]
+    return [row["cell"], row["pass"], ", ".join(texts), str(row.get("failed") or "")]
 
 
 def main() -> int:

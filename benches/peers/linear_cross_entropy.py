@@ -123,8 +123,8 @@ def script_of(peer: str) -> str | None:
 def problems_of(options: Any, folder: str) -> list[LinearProblem]:
     """Every peer on every shape."""
     problems = []
-    asked = itertools.product(options.shapes.split(","), distributions.chosen(options))
-    for text, distribution in asked:
+    cells = itertools.product(options.shapes.split(","), distributions.chosen(options))
+    for text, distribution in cells:
         shape, _, as_quack = text.partition("@")
         tokens, hidden, vocab = map(int, shape.split("x"))
         for peer in options.peers.split(";"):

@@ -115,7 +115,7 @@ def make_page(files: Sequence[Path], out: Path | None, html: Path | None) -> Non
         html: The page in HTML, if it is wanted.
     """
 
-    def beside(command: str, picture: str) -> str:
+    def save_beside(command: str, picture: str) -> str:
         assert out is not None
         file = out.with_name(f"{out.stem}-{command}.svg")
         write(file, picture)
@@ -124,7 +124,7 @@ def make_page(files: Sequence[Path], out: Path | None, html: Path | None) -> Non
     if out is None:
         print(report.page(files))
     else:
-        write(out, report.page(files, beside))
+        write(out, report.page(files, save_beside))
     if html is not None:
         page = report.page(files, lambda _, picture: report.embedded(picture))
         write(html, report.html(page))

@@ -104,7 +104,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on ours over the others, and on memory at the greatest length."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):
         shared = repr({**row["case"], "implementation": None})
@@ -118,13 +118,13 @@ def words(rows: Sequence[Row]) -> str:
             ]
             if both:
                 ratios = [mine["median"] / theirs["median"] for mine, theirs in both]
-                told.append(
+                sentences.append(
                     f"{mode.capitalize()}, ours takes {tables.span(ratios)} of {other}'s time."
                 )
                 mine, theirs = max(both, key=lambda pair: pair[0]["case"]["length"])
                 sizes = [tables.size(one["temporary_bytes"]) for one in (mine, theirs)]
-                told.append(
+                sentences.append(
                     f"At length {mine['case']['length']} it holds {sizes[0]} of temporaries, "
                     f"{other} {sizes[1]}."
                 )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

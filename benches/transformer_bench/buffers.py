@@ -318,14 +318,14 @@ def largest(buffers: Sequence[Buffer], module: Module) -> list[dict[str, Any]]:
     for buffer in sorted(buffers, key=lambda of: of.size, reverse=True)[:LARGEST]:
         # An argument's scope is its name, even if an optimizer overwrites it.
         own = buffer.makers[:1] if buffer.what == "argument" else buffer.makers
-        told = module.nearest_source(own)
+        maker = module.nearest_source(own)
         found.append(
             {
                 "bytes": buffer.size,
                 "what": buffer.what,
                 "name": module.instructions[buffer.makers[0]].name,
-                "scope": told.scope,
-                "line": told.source,
+                "scope": maker.scope,
+                "line": maker.source,
             }
         )
     return found

@@ -130,7 +130,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences by kernels and pass, and on the resolution of the times."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     by: dict[tuple[str, str], list[Row]] = {}
     for row in found:
@@ -138,8 +138,8 @@ def words(rows: Sequence[Row]) -> str:
     for (kernels, mode), of in by.items():
         for figure, what in (("median", "waited for"), ("in_line", "in line")):
             took = tables.compared_times([pair(row, figure) for row in of], figure)
-            told.append(f"With kernels {kernels} {mode}, {what}, takes {took}")
+            sentences.append(f"With kernels {kernels} {mode}, {what}, takes {took}")
     if found:
         again = [tables.ratio(pair(row, "in_line", "again"), "in_line") for row in found]
-        told.append(f"XLA's program in line takes {tables.span(again)} of its own time.")
-    return " ".join(filter(None, told))
+        sentences.append(f"XLA's program in line takes {tables.span(again)} of its own time.")
+    return " ".join(filter(None, sentences))

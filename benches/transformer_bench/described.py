@@ -38,14 +38,14 @@ def is_there(module: str) -> bool:
         return False
 
 
-def told(name: str) -> str:
+def description(name: str) -> str:
     """The description of a GPU: a stream_executor.GpuTargetConfigProto, as text."""
     return (FOLDER / f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def limit(name: str) -> int:
     """The bytes of its memory that JAX's allocator takes by default."""
-    found = re.search(r"device_memory_size: (\d+)", told(name))
+    found = re.search(r"device_memory_size: (\d+)", description(name))
     assert found is not None
     return int(found[1]) * 3 // 4
 
@@ -53,8 +53,7 @@ def limit(name: str) -> int:
 def device(name: str) -> Any:
     """A GPU, for shardings of compiled programs.
 
-    Where there is no driver JAX has to be told so (`JAX_PLATFORMS=cpu`), as the plug-in looks for
-    one otherwise.
+    Without a driver `JAX_PLATFORMS=cpu` has to be set, as the plug-in looks for a driver otherwise.
     """
     import jax
     from jax.experimental import topologies
@@ -62,7 +61,7 @@ def device(name: str) -> Any:
     # JAX looks for plug-ins.
     jax.devices("cpu")
     (found,) = topologies.get_topology_desc(
-        "", platform="cuda", topology="1x1x1", target_config=told(name)
+        "", platform="cuda", topology="1x1x1", target_config=description(name)
     ).devices
     return found
 

@@ -69,7 +69,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on the gain of compiling, when it pays, and the gain of kernels."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):
         by.setdefault(repr({**row["case"], "how": None}), {})[row["case"]["how"]] = row
@@ -88,5 +88,5 @@ def words(rows: Sequence[Row]) -> str:
             line += f", which has made up for compiling by step {1 + math.ceil(more)}"
         if WAYS[2] in of:
             line += f"; our kernels take {of[WAYS[2]]['median'] / jit['median']:.2f} of its time"
-        told.append(f"{line}.")
-    return " ".join(filter(None, told))
+        sentences.append(f"{line}.")
+    return " ".join(filter(None, sentences))

@@ -183,19 +183,19 @@ def table(rows: Sequence[Row]) -> str:
             ]
             line += largest(row)
         lines.append(line + [""] * (len(heads) - len(line)))
-    found = [harness.table(heads, lines), *beside_xla(rows)]
+    found = [harness.table(heads, lines), *pairs_with_xla(rows)]
     for row in longest(tables.finished(rows)):
         found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
     return "\n\n".join(found)
 
 
-def beside_xla(rows: Sequence[Row]) -> list[str]:
+def pairs_with_xla(rows: Sequence[Row]) -> list[str]:
     """A table for each choice of kernels with ours, a line for each pair of profiles."""
     heads = ["size", "length", "policy", "phase", "program", "XLA's step (ms)", "ours (ms)"]
     heads += ["ours of XLA's", "XLA's kernels (ms)", "ours (ms)", "XLA's launches", "ours"]
     heads += ["XLA's matrix products", "ours"]
     found = []
-    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+    for name, pairs in tables.pairs_with_xla(rows, *REPEATS).items():
         lines = []
         for pair in pairs:
             ours, of_xla = pair
@@ -279,22 +279,22 @@ def dominant(row: Row) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on GEMMs, dominant kernels, attention, launches and sums of layers."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     phases = dict.fromkeys(row["case"]["phase"] for row in found)
     for phase in phases:
         models = [row for row in found if of(row) == layers.MODEL and row["case"]["phase"] == phase]
         if len(models) > FEW:
-            told.append(of_models(models))
+            sentences.append(of_models(models))
         else:
-            told += [line for row in models for line in of_model(row)]
+            sentences += [line for row in models for line in of_model(row)]
     for phase in phases:
         of_layers = [
             row for row in found if of(row) == layers.WHOLE and row["case"]["phase"] == phase
         ]
         if of_layers:
-            told.append(of_sums(of_layers))
-    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+            sentences.append(of_sums(of_layers))
+    for name, pairs in tables.pairs_with_xla(rows, *REPEATS).items():
         for phase, of_phase in tables.by(pairs, "phase").items():
             for program in (layers.WHOLE, layers.MODEL):
                 chosen = [pair for pair in of_phase if of(pair[0]) == program]
@@ -304,12 +304,12 @@ def words(rows: Sequence[Row]) -> str:
                         tables.span([tables.ratio(pair, figure) for pair in chosen])
                         for figure in ("kernels", "launches")
                     )
-                    told.append(
+                    sentences.append(
                         f"In {phase} with kernels {name} the {program} takes {took}; its kernels "
                         f"alone take {alone} of the time of XLA's, and are {launches} of their "
                         "number."
                     )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))
 
 
 def between_kernels(row: Row) -> float:
@@ -324,13 +324,13 @@ def between_kernels(row: Row) -> float:
 def of_sums(rows: Sequence[Row]) -> str:
     """A sentence on the sum of a layer's kernels and its time without a profile."""
     alone = tables.span([row["kernels"] / row["median"] for row in rows])
-    told = (
+    sentence = (
         f"In {rows[0]['case']['phase']} the kernels of a layer add up to {alone} of what it takes"
     )
     if any(row.get("idle") for row in rows):
         ratios = [(row["kernels"] + between_kernels(row)) / row["median"] for row in rows]
-        told += f", and to {tables.span(ratios)} with the time between them"
-    return f"{told}."
+        sentence += f", and to {tables.span(ratios)} with the time between them"
+    return f"{sentence}."
 
 
 def of_models(rows: Sequence[Row]) -> str:
@@ -342,20 +342,20 @@ def of_models(rows: Sequence[Row]) -> str:
     ]
     launches = [row["launches"] for row in rows]
     parts = Counter(other["part"] for other in map(largest_other, rows) if other)
-    told = (
+    sentence = (
         f"In {rows[0]['case']['phase']} matrix products take {ends[0]} to {ends[1]} of the "
         f"kernels' time in {len(rows)} models, which launch {min(launches):,.0f} to "
         f"{max(launches):,.0f} kernels a step"
     )
     for part, count in parts.most_common(1):
-        told += f"; the largest kernel that is no product is of {part} in {count}"
-    return f"{told}."
+        sentence += f"; the largest kernel that is no product is of {part} in {count}"
+    return f"{sentence}."
 
 
 def of_model(row: Row) -> list[str]:
     """Sentences on a model's profile: launches, GEMMs, dominant kernels, and attention."""
     case, total, top = row["case"], row["kernels"], row["top"]
-    told = [
+    sentences = [
         f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "
         f"{case['policy']} launches {row['launches']:,.0f} kernels a step, of "
         f"{row['distinct']:,} different ones; matrix products are "
@@ -364,15 +364,15 @@ def of_model(row: Row) -> list[str]:
     ]
     other = largest_other(row)
     if other and other is not top[0]:
-        told[0] += (
+        sentences[0] += (
             f", the largest that is no product {other['name']} ({other['part']}) with "
             f"{other['seconds'] / total:.0%}"
         )
-    told[0] += "."
+    sentences[0] += "."
     products, rest = (row["attention"].get(kind, 0) for kind in (PRODUCT, REST))
     if products and rest:
-        told.append(
+        sentences.append(
             f"In attention softmax, masks and copies take {rest / products:.2f} times as long "
             "as its products."
         )
-    return told
+    return sentences

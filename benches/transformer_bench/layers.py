@@ -294,15 +294,15 @@ def table(rows: Sequence[Row]) -> str:
         sums = Totals(cell, of)
         by = {row["case"]["part"]: row for row in of}
 
-        def line(name: str, ended: str, took: float | None, beside: float | None) -> list[str]:
-            share = f"{took / beside:.1%}" if took is not None and beside else ""
+        def line(name: str, ended: str, took: float | None, total: float | None) -> list[str]:
+            share = f"{took / total:.1%}" if took is not None and total else ""
             return [name, ended, "" if took is None else f"{1e3 * took:.4g}", share]
 
-        def measured(part: str, name: str, beside: float | None) -> list[str]:
-            return line(name, tables.status(by[part]), by[part].get("median"), beside)  # noqa: B023
+        def measured(part: str, name: str, total: float | None) -> list[str]:
+            return line(name, tables.status(by[part]), by[part].get("median"), total)  # noqa: B023
 
-        def summed(name: str, took: float | None, beside: float | None) -> list[str]:
-            return line(name, "" if took is None else "sum", took, beside)
+        def summed(name: str, took: float | None, total: float | None) -> list[str]:
+            return line(name, "" if took is None else "sum", took, total)
 
         own = [part for part in by if part != WHOLE and not around(part)]
         lines = [measured(part, part, sums.parts) for part in own]
@@ -311,18 +311,18 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(measured(WHOLE, "the layer as one program", sums.parts))
         text = harness.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
         found.append(f"{title(cell)}:\n\n{text}")
-        beside = sums.parts_of_model
+        total = sums.parts_of_model
         count = f"all {cell['layers']} layers, by one as one program"
-        rows_of_model = [(summed(count, sums.layers, beside), sums.layers)]
+        rows_of_model = [(summed(count, sums.layers, total), sums.layers)]
         for part in by:
             if around(part) and part != MODEL:
-                rows_of_model.append((measured(part, part, beside), by[part].get("median")))
+                rows_of_model.append((measured(part, part, total), by[part].get("median")))
         if len(rows_of_model) > 1:
             rows_of_model.append(
-                (summed("sum of layers, embedding, norm and head", beside, beside), beside)
+                (summed("sum of layers, embedding, norm and head", total, total), total)
             )
         if MODEL in by:
-            rows_of_model.append((measured(MODEL, "the model as one program", beside), sums.model))
+            rows_of_model.append((measured(MODEL, "the model as one program", total), sums.model))
         lines = [
             [*one, tables.rate(None if took is None else tokens_a_second(cell, took))]
             for one, took in rows_of_model
@@ -334,7 +334,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on the largest parts, and on the gain of one program over its parts."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     for cell, of in groups(rows):
         sums = Totals(cell, of)
         if sums.parts is None:
@@ -345,20 +345,20 @@ def words(rows: Sequence[Row]) -> str:
         largest = ", ".join(
             f"{row['case']['part']} {row['median'] / sums.parts:.0%}" for row in parts[:3]
         )
-        beside = (
+        as_one = (
             ""
             if sums.whole is None
             else f"; as one program it takes {sums.whole / sums.parts:.2f} of that"
         )
-        told.append(
+        sentences.append(
             f"In {cell['phase']} of {cell['size']} at length {cell['length']} most of the parts' "
-            f"sum is {largest}{beside}."
+            f"sum is {largest}{as_one}."
         )
         if sums.model and sums.layers and sums.parts_of_model:
             outside = 1 - sums.layers / sums.parts_of_model
-            told.append(
+            sentences.append(
                 f"The model as one program takes {sums.model / sums.parts_of_model:.2f} of its "
                 f"layers, embedding, norm and head, of which those outside of layers are "
                 f"{outside:.0%}: {tables.rate(tokens_a_second(cell, sums.model))} tokens a second."
             )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

@@ -92,8 +92,8 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
     """The peak in bytes of one run of a compiled program, if its device counts memory.
 
-    Bytes that were in use besides its arguments are told apart. The count is of the process so far:
-    where it does not rise, nothing is known.
+    Bytes in use besides its arguments are reported separately. The device counts the peak of the
+    whole process: nothing is known if it does not rise.
     """
     import jax
 
@@ -199,20 +199,20 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on the peak, and on whether the residual stream has its expected size."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     if found:
         top = max(found, key=lambda row: row["peak_bytes"])
         category = max(CATEGORIES, key=lambda name: top[f"{name}_bytes"])
         share = top[f"{category}_bytes"] / top["peak_bytes"]
-        told.append(
+        sentences.append(
             f"The largest program is {title(top)} with {tables.size(top['peak_bytes'])}, "
             f"{share:.0%} of it {category}."
         )
         temporaries = [of for of in top.get("buffers", ()) if of["what"] == "temporary"]
         if temporaries:
             first = temporaries[0]
-            told.append(
+            sentences.append(
                 f"Its largest temporary has {tables.size(first['bytes'])}, made by "
                 f"{first['scope'] or first['name']} ({first['line'] or 'no line of the model'})."
             )
@@ -220,7 +220,7 @@ def words(rows: Sequence[Row]) -> str:
     if counted:
         ratios = [row["measured_bytes"] / row["peak_bytes"] for row in counted]
         near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-        told.append(
+        sentences.append(
             f"The peak that the device counts is {tables.span(ratios)} of XLA's by category, and "
             f"within {NEAR:.0%} of it in {near} of {len(ratios)} programs."
         )
@@ -228,18 +228,18 @@ def words(rows: Sequence[Row]) -> str:
     wrong = [row for row in streams if row["stream_bytes"] != row["stream_expected_bytes"]]
     if streams and not wrong:
         shares = [row["stream_bytes"] / row["kept_bytes"] for row in streams]
-        told.append(
+        sentences.append(
             "The residual stream at each block's start (the stream, and a branch still to be "
             "added) has the size that arithmetic says, 2 x layers x batch x length x width, in all "
             f"of them: {tables.span(shares)} of what the backward pass keeps without recomputing."
         )
     for row in wrong:
-        told.append(
+        sentences.append(
             f"The residual stream of {row['case']['size']} at length {row['case']['length']} has "
             f"{row['stream_bytes']} bytes, and by arithmetic {row['stream_expected_bytes']}."
         )
-    for name, pairs in tables.beside_xla(rows).items():
+    for name, pairs in tables.pairs_with_xla(rows).items():
         for mode, of_mode in tables.by(pairs, "mode").items():
             held = tables.compared(of_mode, "peak_bytes", "XLA's")
-            told.append(f"With kernels {name} the peak of {mode} is {held}.")
-    return " ".join(filter(None, told))
+            sentences.append(f"With kernels {name} the peak of {mode} is {held}.")
+    return " ".join(filter(None, sentences))

@@ -63,8 +63,8 @@ def rotate(x: Array, cosines: Array, sines: Array, wide: Any) -> Array:
     """RoPE of x [B, T, N, H] by tables [B, T, 1, H / 2], computed in `wide`."""
     low, high = jnp.split(x.astype(wide), 2, axis=-1)
     c, s = cosines.astype(wide), sines.astype(wide)
-    turned = jnp.concatenate((low * c - high * s, high * c + low * s), axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate((low * c - high * s, high * c + low * s), axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def softmax_attention(q: Array, k: Array, v: Array, wide: Any) -> Array:

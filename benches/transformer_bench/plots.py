@@ -7,7 +7,7 @@ from typing import Any
 from . import kernels, layers, memory, tables
 from .tables import Row
 
-# The most bars that can be told apart.
+# The most bars that are legible.
 MOST = 24
 GREY = "0.75"
 # What a program's label has of its case.
@@ -40,9 +40,9 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
 def label(case: Row, *names: str) -> str:
     """The label of a bar."""
     chosen = tables.kernels(case) if "norm" in case else "xla"
-    told = [str(case[name]) for name in names if name in case]
+    texts = [str(case[name]) for name in names if name in case]
     # On a line of its own, as kernels can be many.
-    return "\n".join([", ".join(told), *([] if chosen == "xla" else [chosen])])
+    return "\n".join([", ".join(texts), *([] if chosen == "xla" else [chosen])])
 
 
 def bars(axes: Any, values: dict[str, float], title: str) -> None:

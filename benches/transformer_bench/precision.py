@@ -274,10 +274,10 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on errors by policy, and on sums in 16 bits."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     for row in tables.finished(rows):
         if row["case"]["what"] == "pass":
-            told.append(
+            sentences.append(
                 f"{row['case']['policy']} is off by {row['loss_error']:.1e} in the loss of "
                 f"{row['case']['size']}, and by {row['gradient_error']:.1e} of their norm in the "
                 "gradients."
@@ -290,8 +290,8 @@ def words(rows: Sequence[Row]) -> str:
     for narrow in ("float16", "bfloat16"):
         both = sums.get((narrow, narrow)), sums.get(("float32", narrow))
         if both[0] is not None and both[1] is not None:
-            told.append(
+            sentences.append(
                 f"{COUNT} times {ADDEND} in {narrow} add up to {both[0]:.4f} in {narrow} and to "
                 f"{both[1]:.4f} in float32, of {ADDEND * COUNT:g}."
             )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

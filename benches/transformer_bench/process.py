@@ -130,15 +130,15 @@ class Process:
                 yield json.loads(line)
         code = self.process.wait()
         self.errors.seek(0)
-        told = self.errors.read()
+        printed = self.errors.read()
         if code == 0 and left:
-            told, code = "it ended before its last row", 1
+            printed, code = "it ended before its last row", 1
         for variant in left:
             yield {
                 "record": "row",
                 "command": self.task["command"],
                 "case": {**self.task["cell"], **variant},
-                **unfinished(code, told),
+                **unfinished(code, printed),
             }
 
     def close(self) -> None:
@@ -150,15 +150,15 @@ class Process:
         self.errors.close()
 
 
-def unfinished(code: int, told: str) -> Row:
+def unfinished(code: int, printed: str) -> Row:
     """Why a process ended early, by its exit code and what it printed."""
-    if is_out_of_memory(told):
-        line = next(one for one in told.splitlines() if is_out_of_memory(one))
+    if is_out_of_memory(printed):
+        line = next(one for one in printed.splitlines() if is_out_of_memory(one))
         return {"status": "OOM", "asked_bytes": asked_bytes(line)}
     if code == -signal.SIGKILL:
         # Linux kills processes if memory runs out.
         return {"status": "OOM", "asked_bytes": None, "error": "killed"}
-    lines = [line for line in told.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     return {"status": "failed", "error": lines[-1] if lines else f"exit code {code}"}
 
 

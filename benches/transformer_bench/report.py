@@ -67,13 +67,13 @@ def page(paths: Sequence[Path], place: Callable[[str, str], str] | None = None) 
             machine, load = record["machine"], record.get("load")
             versions = ", ".join(f"{name} {one}" for name, one in record["versions"].items())
             where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}"
-            told_malloc = [f"{name}={value}" for name, value in record.get("malloc", {}).items()]
-            where += "".join(f"; {one}" for one in told_malloc)
+            malloc = [f"{name}={value}" for name, value in record.get("malloc", {}).items()]
+            where += "".join(f"; {one}" for one in malloc)
             busy = "" if load is None else f" at a load of {load:.1f}"
             ran = f"`{record['command']}` on {log.day(record['unix_time'])}{busy}"
             machines.setdefault(where, []).append(ran)
-    told = [f"- {where}: {', '.join(ran)}" for where, ran in machines.items()]
-    parts.append("## Machines and versions\n\n" + "\n".join(told) + "\n")
+    lines = [f"- {where}: {', '.join(ran)}" for where, ran in machines.items()]
+    parts.append("## Machines and versions\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 

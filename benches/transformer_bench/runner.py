@@ -169,12 +169,12 @@ def line_of(row: Row) -> str:
     """A row's line of progress."""
     shown = {name: row["case"][name] for name in names(row["case"])}
     where = " ".join(f"{name}={value}" for name, value in shown.items())
-    told = f" ({row['error']})" if row.get("error") else ""
+    error = f" ({row['error']})" if row.get("error") else ""
     took = next((row[name] for name in FIGURES if name in row), None)
     figure = "" if took is None else f", {duration(took)}"
     if "peak_bytes" in row:
         figure += f", peak {size(row['peak_bytes'])}"
-    return f"{row['command']} {where}: {status(row)}{told}{figure}"
+    return f"{row['command']} {where}: {status(row)}{error}{figure}"
 
 
 def names(case: Cell) -> Iterable[str]:

@@ -88,12 +88,12 @@ def finished(rows: Iterable[Row]) -> list[Row]:
 
 def ends(rows: Sequence[Row]) -> str:
     """A sentence on the rows without measurements; "" if there are none."""
-    told = []
+    sentences = []
     for which, words in (("OOM", "ran out of memory"), ("failed", "failed")):
         count = sum(row["status"] == which for row in rows)
         if count:
-            told.append(f"{count} of {len(rows)} rows {words}.")
-    return " ".join(told)
+            sentences.append(f"{count} of {len(rows)} rows {words}.")
+    return " ".join(sentences)
 
 
 def span(values: Sequence[float]) -> str:
@@ -110,7 +110,7 @@ def kernels(case: Row) -> str:
     return ", ".join(f"{name} {one}" for name, one in chosen.items() if one != "xla")
 
 
-def beside_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]]]:
+def pairs_with_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]]]:
     """By kernels, pairs of finished rows whose cases differ in kernels alone.
 
     The second of a pair has XLA's in the place of ours. What of a case `but` names may differ, too,

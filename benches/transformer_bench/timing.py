@@ -133,7 +133,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def words(rows: Sequence[Row]) -> str:
     """Sentences on backward and forward, warm-up, and ours and XLA's by pass."""
-    told = [tables.ends(rows)]
+    sentences = [tables.ends(rows)]
     by: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in tables.finished(rows):
         case = row["case"]
@@ -149,18 +149,18 @@ def words(rows: Sequence[Row]) -> str:
             if warmup == 0 and most > 0 and (mode, most) in of:
                 cold.append(row["average"] / of[mode, most]["average"])
     if backward:
-        told.append(
+        sentences.append(
             f"Forward and backward take {tables.span(backward)} times as long as forward alone, "
             "after the most steps of warm-up."
         )
     if cold:
-        told.append(
+        sentences.append(
             f"Without warm-up the average is {tables.span(cold)} times as long, as the first of "
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
     warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
-    for name, pairs in tables.beside_xla(warm).items():
+    for name, pairs in tables.pairs_with_xla(warm).items():
         for mode, of_mode in tables.by(pairs, "mode").items():
             took = tables.compared_times(of_mode, "average")
-            told.append(f"With kernels {name} a warm {mode} takes {took}")
-    return " ".join(filter(None, told))
+            sentences.append(f"With kernels {name} a warm {mode} takes {took}")
+    return " ".join(filter(None, sentences))
