@@ -158,13 +158,6 @@ def inputs(cell: Cell, kinds: Sequence[str]) -> list[tuple[jax.Array, ...]]:
     return calls
 
 
-def types(cell: Cell, kinds: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The types of the arrays of `inputs`."""
-    shapes = shapes_of(cell)
-    dtypes = {kind: "float32" if kind == "rstd" else cell.dtype for kind in kinds}
-    return [tuple(jax.ShapeDtypeStruct(shapes[kind], dtypes[kind]) for kind in kinds)] * CALLS
-
-
 def program(function: Function, calls: Any) -> Any:
     """Compiles a program that calls a function with each tuple of arrays, never fused."""
 
@@ -183,7 +176,7 @@ def program(function: Function, calls: Any) -> Any:
 def programs(cell: Cell) -> dict[str, Any]:
     """The compiled programs of a cell by name."""
     operation = OPERATIONS[cell.operation]
-    calls = types(cell, operation.arrays)
+    calls = jax.eval_shape(partial(inputs, cell, operation.arrays))
     rows = [(arrays[0],) for arrays in calls]
     for kind in {*operation.arrays}:
         draw(jax.random.key(0), shapes_of(cell)[kind], cell.dtype, kind)  # compiled here, too
