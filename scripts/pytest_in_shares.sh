@@ -6,6 +6,7 @@
 #
 # XENTILE_TEST_CASES says which cases of each test run (scripts/pytest_cases.py).
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 jobs=$(nproc)

@@ -15,6 +15,7 @@
 # (scripts/pytest_cases.py): the first case of each test, every value of every parameter, or all cases. A
 # tier prints `left out: ..` for each thing that it leaves out.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # In the order of what fails soonest.

@@ -27,6 +27,7 @@
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/tiers/common.sh
 

@@ -7,6 +7,7 @@
 # jaxlib carries. What follows the version is passed on to pytest. Exits 77 where no Python is found that
 # this version runs on.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 source scripts/tiers/common.sh

@@ -4,6 +4,7 @@
 #
 #     scripts/test_wheel.sh WHEEL [3.11 ..]
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 
 wheel=${1:?usage: scripts/test_wheel.sh WHEEL [VERSION ..]}
 shift

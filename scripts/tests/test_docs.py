@@ -119,7 +119,8 @@ def sources(*patterns: str) -> str:
 def test_environment_variables_are_those_of_the_code() -> None:
     """Every variable that Rust or Python reads has a row, and no other."""
     code = sources("crates/*/src/**/*.rs", "crates/*/tests/**/*.rs", "crates/*/build.rs")
-    code += sources("pallas_bridge/hatch_build.py", "pallas_bridge/src/**/*.py", "benches/**/*.py")
+    code += sources("pallas_bridge/hatch_build.py", "pallas_bridge/src/**/*.py")
+    code += sources("benches/*.py", "benches/peers/*.py", "benches/transformer_bench/*.py")
     read = set(re.findall(r'"(XENTILE_[A-Z_]+)"', code))
     page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
     assert read
@@ -129,6 +130,19 @@ def test_environment_variables_are_those_of_the_code() -> None:
 def made_by_build_scripts(code: str) -> set[str]:
     """Variables that a build script sets for the compiler."""
     return set(re.findall(r"cargo::rustc-env=(XENTILE_[A-Z_]+)=", code))
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_scripts_with_arguments_print_their_usage(option: str, tmp_path: Path) -> None:
+    """Scripts that read their arguments print the comment at their head, from any folder."""
+    for script in sorted((ROOT / "scripts").glob("*.sh")):
+        text = script.read_text(encoding="utf-8")
+        if text.startswith("#!") and re.search(r"\$[@*#1]|\$\{[@*1]", text.partition("set -e")[2]):
+            done = subprocess.run(
+                [script, option], cwd=tmp_path, capture_output=True, text=True, check=True
+            )
+            assert f"scripts/{script.name}" in done.stdout and not done.stderr, script
+            assert "set -euo" not in done.stdout and "#!" not in done.stdout, script
 
 
 def test_messages_are_those_of_the_code() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The examples: their tests. And nightly the smallest validation of all kernels in examples/train, and every
-# table of examples/transformer_bench of the small size at length 128. In a virtual environment of their own.
+# The examples and the benchmarks that need their environment: their tests. And nightly the smallest validation of all
+# kernels in examples/train, and every table of benches/transformer_bench of the small size at length 128.
 source scripts/tiers/common.sh
 
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
@@ -12,8 +12,11 @@ export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
 status=0
 # Most of the time is XLA's, which compiles programs that run a few steps: with LLVM's optimisations off, and with the
 # older ones of its emitters of fusions, which leave LLVM less to do.
-XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}" \
-    scripts/pytest_in_shares.sh --durations=5 examples/tests || status=1
+hurried="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}"
+# Each with a conftest.py of its own.
+for tests in examples/tests benches/tests; do
+    XLA_FLAGS=$hurried scripts/pytest_in_shares.sh --durations=5 "$tests" || status=1
+done
 if [[ $XENTILE_TEST_SET == nightly ]]; then
     cargo build --release
     export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so

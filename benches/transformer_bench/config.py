@@ -1,8 +1,9 @@
-"""What is measured: sizes, and a YAML file with what the command line says of it."""
+"""What is measured: sizes, and settings from a YAML file and the command line."""
 
 import dataclasses
 import itertools
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class Dims(NamedTuple):
     tied: int = 0
 
     def parameters(self, vocab: int) -> int:
-        """How many numbers the model has: SwiGLU has three matrices, an untied head is one."""
+        """The number of parameters; SwiGLU has three matrices, and an untied head one."""
         columns = 2 * (self.heads + self.kv_heads) * self.head_width
         matrices = self.width * columns + 3 * self.width * self.ffn
         norms = 2 * self.width + (2 * self.head_width if self.qk_norm else 0)
@@ -63,7 +64,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What a command measures; each command takes the keys that it has a use for.
+    """What a command measures; each command reads the keys that it needs.
 
     Attributes:
         sizes: Names, of `SIZES` or of `dims`.
@@ -145,12 +146,12 @@ class Spec:
         return dims._replace(kv_heads=kv_heads, head_width=of_head)
 
     def parameter_bytes(self, size: str, policy: str) -> int:
-        """What the parameters take."""
+        """The bytes of the parameters."""
         return parameter_bytes({**self.dims_of(size)._asdict(), "vocab": self.vocab}, policy)
 
 
 def load(path: Path | None, overrides: list[str]) -> Spec:
-    """Reads a config, and what `--set KEY=VALUE` changes of it.
+    """Reads a config and the changes of `--set KEY=VALUE`.
 
     Raises:
         InputError: A file that cannot be read, an unknown key, or a value out of range.
@@ -185,7 +186,7 @@ def load(path: Path | None, overrides: list[str]) -> Spec:
 
 
 def check(values: dict[str, Any]) -> Spec:
-    """Values as a `Spec`, all of them checked.
+    """Returns checked values as a `Spec`.
 
     Raises:
         InputError: An unknown key, a value of another kind or out of range.
@@ -196,7 +197,7 @@ def check(values: dict[str, Any]) -> Spec:
     for key, value in values.items():
         if key not in known:
             raise InputError(f"key {key} is unknown: choose from {', '.join(known)}")
-        # What an operation takes by itself is what `ours` asks for.
+        # `ours` is the operation with its default implementation.
         value = "ours" if key in KERNELS and value == "auto" else value
         taken[key] = converted(key, value, getattr(default, key))
     spec = Spec(**taken)
@@ -227,14 +228,14 @@ def check(values: dict[str, Any]) -> Spec:
     for size in spec.sizes:
         spec.dims_of(size)
     limit = spec.memory_limit
-    # Not `<= 0`, which a NaN is not.
+    # Written so that NaN is refused.
     if limit is not None and not 0 < limit < float("inf"):
         raise InputError(f"memory_limit {limit} is not a positive number of GiB")
     return spec
 
 
 def check_limit(spec: Spec) -> None:
-    """Checks that something could run within the limit of memory.
+    """Checks that the memory limit holds the parameters of some size.
 
     Raises:
         InputError: It is below the parameters of every size asked for.
@@ -267,7 +268,7 @@ def check_cudnn(policies: tuple[str, ...]) -> None:
 
 
 def converted(key: str, value: Any, default: Any) -> Any:
-    """A value of a config as the kind that the default has; one value stands for a list of it.
+    """Returns a value as the default's type; one value stands for a list of it.
 
     Raises:
         InputError: It is of another kind.
@@ -302,13 +303,19 @@ def converted(key: str, value: Any, default: Any) -> Any:
 
 
 def parameter_bytes(cell: dict[str, Any], policy: str) -> int:
-    """What the parameters of a cell take, of which it has dimensions and vocabulary."""
+    """The bytes of the parameters of a cell, from its dimensions and vocabulary."""
     dims = Dims(**{name: cell[name] for name in Dims._fields})
     return dims.parameters(cell["vocab"]) * (2 if policy == "bfloat16" else 4)
 
 
+def models(spec: Spec) -> Iterator[dict[str, Any]]:
+    """A cell for each size, length and policy."""
+    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
+        yield cell_of(spec, size, length, policy)
+
+
 def cell_of(spec: Spec, size: str, length: int, policy: str) -> dict[str, Any]:
-    """What a process has to know of a model: plain values."""
+    """The plain values that describe a model to a process."""
     return {
         "size": size,
         **spec.dims_of(size)._asdict(),

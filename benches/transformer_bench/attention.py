@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
 from train.config import InputError
 
 from . import tables
@@ -42,9 +43,9 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what measures causal attention of random q, k and v.
+    """Returns a function that measures causal attention of random q, k and v.
 
-    What is timed as backward begins with what the forward pass kept, which is not timed.
+    The backward pass is timed alone, from the residuals of its forward pass.
     """
     import jax
 
@@ -71,7 +72,9 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             run = Compiling(lambda back, gradient: back(gradient), limit)
             arguments = (back, gradient)
             kept = {"kept_bytes": model.tree_bytes(back)}
-        found = model.timed_in_turn(lambda: run.start(*arguments), cell["steps"], cell["warmups"])
+        found = harness.steady_seconds(
+            lambda: run.start(*arguments), cell["steps"], cell["warmups"]
+        )
         held = run.compiled.memory_analysis().temp_size_in_bytes
         return {"median": statistics.median(found), "temporary_bytes": held, **kept}
 
@@ -96,12 +99,12 @@ def table(rows: Sequence[Row]) -> str:
             line += [tables.status(row), "" if took is None else f"{1e3 * took:.4g}"]
             line.append(tables.size(row.get("temporary_bytes")))
         lines.append([*line, tables.size(passes.get("backward", {}).get("kept_bytes"))])
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: ours beside the others, and what memory grows with."""
-    told = [tables.ends(rows)]
+    """Sentences on ours over the others, and on memory at the greatest length."""
+    sentences = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):
         shared = repr({**row["case"], "implementation": None})
@@ -115,13 +118,13 @@ def words(rows: Sequence[Row]) -> str:
             ]
             if both:
                 ratios = [mine["median"] / theirs["median"] for mine, theirs in both]
-                told.append(
+                sentences.append(
                     f"{mode.capitalize()}, ours takes {tables.span(ratios)} of {other}'s time."
                 )
                 mine, theirs = max(both, key=lambda pair: pair[0]["case"]["length"])
                 sizes = [tables.size(one["temporary_bytes"]) for one in (mine, theirs)]
-                told.append(
+                sentences.append(
                     f"At length {mine['case']['length']} it holds {sizes[0]} of temporaries, "
                     f"{other} {sizes[1]}."
                 )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

@@ -1,25 +1,42 @@
-"""Markdown tables and numbers in them."""
+"""Texts of rows and numbers in tables and sentences."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import harness
 
 from .config import GIB, KERNELS
 
 Row = dict[str, Any]
-# Rows of ours that take more of XLA's time are named.
+# Rows whose time is more than this multiple of XLA's are named.
 BOUND = 1.03
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, columns aligned as they are read: text left, numbers right."""
-    body = [list(row) for row in rows]
-    numeric = [
-        bool(body) and all(not row[i] or row[i].lstrip("-")[:1].isdigit() for row in body)
-        for i in range(len(heads))
-    ]
-    rules = ["---:" if one else "---" for one in numeric]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *body))
+# The text of a column in the line of a row.
+Column = Callable[[Row], str]
+
+
+def listing(rows: Iterable[Row], columns: Sequence[tuple[str, Column]]) -> str:
+    """A table with a line for each row."""
+    heads = [head for head, _ in columns]
+    return harness.table(heads, ([text(row) for _, text in columns] for row in rows))
+
+
+def of_case(*names: str) -> list[tuple[str, Column]]:
+    """Columns of values of a case; `kernels` are those of `kernels`, and `mode` is a pass."""
+
+    def column(name: str) -> Column:
+        if name == "kernels":
+            return lambda row: kernels(row["case"])
+        return lambda row: str(row["case"][name])
+
+    return [({"mode": "pass"}.get(name, name), column(name)) for name in names]
+
+
+def of_figure(name: str, text: Callable[[Any], str]) -> Column:
+    """A column of a measurement, which `text` formats; it is given None for a row without it."""
+    return lambda row: text(row.get(name))
 
 
 def seconds(value: float | None) -> str:
@@ -56,7 +73,7 @@ def size(count: int | None) -> str:
 
 
 def status(row: Row) -> str:
-    """How a row ended: `ok`, `OOM` with the bytes that were asked for, or `failed`."""
+    """How a row ended: `ok`, `OOM` with the requested bytes, or `failed`."""
     if row["status"] == "OOM" and row.get("asked_bytes") is not None:
         limit = row.get("case", {}).get("memory_limit")
         of = "" if limit is None else f" of {size(int(limit * GIB))}"
@@ -65,36 +82,36 @@ def status(row: Row) -> str:
 
 
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """The rows that have figures."""
+    """The rows with measurements."""
     return [row for row in rows if row["status"] == "ok"]
 
 
 def ends(rows: Sequence[Row]) -> str:
-    """A sentence on the rows that have no figures; "" where all have."""
-    told = []
+    """A sentence on the rows without measurements; "" if there are none."""
+    sentences = []
     for which, words in (("OOM", "ran out of memory"), ("failed", "failed")):
         count = sum(row["status"] == which for row in rows)
         if count:
-            told.append(f"{count} of {len(rows)} rows {words}.")
-    return " ".join(told)
+            sentences.append(f"{count} of {len(rows)} rows {words}.")
+    return " ".join(sentences)
 
 
 def span(values: Sequence[float]) -> str:
-    """The range of numbers, to two digits after the point; one number where they are alike."""
+    """The range of values to two decimals; one value if both ends are the same."""
     least, most = f"{min(values):.2f}", f"{max(values):.2f}"
     return least if least == most else f"{least} to {most}"
 
 
 def kernels(case: Row) -> str:
-    """The kernels of a case: `xla` or `ours` where all are, else those that are not XLA's."""
+    """The kernels of a case: `xla` or `ours` if all are, or else those that are not XLA's."""
     chosen = {name: case[name] for name in KERNELS}
     if len(set(chosen.values())) == 1:
         return str(case[KERNELS[0]])
     return ", ".join(f"{name} {one}" for name, one in chosen.items() if one != "xla")
 
 
-def beside_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]]]:
-    """By kernels, each row that has figures and that which differs from it in kernels alone.
+def pairs_with_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]]]:
+    """By kernels, pairs of finished rows whose cases differ in kernels alone.
 
     The second of a pair has XLA's in the place of ours. What of a case `but` names may differ, too,
     where there is no row of the same.
@@ -116,7 +133,7 @@ def beside_xla(rows: Iterable[Row], *but: str) -> dict[str, list[tuple[Row, Row]
 
 
 def by(pairs: Iterable[tuple[Row, Row]], name: str) -> dict[str, list[tuple[Row, Row]]]:
-    """Pairs apart by what their cases have of a name."""
+    """Groups pairs by the value of a key of their cases."""
     found: dict[str, list[tuple[Row, Row]]] = {}
     for pair in pairs:
         found.setdefault(str(pair[0]["case"].get(name)), []).append(pair)
@@ -124,13 +141,13 @@ def by(pairs: Iterable[tuple[Row, Row]], name: str) -> dict[str, list[tuple[Row,
 
 
 def ratio(pair: tuple[Row, Row], figure: str) -> float:
-    """A figure of ours over XLA's."""
+    """A measurement of ours over XLA's."""
     ours, of_xla = pair
     return float(ours[figure] / of_xla[figure])
 
 
 def compared(pairs: Sequence[tuple[Row, Row]], figure: str, what: str) -> str:
-    """A figure of ours over XLA's, `what` being XLA's: the median, the best and the worst."""
+    """Ours over XLA's in words, `what` naming XLA's: the median, the best and the worst."""
     ordered = sorted(pairs, key=lambda pair: ratio(pair, figure))
     best, worst = (
         f"{ratio(pair, figure):.2f} ({place(pair[0]['case'])})"
@@ -143,7 +160,7 @@ def compared(pairs: Sequence[tuple[Row, Row]], figure: str, what: str) -> str:
 
 
 def compared_times(pairs: Sequence[tuple[Row, Row]], figure: str) -> str:
-    """The same of a time, and where ours takes more than `BOUND` of XLA's."""
+    """`compared` of a time, and the rows that take more than `BOUND` of XLA's."""
     over = [
         f"{place(pair[0]['case'])} ({ratio(pair, figure):.3f})"
         for pair in pairs
@@ -155,6 +172,6 @@ def compared_times(pairs: Sequence[tuple[Row, Row]], figure: str) -> str:
 
 
 def place(case: Row) -> str:
-    """Which of many rows of a command a case is: its size, length, policy and steps of warm-up."""
+    """A case in words: its size, length, policy and steps of warm-up."""
     after = f" after {case['warmup']}" if "warmup" in case else ""
     return f"{case['size']} at {case['length']} in {case['policy']}{after}"

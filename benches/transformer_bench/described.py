@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that need not be there: XLA compiles for what it is told of them.
+"""Compilation for NVIDIA GPUs that are not present, from descriptions of them.
 
 Its plug-in for CUDA, which `pip install "jax[cuda13]"` brings, asks for no driver then. Without a
 device it measures no products, and may choose others for them than it would there.
@@ -16,7 +16,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def names() -> list[str]:
-    """Those that are known."""
+    """The names of GPUs with a description."""
     return sorted(file.stem for file in FOLDER.glob("*.txtpb"))
 
 
@@ -31,30 +31,29 @@ def check(name: str) -> None:
 
 
 def is_there(module: str) -> bool:
-    """Whether there is such a module, and a package that it is in."""
+    """Whether a module and its package are installed."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
 
-def told(name: str) -> str:
-    """What XLA is told of a GPU: a stream_executor.GpuTargetConfigProto, as text."""
+def description(name: str) -> str:
+    """The description of a GPU: a stream_executor.GpuTargetConfigProto, as text."""
     return (FOLDER / f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def limit(name: str) -> int:
-    """The bytes that JAX's allocator takes of its memory unless it is told otherwise."""
-    found = re.search(r"device_memory_size: (\d+)", told(name))
+    """The bytes of its memory that JAX's allocator takes by default."""
+    found = re.search(r"device_memory_size: (\d+)", description(name))
     assert found is not None
     return int(found[1]) * 3 // 4
 
 
 def device(name: str) -> Any:
-    """A GPU, for shardings of what is compiled.
+    """A GPU, for shardings of compiled programs.
 
-    Where there is no driver JAX has to be told so (`JAX_PLATFORMS=cpu`), as the plug-in looks for
-    one otherwise.
+    Without a driver `JAX_PLATFORMS=cpu` has to be set, as the plug-in looks for a driver otherwise.
     """
     import jax
     from jax.experimental import topologies
@@ -62,7 +61,7 @@ def device(name: str) -> Any:
     # JAX looks for plug-ins.
     jax.devices("cpu")
     (found,) = topologies.get_topology_desc(
-        "", platform="cuda", topology="1x1x1", target_config=told(name)
+        "", platform="cuda", topology="1x1x1", target_config=description(name)
     ).devices
     return found
 

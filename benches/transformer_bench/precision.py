@@ -1,17 +1,19 @@
-"""`precision`: float32, bfloat16 and mixed beside a float64 run: times, dtypes, errors."""
+"""`precision`: float32, bfloat16 and mixed against a float64 run: times, dtypes, errors."""
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import harness
 
 from . import tables
 from .config import Spec, cell_of
 from .tables import Row
 
 Cell = dict[str, Any]
-# What is added, and in what: (dtype of the sum, dtype of the addends).
+# (dtype of the sum, dtype of the addends).
 SUMS = (
     ("float32", "float32"),
     ("float16", "float16"),
@@ -20,13 +22,13 @@ SUMS = (
     ("float32", "bfloat16"),
 )
 ADDEND, COUNT = 0.01, 1000
-# A first step of more seconds than these, compiled before, is one of those that are timed.
+# A first step (already compiled) that takes more seconds counts as a timed one.
 LONG = 1.0
-# What a pass goes through, in its order.
+# Intermediate values of a pass, in order.
 MIDDLE = ("output of the layers", "output of the norm", "logits")
-# What of the parameters is around the layers.
+# Parameters outside the layers.
 AROUND = ("embedding", "norm", "head")
-# Parameters, what is computed in, and what norms, softmax and the loss are computed in.
+# The dtypes of parameters, of GEMMs, and of norms, softmax and the loss.
 DTYPES = {
     "float64": ("float64", "float64", "float64"),
     "float32": ("float32", "float32", "float32"),
@@ -40,7 +42,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     for size, length in itertools.product(spec.sizes, spec.lengths):
         cell = cell_of(spec, size, length, "float64")
         del cell["policy"]
-        # Kernels are XLA's here: in 64 bits and with softmax in 16 there are no others.
+        # Kernels are XLA's: ours have no float64, and no softmax in 16 bits.
         kernels = {"norm": "xla", "attention": "wide", "mlp": "xla", "loss": "xla"}
         rows = [{"policy": policy, "steps": spec.steps} for policy in spec.policies]
         yield {**cell, **kernels}, [{**row, "what": "pass"} for row in rows]
@@ -48,7 +50,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what measures a policy beside a run in 64 bits, or a sum."""
+    """Returns a function that measures a policy against a float64 run, or a sum."""
     import jax
 
     # Before the first array.
@@ -74,7 +76,7 @@ def add(total: str, of: str) -> float:
     @jax.jit
     def loop(one: Any) -> Any:
         def body(_: Any, so_far: Any) -> Any:
-            # So that the sum is rounded at each step whatever XLA makes of the loop.
+            # Keeps XLA from optimizing away the rounding of each step.
             return jax.lax.optimization_barrier(so_far + one.astype(total))
 
         return jax.lax.fori_loop(0, COUNT, body, jnp.zeros((), total))
@@ -83,7 +85,7 @@ def add(total: str, of: str) -> float:
 
 
 def make(cell: Cell) -> tuple[Any, Any]:
-    """Parameters in float64 that float32 has, too, and a batch of tokens and labels [B, T].
+    """Float64 parameters that float32 represents exactly, and a batch [B, T].
 
     Weights of layers are stacked along a first axis.
     """
@@ -114,7 +116,7 @@ def make(cell: Cell) -> tuple[Any, Any]:
 
 
 def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    """The mean loss by a policy, and what it went through by name."""
+    """The mean loss by a policy, and intermediate values by name."""
     import jax
     import jax.numpy as jnp
 
@@ -142,7 +144,7 @@ def forward(cell: Cell, policy: str, params: Any, batch: Any) -> tuple[Any, dict
 
 
 def passes(cell: Cell, policy: str) -> Any:
-    """Forward and backward by a policy: ((loss, what it went through), gradients)."""
+    """Forward and backward by a policy: ((loss, intermediate values), gradients)."""
     import jax
 
     from .compiled import Compiling, device_limit
@@ -155,10 +157,9 @@ def passes(cell: Cell, policy: str) -> Any:
 
 
 def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
-    """A policy's figures: time, dtypes, and errors of loss and gradients by layer."""
+    """Measures a policy: time, dtypes, and errors of loss and gradients by layer."""
     import jax
 
-    from . import model
     from .compiled import Compiling
 
     policy, steps = variant["policy"], variant["steps"]
@@ -166,13 +167,12 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
     params = jax.tree.map(lambda leaf: leaf.astype(DTYPES[policy][0]), exact)
     run = passes(cell, policy)
     run.compile(params, batch)
-    started = time.perf_counter()
-    (loss, middle), found = run(params, batch)
-    first = time.perf_counter() - started
+    start = partial(run.start, params, batch)
+    first, ((loss, middle), found) = harness.timed_call(start)
     took = [first] if first > LONG else []
-    took += model.timed(lambda: run(params, batch), 0, steps - len(took))[1]
+    took += harness.seconds_of_each(start, steps - len(took))
     of_forward = Compiling(lambda p, b: forward(cell, policy, p, b)[0], run.limit)
-    _, alone = model.timed(lambda: of_forward(params, batch), 1, steps)
+    _, *alone = harness.seconds_of_each(partial(of_forward.start, params, batch), 1 + steps)
 
     def dtypes(tree: Any) -> str:
         return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
@@ -198,7 +198,7 @@ def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any)
 
 
 def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
-    """How far gradients are off, in shares of their norm: [layers], around them, and of `all`."""
+    """Errors of gradients relative to their norm: [layers], `AROUND`, and of `all`."""
     import jax
     import jax.numpy as jnp
 
@@ -221,7 +221,7 @@ def errors_of(mine: Any, theirs: Any) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """A row's column."""
+    """The head of a row's column."""
     case = row["case"]
     return f"{case['size']}, {case['length']}, {case['policy']}"
 
@@ -241,11 +241,11 @@ def table(rows: Sequence[Row]) -> str:
         errors = [row.get(name) for name in ("loss_error", "gradient_error")]
         lines.append([*line, *("" if one is None else f"{one:.2e}" for one in errors)])
     if passes:
-        parts.append(tables.table(heads, lines))
+        parts.append(harness.table(heads, lines))
     if found:
         columns = [name_of(row) for row in found]
         kinds = [[key, *(row["dtypes"][key] for row in found)] for key in found[0]["dtypes"]]
-        parts.append(tables.table(["dtype of", *columns], kinds))
+        parts.append(harness.table(["dtype of", *columns], kinds))
         places = max((row["gradient_errors"] for row in found), key=len)
         by_layer = []
         for place in places:
@@ -255,7 +255,7 @@ def table(rows: Sequence[Row]) -> str:
                 error = row["gradient_errors"].get(place, 0.0)
                 line.append(f"{error:.2e} ({row['gradient_dtypes'][place]})" if is_there else "")
             by_layer.append(line)
-        parts.append(tables.table(["gradients of", *columns], by_layer))
+        parts.append(harness.table(["gradients of", *columns], by_layer))
     sums = [row for row in rows if row["case"]["what"] == "sum"]
     if sums:
         lines = [
@@ -268,16 +268,16 @@ def table(rows: Sequence[Row]) -> str:
             for row in sums
         ]
         heads = ["sum in", f"{COUNT} times {ADDEND} in", "status", f"sum ({ADDEND * COUNT:g})"]
-        parts.append(tables.table(heads, lines))
+        parts.append(harness.table(heads, lines))
     return "\n\n".join(parts)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: errors by policy, and sums in 16 bits."""
-    told = [tables.ends(rows)]
+    """Sentences on errors by policy, and on sums in 16 bits."""
+    sentences = [tables.ends(rows)]
     for row in tables.finished(rows):
         if row["case"]["what"] == "pass":
-            told.append(
+            sentences.append(
                 f"{row['case']['policy']} is off by {row['loss_error']:.1e} in the loss of "
                 f"{row['case']['size']}, and by {row['gradient_error']:.1e} of their norm in the "
                 "gradients."
@@ -290,8 +290,8 @@ def words(rows: Sequence[Row]) -> str:
     for narrow in ("float16", "bfloat16"):
         both = sums.get((narrow, narrow)), sums.get(("float32", narrow))
         if both[0] is not None and both[1] is not None:
-            told.append(
+            sentences.append(
                 f"{COUNT} times {ADDEND} in {narrow} add up to {both[0]:.4f} in {narrow} and to "
                 f"{both[1]:.4f} in float32, of {ADDEND * COUNT:g}."
             )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

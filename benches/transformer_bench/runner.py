@@ -1,4 +1,4 @@
-"""Runs cells, each in a process of its own, and keeps their rows.
+"""Runs cells, each in a process of its own, and saves their rows.
 
 A cell is what shares a process, such as a size and a length; a variant is a row of it.
 """
@@ -15,18 +15,18 @@ from typing import Any
 from train import log
 from train.config import InputError, RunError
 
-from .commands import MODULES, module_of
+from .commands import COMMANDS, module_of
 from .config import Spec
 from .process import Process
 from .tables import Row, duration, size, status
 
 Cell = dict[str, Any]
-# What a line of progress tells of a row: the first that it has.
+# The measurement in a line of progress: the first that a row has.
 FIGURES = ("average", "median", "median_ours", "forward_backward")
 
 
 def key(case: Cell) -> str:
-    """A row's name: two rows of one name measured the same."""
+    """A row's name, the same for rows that measure the same."""
     return json.dumps(case, sort_keys=True)
 
 
@@ -50,7 +50,7 @@ def read_rows(path: Path) -> list[Row]:
             raise InputError(f"file {path} has no JSON in line {number}: mend it") from None
         if not isinstance(row, dict) or "record" not in row:
             raise InputError(f"file {path} has another record in line {number}: name one made here")
-        if row["record"] == "row" and row.get("command") in MODULES:
+        if row["record"] == "row" and row.get("command") in COMMANDS:
             found[row["command"] + key(row["case"])] = row
     return list(found.values())
 
@@ -66,7 +66,7 @@ def run(
     """Runs all cells of a command.
 
     Args:
-        command: A name in `MODULES`.
+        command: A name in `COMMANDS`.
         spec: What is measured.
         json_file: Takes a record of the machine, and each row as it comes; or None.
         is_resumed: Whether rows that the file has are left as they are; failed ones run again.
@@ -138,7 +138,7 @@ def run_cells(
 def run_alone_again(
     command: str, tasks: Sequence[tuple[Cell, Sequence[Cell]]], jobs: int
 ) -> Iterator[Row]:
-    """The rows of cells, those last that had no room beside others: they are run again, alone."""
+    """Yields the rows of cells; rows out of memory beside others run again alone, at the end."""
     of = {key({**cell, **one}): (cell, [one]) for cell, variants in tasks for one in variants}
     again = []
     for row in run_cells(command, tasks, jobs):
@@ -150,7 +150,7 @@ def run_alone_again(
 
 
 def cut_to_whole_lines(path: Path) -> None:
-    """Takes off a last line that a killed run left without its end."""
+    """Removes a last line that a killed run left incomplete."""
     try:
         text = path.read_bytes()
         if text and not text.endswith(b"\n"):
@@ -161,7 +161,7 @@ def cut_to_whole_lines(path: Path) -> None:
 
 
 def load() -> float | None:
-    """The load of the machine over the last minute, where the system says it."""
+    """The load average of the last minute, if the system has one."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -169,16 +169,16 @@ def line_of(row: Row) -> str:
     """A row's line of progress."""
     shown = {name: row["case"][name] for name in names(row["case"])}
     where = " ".join(f"{name}={value}" for name, value in shown.items())
-    told = f" ({row['error']})" if row.get("error") else ""
+    error = f" ({row['error']})" if row.get("error") else ""
     took = next((row[name] for name in FIGURES if name in row), None)
     figure = "" if took is None else f", {duration(took)}"
     if "peak_bytes" in row:
         figure += f", peak {size(row['peak_bytes'])}"
-    return f"{row['command']} {where}: {status(row)}{told}{figure}"
+    return f"{row['command']} {where}: {status(row)}{error}{figure}"
 
 
 def names(case: Cell) -> Iterable[str]:
-    """What of a case tells rows apart."""
+    """The keys of a case that a line of progress shows."""
     of_model = ("size", "implementation", "head_size", "length", "policy", "gpu")
     of_program = ("phase", "part", "mode", "warmup", "how", "sum_in", "of")
     return [one for one in (*of_model, *of_program) if one in case]

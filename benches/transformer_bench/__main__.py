@@ -11,21 +11,10 @@ from train.__main__ import INTERRUPTED, Parser
 from train.config import InputError, RunError
 
 from . import described, report
-from .commands import MODULES
+from .commands import COMMANDS
 from .config import KERNELS, check_cudnn, check_limit, load
 from .process import child
 from .runner import run
-
-HELP = {
-    "time": "seconds a step, by size, length and steps of warm-up",
-    "compare": "XLA's kernels and ours in turns, in one process",
-    "memory": "what a program holds by category, its largest buffers; nothing runs",
-    "layers": "milliseconds of each part of a layer, and of the model",
-    "kernels": "the model's kernels from a profile, by kind and by part",
-    "precision": "float32, bfloat16 and mixed: times, dtypes, errors",
-    "attention": "attention alone, by head size and length",
-    "jit": "op by op, compiled, and compiled with our kernels",
-}
 
 
 def parser() -> Parser:
@@ -38,8 +27,8 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in MODULES:
-        one = commands.add_parser(name, help=HELP[name], allow_abbrev=False)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.help, allow_abbrev=False)
         one.add_argument("--config", type=Path, metavar="FILE.yaml")
         one.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
         # `attention` has `implementations`.
@@ -100,7 +89,7 @@ def measure(arguments: argparse.Namespace) -> int:
             raise InputError(f"gpu is of memory alone: leave it out of {arguments.command}")
         described.check(spec.gpu)
     if arguments.command != "attention":
-        # Of `layers` most rows have less than all parameters.
+        # Most rows of `layers` need less than all parameters.
         if arguments.command != "layers":
             check_limit(spec)
         if spec.attention == "cudnn":
@@ -126,7 +115,7 @@ def make_page(files: Sequence[Path], out: Path | None, html: Path | None) -> Non
         html: The page in HTML, if it is wanted.
     """
 
-    def beside(command: str, picture: str) -> str:
+    def save_beside(command: str, picture: str) -> str:
         assert out is not None
         file = out.with_name(f"{out.stem}-{command}.svg")
         write(file, picture)
@@ -135,7 +124,7 @@ def make_page(files: Sequence[Path], out: Path | None, html: Path | None) -> Non
     if out is None:
         print(report.page(files))
     else:
-        write(out, report.page(files, beside))
+        write(out, report.page(files, save_beside))
     if html is not None:
         page = report.page(files, lambda _, picture: report.embedded(picture))
         write(html, report.html(page))

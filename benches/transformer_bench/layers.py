@@ -1,4 +1,4 @@
-"""`layers`: milliseconds of each part of a layer and of the model, each as a program of its own."""
+"""`layers`: milliseconds of each part of a layer and the model, each a program of its own."""
 
 import functools
 import itertools
@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
-from .config import Spec, cell_of, parameter_bytes
+from .config import Spec, models, parameter_bytes
 from .tables import Row
 
 Cell = dict[str, Any]
 WHOLE = "layer"
 MODEL = "model"
-# Primes, so that no two rows of a matrix are the same numbers, nor do arrays begin with the same.
+# Primes, so that no two rows of a matrix are equal, and no two arrays start alike.
 POOL, START = 1_000_003, 7919
 
 
@@ -28,10 +30,8 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 def phases(spec: Spec) -> Iterator[Cell]:
     """A cell for each size, length, policy and phase."""
-    for size, length, policy, phase in itertools.product(
-        spec.sizes, spec.lengths, spec.policies, spec.phases
-    ):
-        yield {**cell_of(spec, size, length, policy), "phase": phase, "steps": spec.steps}
+    for cell, phase in itertools.product(models(spec), spec.phases):
+        yield {**cell, "phase": phase, "steps": spec.steps}
 
 
 @functools.cache
@@ -46,7 +46,7 @@ class Inputs:
     """Random weights and inputs of a cell's phase, in the dtypes of its policy."""
 
     def __init__(self, cell: Cell) -> None:
-        """Takes the cell; arrays are made as they are asked for."""
+        """Takes the cell; methods make the arrays."""
         self.cell = cell
         self.is_decoding = cell["phase"] == "decode"
         self.is_training = cell["phase"] == "training"
@@ -54,7 +54,7 @@ class Inputs:
         self.starts = itertools.count(0, START)
 
     def random(self, shape: tuple[int, ...], of: Any = None, scale: float = 1.0) -> Any:
-        """Normal numbers in the dtype given, or that which is computed in.
+        """Normal numbers in a dtype, by default the policy's compute dtype.
 
         They are the same `POOL`, over and over from another place on, so that no program is
         compiled for them and large sizes have theirs soon.
@@ -66,16 +66,16 @@ class Inputs:
 
         numbers = np.roll(pool(self.cell["seed"]), next(self.starts)) * np.float32(scale)
         numbers = numbers.astype(jnp.dtype(dtype_of(self.cell) if of is None else of))
-        # A copy, so that it is JAX's own and can be given up to a program.
+        # A copy, so that JAX owns the memory and can donate it.
         return jnp.array(np.resize(numbers, shape))
 
     def weight(self, shape: tuple[int, ...]) -> Any:
-        """A weight, in the dtype that parameters are kept in."""
+        """A weight in the parameters' dtype."""
         is_narrow = self.cell["policy"] == "bfloat16"
         return self.random(shape, "bfloat16" if is_narrow else "float32", 0.02)
 
     def layer(self, leading: tuple[int, ...] = ()) -> dict[str, Any]:
-        """A layer's weights, or a stack of so many."""
+        """A layer's weights, or a stack with these leading dimensions."""
         from .parts import weight_shapes
 
         shapes = weight_shapes(self.cell).items()
@@ -86,7 +86,7 @@ class Inputs:
         return self.random((self.cell["batch"], self.length, self.cell["width"]))
 
     def caches(self) -> tuple[Any, ...]:
-        """A layer's keys and values [B, S, K, H] where a token is decoded; else none."""
+        """A layer's keys and values [B, S, K, H] in decoding; else none."""
         if not self.is_decoding:
             return ()
         cell = self.cell
@@ -94,7 +94,7 @@ class Inputs:
         return self.random(shape), self.random(shape)
 
     def turns(self) -> tuple[Any, Any]:
-        """RoPE's tables; of the last place where a token is decoded."""
+        """RoPE's tables; in decoding those of the last position."""
         from .parts import tables_of
 
         cell = self.cell
@@ -109,7 +109,7 @@ class Inputs:
         return batch["tokens"], batch["labels"] if self.is_training else None
 
     def decoder(self) -> tuple[Any, ...]:
-        """What `parts.decoder` takes, and last the caches."""
+        """The arguments of `parts.decoder`, the caches last."""
         cell = self.cell
         table = (cell["vocab"], cell["width"])
         count = cell["layers"]
@@ -124,7 +124,7 @@ class Inputs:
         return params, *self.tokens(), self.turns(), caches
 
     def of_part(self, part: str) -> tuple[tuple[Any, ...], int]:
-        """A part's arguments, and how many of the first of them have a gradient."""
+        """A part's arguments, and how many of them, from the first on, have a gradient."""
         cell, batch, length = self.cell, self.cell["batch"], self.length
         q_shape = (batch, length, cell["heads"], cell["head_width"])
         k_shape = (batch, length, cell["kv_heads"], cell["head_width"])
@@ -161,13 +161,13 @@ class Inputs:
 
 
 def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any], Any]:
-    """What starts a part once on random inputs, and the `Compiling` that has its program then.
+    """Returns what starts a part on random inputs, and the `Compiling` of its program.
 
     In training it runs forward and backward, with a random gradient of its results. Caches are
     given up to the program that writes to them, and the next call takes those that it returned.
 
     Raises:
-        OutOfMemory: It is the model, and its parameters have no room.
+        OutOfMemory: The part is the model, and its parameters do not fit.
     """
     import jax
     import jax.numpy as jnp
@@ -201,7 +201,7 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
     if not inputs.is_decoding or part not in ("attention", WHOLE, MODEL):
         run = Compiling(forward, limit)
         return lambda: run.start(*arguments), run
-    # Attention has its caches as two arguments, the others as one.
+    # Attention takes its caches as two arguments, the others as one.
     first = 3 if part == "attention" else len(arguments) - 1
     run = Compiling(forward, limit, donate_argnums=tuple(range(first, len(arguments))))
     fixed, caches = arguments[:first], arguments[first:]
@@ -216,21 +216,20 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what measures a part."""
-    from . import model
+    """Returns a function that measures a part."""
     from .compiled import device_limit
 
     limit = device_limit(cell["memory_limit"])
 
     def measure(variant: Cell) -> Row:
         call, _ = call_of(cell, variant["part"], limit)
-        return {"median": statistics.median(model.timed_in_turn(call, cell["steps"]))}
+        return {"median": statistics.median(harness.steady_seconds(call, cell["steps"]))}
 
     return measure
 
 
 def groups(rows: Sequence[Row]) -> list[tuple[Cell, list[Row]]]:
-    """Rows by layer: what they share, and a row for each part."""
+    """Groups rows by layer: their common keys, and a row for each part."""
     found: dict[str, tuple[Cell, list[Row]]] = {}
     for row in rows:
         shared = {name: value for name, value in row["case"].items() if name != "part"}
@@ -239,21 +238,21 @@ def groups(rows: Sequence[Row]) -> list[tuple[Cell, list[Row]]]:
 
 
 def around(name: str) -> bool:
-    """Whether a row is of the model, outside of its layers."""
+    """Whether a part belongs to the model outside its layers."""
     from .parts import OUTSIDE
 
     return name in (*OUTSIDE, MODEL)
 
 
 def total(of: Sequence[Row]) -> float | None:
-    """Seconds of rows together; None where there are none, or one has no figure."""
+    """The total seconds of rows; None if there are none, or one has no measurement."""
     found = [row.get("median") for row in of]
     known = [one for one in found if one is not None]
     return sum(known) if known and len(known) == len(found) else None
 
 
 class Totals:
-    """A layer's and its model's sums, in seconds; None where a part has no figure.
+    """Sums over a layer and its model in seconds; None if a part has no measurement.
 
     `parts` are those of a layer together, `whole` is it as one program, `layers` all layers by
     that, `parts_of_model` those with what is around them, and `model` is it as one program.
@@ -273,13 +272,13 @@ class Totals:
 
 
 def tokens_a_second(cell: Cell, took: float) -> float:
-    """By the seconds that a batch takes."""
+    """Tokens a second, from the seconds of a batch."""
     tokens = cell["batch"] * (1 if cell["phase"] == "decode" else cell["length"])
     return float(tokens / took)
 
 
 def title(cell: Cell) -> str:
-    """What a layer's table is of."""
+    """The title of a layer's table."""
     loss = f", loss {cell['loss']}" if cell["phase"] == "training" else ""
     return (
         f"{cell['size']}, {cell['phase']}, batch {cell['batch']}, length {cell['length']}, "
@@ -289,53 +288,53 @@ def title(cell: Cell) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Two tables for each layer: its parts, and the model of such layers with tokens a second."""
+    """Two tables for each layer: its parts, and the model with tokens a second."""
     found = []
     for cell, of in groups(rows):
         sums = Totals(cell, of)
         by = {row["case"]["part"]: row for row in of}
 
-        def line(name: str, ended: str, took: float | None, beside: float | None) -> list[str]:
-            share = f"{took / beside:.1%}" if took is not None and beside else ""
+        def line(name: str, ended: str, took: float | None, total: float | None) -> list[str]:
+            share = f"{took / total:.1%}" if took is not None and total else ""
             return [name, ended, "" if took is None else f"{1e3 * took:.4g}", share]
 
-        def measured(part: str, name: str, beside: float | None) -> list[str]:
-            return line(name, tables.status(by[part]), by[part].get("median"), beside)  # noqa: B023
+        def measured(part: str, name: str, total: float | None) -> list[str]:
+            return line(name, tables.status(by[part]), by[part].get("median"), total)  # noqa: B023
 
-        def summed(name: str, took: float | None, beside: float | None) -> list[str]:
-            return line(name, "" if took is None else "sum", took, beside)
+        def summed(name: str, took: float | None, total: float | None) -> list[str]:
+            return line(name, "" if took is None else "sum", took, total)
 
         own = [part for part in by if part != WHOLE and not around(part)]
         lines = [measured(part, part, sums.parts) for part in own]
         lines.append(summed("sum of the parts", sums.parts, sums.parts))
         if WHOLE in by:
             lines.append(measured(WHOLE, "the layer as one program", sums.parts))
-        text = tables.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
+        text = harness.table(["part of the layer", "status", "time (ms)", "of the sum"], lines)
         found.append(f"{title(cell)}:\n\n{text}")
-        beside = sums.parts_of_model
+        total = sums.parts_of_model
         count = f"all {cell['layers']} layers, by one as one program"
-        rows_of_model = [(summed(count, sums.layers, beside), sums.layers)]
+        rows_of_model = [(summed(count, sums.layers, total), sums.layers)]
         for part in by:
             if around(part) and part != MODEL:
-                rows_of_model.append((measured(part, part, beside), by[part].get("median")))
+                rows_of_model.append((measured(part, part, total), by[part].get("median")))
         if len(rows_of_model) > 1:
             rows_of_model.append(
-                (summed("sum of layers, embedding, norm and head", beside, beside), beside)
+                (summed("sum of layers, embedding, norm and head", total, total), total)
             )
         if MODEL in by:
-            rows_of_model.append((measured(MODEL, "the model as one program", beside), sums.model))
+            rows_of_model.append((measured(MODEL, "the model as one program", total), sums.model))
         lines = [
             [*one, tables.rate(None if took is None else tokens_a_second(cell, took))]
             for one, took in rows_of_model
         ]
         heads = ["part of the model", "status", "time (ms)", "of the sum", "tokens a second"]
-        found.append(tables.table(heads, lines))
+        found.append(harness.table(heads, lines))
     return "\n\n".join(found)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: the largest parts, and what one program saves beside its parts."""
-    told = [tables.ends(rows)]
+    """Sentences on the largest parts, and on the gain of one program over its parts."""
+    sentences = [tables.ends(rows)]
     for cell, of in groups(rows):
         sums = Totals(cell, of)
         if sums.parts is None:
@@ -346,20 +345,20 @@ def words(rows: Sequence[Row]) -> str:
         largest = ", ".join(
             f"{row['case']['part']} {row['median'] / sums.parts:.0%}" for row in parts[:3]
         )
-        beside = (
+        as_one = (
             ""
             if sums.whole is None
             else f"; as one program it takes {sums.whole / sums.parts:.2f} of that"
         )
-        told.append(
+        sentences.append(
             f"In {cell['phase']} of {cell['size']} at length {cell['length']} most of the parts' "
-            f"sum is {largest}{beside}."
+            f"sum is {largest}{as_one}."
         )
         if sums.model and sums.layers and sums.parts_of_model:
             outside = 1 - sums.layers / sums.parts_of_model
-            told.append(
+            sentences.append(
                 f"The model as one program takes {sums.model / sums.parts_of_model:.2f} of its "
                 f"layers, embedding, norm and head, of which those outside of layers are "
                 f"{outside:.0%}: {tables.rate(tokens_a_second(cell, sums.model))} tokens a second."
             )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))

@@ -1,4 +1,4 @@
-"""The process of a cell, from both ends: it is told what to measure, and writes rows.
+"""The process of a cell: the child, which measures, and the parent's handle of it.
 
 It reads JSON from its standard input, once it has loaded what every cell needs, and writes a line
 of JSON for each row to its standard output. So the next cell's can be started before it is needed.
@@ -20,7 +20,8 @@ from .commands import module_of
 from .tables import Row
 
 Cell = dict[str, Any]
-FOLDER = Path(__file__).resolve().parents[1]
+BENCHES = Path(__file__).resolve().parents[1]
+FOLDERS = (BENCHES, BENCHES.parent / "examples")
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{i}B": (1024 if i else 1000) ** (power + 1)
     for power, letter in enumerate("KMGT")
@@ -47,7 +48,7 @@ def child(read: Callable[[], str], write: Callable[[Row], None]) -> None:
     if cell.get("memory_limit") is not None:
         from train.__main__ import limit_gpu_memory
 
-        # JAX looks at it with its first array.
+        # JAX reads it with its first array.
         limit_gpu_memory(cell["memory_limit"])
     from .compiled import OutOfMemory
 
@@ -69,30 +70,31 @@ def child(read: Callable[[], str], write: Callable[[Row], None]) -> None:
 
 
 def child_command() -> list[str]:
-    """What runs a cell."""
+    """The command that runs a cell."""
     return [sys.executable, "-m", "transformer_bench", "cell"]
 
 
 class Process:
-    """A cell's process: it loads what it needs, and waits to be told to begin."""
+    """A cell's process: imports, waits for its task, and measures."""
 
     def __init__(
         self, command: str, cell: Cell, variants: Sequence[Cell], shares_device: bool = False
     ) -> None:
-        """Starts it, for these rows of a cell; it may share the device with others' processes."""
-        folders = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+        """Starts the process of these rows; others may use the device at the same time."""
+        folders = [*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-        # The last line of a traceback is then the error.
+        # The last line of a traceback is the error.
         environment["JAX_TRACEBACK_FILTERING"] = "off"
         if command == "kernels":
             from train.breakdown import show_kernels
 
             show_kernels(environment)
         if "gpu" in cell:
-            # That one need not be there.
+            # The GPU is only compiled for.
             environment["JAX_PLATFORMS"] = "cpu"
         if shares_device:
-            # In pieces memory comes apart, so that large arrays find no room: alone it is one.
+            # Alone a process preallocates, as a pool that grows fragments and has no room for
+            # large arrays.
             environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.task: dict[str, Any] = {"command": command, "cell": cell, "variants": list(variants)}
         self.is_told = False
@@ -107,18 +109,18 @@ class Process:
         )
 
     def begin(self) -> None:
-        """Tells it to begin, unless it has been told."""
+        """Sends the task, once."""
         stdin = self.process.stdin
         if self.is_told or stdin is None:
             return
         self.is_told = True
-        # One that ended already can't read; how it ended `rows` tells.
+        # The process has ended; `rows` reports how.
         with contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(self.task))
             stdin.close()
 
     def rows(self) -> Iterator[Row]:
-        """Its rows as they are written; what it did not come to is told of as well."""
+        """Yields rows as they are written, and last a row for each one that is missing."""
         stdout = self.process.stdout
         assert stdout is not None
         left = list(self.task["variants"])
@@ -128,40 +130,40 @@ class Process:
                 yield json.loads(line)
         code = self.process.wait()
         self.errors.seek(0)
-        told = self.errors.read()
+        printed = self.errors.read()
         if code == 0 and left:
-            told, code = "it ended before its last row", 1
+            printed, code = "it ended before its last row", 1
         for variant in left:
             yield {
                 "record": "row",
                 "command": self.task["command"],
                 "case": {**self.task["cell"], **variant},
-                **unfinished(code, told),
+                **unfinished(code, printed),
             }
 
     def close(self) -> None:
-        """Ends it, wherever it is."""
+        """Ends the process."""
         self.process.kill()
-        # Closes its pipes, too; one that it does not read any more can't take what is left.
+        # Closes the pipes; a process that has ended cannot take what is buffered.
         with contextlib.suppress(BrokenPipeError):
             self.process.__exit__(None, None, None)
         self.errors.close()
 
 
-def unfinished(code: int, told: str) -> Row:
+def unfinished(code: int, printed: str) -> Row:
     """Why a process ended early, by its exit code and what it printed."""
-    if is_out_of_memory(told):
-        line = next(one for one in told.splitlines() if is_out_of_memory(one))
+    if is_out_of_memory(printed):
+        line = next(one for one in printed.splitlines() if is_out_of_memory(one))
         return {"status": "OOM", "asked_bytes": asked_bytes(line)}
     if code == -signal.SIGKILL:
-        # Linux does so where memory is short.
+        # Linux kills processes if memory runs out.
         return {"status": "OOM", "asked_bytes": None, "error": "killed"}
-    lines = [line for line in told.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     return {"status": "failed", "error": lines[-1] if lines else f"exit code {code}"}
 
 
 def asked_bytes(text: str) -> int | None:
-    """The bytes that a message of XLA's allocator says were asked for; None if it says none."""
+    """The requested bytes in a message of XLA's allocator; None if it has none."""
     found = re.search(r"allocat\w*\D{0,20}?(\d+(?:\.\d+)?)\s*(bytes|[KMGT]?i?B)?\b", text)
     if not found:
         return None
@@ -170,5 +172,5 @@ def asked_bytes(text: str) -> int | None:
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether a message is of memory that there is not."""
+    """Whether a message says that memory ran out."""
     return "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or "MemoryError" in text

@@ -1,4 +1,4 @@
-"""Pictures of a page's tables, as SVG; what each shows is said in its title."""
+"""Pictures of a page's tables, as SVG, each with a title."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -7,13 +7,15 @@ from typing import Any
 from . import kernels, layers, memory, tables
 from .tables import Row
 
-# More bars than so many are not told apart.
+# The most bars that are legible.
 MOST = 24
 GREY = "0.75"
+# What a program's label has of its case.
+PROGRAM = ("size", "length", "policy", "mode")
 
 
 def figure_of(command: str, rows: Sequence[Row]) -> str | None:
-    """A picture of a command's rows; None where none of them has a figure."""
+    """A picture of a command's rows; None if none has a measurement."""
     found = tables.finished(rows)
     if not found or command not in PICTURES:
         return None
@@ -22,7 +24,7 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    # Text as text, and the same file from the same rows.
+    # Text is not drawn as outlines, and the same rows give the same file.
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": command, "font.size": 9}):
         count, draw = PICTURES[command]
         bars_high = 8 if command in ("precision", "attention") else min(MOST, max(8, len(found)))
@@ -36,11 +38,11 @@ def figure_of(command: str, rows: Sequence[Row]) -> str | None:
 
 
 def label(case: Row, *names: str) -> str:
-    """What tells a bar from others."""
+    """The label of a bar."""
     chosen = tables.kernels(case) if "norm" in case else "xla"
-    told = [str(case[name]) for name in names if name in case]
-    # On a line of its own, as it can be long.
-    return "\n".join([", ".join(told), *([] if chosen == "xla" else [chosen])])
+    texts = [str(case[name]) for name in names if name in case]
+    # On a line of its own, as kernels can be many.
+    return "\n".join([", ".join(texts), *([] if chosen == "xla" else [chosen])])
 
 
 def bars(axes: Any, values: dict[str, float], title: str) -> None:
@@ -76,17 +78,31 @@ def of_time(rows: Sequence[Row], axes: Any) -> None:
     """Average of steps, after the most steps of warm-up."""
     most = max(row["case"]["warmup"] for row in rows)
     values = {
-        label(row["case"], "size", "length", "policy", "mode"): row["average"]
+        label(row["case"], *PROGRAM): row["average"]
         for row in rows
         if row["case"]["warmup"] == most
     }
     bars(axes, values, f"average of a step (s), after {most} of warm-up")
 
 
+def of_compare(rows: Sequence[Row], axes: Any) -> None:
+    """Time of ours over XLA's, steps in line."""
+    values = {
+        label(row["case"], *PROGRAM): row["in_line_ours"] / row["in_line_xla"] for row in rows
+    }
+    bars(axes, values, "ours in times of XLA's, in line")
+
+
+def of_jit(rows: Sequence[Row], axes: Any) -> None:
+    """The median of each way to run a pass."""
+    values = {label(row["case"], *PROGRAM, "how"): row["median"] for row in rows}
+    bars(axes, values, "median of a pass (s)")
+
+
 def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """The peak by category, and temporaries over the largest programs' instructions."""
     values = {
-        label(row["case"], "size", "length", "policy", "mode"): {
+        label(row["case"], *PROGRAM): {
             name: row[f"{name}_bytes"] / 2**20 for name in memory.CATEGORIES
         }
         for row in rows
@@ -96,7 +112,7 @@ def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
     for row in [row for row in ordered if row.get("timeline")][:4]:
         points = [count / 2**20 for count in row["timeline"]]
         places = [at / len(points) for at in range(len(points))]
-        named = label(row["case"], "size", "length", "policy", "mode")
+        named = label(row["case"], *PROGRAM)
         below.plot(places, points, label=named, drawstyle="steps-post")
     below.set_title("temporaries in use (MiB)")
     below.set_xlabel("share of the program's instructions that have run")
@@ -105,7 +121,7 @@ def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
-    """Shares of the parts in a layer's sum, and of what is around the layers in the model's."""
+    """Shares of the parts in a layer's sum, and of the other parts in the model's sum."""
     of_layer: dict[str, dict[str, float]] = {}
     of_model: dict[str, dict[str, float]] = {}
     for cell, found in layers.groups(rows):
@@ -133,7 +149,7 @@ def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 
 def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
-    """Shares of parts and of kinds in the time of all kernels; of many, at the longest lengths."""
+    """Shares of parts and kinds in the time of all kernels, at the longest lengths if many."""
     rows = rows if len(rows) <= MOST else kernels.longest(rows)
     for place, key, title in (
         (axes, "by_part", "kernels by part (share of time)"),
@@ -153,8 +169,7 @@ def of_precision(rows: Sequence[Row], axes: Any, below: Any) -> None:
     for row in rows:
         if row["case"]["what"] == "pass":
             errors = row["gradient_errors"]
-            named = label({"size": row["case"]["size"], "policy": row["case"]["policy"]},
-                          "size", "policy")  # fmt: skip
+            named = f"{row['case']['size']}, {row['case']['policy']}"
             axes.plot(list(errors), list(errors.values()), "o-", label=named)
     axes.set_yscale("log")
     axes.tick_params(axis="x", rotation=60)
@@ -190,20 +205,7 @@ def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
             place.legend(fontsize=7)
 
 
-def of_compare(rows: Sequence[Row], axes: Any) -> None:
-    """Ours in times of XLA's, steps in line."""
-    names = ("size", "length", "policy", "mode")
-    values = {label(row["case"], *names): row["in_line_ours"] / row["in_line_xla"] for row in rows}
-    bars(axes, values, "ours in times of XLA's, in line")
-
-
-def of_jit(rows: Sequence[Row], axes: Any) -> None:
-    """The median of each way to run a pass."""
-    names = ("size", "length", "policy", "mode", "how")
-    bars(axes, {label(row["case"], *names): row["median"] for row in rows}, "median of a pass (s)")
-
-
-# How many axes a command's picture has, and what draws on them.
+# The number of axes of a command's picture, and the function that draws on them.
 PICTURES: dict[str, tuple[int, Callable[..., None]]] = {
     "time": (1, of_time),
     "compare": (1, of_compare),

@@ -1,12 +1,14 @@
-"""`time`: seconds a step by size, length and steps of warm-up."""
+"""`time`: seconds of a step by size, length and steps of warm-up."""
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
-from .config import Spec, cell_of
+from .config import Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -14,24 +16,19 @@ Cell = dict[str, Any]
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode and number of warm-ups."""
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        yield (
-            cell_of(spec, size, length, policy),
-            [
-                {"mode": mode, "warmup": warmup, "steps": spec.steps}
-                for mode, warmup in itertools.product(spec.modes, spec.warmups)
-            ],
-        )
+    rows = [
+        {"mode": mode, "warmup": warmup, "steps": spec.steps}
+        for mode, warmup in itertools.product(spec.modes, spec.warmups)
+    ]
+    return ((cell, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes parameters and data, and returns what measures a row.
+    """Makes parameters and data, and returns a function that measures a row.
 
     Raises:
-        OutOfMemory: The parameters have no room.
+        OutOfMemory: The parameters do not fit.
     """
-    import jax
-
     from . import model
     from .compiled import Compiling, OutOfMemory, device_limit
 
@@ -43,21 +40,21 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     params = Compiling(lambda: model.parameters(program), limit)()
     batch = model.random_batch(cell)
 
-    def call_of(mode: str) -> Callable[[], Any]:
+    def start_of(mode: str) -> Callable[[], Any]:
         if mode == "step":
-            # The parameters of the other modes stay.
+            # The parameters of the other modes stay in memory.
             left = None if limit is None else limit - needed
             start = starter(program, mode, left, [Compiling(program._initial, left)()], batch)
         else:
             start = starter(program, mode, limit, [params], batch)
-        return lambda: jax.block_until_ready(start())
+        return start
 
     sequences: dict[str, Steps] = {}
 
     def measure(variant: Cell) -> Row:
         mode, warmup, steps = (variant[name] for name in ("mode", "warmup", "steps"))
         if mode not in sequences:
-            sequences[mode] = Steps(call_of(mode))
+            sequences[mode] = Steps(start_of(mode))
         with model.attention_by(cell["attention"]):
             found = sequences[mode].first(warmup + steps)
         return {**summary(found[:warmup], found[warmup:]), "limit_bytes": limit}
@@ -68,7 +65,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 def starter(
     program: Any, mode: str, limit: int | None, held: list[Any], batch: Any
 ) -> Callable[[], Any]:
-    """What starts a step of a mode, does not wait, and returns the results; compiled at first.
+    """Returns what starts a step of a mode and returns its results; the first call compiles.
 
     `held` has parameters, or for `step` the state, in whose place each step leaves the next one.
     """
@@ -91,19 +88,17 @@ def starter(
 class Steps:
     """The seconds of a mode's steps, one after another; the first one compiles.
 
-    Each row has the steps after those of its warm-up, so that a mode compiles once.
+    All rows of a mode take their steps from this sequence, so that a mode compiles once.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        """Takes what runs a step, and waits for its results."""
-        self.call = call
+    def __init__(self, start: Callable[[], Any]) -> None:
+        """Takes what starts a step."""
+        self.start = start
         self.seconds: list[float] = []
 
     def first(self, count: int) -> list[float]:
-        """So many, from the first one on; those that there are not yet are run."""
-        from .model import timed
-
-        self.seconds += timed(self.call, 0, count - len(self.seconds))[1]
+        """The seconds of the first `count` steps; runs those that are missing."""
+        self.seconds += harness.seconds_of_each(self.start, count - len(self.seconds))
         return self.seconds[:count]
 
 
@@ -118,32 +113,27 @@ def summary(warm: Sequence[float], found: Sequence[float]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = [
-        "size",
-        "batch",
-        "length",
-        "policy",
-        "kernels",
-        "pass",
-        "warm-up steps",
-        "status",
-        "total (s)",
-    ]
-    heads += ["warm-up (s)", "average (s)", "standard deviation (s)"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        names = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        names += [tables.kernels(case), case["mode"], str(case["warmup"])]
-        figures = [row.get(name) for name in ("total", "warmup_total", "average", "deviation")]
-        lines.append([*names, tables.status(row), *map(tables.seconds, figures)])
-    return tables.table(heads, lines)
+    """A line for each row."""
+    names = ("total", "warmup_total", "average", "deviation")
+    heads = ("total (s)", "warm-up (s)", "average (s)", "standard deviation (s)")
+    warmup = ("warm-up steps", lambda row: str(row["case"]["warmup"]))
+    return tables.listing(
+        rows,
+        [
+            *tables.of_case("size", "batch", "length", "policy", "kernels", "mode"),
+            warmup,
+            ("status", tables.status),
+            *(
+                (head, tables.of_figure(name, tables.seconds))
+                for head, name in zip(heads, names, strict=True)
+            ),
+        ],
+    )
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: backward beside forward, warm-up, and ours beside XLA's by pass."""
-    told = [tables.ends(rows)]
+    """Sentences on backward and forward, warm-up, and ours and XLA's by pass."""
+    sentences = [tables.ends(rows)]
     by: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in tables.finished(rows):
         case = row["case"]
@@ -159,18 +149,18 @@ def words(rows: Sequence[Row]) -> str:
             if warmup == 0 and most > 0 and (mode, most) in of:
                 cold.append(row["average"] / of[mode, most]["average"])
     if backward:
-        told.append(
+        sentences.append(
             f"Forward and backward take {tables.span(backward)} times as long as forward alone, "
             "after the most steps of warm-up."
         )
     if cold:
-        told.append(
+        sentences.append(
             f"Without warm-up the average is {tables.span(cold)} times as long, as the first of "
             "its steps traces and compiles; its standard deviation is that step's, too."
         )
     warm = [row for row in tables.finished(rows) if row["case"]["warmup"] > 0]
-    for name, pairs in tables.beside_xla(warm).items():
+    for name, pairs in tables.pairs_with_xla(warm).items():
         for mode, of_mode in tables.by(pairs, "mode").items():
             took = tables.compared_times(of_mode, "average")
-            told.append(f"With kernels {name} a warm {mode} takes {took}")
-    return " ".join(filter(None, told))
+            sentences.append(f"With kernels {name} a warm {mode} takes {took}")
+    return " ".join(filter(None, sentences))

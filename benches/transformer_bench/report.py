@@ -1,4 +1,4 @@
-"""`report`: one page of what other commands wrote as JSON lines."""
+"""`report`: one page of the JSON lines of other commands."""
 
 import base64
 import json
@@ -9,24 +9,13 @@ from train import log
 from train.config import InputError
 
 from . import plots
-from .commands import MODULES, module_of
+from .commands import COMMANDS, module_of
 from .runner import read_rows
 from .tables import Row
 
-TITLES = {
-    "time": "Time of a step",
-    "compare": "XLA's kernels and ours in turns",
-    "memory": "Memory of a program",
-    "layers": "Where a layer's time goes",
-    "kernels": "Which kernels take a step's time",
-    "precision": "Precision",
-    "attention": "Attention alone",
-    "jit": "Op by op, and compiled",
-}
-
 
 def section(command: str, rows: Sequence[Row]) -> str:
-    """A command's table, and what it shows in words."""
+    """A command's table and sentences."""
     module = module_of(command)
     return f"{module.table(rows)}\n\n{module.words(rows)}\n"
 
@@ -45,7 +34,7 @@ def starts(path: Path) -> list[Row]:
 
 
 def embedded(picture: str) -> str:
-    """The address of a picture that is in a page itself."""
+    """The address of a picture embedded in a page."""
     return f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
 
 
@@ -65,26 +54,26 @@ def page(paths: Sequence[Path], place: Callable[[str, str], str] | None = None) 
         names = ", ".join(map(str, paths))
         raise InputError(f"no row is in {names}: name files that --json made")
     parts = ["# A transformer taken apart\n"]
-    for command in MODULES:
+    for command, (_, _, title) in COMMANDS.items():
         of_command = [row for row in rows if row["command"] == command]
         if of_command:
-            parts.append(f"## {TITLES[command]}\n\n{section(command, of_command)}")
+            parts.append(f"## {title}\n\n{section(command, of_command)}")
             picture = plots.figure_of(command, of_command) if place is not None else None
             if place is not None and picture is not None:
-                parts.append(f"![{TITLES[command]}]({place(command, picture)})\n")
+                parts.append(f"![{title}]({place(command, picture)})\n")
     machines: dict[str, list[str]] = {}
     for path in paths:
         for record in starts(path):
             machine, load = record["machine"], record.get("load")
             versions = ", ".join(f"{name} {one}" for name, one in record["versions"].items())
             where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}"
-            told_malloc = [f"{name}={value}" for name, value in record.get("malloc", {}).items()]
-            where += "".join(f"; {one}" for one in told_malloc)
+            malloc = [f"{name}={value}" for name, value in record.get("malloc", {}).items()]
+            where += "".join(f"; {one}" for one in malloc)
             busy = "" if load is None else f" at a load of {load:.1f}"
             ran = f"`{record['command']}` on {log.day(record['unix_time'])}{busy}"
             machines.setdefault(where, []).append(ran)
-    told = [f"- {where}: {', '.join(ran)}" for where, ran in machines.items()]
-    parts.append("## Machines and versions\n\n" + "\n".join(told) + "\n")
+    lines = [f"- {where}: {', '.join(ran)}" for where, ran in machines.items()]
+    parts.append("## Machines and versions\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
@@ -93,7 +82,7 @@ def html(text: str) -> str:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark").enable("table")
-    # It refuses pictures that are in the page, of any kind but a few.
+    # By default it refuses embedded SVG.
     markdown.validateLink = lambda url: True  # type: ignore[method-assign]
     body = markdown.render(text)
     style = "body{font:16px sans-serif;margin:2em}td,th{padding:0 .6em}img{max-width:100%}"

@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from . import layers, tables
 from .config import Spec
 from .tables import Row
 
 Cell = dict[str, Any]
 PRODUCT, FUSED, REST = "matrix product", "fused kernel", "other"
-# Of libraries that XLA calls for products: cuBLAS, Triton's fusions of them, oneDNN, YNNPACK.
+# Library calls for GEMMs: cuBLAS, Triton's GEMM fusions, oneDNN, YNNPACK.
 LIBRARY = re.compile(r'(?i)gemm|matmul|cublas|"__[^"]*dot')
 # Kernels of this project, and cuDNN's attention.
 OWN = re.compile(r'^"xentile_|fmha')
 TOP = 10
-# What of a case says how often it was measured: figures are medians, or means of a step.
+# Keys of a case that only say how often it was measured.
 REPEATS = ("steps",)
-# Models of a phase that are told of one by one.
+# The most models of a phase that have sentences of their own.
 FEW = 4
 
 
@@ -35,7 +37,7 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 def scope_of(names: Sequence[str]) -> Callable[[str], str]:
-    """What finds the innermost of these parts in a scope's name; "" where there is none."""
+    """Returns what finds the innermost of these parts in a scope's name; "" for none."""
     either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     pattern = re.compile(rf"(?<=[/(])({either})(?=[/)])")
 
@@ -79,23 +81,22 @@ def kinds_of_program(text: str) -> dict[str, str]:
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what times a program, and then profiles it."""
+    """Returns a function that times a program, and then profiles it."""
     import jax
     from train.breakdown import Profiler
 
-    from . import model
     from .compiled import device_limit
 
     def measure(variant: Cell) -> Row:
         call, run = layers.call_of(cell, variant["part"], device_limit(cell["memory_limit"]))
-        found = model.timed_in_turn(call, cell["steps"])
+        found = harness.steady_seconds(call, cell["steps"])
         steps: int = cell["steps"]
         with tempfile.TemporaryDirectory() as folder:
             profiler = Profiler(Path(folder), 0, steps - 1, is_of_kernels=True)
             for step in range(steps):
                 profiler.before(step)
                 result = call()
-                # As they are timed: on a GPU they follow one another without a wait.
+                # As in timing: on a GPU steps follow one another without a wait.
                 if step == steps - 1 or jax.default_backend() != "gpu":
                     jax.block_until_ready(result)
                 profiler.after(step)
@@ -106,7 +107,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
 
 def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
-    """The figures of a profile of the program `text`, a step each.
+    """Measurements per step from a profile of the program `text`.
 
     Raises:
         ValueError: The profile has no kernel of the program.
@@ -152,17 +153,17 @@ def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
 
 
 def of(row: Row) -> str:
-    """What a row's profile is of, a layer or the model; rows of old are of the model."""
+    """The program of a row, a layer or the model; old rows are of the model."""
     return str(row["case"].get("part", layers.MODEL))
 
 
 def title(row: Row) -> str:
-    """What a row's tables are of."""
+    """The title of a row's tables."""
     return f"{of(row).capitalize()} of {layers.title(row['case'])}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a profile, ours beside XLA's, and for some tables of parts and dominant kernels."""
+    """A line for each profile, ours over XLA's, and tables of parts and dominant kernels."""
     heads = ["size", "length", "policy", "kernels", "phase", "program", "status", "a step (ms)"]
     heads += ["in kernels (ms)", "tokens a second"]
     heads += ["launches a step", "matrix products", "attention's products", "its softmax and rest"]
@@ -182,19 +183,19 @@ def table(rows: Sequence[Row]) -> str:
             ]
             line += largest(row)
         lines.append(line + [""] * (len(heads) - len(line)))
-    found = [tables.table(heads, lines), *beside_xla(rows)]
+    found = [harness.table(heads, lines), *pairs_with_xla(rows)]
     for row in longest(tables.finished(rows)):
         found += [f"{title(row)}:\n\n{by_part(row)}", dominant(row)]
     return "\n\n".join(found)
 
 
-def beside_xla(rows: Sequence[Row]) -> list[str]:
-    """A table for each choice of kernels that has ours, with a line for each pair of profiles."""
+def pairs_with_xla(rows: Sequence[Row]) -> list[str]:
+    """A table for each choice of kernels with ours, a line for each pair of profiles."""
     heads = ["size", "length", "policy", "phase", "program", "XLA's step (ms)", "ours (ms)"]
     heads += ["ours of XLA's", "XLA's kernels (ms)", "ours (ms)", "XLA's launches", "ours"]
     heads += ["XLA's matrix products", "ours"]
     found = []
-    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+    for name, pairs in tables.pairs_with_xla(rows, *REPEATS).items():
         lines = []
         for pair in pairs:
             ours, of_xla = pair
@@ -206,12 +207,12 @@ def beside_xla(rows: Sequence[Row]) -> list[str]:
             line += [f"{one['launches']:,.0f}" for one in (of_xla, ours)]
             line += [f"{share_of_products(one):.1%}" for one in (of_xla, ours)]
             lines.append(line)
-        found.append(f"Kernels {name} beside XLA's:\n\n{tables.table(heads, lines)}")
+        found.append(f"Kernels {name} beside XLA's:\n\n{harness.table(heads, lines)}")
     return found
 
 
 def longest(rows: Sequence[Row]) -> list[Row]:
-    """Of rows that differ in their length alone the longest; these have tables of their own."""
+    """The longest of rows that differ only in length; these have tables of their own."""
     found: dict[str, Row] = {}
     for row in rows:
         name = repr({**row["case"], "length": None})
@@ -221,7 +222,7 @@ def longest(rows: Sequence[Row]) -> list[Row]:
 
 
 def largest(row: Row) -> list[str]:
-    """The dominant kernel by its part and share, and that which is no product."""
+    """The dominant kernel by part and share, and the dominant one that is no GEMM."""
     return [
         f"{one['part']} {one['seconds'] / row['kernels']:.0%}" if one else ""
         for one in (row["top"][0], largest_other(row))
@@ -229,24 +230,24 @@ def largest(row: Row) -> list[str]:
 
 
 def largest_other(row: Row) -> Row | None:
-    """The dominant kernel that is no product; None where products are all that is kept."""
+    """The dominant kernel that is no GEMM; None if the row has GEMMs alone."""
     return next((one for one in row["top"] if one["kind"] != PRODUCT), None)
 
 
 def share_of_products(row: Row) -> float:
-    """Of the time of all kernels."""
+    """The share of GEMMs in the time of all kernels."""
     return float(row["by_kind"].get(PRODUCT, 0) / row["kernels"])
 
 
 def by_part(row: Row) -> str:
-    """A table of a profile's parts, with their sum and what was measured without a profile."""
+    """A table of a profile's parts, their sum, and the time without a profile."""
     total, count = row["kernels"], row["case"]["layers"]
     is_layer = of(row) == layers.WHOLE
     lines = []
     for name, took in row["by_part"].items():
         line = [name, f"{1e3 * took:.4g}", f"{took / total:.1%}"]
         if not is_layer:
-            # Of an instruction that serves several parts, or none, no layer has its share.
+            # Instructions outside of layers have no share in a layer.
             is_whole = layers.around(name) or name == "other"
             line.append("" if is_whole else f"{1e3 * took / count:.4g}")
         lines.append(line)
@@ -259,7 +260,7 @@ def by_part(row: Row) -> str:
             [name, f"{1e3 * took:.4g}", f"{took / total:.1%}", *([] if is_layer else [""])]
         )
     heads = ["part", "time (ms)", "of all kernels", *([] if is_layer else ["a layer (ms)"])]
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def dominant(row: Row) -> str:
@@ -273,27 +274,27 @@ def dominant(row: Row) -> str:
         for one in row["top"]
     ]
     heads = ["dominant kernel", "kind", "part", "times a step", "time (ms)", "of all kernels"]
-    return tables.table(heads, lines)
+    return harness.table(heads, lines)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: products, dominant kernels, attention, launches; sums of layers."""
-    told = [tables.ends(rows)]
+    """Sentences on GEMMs, dominant kernels, attention, launches and sums of layers."""
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     phases = dict.fromkeys(row["case"]["phase"] for row in found)
     for phase in phases:
         models = [row for row in found if of(row) == layers.MODEL and row["case"]["phase"] == phase]
         if len(models) > FEW:
-            told.append(of_models(models))
+            sentences.append(of_models(models))
         else:
-            told += [line for row in models for line in of_model(row)]
+            sentences += [line for row in models for line in of_model(row)]
     for phase in phases:
         of_layers = [
             row for row in found if of(row) == layers.WHOLE and row["case"]["phase"] == phase
         ]
         if of_layers:
-            told.append(of_sums(of_layers))
-    for name, pairs in tables.beside_xla(rows, *REPEATS).items():
+            sentences.append(of_sums(of_layers))
+    for name, pairs in tables.pairs_with_xla(rows, *REPEATS).items():
         for phase, of_phase in tables.by(pairs, "phase").items():
             for program in (layers.WHOLE, layers.MODEL):
                 chosen = [pair for pair in of_phase if of(pair[0]) == program]
@@ -303,16 +304,16 @@ def words(rows: Sequence[Row]) -> str:
                         tables.span([tables.ratio(pair, figure) for pair in chosen])
                         for figure in ("kernels", "launches")
                     )
-                    told.append(
+                    sentences.append(
                         f"In {phase} with kernels {name} the {program} takes {took}; its kernels "
                         f"alone take {alone} of the time of XLA's, and are {launches} of their "
                         "number."
                     )
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, sentences))
 
 
 def between_kernels(row: Row) -> float:
-    """Seconds of a step in which no kernel ran, by the profile; 0 where it doesn't say.
+    """Seconds of a step in which no kernel ran, by the profile; 0 if it does not say.
 
     A profile makes them longer, where starting kernels takes longer than they run: they count for
     no more than what kernels lack of the time that was measured without one.
@@ -321,19 +322,19 @@ def between_kernels(row: Row) -> float:
 
 
 def of_sums(rows: Sequence[Row]) -> str:
-    """What the rows of layers add up to, beside what was measured without a profile."""
+    """A sentence on the sum of a layer's kernels and its time without a profile."""
     alone = tables.span([row["kernels"] / row["median"] for row in rows])
-    told = (
+    sentence = (
         f"In {rows[0]['case']['phase']} the kernels of a layer add up to {alone} of what it takes"
     )
     if any(row.get("idle") for row in rows):
         ratios = [(row["kernels"] + between_kernels(row)) / row["median"] for row in rows]
-        told += f", and to {tables.span(ratios)} with the time between them"
-    return f"{told}."
+        sentence += f", and to {tables.span(ratios)} with the time between them"
+    return f"{sentence}."
 
 
 def of_models(rows: Sequence[Row]) -> str:
-    """What profiles of many models of a phase show: products, launches, and what else is large."""
+    """A sentence on the profiles of many models of a phase: GEMMs, launches, large kernels."""
     rows = sorted(rows, key=share_of_products)
     ends = [
         f"{share_of_products(row):.0%} ({row['case']['size']} at length {row['case']['length']})"
@@ -341,20 +342,20 @@ def of_models(rows: Sequence[Row]) -> str:
     ]
     launches = [row["launches"] for row in rows]
     parts = Counter(other["part"] for other in map(largest_other, rows) if other)
-    told = (
+    sentence = (
         f"In {rows[0]['case']['phase']} matrix products take {ends[0]} to {ends[1]} of the "
         f"kernels' time in {len(rows)} models, which launch {min(launches):,.0f} to "
         f"{max(launches):,.0f} kernels a step"
     )
     for part, count in parts.most_common(1):
-        told += f"; the largest kernel that is no product is of {part} in {count}"
-    return f"{told}."
+        sentence += f"; the largest kernel that is no product is of {part} in {count}"
+    return f"{sentence}."
 
 
 def of_model(row: Row) -> list[str]:
-    """What a profile of a model shows: launches, products, dominant kernels, and attention."""
+    """Sentences on a model's profile: launches, GEMMs, dominant kernels, and attention."""
     case, total, top = row["case"], row["kernels"], row["top"]
-    told = [
+    sentences = [
         f"{case['phase'].capitalize()} of {case['size']} at length {case['length']} in "
         f"{case['policy']} launches {row['launches']:,.0f} kernels a step, of "
         f"{row['distinct']:,} different ones; matrix products are "
@@ -363,15 +364,15 @@ def of_model(row: Row) -> list[str]:
     ]
     other = largest_other(row)
     if other and other is not top[0]:
-        told[0] += (
+        sentences[0] += (
             f", the largest that is no product {other['name']} ({other['part']}) with "
             f"{other['seconds'] / total:.0%}"
         )
-    told[0] += "."
+    sentences[0] += "."
     products, rest = (row["attention"].get(kind, 0) for kind in (PRODUCT, REST))
     if products and rest:
-        told.append(
+        sentences.append(
             f"In attention softmax, masks and copies take {rest / products:.2f} times as long "
             "as its products."
         )
-    return told
+    return sentences

@@ -1,38 +1,37 @@
-"""`memory`: what a program holds by category, from XLA's buffer assignment.
+"""`memory`: a program's memory by category, from XLA's buffer assignment.
 
 Nothing runs, but where the device counts its memory: there a step says what its peak was. So
 several cells can be compiled at once, and step one after another; and with `gpu` for a GPU that is
 not there.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+
 from . import tables
-from .config import GIB, Spec, cell_of
+from .config import GIB, Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
 # In the order of the table; `temporaries` are XLA's, in which `of_logits` lie.
 CATEGORIES = ("parameters", "optimizer", "batch", "gradients", "results", "temporaries")
 
-# How near the device's count of a peak is to be to XLA's.
+# A device's count of the peak within this share of XLA's is near it.
 NEAR = 0.03
 HELD: list[Any] = []
 
 
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode."""
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        cell = cell_of(spec, size, length, policy)
-        if spec.gpu is not None:
-            cell["gpu"] = spec.gpu
-        yield cell, [{"mode": mode} for mode in spec.modes]
+    more = {} if spec.gpu is None else {"gpu": spec.gpu}
+    rows = [{"mode": mode} for mode in spec.modes]
+    return (({**cell, **more}, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Returns what compiles a mode's program and counts its bytes."""
+    """Returns a function that compiles a mode's program and counts its bytes."""
     import jax
     from train.step import program_bytes
 
@@ -80,7 +79,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             **{f"{name}_bytes": held[name] for name in CATEGORIES},
             "peak_bytes": peak,
             **({} if gpu else measured_peak(cell, program, mode, compiled)),
-            # By arithmetic: in float32, as the loss of XLA takes them; ours holds none.
+            # By arithmetic: XLA's loss takes them in float32; ours holds none.
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
             **stream,
@@ -91,35 +90,33 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 
 
 def measured_peak(cell: Cell, program: Any, mode: str, compiled: Any) -> Row:
-    """The most bytes in use as the compiled program runs once, where its device counts them.
+    """The peak in bytes of one run of a compiled program, if its device counts memory.
 
-    Bytes that were in use besides its arguments are told apart. The count is of the process so far:
-    where it does not rise, nothing is known.
+    Bytes in use besides its arguments are reported separately. The device counts the peak of the
+    whole process: nothing is known if it does not rise.
     """
     import jax
 
     from . import model
 
-    def so_far(name: str = "peak_bytes_in_use") -> int:
-        return int((jax.devices()[0].memory_stats() or {}).get(name, 0))
-
-    if not so_far():
+    if not harness.device_bytes():
         return {}
     first = program._initial if mode == "step" else lambda: model.parameters(program)
     make = jax.jit(first).lower().compile()
     wait_for_device()
     arguments = jax.block_until_ready((make(), model.random_batch(cell)))
-    besides = so_far("bytes_in_use") - compiled.memory_analysis().argument_size_in_bytes
-    before = so_far()
+    in_use = harness.device_bytes("bytes_in_use") or 0
+    besides = in_use - compiled.memory_analysis().argument_size_in_bytes
+    before = harness.device_bytes() or 0
     jax.block_until_ready(compiled(*arguments))
-    after = so_far()
+    after = harness.device_bytes() or 0
     if after <= before:
         return {}
     return {"measured_bytes": after - besides, "besides_bytes": besides}
 
 
 def wait_for_device() -> None:
-    """Waits until no other cell holds the device's memory, and holds it till this process ends.
+    """Waits until no other cell holds the device's memory, and holds it until this process ends.
 
     XLA's allocator keeps what it took till then. The lock is of this file, which all of them have.
     """
@@ -131,7 +128,7 @@ def wait_for_device() -> None:
 
 
 def stream_bytes(program: Any, cell: Cell) -> Row:
-    """What the backward pass keeps of the forward pass, and of that the residual stream.
+    """Bytes of the residuals of the forward pass, and of the residual stream among them.
 
     JAX says the shapes of what it keeps. The stream by arithmetic is layers x B x T x D numbers,
     twice, as a block begins with the stream and a branch that is still to be added to it; it is
@@ -154,7 +151,7 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
     each = 4 if cell["policy"] == "float32" else 2
     streams = [leaf for leaf in kept(bare) if leaf.shape == shape]
     tokens = cell["batch"] * cell["length"]
-    # What grows with the batch: weights in the dtype of the pass are kept as well, and are none.
+    # Activations grow with the batch; weights in the pass's dtype are saved, too, and do not.
     larger = kept(model.program_of({**cell, "batch": 2 * cell["batch"]}))
     pairs = zip(kept(program), larger, strict=True)
     activations = [leaf for leaf, other in pairs if leaf.shape != other.shape]
@@ -166,7 +163,7 @@ def stream_bytes(program: Any, cell: Cell) -> Row:
 
 
 def title(row: Row) -> str:
-    """What a program is, in words."""
+    """A program in words."""
     case = row["case"]
     place = f" on {case['gpu']}" if "gpu" in case else ""
     return f"{case['mode']} of {case['size']} at length {case['length']} in {case['policy']}{place}"
@@ -178,58 +175,44 @@ def largest(row: Row) -> str:
         [tables.size(of["bytes"]), of["what"], of["scope"] or of["name"], of["line"]]
         for of in row["buffers"]
     ]
-    text = tables.table(["size", "kind", "made by, or name", "line of the model"], lines)
+    text = harness.table(["size", "kind", "made by, or name", "line of the model"], lines)
     return f"Largest buffers, {title(row)}, kernels {tables.kernels(row['case'])}:\n\n{text}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a program with sizes by category; then a table of the largest buffers of each."""
-    is_described = any("gpu" in row["case"] for row in rows)
-    heads = [
-        "size",
-        "batch",
-        "length",
-        "policy",
-        *(["device"] if is_described else []),
-        "kernels",
-        "program",
-        "status",
-        *CATEGORIES,
-        "peak",
-        "measured",
+    """A line for each program with sizes by category, and tables of their largest buffers."""
+    columns = tables.of_case("size", "batch", "length", "policy")
+    if any("gpu" in row["case"] for row in rows):
+        columns.append(("device", lambda row: row["case"].get("gpu", "this one")))
+    columns += [
+        *tables.of_case("kernels"),
+        ("program", lambda row: row["case"]["mode"]),
+        ("status", tables.status),
     ]
-    heads += ["logits (arithmetic)", "kept for backward", "residual stream"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        line += [case.get("gpu", "this one")] if is_described else []
-        line += [tables.kernels(case), case["mode"], tables.status(row)]
-        line += [
-            tables.size(row.get(f"{name}_bytes")) for name in (*CATEGORIES, "peak", "measured")
-        ]
-        line += [tables.size(row.get(name)) for name in ("of_logits_bytes", "kept_bytes")]
-        lines.append([*line, tables.size(row.get("stream_bytes"))])
+    sizes = {name: f"{name}_bytes" for name in (*CATEGORIES, "peak", "measured")}
+    sizes |= {"logits (arithmetic)": "of_logits_bytes", "kept for backward": "kept_bytes"}
+    sizes["residual stream"] = "stream_bytes"
+    columns += [(head, tables.of_figure(name, tables.size)) for head, name in sizes.items()]
     parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
-    return "\n\n".join([tables.table(heads, lines), *parts])
+    return "\n\n".join([tables.listing(rows, columns), *parts])
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: where the peak is, and whether the stream is what arithmetic says."""
-    told = [tables.ends(rows)]
+    """Sentences on the peak, and on whether the residual stream has its expected size."""
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     if found:
         top = max(found, key=lambda row: row["peak_bytes"])
         category = max(CATEGORIES, key=lambda name: top[f"{name}_bytes"])
         share = top[f"{category}_bytes"] / top["peak_bytes"]
-        told.append(
+        sentences.append(
             f"The largest program is {title(top)} with {tables.size(top['peak_bytes'])}, "
             f"{share:.0%} of it {category}."
         )
         temporaries = [of for of in top.get("buffers", ()) if of["what"] == "temporary"]
         if temporaries:
             first = temporaries[0]
-            told.append(
+            sentences.append(
                 f"Its largest temporary has {tables.size(first['bytes'])}, made by "
                 f"{first['scope'] or first['name']} ({first['line'] or 'no line of the model'})."
             )
@@ -237,7 +220,7 @@ def words(rows: Sequence[Row]) -> str:
     if counted:
         ratios = [row["measured_bytes"] / row["peak_bytes"] for row in counted]
         near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-        told.append(
+        sentences.append(
             f"The peak that the device counts is {tables.span(ratios)} of XLA's by category, and "
             f"within {NEAR:.0%} of it in {near} of {len(ratios)} programs."
         )
@@ -245,18 +228,18 @@ def words(rows: Sequence[Row]) -> str:
     wrong = [row for row in streams if row["stream_bytes"] != row["stream_expected_bytes"]]
     if streams and not wrong:
         shares = [row["stream_bytes"] / row["kept_bytes"] for row in streams]
-        told.append(
+        sentences.append(
             "The residual stream at each block's start (the stream, and a branch still to be "
             "added) has the size that arithmetic says, 2 x layers x batch x length x width, in all "
             f"of them: {tables.span(shares)} of what the backward pass keeps without recomputing."
         )
     for row in wrong:
-        told.append(
+        sentences.append(
             f"The residual stream of {row['case']['size']} at length {row['case']['length']} has "
             f"{row['stream_bytes']} bytes, and by arithmetic {row['stream_expected_bytes']}."
         )
-    for name, pairs in tables.beside_xla(rows).items():
+    for name, pairs in tables.pairs_with_xla(rows).items():
         for mode, of_mode in tables.by(pairs, "mode").items():
             held = tables.compared(of_mode, "peak_bytes", "XLA's")
-            told.append(f"With kernels {name} the peak of {mode} is {held}.")
-    return " ".join(filter(None, told))
+            sentences.append(f"With kernels {name} the peak of {mode} is {held}.")
+    return " ".join(filter(None, sentences))

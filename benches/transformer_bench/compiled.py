@@ -1,4 +1,4 @@
-"""Programs that are compiled as they are first called, and held to a limit of memory."""
+"""Programs that are compiled at their first call, within a memory limit."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from .config import GIB
 
 
 class OutOfMemory(Exception):
-    """A program that has no room; `asked` are the bytes that it needs in all."""
+    """A program does not fit; `asked` is its total in bytes."""
 
     def __init__(self, asked: int) -> None:
         """Takes the bytes."""
@@ -17,7 +17,7 @@ class OutOfMemory(Exception):
 
 
 def device_limit(memory_limit: float | None) -> int | None:
-    """The bytes that a program may take where the device's allocator enforces none.
+    """The memory limit of a program in bytes, where the device's allocator enforces none.
 
     None on a GPU, whose allocator does. Else the limit given, or what the machine has available.
     """
@@ -35,15 +35,15 @@ def device_limit(memory_limit: float | None) -> int | None:
 
 
 class Compiling:
-    """A function that is compiled as it is first called, and held to a limit of memory."""
+    """A function that is compiled at its first call, within a memory limit."""
 
     def __init__(self, function: Any, limit: int | None, **options: Any) -> None:
-        """Takes the function, the most bytes that it may hold, and options of `jax.jit`."""
+        """Takes the function, the limit in bytes, and options of `jax.jit`."""
         self.function, self.limit, self.options = function, limit, options
         self.compiled: Any = None
 
     def compile(self, *arguments: Any) -> None:
-        """Compiles it for such arguments.
+        """Compiles the function for arguments.
 
         Raises:
             OutOfMemory: The program holds more than the limit.
@@ -57,13 +57,13 @@ class Compiling:
             raise OutOfMemory(needed)
 
     def start(self, *arguments: Any) -> Any:
-        """The function's results, which may not be ready; raises what `compile` does."""
+        """Starts the function and returns its results; raises what `compile` does."""
         if self.compiled is None:
             self.compile(*arguments)
         return self.compiled(*arguments)
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's results, ready; raises what `start` does."""
+        """Runs the function and waits for its results; raises what `compile` does."""
         import jax
 
         return jax.block_until_ready(self.start(*arguments))

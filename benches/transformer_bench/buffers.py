@@ -1,4 +1,4 @@
-"""A compiled program's buffers, and what its temporaries take while it runs.
+"""A compiled program's buffers, and the memory of its temporaries as it runs.
 
 XLA gives its buffer assignment and its program as serialised protocol buffers
 (`BufferAssignmentProto` and `HloModuleProto` of xla/service/hlo.proto). Only a few of their fields
@@ -11,14 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 LARGEST = 10
-# Points of a timeline; longer programs are cut into as many pieces, of which the peaks stay.
+# Points of a timeline; of longer programs each point is the peak of several instructions.
 POINTS = 200
-# What only hands on what it is given.
+# Instructions that only pass their operands on.
 HANDS_ON = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier")
-# Scopes that are of `jax.lax.scan` itself, which counts, takes from stacks and adds to them.
+# Scopes of `jax.lax.scan` itself, which counts, slices stacks and updates them.
 OF_SCAN = re.compile(r"/(body|cond)/(jit\([^)]*\)/)?[^/]*$|(while|broadcast_in_dim)$")
-# How far from an instruction the line that made its numbers is looked for.
+# Steps from an instruction in the search for a source line.
 FAR = 6
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The integer at a position, and the position after it.
+
+    Raises:
+        ValueError: The data ends within the integer.
+    """
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
+    raise ValueError("a message ends within a number")
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -28,29 +45,16 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
         ValueError: It is no message.
     """
     at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            if at >= len(data):
-                raise ValueError("a message ends within a number")
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
     while at < len(data):
-        tag = varint()
+        tag, at = varint(data, at)
         number, wire = tag >> 3, tag & 7
         if wire == 0:
-            yield number, varint()
+            value, at = varint(data, at)
+            yield number, value
             continue
         if wire not in (1, 2, 5):
             raise ValueError(f"a message has a field of wire type {wire}")
-        size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+        size, at = varint(data, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
         yield number, data[at : at + size]
         at += size
 
@@ -73,19 +77,16 @@ def numbers(data: bytes, number: int) -> list[int]:
         if isinstance(value, int):
             found.append(value)
             continue
-        at = shift = 0
-        for byte in value:
-            at |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                found.append(at)
-                at = shift = 0
+        at = 0
+        while at < len(value):
+            item, at = varint(value, at)
+            found.append(item)
     return found
 
 
 @dataclass
 class Instruction:
-    """An instruction: names, operands, which of a tuple it takes, what it calls, and its line."""
+    """An instruction: names, operands, tuple index, called computations, and source line."""
 
     name: str
     opcode: str
@@ -96,21 +97,21 @@ class Instruction:
     called: list[int]
 
     @property
-    def is_told(self) -> bool:
-        """Whether it has a line of the model, and that is not where a loop takes or adds."""
+    def has_source(self) -> bool:
+        """Whether it has a source line of the model that is not of the loop itself."""
         return bool(self.source) and not OF_SCAN.search(self.scope)
 
 
 @dataclass
 class Module:
-    """A program: instructions by id, and the ids of each computation in the order they run."""
+    """A program: instructions by id, and the ids of each computation in execution order."""
 
     instructions: dict[int, Instruction] = field(default_factory=dict)
     computations: dict[int, list[int]] = field(default_factory=dict)
     entry: int = 0
 
     def in_order(self) -> list[int]:
-        """Ids as they run: the body of a loop once, before the loop's own."""
+        """Ids in execution order: the body of a loop once, before the loop's own."""
         found: list[int] = []
 
         def walk(computation: int) -> None:
@@ -124,8 +125,8 @@ class Module:
         walk(self.entry)
         return found
 
-    def told(self, makers: Sequence[int]) -> Instruction:
-        """The nearest instruction with a line of the model to those that write a buffer.
+    def nearest_source(self, makers: Sequence[int]) -> Instruction:
+        """The nearest instruction with a source line to those that write a buffer.
 
         Near are a maker itself and what it calls as a fusion, then operands, and theirs. The first
         maker is given where there is none.
@@ -144,7 +145,7 @@ class Module:
                     for at in reversed(self.computations[computation])
                 ]
                 for each in (instruction, *inner):
-                    if each.is_told:
+                    if each.has_source:
                         return each
                 following += [one for one in instruction.operands if one not in seen]
                 seen.update(following)
@@ -153,7 +154,7 @@ class Module:
 
 
 def sources_of(data: bytes) -> dict[int, str]:
-    """By the id of a stack frame, the file and line of these examples that it is in."""
+    """By the id of a stack frame, the file and line of the trainer or this benchmark."""
     index = one(data, 17, b"")
     files = [name.decode() for name in many(index, 1)]
     places = [(one(of, 1), one(of, 3)) for of in many(index, 3)]
@@ -164,18 +165,18 @@ def sources_of(data: bytes) -> dict[int, str]:
         while 0 < frame <= len(frames):
             place, frame = frames[frame - 1]
             file, line = places[place - 1]
-            if short := of_examples(files[file - 1]):
+            if short := short_path(files[file - 1]):
                 found[start] = f"{short}:{line}"
                 break
     return found
 
 
-def of_examples(file: str) -> str:
-    """The end of a file's name from the package in examples/ on; "" for another's."""
-    for package in ("train", "transformer_bench"):
-        _, found, rest = file.rpartition(f"examples/{package}/")
+def short_path(file: str) -> str:
+    """A file's path from its package on, `train` or `transformer_bench`; "" for another's."""
+    for package in ("examples/train/", "benches/transformer_bench/"):
+        _, found, rest = file.rpartition(package)
         if found:
-            return f"{package}/{rest}"
+            return f"{package.partition('/')[2]}{rest}"
     return ""
 
 
@@ -187,7 +188,7 @@ def module_of(data: bytes) -> Module:
         ids = []
         for of in many(computation, 2):
             metadata = one(of, 7, b"")
-            file = of_examples(one(metadata, 3, b"").decode())
+            file = short_path(one(metadata, 3, b"").decode())
             # Older versions of XLA give the innermost file and line.
             source = f"{file}:{one(metadata, 4)}" if file else sources.get(one(metadata, 15), "")
             identity = one(of, 35)
@@ -208,7 +209,7 @@ def module_of(data: bytes) -> Module:
 
 
 class Buffer(NamedTuple):
-    """A place in memory while it holds the same thing.
+    """A range of memory while it holds the same value.
 
     Attributes:
         what: `argument`, `result`, `constant` or `temporary`.
@@ -227,13 +228,13 @@ class Buffer(NamedTuple):
 
 
 def buffers_of(assignment: bytes, module: Module) -> list[Buffer]:
-    """The buffers of a program: values that XLA writes on one another, such as a loop's, are one.
+    """The buffers of a program; values that share memory, such as a loop's, are one buffer.
 
     A buffer is in use from the first instruction that makes its value to the last that reads it.
     """
     order = module.in_order()
     position = {identity: at for at, identity in enumerate(order)}
-    # What is where, by an instruction and an index in the tuple that it gives.
+    # The value at each instruction and index of its result's tuple.
     holder: dict[tuple[int, tuple[int, ...]], int] = {}
     defined: dict[int, int] = {}
     group: dict[int, int] = {}
@@ -288,12 +289,12 @@ def of_allocation(
     last: dict[int, int],
     root: Callable[[int], int],
 ) -> Iterator[Buffer]:
-    """The buffers in an allocation; none of those that a thread has, or that hold addresses."""
+    """The buffers of an allocation, unless it is thread-local or holds addresses."""
     if one(allocation, 3) or one(allocation, 11):
         return
     kinds = ((5, "argument"), (7, "result"), (12, "constant"))
     what = next((name for number, name in kinds if one(allocation, number)), "temporary")
-    # Allocations lie apart, wherever they are.
+    # Allocations never overlap.
     base = one(allocation, 1) << 48
     found: dict[int, list[tuple[int, int, int]]] = {}
     for of in many(allocation, 9):
@@ -312,19 +313,19 @@ def of_allocation(
 
 
 def largest(buffers: Sequence[Buffer], module: Module) -> list[dict[str, Any]]:
-    """The largest buffers: bytes, what they are, their instruction with its scope and line."""
+    """The largest buffers: bytes, kind, and their instruction with its scope and line."""
     found = []
     for buffer in sorted(buffers, key=lambda of: of.size, reverse=True)[:LARGEST]:
-        # An argument's scope is its name, whatever an optimizer writes over it.
+        # An argument's scope is its name, even if an optimizer overwrites it.
         own = buffer.makers[:1] if buffer.what == "argument" else buffer.makers
-        told = module.told(own)
+        maker = module.nearest_source(own)
         found.append(
             {
                 "bytes": buffer.size,
                 "what": buffer.what,
                 "name": module.instructions[buffer.makers[0]].name,
-                "scope": told.scope,
-                "line": told.source,
+                "scope": maker.scope,
+                "line": maker.source,
             }
         )
     return found
@@ -342,7 +343,7 @@ def timeline(buffers: Sequence[Buffer], length: int) -> list[int]:
 
 
 def covered(at: int, buffers: Sequence[Buffer]) -> int:
-    """The bytes of memory that buffers in use at a position take, each once."""
+    """The bytes of memory of buffers in use at a position, each byte once."""
     spans = sorted((of.start, of.start + of.size) for of in buffers if of.first <= at <= of.last)
     total = reached = 0
     for start, end in spans:
@@ -352,7 +353,7 @@ def covered(at: int, buffers: Sequence[Buffer]) -> int:
 
 
 def of_program(compiled: Any) -> dict[str, Any]:
-    """The largest buffers of a compiled program, and its timeline; nothing where XLA gives none."""
+    """The largest buffers of a compiled program, and its timeline; {} if XLA gives none."""
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not assignment:

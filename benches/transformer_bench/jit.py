@@ -1,13 +1,15 @@
 """`jit`: the same passes op by op, compiled, and compiled with our kernels."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import harness
+
 from . import tables
-from .config import KERNELS, Spec, cell_of
+from .config import KERNELS, Spec, models
 from .tables import Row
 
 Cell = dict[str, Any]
@@ -17,19 +19,16 @@ WAYS = ("op by op", "jit", "jit, our kernels")
 def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """A cell for each size, length and policy; a row for each mode and way to run it."""
     modes = [mode for mode in spec.modes if mode != "step"]
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        cell = {**cell_of(spec, size, length, policy), "steps": spec.steps}
-        # What takes longest comes last.
-        yield cell, [{"mode": mode, "how": how} for how in reversed(WAYS) for mode in modes]
+    # The slowest comes last.
+    rows = [{"mode": mode, "how": how} for how in reversed(WAYS) for mode in modes]
+    return (({**cell, "steps": spec.steps}, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes parameters and data, and returns what measures a row.
+    """Makes parameters and data, and returns a function that measures a row.
 
     The kernels of the cell are those of the first two ways.
     """
-    import jax
-
     from . import model
     from .compiled import Compiling, device_limit
 
@@ -44,33 +43,33 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
         chosen = {**cell, **kernels}
         chosen_program = model.program_of(chosen)
         if how == WAYS[0]:
-            each = model.op_by_op(chosen_program, params, mode)
-            call = lambda: jax.block_until_ready(each(batch))  # noqa: E731
+            start = partial(model.op_by_op(chosen_program, params, mode), batch)
         else:
             run = Compiling(model.pass_of(chosen_program, mode), limit)
-            call = lambda: run(params, batch)  # noqa: E731
+            start = partial(run.start, params, batch)
         with model.attention_by(chosen["attention"]):
-            warm, found = model.timed(call, 1, cell["steps"])
-        return {"first": warm[0], "median": statistics.median(found)}
+            first, *found = harness.seconds_of_each(start, 1 + cell["steps"])
+        return {"first": first, "median": statistics.median(found)}
 
     return measure
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = ["size", "length", "policy", "pass", "how", "status", "first (s)", "median (s)"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        names = [str(case[name]) for name in ("size", "length", "policy", "mode", "how")]
-        figures = [tables.seconds(row.get(name)) for name in ("first", "median")]
-        lines.append([*names, tables.status(row), *figures])
-    return tables.table(heads, lines)
+    """A line for each row."""
+    return tables.listing(
+        rows,
+        [
+            *tables.of_case("size", "length", "policy", "mode", "how"),
+            ("status", tables.status),
+            ("first (s)", tables.of_figure("first", tables.seconds)),
+            ("median (s)", tables.of_figure("median", tables.seconds)),
+        ],
+    )
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show: what compiling brings, when it has paid, and what kernels bring."""
-    told = [tables.ends(rows)]
+    """Sentences on the gain of compiling, when it pays, and the gain of kernels."""
+    sentences = [tables.ends(rows)]
     by: dict[str, dict[str, Row]] = {}
     for row in tables.finished(rows):
         by.setdefault(repr({**row["case"], "how": None}), {})[row["case"]["how"]] = row
@@ -89,5 +88,5 @@ def words(rows: Sequence[Row]) -> str:
             line += f", which has made up for compiling by step {1 + math.ceil(more)}"
         if WAYS[2] in of:
             line += f"; our kernels take {of[WAYS[2]]['median'] / jit['median']:.2f} of its time"
-        told.append(f"{line}.")
-    return " ".join(filter(None, told))
+        sentences.append(f"{line}.")
+    return " ".join(filter(None, sentences))

@@ -1,28 +1,27 @@
 """`compare`: the same passes by XLA's kernels and by ours, in turns in one process.
 
-In processes of their own two programs differ by more than their kernels: XLA measures products anew
-in each, and may choose others, and what starts kernels is not as fast in every process. Here
-products that both programs have are chosen once, and steps of both follow one another.
+Two processes differ by more than their kernels: in each XLA autotunes GEMMs, and may choose others,
+and kernels may be started at another speed. In one process GEMMs of both programs are chosen once,
+and steps of both take turns.
 """
 
-import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import harness
 from train.config import InputError
 
 from . import tables
-from .config import KERNELS, Spec, cell_of
+from .config import KERNELS, Spec, models
 from .tables import Row
 from .timing import starter
 
 Cell = dict[str, Any]
-# Steps that follow one another without a wait, so that starting kernels is hidden where it can be.
+# Steps in a row without a wait, so that starting kernels is hidden if it can be.
 IN_LINE = 5
-# XLA's program runs a second time in each turn: what that takes otherwise is what times tell apart.
+# XLA's program runs a second time in each turn: the difference is the resolution of the times.
 PROGRAMS = ("xla", "ours", "again")
 
 
@@ -34,15 +33,12 @@ def cells(spec: Spec) -> Iterator[tuple[Cell, list[Cell]]]:
     """
     if "ours" not in (getattr(spec, kernel) for kernel in KERNELS):
         raise InputError("compare sets kernels of ours beside XLA's: give --norm auto, say")
-    for size, length, policy in itertools.product(spec.sizes, spec.lengths, spec.policies):
-        yield (
-            cell_of(spec, size, length, policy),
-            [{"mode": mode, "steps": spec.steps} for mode in spec.modes],
-        )
+    rows = [{"mode": mode, "steps": spec.steps} for mode in spec.modes]
+    return ((cell, rows) for cell in models(spec))
 
 
 def prepare(cell: Cell) -> Callable[[Cell], Row]:
-    """Makes data, and returns what makes parameters and measures a row."""
+    """Makes data, and returns a function that makes parameters and measures a row."""
     from . import model
     from .compiled import Compiling, device_limit
 
@@ -73,33 +69,26 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
 def turns(
     starts: dict[str, Callable[[], Any]], count: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of a step, waited for and in line, of programs that have so many turns each.
+    """Seconds of a step, waited for and in line, of each turn of programs.
 
     Args:
         starts: What starts a step of each program and does not wait for its results.
         count: How many turns each has, after one of warm-up.
     """
-    import jax
 
-    from .model import LEAST_SECONDS
+    def turn_of(start: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
+        clock = harness.wall_clock(start)
 
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in starts}
-    for turn in range(-1, count):
-        for name, start in starts.items():
-            begun = time.perf_counter()
-            jax.block_until_ready(start())
-            waited = in_line = time.perf_counter() - begun
-            # Starting a long step is hidden by itself.
-            if waited < LEAST_SECONDS:
-                begun = time.perf_counter()
-                for _ in range(IN_LINE - 1):
-                    start()
-                jax.block_until_ready(start())
-                in_line = (time.perf_counter() - begun) / IN_LINE
-            if turn >= 0:
-                found[name][0].append(waited)
-                found[name][1].append(in_line)
-    return found
+        def turn() -> tuple[float, float]:
+            waited = clock(1)
+            # In a long step the time to start it is hidden.
+            return waited, clock(IN_LINE) if waited < harness.LEAST_SECONDS else waited
+
+        return turn
+
+    of_programs = {name: turn_of(start) for name, start in starts.items()}
+    found = harness.in_turns(of_programs, least=count, most=count)
+    return {name: ([w for w, _ in of], [line for _, line in of]) for name, of in found.items()}
 
 
 def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
@@ -113,38 +102,35 @@ def summary(found: dict[str, tuple[list[float], list[float]]]) -> Row:
 
 
 def pair(row: Row, figure: str, one: str = "ours") -> tuple[Row, Row]:
-    """A program's figure and XLA's, as rows for what compares two."""
+    """The measurements of a program and of XLA's, as rows for `tables.ratio`."""
     ours, of_xla = ({"case": row["case"], figure: row[f"{figure}_{name}"]} for name in (one, "xla"))
     return ours, of_xla
 
 
 def ratio(row: Row, figure: str, one: str) -> str:
-    """A program's figure over XLA's; "" where a row has none."""
+    """A program's measurement over XLA's; "" if a row has none."""
     if row["status"] != "ok":
         return ""
     return f"{tables.ratio(pair(row, figure, one), figure):.3f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row."""
-    heads = ["size", "batch", "length", "policy", "kernels", "pass", "status"]
-    heads += ["XLA's (s)", "ours (s)", "ours of XLA's"]
-    heads += ["in line, XLA's (s)", "ours (s)", "ours of XLA's", "XLA's again"]
-    lines = []
-    for row in rows:
-        case = row["case"]
-        line = [str(case[name]) for name in ("size", "batch", "length", "policy")]
-        line += [tables.kernels(case), case["mode"], tables.status(row)]
-        for figure in ("median", "in_line"):
-            line += [tables.seconds(row.get(f"{figure}_{name}")) for name in PROGRAMS[:2]]
-            line.append(ratio(row, figure, "ours"))
-        lines.append([*line, ratio(row, "in_line", "again")])
-    return tables.table(heads, lines)
+    """A line for each row."""
+    columns = tables.of_case("size", "batch", "length", "policy", "kernels", "mode")
+    columns.append(("status", tables.status))
+    for figure, head in (("median", ""), ("in_line", "in line, ")):
+        columns += [
+            (f"{head}XLA's (s)", tables.of_figure(f"{figure}_xla", tables.seconds)),
+            ("ours (s)", tables.of_figure(f"{figure}_ours", tables.seconds)),
+            ("ours of XLA's", partial(ratio, figure=figure, one="ours")),
+        ]
+    columns.append(("XLA's again", partial(ratio, figure="in_line", one="again")))
+    return tables.listing(rows, columns)
 
 
 def words(rows: Sequence[Row]) -> str:
-    """What the numbers show, by kernels and pass, and what XLA's program takes of itself."""
-    told = [tables.ends(rows)]
+    """Sentences by kernels and pass, and on the resolution of the times."""
+    sentences = [tables.ends(rows)]
     found = tables.finished(rows)
     by: dict[tuple[str, str], list[Row]] = {}
     for row in found:
@@ -152,8 +138,8 @@ def words(rows: Sequence[Row]) -> str:
     for (kernels, mode), of in by.items():
         for figure, what in (("median", "waited for"), ("in_line", "in line")):
             took = tables.compared_times([pair(row, figure) for row in of], figure)
-            told.append(f"With kernels {kernels} {mode}, {what}, takes {took}")
+            sentences.append(f"With kernels {kernels} {mode}, {what}, takes {took}")
     if found:
         again = [tables.ratio(pair(row, "in_line", "again"), "in_line") for row in found]
-        told.append(f"XLA's program in line takes {tables.span(again)} of its own time.")
-    return " ".join(filter(None, told))
+        sentences.append(f"XLA's program in line takes {tables.span(again)} of its own time.")
+    return " ".join(filter(None, sentences))

@@ -1,7 +1,6 @@
-"""The transformer of examples/train by size, policy and kernels; random data; timing."""
+"""The transformer of examples/train by size, policy and kernels; random data."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +16,6 @@ import pallas_bridge
 
 Array = jax.Array
 Cell = dict[str, Any]
-# What takes microseconds is timed for so long, that a pause of the machine is not the median.
-LEAST_SECONDS = 0.05
-# On a GPU at least so many calls follow one another, so that a wait for the last one is no part.
-IN_TURN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ def parameters(program: Program) -> Any:
 
 
 def pass_of(program: Program, mode: str) -> Callable[[Any, Any], Any]:
-    """What takes parameters and a batch `forward`, or `forward_backward`."""
+    """The function of parameters and a batch: `forward`, or `forward_backward`."""
     return program.loss if mode == "forward" else jax.value_and_grad(program.loss)
 
 
@@ -80,7 +75,7 @@ def attend(kernel: str, q: Array, k: Array, v: Array) -> Array:
 
 @contextmanager
 def attention_by(kernel: str) -> Iterator[None]:
-    """Has the model of examples/train attend by a kernel while its programs are traced.
+    """Replaces the attention of examples/train by a kernel while programs are traced.
 
     Sequences are one document each, so that its mask has nothing to hide and is left out.
     """
@@ -89,7 +84,7 @@ def attention_by(kernel: str) -> Iterator[None]:
 
 
 def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
-    """What takes a batch through a pass op by op, each layer's parameters arrays of its own.
+    """A function of a batch that runs a pass op by op, with arrays of its own for each layer.
 
     Of a stack the backward pass would add up as many gradients of its whole size as it has layers.
     """
@@ -119,7 +114,7 @@ def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
 
 @contextmanager
 def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Has the model of examples/train call another function of that name, while it is traced."""
+    """Replaces a function of examples/train's model while programs are traced."""
     before = getattr(train.model, name)
     setattr(train.model, name, function)
     try:
@@ -129,7 +124,7 @@ def in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def random_batch(cell: Cell) -> dict[str, Array]:
-    """Tokens and labels at random, a document a sequence."""
+    """Random tokens and labels, one document in each sequence."""
     rng = np.random.default_rng(cell["seed"])
     shape = (cell["batch"], cell["length"])
     tokens, labels = (rng.integers(0, cell["vocab"], shape, dtype=np.int32) for _ in range(2))
@@ -137,43 +132,6 @@ def random_batch(cell: Cell) -> dict[str, Array]:
     batch = {"tokens": tokens, "labels": labels, "positions": positions}
     placed: dict[str, Array] = jax.device_put({**batch, "segments": np.ones(shape, np.int32)})
     return placed
-
-
-def timed(call: Callable[[], Any], warmups: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each call, those of warm-up first; a call has to wait for its results."""
-    found: list[float] = []
-    for _ in range(warmups + steps):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return found[:warmups], found[warmups:]
-
-
-def timed_in_turn(start: Callable[[], Any], steps: int, warmups: int = 2) -> list[float]:
-    """Seconds of a call, so many times after those of warm-up; `start` does not wait for results.
-
-    Each is the mean of as many calls as take their share of `LEAST_SECONDS`. On a GPU these follow
-    one another without a wait, so that what it takes to start one is hidden where it is shorter.
-    A call of more seconds than these is timed by itself, with one of warm-up.
-    """
-
-    def call() -> Any:
-        return jax.block_until_ready(start())
-
-    one = timed(call, 1, 1)[1][0]
-    if one > LEAST_SECONDS:
-        return [one, *timed(call, 0, steps - 1)[1]]
-    one = min(timed(call, max(warmups - 1, 0), 2)[1])
-    on_gpu = jax.default_backend() == "gpu"
-    together = max(round(LEAST_SECONDS / steps / one), IN_TURN if on_gpu else 1)
-    found = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        for _ in range(together - 1):
-            start() if on_gpu else call()
-        call()
-        found.append((time.perf_counter() - started) / together)
-    return found
 
 
 def tree_bytes(tree: Any) -> int:

@@ -1,4 +1,4 @@
-"""A layer in pieces that run by themselves, in any dtype, and the model of such layers.
+"""A layer in parts that run alone, in any dtype, and the model of such layers.
 
 It is the mathematics of train.model.Block, with one matrix of queries, keys and values and one of
 gate and up. `wide` is what norms, rotations, softmax and the loss compute in: float32 in that
@@ -21,7 +21,7 @@ Cell = dict[str, Any]
 Weights = dict[str, Array]
 EPS = 1e-6
 LOSSES: dict[str, Any] = {"xla": "baseline", "ours": "fused_linear"}
-# Before, and after a layer's attention; what lies between them has its name from `turn_of`.
+# Parts before and after the one that `turn_of` names.
 BEFORE = ("norm 1", "QKV")
 AFTER = (
     "attention",
@@ -33,12 +33,12 @@ AFTER = (
     "down",
     "residual 2",
 )
-# Of the model, around its layers.
+# Parts of the model around its layers.
 OUTSIDE = ("embedding", "final norm", "head")
 
 
 def turn_of(cell: Cell) -> str:
-    """The name of the part that rotates queries and keys, normalising them by head or not."""
+    """The name of the part that rotates queries and keys, with norms of heads or not."""
     return "head norms, rope" if cell.get("qk_norm") else "rope"
 
 
@@ -48,7 +48,7 @@ def names_of(cell: Cell) -> tuple[str, ...]:
 
 
 def dtype_of(cell: Cell) -> Any:
-    """What a cell computes in."""
+    """The compute dtype of a cell."""
     return jnp.float32 if cell["policy"] == "float32" else jnp.bfloat16
 
 
@@ -63,8 +63,8 @@ def rotate(x: Array, cosines: Array, sines: Array, wide: Any) -> Array:
     """RoPE of x [B, T, N, H] by tables [B, T, 1, H / 2], computed in `wide`."""
     low, high = jnp.split(x.astype(wide), 2, axis=-1)
     c, s = cosines.astype(wide), sines.astype(wide)
-    turned = jnp.concatenate((low * c - high * s, high * c + low * s), axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate((low * c - high * s, high * c + low * s), axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def softmax_attention(q: Array, k: Array, v: Array, wide: Any) -> Array:
@@ -194,7 +194,7 @@ def layer(
     tables: tuple[Array, Array],
     caches: tuple[Array, ...] = (),
 ) -> Any:
-    """A whole layer over x [B, T, D]; in a decoder with its caches, which it then returns too."""
+    """A whole layer over x [B, T, D]; with caches it also returns their new values."""
     q, k, v = of["QKV"](of["norm 1"](x, weights["norm1"]), weights["qkv"])
     turn = next(name for name in of if name.endswith("rope"))
     of_heads = [weights[name] for name in ("q_norm", "k_norm") if name in weights]
