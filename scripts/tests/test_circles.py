@@ -1,9 +1,9 @@
 """Holds that no two files of a language need each other, directly or through others.
 
 Python: modules by their imports, wherever these stand. Rust: modules of a crate by the paths
-in their code outside tests. A module that declares or re-exports another does not need it for
-that, and one within another may use what surrounds it: both are one to the rest of the crate.
-CUDA: headers by their includes.
+in their code outside tests. A module that declares one within it, or re-exports its items, does not
+need it for that, and one within another may use what surrounds it: who needs such a one needs
+both. CUDA: headers by their includes.
 """
 
 import ast
@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 Graph = dict[str, set[str]]
+Sources = dict[Path, str]
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -24,6 +25,12 @@ def tracked(*patterns: str) -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [Path(name) for name in found.splitlines() if (ROOT / name).is_file()]
+
+
+def sources(folder: Path | str, suffix: str) -> Sources:
+    """Returns the texts of files below a folder, by their paths from it."""
+    files = tracked(f"{folder}/**{suffix}")
+    return {file.relative_to(folder): (ROOT / file).read_text(encoding="utf-8") for file in files}
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -53,20 +60,21 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def python_graph(folder: str) -> Graph:
+def python_graph(files: Sources) -> Graph:
     """Returns the modules below a folder that is on Python's path, by what they import."""
-    files = {}
-    for file in tracked(f"{folder}/**.py"):
-        parts = file.relative_to(folder).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    names = {}
+    for file in files:
+        parts = file.with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     graph: Graph = {}
-    for name, file in files.items():
+    for name, file in names.items():
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        imported = {target for node in ast.walk(tree) for target in imports(node, package)}
+        imported = {
+            target for node in ast.walk(ast.parse(files[file])) for target in imports(node, package)
+        }
         # Of `from a import b` the candidates are a.b, where that is a module, and a.
-        needed = {next((one for one in names if one in files), name) for names in imported}
-        graph[str(file)] = {str(files[one]) for one in needed - {name}}
+        needed = {next((one for one in found if one in names), name) for found in imported}
+        graph[str(file)] = {str(names[one]) for one in needed - {name}}
     return graph
 
 
@@ -83,63 +91,87 @@ def imports(node: ast.AST, package: str) -> Iterator[tuple[str, ...]]:
 
 USE = re.compile(r"^\s*(pub(?:\([^)]*\))? )?use ([^;]+);", re.MULTILINE)
 PATH = re.compile(r"\b(?:\w+::)+\w+")
+MACRO = re.compile(r"(#\[macro_export\]\n)?macro_rules! (\w+)")
+Module = tuple[str, ...]
 
 
-def rust_graph(crate: Path) -> Graph:
+def rust_graph(files: Sources) -> Graph:
     """Returns the modules of a crate, by those whose items their code names."""
-    files: dict[tuple[str, ...], Path] = {}
-    for file in tracked(f"{crate}/src/**.rs"):
-        parts = file.relative_to(crate / "src").with_suffix("").parts
+    names: dict[Module, str] = {}
+    for file in files:
+        parts = file.with_suffix("").parts
         if parts[0] == "bin" or parts[-1] in ("tests", "main"):
             continue
-        files[parts[:-1] if parts[-1] in ("lib", "mod") else parts] = file
-    texts = {module: rust_code(ROOT / file) for module, file in files.items()}
+        names[parts[:-1] if parts[-1] in ("lib", "mod") else parts] = str(file)
+    texts = {module: rust_code(files[Path(name)]) for module, name in names.items()}
     exports = {module: dict(re_exports(text)) for module, text in texts.items()}
+    for module, text in texts.items():
+        for exported, macro in MACRO.findall(text):
+            exports[module].pop(macro, None)
+            if exported and module:
+                # The crate's root has it, wherever it stands.
+                exports[()][macro] = ["crate", *module, macro]
 
-    def owner(module: tuple[str, ...], path: list[str]) -> tuple[str, ...] | None:
+    def owner(module: Module, path: list[str]) -> Module | None:
         """Returns the module of the crate in which an item is that `module` names by a path."""
-        at: tuple[str, ...] = ()
+        at: Module = ()
         if path[0] == "crate":
             path = path[1:]
         elif path[0] == "super":
             at, path = module[:-1], path[1:]
             while path and path[0] == "super":
                 at, path = at[:-1], path[1:]
-        elif path[0] == "self" or (*module, path[0]) in files:
+        elif path[0] == "self" or (*module, path[0]) in names:
             at, path = module, path[path[0] == "self" :]
         else:
             return None
-        while path and (*at, path[0]) in files:
+        while path and (*at, path[0]) in names:
             at, path = (*at, path[0]), path[1:]
         source = exports[at].get(path[0]) if path and at in exports else None
         return owner(at, source) if source else at
 
-    graph: Graph = {}
+    needed: dict[Module, set[Module]] = {}
     for module, text in texts.items():
-        own = USE.sub(lambda match: "" if match[1] else match[0], text)
-        paths = [path for match in USE.finditer(own) for path in expanded(match[2])]
-        paths += [match[0].split("::") for match in PATH.finditer(USE.sub("", own))]
+        code = USE.sub("", text)
+        words = set(re.findall(r"\w+", code))
+        found = {owner(module, match[0].split("::")) for match in PATH.finditer(code)}
+        for match in USE.finditer(text):
+            for name, path in expanded(match[2]):
+                one = owner(module, path)
+                is_within = one is not None and one[: len(module)] == module
+                if not (match[1] and is_within) or name in words:
+                    found.add(one)
+        needed[module] = {one for one in found if one in names}
+
+    def with_surroundings(module: Module) -> Iterator[Module]:
+        """Yields a module, and what it needs of those that it is within."""
+        yield module
+        for one in needed[module] - {module, ()}:
+            if module[: len(one)] == one:
+                yield from with_surroundings(one)
+
+    graph: Graph = {}
+    for module, targets in needed.items():
         around = {module[:length] for length in range(1, len(module) + 1)}
-        needed = {owner(module, path) for path in paths} - {None, *around}
-        graph[str(files[module])] = {str(files[one]) for one in needed if one in files}
+        found = {one for target in targets - around for one in with_surroundings(target)} - around
+        graph[names[module]] = {names[one] for one in found}
     return graph
 
 
-def rust_code(file: Path) -> str:
-    """Returns a file without comments, and without the tests at its end."""
-    text = file.read_text(encoding="utf-8").split("#[cfg(test)]\nmod tests {")[0]
-    return re.sub(r"//[^\n]*", "", text)
+def rust_code(text: str) -> str:
+    """Returns a file's text without comments, and without the tests at its end."""
+    return re.sub(r"//[^\n]*", "", text.split("#[cfg(test)]\nmod tests {")[0])
 
 
-def expanded(tree: str) -> Iterator[list[str]]:
-    """Yields the paths of a tree of `use`, without their aliases."""
+def expanded(tree: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the names that a tree of `use` brings, each with its path."""
     head, brace, rest = tree.strip().partition("{")
     if not brace:
-        yield [
-            part.strip() for part in head.partition(" as ")[0].split("::") if part.strip() != "self"
-        ] or ["self"]
+        item, _, alias = head.partition(" as ")
+        path = [part.strip() for part in item.split("::") if part.strip() != "self"] or ["self"]
+        yield alias.strip() or path[-1], path
         return
-    depth, begin, inner = 0, 0, rest.rpartition("}")[0]
+    depth, inner = 0, rest.rpartition("}")[0]
     commas = [-1]
     for index, character in enumerate(inner):
         depth += (character == "{") - (character == "}")
@@ -154,7 +186,8 @@ def re_exports(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yields the names that a module re-exports, each with the path that it takes it from."""
     for match in USE.finditer(text):
         if match[1]:
-            yield from ((path[-1], path) for path in expanded(match[2]))
+            assert "*" not in match[2], f"what `{match[0].strip()}` re-exports cannot be followed"
+            yield from expanded(match[2])
 
 
 def cuda_graph() -> Graph:
@@ -173,14 +206,14 @@ CRATES = sorted({file.parents[0] for file in tracked("crates/*/Cargo.toml")})
 
 @pytest.mark.parametrize("folder", PYTHON)
 def test_python_modules(folder: str) -> None:
-    graph = python_graph(folder)
+    graph = python_graph(sources(folder, ".py"))
     assert any(graph.values())
     assert circles(graph) == []
 
 
 @pytest.mark.parametrize("crate", CRATES, ids=[crate.name for crate in CRATES])
 def test_rust_modules(crate: Path) -> None:
-    graph = rust_graph(crate)
+    graph = rust_graph(sources(crate / "src", ".rs"))
     assert any(graph.values())
     assert circles(graph) == []
 
@@ -197,7 +230,74 @@ def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}
     assert circles(graph) == [["a", "b", "c"]]
     assert [*expanded("crate::{a::B as C, d::{self, E}}")] == [
-        ["crate", "a", "B"],
-        ["crate", "d"],
-        ["crate", "d", "E"],
+        ("C", ["crate", "a", "B"]),
+        ("d", ["crate", "d"]),
+        ("E", ["crate", "d", "E"]),
     ]
+
+
+def test_python_imports_are_resolved() -> None:
+    files = {
+        "p/__init__.py": "from .a import A\n",
+        "p/a.py": "import json\nfrom p import b\n",
+        "p/b.py": "def f():\n    from .c import d, E\n",
+        "p/c/__init__.py": "from .. import VERSION\n",
+        "p/c/d.py": "from ..a import A\nimport p.b\n",
+    }
+    assert python_graph({Path(name): text for name, text in files.items()}) == {
+        "p/__init__.py": {"p/a.py"},
+        "p/a.py": {"p/b.py"},
+        "p/b.py": {"p/c/__init__.py", "p/c/d.py"},
+        "p/c/__init__.py": {"p/__init__.py"},
+        "p/c/d.py": {"p/a.py", "p/b.py"},
+    }
+
+
+def rust_needs(**code: str) -> Graph:
+    """Returns what the modules of a small crate need, of which some have this code."""
+    files = {
+        "lib": "mod a;\npub use a::{A, inner::Inner};\npub use std::fmt;",
+        "a": "mod inner;\nmod other;\npub(crate) use inner::Inner as Renamed;\npub struct A;",
+        "a/inner": "pub struct Inner;",
+        "a/other": "#[macro_export]\nmacro_rules! global { () => {} }",
+        "b/mod": "macro_rules! local { () => {} }\npub(crate) use local;",
+        "c": "",
+    } | {name.replace("_", "/"): text for name, text in code.items()}
+    graph = rust_graph({Path(f"{name}.rs"): text for name, text in files.items()})
+    return {file: needed for file, needed in graph.items() if needed}
+
+
+@pytest.mark.parametrize(
+    ("code", "needed"),
+    [
+        ("use crate::A;", {"a.rs"}),
+        ("use crate::{\n    c::{self, C as D},\n    fmt,\n};", {"c.rs"}),
+        ("fn f() { super::c::g::<u8>() }", {"c.rs"}),
+        ("use crate::Inner;", {"a/inner.rs"}),
+        ("use crate::a::{self, Renamed};", {"a.rs", "a/inner.rs"}),
+        ("use crate::a::inner::Inner;", {"a/inner.rs"}),
+        ("crate::global!();", {"a/other.rs"}),
+        ("crate::f();", {"lib.rs"}),
+        ("pub use crate::c::C;", {"c.rs"}),
+        ("use std::a::A; // crate::a::A\n#[cfg(test)]\nmod tests {\n    use crate::c;\n}", set()),
+    ],
+)
+def test_rust_names_are_resolved(code: str, needed: set[str]) -> None:
+    assert rust_needs(b_mod=code) == ({"b/mod.rs": needed} if needed else {})
+
+
+def test_rust_modules_within_modules_are_resolved() -> None:
+    assert rust_needs() == {}
+    assert rust_needs(c="use crate::b::local;") == {"c.rs": {"b/mod.rs"}}
+    # What surrounds a module is no need of its own, but it is one of whoever needs the module.
+    inner = "use super::other::F;\nuse super::A;\npub struct Inner;"
+    assert rust_needs(a_inner=inner) == {"a/inner.rs": {"a/other.rs"}}
+    assert rust_needs(a_inner=inner, c="use crate::Inner;") == {
+        "a/inner.rs": {"a/other.rs"},
+        "c.rs": {"a/inner.rs", "a.rs"},
+    }
+    # A module needs those within it that it uses, re-exported or not.
+    assert rust_needs(a="mod inner;\nuse inner::Inner;") == {"a.rs": {"a/inner.rs"}}
+    assert rust_needs(a="mod inner;\npub use inner::Inner;\nfn f(_: Inner) {}") == {
+        "a.rs": {"a/inner.rs"}
+    }

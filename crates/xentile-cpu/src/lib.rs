@@ -34,13 +34,13 @@ pub mod scale;
 mod simd;
 
 pub use in_out::InOut;
-pub use isa::{Isa, Job};
+pub use isa::Isa;
 pub use launch::Launch;
 #[cfg(feature = "operation")]
 pub use operations::kernels;
 pub use parallel::{Parallel, Threads};
 pub(crate) use simd::PairsOfBf16;
-pub use simd::Simd;
+pub use simd::{Job, Simd};
 
 /// The program in the README, compiled and run with the documentation's tests.
 #[cfg(doctest)]

@@ -32,6 +32,7 @@ pub mod layer_norm;
 mod library;
 pub mod linear_cross_entropy;
 mod norm;
+mod operands;
 pub mod qk_norm_rope;
 pub mod rms_norm;
 pub mod rope;

@@ -21,8 +21,8 @@ use std::fmt;
 
 pub use array::{Array, ArrayElement, Arrays};
 pub(crate) use judge::WHOLE_RESULTS;
-pub use judge::{Bound, Judged, Reference, Rows, Tolerances, Visitor};
-pub use options::{Kind, OptionSpec, Section, ToleranceSpec, Value};
+pub use judge::{Bound, Judged, Reference, Rows, ToleranceSpec, Tolerances, Visitor};
+pub use options::{Kind, OptionSpec, Section, Value};
 pub use problem::{Problem, TileExtents, multiple};
 pub use synthetic::{Distribution, Purpose, Synthetic};
 

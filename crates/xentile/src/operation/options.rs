@@ -1,10 +1,8 @@
-//! Options and tolerances: their names, types and defaults.
+//! Options: their names, types and defaults.
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
-
-use super::Problem;
 
 /// What an option may hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,15 +125,4 @@ impl OptionSpec {
     pub const fn swept(self) -> Self {
         Self { is_swept: true, ..self }
     }
-}
-
-/// Something that gradcheck lets pass.
-#[derive(Clone, Copy, Debug)]
-pub struct ToleranceSpec {
-    /// Its name, under `tolerances`.
-    pub name: &'static str,
-    /// What it is.
-    pub about: &'static str,
-    /// What it is where a config has none.
-    pub default: fn(&Problem) -> f64,
 }
