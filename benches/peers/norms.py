@@ -28,8 +28,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from pallas_bridge._src.rms_norm import custom_call, reference
-from pallas_bridge._src.rms_norm.options import Options
+from pallas_bridge._src.norm import custom_call, reference
+from pallas_bridge._src.norm.options import Options
 
 import pallas_bridge
 from pallas_bridge import layer_norm, rms_norm
@@ -73,7 +73,7 @@ class Operation:
     xla: Function
 
 
-OPTIONS = Options(1e-6, False)
+OPTIONS = Options("rms", 1e-6)
 
 
 def _apart(norm: Function, name: str) -> Function:
@@ -95,8 +95,11 @@ def _add_both(name: str | None, x: Any, residual: Any, weight: Any, dy: Any, dsu
 
 
 def _gradients(module: Any, x: Any, weight: Any, rstd: Any, dy: Any, dsum: Any = None) -> Any:
-    make = reference.gradients if module is reference else custom_call.backward
-    dx, dweight = make(OPTIONS, x, weight, rstd, dy, dsum)
+    cotangents = (dy,) if dsum is None else (dy, dsum)
+    if module is reference:
+        dx, dweight = reference.gradients(OPTIONS, x, weight, rstd, *cotangents)
+    else:
+        dx, dweight = custom_call.backward(OPTIONS, x, weight, (rstd,), *cotangents)
     return dx, dweight.astype(weight.dtype)
 
 

@@ -160,7 +160,7 @@ where
                 let mut call = self.call(target, places);
                 call.call(handler(target)).unwrap();
                 for (index, &name) in names(target).1.iter().enumerate() {
-                    let result = &call.results[index];
+                    let result = &mut call.results[index];
                     match name {
                         "y" | "dx" => same(name, &result.values::<E>(), &wanted.matrices[0]),
                         "sum" => same(name, &result.values::<E>(), &wanted.matrices[1]),
