@@ -1,7 +1,7 @@
 //! RMSNorm and LayerNorm on the CPU.
 
 use xentile::Element;
-use xentile::norm::Norm;
+use xentile::norm::{Norm, NormShape};
 use xentile_cpu::Isa;
 use xentile_cpu::norm::{Gradient, Kernel, Launch, PartialSums, Statistics, Weight};
 use xla_ffi::{
@@ -108,6 +108,8 @@ struct Forward<'a> {
 impl Forward<'_> {
     fn run(self, norm: Norm, pool: ThreadPool) -> Result {
         let Self { x, residual, weight, bias, y, mean, rstd } = self;
+        let shape = shape(x.dims())?;
+        check_columns(x.dims(), "weight", weight.dims())?;
         check_like(x.dims(), &[("y", y.dims())])?;
         if let Some((residual, sum)) = &residual {
             check_like(x.dims(), &[("residual", residual.dims()), ("sum", sum.dims())])?;
@@ -120,7 +122,7 @@ impl Forward<'_> {
             statistic.map_or(Ok(()), |all| check_rows(x.dims(), name, all.dims()))?;
         }
         let pool = Pool(pool);
-        let kernel = kernel(norm, x.dims(), weight, &pool)?;
+        let kernel = kernel(norm, shape, weight, &pool)?;
         let bias = match bias {
             Some(bias) if bias.dtype() != weight.dtype() => {
                 return Err(dtype::wrong("bias", bias.dtype(), &weight.dtype().to_string()));
@@ -207,6 +209,8 @@ struct Backward<'a> {
 impl Backward<'_> {
     fn run(self, norm: Norm, pool: ThreadPool) -> Result {
         let Self { x, weight, mean, rstd, dy, dsum, dx, dweight, dbias } = self;
+        let shape = shape(x.dims())?;
+        check_columns(x.dims(), "weight", weight.dims())?;
         for (name, statistic) in [("mean", mean.as_ref()), ("rstd", Some(&rstd))] {
             statistic.map_or(Ok(()), |all| check_rows(x.dims(), name, all.dims()))?;
         }
@@ -219,7 +223,7 @@ impl Backward<'_> {
             check_alike(("dbias", dbias.dims()), ("dweight", dweight.dims()))?;
         }
         let pool = Pool(pool);
-        let kernel = kernel(norm, x.dims(), weight, &pool)?;
+        let kernel = kernel(norm, shape, weight, &pool)?;
         with_element!(x.dtype(), "x", E => {
             let dsum = dsum.map(AnyBuffer::typed::<E, ANY_RANK>).transpose()?;
             let (x, dy) = (x.typed::<E, ANY_RANK>()?, dy.typed::<E, ANY_RANK>()?);
@@ -237,15 +241,12 @@ impl Backward<'_> {
     }
 }
 
-/// The kernel for x of these dims.
 fn kernel<'a>(
     norm: Norm,
-    x: &[usize],
+    shape: NormShape,
     weight: AnyBuffer<'a>,
     pool: &'a Pool<'a>,
 ) -> Result<Kernel<'a>> {
-    let shape = shape(x)?;
-    check_columns(x, "weight", weight.dims())?;
     let weight = columns("weight", weight)?;
     Kernel::new(norm, shape, weight, Launch { isa: Isa::detect(), pool }).map_err(invalid)
 }

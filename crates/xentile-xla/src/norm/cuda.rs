@@ -139,12 +139,12 @@ struct ForwardArrays<'a> {
 impl ForwardArrays<'_> {
     fn run(self, options: Options, context: Context) -> Result {
         let Self { x, residual, weight, bias, y, mean, rstd } = self;
+        let statistics = [mean.as_ref().map(FloatsMut::dims), Some(rstd.dims())];
+        let norm = prepare(x, weight, residual.is_some(), statistics, options)?;
         check_like(x.dims(), &[("y", y.dims())])?;
         if let Some((residual, sum)) = &residual {
             check_like(x.dims(), &[("residual", residual.dims()), ("sum", sum.dims())])?;
         }
-        let statistics = [mean.as_ref().map(FloatsMut::dims), Some(rstd.dims())];
-        let norm = prepare(x, weight, residual.is_some(), statistics, options)?;
         if let Some(bias) = bias {
             check_columns(x.dims(), "bias", bias.dims())?;
             check_dtype(("bias", bias), weight)?;
