@@ -28,8 +28,8 @@ import harness
 import jax
 import jax.numpy as jnp
 from harness import Row
-from pallas_bridge._src.rms_norm import custom_call, reference
-from pallas_bridge._src.rms_norm.options import Options
+from pallas_bridge._src.norm import custom_call, reference
+from pallas_bridge._src.norm.options import Options
 
 from pallas_bridge import layer_norm, rms_norm
 
@@ -72,7 +72,7 @@ class Operation:
     function: Function
 
 
-OPTIONS = Options(1e-6, False)
+OPTIONS = Options("rms", 1e-6)
 
 
 def _forward(norm: Function, name: str, *arrays: Any) -> Any:
@@ -96,8 +96,11 @@ def _add_both(name: str, x: Any, residual: Any, weight: Any, dy: Any, dsum: Any)
 
 
 def _backward(name: str, x: Any, weight: Any, rstd: Any, dy: Any, dsum: Any = None) -> Any:
-    make = reference.gradients if name == "reference" else custom_call.backward
-    dx, dweight = make(OPTIONS, x, weight, rstd, dy, dsum)
+    cotangents = (dy,) if dsum is None else (dy, dsum)
+    if name == "reference":
+        dx, dweight = reference.gradients(OPTIONS, x, weight, rstd, *cotangents)
+    else:
+        dx, dweight = custom_call.backward(OPTIONS, x, weight, (rstd,), *cotangents)
     return dx, dweight.astype(weight.dtype)
 
 

@@ -17,8 +17,7 @@ MODULES = (
     "pallas_bridge.optax",
     "pallas_bridge._src.cross_entropy.api",
     "pallas_bridge._src.linear_cross_entropy.api",
-    "pallas_bridge._src.layer_norm.api",
-    "pallas_bridge._src.rms_norm.api",
+    "pallas_bridge._src.norm.api",
     "pallas_bridge._src.rope.api",
 )
 

@@ -1,11 +1,38 @@
-//! What the targets of norms share: shapes, on any platform.
+//! RMSNorm and LayerNorm: the attributes and shapes of their targets, on any platform.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use xentile::norm::NormShape;
-use xla_ffi::{Error, Result};
+use xentile::norm::{Norm, NormShape};
+use xla_ffi::{Decoder, Error, Parameter, Result};
+
+/// The attributes of every target of RMSNorm, each within its range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RmsOptions(pub(crate) Norm);
+
+/// The attribute of every target of LayerNorm, within its range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LayerOptions(pub(crate) Norm);
+
+impl<'a> Parameter<'a> for RmsOptions {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let eps = decoder.parameter("eps")?;
+        let zero_centred = decoder.parameter("zero_centred")?;
+        validated(Norm { eps, zero_centred, ..Norm::RMS }).map(Self)
+    }
+}
+
+impl<'a> Parameter<'a> for LayerOptions {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        validated(Norm { eps: decoder.parameter("eps")?, ..Norm::LAYER }).map(Self)
+    }
+}
+
+fn validated(norm: Norm) -> Result<Norm> {
+    norm.validate().map_err(|error| invalid(format_args!("attribute {error}")))?;
+    Ok(norm)
+}
 
 /// The shape of `x` `[.., D]`, flattened.
 pub(crate) fn shape(x: &[usize]) -> Result<NormShape> {

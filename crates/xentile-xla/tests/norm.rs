@@ -1,12 +1,13 @@
-//! RMSNorm's handlers through real call frames, without XLA: what they compute, and what they refuse.
+//! The handlers of RMSNorm and LayerNorm through real call frames, without XLA: what they compute, and what
+//! they refuse.
 
 #![allow(clippy::vec_box)] // frames keep the addresses of the items
 
 use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
-use xentile::rms_norm::{NormShape, RmsNorm};
-use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums, Weight};
+use xentile::norm::{Kind, Norm, NormShape};
+use xentile_cpu::norm::{Gradient, Kernel, Launch, PartialSums, Statistics, Weight};
 use xentile_cpu::{InOut, Isa, Threads};
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, Pred, abi};
@@ -15,11 +16,13 @@ use xla_ffi::{DType, Pred, abi};
 mod common;
 
 const POISON: u64 = 0xa5a5_a5a5_a5a5_a5a5;
-const TARGETS: [&str; 4] = [
+const TARGETS: [&str; 6] = [
     "xentile_rms_norm_forward",
     "xentile_rms_norm_add_forward",
     "xentile_rms_norm_backward",
     "xentile_rms_norm_add_backward",
+    "xentile_layer_norm_forward",
+    "xentile_layer_norm_backward",
 ];
 
 trait Element: xentile::Element + xla_ffi::Element {}
@@ -31,153 +34,192 @@ fn handler(target: &str) -> abi::Handler {
     found.unwrap_or_else(|| panic!("no {target} in the table")).handler()
 }
 
+fn kind_of(target: &str) -> Kind {
+    if target.starts_with("xentile_rms_norm") { Kind::Rms } else { Kind::Layer }
+}
+
 /// The names of a target's arguments and results, in order.
 fn names(target: &str) -> (&'static [&'static str], &'static [&'static str]) {
-    match target {
-        "xentile_rms_norm_forward" => (&["x", "weight"], &["y", "rstd"]),
-        "xentile_rms_norm_add_forward" => (&["x", "residual", "weight"], &["y", "sum", "rstd"]),
-        "xentile_rms_norm_backward" => (&["x", "weight", "rstd", "dy"], &["dx", "dweight"]),
-        _ => (&["x", "weight", "rstd", "dy", "dsum"], &["dx", "dweight"]),
+    match target.strip_prefix("xentile_").expect("a target's prefix") {
+        "rms_norm_forward" => (&["x", "weight"], &["y", "rstd"]),
+        "rms_norm_add_forward" => (&["x", "residual", "weight"], &["y", "sum", "rstd"]),
+        "rms_norm_backward" => (&["x", "weight", "rstd", "dy"], &["dx", "dweight"]),
+        "rms_norm_add_backward" => (&["x", "weight", "rstd", "dy", "dsum"], &["dx", "dweight"]),
+        "layer_norm_forward" => (&["x", "weight", "bias"], &["y", "mean", "rstd"]),
+        _ => (&["x", "weight", "mean", "rstd", "dy"], &["dx", "dweight", "dbias"]),
+    }
+}
+
+/// Arguments by index and results by index that may share memory, for each way to call a target.
+fn ways(target: &str) -> &'static [&'static [(usize, usize)]] {
+    match target.strip_prefix("xentile_").expect("a target's prefix") {
+        "rms_norm_forward" | "layer_norm_forward" => &[&[], &[(0, 0)]],
+        "rms_norm_add_forward" => &[&[], &[(0, 0)], &[(1, 1)], &[(0, 0), (1, 1)]],
+        "layer_norm_backward" => &[&[], &[(0, 0)], &[(4, 0)]],
+        _ => &[&[], &[(0, 0)], &[(3, 0)]],
     }
 }
 
 /// A problem, as a program would pass it.
-struct Problem<E> {
+struct Problem<E, W> {
     leading: Vec<i64>,
     columns: i64,
-    /// How many leading axes weight and partial sums have.
-    batch: [usize; 2],
+    /// The numbers of leading axes of weight, bias and partial sums.
+    batch: [usize; 3],
     blocks: i64,
-    options: RmsNorm,
-    /// x, residual, dy, dsum.
-    matrices: [Vec<E>; 4],
+    eps: f64,
+    zero_centred: bool,
+    x: Vec<E>,
+    residual: Vec<E>,
+    dy: Vec<E>,
+    dsum: Vec<E>,
+    weight: Vec<W>,
+    bias: Vec<W>,
+    mean: Vec<f32>,
     rstd: Vec<f32>,
 }
 
-impl<E: Element> Problem<E> {
-    fn new(rng: &mut ChaCha8Rng, leading: &[i64], columns: i64) -> Self {
-        let rows = leading.iter().product::<i64>();
-        let mut matrix = || -> Vec<E> {
-            (0..rows * columns).map(|_| E::from_f64(rng.random_range(-3.0..3.0))).collect()
-        };
-        let matrices = [matrix(), matrix(), matrix(), matrix()];
+impl<E: Element, W: Element> Problem<E, W>
+where
+    for<'a> Weight<'a>: From<&'a [W]>,
+{
+    fn new(rng: &mut ChaCha8Rng, leading: &[i64], columns: i64, batch: [usize; 3]) -> Self {
+        fn draw<T: xentile::Element>(rng: &mut ChaCha8Rng, axes: &[i64], columns: i64) -> Vec<T> {
+            let count = axes.iter().product::<i64>() * columns;
+            (0..count).map(|_| T::from_f64(rng.random_range(-3.0..3.0))).collect()
+        }
         Self {
             leading: leading.to_vec(),
             columns,
-            batch: [0, 0],
-            blocks: 2,
-            options: RmsNorm { eps: 1e-5, zero_centred: rng.random() },
-            matrices,
-            rstd: (0..rows).map(|_| rng.random_range(0.1..2.0)).collect(),
+            batch,
+            blocks: rng.random_range(1..9),
+            eps: 1e-5,
+            zero_centred: rng.random(),
+            x: draw(rng, leading, columns),
+            residual: draw(rng, leading, columns),
+            dy: draw(rng, leading, columns),
+            dsum: draw(rng, leading, columns),
+            weight: draw(rng, &leading[..batch[0]], columns),
+            bias: draw(rng, &leading[..batch[1]], columns),
+            mean: draw(rng, leading, 1),
+            rstd: draw(rng, leading, 1),
         }
     }
 
-    fn dims(&self, leading: usize, last: &[i64]) -> Vec<i64> {
-        [&self.leading[..leading], last].concat()
+    fn dims(&self, name: &str) -> Vec<i64> {
+        let columns = self.columns;
+        match name {
+            "weight" => [&self.leading[..self.batch[0]], &[columns]].concat(),
+            "bias" => [&self.leading[..self.batch[1]], &[columns]].concat(),
+            "mean" | "rstd" => self.leading.clone(),
+            "dweight" | "dbias" => {
+                [&self.leading[..self.batch[2]], &[self.blocks, columns]].concat()
+            }
+            _ => [&self.leading[..], &[columns]].concat(),
+        }
     }
 
-    fn matrix_dims(&self) -> Vec<i64> {
-        self.dims(self.leading.len(), &[self.columns])
-    }
-
-    fn weight_dims(&self) -> Vec<i64> {
-        self.dims(self.batch[0], &[self.columns])
-    }
-
-    fn dweight_dims(&self) -> Vec<i64> {
-        self.dims(self.batch[1], &[self.blocks, self.columns])
-    }
-
-    /// The call of `target`, with results poisoned.
-    fn call<W: Element>(&self, target: &str, weight: &[W]) -> Call {
-        let matrix = |index: usize| Array::of(&self.matrix_dims(), &self.matrices[index]);
-        let output = || Array::new(<E as xla_ffi::Element>::DTYPE, &self.matrix_dims());
-        let arguments = names(target).0.iter().map(|&name| match name {
-            "x" => matrix(0),
-            "residual" => matrix(1),
-            "dy" => matrix(2),
-            "dsum" => matrix(3),
-            "weight" => Array::of(&self.weight_dims(), weight),
-            _ => Array::of(&self.leading, &self.rstd),
+    /// The call of `target`, with results poisoned and in the places of arguments.
+    fn call(&self, target: &str, places: &[(usize, usize)]) -> Call {
+        let arguments = names(target).0.iter().map(|&name| {
+            let dims = self.dims(name);
+            match name {
+                "x" => Array::of(&dims, &self.x),
+                "residual" => Array::of(&dims, &self.residual),
+                "dy" => Array::of(&dims, &self.dy),
+                "dsum" => Array::of(&dims, &self.dsum),
+                "weight" => Array::of(&dims, &self.weight),
+                "bias" => Array::of(&dims, &self.bias),
+                "mean" => Array::of(&dims, &self.mean),
+                _ => Array::of(&dims, &self.rstd),
+            }
         });
         let results = names(target).1.iter().map(|&name| match name {
-            "rstd" => Array::new(DType::F32, &self.leading),
-            "dweight" => Array::new(DType::F32, &self.dweight_dims()),
-            _ => output(),
+            "y" | "sum" | "dx" => Array::new(<E as xla_ffi::Element>::DTYPE, &self.dims(name)),
+            _ => Array::new(DType::F32, &self.dims(name)),
         });
-        let mut call = Call::new(arguments.collect(), results.collect())
-            .scalar("eps", self.options.eps)
-            .scalar("zero_centred", Pred::from(self.options.zero_centred));
+        let mut call = Call::new(arguments.collect(), results.collect()).scalar("eps", self.eps);
+        if kind_of(target) == Kind::Rms {
+            call = call.scalar("zero_centred", Pred::from(self.zero_centred));
+        }
         call.results.iter_mut().for_each(|result| result.data.fill(POISON));
+        for &(argument, result) in places {
+            call.results[result].buffer.data = call.arguments[argument].buffer.data;
+        }
         call
     }
 
-    fn kernel<'a>(&self, weight: Weight<'a>, pool: &'a Threads) -> Kernel<'a> {
+    /// Every handler against the kernel, bit for bit, wherever results may lie.
+    fn check(&self) {
+        for target in TARGETS {
+            let wanted = match target.ends_with("forward") {
+                true => self.forward(target),
+                false => self.backward(target),
+            };
+            for places in ways(target) {
+                let mut call = self.call(target, places);
+                call.call(handler(target)).unwrap();
+                for (index, &name) in names(target).1.iter().enumerate() {
+                    let result = &mut call.results[index];
+                    match name {
+                        "y" | "dx" => same(name, &result.values::<E>(), &wanted.matrices[0]),
+                        "sum" => same(name, &result.values::<E>(), &wanted.matrices[1]),
+                        "dweight" | "mean" => same(name, &result.values(), &wanted.floats[0]),
+                        _ => same(name, &result.values(), &wanted.floats[1]),
+                    }
+                }
+            }
+        }
+    }
+
+    fn kernel<'a>(&'a self, target: &str, pool: &'a Threads) -> Kernel<'a> {
         let rows = self.leading.iter().product::<i64>() as usize;
         let shape = NormShape::new(rows, self.columns as usize).unwrap();
-        Kernel::new(self.options, shape, weight, Launch { isa: Isa::detect(), pool }).unwrap()
+        let kind = kind_of(target);
+        let zero_centred = kind == Kind::Rms && self.zero_centred;
+        let norm = Norm { kind, eps: self.eps, zero_centred };
+        let launch = Launch { isa: Isa::detect(), pool };
+        Kernel::new(norm, shape, &self.weight[..], launch).unwrap()
     }
 
-    /// Every handler against the kernel, bit for bit, wherever results may lie.
-    fn check<W: Element>(&self, weight: &[W])
-    where
-        for<'a> Weight<'a>: From<&'a [W]>,
-    {
+    fn forward(&self, target: &str) -> Wanted<E> {
         let pool = Threads::new(2).unwrap();
-        let kernel = self.kernel(weight.into(), &pool);
-        let [x, residual, dy, dsum] = &self.matrices;
+        let is_layer = kind_of(target) == Kind::Layer;
+        let (mut y, mut sum) = (self.x.clone(), self.residual.clone());
+        let mut mean = if is_layer { self.mean.clone() } else { Vec::new() };
         let mut rstd = self.rstd.clone();
-
-        let mut y = x.clone();
-        kernel.forward(InOut::InPlace(&mut y), &mut rstd).unwrap();
-        for mut call in self.placed(TARGETS[0], weight, &[&[], &[(0, 0)]]) {
-            call.call(handler(TARGETS[0])).unwrap();
-            same("y", &call.results[0].values::<E>(), &y);
-            same("rstd", &call.results[1].values::<f32>(), &rstd);
-        }
-
-        let (mut y, mut sum) = (x.clone(), residual.clone());
-        kernel.add_forward(InOut::InPlace(&mut y), InOut::InPlace(&mut sum), &mut rstd).unwrap();
-        let places: [&[(usize, usize)]; 4] = [&[], &[(0, 0)], &[(1, 1)], &[(0, 0), (1, 1)]];
-        for mut call in self.placed(TARGETS[1], weight, &places) {
-            call.call(handler(TARGETS[1])).unwrap();
-            same("y", &call.results[0].values::<E>(), &y);
-            same("sum", &call.results[1].values::<E>(), &sum);
-            same("rstd", &call.results[2].values::<f32>(), &rstd);
-        }
-
-        for (target, dsum) in [(TARGETS[2], None), (TARGETS[3], Some(&dsum[..]))] {
-            let mut dx = dy.clone();
-            let groups = self.leading[..self.batch[1]].iter().product::<i64>() as usize;
-            let blocks = self.blocks as usize;
-            let mut sums = vec![7.0; groups * blocks * self.columns as usize];
-            let partial = PartialSums { sums: &mut sums, groups, blocks };
-            let gradient = Gradient::InPlaceOfDy { x, dy: &mut dx };
-            kernel.backward(gradient, &self.rstd, dsum, partial).unwrap();
-            for mut call in self.placed(target, weight, &[&[], &[(0, 0)], &[(3, 0)]]) {
-                call.call(handler(target)).unwrap();
-                same("dx", &call.results[0].values::<E>(), &dx);
-                same("dweight", &call.results[1].values::<f32>(), &sums);
-            }
-        }
+        let residual = target.contains("_add_").then_some(InOut::InPlace(&mut sum));
+        let bias = is_layer.then(|| self.bias[..].into());
+        let statistics = Statistics { mean: &mut mean[..], rstd: &mut rstd[..] };
+        let kernel = self.kernel(target, &pool);
+        kernel.forward(InOut::InPlace(&mut y), residual, bias, statistics).unwrap();
+        Wanted { matrices: [y, sum], floats: [mean, rstd] }
     }
 
-    /// The call with results in the places of arguments, in each of these ways.
-    fn placed<W: Element>(
-        &self,
-        target: &str,
-        weight: &[W],
-        ways: &[&[(usize, usize)]],
-    ) -> Vec<Call> {
-        let placed = ways.iter().map(|places| {
-            let mut call = self.call(target, weight);
-            for &(argument, result) in *places {
-                call.results[result].buffer.data = call.arguments[argument].buffer.data;
-            }
-            call
-        });
-        placed.collect()
+    fn backward(&self, target: &str) -> Wanted<E> {
+        let pool = Threads::new(2).unwrap();
+        let is_layer = kind_of(target) == Kind::Layer;
+        let groups = self.leading[..self.batch[2]].iter().product::<i64>() as usize;
+        let blocks = self.blocks as usize;
+        let length = groups * blocks * self.columns as usize;
+        let mut dx = self.dy.clone();
+        let mut dweight = vec![7.0; length];
+        let mut dbias = vec![7.0; if is_layer { length } else { 0 }];
+        let mean = if is_layer { &self.mean[..] } else { &[] };
+        let statistics = Statistics { mean, rstd: &self.rstd[..] };
+        let dsum = target.contains("_add_").then_some(&self.dsum[..]);
+        let partial = PartialSums { sums: &mut dweight, groups, blocks };
+        let gradient = Gradient::InPlaceOfDy { x: &self.x, dy: &mut dx };
+        let kernel = self.kernel(target, &pool);
+        kernel.backward(gradient, statistics, dsum, partial, &mut dbias).unwrap();
+        Wanted { matrices: [dx, Vec::new()], floats: [dweight, dbias] }
     }
+}
+
+/// The results of a kernel: y and sum, or dx; mean and rstd, or dweight and dbias.
+struct Wanted<E> {
+    matrices: [Vec<E>; 2],
+    floats: [Vec<f32>; 2],
 }
 
 fn same<E: xentile::Element>(what: &str, actual: &[E], native: &[E]) {
@@ -187,31 +229,27 @@ fn same<E: xentile::Element>(what: &str, actual: &[E], native: &[E]) {
 
 #[test]
 fn values_are_those_of_the_kernels() {
-    fn body<E: Element, W: Element>(rng: &mut ChaCha8Rng)
+    fn body<E: Element, W: Element>()
     where
         for<'a> Weight<'a>: From<&'a [W]>,
     {
+        let mut rng = common::fresh_rng("norm handlers");
         let leading: [&[i64]; 6] = [&[], &[1], &[6], &[2, 5], &[3, 2, 2], &[2, 0, 3]];
         for leading in leading {
+            let (one, two, axes) = (leading.len().min(1), leading.len().min(2), leading.len());
             for columns in [1, 33, 260] {
-                let mut problem = Problem::<E>::new(rng, leading, columns);
-                let axes = leading.len();
-                for batch in [[0, 0], [axes, axes], [0, axes.min(1)], [axes.min(2), 0]] {
-                    problem.batch = batch;
-                    problem.blocks = rng.random_range(1..9);
-                    let count = problem.weight_dims().iter().product();
-                    let weight: Vec<W> =
-                        (0..count).map(|_| W::from_f64(rng.random_range(-2.0..2.0))).collect();
-                    problem.check(&weight);
+                for batch in
+                    [[0; 3], [axes; 3], [0, one, one], [one, 0, 0], [two, 0, 0], [one, axes, 0]]
+                {
+                    Problem::<E, W>::new(&mut rng, leading, columns, batch).check();
                 }
             }
         }
     }
     fn weights<E: Element>() {
-        let mut rng = common::fresh_rng("rms_norm handlers");
-        body::<E, f32>(&mut rng);
-        body::<E, bf16>(&mut rng);
-        body::<E, f16>(&mut rng);
+        body::<E, f32>();
+        body::<E, bf16>();
+        body::<E, f16>();
     }
     weights::<f32>();
     weights::<bf16>();
@@ -220,8 +258,10 @@ fn values_are_those_of_the_kernels() {
 
 /// A right frame of a target: x is [2, 3, 5], in bf16, and the weight [5] in f32.
 fn right(target: &str) -> Call {
-    let problem = Problem::<bf16>::new(&mut common::fresh_rng("right"), &[2, 3], 5);
-    problem.call(target, &[1.0_f32; 5])
+    let rng = &mut common::fresh_rng("right");
+    let mut problem = Problem::<bf16, f32>::new(rng, &[2, 3], 5, [0; 3]);
+    problem.blocks = 2;
+    problem.call(target, &[])
 }
 
 /// Changes a right frame, and expects an `INVALID_ARGUMENT` that says `reason`, with results untouched.
@@ -256,12 +296,12 @@ fn wrong_shapes_are_refused_by_name() {
     for target in TARGETS {
         for (result, index, name) in operands(target) {
             let (wrong, must): (&[&[i64]], _) = match name {
-                "weight" => (
+                "weight" | "bias" => (
                     &[&[], &[6], &[1], &[3, 5], &[2, 3, 5, 1], &[2, 3, 4], &[2, 3, 5, 5]],
                     "it must be the last axis of `x`, [2, 3, 5], after none or some of its first \
                      axes",
                 ),
-                "rstd" => (
+                "mean" | "rstd" => (
                     &[&[], &[2], &[6], &[3, 2], &[2, 3, 1]],
                     "it must be [2, 3], the leading axes of `x`",
                 ),
@@ -270,7 +310,8 @@ fn wrong_shapes_are_refused_by_name() {
                     "it must be blocks, at least 1, by the last axis of `x`, [2, 3, 5], after none \
                      or some of its first axes",
                 ),
-                // Others are held to it.
+                "dbias" => (&[&[], &[5], &[9, 5]], "it must be [2, 5], that of `dweight`"),
+                // Other arrays are compared with x.
                 "x" => (&[&[2, 3, 6], &[2, 4, 5], &[5]], "` has shape ["),
                 _ => (
                     &[&[], &[5], &[2, 3, 6], &[6, 5], &[2, 3, 5, 1]],
@@ -306,9 +347,9 @@ fn empty_arrays_have_any_extents() {
             let dtype = DType::from_u32(list[index].buffer.dtype).unwrap();
             let mut array = Array::new(dtype, &[0]);
             array.dims = match name {
-                "weight" => continue,
-                "rstd" => leading.to_vec(),
-                "dweight" => [&leading[..], &[3, 5]].concat(),
+                "weight" | "bias" => continue,
+                "mean" | "rstd" => leading.to_vec(),
+                "dweight" | "dbias" => [&leading[..], &[3, 5]].concat(),
                 _ => [&leading[..], &[5]].concat(),
             };
             array.buffer.rank = array.dims.len() as i64;
@@ -327,7 +368,7 @@ fn wrong_dtypes_are_refused_by_name() {
             for dtype in [DType::F64, DType::S8, DType::S32, DType::F16, DType::Pred] {
                 let right_dtypes = match name {
                     "x" | "weight" => "f32, bf16 or f16",
-                    "rstd" | "dweight" => "f32",
+                    "bias" | "mean" | "rstd" | "dweight" | "dbias" => "f32",
                     _ => "bf16",
                 };
                 let reason = match (name, dtype) {
@@ -337,9 +378,9 @@ fn wrong_dtypes_are_refused_by_name() {
                     _ => format!("`{name}`"),
                 };
                 let dims = match name {
-                    "weight" => vec![5],
-                    "rstd" => vec![2, 3],
-                    "dweight" => vec![2, 5],
+                    "weight" | "bias" => vec![5],
+                    "mean" | "rstd" => vec![2, 3],
+                    "dweight" | "dbias" => vec![2, 5],
                     _ => vec![2, 3, 5],
                 };
                 let change = |call: &mut Call| replace(call, result, index, Some(dtype), &dims);
@@ -381,31 +422,35 @@ fn wrong_attributes_are_refused_by_name() {
             let taken = std::mem::replace(call, Call::new(vec![], vec![]));
             Call::new(taken.arguments, taken.results)
         }
-        let centred = Pred::from(false);
         let none = |call: &mut Call| *call = bare(call);
         refused(target, none, "attribute `eps` is missing");
-        let eps_only = |call: &mut Call| *call = bare(call).scalar("eps", 1e-6);
-        refused(target, eps_only, "attribute `zero_centred` is missing");
+        let is_layer = kind_of(target) == Kind::Layer;
+        // The frame with this eps and the other attributes.
+        let with_eps = |call: &mut Call, eps: f64| {
+            let call = bare(call).scalar("eps", eps);
+            if is_layer { call } else { call.scalar("zero_centred", Pred::from(false)) }
+        };
         for (eps, text) in [(-1e-6, "-0.000001"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
             let reason = format!("attribute eps is {text}; it must be finite and at least 0");
-            let change = |call: &mut Call| {
-                *call = bare(call).scalar("eps", eps).scalar("zero_centred", centred);
-            };
-            refused(target, change, &reason);
+            refused(target, |call| *call = with_eps(call, eps), &reason);
         }
         let narrow = |call: &mut Call| {
-            *call = bare(call).scalar("eps", 1e-6_f32).scalar("zero_centred", centred);
+            *call = bare(call).scalar("eps", 1e-6_f32);
         };
         refused(target, narrow, "attribute `eps` is f32; it must be f64");
+        let unknown = |call: &mut Call| *call = with_eps(call, 1e-6).scalar("block_size", 1_i64);
+        let takes = if is_layer { "`eps`" } else { "`eps`, `zero_centred`" };
+        let reason = format!("attribute `block_size` is unknown; the handler takes {takes}");
+        refused(target, unknown, &reason);
         let number =
             |call: &mut Call| *call = bare(call).scalar("eps", 1e-6).scalar("zero_centred", 1_i64);
-        refused(target, number, "attribute `zero_centred` is s64; it must be pred");
-        let unknown = |call: &mut Call| {
-            let taken = std::mem::replace(call, Call::new(vec![], vec![]));
-            *call = taken.scalar("block_size", 1_i64);
-        };
-        let reason = "attribute `block_size` is unknown; the handler takes `eps`, `zero_centred`";
-        refused(target, unknown, reason);
+        if is_layer {
+            refused(target, number, "attribute `zero_centred` is unknown; the handler takes `eps`");
+        } else {
+            refused(target, number, "attribute `zero_centred` is s64; it must be pred");
+            let eps_only = |call: &mut Call| *call = bare(call).scalar("eps", 1e-6);
+            refused(target, eps_only, "attribute `zero_centred` is missing");
+        }
     }
 }
 

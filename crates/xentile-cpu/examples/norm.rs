@@ -1,15 +1,15 @@
-//! RMSNorm beside copies of the bytes that it must move: `cargo run --release -p xentile-cpu --example
-//! rms_norm [ROUNDS [THREADS [ISA]]]`.
+//! Times RMSNorm against copies of as many bytes: `cargo run --release -p xentile-cpu --example norm
+//! [ROUNDS [THREADS [ISA]]]`.
 //!
-//! Copy and kernel take turns, and a row of the table is the median of the rounds' ratios: what is left
-//! of other programs on the machine is in both.
+//! Copy and kernel take turns, and a row of the table is the median of the rounds' ratios, so that both
+//! include the load of other programs on the machine.
 
 use std::hint::black_box;
 
 use half::bf16;
 use xentile::Element;
-use xentile::rms_norm::{NormShape, RmsNorm};
-use xentile_cpu::rms_norm::{Gradient, Kernel, Launch, PartialSums};
+use xentile::norm::{Norm, NormShape};
+use xentile_cpu::norm::{Gradient, Kernel, Launch, PartialSums, Statistics};
 use xentile_cpu::{InOut, Threads, copy};
 
 mod timing;
@@ -40,33 +40,31 @@ fn measure<E: Element>(shape: NormShape, launch: Launch<'_>, pool: &Threads, rou
         arrays.each_mut().map(|(memory, start)| &mut memory[*start..][..n]);
     let weight: Vec<bf16> =
         (0..shape.columns()).map(|i| bf16::from_f32(1.0 + (i % 7) as f32 / 8.0)).collect();
-    let kernel = Kernel::new(RmsNorm::default(), shape, &weight[..], launch).expect("a kernel");
+    let kernel = Kernel::new(Norm::RMS, shape, &weight[..], launch).expect("a kernel");
     let mut rstd = vec![0.0; shape.rows()];
     let mut sums = vec![0.0; BLOCKS * shape.columns()];
     // As many bytes as x has.
     let words = n * size_of::<E>() / size_of::<f32>();
     let (from, mut to) = (vec![1.0_f32; words], vec![0.0; words]);
 
-    // The arrays of x's length that each pass reads and writes.
+    // The number of arrays of x's length that each pass reads and writes.
     let passes = [("forward", 2), ("add_forward", 4), ("backward", 3), ("add_backward", 4)];
     for (pass, moved) in passes {
         let times: Vec<[f64; 2]> = (0..rounds + 2)
             .map(|_| {
                 let copy = timed(|| copy::copy(pool, launch.isa, &from, &mut to));
                 let norm = timed(|| {
-                    let outcome = match pass {
-                        "forward" => kernel.forward(InOut::apart(x, y), &mut rstd),
-                        "add_forward" => {
-                            let residual = InOut::apart(residual, sum);
-                            kernel.add_forward(InOut::apart(x, y), residual, &mut rstd)
-                        }
-                        _ => {
-                            let dsum = (pass == "add_backward").then_some(&*dsum);
-                            let partial =
-                                PartialSums { sums: &mut sums, groups: 1, blocks: BLOCKS };
-                            let gradient = Gradient::Apart { x, dy: residual, dx: y };
-                            kernel.backward(gradient, &rstd, dsum, partial)
-                        }
+                    let outcome = if pass.ends_with("forward") {
+                        let residual =
+                            (pass == "add_forward").then(|| InOut::apart(&*residual, &mut *sum));
+                        let statistics = Statistics::rms(&mut rstd[..]);
+                        kernel.forward(InOut::apart(x, y), residual, None, statistics)
+                    } else {
+                        let dsum = (pass == "add_backward").then_some(&*dsum);
+                        let partial = PartialSums { sums: &mut sums, groups: 1, blocks: BLOCKS };
+                        let gradient = Gradient::Apart { x, dy: residual, dx: y };
+                        let statistics = Statistics::rms(&rstd[..]);
+                        kernel.backward(gradient, statistics, dsum, partial, &mut [])
                     };
                     outcome.expect("right arguments");
                 });
