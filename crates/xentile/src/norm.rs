@@ -35,7 +35,7 @@
 //!
 //! # Error bounds
 //!
-//! In units of `u = 2^-24`, half the spacing of f32 after 1; [`reference`] computes them.
+//! In units of `u = 2^-24`, half the spacing of f32 after 1; [`reference`](mod@reference) computes them.
 //!
 //! RMSNorm: a square is in at most 34 additions in f32 before its sum goes to f64, whatever D, so that the
 //! sum, whose terms have one sign, is within `36 u` of itself and `rstd` within 20. Offsets cost nothing:
