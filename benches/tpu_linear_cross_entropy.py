@@ -1,30 +1,29 @@
-"""Linear cross-entropy compiled for a TPU v6e that is not there, beside XLA's own and tokamax's.
+"""Linear cross-entropy compiled for a TPU v6e without one, with XLA's program and tokamax's.
 
     cargo build --release -p xentile-tools --example estimate
     python benches/tpu_linear_cross_entropy.py --json FILE
 
-Prints, and with --json appends to FILE, a line a program and shape: value and gradients of hidden
-and weight in bf16, temporaries beyond operands and results as compiled, and an estimate of a step
-(docs/internals/tpu-cross-entropy.md) in which each kernel takes the longer of its schedule and its
-copies. Needs libtpu; tokamax is left out where it is not installed. Beside its estimates is one of
-a shape that its own table of measured times has.
+Prints, and with --json appends to FILE, a line for each program and shape: value and gradients of
+hidden and weight in bf16, compiled temporaries beyond operands and results, and an estimate of a
+step (docs/internals/tpu-cross-entropy.md) in which each kernel takes the longer of its schedule and
+its copies. Needs libtpu; tokamax is left out if it is not installed. One shape is from tokamax's
+table of measured times.
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import harness
+
 TOPOLOGY, KIND = "v6e:2x2", "TPU v6 lite"
 SHAPES = [(8192, 2048, 128256), (8192, 1536, 151936)]
 # Of tokamax 0.0.17 on a v6e, by its own table: 6.80 ms forward and 27.3 ms backward.
@@ -57,10 +56,10 @@ def ours(tokens: int, hidden: int, vocab: int, axis: int) -> tuple[Any, Moved]:
     return jax.value_and_grad(linear_cross_entropy, (0, 1)), moved
 
 
-def dense(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree)
+def dense(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
     """XLA's own program."""
 
-    def loss(x: jax.Array, w: jax.Array) -> Any:  # noqa: ANN401 (an array)
+    def loss(x: jax.Array, w: jax.Array) -> Any:
         return linear_cross_entropy(x, w, labels, implementation="reference")
 
     return jax.value_and_grad(loss, (0, 1))(x, w)
@@ -70,7 +69,7 @@ def measure(
     name: str,
     shape: tuple[int, int, int],
     axis: int,
-    step: Any,  # noqa: ANN401 (a function)
+    step: Any,
     moved: Moved | None,
 ) -> dict[str, Any]:
     """Compiles a step and reads its schedule."""
@@ -88,9 +87,7 @@ def measure(
     ]
     for path in Path(DUMPS.name).iterdir():
         path.unlink()
-    start = time.time()
-    compiled = jax.jit(step).lower(*arrays).compile()
-    seconds = time.time() - start
+    seconds, compiled = harness.timed_call(lambda: jax.jit(step).lower(*arrays).compile())
     memory = compiled.memory_analysis()
     line: dict[str, Any] = {
         "name": name,
@@ -105,7 +102,7 @@ def measure(
         "compile_s": round(seconds, 1),
     }
     if moved is not None:  # of XLA's own copies the listing tells too little
-        tool = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+        tool = Path(os.environ.get("CARGO_TARGET_DIR", harness.ROOT / "target"))
         parts = subprocess.run(
             [
                 tool / "release/examples/estimate",
@@ -123,12 +120,8 @@ def measure(
         line["parts"] = [part for part in json.loads(parts.stdout) if part["ms"] >= 1e-3]
         line["step_ms"] = sum(part["ms"] for part in json.loads(parts.stdout))
     versions = ("jax", "libtpu", "tokamax") if "tokamax" in name else ("jax", "libtpu")
-    line["versions"] = {one: importlib.metadata.version(one) for one in versions}
-    line["commit"] = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    line["unix_time"] = int(time.time())
-    return line
+    line["versions"] = {one: harness.installed(one) for one in versions}
+    return line | {key: harness.about()[key] for key in ("command", "commit", "unix_time")}
 
 
 def tokamax(name: str, shape: Extents, choose: Callable[[Extents], Tiles]) -> dict[str, Any]:

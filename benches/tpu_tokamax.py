@@ -32,7 +32,7 @@ class Tiles:
     buffers: tuple[int, int]
 
 
-def its_kernel() -> Any:  # noqa: ANN401 (a module)
+def its_kernel() -> Any:
     """The module of the kernels."""
     return importlib.import_module(
         "tokamax._src.ops.linear_softmax_cross_entropy_loss.pallas_mosaic_tpu_kernel"
@@ -88,7 +88,7 @@ def step_of(tiles: Tiles) -> Callable[..., Any]:
 
     name = "linear_softmax_cross_entropy_loss_{}_pallas_mosaic_tpu".format
 
-    def step(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:  # noqa: ANN401 (a tree)
+    def step(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
         of_mean: dict[str, Any] = {"reduction": "mean"}
         loss, lse = getattr(kernel, name("fwd"))(x, labels, w, **of_mean, **how(tiles.forward))
         of_sums = {"buffer_count": tiles.buffers}
@@ -106,7 +106,7 @@ def steady(*, ends_hidden: bool) -> Iterator[None]:
     kernel = its_kernel()
     when, cond = kernel.pl.when, jax.lax.cond
 
-    def run(_: Any) -> Callable[[Callable[[], None]], None]:  # noqa: ANN401 (a predicate)
+    def run(_: Any) -> Callable[[Callable[[], None]], None]:
         def decorate(body: Callable[[], None]) -> None:
             name = body.__name__
             if name not in FIRST and (ends_hidden or name != LAST_OF_HIDDEN):
@@ -114,7 +114,7 @@ def steady(*, ends_hidden: bool) -> Iterator[None]:
 
         return decorate
 
-    def choose(_: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def choose(_: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         return (yes if ends_hidden else no)()
 
     kernel.pl.when, jax.lax.cond = run, choose

@@ -7,6 +7,7 @@
 # pkg-config then finds xentile_xla where PKG_CONFIG_PATH has DIR/lib/pkgconfig, and CMake where
 # CMAKE_PREFIX_PATH has DIR. DESTDIR is put before DIR, as packagers expect. Linux only.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 if [[ ${1:-} != --prefix || ${2:-} != /* ]]; then

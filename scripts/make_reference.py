@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ CONFIGS = [
     ("microbench sweep", "sweep/grid.rs", "Config"),
     ("microbench suite", "suite.rs", "Config"),
 ]
+# The columns of each row of a table, by the table's heading or by the operation.
+Rows = dict[str, list[list[str]]]
 # What stands for these fields, which are keys of their own.
-FLATTENED = {"top": "extents and options of the operation, below"}
+FLATTENED = {"top": "extents and options of the operation (below)"}
 
 
 def output(command: Sequence[str | Path]) -> str:
@@ -91,16 +93,75 @@ def config(binaries: Path) -> str:
     page += "Configs are YAML. `--set KEY=VALUE` overrides a key, with dots between levels, as in\n"
     page += "`--set options.z_loss=1e-4`. An unknown key is refused with the nearest one.\n"
     for title, file, struct in CONFIGS:
-        page += f"\n## {title}\n\n| key | what it says |\n| --- | --- |\n"
+        page += f"\n## {title}\n\n| key | meaning |\n| --- | --- |\n"
         for key, words in fields(file, struct):
             words = words.replace("|", "\\|")
             page += f"| {FLATTENED[key]} | |\n" if key in FLATTENED else f"| `{key}` | {words} |\n"
+    return page + operations(binaries)
+
+
+def sections(text: str) -> Rows:
+    """The tables that `xentile ops NAME` prints, by their headings, each row in its columns."""
+    found: Rows = {}
+    rows: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("  "):
+            cells = re.split(r" {2,}", line.strip().replace("|", "\\|"))
+            rows.append([cell.removeprefix("default ") for cell in cells])
+        else:
+            found[line.split(",")[0]] = rows = []
+    return found
+
+
+def merged(rows_by_name: Rows, columns: Sequence[str]) -> str:
+    """One table of the keys of all operations; each row names the operations that have it."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, rows in rows_by_name.items():
+        for row in rows:
+            names.setdefault(tuple(row), []).append(name)
+    page = f"| {' | '.join([*columns, 'operations'])} |\n|{' --- |' * (len(columns) + 1)}\n"
+    for (key, *cells), having in names.items():
+        key, *note = key.split(" ", 1)
+        is_everywhere = len(having) == len(rows_by_name)
+        cells += ["all" if is_everywhere else ", ".join(having)]
+        page += f"| {' | '.join([' '.join([f'`{key}`', *note]), *cells])} |\n"
+    return page
+
+
+def dim(letter: str, key: str, *default: str) -> list[str]:
+    """The row of an extent, whose default is left out where there is none."""
+    *given, about = default
+    return [key, letter, *(given or [""]), about]
+
+
+def option(key: str, kind: str, allowed: str, *default: str) -> list[str]:
+    """The row of an option, whose kind and allowed values share a cell."""
+    return [key, f"{kind}: {allowed}", *default]
+
+
+def operations(binaries: Path) -> str:
+    """The keys of each operation, those in common once."""
     names = [line.split()[0] for line in output([binaries / "xentile", "ops"]).splitlines()]
-    page += "\n## Keys of each operation\n\nAs `xentile ops NAME` prints them, without what this"
-    page += " machine has.\n"
-    for name in names:
-        text = output([binaries / "xentile", "ops", name]).split("implementations\n")[0]
-        page += f"\n### {name}\n\n```text\n{text}```\n"
+    texts = {name: output([binaries / "xentile", "ops", name]) for name in names}
+    tables = {name: sections(text) for name, text in texts.items()}
+
+    def rows(heading: str, row: Callable[..., list[str]] = lambda *cells: list(cells)) -> Rows:
+        return {name: [row(*cells) for cells in of.get(heading, [])] for name, of in tables.items()}
+
+    page = "\n## Keys of each operation\n\n`xentile ops NAME` prints the keys of one operation, "
+    page += "with its arrays and\nthe implementations of this machine.\n\n"
+    page += "| operation | computes | passes | distributions of inputs |\n|" + " --- |" * 4 + "\n"
+    for name, of in tables.items():
+        about = texts[name].splitlines()[0].split(": ", 1)[1]
+        ((passes,),), ((distributions,),) = of["passes"], of["distributions of inputs"]
+        page += f"| `{name}` | {about} | {passes} | {distributions} |\n"
+    for title, found, columns in [
+        ("Extents", rows("dims", dim), ["key", "dim", "default", "meaning"]),
+        ("Tiles, tuned where absent", rows("tile"), ["key", "extent", "meaning"]),
+        ("Options", rows("options", option), ["key", "value", "default", "meaning"]),
+        ("Tolerances, with defaults for bf16", rows("tolerances"), ["key", "default", "meaning"]),
+    ]:
+        page += f"\n### {title}\n\n{merged(found, columns)}"
     return page
 
 

@@ -42,8 +42,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page but notes, which tell of what was, and README.md, whose tests are its own."""
-    return sorted(page for page in DOCS.rglob("*.md") if "notes" not in page.parts)
+    """Every page but README.md, whose tests are its own."""
+    return sorted(DOCS.rglob("*.md"))
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -6,6 +6,7 @@
 # DIR (dist/ by default) then has the sdist and wheels of both machines. docs/developing/releasing.md says
 # what comes before and after.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 [[ ${1:-} == --dry-run && (-z ${2:-} || (${2:-} == --out && -n ${3:-})) ]] || {

@@ -6,6 +6,7 @@
 # A file is installed again only after it has changed. PYTHON names the interpreter that makes
 # .venv (default: python3), and XENTILE_VENV another folder than .venv.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 
 fail() {
     printf 'setup: error: %s\n' "$1" >&2

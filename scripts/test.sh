@@ -1,58 +1,52 @@
 #!/usr/bin/env bash
 # Runs the tests:
 #
-#     scripts/test.sh            what twenty minutes hold on two cores: five tiers, a part of most
-#     scripts/test.sh --all      all tiers but those that run by name, a part of the longest
-#     scripts/test.sh lint host  these tiers, whole
+#     scripts/test.sh                    the default set: eight minutes on two cores
+#     scripts/test.sh --all              what CI runs: half an hour
+#     scripts/test.sh --nightly          everything
+#     scripts/test.sh [--all] lint host  these tiers alone, with the cases of that set; else every case
 #
 # A tier is a script in scripts/tiers/. It ends with 77 where the machine lacks what it needs. One
 # that fails does not stop those after it. Each ends up as one line of the summary, and the last line
 # holds the totals. Exits 1 when anything failed; what a tier printed is kept in target/test-logs/.
 #
-# A tier of the default takes a part where XENTILE_TEST_QUICK is 1, and prints `left out: ..` for each
-# thing that it leaves out. XENTILE_TEST_DRAW is a number that tells which cases of a test are run there;
-# it is printed, and drawn where it is not set. Tiers of --all, where XENTILE_TEST_ALL is 1, that run the
-# same test over many cases take a part of these too, and of those that compile the kernels with a compiler's
-# settings of its own one has its turn.
+# A set is fixed: each run of a commit runs the same tests, and only random numbers differ, whose seeds
+# are printed. Tiers read XENTILE_TEST_SET (default, ci or nightly), and pytest XENTILE_TEST_CASES
+# (scripts/pytest_cases.py): the first case of each test, every value of every parameter, or all cases. A
+# tier prints `left out: ..` for each thing that it leaves out.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Left out unless they are named, for time: the versions of JAX between the oldest and the newest, and the rest
-# of what goes over all operations.
-by_name=(xla-cpu-{0.10.2,0.11.2} nightly)
 # In the order of what fails soonest.
-quick=(lint host pjrt-cpu gradcheck xla-cpu-0.12.0)
-all=(lint host packaging xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train miri asan fuzz neon)
-# Of these --all runs one, which XENTILE_TEST_DRAW chooses.
-in_turns=(asan fuzz neon)
+default=(lint host xla-cpu-0.12.0)
+ci=(lint host xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train)
+nightly=("${ci[@]}" packaging xla-cpu-{0.10.2,0.11.2} miri asan fuzz neon)
 
-export XENTILE_TEST_DRAW=${XENTILE_TEST_DRAW:-$RANDOM}
-tiers=("$@")
+export XENTILE_TEST_SET=default
+case ${1:-} in
+    --all) XENTILE_TEST_SET=ci && shift ;;
+    --nightly) XENTILE_TEST_SET=nightly && shift ;;
+    *) (($# == 0)) || XENTILE_TEST_SET=nightly ;;
+esac
+case $XENTILE_TEST_SET in
+    default) tiers=("${default[@]}") XENTILE_TEST_CASES=one ;;
+    ci) tiers=("${ci[@]}") XENTILE_TEST_CASES=cover ;;
+    nightly) tiers=("${nightly[@]}") XENTILE_TEST_CASES=all ;;
+esac
+export XENTILE_TEST_CASES
 left_out=()
-unset XENTILE_TEST_QUICK XENTILE_TEST_ALL
-if (($# == 0)); then
-    export XENTILE_TEST_QUICK=1
-    tiers=("${quick[@]}")
-    for tier in "${all[@]}" "${by_name[@]}"; do
-        [[ " ${quick[*]} " == *" $tier "* ]] || left_out+=("$tier")
-    done
-elif [[ $* == --all ]]; then
-    export XENTILE_TEST_ALL=1
-    tiers=()
-    left_out=("${by_name[@]}")
-    turn=${in_turns[XENTILE_TEST_DRAW % ${#in_turns[@]}]}
-    for tier in "${all[@]}"; do
-        if [[ $tier != "$turn" && " ${in_turns[*]} " == *" $tier "* ]]; then
-            left_out+=("$tier")
-        else
-            tiers+=("$tier")
-        fi
+if (($#)); then
+    tiers=("$@")
+else
+    for tier in "${nightly[@]}"; do
+        [[ " ${tiers[*]} " == *" $tier "* ]] || left_out+=("$tier")
     done
 fi
 for tier in "${tiers[@]}"; do
     if [[ ! -f scripts/tiers/$tier.sh ]]; then
-        printf 'test: error: no tier %s: choose from %s, or --all alone\n' \
-            "$tier" "${all[*]} ${by_name[*]}" >&2
+        printf 'test: error: no tier %s: choose from %s; or --all or --nightly, first\n' \
+            "$tier" "${nightly[*]}" >&2
         exit 2
     fi
 done
@@ -60,18 +54,18 @@ done
 scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
 export PATH=$PWD/.venv/bin:$PATH
 # One compiler for all tiers, so that kernels are compiled once. The default compiles none of them.
-if [[ -z ${XENTILE_TEST_QUICK:-} && -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
+if [[ $XENTILE_TEST_SET != default && -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then
     scripts/setup.sh scripts/requirements-cuda.txt
     XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
     export XENTILE_NVCC
 fi
-# Nobody edits and builds again in CI, which calls --all, nor steps through what was built.
-if [[ -n ${CI:-}${XENTILE_TEST_ALL:-} ]]; then
+# Nobody edits and builds again in CI, nor steps through what was built.
+if [[ -n ${CI:-} || $XENTILE_TEST_SET == ci ]]; then
     export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
 fi
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
-echo "draw of cases: set XENTILE_TEST_DRAW=$XENTILE_TEST_DRAW to repeat"
+echo "set of tests: $XENTILE_TEST_SET"
 
 logs=target/test-logs
 mkdir -p "$logs"
@@ -118,8 +112,7 @@ printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
 printf 'tiers: %d run, %d absent here%s\n' \
     $((${#tiers[@]} - ${#absent[@]})) ${#absent[@]} "${absent[*]:+ (${absent[*]})}"
-((${#left_out[@]} == 0)) || printf 'left out, to be run by name%s: %s\n' \
-    "${XENTILE_TEST_QUICK:+ or with --all}" "${left_out[*]}"
+((${#left_out[@]} == 0)) || printf 'left out, to be run by name or with --nightly: %s\n' "${left_out[*]}"
 parts=$(cd "$logs" && grep -H '^left out: ' "${tiers[@]/%/.log}" 2>/dev/null | sed 's/\.log:left out:/, left out:/' | sort -u || true)
 [[ -z $parts ]] || printf '%s\n' "$parts"
 printf '%d passed, %d failed\n' "$total_passed" "$total_failed"

@@ -27,6 +27,7 @@
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/tiers/common.sh
 
@@ -144,7 +145,7 @@ in_processes() {
     for ((job = 0; job < jobs; job++)); do
         CUDA_VISIBLE_DEVICES=${gpus[job % ${#gpus[@]}]} XENTILE_TEST_PLATFORM=cuda \
             XENTILE_TEST_SHARE=$job/$jobs timeout -k 5 "$limit" "$python" -m pytest \
-            "$@" -p scripts.pytest_share -p scripts.pytest_at_once \
+            "$@" -p scripts.pytest_cases -p scripts.pytest_at_once \
             -p no:cacheprovider --tb=short --durations=3 >"$scratch/tests.$job" 2>&1 &
         pids+=($!)
     done

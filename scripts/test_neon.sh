@@ -8,6 +8,7 @@
 # then says what it would need. XENTILE_XLA_LIBRARY=FILE calls that library, such as a wheel's, and runs
 # nothing else.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 source scripts/aarch64.sh

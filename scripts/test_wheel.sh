@@ -4,17 +4,12 @@
 #
 #     scripts/test_wheel.sh WHEEL [3.11 ..]
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 
 wheel=${1:?usage: scripts/test_wheel.sh WHEEL [VERSION ..]}
 shift
 versions=("$@")
-if ((${#versions[@]} == 0)); then
-    versions=(3.11 3.12 3.13)
-    if [[ -n ${XENTILE_TEST_ALL:-} ]]; then
-        versions=("${versions[XENTILE_TEST_DRAW % ${#versions[@]}]}")
-        echo "left out: the wheel in other Pythons than ${versions[0]}, which XENTILE_TEST_DRAW chooses"
-    fi
-fi
+((${#versions[@]})) || versions=(3.11 3.12 3.13)
 unset XENTILE_XLA_LIBRARY PYTHONPATH
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

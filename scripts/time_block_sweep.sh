@@ -7,6 +7,7 @@
 # relative to the repository root. Ends with 0 when every cell ran, 1 when one failed (its row says
 # why), 2 on bad input.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 config=$root/configs/sweep/cross_entropy_cpu.yaml

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Every table of examples/transformer_bench of the small size at length 128, and a page of them, on a CPU:
+# Makes every table of benches/transformer_bench for the size small at length 128, and a page of them, on a CPU:
 #
-#     XENTILE_XLA_LIBRARY=.. scripts/transformer_small.sh FOLDER
+#     XENTILE_XLA_LIBRARY=.. scripts/transformer_small.sh FOLDER [--resume]
 #
-# With the `python` on PATH, which has what scripts/requirements-train.txt names. With --resume it goes on.
+# Runs the `python` on PATH, which needs the packages of scripts/requirements-train.txt. Rows and the page go to
+# FOLDER. With --resume rows that FOLDER has are kept.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 if (($# < 1 || $# > 2)) || [[ ${2:---resume} != --resume ]]; then
@@ -14,7 +16,7 @@ fi
 folder=$1
 shift
 mkdir -p "$folder"
-export PYTHONPATH=$PWD/examples:$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
+export PYTHONPATH=$PWD/benches:$PWD/examples:$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
 # Running takes as long here as compiling: LLVM optimises a little, where tests have it do nothing.
 export XLA_FLAGS="--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}"
 (($#)) || rm -f "$folder"/small-*.jsonl
@@ -29,7 +31,7 @@ run_lane() {
         [[ $command != compare ]] || settings=(--norm auto --attention auto --mlp auto --loss auto --set modes=forward)
         [[ $command != precision ]] || settings=(--set 'policies=[float32,bfloat16,mixed]')
         started=$SECONDS
-        python -m transformer_bench "$command" --config examples/transformer_bench/configs/small-ci.yaml \
+        python -m transformer_bench "$command" --config benches/transformer_bench/configs/small-ci.yaml \
             "${settings[@]}" --json "$folder/small-$lane.jsonl" --resume || status=1
         printf '%s took %d s\n' "$command" $((SECONDS - started))
     done

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Trains the example in examples/train with every kernel from one seed, and compares losses, speed and
-# memory; on an NVIDIA GPU in a budget of memory too:
+# memory; on an NVIDIA GPU also within a memory budget:
 #
 #     scripts/validate_training.sh                     50 steps of the default model, on this machine
 #     scripts/validate_training.sh --num_train_steps 12 -- --model_size test --text README.md
 #     scripts/validate_training.sh --out DIR -- --model_size qwen2.5-0.5b --remat
 #
-# What follows -- goes to each run. Makes and fills a virtual environment on first use, .venv-train or what
-# XENTILE_VENV names (about 900 MB). The kernels are those of XENTILE_XLA_LIBRARY, or of pallas_bridge as
-# it is installed there, or else are built here; with a GPU JAX's plug-in for it is installed there, too.
+# Options before -- are those of `python -m train.validate --help`; options after -- go to each run. On first use
+# the script makes a virtual environment (about 900 MB), .venv-train or the folder in XENTILE_VENV, and with a
+# GPU installs JAX's plug-in for it there. The kernels come from XENTILE_XLA_LIBRARY, or from pallas_bridge if it
+# is installed in that environment, or else are built here.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 export XENTILE_VENV=${XENTILE_VENV:-.venv-train}

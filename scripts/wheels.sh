@@ -9,6 +9,7 @@
 # Python from 3.11 to 3.13 that is found, and one for aarch64 is called under emulation on x86-64.
 # zig links against the older glibc. XENTILE_CUDA=0 leaves out kernels for NVIDIA GPUs.
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 glibc=2.28

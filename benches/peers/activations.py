@@ -1,23 +1,26 @@
-"""Activations on one device: ours, XLA's program and torch.compile's, in copies of their bytes.
+"""Activations on one device: kernels, XLA's program, torch.compile's and a device copy.
 
     python benches/peers/activations.py --json FILE [--operations NAME ...] [--shapes TxF ...]
 
-A cell is an operation at a shape of y, forward or backward, timed as turns.py says. A copy is a
-kernel that negates as many bytes as the operation must read and write.
+A cell is an operation at a shape [T, F] of y, forward or backward. The copy moves as many bytes as
+the operation must read and write; with --torch torch.compile's programs are added to the file.
 """
 
-import argparse
-import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 import jax
 import jax.numpy as jnp
+from harness import CALLS, PROGRAMS, Row, Start
 from pallas_bridge._src.activation.custom_call import backward, forward
 from pallas_bridge._src.activation.options import Options
-from turns import CALLS, rounds_of, save
 
 SHAPES = ("8192x11008", "8192x14336", "32768x4864")
 GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -30,7 +33,7 @@ OPERATIONS = {
     "swiglu gpt_oss": Options("silu", "interleaved", **GPT_OSS),
     "geglu_erf halves": Options("gelu_erf", "halves"),
 }
-# The same in PyTorch, of what `forward` takes.
+# The same in PyTorch, of the arguments of `forward`.
 TORCH = {
     "gelu_tanh": lambda F, x: F.gelu(x, approximate="tanh"),
     "gelu_erf": lambda F, x: F.gelu(x),
@@ -41,135 +44,109 @@ TORCH = {
 }
 
 
-def arrays_of(options: Options, rows: int, columns: int) -> tuple[list[list[Any]], list[Any]]:
-    """Returns x of each call, and dy."""
-    packs = 2 if options.layout in ("halves", "interleaved") else 1
-    shape = (rows, columns * packs)
+def inputs_of(options: Options, rows: int, columns: int) -> tuple[int, tuple[int, int]]:
+    """How many inputs an activation has, and the shape of each."""
+    is_packed = options.layout in ("halves", "interleaved")
+    return 2 if options.layout == "apart" else 1, (rows, columns * (2 if is_packed else 1))
+
+
+def moved_bytes(options: Options, rows: int, columns: int, which: str) -> int:
+    """The bytes that a pass in bfloat16 must read and write."""
+    count, shape = inputs_of(options, rows, columns)
+    entries = count * shape[0] * shape[1]
+    return 2 * (entries * (2 if which == "backward" else 1) + rows * columns)
+
+
+def in_jax(name: str, rows: int, columns: int, which: str, seconds: float) -> Row:
+    """Measures a cell in JAX."""
+    options = OPERATIONS[name]
+    count, shape = inputs_of(options, rows, columns)
     keys = iter(jax.random.split(jax.random.key(0), 3 * CALLS))
-    count = 2 if options.layout == "apart" else 1
 
     def draw(shape: tuple[int, int]) -> jax.Array:
         return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-    return [[draw(shape) for _ in range(count)] for _ in range(CALLS)], [
-        draw((rows, columns)) for _ in range(CALLS)
-    ]
+    calls = [(*(draw(shape) for _ in range(count)), draw((rows, columns))) for _ in range(CALLS)]
+
+    def start_of(implementation: Any) -> Start:
+        chosen = replace(options, implementation=implementation)
+
+        def run(*arrays: Any) -> Any:
+            *x, dy = arrays
+            return forward(chosen, *x) if which == "forward" else backward(chosen, x, dy)
+
+        return harness.compile_calls(run, calls)
+
+    moved = moved_bytes(options, rows, columns, which)
+    starts = {"copy": harness.device_copy(moved), "xla": start_of("reference")}
+    # There is no kernel of two inputs.
+    if options.layout != "apart":
+        starts["ours"] = start_of("custom_call")
+    return {"moved_mib": moved / 2**20, **harness.compared(starts, seconds)}
 
 
-def in_jax(name: str, rows: int, columns: int, which: str, seconds: float) -> dict[str, Any]:
-    """Returns what is measured of a cell."""
-    options = OPERATIONS[name]
-    x, dy = arrays_of(options, rows, columns)
-    entries = sum(one.size for one in x[0])
-    moved = 2 * (2 * entries + dy[0].size if which == "backward" else entries + dy[0].size)
-    # Each of its own input, or XLA reads it once for all.
-    sources = [jnp.full(moved // 4, i, jnp.bfloat16) for i in range(CALLS)]
-
-    def program(options: Options) -> Callable[[], Any]:
-        def run(x: Any, dy: Any) -> Any:
-            if which == "forward":
-                return [forward(options, *one) for one in x]
-            return [backward(options, one, of_y) for one, of_y in zip(x, dy, strict=True)]
-
-        compiled = jax.jit(run).lower(x, dy).compile()
-        return lambda: compiled(x, dy)
-
-    negate = jax.jit(lambda sources: [-one for one in sources]).lower(sources).compile()
-    if options.layout == "apart":
-        kernel = None  # there is none
-    else:
-        kernel = program(Options(**{**vars(options), "implementation": "custom_call"}))
-    dense = program(Options(**{**vars(options), "implementation": "reference"}))
-    runs = {"copy": lambda: negate(sources), "xla": dense}
-    found = rounds_of({**runs, **({"ours": kernel} if kernel else {})}, seconds)
-    return {
-        "moved_mib": moved / 2**20,
-        **{k: {"ms": 1e3 * t, "copies": r} for k, (t, r) in found.items()},
-    }
-
-
-def in_torch(name: str, rows: int, columns: int, which: str, seconds: float) -> dict[str, Any]:
-    """Returns the same of torch.compile's program, in copies of its own."""
+def in_torch(name: str, rows: int, columns: int, which: str, seconds: float) -> Row:
+    """Measures torch.compile's program of a cell, and a copy by PyTorch."""
     import torch
 
-    options, F = OPERATIONS[name], torch.nn.functional
-    packs = 2 if options.layout in ("halves", "interleaved") else 1
-    count = 2 if options.layout == "apart" else 1
+    options = OPERATIONS[name]
+    count, shape = inputs_of(options, rows, columns)
     more = {"device": "cuda", "dtype": torch.bfloat16}
-    x = [
-        [torch.randn(rows, columns * packs, **more).requires_grad_() for _ in range(count)]
-        for _ in range(CALLS)
-    ]
+    x = [[torch.randn(shape, **more).requires_grad_() for _ in range(count)] for _ in range(CALLS)]
     dy = torch.randn(rows, columns, **more)
-    entries = sum(one.numel() for one in x[0])
-    moved = 2 * (2 * entries + dy.numel() if which == "backward" else entries + dy.numel())
-    source = torch.ones(moved // 4, **more)
-    to = torch.empty_like(source)
-    compiled = torch.compile(partial(TORCH[name], F), dynamic=False)
-    graphs = [compiled(*one) for one in x] if which == "backward" else None
+    source = torch.ones(moved_bytes(options, rows, columns, which) // 4, **more)
+    target = torch.empty_like(source)
+    compiled = torch.compile(partial(TORCH[name], torch.nn.functional), dynamic=False)
+    outputs = [compiled(*one) for one in x] if which == "backward" else []
 
     def run() -> None:
-        if graphs is None:
+        for y, one in zip(outputs, x, strict=False):
+            torch.autograd.grad(y, one, dy, retain_graph=True)
+        if not outputs:
             with torch.no_grad():
                 for one in x:
                     compiled(*one)
-        else:
-            for graph, one in zip(graphs, x, strict=True):
-                torch.autograd.grad(graph, one, dy, retain_graph=True)
-        torch.cuda.synchronize()
 
     def copy() -> None:
         for _ in range(CALLS):
-            to.copy_(source)
-        torch.cuda.synchronize()
+            target.copy_(source)
 
-    found = rounds_of({"copy": copy, "torch": run}, seconds)
-    return {
-        "torch": {"ms": 1e3 * found["torch"][0], "copies": found["torch"][1]},
-        "torch_copy": {"ms": 1e3 * found["copy"][0], "copies": 1.0},
-    }
+    clocks = {"torch_copy": copy, "torch": run}
+    turns = {key: partial(harness.torch_clock(one), PROGRAMS) for key, one in clocks.items()}
+    return harness.compared_times(
+        harness.in_turns(turns, seconds=seconds), calls=CALLS, baseline="torch_copy"
+    )
 
 
-def main() -> None:
+def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = harness.parser(__doc__, seconds=0.3)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--operations", nargs="+", default=[*OPERATIONS])
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
-    parser.add_argument(
-        "--torch", action="store_true", help="torch.compile's instead, into the same file"
-    )
+    parser.add_argument("--torch", action="store_true", help="add torch.compile's to the file")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if options.torch and options.json and options.json.exists():
-        rows = json.loads(options.json.read_text())["results"]
-    print("| operation | shape | pass | copy ms | XLA | ours | torch.compile |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
-    for shape in options.shapes:
-        extents = [int(one) for one in shape.split("x")]
-        for name in options.operations:
-            for which in ("forward", "backward"):
-                if options.torch and name not in TORCH:
-                    continue
-                cell = {"operation": name, "shape": shape, "pass": which}
-                same = [row for row in rows if {k: row[k] for k in cell} == cell]
-                row = same[0] if same else cell
-                rows.extend([] if same else [row])
-                measure = in_torch if options.torch else in_jax
-                try:
-                    row.update(measure(name, *extents, which, options.seconds))
-                except Exception as error:  # the others go on
-                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-                texts = [
-                    f"{row[k]['copies']:.3f}" if k in row else "" for k in ("xla", "ours", "torch")
-                ]
-                copy = row.get("copy", {}).get("ms", float("nan"))
-                print(
-                    f"| {name} | {shape} | {which} | {copy:.4f} | {' | '.join(texts)} |", flush=True
-                )
-                save(options.json, rows)
+    results = harness.Results(options.json, is_resumed=options.torch)
+    kept, results.rows = results.rows, []
+    measure = in_torch if options.torch else in_jax
+    names = [name for name in options.operations if name in TORCH or not options.torch]
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for shape in options.shapes:
+            for name in names:
+                for which in ("forward", "backward"):
+                    cell = {"operation": name, "shape": shape, "pass": which}
+                    same = [row for row in kept if row.items() >= cell.items()]
+                    run = partial(measure, name, *harness.extents(shape), which, options.seconds)
+                    yield {**cell, **(same[0] if same else {})}, run
+
+    def texts(row: Row) -> list[str]:
+        ratios = harness.ratios_of(row, ("xla", "ours", "torch"))
+        of_cell = [row[name] for name in ("operation", "shape", "pass")]
+        return [*of_cell, harness.milliseconds_of(row), *ratios]
+
+    heads = ["operation", "shape", "pass", "copy ms", "XLA / copy", "kernel / copy"]
+    return harness.measure_cells(cells(), results, [*heads, "torch.compile / copy"], texts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

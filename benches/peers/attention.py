@@ -1,35 +1,37 @@
-"""Attention on one device: the library's kernels, cuDNN's and XLA's program, and PyTorch's.
+"""Attention on one device: kernels of this library, cuDNN's, XLA's program, and PyTorch's.
 
     python benches/peers/attention.py --json FILE [--cells TEXT] [--passes forward backward both]
         [--torch] [--without xla]
 
-A cell is a shape with its options and a pass, in bfloat16 of normal numbers, causal. `ours` are the
-library's kernels, and `default` is what `flash_attention` takes unless told. Programs are timed as
-turns.py says, a call each; beside the time stand the rate in TFLOP/s of what is seen (two GEMMs
-forward and five backward), and the time relative to `ours`. A backward pass is timed alone, from
-what its forward pass saved; `both` are one program, as in a training step. With `--torch` PyTorch's
-kernels are timed first, in a process of their own (attention_in_torch.py), and not in turns with
-the others.
+A cell is a shape with its options and a pass, in bfloat16 of normal numbers, causal. `ours` are
+this library's kernels, and `default` is what `flash_attention` chooses. A program is one call; rows
+have the time, the rate in TFLOP/s of unmasked pairs (two GEMMs forward and five backward), and the
+time relative to `ours`. A backward pass is timed alone, from the residuals of its forward pass;
+`both` are one program, as in a training step. With `--torch` PyTorch's kernels are timed first, in
+a process of their own (attention_in_torch.py), and not in turns with the others.
 """
 
-import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from turns import rounds_of, save
+from harness import Row
 
 from pallas_bridge import flash_attention
 
-# Batch, tokens, heads of queries and of keys, columns, and options beside `causal`.
+# Batch, tokens, heads of queries and of keys, columns, and further options.
 CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "4x4096 32/8 128": ((4, 4096, 32, 8, 128), {}),
     "2x8192 32/8 128": ((2, 8192, 32, 8, 128), {}),
@@ -48,20 +50,20 @@ CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
 }
 
 
-def seen_of(tokens: int, options: dict[str, Any]) -> int:
-    """Returns how many pairs of a query and a key a head has."""
-    place = np.arange(tokens)
-    first = np.maximum(place - options["window"][0], 0) if "window" in options else 0 * place
+def count_pairs(tokens: int, options: dict[str, Any]) -> int:
+    """Returns how many unmasked pairs of a query and a key a head has."""
+    position = np.arange(tokens)
+    first = np.maximum(position - options["window"][0], 0) if "window" in options else 0 * position
     if "segments" in options:
         length = tokens // options["segments"]
-        first = np.maximum(first, place // length * length)
-    return int((place + 1 - first).sum())
+        first = np.maximum(first, position // length * length)
+    return int((position + 1 - first).sum())
 
 
 def programs_of(
     shape: tuple[int, int, int, int, int], options: dict[str, Any]
 ) -> tuple[dict[str, Callable[..., Any]], list[jax.Array], jax.Array]:
-    """Returns functions of q, k and v by name, these, and a cotangent."""
+    """Returns functions of q, k and v by name, the arrays q, k and v, and a cotangent."""
     batch, tokens, heads, kv_heads, columns = shape
     keys = jax.random.split(jax.random.key(0), 4)
     of_heads = (heads, kv_heads, kv_heads, heads)
@@ -96,104 +98,110 @@ def programs_of(
 def compiled(
     function: Callable[..., Any], arrays: list[jax.Array], dout: jax.Array, which: str
 ) -> Callable[[], Any]:
-    """Returns a pass of a function, with all that it takes."""
+    """Returns what starts a pass of a function."""
     if which == "forward":
         program = jax.jit(function).lower(*arrays).compile()
         return lambda: program(*arrays)
     if which == "both":
 
         def step(*arrays: jax.Array) -> Any:
-            o, pull = jax.vjp(function, *arrays[:-1])
-            return o, *pull(arrays[-1])
+            o, vjp = jax.vjp(function, *arrays[:-1])
+            return o, *vjp(arrays[-1])
 
         both = jax.jit(step).lower(*arrays, dout).compile()
         return lambda: both(*arrays, dout)
-    _, pull = jax.jit(partial(jax.vjp, function))(*arrays)
-    backward = jax.jit(lambda pull, dout: pull(dout)).lower(pull, dout).compile()
-    return lambda: backward(pull, dout)
+    _, vjp = jax.jit(partial(jax.vjp, function))(*arrays)
+    backward = jax.jit(lambda vjp, dout: vjp(dout)).lower(vjp, dout).compile()
+    return lambda: backward(vjp, dout)
 
 
-def cell_of(name: str, which: str, seconds: float, without: list[str]) -> dict[str, Any]:
-    """Returns what is measured of a cell, `without` functions of these names."""
+def measured(
+    name: str, which: str, seconds: float, without: list[str], torch: dict[str, Any]
+) -> Row:
+    """Measures a cell without the functions of some names; `torch` has PyTorch's milliseconds."""
     shape, options = CELLS[name]
     functions, arrays, dout = programs_of(shape, options)
-    functions = {of: one for of, one in functions.items() if of not in without}
-    runs: dict[str, Callable[[], Any]] = {}
+    starts: dict[str, harness.Start] = {}
     failed: dict[str, str] = {}
     for of, function in functions.items():
+        if of in without:
+            continue
         try:
-            run = compiled(function, arrays, dout, which)
-            jax.block_until_ready(run())
-        # What has no such option, or no memory for all logits, is told of; the others go on.
+            start = compiled(function, arrays, dout, which)
+            jax.block_until_ready(start())
+        # It has no such option, or no memory for all logits; the others go on.
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            failed[of] = str(error).splitlines()[0][:200]
+            failed[of] = harness.first_line(error)
         else:
-            runs[of] = run
-    if "ours" not in runs:
+            starts[of] = start
+    if "ours" not in starts:
         return {"failed": failed}
-    times = rounds_of(runs, seconds, calls=1, against="ours")
+    found: Row = harness.compared(starts, seconds, calls=1, baseline="ours", ratio="ours")
+    for backend, ms in torch.items():
+        if isinstance(ms, str):
+            failed[f"torch {backend}"] = ms
+        else:
+            found[f"torch {backend}"] = {"ms": ms, "ours": ms / found["ours"]["ms"]}
     batch, tokens, heads, _, columns = shape
-    operations = 4 * batch * heads * columns * seen_of(tokens, options)
+    operations = 4 * batch * heads * columns * count_pairs(tokens, options)
     operations *= {"forward": 1, "backward": 2.5, "both": 3.5}[which]
-    measured = {
-        of: {"ms": 1e3 * t, "tflops": operations / t / 1e12, "ours": ratio}
-        for of, (t, ratio) in times.items()
-    }
-    return {**measured, "failed": failed}
+    for one in found.values():
+        one["tflops"] = operations / one["ms"] / 1e9
+    return {**found, "failed": failed}
 
 
 def of_torch(
     names: list[str], passes: list[str], seconds: float
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns milliseconds of PyTorch's backends, or what failed, by cell and pass."""
+    """Returns milliseconds of PyTorch's backends, or their errors, by cell and pass."""
     worker = Path(__file__).with_name("attention_in_torch.py")
+    path = os.pathsep.join(filter(None, [str(worker.parents[1]), os.environ.get("PYTHONPATH")]))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"cells": [[name, *CELLS[name]] for name in names], "passes": passes}, file)
         file.flush()
-        command = [sys.executable, str(worker), file.name, str(seconds)]
-        lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    rows = map(json.loads, lines.splitlines())
+        done = subprocess.run(
+            [sys.executable, str(worker), file.name, str(seconds)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    rows = map(json.loads, done.stdout.splitlines())
     return {(row["cell"], row["pass"]): row["torch"] for row in rows}
 
 
+def texts_of(row: Row) -> list[str]:
+    """The cells of a row's line."""
+    texts = [
+        f"{name} {one['ms']:.3f} ms {one['tflops']:.0f} TFLOP/s ({one['ours']:.2f})"
+        for name, one in row.items()
+        if isinstance(one, dict) and "ms" in one
+    ]
+    return [row["cell"], row["pass"], ", ".join(texts), str(row.get("failed") or "")]
+
+
 def main() -> int:
-    """Measures cells, and writes what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file to write, one JSON object")
-    parser.add_argument("--cells", default="", metavar="TEXT", help="those whose name has this")
-    parser.add_argument(
-        "--passes",
-        nargs="+",
-        default=["forward", "backward"],
-        choices=["forward", "backward", "both"],
-    )
+    """Measures, prints a table and writes JSON after every cell."""
+    parser = harness.parser(__doc__, seconds=0.5)
+    parser.add_argument("--cells", default="", metavar="TEXT", help="cells whose name has TEXT")
+    passes = ["forward", "backward", "both"]
+    parser.add_argument("--passes", nargs="+", default=passes[:2], choices=passes)
     parser.add_argument("--without", nargs="+", default=[], choices=["default", "xla", "cudnn"])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a cell, at the least")
     parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    names = [name for name in CELLS if arguments.cells in name]
+    options = parser.parse_args()
+    names = [name for name in CELLS if options.cells in name]
     # Before JAX takes most of the memory.
-    peers = of_torch(names, arguments.passes, arguments.seconds) if arguments.torch else {}
-    for name in names:
-        for which in arguments.passes:
-            found = cell_of(name, which, arguments.seconds, arguments.without)
-            for of, ms in peers.get((name, which), {}).items():
-                if isinstance(ms, str) or "ours" not in found:
-                    found["failed"][f"torch {of}"] = ms
-                    continue
-                ours = found["ours"]
-                rate = ours["tflops"] * ours["ms"] / ms
-                found[f"torch {of}"] = {"ms": ms, "tflops": rate, "ours": ms / ours["ms"]}
-            rows.append({"cell": name, "pass": which, **found})
-            save(arguments.json, rows)
-            line = ", ".join(
-                f"{of} {one['ms']:.3f} ms {one['tflops']:.0f} TFLOP/s ({one['ours']:.2f})"
-                for of, one in found.items()
-                if of != "failed"
-            )
-            print(f"{name} {which}: {line} {found['failed'] or ''}", flush=True)
-    return 0
+    peers = of_torch(names, options.passes, options.seconds) if options.torch else {}
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for name in names:
+            for which in options.passes:
+                torch = peers.get((name, which), {})
+                run = partial(measured, name, which, options.seconds, options.without, torch)
+                yield {"cell": name, "pass": which}, run
+
+    heads = ["cell", "pass", "time, rate (time / ours)", "failed"]
+    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts_of)
 
 
 if __name__ == "__main__":

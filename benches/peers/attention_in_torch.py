@@ -3,7 +3,7 @@
     python attention_in_torch.py FILE SECONDS
 
 FILE holds cells as attention.py has them, `[[name, shape, options], ..]`, and the passes; a line of
-JSON goes to standard output for each cell and pass, with milliseconds or what failed by backend.
+JSON goes to standard output for each cell and pass, with milliseconds or the error by backend.
 `flash` is FlashAttention 2 as PyTorch has it and `cudnn` its cuDNN, both by
 `scaled_dot_product_attention`; `flex` is `flex_attention` compiled for the mask and the softcap.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import PROGRAMS, first_line, in_turns, torch_clock
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 Function = Callable[[Any, Any, Any], Any]
-CALLS = 8
 
 
 def by_backend(backend: SDPBackend) -> Function:
@@ -37,7 +37,7 @@ def by_backend(backend: SDPBackend) -> Function:
 
 
 def by_flex(tokens: int, options: dict[str, Any]) -> Function:
-    """The same with a window before, segments of equal lengths or a softcap."""
+    """Causal attention with a window before, segments of equal lengths or a softcap."""
     window, segments = options.get("window"), options.get("segments")
     length = tokens // segments if segments else tokens
 
@@ -58,26 +58,10 @@ def by_flex(tokens: int, options: dict[str, Any]) -> Function:
     )
 
 
-def milliseconds(run: Callable[[], Any], seconds: float) -> float:
-    """The median over rounds of calls in a row."""
-    for _ in range(3):
-        run()
-    times: list[float] = []
-    while len(times) < 5 or sum(times) * CALLS < 1e3 * seconds:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS)
-    return statistics.median(times)
-
-
 def measured(shape: list[int], options: dict[str, Any], which: str, seconds: float) -> Any:
-    """Milliseconds of each backend that has the options, or what it said."""
+    """Milliseconds of each backend that has the options, timed in turns, or its error."""
     batch, tokens, heads, kv_heads, columns = shape
-    # What was compiled for other cells counts towards a limit, past which nothing is compiled.
+    # Programs of other cells count towards a limit, past which nothing is compiled.
     torch._dynamo.reset()
     torch.manual_seed(0)
     arrays = [
@@ -93,20 +77,24 @@ def measured(shape: list[int], options: dict[str, Any], which: str, seconds: flo
     if "sinks" not in options:
         functions["flex"] = partial(by_flex, tokens, options)
     found: dict[str, Any] = {}
+    turns: dict[str, Callable[[], float]] = {}
     for name, make in functions.items():
         try:
             function = make()
             if which == "forward":
-                with torch.no_grad():
-                    found[name] = milliseconds(partial(function, *arrays), seconds)
-                continue
-            out = function(*arrays)
-            dout = torch.randn_like(out)
-            grad = partial(torch.autograd.grad, out, arrays, dout, retain_graph=True)
-            found[name] = milliseconds(grad, seconds)
-        # A backend that has no such call is told of; the others go on.
+                start = partial(torch.no_grad()(function), *arrays)
+            else:
+                out = function(*arrays)
+                dout = torch.randn_like(out)
+                start = partial(torch.autograd.grad, out, arrays, dout, retain_graph=True)
+            start()
+        # The backend has no such call; the others go on.
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found[name] = first_line(error)
+        else:
+            turns[name] = partial(torch_clock(start), PROGRAMS)
+    for name, times in in_turns(turns, least=5, seconds=seconds).items():
+        found[name] = 1e3 * statistics.median(times)
     return found
 
 

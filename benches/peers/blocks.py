@@ -1,17 +1,17 @@
-"""Operations inside a jitted block of a transformer: ours beside XLA's own program, and which runs.
+"""Operations inside a jitted block of a transformer: kernels and XLA's program, and the default.
 
     python benches/peers/blocks.py --json FILE [--variants NAME ...] [--write]
 
-A block is what stands around the operation in a layer: products before and after it, and the
-residual. It is timed forward, and forward and backward with all gradients, in XLA's time of the
-same block, taking turns (turns.py); temporaries are XLA's count of bytes. What
-`implementation=None` runs on NVIDIA GPUs is in configs/tuned/implementations.cuda.yaml, which
---write makes anew: a kernel where the geometric mean of forward and backward over shapes is below
-1. Where it is within NOISE of 1, what the table had stays.
+A block is an operation with its surroundings in a layer: GEMMs before and after it, and the
+residual. It is timed forward, and forward and backward with all gradients, relative to XLA's time
+of the same block; temporaries are XLA's count of bytes. configs/tuned/implementations.cuda.yaml
+says what `implementation=None` runs on NVIDIA GPUs. --write rewrites it: a kernel if the geometric
+mean over shapes of the time of forward and backward is below 1. Within NOISE of 1 the table's
+choice stays.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +20,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 import jax
 import jax.numpy as jnp
 import yaml
@@ -27,15 +30,15 @@ from pallas_bridge._src.activation.custom_call import activation
 from pallas_bridge._src.activation.declaration import OPERATION as ACTIVATION
 from pallas_bridge._src.activation.options import Options
 from pallas_bridge._src.rope.declaration import OPERATION as ROPE
-from turns import about, rounds_of, save
 
 import pallas_bridge
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "configs/tuned/implementations.cuda.yaml"
+TABLE = harness.ROOT / "configs/tuned/implementations.cuda.yaml"
 # Names of the table's implementations, as `implementation=` has them.
 NAMES = {"kernel": "custom_call", "xla": "reference"}
 NOISE = 0.01
+HEADS = ["operation", "variant", "tokens x D x F", "XLA forward ms", "kernel / XLA", "XLA again"]
+HEADS += ["XLA both ms", "kernel / XLA", "XLA again", "bytes of temporaries, kernel and XLA"]
 HEAD = 128
 
 
@@ -53,14 +56,14 @@ Block = Callable[..., jax.Array]
 
 
 def draw(at: int, *shape: int) -> jax.Array:
-    """Normal numbers in bfloat16; of a matrix [D, ..] such that products keep their deviation."""
+    """Normal bfloat16 numbers; a matrix [D, ..] is scaled so that GEMMs keep the deviation."""
     scale = shape[0] ** -0.5 if at else 1.0
     found: jax.Array = jax.random.normal(jax.random.key(at), shape, jnp.bfloat16)
     return found * jnp.bfloat16(scale)
 
 
 def of_norm(function: Any, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
-    """A residual, a norm of the sum and a product, which the sum is added to."""
+    """A residual, a norm of the sum and a GEMM, to which the sum is added."""
 
     def block(x: Any, branch: Any, weight: Any, into: Any) -> jax.Array:
         y, total = function(x, weight, residual=branch, implementation=name)
@@ -90,7 +93,7 @@ def of_activation(options: Options, shape: Shape, name: str) -> tuple[Block, lis
 
 
 def of_rope(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
-    """Projections to queries and keys, their rotation, and a product of each, as attention has."""
+    """Projections to queries and keys, their rotation, and a GEMM of each, as in attention."""
     heads = max(shape.width // HEAD, 1)
 
     def block(x: Any, of_q: Any, of_k: Any, *out: Any) -> jax.Array:
@@ -106,7 +109,7 @@ def of_rope(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[
 
 
 def variants() -> dict[tuple[str, str], Callable[[Shape, str], tuple[Block, list[jax.Array]]]]:
-    """What makes the block of each operation and variant, by both names."""
+    """Makers of the block of each operation and variant, by both names."""
     found: dict[tuple[str, str], Any] = {
         ("rms_norm", ""): partial(of_norm, pallas_bridge.rms_norm),
         ("layer_norm", ""): partial(of_norm, pallas_bridge.layer_norm),
@@ -122,7 +125,7 @@ def variants() -> dict[tuple[str, str], Callable[[Shape, str], tuple[Block, list
 def compiled(
     make: Callable[[Shape, str], tuple[Block, list[jax.Array]]], shape: Shape, which: str, name: str
 ) -> tuple[Callable[[], Any], int]:
-    """What runs a block by an implementation, and the bytes of its temporaries."""
+    """The start of a block by an implementation, and the bytes of its temporaries."""
     block, arrays = make(shape, name)
     dy = draw(0, shape.tokens, shape.width)
 
@@ -135,30 +138,29 @@ def compiled(
     return (lambda: program(*given)), program.memory_analysis().temp_size_in_bytes
 
 
-def measured(
-    name: tuple[str, str], make: Any, shape: Shape, seconds: float, pool: Any
-) -> dict[str, Any]:
-    """A row: ours in XLA's time, forward and both, and ours in XLA's bytes of temporaries."""
-    row: dict[str, Any] = {"operation": name[0], "variant": name[1], "shape": [*shape]}
+def measured(make: Any, shape: Shape, seconds: float, pool: Any) -> harness.Row:
+    """Measures times relative to XLA's, forward and both, and bytes of temporaries."""
+    row: harness.Row = {}
     compiling = {
         which: {one: pool.submit(compiled, make, shape, which, NAMES[one]) for one in NAMES}
         for which in ("forward", "both")
     }
     for which, programs in compiling.items():
-        runs = {one: program.result()[0] for one, program in programs.items()}
-        found = rounds_of({**runs, "again": runs["xla"]}, seconds, calls=1, against="xla")
+        starts = {one: program.result()[0] for one, program in programs.items()}
+        starts["again"] = starts["xla"]
+        found = harness.compared(starts, seconds, calls=1, baseline="xla", ratio="time")
         held = {one: program.result()[1] for one, program in programs.items()}
         row[which] = {
-            "xla_ms": 1e3 * found["xla"][0],
-            "time": found["kernel"][1],
-            "again": found["again"][1],
+            "xla_ms": found["xla"]["ms"],
+            "time": found["kernel"]["time"],
+            "again": found["again"]["time"],
             "temporaries": [held["kernel"], held["xla"]],
         }
     return row
 
 
 def write(rows: list[dict[str, Any]], device: str) -> None:
-    """Makes the table anew of rows, which lines keep that were not measured."""
+    """Rewrites the table from rows; lines of operations that were not measured stay."""
     text = TABLE.read_text(encoding="utf-8")
     table = {(line["operation"], line["variant"]): line for line in yaml.safe_load(text) or []}
     for name in dict.fromkeys((row["operation"], row["variant"]) for row in rows):
@@ -182,38 +184,44 @@ def write(rows: list[dict[str, Any]], device: str) -> None:
     TABLE.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Measures, prints a line a cell, writes JSON after each, and at last the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+def main() -> int:
+    """Measures, prints a line and writes JSON after every cell, and last the table of choices."""
+    parser = harness.parser(__doc__, seconds=0.3)
     parser.add_argument("--variants", nargs="+", help="OPERATION or 'OPERATION VARIANT'; all")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each pass of a cell")
-    parser.add_argument("--write", action="store_true", help="makes the table of choices anew")
-    parser.add_argument("--rows", type=Path, help="of that JSON, in place of measuring")
+    parser.add_argument("--write", action="store_true", help="rewrite the table of choices")
+    parser.add_argument("--rows", type=Path, help="take the rows of that JSON; measure nothing")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    device = ""
+    results, device = harness.Results(options.json), harness.about()["device"]
+    failed = 0
     if options.rows:
         kept = json.loads(options.rows.read_text(encoding="utf-8"))
-        rows, device = kept["results"], kept["about"]["device"]
+        results.rows, device = kept["results"], kept["about"]["device"]
     else:
         with ThreadPoolExecutor(4) as pool:
-            for name, make in variants().items():
-                if options.variants and not {name[0], " ".join(name)} & {*options.variants}:
-                    continue
-                for shape in SHAPES:
-                    row = measured(name, make, shape, options.seconds, pool)
-                    rows.append(row)
-                    told = " ".join(
-                        f"{which} {row[which]['time']:.3f} of {row[which]['xla_ms']:.2f} ms "
-                        f"(again {row[which]['again']:.3f})"
-                        for which in ("forward", "both")
-                    )
-                    print(*name, *shape, told, row["both"]["temporaries"], flush=True)
-                    save(options.json, rows)
+            cells = [
+                (
+                    {"operation": name[0], "variant": name[1], "shape": [*shape]},
+                    partial(measured, make, shape, options.seconds, pool),
+                )
+                for name, make in variants().items()
+                for shape in SHAPES
+                if not options.variants or {name[0], " ".join(name)} & {*options.variants}
+            ]
+            failed = harness.measure_cells(cells, results, HEADS, texts_of)
     if options.write:
-        write(rows, device or about()["device"])
+        write([row for row in results.rows if "error" not in row], device)
+    return failed
+
+
+def texts_of(row: harness.Row) -> list[str]:
+    """The cells of a row's line."""
+    line = [row["operation"], row["variant"], " x ".join(map(str, row["shape"]))]
+    for which in ("forward", "both"):
+        found = row.get(which)
+        line.append(f"{found['xla_ms']:.2f}" if found else "")
+        line += [f"{found[key]:.3f}" if found else "" for key in ("time", "again")]
+    return [*line, str(row["both"]["temporaries"]) if "both" in row else ""]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

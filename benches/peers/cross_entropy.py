@@ -1,33 +1,32 @@
-"""Times our cross-entropy beside that of other projects on one device, in one run.
+"""Times cross-entropy beside that of other projects on one device, in one run.
 
     python benches/peers/cross_entropy.py --json FILE --plot FILE.svg
 
-Run it with a Python that has pallas_bridge; peers that it lacks are rows that say so. Every peer on
-every problem is a process of its own, and right before each the logits' bytes are copied: ratios
-are to that copy. Times are the device's, medians, without first calls; many steps are enqueued for
-each wait. Logits are of every --distribution that is named, the same for all peers: normal, uniform
-and masked with each --std, peaked, trained. --shapes takes names of lists too: large, small (of the
-vocabulary), few (rows). Memory is what the process held at most beyond the logits.
+Needs pallas_bridge; a peer that is not installed is a row with an error. Every peer on every
+problem is a process of its own, and right before each the logits' bytes are copied: ratios are to
+the time of that copy. Times are medians on the device's clock without first calls. Every
+--distribution gives logits that are the same for all peers: normal, uniform and masked with each
+--std, peaked, trained. --shapes also takes names of lists: large, small (vocabulary), few (rows).
+Memory is the process's peak beyond the logits.
 
-What is measured:
+Measures:
 
-- value_and_grad: the mean, times --factor if there is one, and its gradient. QuACK's is without a
-  factor the gradient of a sum, which is what it has in two passes over the logits. Its floor is the
-  copy: one reading and one writing.
-- pair: losses of tokens, then the gradient for given cotangents. Its floor is 1.5 copies.
-- forward: the mean alone. Its floor is half a copy.
+- value_and_grad: the mean, times --factor if given, and its gradient. QuACK's without a factor is
+  the gradient of a sum, as it takes two passes over the logits. Lower bound: 1 copy (one read and
+  one write).
+- pair: per-token losses, then the gradient for given cotangents. Lower bound: 1.5 copies.
+- forward: the mean alone. Lower bound: 0.5 copies.
 """
 
 import itertools
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from typing import Any
 
 import distributions
 import driver
-from driver import Result, Worker
+import harness
+from driver import Result
 from logits_inputs import remove_inputs, write_inputs
 from shared import Problem
 
@@ -42,16 +41,14 @@ PEERS = {
     "Liger": "in_torch.py",
     "QuACK": "in_torch.py",
 }
-# Those that copy.
+# The workers that copy.
 YARDSTICK = ("in_torch.py", "in_jax.py")
 SHAPES = {
     "large": "2048x151643,4096x128256,8192x32000,8192x50257,4096x262144,32768x151936",
     "small": "4194304x2,1048576x257,262144x2048,131072x4096",
     "few": "1x151936,8x151936,64x151936",
 }
-# value_and_grad of the mean; forward and backward for given per-token cotangents; the mean alone.
-MEASURES = ("value_and_grad", "pair", "forward")
-# Passes over bytes of the logits that each takes at least.
+# The measures, with the least number of passes over the logits' bytes of each.
 PASSES = {"value_and_grad": 2, "pair": 3, "forward": 1}
 
 
@@ -79,10 +76,10 @@ def cells_of(result: Result, measured: str) -> list[str]:
 
 def to_markdown(results: list[Result]) -> str:
     """The table of all results, by measure and shape."""
-    columns = ["T x V", "logits", "peer", "ms", "in copies", "over its floor"]
+    columns = ["T x V", "logits", "peer", "ms", "time / copy", "time / lower bound"]
     columns += ["extra MiB", "compiled temp MiB"]
-    lines = []
-    for measured in MEASURES:
+    lines: list[str] = []
+    for measured in PASSES:
         rows = [
             [
                 f"{result['tokens']} x {result['vocab']} {result['dtype']}",
@@ -92,21 +89,20 @@ def to_markdown(results: list[Result]) -> str:
             ]
             for result in results
         ]
-        lines += [f"### {measured}", "", *driver.table(columns, rows), ""]
+        lines += [f"### {measured}", "", harness.table(columns, rows), ""]
     lines += [
         "Extra: the process's peak beyond logits and dlogits (forward, and logits dead: beyond",
-        "logits alone), labels and per-token values included; empty where the peak is that of",
-        "another measure.",
-        "Liger writes dlogits over the logits, so that its extra is below 0.",
+        "logits alone), labels and per-token values included; empty where another measure has the",
+        "peak. Liger writes dlogits over the logits, so that its extra is below 0.",
     ]
     return "\n".join(lines)
 
 
 def shapes_of(text: str) -> list[tuple[int, int]]:
-    """The shapes that are asked for, names of lists replaced by these.
+    """The shapes of --shapes, with names of lists replaced by their shapes.
 
     Raises:
-        ValueError: what is neither a shape nor a name.
+        ValueError: A text is neither a shape nor a name.
     """
     found = ",".join(SHAPES.get(one, one) for one in text.split(",")).split(",")
     try:
@@ -128,62 +124,21 @@ def in_copies(results: list[Result]) -> dict[tuple[str, str], float]:
     }
 
 
-def run(
-    problems: list[Problem], results: driver.Results, deadline: float, *, first_call: bool
-) -> None:
-    """Measures all problems."""
-    there: list[Problem] = []
-
-    def before(problem: Problem) -> None:
-        if not there or there[-1].inputs != problem.inputs:
-            for old in there:
-                remove_inputs(old)
-            write_inputs(problem)
-            there[:] = [problem]
-
-    def report(problem: Problem, copied: float | None, found: Result) -> None:
-        row = {
-            "peer": problem.peer,
-            "tokens": problem.tokens,
-            "vocab": problem.vocab,
-            "dtype": problem.dtype,
-            "distribution": problem.distribution,
-            "factor": problem.factor,
-            "is_traced": problem.is_traced,
-            "logits_bytes": problem.bytes,
-            "copy_ms": copied,
-            "found": found,
-        }
-        results.add(row)
-        cells = {measured: cells_of(row, measured)[:3] for measured in MEASURES}
-        print(problem.peer, *problem.inputs, cells, file=sys.stderr, flush=True)
-
-    if first_call:
-        before(problems[0])
-        first: dict[str, Any] = {}
-        results.others["first call"] = first
-        for peer in ("xentile", "JAX dense"):
-            problem = replace(problems[0], peer=peer)
-            first[peer] = Worker(PEERS[peer], "first_call", problem).result()
-    driver.measure(
-        results.lacking(problems),
-        lambda problem: PEERS[problem.peer],
-        report,
-        deadline=deadline,
-        yardstick=YARDSTICK,
-        before=before,
-    )
+def row_of(problem: Problem, copied: float | None, found: Result) -> Result:
+    """The row of one peer on one problem."""
+    names = ("peer", "tokens", "vocab", "dtype", "distribution", "factor", "is_traced")
+    known = {name: getattr(problem, name) for name in names}
+    return {**known, "logits_bytes": problem.bytes, "copy_ms": copied, "found": found}
 
 
 def main() -> int:
     """Measures, prints, writes; the exit code is 1 where ours failed."""
     named = distributions.OF_LOGITS
     parser = driver.parser(__doc__ or "", "large", "TxV, or names", list(PEERS), named)
-    parser.add_argument("--factor", type=float, help="what the mean is multiplied by")
+    parser.add_argument("--factor", type=float, help="multiplies the mean")
     parser.add_argument(
-        "--traced-factor", action="store_true", help="give steps the factor as they run"
+        "--traced-factor", action="store_true", help="pass the factor as an argument"
     )
-    parser.add_argument("--no-first-call", action="store_true", help="leave out first calls")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     try:
@@ -191,7 +146,7 @@ def main() -> int:
     except ValueError as error:
         return driver.refuse(str(error))
     if options.traced_factor and options.factor is None:
-        return driver.refuse("--traced-factor is set without a --factor; name one")
+        return driver.refuse("--traced-factor is set without a factor: give --factor")
     peers = options.peers.split(";")
     if unknown := set(peers) - set(PEERS):
         return driver.refuse(f"no peer {unknown.pop()}: choose from {'; '.join(PEERS)}")
@@ -213,13 +168,27 @@ def main() -> int:
                 shapes, distributions.chosen(options), peers
             )
         ]
-        results = driver.Results(options, to_markdown)
-        run(problems, results, deadline, first_call=not options.no_first_call)
-    print(results.text())
+        results = driver.Results(options)
+
+        def report(problem: Problem, copied: float | None, found: Result) -> None:
+            row = row_of(problem, copied, found)
+            results.add(row)
+            cells = {measured: cells_of(row, measured)[:3] for measured in PASSES}
+            print(problem.peer, *problem.inputs, cells, file=sys.stderr, flush=True)
+
+        driver.measure(
+            results.lacking(problems),
+            lambda problem: PEERS[problem.peer],
+            report,
+            deadline=deadline,
+            yardstick=YARDSTICK,
+            before=driver.keep_inputs(write_inputs, remove_inputs),
+        )
+    print(to_markdown(results.rows))
     if options.plot:
-        title = f"value_and_grad, {options.dtype}, {results.about['gpu']}"
+        title = f"value_and_grad, {options.dtype}, {harness.about()['device']}"
         bars = in_copies(results.rows)
-        driver.draw(options.plot, title, "copies of the logits", bars, list(PEERS))
+        driver.draw(options.plot, title, "time / copy of the logits", bars, list(PEERS))
     ours = [row["found"] for row in results.rows if row["peer"].startswith("xentile")]
     wrong = any("error" in found or any("error" in m for m in found.values()) for found in ours)
     return int(wrong)

@@ -202,7 +202,7 @@ def add_arguments(
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The distributions that were asked for."""
+    """The distributions of the command line."""
     found: list[Distribution] = []
     for name in options.distribution:
         if name in ("normal", "uniform", "masked"):

@@ -1,43 +1,28 @@
-"""What drivers have in common: processes that measure one after the other, and what is written.
+"""Parts of the drivers: processes that measure one after another, and their results.
 
 Right before each peer a yardstick is timed in a process that lives on, so that a ratio is of two
-times that are seconds apart.
+times that are seconds apart. Programs import this module before `harness`, which it makes visible.
 """
 
 import argparse
 import json
 import os
-import platform
-import re
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import distributions
+import harness
 from shared import MARK, P, Problem
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "optax",
-    "tokamax",
-    "torch",
-    "triton",
-    "liger-kernel",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "cut-cross-entropy",
-)
-# Seconds after which a peer is given up; tuners take most of them.
+# The most seconds of a peer; tuners take most of them.
 PATIENCE = 150
 # Workers that import while another measures.
 AHEAD = 3
@@ -46,14 +31,16 @@ Result = dict[str, Any]
 
 
 class Worker:
-    """A process that measures when it is told to; until then it imports."""
+    """A process that imports, waits for a line, and then measures."""
 
     def __init__(self, script: str, mode: str, problem: Problem) -> None:
         """Starts it."""
+        path = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            # One piece, of which every array gets what it asks for: a pool that grows hands out
-            # larger ones, and the peak would tell of that.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), path])),
+            # One piece of memory: a pool that grows hands out larger pieces than arrays need, and
+            # the peak would count these.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -74,7 +61,7 @@ class Worker:
         self.process.stdin.flush()
 
     def result(self, seconds: float = PATIENCE) -> Result:
-        """Lets it measure, and waits for it to end."""
+        """Starts its measurement and waits for its end."""
         try:
             output, errors = self.process.communicate("go\n", timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -83,11 +70,11 @@ class Worker:
             return {"error": f"not done after {seconds:.0f} s"}
         for line in output.splitlines():
             if line.startswith(MARK):
-                found: Result = json.loads(without_folders(line.removeprefix(MARK)))
+                found: Result = json.loads(line.removeprefix(MARK))
                 return found
-        said = (errors.strip().splitlines() or ["nothing"])[-1]
-        said = f"ended with exit code {self.process.returncode}: {said}"
-        return {"error": without_folders(said)[:160]}
+        last = (errors.strip().splitlines() or ["nothing"])[-1]
+        message = f"ended with exit code {self.process.returncode}: {last}"
+        return {"error": harness.without_folders(message)[:160]}
 
     def next_answer(self) -> Result:
         """The next answer of a process that goes on; an error where it has ended."""
@@ -105,7 +92,7 @@ class Worker:
 
 
 def start_yardstick(scripts: tuple[str, str], problem: Problem) -> Worker:
-    """A process that times the yardstick: PyTorch's, or XLA's where there is no PyTorch."""
+    """A process that times the yardstick: PyTorch's, or XLA's without PyTorch."""
     worker = Worker(scripts[0], "yardstick", problem)
     worker.ask()
     worker.ask(problem.to_json())
@@ -127,10 +114,16 @@ def measure(
     mode: str = "measure",
     before: Callable[[P], object] = lambda _: None,
 ) -> None:
-    """Measures all problems, one after the other, while the next ones' processes import.
+    """Measures all problems, one after another, while the next ones' processes import.
 
-    `report` takes a problem, its yardstick in milliseconds where there is one, and what was found.
-    `before` is called with each problem before anything is asked of its process.
+    Args:
+        problems: What is measured.
+        script_of: The worker of a problem.
+        report: Takes a problem, the yardstick in milliseconds if there is one, and the result.
+        deadline: Starts nothing after this time of `time.monotonic`.
+        yardstick: The workers that time the yardstick, PyTorch's and XLA's.
+        mode: The workers' mode.
+        before: Called with each problem before its process measures.
     """
     rod = start_yardstick(yardstick, problems[0]) if yardstick and problems else None
     waiting: list[Worker] = []
@@ -151,96 +144,45 @@ def measure(
         worker.end()
 
 
-class Results:
-    """What is written to the files that were asked for, again after each result.
+def keep_inputs(write: Callable[[P], object], remove: Callable[[P], object]) -> Callable[[P], bool]:
+    """Returns what writes the inputs of a problem and removes other problems' inputs.
 
-    With --resume, results of the JSON file that are no errors are kept.
+    It returns whether it wrote any: inputs are gigabytes, and problems in a row may share them.
     """
+    last: list[P] = []
 
-    def __init__(
-        self, options: argparse.Namespace, to_markdown: Callable[[list[Result]], str]
-    ) -> None:
-        """Collects what is known beforehand."""
-        words = [w if not Path(w).is_absolute() else Path(w).name for w in sys.argv[1:]]
-        script = f"benches/peers/{Path(sys.argv[0]).name}"
-        self.about = {
-            "command": shlex.join(["python", script, *words]),
-            "commit": os.environ.get("XENTILE_COMMIT"),
-            "unix_time": int(time.time()),
-            **describe_device(),
-        }
-        self.options = options
-        self.to_markdown = to_markdown
-        # What else the JSON and the last lines of the table tell, by name.
-        self.others: dict[str, Any] = {}
-        self.rows: list[Result] = []
-        # What was known of the runs whose results are kept.
-        self.earlier: list[Result] = []
-        if options.resume and options.json and options.json.exists():
-            kept = json.loads(options.json.read_text())
-            self.rows = [row for row in kept["results"] if "error" not in row["found"]]
-            self.earlier = [*kept.get("earlier", []), kept["about"]]
+    def before(problem: P) -> bool:
+        if last and last[0].inputs == problem.inputs:
+            return False
+        for other in last:
+            remove(other)
+        write(problem)
+        last[:] = [problem]
+        return True
+
+    return before
+
+
+class Results(harness.Results):
+    """The results of peers; with --resume those of the JSON file without an error are kept."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Reads the results that are kept."""
+        super().__init__(options.json, is_resumed=options.resume)
+        self.rows = [row for row in self.rows if "error" not in row["found"]]
 
     def lacking(self, problems: list[P]) -> list[P]:
-        """Those problems of which there is no result."""
+        """The problems without a result."""
 
         def has(row: Result, problem: Problem) -> bool:
             return all(row[name] == of for name, of in asdict(problem).items() if name in row)
 
         return [one for one in problems if not any(has(row, one) for row in self.rows)]
 
-    def text(self) -> str:
-        """The table, and what else there is."""
-        lines = [self.to_markdown(self.rows)]
-        for title, found in self.others.items():
-            lines += [f"{title}, {of}: {what}" for of, what in found.items()]
-        return "\n\n".join(lines)
-
-    def add(self, row: Result) -> None:
-        """Writes one more."""
-        self.rows.append(row)
-        if self.options.markdown:
-            self.options.markdown.write_text(self.text() + "\n")
-        if self.options.json:
-            others = {title.replace(" ", "_"): found for title, found in self.others.items()}
-            if self.earlier:
-                others["earlier"] = self.earlier
-            everything = {"about": self.about, **others, "results": self.rows}
-            self.options.json.write_text(json.dumps(everything, indent=1) + "\n")
-
-
-def describe_device() -> dict[str, Any]:
-    """The GPU and its driver, as nvidia-smi tells, and the versions of what is compared."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        gpu, driver = (text.strip() for text in lines.splitlines()[0].split(","))
-    except (OSError, subprocess.CalledProcessError):
-        gpu, driver = None, None
-    return {"gpu": gpu, "driver": driver, "python": platform.python_version(), **versions}
-
-
-def without_folders(text: str) -> str:
-    """A message without the folders of this machine, and without colours."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return re.sub(r"(/[^\s/'\":]+)+/", ".../", text)
-
 
 def error_cells(row: Result, cells: int) -> list[str]:
-    """So many cells of a row that has an error."""
-    return [without_folders(row["error"]).replace("|", "/")] + [""] * (cells - 1)
-
-
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    head = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    return head + [f"| {' | '.join(row)} |" for row in rows]
+    """The cells of a row that has an error: its message and empty ones."""
+    return [row["error"].replace("|", "/")] + [""] * (cells - 1)
 
 
 def mebibytes(peak: int | None, beyond: int) -> str:
@@ -251,7 +193,7 @@ def mebibytes(peak: int | None, beyond: int) -> str:
 def draw(
     path: Path, title: str, unit: str, bars: Mapping[tuple[str, str], float], peers: list[str]
 ) -> None:
-    """Draws bars of a shape and a peer each, a group a shape; says so where it cannot."""
+    """Draws a bar for each shape and peer, grouped by shape; needs matplotlib."""
     try:
         import matplotlib
 
@@ -266,11 +208,11 @@ def draw(
     colours = pyplot.get_cmap("tab20").colors
     for index, peer in enumerate(peers):
         heights = [bars.get((shape, peer), 0) for shape in shapes]
-        places = [place + index * width for place in range(len(shapes))]
+        positions = [group + index * width for group in range(len(shapes))]
         colour = colours[index % len(colours)]
-        axes.bar(places, heights, width, label=peer, color=colour)
+        axes.bar(positions, heights, width, label=peer, color=colour)
     if bars and max(bars.values()) > 8:
-        axes.set_yscale("log")  # one that is far off would leave the others no height
+        axes.set_yscale("log")  # a bar far above the others would leave these no height
     axes.axhline(1, color="black", linewidth=0.8)
     names = [" x ".join(shape.split("x")) for shape in shapes]
     axes.set_xticks([n + 0.4 for n in range(len(shapes))], names)
@@ -288,7 +230,15 @@ def parser(
     peers: list[str],
     named: tuple[str, ...] = distributions.OF_PRODUCTS,
 ) -> argparse.ArgumentParser:
-    """The options that every driver has; distributions are those called `named`."""
+    """The options of every driver.
+
+    Args:
+        about: The driver's docstring.
+        shapes: The default of --shapes.
+        form: How a shape is written.
+        peers: The default of --peers.
+        named: The distributions to choose from.
+    """
     options = argparse.ArgumentParser(description=about.splitlines()[0])
     options.add_argument("--shapes", default=shapes, help=f"{form}, separated by commas")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -299,12 +249,11 @@ def parser(
     options.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--json", type=Path, help="write everything to this file")
     options.add_argument("--resume", action="store_true", help="keep the results in that file")
-    options.add_argument("--markdown", type=Path, help="write the table to this file too")
     options.add_argument("--plot", type=Path, help="draw value_and_grad to this SVG or PNG file")
     return options
 
 
 def refuse(what: str) -> int:
-    """Says why nothing runs; the exit code."""
+    """Prints why nothing runs and returns the exit status."""
     print(f"error: {what}", file=sys.stderr)
     return 2

@@ -1,21 +1,23 @@
-"""Peers in JAX, ours among them: a worker of cross_entropy.py."""
+"""Peers in JAX: a worker of cross_entropy.py."""
 
-import sys
-import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-STARTED = time.perf_counter()
-
-from collections.abc import Callable  # noqa: E402
-from functools import partial  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax_worker import dense, first_run, timer  # noqa: E402
-from shared import Problem, first_line, median_ms, serve  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import difference_clock, first_line, first_run, median_ms
+from shared import Problem, serve
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def dense(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The losses [T] of logits, as most training code writes them."""
+    z = x.astype(jnp.float32)
+    at_label = jnp.take_along_axis(z, y[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(z, axis=-1) - at_label
 
 
 def losses_of(peer: str) -> tuple[Loss, Loss]:
@@ -29,16 +31,16 @@ def losses_of(peer: str) -> tuple[Loss, Loss]:
     if peer == "optax":
         from optax.losses import softmax_cross_entropy_with_integer_labels as optax_losses
 
-        def of_optax(x: jax.Array, y: jax.Array) -> jax.Array:
-            losses: jax.Array = optax_losses(x.astype(jnp.float32), y)
-            return losses
+        def losses(x: jax.Array, y: jax.Array) -> jax.Array:
+            found: jax.Array = optax_losses(x.astype(jnp.float32), y)
+            return found
 
-        return lambda x, y: of_optax(x, y).mean(), of_optax
+        return lambda x, y: losses(x, y).mean(), losses
     return lambda x, y: dense(x, y).mean(), dense
 
 
 def inputs(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits [T, V], labels [T] and cotangents [T]: the driver's rows, again and again."""
+    """Logits [T, V], labels [T] and cotangents [T]: the driver's rows, repeated."""
     logits, labels, cotangents = (
         np.load(problem.file(name)) for name in ("logits", "labels", "cotangents")
     )
@@ -55,30 +57,32 @@ def inputs(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
 def programs_of(
     peer: str, factor: float | None = None, is_traced: bool = False
 ) -> dict[str, tuple[Any, bool]]:
-    """The compiled function of each measure, and whether it takes the memory of the logits.
+    """The jitted function of each measure, and whether it takes the memory of the logits.
 
-    The mean is multiplied by `factor`, if any. With `is_traced` a program does not know it, and
-    takes it as the first of the cotangents.
+    Args:
+        peer: A peer in JAX.
+        factor: What the mean is multiplied by; None for no factor.
+        is_traced: Whether the factor is the first of the cotangents and not a constant.
     """
     mean, losses = losses_of(peer)
 
     def pair(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda x: losses(x, y), x)
-        return out, pull(g)[0]
+        out, vjp = jax.vjp(lambda x: losses(x, y), x)
+        return out, vjp(g)[0]
 
     def value_and_grad(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
         if factor is None:
             return jax.value_and_grad(mean)(x, y)
-        times = g[0] if is_traced else factor
-        return jax.value_and_grad(lambda x: times * mean(x, y))(x)
+        scale = g[0] if is_traced else factor
+        return jax.value_and_grad(lambda x: scale * mean(x, y))(x)
 
-    dead = peer == "xentile, logits dead"
-    donate: Any = {"donate_argnums": 0} if dead else {}
+    is_dead = peer == "xentile, logits dead"
+    donate: Any = {"donate_argnums": 0} if is_dead else {}
     programs: dict[str, tuple[Any, bool]] = {
-        "value_and_grad": (jax.jit(value_and_grad, **donate), dead),
-        "pair": (jax.jit(pair, **donate), dead),
+        "value_and_grad": (jax.jit(value_and_grad, **donate), is_dead),
+        "pair": (jax.jit(pair, **donate), is_dead),
     }
-    if not dead:
+    if not is_dead:
         programs["forward"] = (jax.jit(lambda x, y, _: mean(x, y)), False)
     return programs
 
@@ -88,24 +92,23 @@ def measure(problem: Problem) -> dict[str, Any]:
     x, y, cotangents = inputs(problem)
     found: dict[str, Any] = {}
     programs = programs_of(problem.peer, problem.factor, problem.is_traced)
-    of_factor = None if problem.factor is None else cotangents.at[0].set(problem.factor)
-    for name, (program, consumes) in programs.items():
-        g = of_factor if name == "value_and_grad" and of_factor is not None else cotangents
+    with_factor = None if problem.factor is None else cotangents.at[0].set(problem.factor)
+    for name, (program, is_consuming) in programs.items():
+        g = with_factor if name == "value_and_grad" and with_factor is not None else cotangents
         try:
-            compiled, outputs, row = first_run(program, (x, y, g), consumes)
-            if consumes:
+            compiled, outputs, row = first_run(program, (x, y, g), is_consuming)
+            if is_consuming:
                 x = outputs[1]
             del outputs
 
             def step() -> Any:
                 nonlocal x
                 outputs = compiled(x, y, g)  # noqa: B023
-                if consumes:  # noqa: B023
+                if is_consuming:  # noqa: B023
                     x = outputs[1]
                 return outputs
 
-            row |= median_ms(timer(step), problem.seconds)
-            found[name] = row
+            found[name] = row | median_ms(difference_clock(step), problem.seconds)
         except Exception as error:
             found[name] = {"error": first_line(error)}
     return found
@@ -115,32 +118,16 @@ def copy(problem: Problem) -> dict[str, Any]:
     """Milliseconds to copy the logits on the device."""
     x, *_ = inputs(problem)
     copied = jax.jit(jnp.copy)
-    found = median_ms(timer(lambda: copied(x)), problem.seconds)
+    found = median_ms(difference_clock(lambda: copied(x)), problem.seconds)
     return {"yardstick_ms": found["median_ms"]}
 
 
-def first_call(problem: Problem) -> dict[str, Any]:
-    """Seconds of everything from the package's import to the first result, beyond JAX's start."""
-    x, y, g = inputs(problem)
-    started = time.perf_counter()
-    program, _ = programs_of(problem.peer)["value_and_grad"]
-    jax.block_until_ready(program(x, y, g))
-    return {"first_call_s": time.perf_counter() - started, "jax_start_s": started - STARTED}
-
-
-def main() -> None:
-    """Serves the driver: one problem, or copies for as long as it asks."""
-    mode, text = sys.argv[1:]
-    problem = Problem.from_json(text)
+def prepare(mode: str, problem: Problem) -> None:
+    """Imports what a mode needs."""
     jax.config.update("jax_platforms", problem.platform)
-
-    def prepare() -> None:
-        if mode == "measure" and problem.peer.startswith("xentile"):
-            import pallas_bridge  # noqa: F401
-
-    modes = {"measure": measure, "yardstick": copy, "first_call": first_call}
-    serve(problem, mode, modes, prepare)
+    if mode == "measure" and problem.peer.startswith("xentile"):
+        import pallas_bridge  # noqa: F401
 
 
 if __name__ == "__main__":
-    main()
+    serve(Problem, {"measure": measure, "yardstick": copy}, prepare)

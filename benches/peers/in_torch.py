@@ -1,11 +1,10 @@
 """Peers in PyTorch, and the copy: a worker of cross_entropy.py."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from shared import Problem, first_line, median_ms, serve
-from torch_worker import first_run, released, timer
+from harness import first_line, first_run_of_torch, median_ms, torch_clock
+from shared import Problem, serve
 
 Function = Callable[[Any, Any, Any], Any]
 
@@ -13,7 +12,9 @@ Function = Callable[[Any, Any, Any], Any]
 def functions_of(peer: str, factor: Any = None) -> dict[str, Function]:
     """Functions of logits, labels and cotangents that compute each measure.
 
-    The mean is multiplied by `factor`, a number or a tensor, if there is one.
+    Args:
+        peer: A peer in PyTorch.
+        factor: What the mean is multiplied by, a number or a tensor; None for no factor.
     """
     import torch
     import torch.nn.functional as F
@@ -78,7 +79,7 @@ def measure(problem: Problem) -> dict[str, Any]:
     functions = functions_of(problem.peer, factor)
     dtype = getattr(torch, problem.dtype)
     x = torch.empty(problem.tokens, problem.vocab, device=device, dtype=dtype)
-    # The driver's rows, again and again.
+    # The driver's rows, repeated.
     logits = torch.from_numpy(np.load(problem.file("logits"))).view(dtype)
     rows = torch.arange(problem.tokens) % len(logits)
     y = torch.from_numpy(np.load(problem.file("labels"))).long()[rows].to(device)
@@ -86,7 +87,7 @@ def measure(problem: Problem) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, function in functions.items():
         x.requires_grad_(False)
-        for piece in x.split(len(logits)):  # again, as Liger leaves its gradient there
+        for piece in x.split(len(logits)):  # in every measure, as Liger overwrites it
             piece.copy_(logits[: len(piece)])
         x.requires_grad_(name != "forward")
         try:
@@ -94,9 +95,9 @@ def measure(problem: Problem) -> dict[str, Any]:
             def call() -> Any:
                 return function(x, y, g)  # noqa: B023
 
-            outputs, row = first_run(call, problem.platform)
-            del outputs
-            found[name] = row | median_ms(timer(call, problem.platform), problem.seconds)
+            row = first_run_of_torch(call, problem.platform)[1]
+            clock = torch_clock(call, problem.platform)
+            found[name] = row | median_ms(clock, problem.seconds)
         except Exception as error:
             found[name] = {"error": first_line(error)}
     return found
@@ -110,19 +111,14 @@ def copy(problem: Problem) -> dict[str, Any]:
     shape = (problem.tokens, problem.vocab)
     x = torch.empty(shape, device=problem.platform, dtype=dtype).normal_(0, 2)
     to = torch.empty_like(x)
-    round_ms = timer(lambda: to.copy_(x), problem.platform)
-    found = median_ms(round_ms, problem.seconds)
-    return {"yardstick_ms": found["median_ms"]}
+    clock = torch_clock(lambda: to.copy_(x), problem.platform)
+    return {"yardstick_ms": median_ms(clock, problem.seconds)["median_ms"]}
 
 
-def main() -> None:
-    """Serves the driver: one problem, or copies for as long as it asks."""
-    mode, text = sys.argv[1:]
-    problem = Problem.from_json(text)
-    peer = "torch eager" if mode == "yardstick" else problem.peer
-    modes = {"measure": measure, "yardstick": released(copy)}
-    serve(problem, mode, modes, lambda: functions_of(peer))
+def prepare(mode: str, problem: Problem) -> None:
+    """Imports what a mode needs."""
+    functions_of("torch eager" if mode == "yardstick" else problem.peer)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Problem, {"measure": measure, "yardstick": copy}, prepare)

@@ -1,27 +1,27 @@
-"""Times our linear cross-entropy beside that of other projects on one device, in one run.
+"""Times linear cross-entropy beside that of other projects on one device, in one run.
 
     python benches/peers/linear_cross_entropy.py --json FILE --plot FILE.svg
-    python benches/peers/linear_cross_entropy.py --check
+    python benches/peers/linear_cross_entropy.py --check --distribution normal --std 1 8 64
 
-Run it with a Python that has pallas_bridge; peers that it lacks are rows that say so. Every peer on
-every problem is a process of its own, all of which read the same operands. What is measured is the
-mean and its gradients with respect to hidden [N, D] and weight [V, D]. Right before each peer
-PyTorch's three products of that size are timed, alone and into memory that is there: ratios are to
-those. Times are the device's, medians, without first calls. Memory is what the process held at most
-beyond hidden, weight and their gradients.
+Needs pallas_bridge; a peer that is not installed is a row with an error. Every peer on every
+problem is a process of its own, and all read the same operands. A measure is of the mean and its
+gradients with respect to hidden [N, D] and weight [V, D]. Right before each peer PyTorch's three
+GEMMs of that size are timed alone, into preallocated memory: ratios are to their time. Times are
+medians on the device's clock without first calls. Memory is the process's peak beyond hidden,
+weight and their gradients.
 
-Logits are of every --distribution that is named, the same for all peers: normal with each --std,
-peaked (a --share of tokens has one column, not the label, --height nats above the label), trained.
+Every --distribution gives logits that are the same for all peers: normal with each --std, peaked (a
+--share of tokens has one column, not the label, --height nats above the label), trained.
 
 A shape may end in a budget, as in 8192x2048x128256@2004: the MiB of scratch of `xentile as QuACK`,
-which are those that QuACK takes there. `xentile N MiB` is a peer for every N.
+which QuACK takes at that shape. `xentile N MiB` is a peer for every N.
 
-A run that was cut short goes on where it ended with --resume and the same --json.
+With --resume and the same --json a run goes on where an earlier one ended.
 
-With --check nothing is timed: errors are told, of the loss and of both gradients, against f64. What
-is right, rounded, has the least that can be had.
+With --check nothing is timed: errors of the loss, of the worst token's loss and of both gradients
+against f64 are reported. `f64, rounded` has the smallest errors that the dtypes allow.
 
-With torch 2.11, triton 3.6 and jax 0.11.2 in place, peers want these wheels (CPython 3.12, x86-64;
+With torch 2.11, triton 3.6 and jax 0.11.2 installed, peers need these wheels (CPython 3.12, x86-64;
 MiB):
 
 - Liger: liger-kernel==0.8.5 (0.9).
@@ -33,10 +33,8 @@ MiB):
   einops==0.8.2 (0.1).
 - CCE: cut-cross-entropy==25.1.1 (0.02).
 
-All of that is 98 MiB, 88 of them the compiler of the CuTe DSL. Where no more than 60 travel at
-once, that wheel goes in two pieces (`split -b 46M`), or is left out, and with it QuACK and Liger
-CuTe.
-tokamax==0.0.17 (2.7) has many needs of its own, and pip should choose them.
+All of these are 98 MiB, 88 of them the compiler of the CuTe DSL. tokamax==0.0.17 (2.7) has many
+dependencies of its own, which pip should choose.
 """
 
 import itertools
@@ -49,12 +47,13 @@ from typing import Any
 
 import distributions
 import driver
+import harness
 from driver import Result
 from linear_reference import GRADIENTS, errors_of, remove_files, rounded, write_operands
 from shared import LinearProblem
 
 IN_JAX, IN_TORCH = "linear_in_jax.py", "linear_in_torch.py"
-# Those that time the products.
+# The workers that time the GEMMs.
 YARDSTICK = (IN_TORCH, IN_JAX)
 AS_QUACK = "xentile as QuACK"
 # The worker of each peer but for `xentile N MiB`.
@@ -64,6 +63,7 @@ PEERS = {
     "xentile": IN_JAX,
     AS_QUACK: IN_JAX,
     "JAX dense": IN_JAX,
+    "JAX dense, f32 product": IN_JAX,
     "JAX scan": IN_JAX,
     "torch.compile": IN_TORCH,
     "Liger": IN_TORCH,
@@ -95,7 +95,7 @@ SHAPES = ",".join(
         "32768x1024x151936@1549",
     )
 )
-# A shape small enough for f64, and budgets that lead ours to each of its schedules there.
+# A shape small enough for f64, and budgets that select each of this library's schedules there.
 CHECK_SHAPE = "2048x512x8192@26"
 CHECK_BUDGETS = (8, 2)
 # No dtype explains a relative error of the norm this large.
@@ -103,7 +103,7 @@ WRONG = 1e-2
 
 
 def usual_peers(budgets: tuple[int, ...]) -> list[str]:
-    """All peers, ours with these budgets too."""
+    """All peers, with this library at these budgets too."""
     ours = [f"xentile {budget} MiB" for budget in budgets]
     at = list(PEERS).index(AS_QUACK) + 1
     return [*list(PEERS)[:at], *ours, *list(PEERS)[at:]]
@@ -123,8 +123,8 @@ def script_of(peer: str) -> str | None:
 def problems_of(options: Any, folder: str) -> list[LinearProblem]:
     """Every peer on every shape."""
     problems = []
-    asked = itertools.product(options.shapes.split(","), distributions.chosen(options))
-    for text, distribution in asked:
+    cells = itertools.product(options.shapes.split(","), distributions.chosen(options))
+    for text, distribution in cells:
         shape, _, as_quack = text.partition("@")
         tokens, hidden, vocab = map(int, shape.split("x"))
         for peer in options.peers.split(";"):
@@ -148,12 +148,12 @@ def problems_of(options: Any, folder: str) -> list[LinearProblem]:
 
 
 def row_of(problem: LinearProblem, products_ms: float | None, found: Result) -> Result:
-    """What is written of one peer on one problem."""
-    told = {
+    """The row of one peer on one problem."""
+    known = {
         name: what for name, what in asdict(problem).items() if name not in ("folder", "seconds")
     }
     beyond = 2 * problem.operand_bytes
-    return {**told, "bytes_of_all": beyond, "products_ms": products_ms, "found": found}
+    return {**known, "bytes_of_all": beyond, "products_ms": products_ms, "found": found}
 
 
 def shape_of(row: Result) -> str:
@@ -187,15 +187,15 @@ def cells_of(row: Result) -> list[str]:
 
 
 def to_markdown(rows: list[Result]) -> str:
-    """The table of what was measured, and how ours was cut."""
-    columns = ["N x D x V", "logits", "peer", "ms", "least ms", "in products"]
+    """The table of times and memory, and the plans of this library."""
+    columns = ["N x D x V", "logits", "peer", "ms", "least ms", "time / GEMMs"]
     columns += ["extra MiB", "compiled temp MiB", "loss"]
-    lines = driver.table(columns, [[*names_of(row), *cells_of(row)] for row in rows])
-    lines += [
+    lines = [
+        harness.table(columns, [[*names_of(row), *cells_of(row)] for row in rows]),
         "",
         "Extra: the process's peak beyond hidden, weight and their gradients, labels included; of",
-        "the products it is the logits and what stands for their gradient. A loss apart from the",
-        "others is rounded or wrong.",
+        "the GEMMs it is the logits and their gradient. A loss that differs from the others is",
+        "rounded or wrong.",
         "",
         *plans_of(rows),
     ]
@@ -203,32 +203,34 @@ def to_markdown(rows: list[Result]) -> str:
 
 
 def plans_of(rows: list[Result]) -> list[str]:
-    """How ours was cut, a line each."""
+    """The plans of this library, a line each."""
     plans = [row for row in rows if "plan" in row["found"]]
     return [f"- {'; '.join(names_of(row))}: {row['found']['plan']}" for row in plans]
 
 
 def errors_to_markdown(rows: list[Result]) -> str:
-    """The table of errors, and how ours was cut."""
-    columns = ["N x D x V", "logits", "peer", "loss", "its error"]
+    """The table of errors, and the plans of this library."""
+    columns = ["N x D x V", "logits", "peer", "loss", "its error", "worst loss (nats)"]
     columns += [f"{name} {what}" for name in GRADIENTS for what in ("dtype", "max", "norm")]
     lines = []
     for row in rows:
         found = row["found"]
         cells = names_of(row)
         if "error" in found:
-            lines.append([*cells, *driver.error_cells(found, 8)])
+            lines.append([*cells, *driver.error_cells(found, 9)])
             continue
         cells += [f"{found['loss']:.6f}", f"{found['errors']['loss']:.1e}"]
+        worst = found["errors"].get("worst_loss")
+        cells.append("" if worst is None else f"{worst:.1e}")
         for name, dtype in zip(GRADIENTS, found["dtypes"], strict=True):
             error = found["errors"][name]
             cells += [dtype, f"{error['max']:.1e}", f"{error['norm']:.1e}"]
         lines.append(cells)
     notes = [
-        "Errors are against f64 from the same operands: max to the largest number of the array,",
-        "norm to its norm.",
+        "Errors are against f64 from the same operands: max relative to the array's largest value,",
+        "norm to its norm; the worst loss is that of a token.",
     ]
-    return "\n".join([*driver.table(columns, lines), "", *notes, "", *plans_of(rows)])
+    return "\n".join([harness.table(columns, lines), "", *notes, "", *plans_of(rows)])
 
 
 def in_products(rows: list[Result]) -> dict[tuple[str, str], float]:
@@ -243,7 +245,7 @@ def in_products(rows: list[Result]) -> dict[tuple[str, str], float]:
 
 
 def is_wrong(found: Result) -> bool:
-    """Whether one of ours failed, or is further from what is right than rounding explains."""
+    """Whether a peer of this library failed, or its error is more than rounding explains."""
     errors = found.get("errors", {})
     return "error" in found or any(not errors[n]["norm"] < WRONG for n in GRADIENTS if n in errors)
 
@@ -251,7 +253,7 @@ def is_wrong(found: Result) -> bool:
 def parse() -> Any:
     """The options."""
     parser = driver.parser(__doc__ or "", SHAPES, "NxDxV or NxDxV@MiB", usual_peers(BUDGETS))
-    parser.add_argument("--check", action="store_true", help="tell errors instead of times")
+    parser.add_argument("--check", action="store_true", help="report errors in place of times")
     options = parser.parse_args()
     if options.check:
         if options.shapes == SHAPES:
@@ -269,18 +271,14 @@ def main() -> int:
     if unknown := [peer for peer in options.peers.split(";") if script_of(peer) is None]:
         known = "; ".join([*PEERS, "xentile N MiB"])
         return driver.refuse(f"no peer {unknown[0]}: choose from {known}")
-    results = driver.Results(options, errors_to_markdown if options.check else to_markdown)
+    results = driver.Results(options)
+    text_of = errors_to_markdown if options.check else to_markdown
     with tempfile.TemporaryDirectory() as folder:
         problems = problems_of(options, folder)
-        there: list[LinearProblem] = []
+        keep_operands = driver.keep_inputs(write_operands, remove_files)
 
         def before(problem: LinearProblem) -> None:
-            if not there or there[-1].inputs != problem.inputs:
-                # Those of one problem are gigabytes.
-                for old in there:
-                    remove_files(old)
-                write_operands(problem)
-                there[:] = [problem]
+            if keep_operands(problem):
                 right = replace(problem, peer="f64, rounded", budget_mib=None)
                 if options.check and results.lacking([right]):
                     add(right, None, rounded(right))
@@ -292,8 +290,9 @@ def main() -> int:
 
         def add(problem: LinearProblem, products_ms: float | None, found: Result) -> None:
             results.add(row_of(problem, products_ms, found))
-            # The row of the table, below its two lines of head.
-            print(results.text().splitlines()[1 + len(results.rows)], file=sys.stderr, flush=True)
+            # The row's line of the table, below two lines of head.
+            line = text_of(results.rows).splitlines()[1 + len(results.rows)]
+            print(line, file=sys.stderr, flush=True)
 
         driver.measure(
             results.lacking(problems),
@@ -304,13 +303,13 @@ def main() -> int:
             mode="check" if options.check else "measure",
             before=before,
         )
-    print(results.text())
+    print(text_of(results.rows))
     if options.plot and not options.check:
         # Of a run that went on, all.
         peers = list(dict.fromkeys(row["peer"] for row in results.rows))
-        title = f"value_and_grad, {options.dtype}, {results.about['gpu']}"
+        title = f"value_and_grad, {options.dtype}, {harness.about()['device']}"
         driver.draw(
-            options.plot, title, "three products of PyTorch", in_products(results.rows), peers
+            options.plot, title, "time / three GEMMs of PyTorch", in_products(results.rows), peers
         )
     ours = (row["found"] for row in results.rows if row["peer"].startswith("xentile"))
     return int(any(is_wrong(found) for found in ours))

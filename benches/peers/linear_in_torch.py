@@ -1,11 +1,10 @@
-"""Peers in PyTorch, and the products: a worker of linear_cross_entropy.py."""
+"""Peers in PyTorch, and the GEMMs: a worker of linear_cross_entropy.py."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from shared import LinearProblem, calls_for, median_ms, serve
-from torch_worker import first_run, released, synchronize, timer
+from harness import calls_for, first_run_of_torch, median_ms, torch_clock
+from shared import LinearProblem, serve
 
 PRODUCTS = "products, torch"
 # The loss of hidden, weight and labels.
@@ -25,7 +24,6 @@ def loss_of(peer: str) -> Loss:
         return compiled
     if peer.startswith("Liger CuTe"):
         # For Hopper alone, bf16 alone; the mean's wants N in tiles of 128 and V in tiles of 256.
-        # What they refuse they say themselves.
         if peer == "Liger CuTe, per token":
             from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
                 LigerFusedScaledCrossEntropySM90Function as PerToken,
@@ -40,7 +38,7 @@ def loss_of(peer: str) -> Loss:
     if peer.startswith("Liger"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        # Its sums over chunks are of the weight's dtype unless told.
+        # Its sums over chunks have the weight's dtype by default.
         sums = torch.float32 if peer == "Liger, f32 sums" else None
         fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=sums)
         return lambda x, w, y: fused(w, x, y)
@@ -51,9 +49,9 @@ def loss_of(peer: str) -> Loss:
     if peer.startswith("CCE"):
         from cut_cross_entropy import linear_cross_entropy
 
-        # It leaves out gradients that are small, unless told.
-        told = {"filter_eps": None} if peer == "CCE, no filter" else {}
-        return lambda x, w, y: linear_cross_entropy(x, w, y, **told)
+        # It drops small gradients by default.
+        options = {"filter_eps": None} if peer == "CCE, no filter" else {}
+        return lambda x, w, y: linear_cross_entropy(x, w, y, **options)
     return dense
 
 
@@ -85,7 +83,7 @@ def value_and_grads(problem: LinearProblem) -> Callable[[], tuple[Any, Any, Any]
 
 
 def products(problem: LinearProblem) -> Callable[[], tuple[Any, Any, Any]]:
-    """Computes the three products that every way needs, into memory that is there."""
+    """Computes the three GEMMs that every peer needs, into preallocated memory."""
     import torch
 
     def normal(rows: int, columns: int) -> Any:
@@ -106,21 +104,17 @@ def products(problem: LinearProblem) -> Callable[[], tuple[Any, Any, Any]]:
     return call
 
 
-def time_of(problem: LinearProblem, call: Callable[[], Any], seconds: float) -> dict[str, float]:
+def time_of(problem: LinearProblem, call: Callable[[], Any], seconds: float) -> dict[str, Any]:
     """The median of a call that has run."""
-
-    def one() -> None:
-        call()
-        synchronize(problem.platform)
-
-    return median_ms(timer(call, problem.platform), seconds, calls_for(one, seconds), rounds=3)
+    clock = torch_clock(call, problem.platform)
+    return median_ms(clock, seconds, calls_for(clock, seconds), least=3)
 
 
 def measure(problem: LinearProblem) -> dict[str, Any]:
     """Time, memory and loss of one peer on one problem."""
     bare = problem.peer == PRODUCTS
     call = (products if bare else value_and_grads)(problem)
-    outputs, row = first_run(call, problem.platform)
+    outputs, row = first_run_of_torch(call, problem.platform)
     found = row if bare else {**row, "loss": outputs[0].item()}
     del outputs
     return found | time_of(problem, call, problem.seconds)
@@ -137,21 +131,18 @@ def check(problem: LinearProblem) -> dict[str, Any]:
 
 
 def yardstick(problem: LinearProblem) -> dict[str, Any]:
-    """Milliseconds of the products."""
+    """Milliseconds of the GEMMs."""
     call = products(problem)
     call()
     found = time_of(problem, call, problem.seconds)
     return {"yardstick_ms": found["median_ms"]}
 
 
-def main() -> None:
-    """Serves the driver: one problem, or products for as long as it asks."""
-    mode, text = sys.argv[1:]
-    problem = LinearProblem.from_json(text)
-    peer = PRODUCTS if mode == "yardstick" else problem.peer
-    modes = {"measure": measure, "check": check, "yardstick": released(yardstick)}
-    serve(problem, mode, modes, lambda: loss_of(peer))
+def prepare(mode: str, problem: LinearProblem) -> None:
+    """Imports what a mode needs."""
+    loss_of(PRODUCTS if mode == "yardstick" else problem.peer)
 
 
 if __name__ == "__main__":
-    main()
+    modes = {"measure": measure, "check": check, "yardstick": yardstick}
+    serve(LinearProblem, modes, prepare)

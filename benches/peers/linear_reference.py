@@ -1,4 +1,4 @@
-"""Operands of the linear cross-entropy, in files that every peer reads, and what is right for them.
+"""Operands of the linear cross-entropy, in files that every peer reads, and their f64 results.
 
 Files hold the bits of hidden and weight as integers, since NumPy knows no bfloat16.
 """
@@ -17,7 +17,7 @@ from distributions import Distribution
 from shared import BYTES, LinearProblem, Problem
 
 F64 = npt.NDArray[np.float64]
-# Rows that are made at once, from a seed of their own, whatever thread makes them.
+# Rows of one block, which have a seed of their own, whatever thread makes them.
 ROWS = 4096
 GRADIENTS = ("dhidden", "dweight")
 
@@ -28,7 +28,7 @@ def dtype_of(problem: Problem) -> np.dtype[Any]:
 
 
 def floats(problem: LinearProblem, bits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Numbers whose bits a file holds, in float32."""
+    """The values whose bits a file holds, in float32."""
     return bits.view(dtype_of(problem)).astype(np.float32)
 
 
@@ -71,13 +71,13 @@ def write_operands(problem: LinearProblem) -> None:
         return distribution.hidden(np.random.default_rng([0, start]), targets, width, rows)
 
     _write(problem, "hidden", problem.tokens, hidden)
-    # Last, as it tells that the others are there.
+    # Written last: that it exists says that the others do.
     np.save(problem.file("labels"), labels)
 
 
 def remove_files(problem: LinearProblem) -> None:
     """Removes all files of a shape and distribution."""
-    for name in ("labels", "hidden", "weight", *GRADIENTS):
+    for name in ("labels", "hidden", "weight", "losses", *GRADIENTS):
         problem.file(name).unlink(missing_ok=True)
 
 
@@ -100,10 +100,16 @@ def _right(problem: LinearProblem) -> tuple[F64, dict[str, F64]]:
     return losses, {"dhidden": g @ w, "dweight": g.T @ x}
 
 
-def worst_loss(problem: LinearProblem, losses: npt.NDArray[Any]) -> float:
-    """By how many nats the worst of a problem's losses [N] is off."""
+def _worst_loss(problem: LinearProblem) -> dict[str, float]:
+    """The largest error in nats of the losses [N] in a problem's file, if there is one."""
+    file = problem.file("losses")
+    if not file.exists():
+        return {}
     right, _ = _right(_for_all(problem))
-    return float(np.abs(losses.astype(np.float64) - right).max())
+    losses = np.load(file).astype(np.float64)
+    # The next peer may write none.
+    file.unlink()
+    return {"worst_loss": float(np.abs(losses - right).max())}
 
 
 def _compare(values: npt.NDArray[Any], right: F64) -> dict[str, float]:
@@ -117,13 +123,15 @@ def _compare(values: npt.NDArray[Any], right: F64) -> dict[str, float]:
 def errors_of(problem: LinearProblem, loss: float) -> dict[str, Any]:
     """Relative errors of a loss and of the gradients in the files of a problem.
 
-    That of an array is of its largest number and of its norm.
+    The error of an array is relative to its largest value (`max`) and to its norm (`norm`);
+    `worst_loss` is absolute, of the losses of tokens where the peer has written these.
     """
-    return _errors(problem, loss, {name: np.load(problem.file(name)) for name in GRADIENTS})
+    gradients = {name: np.load(problem.file(name)) for name in GRADIENTS}
+    return {**_errors(problem, loss, gradients), **_worst_loss(problem)}
 
 
 def rounded(problem: LinearProblem) -> dict[str, Any]:
-    """What a peer would have found whose only errors are those of its results' dtypes."""
+    """The results of a peer that only rounds its results to their dtypes."""
     losses, gradients = _right(_for_all(problem))
     loss = float(np.float32(losses.mean()))
     dtype = dtype_of(problem)
@@ -142,5 +150,5 @@ def _errors(
 
 
 def _for_all(problem: LinearProblem) -> LinearProblem:
-    """The problem without what differs from peer to peer."""
+    """The problem without what differs between peers."""
     return replace(problem, peer="", budget_mib=None)

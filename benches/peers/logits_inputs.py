@@ -13,7 +13,7 @@ from linear_reference import dtype_of
 from shared import BYTES, Problem
 
 ROWS = 512
-# Rows that are made at once, from a seed of their own.
+# Rows of one block, which have a seed of their own.
 BLOCK = 32
 NAMES = ("logits", "cotangents", "labels")
 
@@ -41,7 +41,7 @@ def write_inputs(problem: Problem) -> None:
     np.save(problem.file("logits"), logits)
     rng = np.random.default_rng(1)
     np.save(problem.file("cotangents"), rng.standard_normal(rows, np.float32))
-    # Last, as it tells that the others are there.
+    # Written last: that it exists says that the others do.
     np.save(problem.file("labels"), labels)
 
 

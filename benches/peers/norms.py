@@ -1,18 +1,15 @@
-"""Norms on one device: ours, XLA's program, torch.compile's, Liger's, and a copy of their bytes.
+"""Norms on one device: kernels, XLA's program, torch.compile's, Liger's, and a device copy.
 
     python benches/peers/norms.py --json FILE [--operations NAME ...] [--shapes 8192x4096 ...]
 
-A cell is an operation at a shape. All programs are compiled first. Those of a cell take turns, so
-that a ratio is of times that lie beside each other; what is said is the median over the rounds of a
-program's time, and of its ratio to the copy. A program runs the operation on CALLS inputs of their
-own, one after another, so that neither Python nor what was read before counts. A copy is the faster
-of the driver's and of a kernel that negates, of as many bytes as the operation must read and write.
+A cell is an operation at a shape. All programs are compiled first. A program runs the operation on
+CALLS inputs of its own, one after another, so that caches are cold. The copy is the faster of the
+driver's and of a kernel that negates, of as many bytes as the operation must read and write.
 
-The table is of `OPERATIONS`: a new operation is an entry more.
+A new operation is an entry of `OPERATIONS`.
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -22,16 +19,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 import jax
 import jax.numpy as jnp
-from pallas_bridge._src.rms_norm import custom_call, reference
-from pallas_bridge._src.rms_norm.options import Options
+from harness import Row
+from pallas_bridge._src.norm import custom_call, reference
+from pallas_bridge._src.norm.options import Options
 
-import pallas_bridge
 from pallas_bridge import layer_norm, rms_norm
 
 # Inputs of a program.
@@ -39,7 +38,7 @@ CALLS = 8
 SHAPES = ("8192x4096", "32768x2048", "8192x8192", "16384x5120", "32768x896")
 # Heads: [T, H, D].
 HEADS = ("16384x32x128", "16384x14x64")
-# Columns of the product after a norm.
+# Columns of the GEMM after a norm.
 WIDTH = 4096
 # Peers of norms_in_torch.py.
 IN_TORCH = ("torch", "liger")
@@ -63,125 +62,70 @@ class Cell:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is measured of an operation: programs by who makes them, of arrays that it names."""
+    """An operation: its program, given an implementation's name, and its arrays."""
 
-    # Passes over an array of x's shape that it cannot do without; None where a copy says nothing.
+    # The least number of passes over an array of x's shape; None if a copy is no yardstick.
     passes: int | None
-    # "row" [.., D], "weight" [D], "rstd" [..] in f32, or "matrix" [D, WIDTH].
+    # "row" [.., D], "weight" [D], "rstd" [..] in f32, "matrix" [D, WIDTH] or "wide" [.., WIDTH].
     arrays: tuple[str, ...]
-    ours: Function
-    xla: Function
+    # Takes the implementation, and then the arrays.
+    function: Function
 
 
-OPTIONS = Options(1e-6, False)
+OPTIONS = Options("rms", 1e-6)
 
 
-def _apart(norm: Function, name: str) -> Function:
-    return partial(norm, implementation=name)
+def _forward(norm: Function, name: str, *arrays: Any) -> Any:
+    return norm(*arrays, implementation=name)
 
 
-def _both(name: str | None, x: Any, weight: Any, dy: Any) -> Any:
-    y, pull = jax.vjp(lambda x, w: rms_norm(x, w, implementation=name), x, weight)
-    return y, *pull(dy)
+def _both(norm: Function, name: str, *arrays: Any) -> Any:
+    *arrays_of_norm, dy = arrays
+    y, vjp = jax.vjp(partial(norm, implementation=name), *arrays_of_norm)
+    return y, *vjp(dy)
 
 
-def _add_both(name: str | None, x: Any, residual: Any, weight: Any, dy: Any, dsum: Any) -> Any:
-    def f(x: Any, residual: Any, weight: Any) -> Any:
-        return rms_norm(x, weight, residual=residual, implementation=name)
+def _add(name: str, x: Any, weight: Any, residual: Any) -> Any:
+    return rms_norm(x, weight, residual=residual, implementation=name)
 
-    found, pull = jax.vjp(f, x, residual, weight)
-    dx, _, dweight = pull((dy, dsum))
+
+def _add_both(name: str, x: Any, residual: Any, weight: Any, dy: Any, dsum: Any) -> Any:
+    found, vjp = jax.vjp(partial(_add, name), x, weight, residual)
+    dx, dweight, _ = vjp((dy, dsum))
     return *found, dx, dweight
 
 
-def _gradients(module: Any, x: Any, weight: Any, rstd: Any, dy: Any, dsum: Any = None) -> Any:
-    make = reference.gradients if module is reference else custom_call.backward
-    dx, dweight = make(OPTIONS, x, weight, rstd, dy, dsum)
+def _backward(name: str, x: Any, weight: Any, rstd: Any, dy: Any, dsum: Any = None) -> Any:
+    cotangents = (dy,) if dsum is None else (dy, dsum)
+    if name == "reference":
+        dx, dweight = reference.gradients(OPTIONS, x, weight, rstd, *cotangents)
+    else:
+        dx, dweight = custom_call.backward(OPTIONS, x, weight, (rstd,), *cotangents)
     return dx, dweight.astype(weight.dtype)
 
 
-def _layer_both(name: str | None, x: Any, weight: Any, bias: Any, dy: Any) -> Any:
-    y, pull = jax.vjp(partial(layer_norm, implementation=name), x, weight, bias)
-    return y, *pull(dy)
-
-
-def _block(name: str | None, x: Any, residual: Any, weight: Any, matrix: Any, dy: Any) -> Any:
-    """A layer's end and the next one's beginning: residual, norm, product, and all gradients."""
-
-    def f(x: Any, residual: Any, weight: Any, matrix: Any) -> Any:
-        y, total = rms_norm(x, weight, residual=residual, implementation=name)
-        return (y @ matrix).astype(x.dtype), total
-
-    found, pull = jax.vjp(f, x, residual, weight, matrix)
-    return *found, *pull((dy, residual))
-
-
-def _ahead(name: str | None, x: Any, residual: Any, weight: Any, matrix: Any) -> Any:
+def _block(name: str, x: Any, residual: Any, weight: Any, matrix: Any) -> Any:
     y, total = rms_norm(x, weight, residual=residual, implementation=name)
     return (y @ matrix).astype(x.dtype), total
 
 
+def _block_both(name: str, x: Any, residual: Any, weight: Any, matrix: Any, dy: Any) -> Any:
+    """A layer's end and the next one's start: residual, norm, GEMM, and all gradients."""
+    found, vjp = jax.vjp(partial(_block, name), x, residual, weight, matrix)
+    return *found, *vjp((dy, residual))
+
+
 OPERATIONS: dict[str, Operation] = {
-    "rms_norm.forward": Operation(
-        2,
-        ("row", "weight"),
-        _apart(rms_norm, "custom_call"),
-        _apart(rms_norm, "reference"),
-    ),
-    "rms_norm.backward": Operation(
-        3,
-        ("row", "weight", "rstd", "row"),
-        partial(_gradients, custom_call),
-        partial(_gradients, reference),
-    ),
-    "rms_norm.both": Operation(
-        5,
-        ("row", "weight", "row"),
-        partial(_both, "custom_call"),
-        partial(_both, "reference"),
-    ),
-    "rms_norm.add_forward": Operation(
-        4,
-        ("row", "weight", "row"),
-        lambda x, w, r: rms_norm(x, w, residual=r, implementation="custom_call"),
-        lambda x, w, r: rms_norm(x, w, residual=r, implementation="reference"),
-    ),
-    "rms_norm.add_backward": Operation(
-        4,
-        ("row", "weight", "rstd", "row", "row"),
-        partial(_gradients, custom_call),
-        partial(_gradients, reference),
-    ),
-    "rms_norm.add_both": Operation(
-        8,
-        ("row", "row", "weight", "row", "row"),
-        partial(_add_both, "custom_call"),
-        partial(_add_both, "reference"),
-    ),
-    "layer_norm.forward": Operation(
-        2,
-        ("row", "weight", "weight"),
-        _apart(layer_norm, "custom_call"),
-        _apart(layer_norm, "reference"),
-    ),
-    "layer_norm.both": Operation(
-        5,
-        ("row", "weight", "weight", "row"),
-        partial(_layer_both, "custom_call"),
-        partial(_layer_both, "reference"),
-    ),
-    "block.forward": Operation(
-        None,
-        ("row", "row", "weight", "matrix"),
-        partial(_ahead, "custom_call"),
-        partial(_ahead, "reference"),
-    ),
-    "block.both": Operation(
-        None,
-        ("row", "row", "weight", "matrix", "wide"),
-        partial(_block, "custom_call"),
-        partial(_block, "reference"),
-    ),
+    "rms_norm.forward": Operation(2, ("row", "weight"), partial(_forward, rms_norm)),
+    "rms_norm.backward": Operation(3, ("row", "weight", "rstd", "row"), _backward),
+    "rms_norm.both": Operation(5, ("row", "weight", "row"), partial(_both, rms_norm)),
+    "rms_norm.add_forward": Operation(4, ("row", "weight", "row"), _add),
+    "rms_norm.add_backward": Operation(4, ("row", "weight", "rstd", "row", "row"), _backward),
+    "rms_norm.add_both": Operation(8, ("row", "row", "weight", "row", "row"), _add_both),
+    "layer_norm.forward": Operation(2, ("row", "weight", "weight"), partial(_forward, layer_norm)),
+    "layer_norm.both": Operation(5, ("row", "weight", "weight", "row"), partial(_both, layer_norm)),
+    "block.forward": Operation(None, ("row", "row", "weight", "matrix"), _block),
+    "block.both": Operation(None, ("row", "row", "weight", "matrix", "wide"), _block_both),
 }
 
 
@@ -201,7 +145,7 @@ def shapes_of(cell: Cell) -> dict[str, tuple[int, ...]]:
 
 
 def inputs(cell: Cell, kinds: Sequence[str]) -> list[tuple[jax.Array, ...]]:
-    """Arrays for each of the calls; weights and matrices are shared."""
+    """Arrays of each call; weights and matrices are shared."""
     shapes, key = shapes_of(cell), jax.random.key(cell.columns)
     one_for_all = {*kinds} & {"weight", "matrix"}
     shared = {kind: draw(key, shapes[kind], cell.dtype, kind) for kind in one_for_all}
@@ -217,20 +161,12 @@ def inputs(cell: Cell, kinds: Sequence[str]) -> list[tuple[jax.Array, ...]]:
     return calls
 
 
-def types(cell: Cell, kinds: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The types of what `inputs` gives."""
-    shapes = shapes_of(cell)
-    dtypes = {kind: "float32" if kind == "rstd" else cell.dtype for kind in kinds}
-    return [tuple(jax.ShapeDtypeStruct(shapes[kind], dtypes[kind]) for kind in kinds)] * CALLS
-
-
 def program(function: Function, calls: Any) -> Any:
-    """A function on every call's arrays, one after another, compiled."""
+    """Compiles a program that calls a function with each tuple of arrays, never fused."""
 
     def run(calls: Any) -> Any:
         found: list[Any] = []
         for arrays in calls:
-            # Nothing of one call may be fused with another.
             given = arrays
             if found:
                 given, found[-1] = jax.lax.optimization_barrier((arrays, found[-1]))
@@ -240,186 +176,133 @@ def program(function: Function, calls: Any) -> Any:
     return jax.jit(run).lower(calls).compile()
 
 
-def seconds_of(compiled: Any, calls: Any, times: int) -> float:
-    """Seconds of a call, of so many runs of twice as many, so that the wait is not counted."""
-
-    def run(times: int) -> float:
-        started = time.perf_counter()
-        outputs = None
-        for _ in range(times):
-            outputs = compiled(calls)
-        jax.block_until_ready(outputs)
-        return time.perf_counter() - started
-
-    while True:
-        # Where the machine was busy the fewer runs may have taken longer.
-        if (found := run(2 * times) - run(times)) > 0:
-            return found / times / CALLS
-
-
 def programs(cell: Cell) -> dict[str, Any]:
-    """The programs of a cell by their names, each compiled."""
+    """The compiled programs of a cell by name."""
     operation = OPERATIONS[cell.operation]
-    calls = types(cell, operation.arrays)
+    calls = jax.eval_shape(partial(inputs, cell, operation.arrays))
     rows = [(arrays[0],) for arrays in calls]
     for kind in {*operation.arrays}:
         draw(jax.random.key(0), shapes_of(cell)[kind], cell.dtype, kind)  # compiled here, too
     return {
-        "ours": program(operation.ours, calls),
-        "xla": program(operation.xla, calls),
+        "ours": program(partial(operation.function, "custom_call"), calls),
+        "xla": program(partial(operation.function, "reference"), calls),
         "driver copy": program(jnp.copy, rows),
         "kernel copy": program(jnp.negative, rows),
     }
 
 
-def measure(cell: Cell, compiled: dict[str, Any], rounds: int, ms: float) -> dict[str, Any]:
-    """All measures of a cell, whose programs run for so many milliseconds a round."""
+def measure(cell: Cell, compiled: dict[str, Any], rounds: int, ms: float) -> Row:
+    """Measures a cell, whose programs run for so many milliseconds a turn."""
     operation = OPERATIONS[cell.operation]
     calls = inputs(cell, operation.arrays)
     rows = [(arrays[0],) for arrays in calls]
-    given = {name: rows if "copy" in name else calls for name in compiled}
-    times: dict[str, int] = {}
+    turns: dict[str, Callable[[], float]] = {}
     for name, one in compiled.items():
-        jax.block_until_ready(one(given[name]))
-        alone = seconds_of(one, given[name], 2) * CALLS
-        times[name] = max(1, int(ms / 1e3 / max(alone, 1e-5) / 3))
-    found: dict[str, list[float]] = {name: [] for name in compiled}
-    for _ in range(rounds):
-        for name, one in compiled.items():
-            found[name].append(seconds_of(one, given[name], times[name]) * 1e6)
-    us = {name: statistics.median(one) for name, one in found.items()}
+        start = partial(one, rows if "copy" in name else calls)
+        jax.block_until_ready(start())
+        clock = harness.difference_clock(start)
+        turns[name] = partial(clock, max(1, int(ms / 1e3 / max(clock(2), 1e-5) / 3)))
+    times = harness.in_turns(turns, least=rounds, most=rounds)
+    found = {name: [1e6 * one / CALLS for one in of] for name, of in times.items()}
     temporary = {
         name: memory.temp_size_in_bytes // CALLS
         for name in ("ours", "xla")
         if (memory := compiled[name].memory_analysis()) is not None
     }
-    row: dict[str, Any] = {"us": {name: round(one, 2) for name, one in us.items()}}
-    row["temporary_bytes"] = temporary
+    row: Row = {
+        "us": {name: round(statistics.median(one), 2) for name, one in found.items()},
+        "spread": {name: round(harness.spread(one), 3) for name, one in found.items()},
+        "temporary_bytes": temporary,
+    }
     if operation.passes is not None:
-        best = [min(pair) for pair in zip(found["driver copy"], found["kernel copy"], strict=True)]
-        best = [one * operation.passes / 2 for one in best]
+        copies = [found["driver copy"], found["kernel copy"]]
+        best = [min(pair) * operation.passes / 2 for pair in zip(*copies, strict=True)]
         row["copies"] = {
-            name: round(statistics.median(map(float.__truediv__, found[name], best)), 3)
-            for name in ("ours", "xla")
+            name: round(harness.median_ratio(found[name], best), 3) for name in ("ours", "xla")
         }
-    ratios = map(float.__truediv__, found["xla"], found["ours"])
-    row["speed_up"] = round(statistics.median(ratios), 3)
+    row["speed_up"] = round(harness.median_ratio(found["xla"], found["ours"]), 3)
     return row
 
 
-def about() -> dict[str, Any]:
-    """Hardware, versions, date and command."""
-    versions = {}
-    for name in ("jax", "jaxlib", "torch", "triton", "liger-kernel"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "versions": versions,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benches/peers/norms.py", *sys.argv[1:]]),
-        "calls": CALLS,
-        "info": [str(row) for row in pallas_bridge.info().operations["rms_norm"]],
-    }
+HEADS_OF_TABLE = ["operation", "shape", "kernel us", "XLA us", "torch us", "Liger us"]
+HEADS_OF_TABLE += ["kernel / copy", "XLA / copy", "XLA / kernel"]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
-    lines = [
-        "| operation | shape | ours, us | XLA, us | torch, us | Liger, us | ours, copies "
-        "| XLA, copies | XLA / ours |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        if "error" in row:
-            lines.append(f"| {row['operation']} | {row['shape']} | {row['error']} |")
+def texts_of(row: Row) -> list[str]:
+    """The cells of a row's line."""
+    us, copies = row.get("us", {}), row.get("copies", {})
+    texts = [row["operation"], row["shape"]]
+    texts += [f"{us[name]:.1f}" if name in us else "" for name in ("ours", "xla", *IN_TORCH)]
+    texts += [str(copies.get(name, "")) for name in ("ours", "xla")]
+    return [*texts, f"{row['speed_up']:.2f}" if us else ""]
+
+
+def add_torch(rows: list[Row]) -> None:
+    """Adds the microseconds of peers in PyTorch, which a process of its own measures."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--torch-worker"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if not line.startswith("["):
             continue
-        copies = row.get("copies", {})
-        numbers = [
-            f"{row['us']['ours']:.1f}",
-            f"{row['us']['xla']:.1f}",
-            *(f"{row['us'][peer]:.1f}" if peer in row["us"] else "" for peer in IN_TORCH),
-            str(copies.get("ours", "")),
-            str(copies.get("xla", "")),
-            f"{row['speed_up']:.2f}",
-        ]
-        lines.append(f"| {row['operation']} | {row['shape']} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+        peer, operation, shape, us = json.loads(line)
+        if not isinstance(us, float):
+            print(f"norms: {peer}, {operation} {shape}: {us}", file=sys.stderr)
+            continue
+        for row in rows:
+            is_same = row["operation"] == operation and row["shape"] == "x".join(map(str, shape))
+            if is_same and "us" in row:
+                row["us"][peer] = round(us, 2)
 
 
 def main() -> int:
-    """Measures all cells; the exit code is 1 where one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measures all cells; the exit code is 1 if one failed."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=[*OPERATIONS])
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *HEADS], metavar="TxD")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a program, a round")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no cell begins after so many")
-    parser.add_argument("--after", type=Path, help="compile, and wait for this file")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after so many")
     parser.add_argument("--torch", action="store_true", help="torch.compile and Liger too")
     parser.add_argument("--torch-worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     cells = [
-        Cell(operation, tuple(map(int, shape.split("x"))), arguments.dtype)
-        for shape in arguments.shapes
-        for operation in arguments.operations
+        Cell(operation, harness.extents(shape), options.dtype)
+        for shape in options.shapes
+        for operation in options.operations
         if not (operation.startswith("block") and shape.count("x") > 1)
     ]
-    if arguments.torch_worker:
+    if options.torch_worker:
         import norms_in_torch
 
         known = [one for one in cells if not one.operation.startswith("block")]
-        asked = [(one.operation, one.shape, one.dtype) for one in known]
-        norms_in_torch.work(asked, IN_TORCH, CALLS)
+        norms_in_torch.work([(*vars(one).values(),) for one in known], IN_TORCH, CALLS)
         return 0
-    rows = []
     with ThreadPoolExecutor() as pool:
         compiled = {cell: pool.submit(programs, cell) for cell in cells}
         for one in compiled.values():
             one.exception()
-    while arguments.after is not None and not arguments.after.exists():
-        time.sleep(0.1)
     started = time.perf_counter()
-    for cell in cells:
-        if time.perf_counter() - started > arguments.seconds:
-            print(f"norms: no time for {cell.operation} and what follows", file=sys.stderr)
-            break
-        row: dict[str, Any] = {
-            "operation": cell.operation,
-            "shape": "x".join(map(str, cell.shape)),
-            "dtype": cell.dtype,
-        }
-        try:
-            found = compiled[cell].result()
-            row |= measure(cell, found, arguments.rounds, arguments.milliseconds)
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        print(table([row]).splitlines()[-1], flush=True)
-        rows.append(row)
-    if arguments.torch:
-        command = [sys.executable, __file__, *sys.argv[1:], "--torch-worker"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        for line in done.stdout.splitlines():
-            if not line.startswith("["):
-                continue
-            peer, operation, shape, us = json.loads(line)
-            if not isinstance(us, float):
-                print(f"norms: {peer}, {operation} {shape}: {us}", file=sys.stderr)
-                continue
-            for row in rows:
-                same = row["operation"] == operation and "us" in row
-                if same and row["shape"] == "x".join(map(str, shape)):
-                    row["us"][peer] = round(us, 2)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")
-    print(table(rows))
-    return int(any("error" in row for row in rows))
+
+    def measure_cell(cell: Cell) -> Row:
+        if time.perf_counter() - started > options.seconds:
+            raise TimeoutError("not run: no time was left")
+        return measure(cell, compiled[cell].result(), options.rounds, options.milliseconds)
+
+    runs = [
+        (
+            {**vars(cell), "shape": "x".join(map(str, cell.shape))},
+            partial(measure_cell, cell),
+        )
+        for cell in cells
+    ]
+    results = harness.Results(options.json)
+    failed = harness.measure_cells(runs, results, HEADS_OF_TABLE, texts_of)
+    if options.torch:
+        add_torch(results.rows)
+        results.write()
+        print(harness.table(HEADS_OF_TABLE, map(texts_of, results.rows)))
+    return failed
 
 
 if __name__ == "__main__":

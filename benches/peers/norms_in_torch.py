@@ -1,7 +1,7 @@
 """Norms by PyTorch's compiler and by Liger's Triton kernels: a worker of norms.py.
 
-Each program is captured as a CUDA graph of calls on inputs of their own, so that Python starts none
-of them, as it starts none of the kernels of a program of XLA's. First calls tune and compile.
+Each program is captured as a CUDA graph of calls on inputs of their own, so that Python starts no
+kernel of it, as in a program of XLA's. First calls tune and compile.
 """
 
 import json
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from harness import first_line, in_turns, torch_clock
 
 Function = Callable[..., Any]
 EPS = 1e-6
@@ -31,7 +32,7 @@ def _layer(x: Any, w: Any, b: Any) -> Any:
 
 
 def by_compiler() -> dict[str, Function]:
-    """The functions of a norm by what they are of."""
+    """Compiled norms by name."""
     compiled = partial(torch.compile, dynamic=False)
     return {
         "rms_norm.": compiled(_norm),
@@ -41,7 +42,7 @@ def by_compiler() -> dict[str, Function]:
 
 
 def by_liger() -> dict[str, Function]:
-    """The same of Liger, none of which overwrites what it is given."""
+    """Liger's norms by name, without those that overwrite their input."""
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -97,22 +98,15 @@ def microseconds(make: Callable[[], Function], calls: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for step in steps:
             step()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(15):
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / 3 / len(steps))
-    return statistics.median(found)
+    turn = partial(torch_clock(graph.replay), 3)
+    times = in_turns({"": turn}, least=15, most=15)[""]
+    return 1e6 * statistics.median(times) / len(steps)
 
 
 def work(
     cells: Sequence[tuple[str, tuple[int, ...], str]], peers: Sequence[str], calls: int
 ) -> None:
-    """Prints, as JSON, each peer's microseconds a call of each cell, or what went wrong."""
+    """Prints, as JSON, each peer's microseconds a call of each cell, or its error."""
     for peer in peers:
         try:
             functions = PEERS[peer]()
@@ -127,5 +121,5 @@ def work(
                 make = partial(step_of, functions[kind], operation, shape, dtype)
                 found: Any = microseconds(make, calls)
             except Exception as error:
-                found = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+                found = first_line(error)
             print(json.dumps([peer, operation, shape, found]), flush=True)

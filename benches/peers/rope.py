@@ -1,25 +1,27 @@
-"""Rotary position embedding on one device: ours and XLA's program, in copies of its bytes.
+"""Rotary position embedding on one device: kernels, XLA's program and a device copy.
 
     python benches/peers/rope.py --json FILE [--shapes BxSxHxD ...] [--qk BxSxHxKxD ...]
 
-A cell is a shape, a layout of pairs and a pass; x is bfloat16, normal. What is timed, and how, is
-as turns.py says. A copy reads and writes x once, all that must move but for the tables.
+A cell is a shape, a layout of pairs and a pass, in bfloat16 of normal numbers. The copy reads and
+writes x once, which is all that must move but for the tables.
 
-Shapes of `--qk` are those of `qk_norm_rope`, of H heads of q and K of k: there "ours" is one
-kernel, and "composed" `rms_norm` and `rope` one after the other. There a gradient, of the weights
-too, comes after its forward pass, which gives the rstd that it needs: five times the bytes of q
-and k for both.
+Shapes of `--qk` are those of `qk_norm_rope`, with H heads of q and K of k: there "ours" is one
+kernel, and "composed" is `rms_norm` and then `rope`. Its backward pass follows a forward pass,
+which saves rstd, and has gradients of the weights: the copy moves five times the bytes of q and k.
 """
 
-import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import harness
 import jax
 import jax.numpy as jnp
-from turns import CALLS, rounds_of, save
+from harness import CALLS, Row
 
 from pallas_bridge import qk_norm_rope, rms_norm, rope
 
@@ -27,57 +29,45 @@ SHAPES = ("4x4096x32x128", "2x8192x14x64")
 QK = ("4x4096x32x8x128", "2x8192x14x2x64")
 
 
-def measured(shape: tuple[int, ...], interleaved: bool, which: str, seconds: float) -> Any:
-    """Returns milliseconds and copies of each program of a cell."""
-    keys = jax.random.split(jax.random.key(0), 2 * CALLS)
-    x, dy = (
-        [jax.random.normal(key, shape, jnp.bfloat16) for key in part]
-        for part in (keys[:CALLS], keys[CALLS:])
-    )
+def draw_calls(*shapes: tuple[int, ...]) -> list[tuple[jax.Array, ...]]:
+    """Normal arrays of these shapes for each call."""
+    keys = iter(jax.random.split(jax.random.key(0), len(shapes) * CALLS))
+    return [
+        tuple(jax.random.normal(next(keys), shape, jnp.bfloat16) for shape in shapes)
+        for _ in range(CALLS)
+    ]
 
-    def program(implementation: str) -> Callable[[], Any]:
-        rotate = partial(rope, interleaved=interleaved, implementation=implementation)
 
-        def run(x: Any, dy: Any) -> Any:
-            if which == "forward":
-                return [rotate(one) for one in x]
-            return [jax.vjp(rotate, *pair[:1])[1](pair[1])[0] for pair in zip(x, dy, strict=True)]
+def measured(shape: tuple[int, ...], is_interleaved: bool, which: str, seconds: float) -> Row:
+    """Measures `rope` in a cell."""
+    calls = draw_calls(shape, shape)
 
-        compiled = jax.jit(run).lower(x, dy).compile()
-        return lambda: compiled(x, dy)
+    def start_of(implementation: Any) -> harness.Start:
+        rotate = partial(rope, interleaved=is_interleaved, implementation=implementation)
 
-    negate = jax.jit(lambda x: [-one for one in x]).lower(x).compile()
-    runs = {
-        "copy": lambda: negate(x),
-        "xla": program("reference"),
-        "ours": program("custom_call"),
+        def run(x: jax.Array, dy: jax.Array) -> Any:
+            return rotate(x) if which == "forward" else jax.vjp(rotate, x)[1](dy)[0]
+
+        return harness.compile_calls(run, calls)
+
+    starts = {
+        "copy": harness.device_copy(2 * calls[0][0].nbytes),
+        "xla": start_of("reference"),
+        "ours": start_of("custom_call"),
     }
-    found = rounds_of(runs, seconds)
-    return {name: {"ms": 1e3 * time, "copies": ratio} for name, (time, ratio) in found.items()}
+    return harness.compared(starts, seconds)
 
 
 def composed(q: Any, k: Any, q_weight: Any, k_weight: Any, *, interleaved: bool) -> Any:
-    """Returns the two functions one after the other, as `info()` says of each."""
+    """Norms and rotation as two functions with their default implementations."""
     return rope(rms_norm(q, q_weight), rms_norm(k, k_weight), interleaved=interleaved)
 
 
-def measured_heads(
-    shape: tuple[int, ...], interleaved: bool, which: str, seconds: float
-) -> dict[str, Any]:
-    """Returns the same of heads that are normalised and rotated."""
+def measured_heads(shape: tuple[int, ...], is_interleaved: bool, which: str, seconds: float) -> Row:
+    """Measures `qk_norm_rope` in a cell."""
     *leading, q_heads, k_heads, columns = shape
-    keys = iter(jax.random.split(jax.random.key(0), 4 * CALLS))
-
-    def pairs() -> list[list[jax.Array]]:
-        return [
-            [
-                jax.random.normal(next(keys), (*leading, heads, columns), jnp.bfloat16)
-                for heads in (q_heads, k_heads)
-            ]
-            for _ in range(CALLS)
-        ]
-
-    x, dy = pairs(), pairs()
+    shapes = [(*leading, heads, columns) for heads in (q_heads, k_heads)]
+    calls = draw_calls(*shapes, *shapes)
     weights = [jnp.ones(columns)] * 2
     functions: dict[str, Callable[..., Any]] = {
         "xla": partial(qk_norm_rope, implementation="reference"),
@@ -85,56 +75,46 @@ def measured_heads(
         "ours": partial(qk_norm_rope, implementation="custom_call"),
     }
 
-    def program(function: Callable[..., Any]) -> Callable[[], Any]:
-        one = partial(function, interleaved=interleaved)
+    def start_of(function: Callable[..., Any]) -> harness.Start:
+        one = partial(function, interleaved=is_interleaved)
 
-        def run(x: Any, dy: Any) -> Any:
+        def run(q: Any, k: Any, dq: Any, dk: Any) -> Any:
             if which == "forward":
-                return [one(*pair, *weights) for pair in x]
-            passes = [jax.vjp(one, *pair, *weights) for pair in x]
-            return [(y, pull(tuple(of))) for (y, pull), of in zip(passes, dy, strict=True)]
+                return one(q, k, *weights)
+            y, vjp = jax.vjp(one, q, k, *weights)
+            return y, vjp((dq, dk))
 
-        compiled = jax.jit(run).lower(x, dy).compile()
-        return lambda: compiled(x, dy)
+        return harness.compile_calls(run, calls)
 
-    moved = sum(one.nbytes for one in x[0]) * (2 if which == "forward" else 5)
-    sources = [jnp.full(moved // 4, i, jnp.bfloat16) for i in range(CALLS)]
-    negate = jax.jit(lambda sources: [-one for one in sources]).lower(sources).compile()
-    runs = {"copy": lambda: negate(sources)}
-    runs |= {name: program(function) for name, function in functions.items()}
-    found = rounds_of(runs, seconds)
-    return {name: {"ms": 1e3 * time, "copies": ratio} for name, (time, ratio) in found.items()}
+    moved = (calls[0][0].nbytes + calls[0][1].nbytes) * (2 if which == "forward" else 5)
+    starts = {name: start_of(function) for name, function in functions.items()}
+    return harness.compared({"copy": harness.device_copy(moved), **starts}, seconds)
 
 
-def main() -> None:
+def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = harness.parser(__doc__, seconds=0.3)
     parser.add_argument("--shapes", nargs="*", default=SHAPES)
     parser.add_argument("--qk", nargs="*", default=QK)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    print(
-        "| shape | pairs | pass | copy ms | XLA | composed | ours |\n"
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |"
-    )
-    cells = [(shape, measured) for shape in options.shapes]
-    cells += [(shape, measured_heads) for shape in options.qk]
-    for shape, measure in cells:
-        for interleaved in (False, True):
-            for which in ("forward", "backward"):
-                pairs = "interleaved" if interleaved else "halves"
-                row: dict[str, Any] = {"shape": shape, "pairs": pairs, "pass": which}
-                extents = tuple(int(one) for one in shape.split("x"))
-                row.update(measure(extents, interleaved, which, options.seconds))
-                rows.append(row)
-                names = ("xla", "composed", "ours")
-                ratios = [f"{row[name]['copies']:.3f}" if name in row else "" for name in names]
-                cells_of = [shape, pairs, which, f"{row['copy']['ms']:.4f}", *ratios]
-                print(f"| {' | '.join(cells_of)} |", flush=True)
-                save(options.json, rows)
+    functions = [(shape, measured) for shape in options.shapes]
+    functions += [(shape, measured_heads) for shape in options.qk]
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for shape, measure in functions:
+            for pairs in ("halves", "interleaved"):
+                for which in ("forward", "backward"):
+                    extents, is_interleaved = harness.extents(shape), pairs == "interleaved"
+                    run = partial(measure, extents, is_interleaved, which, options.seconds)
+                    yield {"shape": shape, "pairs": pairs, "pass": which}, run
+
+    def texts(row: Row) -> list[str]:
+        ratios = harness.ratios_of(row, ("xla", "composed", "ours"))
+        return [row["shape"], row["pairs"], row["pass"], harness.milliseconds_of(row), *ratios]
+
+    heads = ["shape", "pairs", "pass", "copy ms", "XLA / copy", "composed / copy", "kernel / copy"]
+    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,8 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-# What asks for a plug-in of XLA's that is not here: scripts/tiers/gpu-aot.sh names it.
-collect_ignore = ["gpu_aot"]
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -143,6 +143,7 @@ def test_bad_input_is_told_of_in_a_line(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--model_size", "test", *options.split(), "--text", str(TEXT[0])]
+    jax.devices()  # from here on there are eight
     try:
         status = main(argv)
     except SystemExit as exit_:
@@ -150,6 +151,26 @@ def test_bad_input_is_told_of_in_a_line(
     told = capsys.readouterr().err
     assert status == 2 and told.startswith("train: error: ") and told.count("\n") == 1
     assert message.removesuffix(" (data)") in told.replace(" (data x fsdp)", " (data)")
+
+
+def test_missing_packages_are_named() -> None:
+    for name, install in (
+        ("tokenizers", "--no-deps -r scripts/requirements-jax.txt"),
+        ("pallas_bridge", "./pallas_bridge"),
+    ):
+        # As where it is not installed: `import` raises ModuleNotFoundError.
+        program = f"import sys; sys.modules[{name!r}] = None; from train.__main__ import main; "
+        options = ["--model_size", "test", "--ce_kernel_type", "fused", "--text", str(TEXT[0])]
+        program += f"sys.exit(main({options!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'examples'}:{os.environ['PYTHONPATH']}"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        expected = f"train: error: the package {name} is not installed: run pip install {install}"
+        assert done.stderr.startswith(expected), done.stderr
 
 
 def test_checkpoint_of_another_model(

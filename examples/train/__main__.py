@@ -82,6 +82,14 @@ def limit_gpu_memory(gib: float) -> None:
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{min(gib / total, 1.0):.4f}"
 
 
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Returns which package is not installed, and how to install it."""
+    files = ("jax", "real", "train")
+    listed = " ".join(f"-r scripts/requirements-{name}.txt" for name in files)
+    install = "./pallas_bridge" if error.name == "pallas_bridge" else f"--no-deps {listed}"
+    return f"the package {error.name} is not installed: run pip install {install}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     options = parse(argv)
@@ -107,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, RunError) as error:
         print(f"train: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except ModuleNotFoundError as error:
+        print(f"train: error: {missing_package(error)}", file=sys.stderr)
+        return 2
     return INTERRUPTED if outcome.status == "interrupted" else 0
 
 

@@ -3,7 +3,7 @@
 XENTILE_TEST_PLATFORM is "cpu" (unless set) or "cuda": every array and program of the tests is
 placed there. What does not apply on a platform or with so few devices is listed by name at the end
 of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
-and asks nothing of JAX but to call them. XENTILE_TEST_NIGHTLY=1 runs tests that are marked
+and asks nothing of JAX but to call them. XENTILE_TEST_SET=nightly runs tests that are marked
 `nightly` too: the rest of products of which a fixed part always runs. XENTILE_TEST_PROGRAMS is a
 folder where programs that XLA compiled are kept for other tests of a share, but those of tests on
 several devices.
@@ -40,7 +40,7 @@ if PROGRAMS is not None:
     PROGRAMS = os.path.join(PROGRAMS, os.environ.get("XENTILE_TEST_SHARE", "0/1").replace("/", "-"))
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 NIGHTLY = pytest.StashKey[int]()
-RUNS_NIGHTLY = os.environ.get("XENTILE_TEST_NIGHTLY") == "1"
+RUNS_NIGHTLY = os.environ.get("XENTILE_TEST_SET") == "nightly"
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "newest: applies with the newest JAX that is supported")
     config.addinivalue_line("markers", "devices(count): needs so many devices")
     config.addinivalue_line("markers", "needs(module): needs a package that the library does not")
-    config.addinivalue_line("markers", "fixed: all cases run, also where tests are thinned")
+    config.addinivalue_line("markers", "fixed: all cases run where others are chosen")
     config.addinivalue_line("markers", "nightly: runs in the nightly set alone")
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
@@ -147,7 +147,7 @@ def pytest_terminal_summary(
 ) -> None:
     if count := config.stash[NIGHTLY]:
         terminalreporter.write_line(
-            f"left out: {count} cases of the nightly set (XENTILE_TEST_NIGHTLY=1)"
+            f"left out: {count} cases of the nightly set (XENTILE_TEST_SET=nightly)"
         )
     for reason, tests in config.stash[NOT_APPLICABLE].items():
         terminalreporter.section(f"{len(tests)} tests do not apply on {PLATFORM}: {reason}")

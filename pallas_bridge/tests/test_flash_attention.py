@@ -595,7 +595,7 @@ def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
         assert ("tpu_custom_call" in text) == ("window" in options)
     text = lowered(flash_attention, "tpu", q[:, :100], k, v)
     assert "tpu_custom_call" not in text
-    info = str(pallas_bridge.info())
+    info = pallas_bridge.info().details()
     kind = "custom_call: kernels of the library; " if has_kernels else "reference: "
     assert f"flash_attention on cuda: {kind}cuDNN's, by jax.nn.dot_product_attention" in info
     assert "flash_attention on tpu: pallas: kernels in Pallas; JAX's splash attention" in info

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pallas_bridge._src import doctor, library, platforms
+from pallas_bridge._src import doctor, implementations, library, platforms
 
 import pallas_bridge
 
@@ -17,8 +17,7 @@ MODULES = (
     "pallas_bridge.optax",
     "pallas_bridge._src.cross_entropy.api",
     "pallas_bridge._src.linear_cross_entropy.api",
-    "pallas_bridge._src.layer_norm.api",
-    "pallas_bridge._src.rms_norm.api",
+    "pallas_bridge._src.norm.api",
     "pallas_bridge._src.rope.api",
 )
 
@@ -98,7 +97,17 @@ def test_explain_and_info_on_the_command_line() -> None:
     assert code == 2 and "error: max_scratch_bytes is 1024" in printed
     code, printed = command("explain", *of, "--max-scratch", "much")
     assert code == 2 and "'much' is no size" in printed
+    for size in ("-1", "0", "1.5"):
+        code, printed = command("explain", *of, "--tokens", size)
+        assert code == 2 and f"'{size}' is no size; it must be a whole number" in printed
     assert str(pallas_bridge.info().library.path) in command("info")[1]  # type: ignore[union-attr]
+    code, printed = command("info")
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line}
+    short = implementations.SHORT
+    for name, found in pallas_bridge.info().operations.items():
+        assert rows[name] == [short[row.implementation] for row in found]
+    assert "xentile_" not in printed.replace("libxentile_xla", "")
+    assert "xentile_rope" in command("info", "--all")[1]
 
 
 def test_header_and_library_are_there() -> None:

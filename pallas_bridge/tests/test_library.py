@@ -18,7 +18,7 @@ import pallas_bridge
 CALL = """
 import jax.numpy as jnp, pallas_bridge as pb
 logits, labels = jnp.ones((2, 3)), jnp.zeros(2, int)
-print(pb.info())
+print(pb.info().details())
 try:
     print(pb.cross_entropy(logits, labels))
 except pb.LibraryError as error:
@@ -101,7 +101,7 @@ def test_info_says_what_runs_where() -> None:
     assert rows["cuda"].implementation == ("custom_call" if has_cuda else None)
     assert rows["tpu"].implementation == "pallas"
     for piece in (f"jax {jax.__version__}", "cpu: custom_call", str(loaded.path)):
-        assert piece in str(info)
+        assert piece in info.details()
 
 
 def test_a_missing_library_is_said_to_be_missing(tmp_path: Path) -> None:

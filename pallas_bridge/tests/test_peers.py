@@ -34,7 +34,7 @@ def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
         tmp_path,
         "cross_entropy.py",
         *("--shapes", "32x100", "--peers", "xentile;JAX dense"),
-        *("--measure-seconds", "0.01", "--no-first-call"),
+        *("--measure-seconds", "0.01"),
     )
     assert found.keys() == {"xentile", "JAX dense"}
     for measures in found.values():
@@ -49,7 +49,7 @@ def test_factors_and_distributions_over_logits(tmp_path: Path, more: list[str]) 
         tmp_path,
         "cross_entropy.py",
         *(*shapes, "--peers", "xentile;optax;JAX dense", *more),
-        *("--measure-seconds", "0.01", "--no-first-call"),
+        *("--measure-seconds", "0.01"),
     )
     assert found.keys() == {"xentile", "optax", "JAX dense"}
     rows = json.loads(written.read_text())["results"]
@@ -79,13 +79,54 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
         tmp_path,
         "linear_cross_entropy.py",
         *("--check", "--shapes", "300x16x2000", "--dtype", "float32"),
-        *("--peers", "xentile;xentile 1 MiB;JAX scan"),
+        *("--peers", "xentile;xentile 1 MiB;JAX scan;JAX dense, f32 product"),
     )
-    assert found.keys() == {"f64, rounded", "xentile", "xentile 1 MiB", "JAX scan"}
+    known = {"xentile", "xentile 1 MiB", "JAX dense, f32 product"}
+    assert found.keys() == {"f64, rounded", "JAX scan", *known}
+    # Peers with losses of tokens.
+    assert {peer for peer, row in found.items() if "worst_loss" in row["errors"]} == known
+    assert all(found[peer]["errors"]["worst_loss"] < 1e-4 for peer in known)
     for peer, row in found.items():
         for gradient in ("dhidden", "dweight"):
             assert row["errors"][gradient]["norm"] < 1e-4, peer
     assert "library" in found["xentile 1 MiB"]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "programs"),
+    [
+        ("peers/activations.py", "--shapes 16x128 --operations gelu_tanh", ["copy", "xla", "ours"]),
+        ("peers/rope.py", "--shapes 1x8x2x16 --qk 1x8x2x1x16", ["copy", "xla", "ours"]),
+        ("peers/loss_options.py", "--shapes 8x100 --distribution trained", ["plain", "f16", "xla"]),
+        (
+            "peers/loss_outputs.py",
+            "--logits 8x100 --linear 8x16x100 --distribution normal --columns 2",
+            ["plain", "all", "plain again"],
+        ),
+        ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
+    ],
+)
+def test_programs_are_timed_in_turns(
+    tmp_path: Path, script: str, arguments: str, programs: list[str]
+) -> None:
+    written = tmp_path / "results.json"
+    more = ["--json", written, "--seconds", "0", *arguments.split()]
+    done = subprocess.run(
+        [sys.executable, PEERS.parent / script, *more],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(written.read_text())
+    assert found["about"]["command"].startswith(f"python benches/{script} --json results.json")
+    assert {"commit", "date", "device", "jax"} <= found["about"].keys()
+    assert found["results"]
+    for row in found["results"]:
+        assert all(row[name]["ms"] > 0 and row[name]["spread"] >= 0 for name in programs), row
+    # A head of two lines, and a line for each row.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(found["results"])
 
 
 def test_peers_that_are_not_there_are_refused() -> None:

@@ -17,9 +17,9 @@ from pages import COMPILED, READ, REASONS, RUN, blocks, pages  # noqa: E402
 
 DOCS = ROOT / "docs"
 PAGE = (ROOT / "docs" / "developing" / "adding-an-operation.md").read_text(encoding="utf-8")
-NAME = "rms_norm"
-# An operation whose name begins so, and whose files are its own.
-OTHER = "rms_norm_fp8"
+NAME = "rope"
+# Another function, whose files lie beside those of the operation.
+OTHER = "qk_norm"
 
 
 def tables(heading: str) -> list[list[list[str]]]:
@@ -38,10 +38,11 @@ def tracked() -> list[str]:
 
 
 def test_files_are_those_of_the_tree() -> None:
-    """Every file with the operation's name, and no other; notes are no part of it."""
+    """Every file with the operation's name, and no other; docs and benchmarks are not listed."""
     listed = [row[0] for row in tables("Its files")[0]]
     assert len(listed) == len(set(listed))
-    assert set(listed) == {name for name in tracked() if NAME in name.replace(OTHER, "")}
+    named = re.compile(rf"^(?!docs/|benches/).*(?:^|[/_]){NAME}(?:[._/]|$)")
+    assert set(listed) == {name for name in tracked() if named.search(name) and OTHER not in name}
 
 
 def test_lines_elsewhere_are_there() -> None:
@@ -56,8 +57,10 @@ def test_no_tool_knows_an_operation() -> None:
     """No operation is named in xentile-tools' code, but in its tests."""
     source = ROOT / "crates" / "xentile-tools" / "src"
     operations = (ROOT / "crates" / "xentile" / "src" / "operations.rs").read_text(encoding="utf-8")
-    names = re.findall(r"&(\w+)::operation::OPERATION", operations)
-    assert NAME in names
+    found = re.findall(r"&(\w+)::operation::(\w+),", operations)
+    # Operations that share a module are constants by their names.
+    names = [module if item == "OPERATION" else item.lower() for module, item in found]
+    assert {NAME, "rms_norm", "layer_norm"} <= {*names}
     for file in source.rglob("*.rs"):
         if file.name == "tests.rs":
             continue
@@ -66,6 +69,13 @@ def test_no_tool_knows_an_operation() -> None:
         for name in names:
             found = re.search(rf"\b{name}\b", code)
             assert found is None, f"{file.relative_to(ROOT)} names {name}"
+
+
+def test_results_are_the_newest_alone() -> None:
+    """At most 2 MiB, without what a command makes again from them."""
+    files = [ROOT / name for name in tracked() if name.startswith("benches/results/")]
+    assert sum(file.stat().st_size for file in files) <= 2 * 2**20
+    assert not [file for file in files if file.suffix in (".png", ".html")]
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -112,7 +122,8 @@ def sources(*patterns: str) -> str:
 def test_environment_variables_are_those_of_the_code() -> None:
     """Every variable that Rust or Python reads has a row, and no other."""
     code = sources("crates/*/src/**/*.rs", "crates/*/tests/**/*.rs", "crates/*/build.rs")
-    code += sources("pallas_bridge/hatch_build.py", "pallas_bridge/src/**/*.py", "benches/**/*.py")
+    code += sources("pallas_bridge/hatch_build.py", "pallas_bridge/src/**/*.py")
+    code += sources("benches/*.py", "benches/peers/*.py", "benches/transformer_bench/*.py")
     read = set(re.findall(r'"(XENTILE_[A-Z_]+)"', code))
     page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
     assert read
@@ -122,6 +133,19 @@ def test_environment_variables_are_those_of_the_code() -> None:
 def made_by_build_scripts(code: str) -> set[str]:
     """Variables that a build script sets for the compiler."""
     return set(re.findall(r"cargo::rustc-env=(XENTILE_[A-Z_]+)=", code))
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_scripts_with_arguments_print_their_usage(option: str, tmp_path: Path) -> None:
+    """Scripts that read their arguments print the comment at their head, from any folder."""
+    for script in sorted((ROOT / "scripts").glob("*.sh")):
+        text = script.read_text(encoding="utf-8")
+        if text.startswith("#!") and re.search(r"\$[@*#1]|\$\{[@*1]", text.partition("set -e")[2]):
+            done = subprocess.run(
+                [script, option], cwd=tmp_path, capture_output=True, text=True, check=True
+            )
+            assert f"scripts/{script.name}" in done.stdout and not done.stderr, script
+            assert "set -euo" not in done.stdout and "#!" not in done.stdout, script
 
 
 def test_messages_are_those_of_the_code() -> None:

@@ -2,6 +2,9 @@
 # shellcheck shell=bash
 set -euo pipefail
 
+# scripts/test.sh says which set of tests this is a part of; a script that is run by itself is whole.
+: "${XENTILE_TEST_SET:=nightly}"
+
 # Ends a tier that this machine lacks something for.
 absent() {
     printf 'absent: needs %s\n' "$1"
@@ -40,15 +43,10 @@ use_sanitizers() {
     export RUSTC_BOOTSTRAP=1
 }
 
-# Builds all that there is, as in the README's first command: a package by itself has other features, and
-# is compiled again for them. The default has what the tests of the tier host were built with: without the
-# feature that tests have of xla-ffi, all that depends on it is compiled again.
+# Builds the library and the tools with the profile and the features of the tests of the tier host, which
+# compiled all that they need.
 build_binaries() {
-    if [[ -n ${XENTILE_TEST_QUICK:-} ]]; then
-        cargo build --workspace --features xla-ffi/testing
-    else
-        cargo build --release
-    fi
+    cargo build --workspace --features xla-ffi/testing
 }
 
 # Whether gradcheck can have pallas_bridge export programs and run them on XLA's CPU, which it is then
@@ -68,17 +66,13 @@ use_exported_programs() {
     export XENTILE_CACHE=$target_dir/programs
 }
 
-# Kernels for GPUs are compiled for one architecture, as no tier runs them: that which has all of them. Where all
-# tiers run, for another one too, in wheels as elsewhere, so that what one tier compiled is found by the next.
-# That they compile is all that is held, so that they need no optimisation.
+# Kernels for GPUs are compiled for the one architecture that has all of them, in every tier, so that a tier
+# finds what another compiled. No tier runs them: that they compile is held, so that they need no optimisation.
 compile_kernels_once() {
     export XENTILE_CUDA_FAST_COMPILE=1
     [[ -z ${XENTILE_CUDA_ARCHS:-} ]] || return 0
     export XENTILE_CUDA_ARCHS=90a
-    [[ -n ${XENTILE_TEST_ALL:-} ]] || return 0
-    local others=(80 100a 120)
-    XENTILE_CUDA_ARCHS+=,${others[XENTILE_TEST_DRAW % ${#others[@]}]}
-    echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS, the second of which XENTILE_TEST_DRAW chooses; scripts/wheels.sh compiles all"
+    echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS; the tier packaging compiles all"
 }
 
 # The features that these have together are those of the whole workspace, which host's tests were built
@@ -86,17 +80,9 @@ compile_kernels_once() {
 # shellcheck disable=SC2034 # the tiers read it
 like_workspace=(--package xentile --package xentile-tools --package xentile-xla)
 
-# The tests of xentile-cpu that a tier runs which compiles the kernels with a compiler's settings of its own. Unit
-# tests, which know what is private, have the crate compiled once more than the others.
-# shellcheck disable=SC2034 # the tiers read it
-kernel_tests=(--lib --tests)
-[[ -z ${XENTILE_TEST_ALL:-} ]] || kernel_tests=("${kernel_tests[XENTILE_TEST_DRAW / 2 % 2]}")
-
 # For tiers in which programs run slowly.
 try_fewer_arguments() {
     export XENTILE_TEST_STRIDE=997
-    ((${#kernel_tests[@]} > 1)) ||
-        echo "left out: unit tests of the kernels for CPUs, or else all others, which XENTILE_TEST_DRAW chooses: ${kernel_tests[*]} was run"
     echo "left out: most arguments of elementary functions: one f32 in $XENTILE_TEST_STRIDE is tried, from a random start; and a part of the distributions of norms and of linear losses"
 }
 
@@ -106,5 +92,5 @@ host_triple() {
 
 target_dir=${CARGO_TARGET_DIR:-$PWD/target}
 # Where `build_binaries` puts what it makes.
-binaries=$target_dir/release
-[[ -z ${XENTILE_TEST_QUICK:-} ]] || binaries=$target_dir/debug
+# shellcheck disable=SC2034 # the tiers read it
+binaries=$target_dir/debug

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Programs of pallas_bridge compiled for NVIDIA GPUs where there is none, by XLA's plug-in for CUDA: which calls
 # they have, what is moved around these, what they hold, and what devices send each other. None runs. And what
-# examples/transformer_bench says of memory that way, beside what a GPU counted.
+# benches/transformer_bench says of memory that way, beside what a GPU counted.
 source scripts/tiers/common.sh
 source scripts/jax_environment.sh
 
@@ -16,5 +16,5 @@ cuda=$(dirname -- "$(dirname -- "$XENTILE_NVCC")")
 export PATH=$cuda/bin:$PATH XLA_FLAGS="--xla_gpu_cuda_data_dir=$cuda ${XLA_FLAGS:-}" JAX_PLATFORMS=cpu
 status=0
 scripts/pytest_in_shares.sh pallas_bridge/tests/gpu_aot || status=1
-scripts/pytest_in_shares.sh examples/tests/gpu_aot || status=1
+scripts/pytest_in_shares.sh benches/tests/gpu_aot || status=1
 exit "$status"

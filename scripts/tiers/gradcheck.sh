@@ -8,12 +8,8 @@ build_binaries
 exported=""
 if use_exported_programs; then
     exported=1
-    of_programs=(--test linear --test operations)
-    if [[ -n ${XENTILE_TEST_QUICK:-}${XENTILE_TEST_ALL:-} ]]; then
-        echo "left out: the tools' tests of linear losses, or else those of every operation, which XENTILE_TEST_DRAW chooses"
-        of_programs=("${of_programs[@]:XENTILE_TEST_DRAW % 2 * 2:2}")
-    fi
-    cargo test --no-fail-fast "${like_workspace[@]}" --test face "${of_programs[@]}" -- --include-ignored || status=1
+    cargo test --no-fail-fast "${like_workspace[@]}" --test face --test linear --test operations -- \
+        --include-ignored || status=1
 fi
 configs=()
 for config in configs/gradcheck/*.yaml; do
@@ -22,15 +18,6 @@ for config in configs/gradcheck/*.yaml; do
     [[ -n $exported ]] || ! grep -q "^backend: xla" "$config" || continue
     configs+=("$config")
 done
-one_in=1
-[[ -z ${XENTILE_TEST_ALL:-} ]] || one_in=2
-[[ -z ${XENTILE_TEST_QUICK:-} ]] || one_in=4
-if ((one_in > 1)); then
-    echo "left out: all but one in $one_in of gradcheck's configs, which XENTILE_TEST_DRAW chooses"
-    # The first number is the draw's, and decides all.
-    mapfile -t configs < <(shuf --random-source=<(yes "$XENTILE_TEST_DRAW") \
-        --head-count=$((${#configs[@]} / one_in)) --echo "${configs[@]}")
-fi
 for config in "${configs[@]}"; do
     began=${EPOCHREALTIME/[.,]/}
     check "$config" "$binaries/gradcheck" --config "$config"

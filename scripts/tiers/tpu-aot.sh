@@ -17,7 +17,5 @@ TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     cargo test "${like_workspace[@]}" --package pjrt-client --test tpu_aot -- --include-ignored
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     cargo test "${like_workspace[@]}" --lib -- --ignored a_matrix_is_put_in_the_order_that_programs_take
-# For time: a test has several topologies and dtypes.
-[[ -z ${XENTILE_TEST_ALL:-} ]] || export THIN=3
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu PYTHONPATH=pallas_bridge/src \
     scripts/pytest_in_shares.sh -v crates/xentile-tools/tests/tpu

@@ -3,11 +3,11 @@
 use std::fmt;
 
 use crate::{
-    DType, Device, Element, Error, Event, Layout, Memory, Place, Plugin, Result, Transfer,
+    DType, Device, Element, Error, Event, Layout, Memory, Place, Result, Transfer,
     abi::{self, Call},
-    client::Shared,
     layout::{self, Order},
     raw,
+    raw_client::Shared,
 };
 
 /// An array on a device, perhaps one that is still being computed. It can be used before it is:
@@ -31,7 +31,7 @@ impl Buffer {
         function: &'static str,
     ) -> Result<Self> {
         if raw.is_null() {
-            return Err(Plugin::malformed(function, "no buffer"));
+            return Err(Error::malformed(function, "no buffer"));
         }
         Ok(Self { client, raw })
     }
@@ -46,7 +46,7 @@ impl Buffer {
         let out = unsafe { self.call::<abi::BufferElementType>(|args| args.buffer = self.raw) }?;
         DType::from_u32(out.r#type).ok_or_else(|| {
             let what = format!("elements of type {}", out.r#type);
-            Plugin::malformed(abi::BufferElementType::FUNCTION, what)
+            Error::malformed(abi::BufferElementType::FUNCTION, what)
         })
     }
 
@@ -105,7 +105,7 @@ impl Buffer {
         // SAFETY: the buffer is alive.
         let out = unsafe { self.call::<abi::BufferDevice>(|args| args.buffer = self.raw) }?;
         if out.device.is_null() {
-            return Err(Plugin::malformed(abi::BufferDevice::FUNCTION, "no device"));
+            return Err(Error::malformed(abi::BufferDevice::FUNCTION, "no device"));
         }
         // SAFETY: the client owns the device.
         Ok(unsafe { Device::new(self.client.clone(), out.device) })
@@ -314,7 +314,7 @@ impl Buffer {
     }
 
     /// # Safety
-    /// As for [`Plugin::call`].
+    /// As for [`Plugin::call`](crate::Plugin::call).
     unsafe fn call<A: Call>(&self, fill: impl FnOnce(&mut A)) -> Result<abi::Padded<A>> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.client.plugin.call(fill) }

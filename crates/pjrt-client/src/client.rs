@@ -3,44 +3,18 @@
 use std::{fmt, ptr::NonNull, sync::Arc};
 
 use crate::{
-    Buffer, CompileOptions, DType, Device, Element, Error, Event, LoadedExecutable, Memory,
-    MemoryStats, Plugin, Program, Result, Topology, Value,
+    Buffer, CompileOptions, DType, Device, Element, Error, Event, LoadedExecutable, Place, Plugin,
+    Program, Result, Topology, Value,
     abi::{self, Call},
-    layout, raw, value,
+    device, layout, raw,
+    raw_client::{RawClient, Shared},
+    value,
 };
 
 /// A plug-in at work on its devices. Copies are the same client, which shuts down when the last of
 /// them, and all that was made with it, is gone.
 #[derive(Clone)]
 pub struct Client(pub(crate) Shared);
-
-/// What everything of a client holds.
-pub(crate) type Shared = Arc<Inner>;
-
-pub(crate) struct Inner {
-    pub(crate) plugin: Plugin,
-    pub(crate) raw: *mut abi::Client,
-}
-
-// SAFETY: PJRT's functions may be called on any thread, and by several at once.
-unsafe impl Send for Inner {}
-// SAFETY: as above.
-unsafe impl Sync for Inner {}
-
-impl Inner {
-    /// What the first device tells of its memory.
-    pub(crate) fn memory_stats(self: &Arc<Self>) -> Option<MemoryStats> {
-        let devices = Client(self.clone()).addressable_devices().ok()?;
-        devices.first()?.memory_stats().ok()
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        // SAFETY: nothing of the client is left, as all of it holds this.
-        let _ = unsafe { self.plugin.call::<abi::ClientDestroy>(|args| args.client = self.raw) };
-    }
-}
 
 /// A value that stays in its place. Unlike a box it may be moved while it is borrowed.
 struct Owner<O>(NonNull<O>);
@@ -68,31 +42,6 @@ impl<O> Drop for Owner<O> {
     }
 }
 
-/// Where a buffer is to be.
-#[derive(Clone, Copy, Debug, Default)]
-#[non_exhaustive]
-pub enum Place<'a> {
-    /// The first device of this process.
-    #[default]
-    Default,
-    /// The memory that the device takes by default.
-    Device(&'a Device),
-    /// This one.
-    Memory(&'a Memory),
-}
-
-impl<'a> From<&'a Device> for Place<'a> {
-    fn from(device: &'a Device) -> Self {
-        Self::Device(device)
-    }
-}
-
-impl<'a> From<&'a Memory> for Place<'a> {
-    fn from(memory: &'a Memory) -> Self {
-        Self::Memory(memory)
-    }
-}
-
 impl Client {
     /// Starts a client. The options are the plug-in's own: `cpu_device_count` of the CPU,
     /// `memory_fraction`, `preallocate` and `visible_devices` of GPUs.
@@ -109,9 +58,9 @@ impl Client {
             })
         }?;
         if out.client.is_null() {
-            return Err(Plugin::malformed(abi::ClientCreate::FUNCTION, "no client"));
+            return Err(Error::malformed(abi::ClientCreate::FUNCTION, "no client"));
         }
-        Ok(Self(Arc::new(Inner { plugin, raw: out.client })))
+        Ok(Self(Arc::new(RawClient { plugin, raw: out.client })))
     }
 
     /// The plug-in.
@@ -171,12 +120,7 @@ impl Client {
     /// # Errors
     /// The plug-in reports one.
     pub fn addressable_devices(&self) -> Result<Vec<Device>> {
-        // SAFETY: the client is alive, and so is the list.
-        unsafe {
-            let out =
-                self.call::<abi::ClientAddressableDevices>(|args| args.client = self.0.raw)?;
-            Ok(Device::list(&self.0, out.addressable_devices, out.num_addressable_devices))
-        }
+        Device::addressable(&self.0)
     }
 
     /// What the client runs on, for ahead-of-time compilation.
@@ -329,7 +273,7 @@ impl Client {
     fn first(&self) -> Result<*mut abi::Device> {
         let name = abi::ClientAddressableDevices::FUNCTION;
         let devices = self.addressable_devices()?;
-        let first = devices.first().ok_or_else(|| Plugin::malformed(name, "no device"))?;
+        let first = devices.first().ok_or_else(|| Error::malformed(name, "no device"))?;
         Ok(first.raw)
     }
 
@@ -395,7 +339,7 @@ impl Client {
 
     /// Adds to an error what the first device tells of its memory, where that ran out.
     fn explain(&self, error: Error) -> Error {
-        error.with_memory(|| self.0.memory_stats())
+        error.with_memory(|| device::memory_stats(&self.0))
     }
 
     /// # Safety
@@ -406,9 +350,14 @@ impl Client {
     }
 }
 
-/// Sees that something of `theirs` may be given to a client.
-pub(crate) fn same(ours: &Shared, theirs: &Shared, what: impl FnOnce() -> String) -> Result {
-    if Arc::ptr_eq(ours, theirs) { Ok(()) } else { Err(Error::OtherClient { what: what() }) }
+impl Plugin {
+    /// Starts a client: [`Client::new`].
+    ///
+    /// # Errors
+    /// The plug-in reports one.
+    pub fn client(self, options: &[(&str, Value)]) -> Result<Client> {
+        Client::new(self, options)
+    }
 }
 
 impl fmt::Debug for Client {

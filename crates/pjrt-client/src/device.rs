@@ -3,10 +3,11 @@
 use std::{any::Any, fmt, sync::Arc};
 
 use crate::{
-    Memory, MemoryStats, Plugin, Result, Values,
+    Error, Memory, MemoryStats, Plugin, Result, Values,
     abi::{self, Call},
-    client::{self, Shared},
-    raw, value,
+    raw,
+    raw_client::{self, Shared},
+    value,
 };
 
 /// A device of a client.
@@ -40,13 +41,24 @@ impl Device {
         devices.iter().map(|&raw| Self { client: client.clone(), raw }).collect()
     }
 
+    /// The devices of `client` that this process can use.
+    pub(crate) fn addressable(client: &Shared) -> Result<Vec<Self>> {
+        // SAFETY: the client is alive, and so is the list.
+        unsafe {
+            let out = client
+                .plugin
+                .call::<abi::ClientAddressableDevices>(|args| args.client = client.raw)?;
+            Ok(Self::list(client, out.addressable_devices, out.num_addressable_devices))
+        }
+    }
+
     /// The device, if it is of `client`.
     pub(crate) fn of(
         &self,
         client: &Shared,
         what: impl FnOnce() -> String,
     ) -> Result<*mut abi::Device> {
-        client::same(client, &self.client, what)?;
+        raw_client::same(client, &self.client, what)?;
         Ok(self.raw)
     }
 
@@ -59,7 +71,7 @@ impl Device {
         // SAFETY: the device is alive.
         let out = unsafe { self.call::<abi::DeviceGetDescription>(|args| args.device = self.raw) }?;
         if out.device_description.is_null() {
-            return Err(Plugin::malformed(name, "no description"));
+            return Err(Error::malformed(name, "no description"));
         }
         Ok(DeviceDescription {
             plugin: self.client.plugin,
@@ -154,6 +166,12 @@ impl Device {
         // SAFETY: passed on from this function's contract.
         unsafe { self.client.plugin.call(fill) }
     }
+}
+
+/// What the first device of `client` tells of its memory.
+pub(crate) fn memory_stats(client: &Shared) -> Option<MemoryStats> {
+    let devices = Device::addressable(client).ok()?;
+    devices.first()?.memory_stats().ok()
 }
 
 impl PartialEq for Device {

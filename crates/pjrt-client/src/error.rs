@@ -276,6 +276,11 @@ impl Error {
         Self::OutOfMemory { requested, available: None, limit: None, code, message, function }
     }
 
+    /// That `function` of the plug-in gave back what its interface does not allow.
+    pub(crate) fn malformed(function: &'static str, what: impl Into<String>) -> Self {
+        Self::Malformed { function, what: what.into() }
+    }
+
     /// With what the device tells of its memory, where memory ran out.
     pub(crate) fn with_memory(mut self, stats: impl FnOnce() -> Option<MemoryStats>) -> Self {
         if let Self::OutOfMemory { available, limit, .. } = &mut self

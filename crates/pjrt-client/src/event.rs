@@ -5,8 +5,9 @@ use std::{fmt, mem::ManuallyDrop};
 use crate::{
     Error, Plugin, Result,
     abi::{self, Call},
-    client::Shared,
+    device,
     layout::Order,
+    raw_client::Shared,
 };
 
 /// The end of work that is under way, with its outcome. Dropping it waits for nothing.
@@ -31,7 +32,7 @@ impl Event {
         function: &'static str,
     ) -> Result<Self> {
         if raw.is_null() {
-            return Err(Plugin::malformed(function, "no event"));
+            return Err(Error::malformed(function, "no event"));
         }
         Ok(Self { client, raw, function })
     }
@@ -98,7 +99,7 @@ impl Event {
 
     /// Names the function that started the work, and not the one that waited.
     fn name(&self, error: Error) -> Error {
-        error.by(self.function).with_memory(|| self.client.memory_stats())
+        error.by(self.function).with_memory(|| device::memory_stats(&self.client))
     }
 }
 

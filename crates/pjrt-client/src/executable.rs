@@ -3,7 +3,7 @@
 use std::{any::Any, collections::BTreeMap, fmt, sync::Arc};
 
 use crate::{
-    CompiledMemoryStats, DType, OptimizedProgram, Plugin, Result,
+    CompiledMemoryStats, DType, Error, OptimizedProgram, Plugin, Result,
     abi::{self, Call, Padded},
     raw, value,
 };
@@ -41,7 +41,7 @@ impl Executable {
         function: &'static str,
     ) -> Result<Self> {
         if raw.is_null() {
-            return Err(Plugin::malformed(function, "no executable"));
+            return Err(Error::malformed(function, "no executable"));
         }
         Ok(Self { plugin, raw, _owner: owner })
     }
@@ -111,7 +111,7 @@ impl Executable {
         };
         if dtypes.len() != ranks.len() {
             let what = format!("{} outputs, and {types} {}", ranks.len(), dtypes.len());
-            return Err(Plugin::malformed(dims, what));
+            return Err(Error::malformed(dims, what));
         }
         let mut rest = all;
         dtypes
@@ -120,9 +120,8 @@ impl Executable {
             .map(|(&number, &rank)| {
                 let (dims, after) = rest.split_at(rank);
                 rest = after;
-                let dtype = DType::from_u32(number).ok_or_else(|| {
-                    Plugin::malformed(types, format!("elements of type {number}"))
-                })?;
+                let dtype = DType::from_u32(number)
+                    .ok_or_else(|| Error::malformed(types, format!("elements of type {number}")))?;
                 Ok(Output { dtype, dims: dims.into() })
             })
             .collect()

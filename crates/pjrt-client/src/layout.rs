@@ -3,7 +3,7 @@
 use std::ptr::null_mut;
 
 use crate::{
-    DType, Error, Plugin, Result,
+    DType, Error, Result,
     abi::{self, Padded},
     raw,
 };
@@ -52,7 +52,7 @@ impl Layout {
                     let strides = raw::slice(strides.byte_strides, strides.num_byte_strides);
                     Ok(Self::Strides(strides.to_vec()))
                 }
-                number => Err(Plugin::malformed(function, format!("a layout of type {number}"))),
+                number => Err(Error::malformed(function, format!("a layout of type {number}"))),
             }
         }
     }

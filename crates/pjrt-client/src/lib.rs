@@ -49,19 +49,23 @@ mod handler;
 mod layout;
 mod library;
 mod loaded;
+mod locate;
 mod memory;
 mod options;
+mod place;
 mod platform;
 mod plugin;
 mod program;
 mod raw;
+mod raw_client;
 mod stats;
 mod topology;
 mod value;
+mod version;
 
 pub use buffer::Buffer;
 pub use cache::{Cache, CacheError, Cached};
-pub use client::{Client, Place};
+pub use client::Client;
 pub use device::{Device, DeviceDescription};
 pub use dtype::{DType, Element};
 pub use error::{Code, Error, Result};
@@ -73,12 +77,14 @@ pub use layout::Layout;
 pub use loaded::{ExecuteOptions, Execution, LoadedExecutable};
 pub use memory::Memory;
 pub use options::CompileOptions;
+pub use place::Place;
 pub use platform::Platform;
-pub use plugin::{Plugin, Version};
+pub use plugin::Plugin;
 pub use program::{OptimizedProgram, Program};
 pub use stats::{CompiledMemoryStats, MemoryStats};
 pub use topology::Topology;
 pub use value::{Value, Values};
+pub use version::Version;
 
 /// The program on a page of docs/, compiled with the documentation's tests.
 #[cfg(doctest)]

@@ -9,7 +9,8 @@ use std::{
 use crate::{
     Buffer, Device, Error, Event, Executable, Plugin, Result,
     abi::{self, Call, Padded},
-    client::{self, Shared},
+    device,
+    raw_client::{self, Shared},
 };
 
 /// A program on the devices that it was compiled for, to be run any number of times and by any
@@ -86,7 +87,7 @@ impl LoadedExecutable {
         function: &'static str,
     ) -> Result<Self> {
         if raw.is_null() {
-            return Err(Plugin::malformed(function, "no executable"));
+            return Err(Error::malformed(function, "no executable"));
         }
         // Destroys it where the rest fails.
         let loaded = Raw { plugin: client.plugin, raw };
@@ -147,7 +148,7 @@ impl LoadedExecutable {
     ) -> Result<Execution> {
         let mut executions = self.execute_sharded(&[arguments], options)?;
         executions.pop().ok_or_else(|| {
-            Plugin::malformed(abi::LoadedExecutableExecute::FUNCTION, "nothing for the device")
+            Error::malformed(abi::LoadedExecutableExecute::FUNCTION, "nothing for the device")
         })
     }
 
@@ -171,7 +172,7 @@ impl LoadedExecutable {
         }
         for buffers in arguments {
             for (number, buffer) in buffers.iter().enumerate() {
-                client::same(&self.client, &buffer.client, || format!("argument {number}"))?;
+                raw_client::same(&self.client, &buffer.client, || format!("argument {number}"))?;
             }
         }
         let device = match options.device {
@@ -226,7 +227,7 @@ impl LoadedExecutable {
     /// Adds to an error of a run what is known of memory, where that ran out.
     fn explain(&self, error: Error) -> Error {
         let takes = || self.executable.memory_stats().ok()?.needed();
-        error.with_memory(|| self.client.memory_stats()).with_program(takes)
+        error.with_memory(|| device::memory_stats(&self.client)).with_program(takes)
     }
 
     /// Takes results and events over.

@@ -3,10 +3,10 @@
 use std::fmt;
 
 use crate::{
-    Plugin, Result,
+    Error, Result,
     abi::{self, Call},
-    client::{self, Shared},
     raw,
+    raw_client::{self, Shared},
 };
 
 /// A memory that devices of a client reach.
@@ -30,14 +30,14 @@ impl Memory {
         function: &'static str,
     ) -> Result<Self> {
         if raw.is_null() {
-            return Err(Plugin::malformed(function, "no memory"));
+            return Err(Error::malformed(function, "no memory"));
         }
         Ok(Self { client, raw })
     }
 
     /// The memory, if it is of `client`.
     pub(crate) fn of(&self, client: &Shared) -> Result<*mut abi::Memory> {
-        client::same(client, &self.client, || "the memory".into())?;
+        raw_client::same(client, &self.client, || "the memory".into())?;
         Ok(self.raw)
     }
 
@@ -88,7 +88,7 @@ impl Memory {
     }
 
     /// # Safety
-    /// As for [`Plugin::call`].
+    /// As for [`Plugin::call`](crate::Plugin::call).
     unsafe fn call<A: Call>(&self, fill: impl FnOnce(&mut A)) -> Result<abi::Padded<A>> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.client.plugin.call(fill) }

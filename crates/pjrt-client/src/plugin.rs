@@ -11,32 +11,12 @@ use std::{
 };
 
 use crate::{
-    Client, Code, Error, Extension, Platform, Result, Value, Values,
+    Code, Error, Extension, Platform, Result, Values, Version,
     abi::{self, Call, Padded},
     extension::{self, Entry},
     library::Library,
     raw, value,
 };
-
-/// A version of PJRT's interface.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct Version {
-    /// Of two that differ here neither can use the other.
-    pub major: i32,
-    /// Of two that differ here the older lacks some functions.
-    pub minor: i32,
-}
-
-impl Version {
-    /// The version that this crate was written for.
-    pub const OURS: Self = Self { major: abi::API_MAJOR, minor: abi::API_MINOR };
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
 
 /// A plug-in, open for the life of the process. Copies are the same one.
 #[derive(Clone, Copy)]
@@ -155,14 +135,6 @@ impl Plugin {
         }
     }
 
-    /// Starts a client: [`Client::new`].
-    ///
-    /// # Errors
-    /// The plug-in reports one.
-    pub fn client(self, options: &[(&str, Value)]) -> Result<Client> {
-        Client::new(self, options)
-    }
-
     pub(crate) fn handlers(self) -> &'static Mutex<HashMap<(String, String), [usize; 4]>> {
         &self.0.handlers
     }
@@ -173,10 +145,6 @@ impl Plugin {
     pub(crate) fn extension<T>(self, extension: Extension) -> Option<*const T> {
         let entry = self.0.extensions.iter().find(|entry| entry.extension == extension)?;
         (entry.size >= size_of::<T>()).then(|| entry.base.cast())
-    }
-
-    pub(crate) fn malformed(function: &'static str, what: impl Into<String>) -> Error {
-        Error::Malformed { function, what: what.into() }
     }
 
     /// Calls the function that takes an `A`, once `fill` has put the arguments in, and returns the

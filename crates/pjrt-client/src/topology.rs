@@ -3,10 +3,11 @@
 use std::{any::Any, fmt, sync::Arc};
 
 use crate::{
-    CompileOptions, DeviceDescription, Executable, Plugin, Program, Result, Value, Values,
+    CompileOptions, DeviceDescription, Error, Executable, Plugin, Program, Result, Value, Values,
     abi::{self, Call},
-    client::Shared,
-    raw, value,
+    raw,
+    raw_client::Shared,
+    value,
 };
 
 /// A number of devices and how they are connected, present or not. Copies are the same topology.
@@ -54,7 +55,7 @@ impl Topology {
         }?;
         if out.topology.is_null() {
             let name = abi::TopologyDescriptionCreate::FUNCTION;
-            return Err(Plugin::malformed(name, "no topology"));
+            return Err(Error::malformed(name, "no topology"));
         }
         Ok(Self(Arc::new(Inner { plugin, raw: out.topology, client: None })))
     }
@@ -67,7 +68,7 @@ impl Topology {
     ) -> Result<Self> {
         if raw.is_null() {
             let name = abi::ClientTopologyDescription::FUNCTION;
-            return Err(Plugin::malformed(name, "no topology"));
+            return Err(Error::malformed(name, "no topology"));
         }
         Ok(Self(Arc::new(Inner { plugin: client.plugin, raw, client: Some(client) })))
     }

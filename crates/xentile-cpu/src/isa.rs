@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use xentile::Error;
 
-use crate::simd::{MulAdd, PairsOfBf16, Portable, Simd, Tiles};
+use crate::simd::{Job, MulAdd, PairsOfBf16, Portable, Simd, Tiles};
 
 /// An instruction set that this processor is known to have.
 #[derive(Clone, Copy, Debug)]
@@ -26,16 +26,6 @@ enum Kind {
     #[cfg(target_arch = "aarch64")]
     Neon(crate::simd::Neon),
     Portable(Portable),
-}
-
-/// Work that is compiled once for every instruction set.
-pub trait Job {
-    /// What the work returns.
-    type Output;
-
-    /// Does the work. Implementations are `#[inline(always)]`, and so is all that they call with
-    /// `simd`, so that the instruction set's features hold in every line.
-    fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 /// Work on factors whose words are pairs of bf16, or numbers.

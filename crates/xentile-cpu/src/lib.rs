@@ -1,7 +1,7 @@
 //! CPU kernels for training language models.
 //!
 //! Each operation is one file ([`activation`], [`cross_entropy`], [`flash_attention`],
-//! [`fp8_quantize`], [`layer_norm`], [`linear_cross_entropy`], [`rms_norm`], [`rope`],
+//! [`fp8_quantize`], [`linear_cross_entropy`], [`norm`], [`rope`],
 //! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction
 //! set in [`Isa`], chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
 //! takes a row never changes a bit of it.
@@ -18,29 +18,27 @@ pub mod fp8_quantize;
 mod in_out;
 mod isa;
 mod launch;
-pub mod layer_norm;
 pub mod linear_cross_entropy;
 pub mod math;
-mod norm;
+pub mod norm;
 #[cfg(feature = "operation")]
 pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
 mod parallel;
 mod product;
-pub mod rms_norm;
 pub mod rope;
 pub mod scale;
 mod simd;
 
 pub use in_out::InOut;
-pub use isa::{Isa, Job};
+pub use isa::Isa;
 pub use launch::Launch;
 #[cfg(feature = "operation")]
 pub use operations::kernels;
 pub use parallel::{Parallel, Threads};
 pub(crate) use simd::PairsOfBf16;
-pub use simd::Simd;
+pub use simd::{Job, Simd};
 
 /// The program in the README, compiled and run with the documentation's tests.
 #[cfg(doctest)]

@@ -1,34 +1,31 @@
-//! Rows over a root of theirs, times a weight: what [`rms_norm`](crate::rms_norm) and
-//! [`layer_norm`](crate::layer_norm) share. Rows of the latter are *centred*: their mean is taken off
-//! first, and a bias is added.
+//! RMSNorm and LayerNorm: forward, and backward with partial sums of dweight and dbias. Rows of LayerNorm
+//! are *centred*: their mean is subtracted first, and a bias is added.
 //!
-//! A row is read from memory once, and walked again in the caches: statistics first, in one walk or, of
-//! rows that are centred, in two, and what is written last. That walk asks for the next row, so that
-//! memory is read throughout. What lies between is a few float64 operations a row.
+//! A row is read from memory once, and again from the caches: first for its statistics, in one pass or, for
+//! centred rows, in two, then for the output. The output pass prefetches the next row, so that memory is
+//! read throughout. Between the passes are a few float64 operations a row.
 //!
-//! The weight is widened to f32 once a call, into the order that [`Simd::load`]
-//! leaves a chunk of the row's dtype in, so that kernels are compiled for each dtype of rows, and not
-//! for each pair. Partial sums are kept in that order too, until a block is through.
+//! The weight is converted to f32 once a call, in the element order of [`Simd::load`] for the row's dtype,
+//! so that kernels are compiled for each dtype of rows, and not for each pair of dtypes. Partial sums have
+//! that order too, until the end of a block.
 
 mod backward;
 mod forward;
 #[cfg(feature = "operation")]
-mod operation;
+pub(crate) mod operation;
 mod passes;
 mod ragged;
 mod weight;
 
-use xentile::norm::{NormShape, block_rows};
+use xentile::norm::{Kind, Norm, NormShape, block_rows};
 use xentile::{Element, Error, Result};
 
 use crate::InOut;
-use crate::Launch;
+pub use crate::Launch;
 use crate::parallel::Shared;
 use crate::simd::{LINE_BYTES, STREAM_BYTES, Simd};
 pub(crate) use backward::Backward;
 pub(crate) use forward::Forward;
-#[cfg(feature = "operation")]
-pub(crate) use operation::{BLOCKS, add_up};
 use passes::Passes;
 pub(crate) use weight::Arranged;
 pub use weight::Weight;
@@ -46,129 +43,131 @@ const AHEAD_BYTES: usize = 1 << 13;
 /// made of.
 const LANE_TERMS: usize = 32;
 
-/// What a backward pass reads and writes, each `[T, D]`: dx may replace x or dy.
+/// Matrices of a backward pass, each `[T, D]`: dx may replace x or dy. x is the normalised array, and dy the
+/// cotangent of y.
 #[derive(Debug)]
 pub enum Gradient<'a, E> {
-    /// In memory of their own.
+    /// Each in its own memory.
     Apart {
-        /// What was normalised.
+        /// Read.
         x: &'a [E],
-        /// The cotangent of the norm.
+        /// Read.
         dy: &'a [E],
-        /// The gradient.
+        /// Written.
         dx: &'a mut [E],
     },
-    /// dx in the place of x.
+    /// dx replaces x.
     InPlaceOfX {
-        /// What was normalised, and then the gradient.
+        /// Read, then overwritten by dx.
         x: &'a mut [E],
-        /// The cotangent of the norm.
+        /// Read.
         dy: &'a [E],
     },
-    /// dx in the place of dy.
+    /// dx replaces dy.
     InPlaceOfDy {
-        /// What was normalised.
+        /// Read.
         x: &'a [E],
-        /// The cotangent of the norm, and then the gradient.
+        /// Read, then overwritten by dx.
         dy: &'a mut [E],
     },
 }
 
-/// Partial sums `[G, P, D]`: the rows, in G groups of as many, are cut into P blocks
-/// each, as [`block_rows`] says.
+/// Partial sums `[G, P, D]` of dweight: the rows, in G groups of equal size, are cut into P blocks each, as
+/// [`block_rows`] says.
 #[derive(Debug)]
 pub struct PartialSums<'a> {
-    /// What is written.
+    /// The output.
     pub sums: &'a mut [f32],
     /// G, a divisor of the number of rows.
     pub groups: usize,
-    /// P, at least 1. A block is one task, so that fewer blocks than threads leave some idle.
+    /// P, at least 1. A block is one task, so that fewer blocks than threads leave threads idle.
     pub blocks: usize,
 }
 
-/// Rows `[T, D]` and the weight that they have.
+/// The statistics of rows, which the forward pass writes and the backward pass reads: each `[T]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Statistics<T> {
+    /// The means; empty for RMSNorm.
+    pub mean: T,
+    /// One over each root.
+    pub rstd: T,
+}
+
+impl<T: Default> Statistics<T> {
+    /// The statistics of RMSNorm.
+    pub fn rms(rstd: T) -> Self {
+        Self { mean: T::default(), rstd }
+    }
+}
+
+/// A norm of rows `[T, D]` with one weight.
 #[derive(Clone, Copy)]
-pub(crate) struct Norm<'a> {
-    eps: f64,
-    zero_centred: bool,
+pub struct Kernel<'a> {
+    norm: Norm,
     shape: NormShape,
     weight: Weight<'a>,
     launch: Launch<'a>,
 }
 
-/// What rows that are centred have beside the others.
-pub(crate) struct Centring<'a> {
-    /// `[D]` or as many as there may be of the weight; none is zeros.
-    pub(crate) bias: Option<Weight<'a>>,
-    /// `[T]`.
-    pub(crate) mean: &'a mut [f32],
-}
-
-/// The same in the backward pass.
-pub(crate) struct Centred<'a> {
-    /// `[T]`, as the forward pass gave it.
-    pub(crate) mean: &'a [f32],
-    /// Of dbias, cut as those of dweight are.
-    pub(crate) sums: &'a mut [f32],
-}
-
-impl<'a> Norm<'a> {
-    /// Rows of `shape` and a `weight` `[D]`, or `[G, D]`, of which each is for T / G rows that follow one
-    /// another. With `zero_centred` the weight is what a factor is above 1.
+impl<'a> Kernel<'a> {
+    /// A kernel for rows of `shape` and a `weight` `[D]`, or `[G, D]`, each for T / G consecutive rows.
     ///
     /// # Errors
-    /// A weight of another shape.
-    pub(crate) fn new(
-        eps: f64,
-        zero_centred: bool,
+    /// An option outside its range, or a weight of another shape.
+    pub fn new(
+        norm: Norm,
         shape: NormShape,
-        weight: Weight<'a>,
+        weight: impl Into<Weight<'a>>,
         launch: Launch<'a>,
     ) -> Result<Self> {
+        norm.validate()?;
+        let weight = weight.into();
         shape.weights("weight", weight.len())?;
-        Ok(Self { eps, zero_centred, shape, weight, launch })
+        Ok(Self { norm, shape, weight, launch })
     }
 
-    /// Writes the norm of `x` to its output, or of its sum with `residual`, which is written to the output
-    /// of that, and statistics. Rows are centred where there is `centring`, and have no residual then.
+    /// Writes the norm of `x` `[T, D]` to y, its output, and statistics. RMSNorm may have a `residual`
+    /// `[T, D]`: the normalised array is then their sum, which is written to the output of `residual`.
+    /// LayerNorm may have a `bias` of any dtype, `[D]` or `[G, D]` as the weight may be.
     ///
     /// # Errors
-    /// An argument of another shape.
-    pub(crate) fn forward<E: Element>(
+    /// An argument of another shape, a residual of LayerNorm or a bias of RMSNorm.
+    pub fn forward<E: Element>(
         &self,
         x: InOut<'_, E>,
         residual: Option<InOut<'_, E>>,
-        centring: Option<Centring<'_>>,
-        rstd: &mut [f32],
+        bias: Option<Weight<'_>>,
+        statistics: Statistics<&mut [f32]>,
     ) -> Result<()> {
-        assert!(residual.is_none() || centring.is_none(), "no pass adds and centres");
         let shape = self.shape;
         self.check("x", "y", &x)?;
-        residual.as_ref().map_or(Ok(()), |residual| self.check("residual", "sum", residual))?;
+        if let Some(residual) = &residual {
+            self.check_kind("residual", Kind::Rms)?;
+            self.check("residual", "sum", residual)?;
+        }
+        let Statistics { mean, rstd } = statistics;
         shape.check_rows("rstd", rstd.len())?;
-        if let Some(Centring { bias, mean }) = &centring {
-            shape.check_rows("mean", mean.len())?;
-            bias.map_or(Ok(0), |bias| shape.weights("bias", bias.len()))?;
+        self.check_mean(mean.len())?;
+        if let Some(bias) = bias {
+            self.check_kind("bias", Kind::Layer)?;
+            shape.weights("bias", bias.len())?;
         }
         let mut in_place = matches!(x, InOut::InPlace(_));
         in_place |= matches!(residual, Some(InOut::InPlace(_)));
         let (x, y) = x.into_pointers();
-        let bias = centring.as_ref().map(|centring| match centring.bias {
+        let bias = match bias {
             Some(bias) => Arranged::new::<E>(self, bias, false),
             None => Arranged::zeros(shape),
-        });
+        };
         let rows = forward::Rows {
-            eps: self.eps,
+            norm: self.norm,
             shape,
             x,
             y,
             add: residual.map(InOut::into_pointers),
             rstd: rstd.as_mut_ptr(),
-            weight: &Arranged::new::<E>(self, self.weight, self.zero_centred),
-            centring: bias
-                .as_ref()
-                .zip(centring)
-                .map(|(bias, centring)| (bias, centring.mean.as_mut_ptr())),
+            weight: &Arranged::new::<E>(self, self.weight, self.norm.zero_centred),
+            centring: self.is_centred().then_some((&bias, mean.as_mut_ptr())),
             in_place,
         };
         let task = (TASK_BYTES / (shape.columns() * size_of::<E>())).max(1);
@@ -184,22 +183,21 @@ impl<'a> Norm<'a> {
         Ok(())
     }
 
-    /// Writes the gradient of what was normalised to dx, plus `dsum` `[T, D]` where there is any, from
-    /// statistics as the forward pass gave them and dy, and partial sums of dweight. Rows are centred
-    /// where there is `centred`, and have no dsum then.
+    /// Writes the gradient of the normalised array to dx, and partial sums of dweight and, for LayerNorm, of
+    /// dbias to `dbias`, cut as those of dweight; `dbias` is empty for RMSNorm. With `dsum` `[T, D]`, the
+    /// cotangent of the sum with a residual, dx is the gradient of both terms.
     ///
     /// # Errors
-    /// An argument of another shape.
-    pub(crate) fn backward<E: Element>(
+    /// An argument of another shape, or a `dsum` of LayerNorm.
+    pub fn backward<E: Element>(
         &self,
         gradient: Gradient<'_, E>,
-        centred: Option<Centred<'_>>,
-        rstd: &[f32],
+        statistics: Statistics<&[f32]>,
         dsum: Option<&[E]>,
         partial: PartialSums<'_>,
+        dbias: &mut [f32],
     ) -> Result<()> {
-        assert!(dsum.is_none() || centred.is_none(), "no pass adds and centres");
-        let shape = self.shape;
+        let (shape, Statistics { mean, rstd }) = (self.shape, statistics);
         let in_place = !matches!(gradient, Gradient::Apart { .. });
         let (lengths, [x, dy], dx) = match gradient {
             Gradient::Apart { x, dy, dx } => {
@@ -218,47 +216,68 @@ impl<'a> Norm<'a> {
             shape.check_matrix(name, length)?;
         }
         shape.check_rows("rstd", rstd.len())?;
-        dsum.map_or(Ok(()), |dsum| shape.check_matrix("dsum", dsum.len()))?;
-        let PartialSums { sums, groups, blocks } = partial;
-        let rows_of_block = self.check_partial("dweight", sums.len(), groups, blocks)?;
-        if let Some(Centred { mean, sums }) = &centred {
-            shape.check_rows("mean", mean.len())?;
-            self.check_partial("dbias", sums.len(), groups, blocks)?;
+        self.check_mean(mean.len())?;
+        if let Some(dsum) = dsum {
+            self.check_kind("dsum", Kind::Rms)?;
+            shape.check_matrix("dsum", dsum.len())?;
         }
-        let (mean, of_bias) = centred.map(|Centred { mean, sums }| (mean, sums)).unzip();
+        let PartialSums { sums, groups, blocks } = partial;
+        let block_rows = self.check_partial("dweight", sums.len(), groups, blocks)?;
+        if self.is_centred() {
+            self.check_partial("dbias", dbias.len(), groups, blocks)?;
+        } else if !dbias.is_empty() {
+            self.check_kind("dbias", Kind::Layer)?;
+        }
         let rows = backward::Rows {
             shape,
             x,
             dy,
             dsum: dsum.map(<[E]>::as_ptr),
             dx,
-            mean,
+            mean: self.is_centred().then_some(mean),
             rstd,
-            weight: &Arranged::new::<E>(self, self.weight, self.zero_centred),
+            weight: &Arranged::new::<E>(self, self.weight, self.norm.zero_centred),
             in_place,
         };
-        let (sums, of_bias) = (Shared::new(sums), of_bias.map(Shared::new));
+        let (sums, dbias) = (Shared::new(sums), Shared::new(dbias));
         let columns = shape.columns();
-        let rows_of_group = shape.rows().checked_div(groups).unwrap_or(0);
+        let group_rows = shape.rows().checked_div(groups).unwrap_or(0);
         self.launch.pool.run(groups * blocks, &|index| {
             let (group, block) = (index / blocks, index % blocks);
-            let within = |block: usize| rows_of_group.min(block * rows_of_block);
+            let row_of = |block: usize| group * group_rows + group_rows.min(block * block_rows);
+            let (first, end) = (row_of(block), row_of(block + 1));
             // SAFETY: tasks have distinct indices, so their pieces are disjoint.
-            let [sums, of_bias] = unsafe {
-                let of_bias = of_bias.as_ref().map(|all| all.slice(index * columns, columns));
-                [sums.slice(index * columns, columns), of_bias.unwrap_or_default()]
-            };
-            let first = group * rows_of_group + within(block);
-            let end = group * rows_of_group + within(block + 1);
+            let sums = unsafe { sums.slice(index * columns, columns) };
             let (isa, passes, rows) = (self.launch.isa, Passes::get(), &rows);
-            match rows.mean {
-                None => (passes.backward)(isa, Backward { rows, first, end, sums, of_bias }),
-                Some(_) => {
-                    (passes.centred_backward)(isa, Backward { rows, first, end, sums, of_bias });
-                }
+            if self.is_centred() {
+                // SAFETY: as above.
+                let dbias = unsafe { dbias.slice(index * columns, columns) };
+                (passes.centred_backward)(isa, Backward { rows, first, end, sums, dbias });
+            } else {
+                (passes.backward)(isa, Backward { rows, first, end, sums, dbias: &mut [] });
             }
         });
         Ok(())
+    }
+
+    fn is_centred(&self) -> bool {
+        self.norm.kind == Kind::Layer
+    }
+
+    /// Refuses the array `name` unless the norm is of `kind`.
+    fn check_kind(&self, name: &str, kind: Kind) -> Result<()> {
+        if self.norm.kind == kind {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!("{name} is passed; only norms of kind {kind:?} have one")))
+    }
+
+    fn check_mean(&self, length: usize) -> Result<()> {
+        match self.norm.kind {
+            Kind::Layer => self.shape.check_rows("mean", length),
+            Kind::Rms if length == 0 => Ok(()),
+            Kind::Rms => self.check_kind("mean", Kind::Layer),
+        }
     }
 
     fn check<E>(
@@ -272,7 +291,7 @@ impl<'a> Norm<'a> {
         self.shape.check_matrix(output, written)
     }
 
-    /// The rows of a block of partial sums called `name`, of which there are `length` numbers.
+    /// The rows of a block of the partial sums called `name`, of `length` elements.
     fn check_partial(
         &self,
         name: &'static str,

@@ -1,13 +1,13 @@
 //! Kernels by an operation's name, a line each.
 
 use crate::operation::Kernels;
-use crate::{activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, rms_norm, rope};
+use crate::{activation, cross_entropy, flash_attention, fp8_quantize, norm, rope};
 
 /// The kernels of each operation that has any here.
 const KERNELS: &[&dyn Kernels] = &[
     &cross_entropy::operation::KERNELS,
-    &rms_norm::operation::KERNELS,
-    &layer_norm::operation::KERNELS,
+    &norm::operation::RMS_KERNELS,
+    &norm::operation::LAYER_KERNELS,
     &activation::operation::KERNELS,
     &rope::operation::KERNELS,
     &flash_attention::operation::KERNELS,

@@ -15,8 +15,7 @@ use plan::{Pass, Step};
 use xentile::DType;
 use xentile::activation::Activation;
 use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
-use xentile::norm::NormShape;
-use xentile::rms_norm::RmsNorm;
+use xentile::norm::{Norm, NormShape};
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
 use crate::norm::{self, Weight};
@@ -396,7 +395,7 @@ impl Normed {
     /// An option outside its range, a weight of another shape, a dtype other than bf16, or rows that are no whole
     /// number of blocks, or too short or too long for kernels.
     pub fn new(
-        options: RmsNorm,
+        options: Norm,
         to: Fp8Quantize,
         shape: QuantizeShape,
         dtype: DType,
@@ -415,21 +414,11 @@ impl Normed {
             ))));
         }
         let kernels = if adds { "fp8_quantize_norm_add" } else { "fp8_quantize_norm" };
-        let RmsNorm { eps, zero_centred } = options;
         let rows = NormShape::new(shape.matrices() * shape.rows(), columns)?;
-        let norm = norm::Norm {
-            kernels,
-            eps,
-            zero_centred,
-            shape: rows,
-            dtype,
-            weight,
-            arrays: 1,
-            is_centred: false,
-        };
+        let norm = norm::Norm::of_kernels(kernels, options, rows, dtype, weight, adds)?;
         let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
         let to = Quantization::new(to, shape, dtype, blocks, is_transposed)?;
-        Ok(Self { to, norm: norm.checked()?, adds, is_transposed })
+        Ok(Self { to, norm, adds, is_transposed })
     }
 
     /// Loads the kernels, so that [`run`](Self::run) has only to launch them.

@@ -22,7 +22,7 @@ use xentile::{DType, LogitsShape};
 use crate::cache::Cache;
 use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, SavedLse, TokenOutputs, Variant};
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
-use crate::linear_cross_entropy::{Operands, Scratch};
+use crate::operands::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
 
 /// Where parts of the scratch begin.

@@ -1,8 +1,8 @@
 //! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`activation`], [`cross_entropy`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`layer_norm`],
-//! [`rms_norm`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! ([`activation`], [`cross_entropy`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`norm`],
+//! [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and is told there what is missing.
@@ -28,12 +28,11 @@ mod error;
 pub mod flash_attention;
 pub mod fp8_quantize;
 pub mod fused_product;
-pub mod layer_norm;
 mod library;
 pub mod linear_cross_entropy;
-mod norm;
+pub mod norm;
+mod operands;
 pub mod qk_norm_rope;
-pub mod rms_norm;
 pub mod rope;
 mod round;
 pub mod scale;

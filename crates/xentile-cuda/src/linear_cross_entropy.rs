@@ -20,9 +20,8 @@ use std::ptr::null;
 use xentile::DType;
 use xentile::cross_entropy::CrossEntropy;
 
-use crate::cross_entropy::{
-    Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs, past,
-};
+use crate::cross_entropy::{Cotangents, DistributionOutputs, Pass, SavedLse, TokenOutputs};
+pub use crate::operands::{Operands, Scratch};
 use crate::{Error, Result};
 use cut::{Chunk, Columns, Sweep, chunks};
 pub use cut::{Extents, Kept};
@@ -74,26 +73,6 @@ pub struct Linear {
     pub block_size: Option<usize>,
 }
 
-/// Operands on a GPU, each at a multiple of 16.
-#[derive(Clone, Copy, Debug)]
-pub struct Operands {
-    /// `[N, D]`.
-    pub hidden: *const c_void,
-    /// `[V, D]` or `[D, V]`.
-    pub weight: *const c_void,
-    /// `[N]`.
-    pub labels: Labels,
-    /// `[V]`, or null for none.
-    pub bias: *const f32,
-}
-
-impl Operands {
-    /// The bias of the columns from `first` on, or null.
-    pub(crate) fn bias_from(&self, first: usize) -> *const f32 {
-        past(self.bias.cast_mut(), first).cast_const()
-    }
-}
-
 /// Where gradients go on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
@@ -103,15 +82,6 @@ pub struct Gradients {
     pub weight: *mut c_void,
     /// `[V]`; not looked at where there is no bias.
     pub bias: *mut f32,
-}
-
-/// Memory that a call may use.
-#[derive(Clone, Copy, Debug)]
-pub struct Scratch {
-    /// Where it begins, at a multiple of 256.
-    pub at: *mut c_void,
-    /// Its size.
-    pub bytes: usize,
 }
 
 impl Linear {
@@ -531,6 +501,7 @@ mod tests {
     use std::ptr::null_mut;
 
     use super::*;
+    use crate::cross_entropy::Labels;
 
     #[test]
     fn cuts_that_the_fused_pass_has_not_are_refused_before_anything_runs() {

@@ -1,5 +1,5 @@
-//! What norms of rows share, [`rms_norm`](crate::rms_norm) and [`layer_norm`](crate::layer_norm): the rows
-//! of the latter are *centred*.
+//! RMSNorm, with a residual or without, and LayerNorm: forward, and backward with partial sums of dweight and
+//! dbias. Rows of LayerNorm are *centred*: their mean is subtracted.
 
 mod arguments;
 mod plan;
@@ -9,13 +9,13 @@ use std::ptr::{null, null_mut};
 
 pub(crate) use arguments::Arguments;
 use plan::Plan;
-use xentile::norm::NormShape;
+use xentile::norm::{Kind, Norm as Options, NormShape};
 use xentile::{DType, Error as ProblemError};
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
-use crate::{Device, Error, Limits, Result, check_alignment, library};
+use crate::{Device, Error, Limits, Result, check_alignment, check_places, library};
 
-/// A weight: its dtype, and of how many rows that follow one another each `[D]` is.
+/// A weight: its dtype and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Weight {
     /// The dtype, whatever that of rows.
@@ -24,17 +24,17 @@ pub struct Weight {
     pub length: usize,
 }
 
-/// How partial sums are cut: `[groups, blocks, D]`. Which rows of a group a block has, and in
-/// which order they are added, is that of the shape and of the device.
+/// The shape of partial sums: `[groups, blocks, D]`. Which rows of a group a block has, and the order of its
+/// sum, depend on the shape and on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartialSums {
-    /// Groups of as many rows, at least 1 where there are rows.
+    /// Groups of equal size, at least 1 unless there are no rows.
     pub groups: usize,
     /// Blocks of a group, at least 1.
     pub blocks: usize,
 }
 
-/// What kernels call the dtype of a weight.
+/// The number by which kernels know the dtype of a weight.
 pub(crate) fn weight_dtype(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => arguments::WEIGHT_F32,
@@ -43,7 +43,7 @@ pub(crate) fn weight_dtype(dtype: DType) -> u32 {
     }
 }
 
-/// What a pass is.
+/// A pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// y and statistics.
@@ -52,33 +52,106 @@ pub enum Pass {
     Backward(PartialSums),
 }
 
-/// Rows `[T, D]` on a GPU and the weight that they have.
+/// Arrays of the forward pass, on the device: matrices are `[T, D]`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Norm {
-    /// What the names of its kernels begin with.
+pub struct Forward {
+    /// The input; it is normalised, or its sum with the residual.
+    pub x: *const c_void,
+    /// The residual of RMSNorm and the output for the sum, which may be the same memory.
+    pub residual: Option<(*const c_void, *mut c_void)>,
+    /// The weight.
+    pub weight: *const c_void,
+    /// The bias of LayerNorm, of the weight's dtype, and its number of entries, a multiple of D.
+    pub bias: Option<(*const c_void, usize)>,
+    /// The norm, which may replace `x`.
+    pub y: *mut c_void,
+    /// `[T]`; null for RMSNorm.
+    pub mean: *mut f32,
+    /// `[T]`.
+    pub rstd: *mut f32,
+}
+
+/// Arrays of the backward pass, on the device: matrices are `[T, D]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Backward {
+    /// The normalised array.
+    pub x: *const c_void,
+    /// The weight.
+    pub weight: *const c_void,
+    /// `[T]`, as the forward pass wrote it; null for RMSNorm.
+    pub mean: *const f32,
+    /// `[T]`, as the forward pass wrote it.
+    pub rstd: *const f32,
+    /// The cotangent of the norm.
+    pub dy: *const c_void,
+    /// The cotangent of the sum with a residual, if there was one.
+    pub dsum: Option<*const c_void>,
+    /// The gradient, which may replace `x` or `dy`.
+    pub dx: *mut c_void,
+    /// `[groups, blocks, D]`.
+    pub dweight: *mut f32,
+    /// The same; null for RMSNorm.
+    pub dbias: *mut f32,
+}
+
+/// A norm of rows `[T, D]` on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// The first part of the names of its kernels.
     pub(crate) kernels: &'static str,
-    pub(crate) eps: f64,
-    pub(crate) zero_centred: bool,
+    options: Options,
     pub(crate) shape: NormShape,
-    pub(crate) dtype: DType,
-    pub(crate) weight: Weight,
-    /// Matrices that the backward pass reads.
-    pub(crate) arrays: u32,
-    /// Whether the mean of rows is taken off.
-    pub(crate) is_centred: bool,
+    dtype: DType,
+    weight: Weight,
+    adds: bool,
 }
 
 impl Norm {
-    /// Checks what every pass has.
+    /// The norm of rows of `shape` and `dtype`; `adds` says that they are sums with a residual.
     ///
     /// # Errors
-    /// A weight of another shape, or rows longer than kernels count.
-    pub(crate) fn checked(self) -> Result<Self> {
-        self.shape.weights("weight", self.weight.length)?;
-        if i32::try_from(self.shape.columns()).is_err() {
-            return Err(Error::Columns32 { columns: self.shape.columns() });
+    /// An option outside its range, a weight of another shape, or rows longer than kernels count.
+    ///
+    /// # Panics
+    /// LayerNorm of sums with a residual.
+    pub fn new(
+        options: Options,
+        shape: NormShape,
+        dtype: DType,
+        weight: Weight,
+        adds: bool,
+    ) -> Result<Self> {
+        let kernels = match (options.kind, adds) {
+            (Kind::Rms, false) => "rms_norm",
+            (Kind::Rms, true) => "rms_norm_add",
+            (Kind::Layer, false) => "layer_norm",
+            (Kind::Layer, true) => panic!("LayerNorm has no residual"),
+        };
+        Self::of_kernels(kernels, options, shape, dtype, weight, adds)
+    }
+
+    /// The same with kernels of other names.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub(crate) fn of_kernels(
+        kernels: &'static str,
+        options: Options,
+        shape: NormShape,
+        dtype: DType,
+        weight: Weight,
+        adds: bool,
+    ) -> Result<Self> {
+        options.validate()?;
+        shape.weights("weight", weight.length)?;
+        if i32::try_from(shape.columns()).is_err() {
+            return Err(Error::Columns32 { columns: shape.columns() });
         }
-        Ok(self)
+        Ok(Self { kernels, options, shape, dtype, weight, adds })
+    }
+
+    fn is_centred(&self) -> bool {
+        self.options.kind == Kind::Layer
     }
 
     /// Loads the kernel of `pass`, so that it has only to be launched.
@@ -88,9 +161,87 @@ impl Norm {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    pub(crate) unsafe fn load(&self, pass: Pass, stream: RawStream) -> Result<()> {
+    pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.ready(pass, stream) }.map(drop)
+    }
+
+    /// Has `stream` write y, statistics and, with a residual, the sum.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, a bias of another shape, arrays that are not aligned to 16 bytes or
+    /// overlap in part, or a failure of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays
+    /// of these shapes on its device, which nothing else touches until the launched kernels have run.
+    pub unsafe fn forward(&self, stream: *mut c_void, arrays: Forward) -> Result<()> {
+        let Forward { x, residual, weight, bias, y, mean, rstd } = arrays;
+        if let Some((_, length)) = bias {
+            self.shape.weights("bias", length)?;
+        }
+        if self.shape.rows() == 0 {
+            return Ok(());
+        }
+        assert_eq!(self.adds, residual.is_some(), "a residual that `new` was not told of");
+        assert_eq!(self.is_centred(), bias.is_some(), "LayerNorm has a bias");
+        check_places(("x", x), ("y", y), self.bytes())?;
+        let (added, sum) = residual.unwrap_or((null(), null_mut()));
+        if residual.is_some() {
+            check_places(("residual", added), ("sum", sum), self.bytes())?;
+        }
+        let mut arguments =
+            Arguments { x, added, to: y, sum, mean, rstd, ..self.arguments(weight)? };
+        if let Some((bias, length)) = bias {
+            check_alignment("bias", bias)?;
+            arguments = Arguments { bias, bias_rows: self.rows_of_each(length), ..arguments };
+        }
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Forward, stream, arguments) }
+    }
+
+    /// Has `stream` write dx and partial sums of dweight and, for LayerNorm, of dbias.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward), or partial sums that cannot be.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn backward(
+        &self,
+        stream: *mut c_void,
+        sums: PartialSums,
+        arrays: Backward,
+    ) -> Result<()> {
+        let Backward { x, weight, mean, rstd, dy, dsum, dx, dweight, dbias } = arrays;
+        assert_eq!(self.adds, dsum.is_some(), "a residual that `new` was not told of");
+        let group_rows = self.group_rows(sums)?;
+        if sums.groups == 0 {
+            return Ok(());
+        }
+        let added = dsum.unwrap_or(null());
+        check_places(("x", x), ("dx", dx), self.bytes())?;
+        check_places(("dy", dy), ("dx", dx), self.bytes())?;
+        if dsum.is_some() {
+            check_places(("dsum", added), ("dx", dx), self.bytes())?;
+        }
+        check_alignment("dweight", dweight.cast())?;
+        check_alignment("dbias", dbias.cast())?;
+        let arguments = Arguments {
+            x,
+            added,
+            dy,
+            to: dx,
+            mean: mean.cast_mut(),
+            rstd: rstd.cast_mut(),
+            dweight,
+            dbias,
+            group_rows: group_rows as i64,
+            blocks: sums.blocks as i64,
+            ..self.arguments(weight)?
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Pass::Backward(sums), stream, arguments) }
     }
 
     /// Bytes of a matrix.
@@ -99,7 +250,7 @@ impl Norm {
     }
 
     /// Rows of a group.
-    pub(crate) fn group_rows(&self, sums: PartialSums) -> Result<usize> {
+    fn group_rows(&self, sums: PartialSums) -> Result<usize> {
         let (rows, PartialSums { groups, blocks }) = (self.shape.rows(), sums);
         let wrong = |name, value: usize, requirement| {
             Err(ProblemError::Option { name, value: value as f64, requirement }.into())
@@ -113,13 +264,13 @@ impl Norm {
         Ok(rows.checked_div(groups).unwrap_or(0))
     }
 
-    /// Of how many rows that follow one another each `[D]` of `length` numbers is.
-    pub(crate) fn rows_of_each(&self, length: usize) -> i64 {
+    /// The number of consecutive rows for each `[D]` of `length` elements.
+    fn rows_of_each(&self, length: usize) -> i64 {
         let count = length / self.shape.columns();
         self.shape.rows().checked_div(count).unwrap_or(0) as i64
     }
 
-    /// What both passes have.
+    /// The arguments that both passes have.
     pub(crate) fn arguments(&self, weight: *const c_void) -> Result<Arguments> {
         check_alignment("weight", weight)?;
         let rows = self.shape.rows();
@@ -141,9 +292,9 @@ impl Norm {
             bias_rows: rows as i64,
             group_rows: 0,
             blocks: 0,
-            eps: self.eps,
+            eps: self.options.eps,
             weight_dtype: weight_dtype(self.weight.dtype),
-            zero_centred: self.zero_centred.into(),
+            zero_centred: self.options.zero_centred.into(),
             lanes: 0,
             teams: 0,
             adjacent: 0,
@@ -167,7 +318,7 @@ impl Norm {
             Pass::Forward => ("forward", Plan::forward(rows, columns, element, limits)),
             Pass::Backward(PartialSums { groups, blocks }) => {
                 let all = groups.saturating_mul(blocks);
-                let (arrays, is_centred) = (self.arrays, self.is_centred);
+                let (arrays, is_centred) = (2 + u32::from(self.adds), self.is_centred());
                 ("backward", Plan::backward(all, columns, element, arrays, is_centred, limits))
             }
         };
@@ -185,23 +336,18 @@ impl Norm {
     /// `stream` is a `CUstream` of the calling thread's current context, and the pointers in `arguments`
     /// lead to arrays of these shapes on its device, which nothing else touches until it has run what was
     /// launched here.
-    pub(crate) unsafe fn launch(
-        &self,
-        pass: Pass,
-        stream: RawStream,
-        arguments: Arguments,
-    ) -> Result<()> {
+    unsafe fn launch(&self, pass: Pass, stream: RawStream, arguments: Arguments) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch_with(pass, stream, arguments, |arguments| arguments) }
     }
 
-    /// The same of a kernel that takes what `wrap` makes of arguments.
+    /// The same for a kernel whose argument is `wrap` of the arguments.
     ///
     /// # Errors
     /// As for [`launch`](Self::launch).
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch), of all pointers in what `wrap` makes.
+    /// As for [`launch`](Self::launch), for all pointers in the result of `wrap`.
     pub(crate) unsafe fn launch_with<A>(
         &self,
         pass: Pass,
@@ -214,7 +360,7 @@ impl Norm {
         let rows = arguments.rows;
         if pass == Pass::Forward && arguments.weight_rows.min(arguments.bias_rows) >= rows {
             let bytes = self.shape.columns() * self.weight.dtype.size_bytes();
-            plan = plan.with_ahead(bytes, 1 + u32::from(self.is_centred), limits);
+            plan = plan.with_ahead(bytes, 1 + u32::from(self.is_centred()), limits);
         }
         let Plan { ctas, lanes, teams, adjacent, ahead, shared_bytes, .. } = plan;
         let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };

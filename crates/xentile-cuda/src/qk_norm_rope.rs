@@ -10,7 +10,7 @@ use arguments::{
     Arguments, BACKWARD_HEADS, BACKWARD_THREADS, FORWARD_THREADS, HALVES_HEADS, INTERLEAVED_HEADS,
 };
 use xentile::DType;
-use xentile::rms_norm::RmsNorm;
+use xentile::norm::Norm;
 use xentile::rope::{Layout, RopeShape};
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
@@ -38,7 +38,7 @@ pub struct QkShape {
 /// RMSNorm and rotation of arrays of one dtype, on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope {
-    norm: RmsNorm,
+    norm: Norm,
     layout: Layout,
     shape: QkShape,
     dtype: DType,
@@ -103,7 +103,7 @@ impl QkNormRope {
     /// An option outside its range, more elements than memory can address, or heads that kernels do not take:
     /// those that do not consist of vectors of 16 bytes, or of more than 32 units of those.
     pub fn new(
-        norm: RmsNorm,
+        norm: Norm,
         layout: Layout,
         shape: QkShape,
         dtype: DType,
@@ -317,8 +317,7 @@ mod tests {
     fn heads_that_lanes_of_a_warp_hold_are_taken() {
         let of = |layout, columns, pairs, dtype| {
             let shape = QkShape { tokens: 3, heads: [14, 2], columns, pairs, positions: 5 };
-            let norm = RmsNorm { eps: 1e-6, zero_centred: false };
-            QkNormRope::new(norm, layout, shape, dtype, [DType::F32; 2])
+            QkNormRope::new(Norm::RMS, layout, shape, dtype, [DType::F32; 2])
                 .map(|found| (found.units, found.lanes(), found.groups(4)))
         };
         let (halves, interleaved) = (Layout::Halves, Layout::Interleaved);

@@ -12,14 +12,14 @@ use std::sync::LazyLock;
 
 use xentile::cross_entropy::CrossEntropy;
 use xentile::fp8_quantize::{Format, Fp8Quantize, QuantizeShape};
-use xentile::rms_norm::{NormShape, RmsNorm};
+use xentile::norm::{Norm as NormOptions, NormShape};
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
 use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
-use xentile_cuda::rms_norm::{Backward, Forward, Norm, PartialSums, Weight};
+use xentile_cuda::norm::{Backward, Forward, Norm, PartialSums, Weight};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
@@ -89,7 +89,7 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
 fn norm(shape: [usize; 2], adds: bool, blocks: usize) -> Result<()> {
     let weight = Weight { dtype: DType::F32, length: shape[1] };
     let shape = NormShape::new(shape[0], shape[1]).unwrap();
-    let norm = Norm::new(RmsNorm::default(), shape, DType::Bf16, weight, adds)?;
+    let norm = Norm::new(NormOptions::RMS, shape, DType::Bf16, weight, adds)?;
     let [x, residual, w, dy] =
         [0x100_000, 0x200_000, 0x40, 0x300_000].map(|place| at(place).cast_const());
     let (y, sum) = (at(0x400_000_000), at(0x500_000_000));
@@ -98,12 +98,15 @@ fn norm(shape: [usize; 2], adds: bool, blocks: usize) -> Result<()> {
         x,
         residual: residual.map(|residual| (residual, sum)),
         weight: w,
+        bias: None,
         y,
+        mean: null_mut(),
         rstd: without_provenance_mut(0x80),
     };
     let rstd = without_provenance(0x80);
     let dweight = without_provenance_mut(0x90);
-    let backward = Backward { x, weight: w, rstd, dy, dsum: residual, dx: y, dweight };
+    let (mean, dbias) = (null(), null_mut());
+    let backward = Backward { x, weight: w, mean, rstd, dy, dsum: residual, dx: y, dweight, dbias };
     // SAFETY: the driver that plays here touches no memory.
     unsafe {
         norm.forward(at(1), forward)?;
@@ -116,7 +119,7 @@ fn norm_in_fp8([matrices, rows, columns]: [usize; 3]) -> Result<()> {
     let weight = Weight { dtype: DType::F32, length: columns };
     let to = Fp8Quantize { format: Format::E4M3Fn, power_of_two: false };
     let shape = QuantizeShape::new(matrices, rows, columns)?;
-    let norm = Normed::new(RmsNorm::default(), to, shape, DType::Bf16, weight, false, true)?;
+    let norm = Normed::new(NormOptions::RMS, to, shape, DType::Bf16, weight, false, true)?;
     let operands = Fp8Operands {
         values: without_provenance_mut(0x100_000_000),
         numbers: without_provenance_mut(0x200_000_000),

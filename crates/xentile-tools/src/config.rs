@@ -19,6 +19,7 @@ use xentile::operation::{DimSpec, Problem, TileExtents};
 use xentile::{DType, Tile, operations};
 
 pub use op::Op;
+pub(crate) use op::set_by;
 pub use read::{Schema, load, parse, parse_over, read};
 pub use settings::{Scope, Settings, Taken};
 

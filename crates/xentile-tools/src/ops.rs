@@ -6,12 +6,12 @@ use anyhow::{Result, bail};
 use pjrt_client::{Platform, Plugin};
 use xentile::DType;
 use xentile::operation::{
-    ArraySpec, ElementRule, Kind, OptionSpec, Problem, Role, Section, Signature, TileExtents, Value,
+    ArraySpec, ElementRule, Kind, OptionSpec, Problem, Role, Signature, TileExtents, Value,
 };
 use xentile::operations;
 use xentile_programs::programs;
 
-use crate::config::Op;
+use crate::config::{Op, set_by};
 use crate::tpu;
 
 /// A line for each operation.
@@ -30,8 +30,16 @@ pub fn list() -> String {
 /// # Errors
 /// There is none.
 pub fn describe(name: &str) -> Result<String> {
-    let Some(op) = Op::named(name) else { bail!("{}", unknown(name)) };
-    let mut text = format!("{op}: {}\n", op.about());
+    let mut text = String::new();
+    let op = match (Op::named(name), Op::of_function(name)) {
+        (Some(op), _) => op,
+        (None, Some((op, function))) => {
+            _ = writeln!(text, "{name} is {op} with {}", set_by(op, function));
+            op
+        }
+        (None, None) => bail!("{}", unknown(name)),
+    };
+    _ = writeln!(text, "{op}: {}", op.about());
     dims(&mut text, op);
     arrays(&mut text, op);
     options(&mut text, op);
@@ -52,7 +60,8 @@ pub fn describe(name: &str) -> Result<String> {
 
 fn unknown(name: &str) -> String {
     let near = |known: &&&str| strsim::damerau_levenshtein(known, name);
-    let names = Op::names();
+    let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
+    let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
     let hint = match names.iter().min_by_key(near) {
         Some(known) if near(&known) <= 1 + name.len() / 3 => format!("did you mean `{known}`?"),
         _ => format!("there are {}", names.join(", ")),
@@ -128,7 +137,7 @@ fn arrays(text: &mut String, op: Op) {
         for value in values.into_iter().filter(|value| *value != option.default) {
             let with = problem(op, |of| if of.name == option.name { value } else { of.default });
             let more = whole(&with);
-            let note = format!("with {} {}", path(option), shown(value));
+            let note = format!("with {} {value}", option.path());
             for (all, known, more) in [
                 (&mut takes, &mut known.operands, &more.operands),
                 (&mut gives, &mut known.results, &more.results),
@@ -164,23 +173,6 @@ fn rows(specs: &[ArraySpec], note: &str) -> Vec<[String; 4]> {
     specs.iter().map(row).collect()
 }
 
-fn path(option: &OptionSpec) -> String {
-    match option.section {
-        Section::Options => format!("options.{}", option.name),
-        Section::Top => option.name.to_owned(),
-    }
-}
-
-fn shown(value: Value) -> String {
-    match value {
-        Value::Absent => "none".to_owned(),
-        Value::Bool(value) => value.to_string(),
-        Value::Integer(value) => value.to_string(),
-        Value::Number(value) => value.to_string(),
-        Value::Word(value) => value.to_owned(),
-    }
-}
-
 fn options(text: &mut String, op: Op) {
     let options = op.options().iter().map(|option| {
         let kind = match option.kind {
@@ -191,10 +183,10 @@ fn options(text: &mut String, op: Op) {
             Kind::Word(_) => "word",
         };
         [
-            path(option),
+            option.path(),
             kind.to_owned(),
             option.range.to_owned(),
-            format!("default {}", shown(option.default)),
+            format!("default {}", option.default),
             option.about.to_owned(),
         ]
     });
@@ -252,6 +244,11 @@ mod tests {
         assert_eq!(error, "unknown operation `rms_nrom`; did you mean `rms_norm`?");
         let error = describe("convolution").unwrap_err().to_string();
         assert!(error.contains("there are cross_entropy, "), "{error}");
+        let error = describe("swigul").unwrap_err().to_string();
+        assert_eq!(error, "unknown operation `swigul`; did you mean `swiglu`?");
+        let text = describe("swiglu").unwrap();
+        let head = "swiglu is activation with options.kind=silu layout=halves\nactivation: ";
+        assert!(text.starts_with(head), "{text}");
     }
 
     #[test]

@@ -22,16 +22,15 @@ use crate::progress::Cells;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Keys of a measurement that every one of `cells` has where it does not say otherwise.
+    /// Default keys of every measurement in `cells`.
     #[serde(default)]
     pub cell: serde_yaml::Value,
-    /// Measurements, each as a config of microbench; one with lists is as many.
+    /// Measurements, each a config of microbench; one with lists is several.
     pub cells: Vec<serde_yaml::Mapping>,
-    /// Keys that the plain program is measured with in the place of the cell's, such as a backend
-    /// that has one.
+    /// Keys that replace the cell's when XLA's program is measured, such as its backend.
     #[serde(default)]
     pub reference: serde_yaml::Mapping,
-    /// The folder of the results; `target/suite/NAME` where absent.
+    /// The folder of the results; `target/suite/NAME` by default.
     pub out: Option<PathBuf>,
 }
 

@@ -175,12 +175,17 @@ fn bad_input_is_named_and_writes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("runs.jsonl");
     let json = ["--json", file.to_str().unwrap()];
-    let cases: [(&[&str], &str); 15] = [
+    let cases: [(&[&str], &str); 17] = [
         (&["--impl", "kernl"], "possible values: reference, kernel"),
         (&["--dtype", "f64"], "possible values: f32, bf16, f16"),
         (&["--reduction", "avg"], "possible values: mean, sum, none"),
         (&["--op", "attention"], "possible values: cross_entropy"),
         (&["--backend", "tpu"], "possible values: cpu"),
+        (
+            &["--hidden", "64"],
+            "--hidden is set, and op cross_entropy has no such dim: its dims are time, vocab",
+        ),
+        (&["--head-dim=-1"], "invalid value '-1' for '--head-dim <HEAD_DIM>'"),
         (
             &["--isa", "sse"],
             "error: isa `sse` is unknown; it must be one of those of this processor",

@@ -174,11 +174,12 @@ fn results_have_metrics() {
 fn every_operation_is_measured() {
     for of in native() {
         let mut arguments: Vec<String> = vec!["--op".into(), of.name().into()];
-        arguments.extend(["--iters", "3", "--warmup", "0", "--time", "19"].map(Into::into));
-        arguments.extend(["--json".into(), "-".into(), "--set".into()]);
-        arguments.extend(
-            of.dims().iter().filter(|dim| dim.letter != "T").map(|dim| format!("{}=205", dim.key)),
-        );
+        arguments.extend(["--iters", "3", "--warmup", "0"].map(Into::into));
+        arguments.extend(["--json".into(), "-".into()]);
+        for dim in of.dims() {
+            let extent = if dim.letter == "T" { "19" } else { "205" };
+            arguments.extend([format!("--{}", dim.key.replace('_', "-")), extent.to_owned()]);
+        }
         let output = run(MICROBENCH, &arguments);
         assert!(output.status.success(), "{}: {}", of.name(), stderr(&output));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -357,4 +358,31 @@ fn tools_know_no_operation_by_name() {
     let mut found = Vec::new();
     read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
     assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn functions_are_operations_with_options_set() {
+    let functions: Vec<_> = operations().iter().flat_map(|of| of.functions()).collect();
+    assert!(functions.iter().any(|function| function.name == "swiglu"));
+    for function in functions {
+        let small = ["--mlp", "64", "--time", "8", "--iters", "2", "--json", "-"].map(Into::into);
+        let arguments = [&["--op".into(), function.name.into()][..], &small].concat();
+        let output = run(MICROBENCH, &arguments);
+        assert!(output.status.success(), "{}: {}", function.name, stderr(&output));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        for (name, value) in function.options {
+            let config = &report["config"];
+            let found = config["options"].get(name).unwrap_or(&config[name]);
+            assert_eq!(*found, value.to_string(), "{name} of {}", function.name);
+        }
+    }
+    let config = "op: swiglu\nbackend: cpu\nmlp: 64\n";
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("config.yaml").to_str().unwrap().to_owned();
+    std::fs::write(&path, config).unwrap();
+    let output = run(GRADCHECK, &["--config".into(), path]);
+    assert_eq!(output.status.code(), Some(2));
+    let expected =
+        "swiglu is a function: write op: activation with options.kind=silu layout=halves";
+    assert!(stderr(&output).contains(expected), "{}", stderr(&output));
 }

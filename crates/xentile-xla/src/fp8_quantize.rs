@@ -154,7 +154,7 @@ pub(crate) const RMS_NORM: Declaration = Declaration {
     host: Stages::None,
     operands: &[ROW, WEIGHT],
     results: &[OF_ROWS[0], OF_ROWS[1], residual("rstd", "*batch", F32)],
-    attributes: &[&[crate::rms_norm::EPS, crate::rms_norm::ZERO_CENTRED, POWER_OF_TWO]],
+    attributes: &[&[crate::norm::EPS, crate::norm::ZERO_CENTRED, POWER_OF_TWO]],
     maps_shared: false,
     ..Declaration::BASE
 };

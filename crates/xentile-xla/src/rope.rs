@@ -36,7 +36,7 @@ pub(crate) const ROPE: Declaration = Declaration {
 };
 
 const QK_NORM_ATTRIBUTES: &[AttributeDecl] =
-    &[crate::rms_norm::EPS, crate::rms_norm::ZERO_CENTRED, INTERLEAVED];
+    &[crate::norm::EPS, crate::norm::ZERO_CENTRED, INTERLEAVED];
 
 pub(crate) const QK_NORM_FORWARD: Declaration = Declaration {
     name: c"xentile_qk_norm_rope_forward",

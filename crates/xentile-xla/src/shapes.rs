@@ -102,7 +102,7 @@ fn wrong(array: &ArrayDecl, dims: &[usize], right: std::fmt::Arguments<'_>) -> E
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layer_norm::{BACKWARD, FORWARD};
+    use crate::norm::{LAYER_BACKWARD as BACKWARD, LAYER_FORWARD as FORWARD};
 
     const X: &[usize] = &[2, 3, 5];
     const ROWS: &[usize] = &[2, 3];

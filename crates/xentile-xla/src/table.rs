@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 use crate::declaration::Declaration;
 use crate::target::Target;
 use crate::{
-    activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, linear_cross_entropy,
-    rms_norm, rope, scale,
+    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, norm, rope,
+    scale,
 };
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
@@ -18,8 +18,7 @@ const LISTS: &[&[Target]] = &[
     cross_entropy::cpu::TARGETS,
     scale::cpu::TARGETS,
     linear_cross_entropy::cpu::TARGETS,
-    rms_norm::cpu::TARGETS,
-    layer_norm::cpu::TARGETS,
+    norm::cpu::TARGETS,
     rope::cpu::TARGETS,
     flash_attention::cpu::TARGETS,
     fp8_quantize::cpu::TARGETS,
@@ -32,9 +31,7 @@ const LISTS: &[&[Target]] = &[
     #[cfg(feature = "cuda")]
     linear_cross_entropy::cuda::TARGETS,
     #[cfg(feature = "cuda")]
-    rms_norm::cuda::TARGETS,
-    #[cfg(feature = "cuda")]
-    layer_norm::cuda::TARGETS,
+    norm::cuda::TARGETS,
     #[cfg(feature = "cuda")]
     rope::cuda::TARGETS,
     #[cfg(feature = "cuda")]
@@ -58,9 +55,9 @@ const DECLARATIONS: &[&[Declaration]] = &[
     cross_entropy::DECLARATIONS,
     flash_attention::DECLARATIONS,
     fp8_quantize::DECLARATIONS,
-    layer_norm::DECLARATIONS,
+    norm::LAYER_DECLARATIONS,
     linear_cross_entropy::DECLARATIONS,
-    rms_norm::DECLARATIONS,
+    norm::RMS_DECLARATIONS,
     rope::DECLARATIONS,
     scale::DECLARATIONS,
 ];

@@ -1,7 +1,7 @@
 //! What an operation of xentile *is*, for every backend: problem shapes, the [`Tile`], options and
 //! their validation, typed errors, and the float64 references of cross-entropy over
 //! [logits](cross_entropy::reference) and over [hidden states](linear_cross_entropy::reference), of
-//! [RMSNorm](rms_norm::reference), of [LayerNorm](layer_norm::reference), of [activations](activation::reference), of
+//! [RMSNorm and LayerNorm](norm::reference), of [activations](activation::reference), of
 //! [rotary position embedding](rope::reference), of [attention](flash_attention::reference), and of
 //! [FP8 quantisation](fp8_quantize::reference).
 //!
@@ -16,14 +16,12 @@ pub mod flash_attention;
 pub mod fp8;
 pub mod fp8_quantize;
 mod labels;
-pub mod layer_norm;
 pub mod linear_cross_entropy;
 pub mod norm;
 #[cfg(feature = "operation")]
 pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
-pub mod rms_norm;
 pub mod rms_norm_fp8;
 pub mod rope;
 mod shape;

@@ -21,8 +21,8 @@ use std::fmt;
 
 pub use array::{Array, ArrayElement, Arrays};
 pub(crate) use judge::WHOLE_RESULTS;
-pub use judge::{Bound, Judged, Reference, Rows, Tolerances, Visitor};
-pub use options::{Kind, OptionSpec, Section, ToleranceSpec, Value};
+pub use judge::{Bound, Judged, Reference, Rows, ToleranceSpec, Tolerances, Visitor};
+pub use options::{Kind, OptionSpec, Section, Value};
 pub use problem::{Problem, TileExtents, multiple};
 pub use synthetic::{Distribution, Purpose, Synthetic};
 
@@ -259,6 +259,15 @@ impl Signature {
     }
 }
 
+/// A function that users know by a name of its own: an operation with some options set.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NamedFunction {
+    /// Its name in `pallas_bridge`.
+    pub name: &'static str,
+    /// Options and their values, which its name stands for.
+    pub options: &'static [(&'static str, Value)],
+}
+
 /// What a step cannot take less than.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
@@ -323,6 +332,11 @@ pub trait Operation: Sync {
 
     /// Its options.
     fn options(&self) -> &'static [OptionSpec];
+
+    /// The functions of `pallas_bridge` that are this operation with some options set.
+    fn functions(&self) -> &'static [NamedFunction] {
+        &[]
+    }
 
     /// What gradcheck lets pass, with defaults.
     fn tolerances(&self) -> &'static [ToleranceSpec];

@@ -2,16 +2,16 @@
 
 use crate::operation::Operation;
 use crate::{
-    activation, cross_entropy, flash_attention, fp8_quantize, layer_norm, linear_cross_entropy,
-    rms_norm, rms_norm_fp8, rope, swiglu_fp8,
+    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, norm,
+    rms_norm_fp8, rope, swiglu_fp8,
 };
 
 /// Every operation, the default first.
 const OPERATIONS: &[&dyn Operation] = &[
     &cross_entropy::operation::OPERATION,
     &linear_cross_entropy::operation::OPERATION,
-    &rms_norm::operation::OPERATION,
-    &layer_norm::operation::OPERATION,
+    &norm::operation::RMS_NORM,
+    &norm::operation::LAYER_NORM,
     &activation::operation::OPERATION,
     &rope::operation::OPERATION,
     &flash_attention::operation::OPERATION,

@@ -1,7 +1,7 @@
 //! RMSNorm, quantised to FP8. The contract of every backend.
 //!
 //! Values and scales are those that [`fp8_quantize`](crate::fp8_quantize) makes of y, where y is what
-//! [`rms_norm`](crate::rms_norm) makes of x, and of a residual if there is one, rounded to the dtype E of x.
+//! [RMSNorm](crate::norm) makes of x, and of a residual if there is one, rounded to the dtype E of x.
 //! The sum with a residual is a result too. Whether a kernel writes y down or not changes no bit: what is
 //! quantised is y in E, special entries included.
 //!

@@ -36,7 +36,6 @@ from ._src.fp8_quantize.api import (
     swiglu_fp8,
 )
 from ._src.implementations import Info, PlatformInfo, info
-from ._src.layer_norm.api import layer_norm
 from ._src.library import LibraryError, get_include, get_library
 from ._src.linear_cross_entropy.api import (
     explain,
@@ -45,7 +44,7 @@ from ._src.linear_cross_entropy.api import (
     linear_cross_entropy_value_and_grad,
 )
 from ._src.linear_cross_entropy.plan import Plan
-from ._src.rms_norm.api import rms_norm
+from ._src.norm.api import layer_norm, rms_norm
 from ._src.rope.api import rope
 from ._src.rope.qk_norm import qk_norm_rope
 from ._src.rope.scaling import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling

@@ -1,6 +1,6 @@
 """What this installation is, whether it works, and how a loss would be computed.
 
-python -m pallas_bridge info     which implementation runs where, and why
+python -m pallas_bridge info     which implementation runs where; with --all also why
 python -m pallas_bridge doctor   what keeps kernels from running, and what to do; exit code 1 then
 python -m pallas_bridge explain  how linear_cross_entropy would be cut, and the memory it takes
 """
@@ -29,6 +29,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from None
 
 
+def count(text: str) -> int:
+    """Returns a number of elements along an axis."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; it must be a whole number above 0")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 for what is wrong here, 2 for bad input."""
     parser = argparse.ArgumentParser(
@@ -37,12 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="which implementation runs where, and why")
+    informs = commands.add_parser("info", help="which implementation runs where")
+    informs.add_argument("--all", action="store_true", help="with the reasons, and all targets")
     commands.add_parser("doctor", help="what keeps kernels from running, and what to do")
     explains = commands.add_parser("explain", help="how linear_cross_entropy would be cut")
-    explains.add_argument("--tokens", type=int, required=True, metavar="N")
-    explains.add_argument("--hidden", type=int, required=True, metavar="D")
-    explains.add_argument("--vocab", type=int, required=True, metavar="V")
+    explains.add_argument("--tokens", type=count, required=True, metavar="N")
+    explains.add_argument("--hidden", type=count, required=True, metavar="D")
+    explains.add_argument("--vocab", type=count, required=True, metavar="V")
     explains.add_argument("--dtype", choices=DTYPES, default="bf16")
     explains.add_argument("--bias", action="store_true", help="with a bias")
     explains.add_argument("--reduction", choices=["mean", "sum", "none"], default="mean")
@@ -55,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.command == "doctor":
         return doctor.main()
     if given.command == "info":
-        print(info())
+        print(info().details() if given.all else info())
         return 0
     dtype = DTYPES[given.dtype]
     try:

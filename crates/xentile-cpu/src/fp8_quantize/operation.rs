@@ -6,9 +6,9 @@ use xentile::operation::{Array, ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::{Element, Result, by_dtype, rms_norm_fp8, swiglu_fp8};
 
 use super::{Kernel, Launch, Quantized};
+use crate::norm::{self, Statistics};
 use crate::operation::{Kernels, Run};
-use crate::rms_norm::Weight;
-use crate::{InOut, activation, rms_norm};
+use crate::{InOut, activation};
 
 /// The kernels of FP8 quantisation.
 pub(crate) const KERNELS: OfRows = OfRows;
@@ -106,9 +106,8 @@ impl Kernels for RmsNorm {
         inputs: &'a Arrays<'a>,
         launch: Launch<'a>,
     ) -> Result<Box<dyn Run + 'a>> {
-        use xentile::rms_norm::operation::{options, shape as of_rows};
-        let weight = Weight::of(inputs, "weight").expect("a weight is an input");
-        let kernel = rms_norm::Kernel::new(options(problem), of_rows(problem)?, weight, launch)?;
+        use xentile::norm::operation::RMS_NORM;
+        let kernel = norm::Kernel::of(RMS_NORM, problem, inputs, launch)?;
         Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
             kernel,
             matrix: Matrix::new(problem, shape(problem)?, launch),
@@ -121,7 +120,7 @@ impl Kernels for RmsNorm {
 }
 
 struct Normed<'a, E> {
-    kernel: rms_norm::Kernel<'a>,
+    kernel: norm::Kernel<'a>,
     matrix: Matrix<'a>,
     x: &'a [E],
     residual: Option<&'a [E]>,
@@ -134,14 +133,10 @@ impl<E: Element + ArrayElement> Run for Normed<'_, E> {
     fn run(&mut self, _: Pass, _: &Arrays<'_>, results: &mut Arrays<'_>) -> Result<()> {
         self.y.resize(self.matrix.shape.elements(), E::from_f32(0.0));
         let x = InOut::apart(self.x, &mut self.y);
-        match self.residual {
-            None => self.kernel.forward(x, &mut self.rstd)?,
-            Some(residual) => {
-                let [sum] = results.slices_mut(["sum"]);
-                let residual = InOut::apart(residual, sum.expect("a sum to fill"));
-                self.kernel.add_forward(x, residual, &mut self.rstd)?;
-            }
-        }
+        let [sum] = results.slices_mut(["sum"]);
+        let residual =
+            self.residual.map(|residual| InOut::apart(residual, sum.expect("a sum to fill")));
+        self.kernel.forward(x, residual, None, Statistics::rms(&mut self.rstd[..]))?;
         self.matrix.quantize(&self.y, results)
     }
 }

@@ -27,15 +27,14 @@ pub(crate) struct Rows<'a, E> {
 // SAFETY: tasks read and write disjoint ranges of rows.
 unsafe impl<E: Element> Sync for Rows<'_, E> {}
 
-/// A block of rows, `first` to `end`, with its sums `[D]` of dweight and, where rows are centred, of
-/// dbias. Whoever makes one vouches that
-/// the rows are the task's alone, and that all pointers lead to as much as the shape says.
+/// A block of rows, `first` to `end`, with its sums `[D]` of dweight and, for centred rows, of dbias. Its
+/// maker vouches that no other task has the rows, and that all pointers are valid for the shape.
 pub(crate) struct Backward<'a, E, const CENTRED: bool> {
     pub(super) rows: &'a Rows<'a, E>,
     pub(super) first: usize,
     pub(super) end: usize,
     pub(super) sums: &'a mut [f32],
-    pub(super) of_bias: &'a mut [f32],
+    pub(super) dbias: &'a mut [f32],
 }
 
 impl<E: Element, const CENTRED: bool> Job for Backward<'_, E, CENTRED> {
@@ -59,8 +58,8 @@ impl<E: Element, const CENTRED: bool> Backward<'_, E, CENTRED> {
     fn rows<S: Simd, const ADD: bool, const STREAM: bool>(self, s: S) {
         let padded = self.rows.shape.columns().next_multiple_of(MAX_CHUNK);
         let mut sums = Sums {
-            of_weight: vec![0.0; padded],
-            of_bias: if CENTRED { vec![0.0; padded] } else { Vec::new() },
+            dweight: vec![0.0; padded],
+            dbias: if CENTRED { vec![0.0; padded] } else { Vec::new() },
         };
         let mut index = self.first;
         while index < self.end {
@@ -81,18 +80,18 @@ impl<E: Element, const CENTRED: bool> Backward<'_, E, CENTRED> {
         if STREAM {
             s.fence();
         }
-        in_columns::<S, E>(s, &sums.of_weight, self.sums);
+        in_columns::<S, E>(s, &sums.dweight, self.sums);
         if CENTRED {
-            in_columns::<S, E>(s, &sums.of_bias, self.of_bias);
+            in_columns::<S, E>(s, &sums.dbias, self.dbias);
         }
     }
 }
 
 /// What rows of a block add up to, in the order of chunks.
 struct Sums {
-    of_weight: Vec<f32>,
+    dweight: Vec<f32>,
     /// Empty where rows are not centred.
-    of_bias: Vec<f32>,
+    dbias: Vec<f32>,
 }
 
 /// `R` rows from `first`, which have one weight.
@@ -104,7 +103,7 @@ struct Group<'a, S: Simd, E, const CENTRED: bool, const ADD: bool, const R: usiz
     weight: &'a [f32],
     mean: [S::Vector; R],
     rstd: [S::Vector; R],
-    /// Where what is read later lies, counted from what is read now; 0 for none.
+    /// The distance, in elements, from an element to one that it prefetches; 0 for none.
     ahead: usize,
 }
 
@@ -272,10 +271,10 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
         sums: &mut Sums,
     ) {
         let (s, weight) = (self.simd, self.weight(column));
-        let of_weight = &mut sums.of_weight[column..column + S::CHUNK];
+        let dweight = &mut sums.dweight[column..column + S::CHUNK];
         // SAFETY: the slice is a chunk long.
-        let [mut a, mut b] = unsafe { s.load(of_weight.as_ptr()) };
-        let mut of_bias = [s.splat(0.0); 2];
+        let [mut a, mut b] = unsafe { s.load(dweight.as_ptr()) };
+        let mut dbias = [s.splat(0.0); 2];
         for (row, lanes) in lanes.iter_mut().enumerate() {
             // SAFETY: passed on from this function's contract.
             let Chunk { dy, g, xhat } = unsafe { self.chunk::<WHOLE>(row, column, count, weight) };
@@ -284,20 +283,20 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
             if CENTRED {
                 for i in 0..2 {
                     lanes.g[i] = s.add(g[i], lanes.g[i]);
-                    of_bias[i] = s.add(dy[i], of_bias[i]);
+                    dbias[i] = s.add(dy[i], dbias[i]);
                 }
             }
             a = s.mul_add(dy[0], xhat[0], a);
             b = s.mul_add(dy[1], xhat[1], b);
         }
         // SAFETY: as above.
-        unsafe { s.store([a, b], of_weight.as_mut_ptr()) };
+        unsafe { s.store([a, b], dweight.as_mut_ptr()) };
         if CENTRED {
-            let sums = &mut sums.of_bias[column..column + S::CHUNK];
+            let sums = &mut sums.dbias[column..column + S::CHUNK];
             // SAFETY: the slice is a chunk long.
             unsafe {
                 let [a, b] = s.load(sums.as_ptr());
-                s.store([s.add(a, of_bias[0]), s.add(b, of_bias[1])], sums.as_mut_ptr());
+                s.store([s.add(a, dbias[0]), s.add(b, dbias[1])], sums.as_mut_ptr());
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The forward pass: a row's mean where it is centred, its squares, then its norm.
 
-use xentile::norm::{NormShape, rstd};
+use xentile::norm::{Norm, NormShape};
 use xentile::{DType, Element};
 
 use super::weight::Arranged;
@@ -10,7 +10,7 @@ use crate::simd::{MAX_CHUNK, Simd};
 
 /// What all tasks share.
 pub(crate) struct Rows<'a, E> {
-    pub(super) eps: f64,
+    pub(super) norm: Norm,
     pub(super) shape: NormShape,
     pub(super) x: *const E,
     pub(super) y: *mut E,
@@ -96,7 +96,7 @@ struct Group<'a, S, E, const CENTRED: bool, const ADD: bool, const R: usize> {
     weight: &'a [f32],
     /// Empty where rows are not centred.
     bias: &'a [f32],
-    /// Where what is read later lies, counted from what is read now; 0 for none.
+    /// The distance, in elements, from an element to one that it prefetches; 0 for none.
     ahead: usize,
 }
 
@@ -177,7 +177,7 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
                     }
                     _ => self.sum_of_squares(row) / self.columns as f64,
                 };
-                factors.rstd = rstd(mean_of_squares, self.rows.eps) as f32;
+                factors.rstd = self.rows.norm.rstd(mean_of_squares) as f32;
                 self.rows.rstd.add(self.first + row).write(factors.rstd);
             }
         }
@@ -202,7 +202,7 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
         let variance = (squares / count - off * off).max(0.0);
         // Where the first sum was off by more than rows deviate, which takes a mean of a million
         // deviations, little is left of the difference; of a row of one number, noise.
-        let is_apart = off * off <= 16.0 * (variance + self.rows.eps);
+        let is_apart = off * off <= 16.0 * (variance + self.rows.norm.eps);
         if is_apart && self.is_within_f32(squares) {
             return [f64::from(about) + off, variance];
         }
@@ -277,7 +277,8 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
     #[inline(always)]
     fn is_within_f32(&self, squares: f64) -> bool {
         let least = 2f64.powi(-100);
-        squares.is_finite() && (squares >= least * self.columns as f64 || self.rows.eps >= least)
+        squares.is_finite()
+            && (squares >= least * self.columns as f64 || self.rows.norm.eps >= least)
     }
 
     /// # Safety
@@ -352,15 +353,15 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
     #[inline(always)]
     unsafe fn write<const STREAM: bool>(&self, factors: [Factors<f32>; R]) {
         let s = self.simd;
-        let mut wide = [Factors { mean: s.splat(0.0), rstd: s.splat(0.0) }; R];
-        for (wide, Factors { mean, rstd }) in wide.iter_mut().zip(factors) {
-            *wide = Factors { mean: s.splat(mean), rstd: s.splat(rstd) };
+        let mut lanes = [Factors { mean: s.splat(0.0), rstd: s.splat(0.0) }; R];
+        for (lane, Factors { mean, rstd }) in lanes.iter_mut().zip(factors) {
+            *lane = Factors { mean: s.splat(mean), rstd: s.splat(rstd) };
         }
         let whole = self.columns - self.columns % S::CHUNK;
         for column in (0..whole).step_by(S::CHUNK) {
             let later = column / S::CHUNK % 2 == 1;
             let (weight, bias) = (self.weight(column), self.bias(column));
-            for (row, &factors) in wide.iter().enumerate() {
+            for (row, &factors) in lanes.iter().enumerate() {
                 if later {
                     self.fetch(row, column);
                 }
@@ -381,7 +382,7 @@ impl<'a, S: Simd, E: Element, const CENTRED: bool, const ADD: bool, const R: usi
         if whole < self.columns {
             let (weight, bias) = (self.weight(whole), self.bias(whole));
             let count = self.columns - whole;
-            for (row, &factors) in wide.iter().enumerate() {
+            for (row, &factors) in lanes.iter().enumerate() {
                 let at = self.at(row, whole);
                 // SAFETY: the columns lie in the row.
                 unsafe {

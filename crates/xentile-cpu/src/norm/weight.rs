@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use xentile::Element;
 use xentile::norm::NormShape;
 
-use super::{Norm, ragged};
+use super::{Kernel, ragged};
 use crate::Job;
 use crate::parallel::Shared;
 use crate::simd::{MAX_CHUNK, Simd};
@@ -71,9 +71,13 @@ pub(crate) struct Arranged {
 }
 
 impl Arranged {
-    /// Those of `weight` for rows of `E` of `norm`.
-    pub(super) fn new<E: Element>(norm: &Norm<'_>, weight: Weight<'_>, zero_centred: bool) -> Self {
-        let (shape, isa) = (norm.shape, norm.launch.isa);
+    /// The factors of `weight` for rows of `E` of a kernel.
+    pub(super) fn new<E: Element>(
+        kernel: &Kernel<'_>,
+        weight: Weight<'_>,
+        zero_centred: bool,
+    ) -> Self {
+        let (shape, isa) = (kernel.shape, kernel.launch.isa);
         let columns = shape.columns();
         let (count, padded) = (weight.len() / columns, columns.next_multiple_of(MAX_CHUNK));
         let mut factors = vec![0.0; count * padded];
@@ -86,13 +90,13 @@ impl Arranged {
                 columns,
                 // SAFETY: each index comes once, so pieces are disjoint.
                 to: unsafe { to.slice(index * padded, padded) },
-                of_rows: std::marker::PhantomData::<E>,
+                row_dtype: std::marker::PhantomData::<E>,
             };
             (Passes::get().arrange)(isa, pass);
         };
         match count {
             1 => arrange(0),
-            _ => norm.launch.pool.run(count, &arrange),
+            _ => kernel.launch.pool.run(count, &arrange),
         }
         Self { factors, padded, rows: shape.rows().checked_div(count).unwrap_or(0) }
     }
@@ -129,7 +133,7 @@ pub(super) fn order<S: Simd, E: Element>(s: S) -> [usize; MAX_CHUNK] {
     })
 }
 
-/// Widens one weight.
+/// Converts one weight.
 pub(crate) struct Arrange<'a, E> {
     weight: Weight<'a>,
     /// The weight's first element among all.
@@ -137,7 +141,7 @@ pub(crate) struct Arrange<'a, E> {
     zero_centred: bool,
     columns: usize,
     to: &'a mut [f32],
-    of_rows: std::marker::PhantomData<E>,
+    row_dtype: std::marker::PhantomData<E>,
 }
 
 impl<E: Element> Job for Arrange<'_, E> {
@@ -147,22 +151,22 @@ impl<E: Element> Job for Arrange<'_, E> {
     fn run<S: Simd>(self, s: S) {
         let range = self.start..self.start + self.columns;
         match self.weight {
-            Weight::F32(weight) => self.widen(s, &weight[range]),
-            Weight::Bf16(weight) => self.widen(s, &weight[range]),
-            Weight::F16(weight) => self.widen(s, &weight[range]),
+            Weight::F32(weight) => self.convert(s, &weight[range]),
+            Weight::Bf16(weight) => self.convert(s, &weight[range]),
+            Weight::F16(weight) => self.convert(s, &weight[range]),
         }
     }
 }
 
 impl<E: Element> Arrange<'_, E> {
     #[inline(always)]
-    fn widen<S: Simd, W: Element>(self, s: S, weight: &[W]) {
-        let (of_weight, of_rows) = (order::<S, W>(s), order::<S, E>(s));
+    fn convert<S: Simd, W: Element>(self, s: S, weight: &[W]) {
+        let (weight_order, row_order) = (order::<S, W>(s), order::<S, E>(s));
         let mut lane_of = [0; MAX_CHUNK];
-        for (lane, element) in of_weight.into_iter().enumerate() {
+        for (lane, element) in weight_order.into_iter().enumerate() {
             lane_of[element] = lane;
         }
-        let lanes = of_rows.map(|element| lane_of[element]);
+        let lanes = row_order.map(|element| lane_of[element]);
         let offset = s.splat(if self.zero_centred { 1.0 } else { 0.0 });
         for (weight, to) in weight.chunks(S::CHUNK).zip(self.to.chunks_exact_mut(S::CHUNK)) {
             // SAFETY: at most a chunk.
@@ -171,13 +175,13 @@ impl<E: Element> Arrange<'_, E> {
             if self.zero_centred {
                 chunk = [s.add(chunk[0], offset), s.add(chunk[1], offset)];
             }
-            let mut wide = [0.0_f32; MAX_CHUNK];
+            let mut converted = [0.0_f32; MAX_CHUNK];
             // SAFETY: the array holds the largest chunk there is.
-            unsafe { s.store(chunk, wide.as_mut_ptr()) };
-            if of_weight == of_rows {
-                to.copy_from_slice(&wide[..S::CHUNK]);
+            unsafe { s.store(chunk, converted.as_mut_ptr()) };
+            if weight_order == row_order {
+                to.copy_from_slice(&converted[..S::CHUNK]);
             } else {
-                to.iter_mut().zip(lanes).for_each(|(to, lane)| *to = wide[lane]);
+                to.iter_mut().zip(lanes).for_each(|(to, lane)| *to = converted[lane]);
             }
         }
     }

@@ -5,9 +5,8 @@ use std::arch::x86_64::*;
 
 use xentile::{DType, Element};
 
-use super::{Fp8, MAX_LANES, Simd};
-use crate::Job;
-use crate::math::table_of_powers;
+use super::powers::table_of_powers;
+use super::{Fp8, Job, MAX_LANES, Simd};
 
 /// Proof that the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]

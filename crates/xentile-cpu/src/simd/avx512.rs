@@ -5,8 +5,8 @@ use std::mem::transmute;
 
 use xentile::{DType, Element};
 
+use super::powers::table_of_powers;
 use super::{Fp8, MAX_LANES, MulAdd, Simd};
-use crate::math::table_of_powers;
 
 /// Proof that the processor has AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy, Debug)]

@@ -14,6 +14,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+mod powers;
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub(crate) use amx::Amx;
@@ -25,10 +26,9 @@ pub(crate) use avx512::{Avx512, PairsOfBf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
+pub use powers::EXP_SCALE;
 
 use xentile::{DType, Element};
-
-use crate::Job;
 
 /// Proof that the processor multiplies pairs of bf16. Of these instruction sets none does.
 #[cfg(not(target_arch = "x86_64"))]
@@ -274,6 +274,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn largest(self, x: Self::Vector) -> f32 {
         self.to_array(x)[..Self::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
+}
+
+/// Work that is compiled once for every instruction set.
+pub trait Job {
+    /// What the work returns.
+    type Output;
+
+    /// Does the work. Implementations are `#[inline(always)]`, and so is all that they call with
+    /// `simd`, so that the instruction set's features hold in every line.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 /// What rounding to 8 bits needs to know of a format with 5 bits of exponent, or with 4.

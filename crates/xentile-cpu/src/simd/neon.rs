@@ -5,8 +5,8 @@ use std::arch::aarch64::*;
 use half::slice::HalfFloatSliceExt;
 use xentile::{DType, Element};
 
+use super::powers::table_of_powers;
 use super::{MAX_LANES, Simd};
-use crate::math::table_of_powers;
 
 /// Proof that the processor has NEON.
 #[derive(Clone, Copy, Debug)]

@@ -2,8 +2,8 @@
 
 use xentile::{DType, Element};
 
+use super::powers::table_of_powers;
 use super::{MAX_LANES, Simd};
-use crate::math::table_of_powers;
 
 // Of the narrowest vectors that a compiler may find, SSE2's.
 const LANES: usize = 4;

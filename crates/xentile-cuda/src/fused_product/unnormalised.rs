@@ -15,7 +15,7 @@ use crate::cross_entropy::{
 };
 use crate::driver::Driver;
 use crate::fused_product::arguments::Row;
-use crate::linear_cross_entropy::{Operands, Scratch};
+use crate::operands::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment};
 
 /// Threads of a token, where a warp has one.

@@ -3,12 +3,12 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Parser, Subcommand};
+use clap::{Arg, ArgMatches, Args, FromArgMatches, Parser, Subcommand};
 use serde_yaml::Value;
-use xentile::DType;
-use xentile::operation;
+use xentile::operation::{self, DimSpec, Section};
+use xentile::{DType, operations};
 use xentile_programs::Exported;
 
 use crate::config::{self, Backend, Implementation, Op};
@@ -104,21 +104,17 @@ struct Measure {
     /// Overrides a key of the config, such as options.z_loss=1e-4; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
-    /// What is computed.
+    /// What is computed: an operation, or a function that is one with some options set, such as swiglu.
     #[arg(long, value_parser = op())]
-    op: Option<Op>,
+    op: Option<Chosen>,
     /// Where.
     #[arg(long)]
     backend: Option<Backend>,
     /// By which program.
     #[arg(long = "impl")]
     implementation: Option<Implementation>,
-    /// T, tokens.
-    #[arg(long)]
-    time: Option<usize>,
-    /// V, vocabulary columns.
-    #[arg(long)]
-    vocab: Option<usize>,
+    #[command(flatten)]
+    extents: Extents,
     /// Dtype of arrays that have no other.
     #[arg(long, value_parser = dtype())]
     dtype: Option<DType>,
@@ -173,8 +169,88 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(DType::ALL.map(DType::name)).try_map(|name| name.parse::<DType>())
 }
 
-fn op() -> impl TypedValueParser<Value = Op> {
-    PossibleValuesParser::new(Op::names()).map(|name| Op::named(&name).unwrap_or_default())
+/// What `--op` names: an operation, with the options that a function sets.
+type Chosen = (Op, &'static [(&'static str, operation::Value)]);
+
+fn op() -> impl TypedValueParser<Value = Chosen> {
+    let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
+    let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
+    PossibleValuesParser::new(names).map(|name| match Op::of_function(&name) {
+        Some((op, function)) => (op, function.options),
+        None => (Op::named(&name).unwrap_or_default(), &[][..]),
+    })
+}
+
+/// Extents of dims, by their keys: a flag for each dim that some operation has.
+#[derive(Clone, Debug, Default)]
+struct Extents(Vec<(&'static str, usize)>);
+
+impl Extents {
+    /// The dims of all operations, each key once.
+    fn dims() -> Vec<&'static DimSpec> {
+        let mut dims: Vec<&DimSpec> = Vec::new();
+        for dim in operations().iter().flat_map(|of| of.dims()) {
+            if dims.iter().all(|known| known.key != dim.key) {
+                dims.push(dim);
+            }
+        }
+        dims
+    }
+
+    fn has(&self, key: &str) -> bool {
+        self.0.iter().any(|(known, _)| *known == key)
+    }
+
+    /// Sets the extents of a measurement.
+    ///
+    /// # Errors
+    /// A dim that its operation has not.
+    fn set(&self, config: &mut Config) -> Result<()> {
+        for &(key, extent) in &self.0 {
+            let known = config.op.dims();
+            ensure!(
+                known.iter().any(|dim| dim.key == key),
+                "--{} is set, and op {} has no such dim: its dims are {}",
+                flag(key),
+                config.op,
+                known.iter().map(|dim| dim.key).collect::<Vec<_>>().join(", ")
+            );
+            config.top.set(key, operation::Value::Integer(i64::try_from(extent)?));
+        }
+        Ok(())
+    }
+}
+
+fn flag(key: &str) -> String {
+    key.replace('_', "-")
+}
+
+impl Args for Extents {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        command.args(Self::dims().into_iter().map(|dim| {
+            Arg::new(dim.key)
+                .long(flag(dim.key))
+                .value_name(dim.key.to_uppercase())
+                .value_parser(clap::value_parser!(usize))
+                .help(format!("{}, {}", dim.letter, dim.about))
+        }))
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Extents {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let extent = |dim: &DimSpec| Some((dim.key, *matches.get_one::<usize>(dim.key)?));
+        Ok(Self(Self::dims().into_iter().filter_map(extent).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
 }
 
 fn reduction() -> impl TypedValueParser<Value = &'static str> {
@@ -205,16 +281,17 @@ impl Measure {
                 key.clone_from(value);
             }
         }
-        if let Some(op) = self.op {
+        if let Some((op, options)) = self.op {
             config.of_op(op);
+            for &(name, value) in options {
+                let is_on_top = op.option(name).is_some_and(|spec| spec.section == Section::Top);
+                let settings = if is_on_top { &mut config.top } else { &mut config.options };
+                settings.set(name, value);
+            }
         }
         set(&mut config.backend, &self.backend);
         set(&mut config.implementation, &self.implementation);
-        for (key, extent) in [("time", self.time), ("vocab", self.vocab)] {
-            if let Some(extent) = extent {
-                config.top.set(key, operation::Value::Integer(i64::try_from(extent)?));
-            }
-        }
+        self.extents.set(&mut config)?;
         set(&mut config.dtype, &self.dtype);
         config.tile.time_block = self.time_block.or(config.tile.time_block);
         config.tile.block_size = self.block_size.or(config.tile.block_size);
@@ -265,11 +342,10 @@ impl Measure {
 
     /// Every measurement of a list, a row each.
     fn run_each(&self, config: &Config) -> Result<u8> {
-        for (key, is_set) in [("time", self.time.is_some()), ("vocab", self.vocab.is_some())] {
-            ensure!(
-                !is_set || config.shapes.iter().all(|shape| !shape.contains_key(key)),
-                "--{key} is set, and shapes have {key} too; leave one out"
-            );
+        for shape in &config.shapes {
+            if let Some(key) = shape.keys().find(|key| self.extents.has(key)) {
+                bail!("--{} is set, and shapes have {key} too; leave one out", flag(key));
+            }
         }
         let all = config.each()?;
         let is_quiet = self.json.is_some() && self.json_file().is_none();

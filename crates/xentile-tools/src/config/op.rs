@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use xentile::operation::Operation;
+use xentile::operation::{NamedFunction, Operation, OptionSpec, Value};
 use xentile::operations;
 
 /// An operation, by its name.
@@ -24,6 +24,13 @@ impl Op {
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         xentile::operation(name).map(Self)
+    }
+
+    /// The operation that the function called `name` is, and what it sets of its options.
+    #[must_use]
+    pub fn of_function(name: &str) -> Option<(Self, &'static NamedFunction)> {
+        let found = |op: Self| Some((op, op.functions().iter().find(|one| one.name == name)?));
+        operations().iter().find_map(|operation| found(Self(*operation)))
     }
 
     /// The first operation for which `has` is true, to say whose something is.
@@ -73,6 +80,21 @@ impl Serialize for Op {
 impl<'de> Deserialize<'de> for Op {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let name = String::deserialize(deserializer)?;
+        if let Some((op, function)) = Self::of_function(&name) {
+            return Err(serde::de::Error::custom(format_args!(
+                "{name} is a function: write op: {op} with {}",
+                set_by(op, function)
+            )));
+        }
         Self::named(&name).ok_or_else(|| serde::de::Error::unknown_variant(&name, Self::names()))
     }
+}
+
+/// The options that a function sets, as `--set` has them: `options.kind=silu layout=halves`.
+pub(crate) fn set_by(op: Op, function: &NamedFunction) -> String {
+    let set = |(name, value): &(&str, Value)| {
+        let path = op.option(name).map_or_else(|| (*name).to_owned(), OptionSpec::path);
+        format!("{path}={value}")
+    };
+    function.options.iter().map(set).collect::<Vec<_>>().join(" ")
 }

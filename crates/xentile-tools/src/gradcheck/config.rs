@@ -22,46 +22,46 @@ pub struct Config {
     pub op: Op,
     /// The backend.
     pub backend: Backend,
-    /// By which program; the kernel where absent.
+    /// The implementation; the kernel by default.
     #[serde(rename = "impl", default)]
     pub implementation: Implementation,
-    /// Sequences, tokens of each, and extents beside; may be absent where a file tells.
+    /// Sequences, tokens of each, and other extents; optional where the input is a file.
     pub shape: Option<Shape>,
     /// Other extents, and options of the operation that are keys of their own.
     #[serde(flatten, skip_deserializing)]
     pub top: Settings,
-    /// The dtype of arrays that have no other.
+    /// The dtype of arrays without a dtype of their own.
     #[serde(deserialize_with = "config::dtype", serialize_with = "config::dtype_name")]
     pub dtype: DType,
-    /// The tile; the tuned one where absent.
+    /// The tile; tuned by default.
     #[serde(default)]
     pub tile: TileConfig,
-    /// Threads; 0 is one a core.
+    /// Threads; 0 is one per core.
     #[serde(default)]
     pub threads: usize,
-    /// The instruction set; the best where absent.
+    /// The instruction set; this processor's best by default.
     #[serde(default)]
     pub isa: Option<String>,
-    /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
+    /// The PJRT plug-in's file, for `xla:` backends; searched for by default.
     #[serde(default)]
     pub plugin: Option<PathBuf>,
-    /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
-    /// in its name stand for the tile.
+    /// The manifest of a program that JAX exported, to run as the kernel. `{time_block}` and
+    /// `{block_size}` in its name stand for the tile.
     #[serde(default)]
     pub program: Option<PathBuf>,
-    /// Where compiled programs are kept, for `xla:` backends; only these tools may write there.
+    /// The folder of compiled programs, for `xla:` backends; only these tools may write there.
     #[serde(default)]
     pub cache: Option<PathBuf>,
     /// The operation's options.
     #[serde(skip_deserializing)]
     pub options: Settings,
-    /// The cotangent of the scalar.
+    /// The cotangent of the scalar loss.
     #[serde(default = "one")]
     pub cotangent: f64,
-    /// What the kernel is run on.
+    /// The input: synthetic or a file.
     #[serde(default, with = "serde_yaml::with::singleton_map")]
     pub input: Input,
-    /// What is still right; by the operation's defaults where absent.
+    /// Error bounds; the operation's by default.
     #[serde(skip_deserializing)]
     pub tolerances: Settings,
 }

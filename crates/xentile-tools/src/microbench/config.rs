@@ -32,58 +32,56 @@ pub enum Logits {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// What is computed.
+    /// The operation.
     pub op: Op,
-    /// Where.
+    /// The backend.
     pub backend: Backend,
-    /// By which program.
+    /// The implementation.
     #[serde(rename = "impl")]
     pub implementation: Implementation,
     /// Extents of dims, and options of the operation that are keys of their own.
     #[serde(flatten, skip_deserializing)]
     pub top: Settings,
-    /// The dtype of arrays that have no other.
+    /// The dtype of arrays without a dtype of their own.
     #[serde(
         deserialize_with = "crate::config::dtype",
         serialize_with = "crate::config::dtype_name"
     )]
     pub dtype: DType,
-    /// The kernel's tile; tuned where left open.
+    /// The kernel's tile; tuned by default.
     pub tile: TileConfig,
     /// Timed steps.
     pub iters: usize,
     /// Steps between the first call and the timed ones.
     pub warmup: usize,
-    /// Steps that are started before the last of them is waited for, of which each then counts for
-    /// its share. Where absent 1 on processors; 10 on a device that takes work ahead, as a training
-    /// loop gives it.
+    /// Steps that are started before the last of them is waited for; a step's time is its share. By
+    /// default 1 on CPUs, and 10 on devices that queue work, as in a training loop.
     pub in_flight: Option<usize>,
-    /// Threads; 0 is one a core.
+    /// Threads; 0 is one per core.
     pub threads: usize,
-    /// Instruction set; the best of this processor where absent.
+    /// The instruction set; this processor's best by default.
     pub isa: Option<String>,
-    /// The PJRT plug-in's file, for `xla:` backends; looked for where absent.
+    /// The PJRT plug-in's file, for `xla:` backends; searched for by default.
     pub plugin: Option<PathBuf>,
-    /// TPUs to compile for, none of which need be there, such as `v6e:2x2`; nothing runs.
+    /// TPUs to compile for, such as `v6e:2x2`; none need be present, and nothing runs.
     pub topology: Option<String>,
-    /// The manifest of a program that JAX exported, as the kernel. `{time_block}` and `{block_size}`
-    /// in its name stand for the tile.
+    /// The manifest of a program that JAX exported, to run as the kernel. `{time_block}` and
+    /// `{block_size}` in its name stand for the tile.
     pub program: Option<PathBuf>,
-    /// Where compiled programs are kept, for `xla:` backends. Only these tools may write there, as
-    /// what lies there is run. Where absent it is what the variable `XENTILE_CACHE` names, and
-    /// programs are compiled each time where nothing does.
+    /// The folder of compiled programs, for `xla:` backends. Only these tools may write there, as
+    /// its programs are run. By default `XENTILE_CACHE` names it, or nothing is cached.
     pub cache: Option<PathBuf>,
     /// The operation's options.
     #[serde(skip_deserializing)]
     pub options: Settings,
-    /// What the first input holds.
+    /// The values of the first input.
     pub logits: Logits,
-    /// What random inputs, weights and cotangents are derived from.
+    /// The distribution and seed of inputs, weights and cotangents.
     pub input: Synthetic,
-    /// Several of `input`, each of which is measured, in a process of its own.
+    /// Several of `input`, each measured in its own process.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub inputs: Vec<Synthetic>,
-    /// Several shapes, extents by their keys, each of which is measured with every input.
+    /// Several shapes, extents by their keys, each measured with every input.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shapes: Vec<BTreeMap<String, usize>>,
 }

@@ -17,29 +17,29 @@ use crate::microbench;
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Tokens a tile.
+    /// Tokens per tile.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub time_blocks: Vec<usize>,
-    /// Vocabulary columns a tile.
+    /// Vocabulary columns per tile.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub block_sizes: Vec<usize>,
-    /// What may be held beyond operands and results; none is the operation's own choice.
+    /// Limits of memory beyond operands and results; null is the operation's default.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub max_scratch_bytes: Vec<Option<usize>>,
-    /// How often the grid is gone through. Of each cell the round of the median step time is kept, so
-    /// that what else a machine does for a while is not taken for a tile's.
+    /// Passes over the grid. Each cell keeps the round with the median step time, so that other load
+    /// on the machine does not bias a tile.
     #[serde(default = "once")]
     pub rounds: usize,
-    /// Where results go; `benches/results/<processor>/<name of the config>` where absent.
+    /// The folder of the results; `benches/results/<processor>/<name of the config>` by default.
     #[serde(default)]
     pub out: Option<PathBuf>,
     /// Whether the best tile becomes the default for this dtype and vocabulary.
     #[serde(default)]
     pub update_tuned: bool,
-    /// Where the default tiles are.
+    /// The folder of the default tiles.
     #[serde(default = "default_tuned_dir")]
     pub tuned_dir: PathBuf,
-    /// What is measured in every cell.
+    /// The measurement of every cell.
     #[serde(default)]
     pub cell: microbench::Config,
 }

@@ -2,11 +2,11 @@
 
 use xentile::activation::{Activation, Kind, Layout};
 use xentile::fp8_quantize::{Blocks, Fp8Quantize};
-use xentile::rms_norm::RmsNorm;
+use xentile::norm::Norm;
 use xentile_cuda::fp8_quantize::{
     Empty, Gated, NormOperands, Normed, Operands, Packing, Quantization,
 };
-use xentile_cuda::rms_norm::Weight;
+use xentile_cuda::norm::Weight;
 use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
 use super::{Options, check, check_format, check_scale, format, invalid, of_scales, shape, turned};
@@ -248,13 +248,13 @@ fn gated(
 /// The attributes of RMSNorm in FP8.
 #[derive(Clone, Copy, Debug)]
 struct NormOptions {
-    norm: RmsNorm,
+    norm: Norm,
     power_of_two: bool,
 }
 
 impl<'a> Parameter<'a> for NormOptions {
     fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
-        let norm = crate::rms_norm::Options::decode(decoder, name)?.0;
+        let norm = crate::norm::RmsOptions::decode(decoder, name)?.0;
         Ok(Self { norm, power_of_two: decoder.parameter("power_of_two")? })
     }
 }

@@ -1,6 +1,6 @@
 //! RMSNorm of the heads of q and k and their rotation, on NVIDIA GPUs.
 
-use xentile::rms_norm::RmsNorm;
+use xentile::norm::Norm;
 use xentile::rope::Layout;
 use xentile_cuda::qk_norm_rope::{Backward, Forward, Pass, QkNormRope, QkShape};
 use xla_ffi::{Buffer, Context, Decoder, OnDevice, Parameter, Result};
@@ -8,8 +8,7 @@ use xla_ffi::{Buffer, Context, Decoder, OnDevice, Parameter, Result};
 use super::{Options as RopeOptions, invalid, product};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
-use crate::norm::{check_alike, check_like, check_rows};
-use crate::rms_norm::Options as NormOptions;
+use crate::norm::{RmsOptions, check_alike, check_like, check_rows};
 use crate::target::target_list;
 
 type Indices<'a> = OnDevice<Buffer<'a, i32>>;
@@ -32,13 +31,13 @@ target_list! {
 /// The attributes.
 #[derive(Clone, Copy, Debug)]
 struct Options {
-    norm: RmsNorm,
+    norm: Norm,
     layout: Layout,
 }
 
 impl<'a> Parameter<'a> for Options {
     fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
-        let norm = NormOptions::decode(decoder, name)?.0;
+        let norm = RmsOptions::decode(decoder, name)?.0;
         Ok(Self { norm, layout: RopeOptions::layout(decoder)? })
     }
 }

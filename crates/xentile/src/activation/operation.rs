@@ -8,8 +8,8 @@ use super::reference::{self, Bound as Entry};
 use super::{Activation, ActivationShape, Kind as Function, Layout};
 use crate::operation::{
     ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Judged, Kind,
-    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
-    ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+    NamedFunction, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic,
+    TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{Element, Error, Result, by_dtype};
 
@@ -80,6 +80,21 @@ const OPTIONS: [OptionSpec; 5] = [
     .on_top(),
 ];
 
+const fn function(name: &'static str, options: &'static [(&'static str, Value)]) -> NamedFunction {
+    NamedFunction { name, options }
+}
+
+const FUNCTIONS: [NamedFunction; 5] = [
+    function("swiglu", &[("kind", Value::Word("silu")), ("layout", Value::Word("halves"))]),
+    function("geglu", &[("kind", Value::Word("gelu_tanh")), ("layout", Value::Word("halves"))]),
+    function("reglu", &[("kind", Value::Word("relu")), ("layout", Value::Word("halves"))]),
+    function("gelu", &[("kind", Value::Word("gelu_tanh")), ("layout", Value::Word("single"))]),
+    function(
+        "squared_relu",
+        &[("kind", Value::Word("squared_relu")), ("layout", Value::Word("single"))],
+    ),
+];
+
 /// The options that kernels take.
 ///
 /// # Errors
@@ -134,6 +149,10 @@ impl Operation for OfRows {
 
     fn options(&self) -> &'static [OptionSpec] {
         &OPTIONS
+    }
+
+    fn functions(&self) -> &'static [NamedFunction] {
+        &FUNCTIONS
     }
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {

@@ -2,10 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use super::{Arrays, Pass, ToleranceSpec};
+use super::{Arrays, Pass, Problem};
 use crate::DType;
 
-/// Limits by name: [`super::ToleranceSpec`] with values.
+/// Something that gradcheck lets pass.
+#[derive(Clone, Copy, Debug)]
+pub struct ToleranceSpec {
+    /// Its name, under `tolerances`.
+    pub name: &'static str,
+    /// What it is.
+    pub about: &'static str,
+    /// What it is where a config has none.
+    pub default: fn(&Problem) -> f64,
+}
+
+/// Limits by name: [`ToleranceSpec`] with values.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tolerances(BTreeMap<&'static str, f64>);
 

@@ -1,8 +1,8 @@
-//! Options and tolerances: their names, types and defaults.
+//! Options: their names, types and defaults.
+
+use std::fmt;
 
 use serde::{Serialize, Serializer};
-
-use super::Problem;
 
 /// What an option may hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,6 +47,19 @@ impl Serialize for Value {
                 serializer.serialize_str(if value > 0.0 { "inf" } else { "-inf" })
             }
             Self::Word(value) => serializer.serialize_str(value),
+        }
+    }
+}
+
+/// As in configs.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent => f.write_str("none"),
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::Integer(value) => write!(f, "{value}"),
+            Self::Number(value) => write!(f, "{value}"),
+            Self::Word(value) => f.write_str(value),
         }
     }
 }
@@ -98,20 +111,18 @@ impl OptionSpec {
         Self { section: Section::Top, ..self }
     }
 
+    /// Its key in configs, with the section before it.
+    #[must_use]
+    pub fn path(&self) -> String {
+        match self.section {
+            Section::Options => format!("options.{}", self.name),
+            Section::Top => self.name.to_owned(),
+        }
+    }
+
     /// That a sweep may vary.
     #[must_use]
     pub const fn swept(self) -> Self {
         Self { is_swept: true, ..self }
     }
-}
-
-/// Something that gradcheck lets pass.
-#[derive(Clone, Copy, Debug)]
-pub struct ToleranceSpec {
-    /// Its name, under `tolerances`.
-    pub name: &'static str,
-    /// What it is.
-    pub about: &'static str,
-    /// What it is where a config has none.
-    pub default: fn(&Problem) -> f64,
 }

@@ -3,14 +3,13 @@
 use crate::fp8_quantize::quantized::{
     self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED,
 };
-use crate::norm::operation::TOLERANCES as OF_NORM;
+use crate::norm::operation::{
+    NormReference, RMS_NORM, RMS_OPTIONS, TOLERANCES as NORM_TOLERANCES, draw,
+};
 use crate::operation::{
     ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Value, Visitor,
-};
-use crate::rms_norm::operation::{
-    OPERATION as NORM, OPTIONS as NORMALISATION, OfRows, Row, draw, shape,
 };
 use crate::{Element, Result, by_dtype};
 
@@ -22,7 +21,7 @@ pub const OPERATION: Norm = Norm;
 pub struct Norm;
 
 const OPTIONS: [OptionSpec; 9] = {
-    let [eps, zero_centred, residual, weight_dtype] = NORMALISATION;
+    let [eps, zero_centred, residual, weight_dtype] = RMS_OPTIONS;
     let [granularity, block_size, power_of_two, format, transposed] = QUANTIZATION;
     [
         eps,
@@ -56,7 +55,7 @@ impl Operation for Norm {
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         const ALL: [ToleranceSpec; 4] = {
-            let ([scale, quotient], [sum_roundings, _]) = (TOLERANCES, OF_NORM);
+            let ([scale, quotient], [sum_roundings, _]) = (TOLERANCES, NORM_TOLERANCES);
             [scale, quotient, sum_roundings, UNROUNDED]
         };
         &ALL
@@ -76,16 +75,16 @@ impl Operation for Norm {
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {
-        NORM.validate(problem)?;
+        RMS_NORM.validate(problem)?;
         quantized::validate(problem)
     }
 
     fn meant(&self, problem: &Problem, option: &str) -> Value {
-        NORM.meant(problem, option)
+        RMS_NORM.meant(problem, option)
     }
 
     fn signature(&self, problem: &Problem, _: Pass) -> Signature {
-        let mut operands = NORM.signature(problem, Pass::Forward).operands;
+        let mut operands = RMS_NORM.signature(problem, Pass::Forward).operands;
         operands.iter_mut().for_each(|spec| spec.role = Role::Input { differentiable: false });
         let mut results = Letters::HIDDEN.results(problem);
         if problem.flag("residual") {
@@ -105,21 +104,20 @@ impl Operation for Norm {
         inputs: &'a Arrays<'a>,
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
-        let shape = shape(problem)?;
         Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
             quantized: Quantized::of_made(problem, Letters::HIDDEN, &tolerances)?,
-            y: OfRows::<E>::new(problem, shape, inputs, tolerances),
+            y: NormReference::<E>::new(RMS_NORM, problem, inputs, tolerances)?,
         })))
     }
 
     fn reference_bytes(&self, problem: &Problem, threads: usize) -> Option<u64> {
         let width = size_of::<[f32; 2]>();
         let quantized = Letters::HIDDEN.reference_bytes(problem, threads, width)?;
-        quantized.checked_add(NORM.reference_bytes(problem, threads)?)
+        quantized.checked_add(RMS_NORM.reference_bytes(problem, threads)?)
     }
 
     fn shape(&self, problem: &Problem, sequences: Option<[usize; 2]>) -> String {
-        NORM.shape(problem, sequences)
+        RMS_NORM.shape(problem, sequences)
     }
 
     fn headline(&self, problem: &Problem) -> (&'static str, String) {
@@ -131,15 +129,16 @@ impl Operation for Norm {
 
 /// The reference on rows of one dtype.
 struct Normed<'a, E> {
-    y: OfRows<'a, E>,
+    y: NormReference<'a, E>,
     quantized: Quantized<Vec<[f32; 2]>>,
 }
 
 impl<E: Element + ArrayElement> Reference for Normed<'_, E> {
     fn forward(&mut self) {
-        self.quantized.make::<E, Row<E>>(|token, row| {
-            self.y.norm(token, row);
-            [&row.out, &row.bound]
+        self.quantized.make::<E, [Vec<f64>; 2]>(|token, row| {
+            *row = self.y.norm(token);
+            let [y, bound] = row;
+            [y, bound]
         });
     }
 

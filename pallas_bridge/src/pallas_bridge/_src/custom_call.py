@@ -2,7 +2,7 @@
 
 An operation says what its calls take and give (`arrays`), and which program of XLA's does the same.
 From that come abstract values, `vmap` without a loop or a transpose, partitioning over a mesh
-(`partitioning`), what dead code leaves, and lowering; docs/internals/custom-calls.md explains the
+(`partitioning`), what dead code leaves, and lowering; docs/internals/calls-in-jax.md explains the
 rules.
 """
 

@@ -25,6 +25,15 @@ def choose(operation: Operation, implementation: Implementation | None) -> Imple
     return implementation
 
 
+# What the table says for an implementation.
+SHORT: dict[Implementation | None, str] = {
+    "custom_call": "kernel",
+    "pallas": "kernel",
+    "reference": "XLA",
+    None: "-",
+}
+
+
 @dataclass(frozen=True)
 class PlatformInfo:
     """What `implementation=None` means on one platform."""
@@ -37,7 +46,7 @@ class PlatformInfo:
 
 @dataclass(frozen=True)
 class Info:
-    """What runs where; as text, a line each."""
+    """What runs where: as text a table, and in `details` with the reasons."""
 
     version: str
     jax: str
@@ -50,14 +59,34 @@ class Info:
     operations: dict[str, tuple[PlatformInfo, ...]]
 
     def __str__(self) -> str:
-        """A line for everything that decides what runs."""
+        """Returns the versions, the library, and a table of operations by platforms."""
+        width = max(map(len, self.operations))
+        platforms = [row.platform for row in self.platforms]
+        lines = [*self._head(), "", " " * width + "".join(f"  {name:6}" for name in platforms)]
+        for name, rows in self.operations.items():
+            cells = (f"  {SHORT[row.implementation]:6}" for row in rows)
+            lines.append(f"{name:{width}}{''.join(cells)}")
+        lines.append(
+            '"XLA" is plain JAX, and "-" is refused unless "reference" is asked for by name.'
+        )
+        lines += [
+            f"{row.platform}: {row.reason}" for row in self.platforms if row.implementation is None
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _head(self) -> list[str]:
+        """Returns the lines about the installation."""
         lines = [f"pallas_bridge {self.version} on jax {self.jax}"]
         if self.library is None:
-            lines.append(f"library: none: {self.library_error}")
-        else:
+            return [*lines, f"library: none: {self.library_error}"]
+        major, minor = self.library.ffi_version
+        return [*lines, f"library: {self.library.path}, XLA FFI {major}.{minor}"]
+
+    def details(self) -> str:
+        """Returns a line for everything that decides what runs, with the reason."""
+        lines = self._head()
+        if self.library is not None:
             targets = sorted({target.target for target in self.library.targets})
-            major, minor = self.library.ffi_version
-            lines.append(f"library: {self.library.path}, XLA FFI {major}.{minor}")
             lines.append(f"targets: {', '.join(targets)}")
         for platform in self.platforms:
             lines.append(f"{platform.platform}: {platform.implementation}: {platform.reason}")
@@ -71,7 +100,10 @@ class Info:
 
 
 def info() -> Info:
-    """Returns which implementation runs on which platform, and why; `print(info())` shows it."""
+    """Returns which implementation runs on which platform, and why.
+
+    `print(info())` shows a table, and `print(info().details())` the reasons.
+    """
     outcome = library.attempt()
     loaded = None if isinstance(outcome, library.LibraryError) else outcome[1]
     operations = {

@@ -4,10 +4,9 @@ from .activation.declaration import OPERATION as ACTIVATION
 from .cross_entropy.declaration import OPERATION as CROSS_ENTROPY
 from .flash_attention.declaration import OPERATION as FLASH_ATTENTION
 from .fp8_quantize.declaration import OPERATION as FP8_QUANTIZE
-from .layer_norm.declaration import OPERATION as LAYER_NORM
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
+from .norm.declaration import LAYER_NORM, RMS_NORM
 from .operation import Operation
-from .rms_norm.declaration import OPERATION as RMS_NORM
 from .rms_norm_fp8.declaration import OPERATION as RMS_NORM_FP8
 from .rope.declaration import OPERATION as ROPE
 from .swiglu_fp8.declaration import OPERATION as SWIGLU_FP8

@@ -15,11 +15,10 @@ from ..activation.options import Options as Activation
 from ..activation.options import check_arrays as check_gated
 from ..checks import DTYPES, as_array, check_flag
 from ..implementations import choose
+from ..norm.api import rms_norm
+from ..norm.options import Options as Norm
+from ..norm.options import check_columns, check_like, check_rms_options
 from ..operation import Implementation
-from ..rms_norm.api import rms_norm
-from ..rms_norm.options import Options as Norm
-from ..rms_norm.options import check_arrays as check_norm_arrays
-from ..rms_norm.options import check_options as check_norm_options
 from ..rms_norm_fp8.declaration import OPERATION as RMS_NORM_FP8
 from ..swiglu_fp8.declaration import OPERATION as SWIGLU_FP8
 from . import custom_call, fused, reference
@@ -306,9 +305,10 @@ def rms_norm_fp8(
     weight = as_array("weight", weight, "[D]")
     if found is not None and fused.takes_rows(*found, weight, arrays):
         options, is_transposed = found
-        norm = check_norm_options(eps, zero_centred, implementation)
+        norm = check_rms_options(eps, zero_centred, implementation)
         of_residual = arrays[1] if arrays[1:] else None
-        check_norm_arrays(arrays[0], weight, of_residual)
+        check_columns(arrays[0], "weight", weight)
+        check_like("residual", of_residual, "x", arrays[0])
         results = _norm_by_block(options, norm, is_transposed, arrays[0], weight, of_residual)
         quantized = _paired(results[: 4 if is_transposed else 2], is_transposed)
         return quantized if residual is None else (quantized, results[-1])

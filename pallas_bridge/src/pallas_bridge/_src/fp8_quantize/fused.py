@@ -15,8 +15,8 @@ from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import DTYPES, check_flag
 from ..custom_call import bind, declared_call
-from ..rms_norm import custom_call as norm_call
-from ..rms_norm.options import Options as Norm
+from ..norm import custom_call as norm_call
+from ..norm.options import Options as Norm
 from . import custom_call
 from .declaration import OPERATION
 from .options import Options, check_options

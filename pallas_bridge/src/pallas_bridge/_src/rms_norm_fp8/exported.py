@@ -12,7 +12,7 @@ from ..exporting import DTYPES, Cell, Program, no_tile, settings_alone
 from ..fp8_quantize.api import rms_norm_fp8
 from ..fp8_quantize.exported import OPTIONS as QUANTIZATION
 from ..fp8_quantize.exported import program_of
-from ..rms_norm import exported as norm
+from ..norm import exported as norm
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 OPTIONS = ("eps", "zero_centred", *QUANTIZATION)
@@ -24,7 +24,7 @@ def program(cell: Cell) -> Program:
     Raises:
         ConfigError: an option that is not known, or outside its range.
     """
-    settings: norm.Settings = cell.settings
+    settings: norm.RmsSettings = cell.settings
     rows = jax.ShapeDtypeStruct((cell.tokens, settings.hidden), DTYPES[cell.dtype])
     weight = jax.ShapeDtypeStruct((settings.hidden,), DTYPES[settings.weight_dtype])
 

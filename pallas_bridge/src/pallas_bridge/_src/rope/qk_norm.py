@@ -5,9 +5,9 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array
 from ..implementations import choose
+from ..norm.api import IMPLEMENTATIONS
+from ..norm.options import check_columns, check_rms_options
 from ..operation import Implementation
-from ..rms_norm.api import IMPLEMENTATIONS
-from ..rms_norm.options import check_columns, check_options
 from . import custom_call
 from .api import BASE, prepared
 from .declaration import OPERATION
@@ -82,9 +82,9 @@ def qk_norm_rope(
         tables=tables,
         implementation=implementation,
     )
-    norm = check_options(eps, zero_centred, implementation)
-    check_columns(q, "q_weight", q_weight, of="q")
-    check_columns(k, "k_weight", k_weight, of="k")
+    norm = check_rms_options(eps, zero_centred, implementation)
+    check_columns(q, "q_weight", q_weight, x_name="q")
+    check_columns(k, "k_weight", k_weight, x_name="k")
     is_one = implementation != "reference" and fits(
         options, q, k, (q_weight, k_weight), 2 * cos.shape[-1]
     )
@@ -92,7 +92,7 @@ def qk_norm_rope(
         return in_one_call(Both(norm, options), q, k, q_weight, k_weight, cos, sin)
     module = IMPLEMENTATIONS[choose(OPERATION, implementation)]
     q, k = (
-        custom_call.rope(options, module.norm(norm, x, weight, None)[0], cos, sin)
+        custom_call.rope(options, module.norm(norm, x, weight)[0], cos, sin)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     return q, k

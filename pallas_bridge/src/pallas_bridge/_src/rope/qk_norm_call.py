@@ -18,8 +18,8 @@ from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import DTYPES
 from ..custom_call import bind, declared_call, vary_alike
-from ..rms_norm import custom_call as norm_call
-from ..rms_norm.options import Options as NormOptions
+from ..norm import custom_call as norm_call
+from ..norm.options import Options as NormOptions
 from ..targets import declared
 from . import custom_call as rope_call
 from .declaration import OPERATION
@@ -134,7 +134,7 @@ def _composed(
 ) -> tuple[jax.Array, ...]:
     turned, found = [], []
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y, _sum, rstd = norm_call.norm(options.norm, x, weight, None)
+        y, _, rstd = norm_call.norm(options.norm, x, weight)
         turned.append(rope_call.rope(options.rope, y, *tables))
         found.append(rstd)
     return *turned, *found
@@ -178,7 +178,8 @@ def _of_one(
     """Returns the gradients of q alone, or of k, and of its weight."""
     back = replace(options.rope, inverse=not options.rope.inverse)
     turned = rope_call.rope(back, dy, cos, sin)
-    return norm_call.backward(options.norm, x, weight, rstd, turned, None)
+    dx, dweight = norm_call.backward(options.norm, x, weight, (rstd,), turned)
+    return dx, dweight
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

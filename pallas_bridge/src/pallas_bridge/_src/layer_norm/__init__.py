@@ -1,1 +1,0 @@
-"""LayerNorm: a module an implementation, and what they share."""

@@ -1,1 +1,0 @@
-"""RMSNorm: a module an implementation, and what they share."""
