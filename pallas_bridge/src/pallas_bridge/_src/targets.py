@@ -51,7 +51,7 @@ class Target:
             KeyError: one that is not declared, or without which there is no call.
         """
         declared = {one["name"]: one for one in self.declared["attributes"]}
-        if unknown := {*values} - {*declared}:
+        if unknown := {name for name, value in values.items() if value is not None} - {*declared}:
             raise KeyError(f"{self.name} has no attribute {min(unknown)}")
         found = []
         for name, one in declared.items():

@@ -6,38 +6,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import linear
-from ..arrays import Result, wide
+from ..arrays import wide
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, check_dtype
-from ..custom_call import Call, bind, dense_over, vary_alike
+from ..custom_call import bind, declared_call, dense_over, vary_alike
 from ..meshes import Names
+from ..targets import declared
 from . import reference
 from .options import Options
 
 # A row per token, a scalar per token, and an array that all tokens share.
-ROWS, TOKENS, COLUMNS = "*batch D", "*batch", "D"
-ROW, STATISTIC, SUM = Result(ROWS, like=0), Result(TOKENS), Result(COLUMNS)
+ROWS, TOKENS, COLUMNS = declared("xentile_rms_norm_forward").dims("x", "rstd", "weight")
 
 
 def _bind(
     options: Options,
     name: str,
-    operands: tuple[str, ...],
-    results: tuple[Result, ...],
     dense: Callable[..., Any],
     *arrays: jax.Array,
 ) -> tuple[jax.Array, ...]:
     program = Bound(dense, options)
-    flags = (("zero_centred", np.bool_(options.zero_centred)),) if options.kind == "rms" else ()
-    call = Call(
-        operation=options.operation,
-        target=f"xentile_{options.operation.name}_{name}",
-        operands=operands,
-        results=results,
-        attributes=(("eps", np.float64(options.eps)), *flags),
+    call = declared_call(
+        options.operation,
+        f"xentile_{options.operation.name}_{name}",
+        {
+            "eps": options.eps,
+            "zero_centred": options.zero_centred if options.kind == "rms" else None,
+        },
         implementation=options.implementation,
         dense=program,
         in_parts=Bound(dense_over, program),
@@ -54,15 +51,13 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what `reference.norm` does."""
     if options.kind == "layer":
-        operands, results = (ROWS, COLUMNS, COLUMNS), (ROW, STATISTIC, STATISTIC)
         bias = jnp.zeros_like(weight) if bias is None else bias
-        y, mean, rstd = _bind(options, "forward", operands, results, _layer, x, weight, bias)
+        y, mean, rstd = _bind(options, "forward", _layer, x, weight, bias)
         return y, mean, rstd
     if residual is None:
-        y, rstd = _bind(options, "forward", (ROWS, COLUMNS), (ROW, STATISTIC), _rms, x, weight)
+        y, rstd = _bind(options, "forward", _rms, x, weight)
         return y, x, rstd
-    operands, results = (ROWS, ROWS, COLUMNS), (ROW, ROW, STATISTIC)
-    y, total, rstd = _bind(options, "add_forward", operands, results, _rms_add, x, residual, weight)
+    y, total, rstd = _bind(options, "add_forward", _rms_add, x, residual, weight)
     return y, total, rstd
 
 
@@ -98,11 +93,8 @@ def backward(
     `dsum` is the cotangent of x itself, if x is a sum that was returned too.
     """
     name, cotangents = ("backward", (dy,)) if dsum is None else ("add_backward", (dy, dsum))
-    operands = (ROWS, COLUMNS, *[TOKENS] * len(statistics), *[ROWS] * len(cotangents))
-    # LayerNorm has a bias.
-    results = (ROW, SUM) if options.kind == "rms" else (ROW, SUM, SUM)
     arrays = (x, weight, *statistics, *cotangents)
-    return _bind(options, name, operands, results, reference.gradients, *arrays)
+    return _bind(options, name, reference.gradients, *arrays)
 
 
 def norm(
