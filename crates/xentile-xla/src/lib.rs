@@ -17,6 +17,7 @@ pub mod declaration;
 mod dtype;
 mod flash_attention;
 mod fp8_quantize;
+pub mod json;
 mod linear_cross_entropy;
 mod norm;
 mod rope;
@@ -73,12 +74,12 @@ pub unsafe extern "C" fn xentile_targets(count: *mut usize) -> *const Target {
     targets.as_ptr()
 }
 
-/// What every target takes and gives, as the JSON text that [`declaration::json`] describes, ending with a
+/// What every target takes and gives, as the JSON text that [`mod@json`] describes, ending with a
 /// null. It has targets that this library has no handlers for, too.
 #[unsafe(no_mangle)]
 pub extern "C" fn xentile_declarations() -> *const c_char {
     static TEXT: LazyLock<CString> = LazyLock::new(|| {
-        CString::new(declaration::json()).expect("texts of declarations have no null")
+        CString::new(json::declarations_json()).expect("texts of declarations have no null")
     });
     CStr::as_ptr(&TEXT)
 }
