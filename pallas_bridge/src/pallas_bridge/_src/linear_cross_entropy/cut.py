@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from .. import meshes
 from ..compat import cuts_by_shardy
 from ..meshes import Names
-from ..vocab_parts import OverDevices
+from ..vocab_shards import OverDevices
 from .tokens import Bias
 
 
