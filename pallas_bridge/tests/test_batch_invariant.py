@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 from pallas_bridge._src import library
 from pallas_bridge._src.cross_entropy import calls, reference
-from pallas_bridge._src.cross_entropy.options import check_options
 from pallas_bridge._src.linear_cross_entropy.plan import INVARIANT_TOKENS
+from pallas_bridge._src.losses.options import check_options
 
 from pallas_bridge import (
     explain,

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_mesh import NAMES, WAYS, exchanged, mesh_of
 from oracle import Oracle, assert_gradient, assert_tokens
-from pallas_bridge._src.cross_entropy.aux_outputs import sum_duplicates
 from pallas_bridge._src.linear_cross_entropy import plan
+from pallas_bridge._src.losses.aux_outputs import sum_duplicates
 from test_program import calls_of
 
 from pallas_bridge import (

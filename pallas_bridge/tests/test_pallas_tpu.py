@@ -16,10 +16,10 @@ from oracle import Oracle, assert_gradient, assert_tokens
 from pallas_bridge._src import pallas
 from pallas_bridge._src.compat import abstract_tpu
 from pallas_bridge._src.cross_entropy import derivative, pallas_tpu
-from pallas_bridge._src.cross_entropy.aux_outputs import Request
-from pallas_bridge._src.cross_entropy.options import check_options
+from pallas_bridge._src.losses.aux_outputs import Request
+from pallas_bridge._src.losses.options import check_options
+from pallas_bridge._src.losses.vocab_shards import OverAxis
 from pallas_bridge._src.pallas import TARGETS
-from pallas_bridge._src.vocab_shards import OverAxis
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 

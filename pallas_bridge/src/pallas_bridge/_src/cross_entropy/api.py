@@ -12,11 +12,11 @@ from .. import gathering, one_program
 from ..bound import Bound
 from ..checks import as_array
 from ..implementations import choose
+from ..losses.aux_outputs import Request, TokenOutputs, check_columns
+from ..losses.options import Options, check_arrays, check_options, narrow_labels
+from ..losses.reduction import token_factors, weighted, weighted_sum
 from ..operation import Implementation
-from .aux_outputs import Request, TokenOutputs, check_columns
 from .declaration import OPERATION
-from .options import Options, check_arrays, check_options, narrow_labels
-from .reduction import token_factors, weighted, weighted_sum
 from .sharding import Layout, find_layout
 
 Reduction = Literal["none", "mean", "sum"]

@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import vocab_shards
 from ..arrays import Result
 from ..bound import Bound
 from ..custom_call import Call, WithoutGradient, bind
-from ..lowered_rewrites import FuseBackward, FuseScale, give_handles
-from ..meshes import Names
-from ..pallas import Target
-from ..vocab_shards import (
+from ..losses import aux_outputs, vocab_shards
+from ..losses.options import Options
+from ..losses.vocab_shards import (
     Labels,
     Loss,
     OverAxis,
@@ -31,9 +29,11 @@ from ..vocab_shards import (
     shard_labels,
     shard_options,
 )
-from . import aux_outputs, reference
+from ..lowered_rewrites import FuseBackward, FuseScale, give_handles
+from ..meshes import Names
+from ..pallas import Target
+from . import reference
 from .declaration import OPERATION
-from .options import Options
 
 # Operands and results: logits and their gradient, and a scalar a token.
 LOGITS, TOKENS = "*batch V", "*batch"

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from .. import linear
 from ..bound import Bound
 from ..custom_call import bind
+from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options
+from ..losses.reduction import countable, weighted
+from ..losses.vocab_shards import Exchange, Loss
 from ..lowered_rewrites import token_cotangents
-from ..vocab_shards import Exchange, Loss
-from . import aux_outputs, calls, reference
-from .aux_outputs import Request, TokenOutputs
-from .options import Options
-from .reduction import countable, weighted
+from . import calls, reference
 
 
 def per_token(

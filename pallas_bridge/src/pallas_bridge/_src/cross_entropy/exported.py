@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from .. import pallas
 from ..exporting import DTYPES, Cell, ConfigError, Program, check_options
+from ..losses.aux_outputs import MOST_COLUMNS
 from . import tpu_plan
 from .api import cross_entropy, cross_entropy_per_token
-from .aux_outputs import MOST_COLUMNS
 
 PLATFORMS = ("tpu", "cpu", "cuda")
 OPTIONS = (

@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..custom_call import Call
+from ..losses.options import Options, is_ignored
 from ..pallas import Target
 from . import tpu_kernel
 from .declaration import OPERATION
-from .options import Options, is_ignored
 from .tpu_kernel import Formula
 from .tpu_plan import LANES, NUMBERS, plan_tiles, sublanes
 

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import wide
-from ..vocab_shards import (
+from ..losses import aux_outputs
+from ..losses.options import Options, is_ignored
+from ..losses.reduction import weighted
+from ..losses.vocab_shards import (
     WHOLE,
     Exchange,
     Loss,
@@ -18,9 +21,6 @@ from ..vocab_shards import (
     shard_columns,
     shard_labels,
 )
-from . import aux_outputs
-from .options import Options, is_ignored
-from .reduction import weighted
 
 
 def token_outputs(

@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import meshes
 from ..bound import Bound
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options
+from ..losses.reduction import weighted
+from ..losses.vocab_shards import WHOLE, Exchange, OverAxis, OverDevices
 from ..meshes import Names
-from ..vocab_shards import WHOLE, Exchange, OverAxis, OverDevices
 from . import derivative
-from .aux_outputs import Request, TokenOutputs
-from .options import Options
-from .reduction import weighted
 
 
 def _keep(x: jax.Array) -> jax.Array:

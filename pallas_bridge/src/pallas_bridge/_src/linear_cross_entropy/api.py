@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import gathering, meshes, one_program, pallas, vocab_shards
+from .. import gathering, meshes, one_program, pallas
 from ..bound import Bound
 from ..checks import as_array, check_dtype
 from ..cross_entropy.api import AxisName
-from ..cross_entropy.aux_outputs import Request, TokenOutputs, check_columns
-from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
-from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
+from ..losses import vocab_shards
+from ..losses.aux_outputs import Request, TokenOutputs, check_columns
+from ..losses.options import Options, Tile, check_options, check_tile, narrow_labels
+from ..losses.reduction import token_factors, weighted
 from ..operation import Implementation
 from . import (
     auto_parts,

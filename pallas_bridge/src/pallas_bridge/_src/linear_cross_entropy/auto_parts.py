@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from .. import auto_partitioning, gathering
 from ..bound import Bound
+from ..losses.vocab_shards import OverDevices, shard_options
 from ..meshes import Names
-from ..vocab_shards import OverDevices, shard_options
 from . import parts
 from .declaration import OPERATION
 from .schedules import OfDevice, Schedule

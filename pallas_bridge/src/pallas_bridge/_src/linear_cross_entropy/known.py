@@ -14,13 +14,13 @@ import jax
 
 from .. import linear
 from ..bound import Bound
-from ..cross_entropy import aux_outputs
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference as of_logits
-from ..cross_entropy.aux_outputs import Request, TokenOutputs
 from ..cross_entropy.derivative import per_token
-from ..cross_entropy.options import Options, is_ignored
-from ..vocab_shards import WHOLE, Loss
+from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options, is_ignored
+from ..losses.vocab_shards import WHOLE, Loss
 from . import reference, tokens
 from .declaration import OPERATION
 from .parts import alike

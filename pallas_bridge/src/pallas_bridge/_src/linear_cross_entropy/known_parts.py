@@ -13,15 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linear, vocab_shards
+from .. import linear
 from ..bound import Bound
-from ..cross_entropy import aux_outputs
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference as of_logits
-from ..cross_entropy.aux_outputs import Request, TokenOutputs
 from ..cross_entropy.derivative import per_token
-from ..cross_entropy.options import is_ignored
-from ..vocab_shards import Labels, Loss, OverDevices, ShardOutputs, shard_labels, shard_options
+from ..losses import aux_outputs, vocab_shards
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import is_ignored
+from ..losses.vocab_shards import (
+    Labels,
+    Loss,
+    OverDevices,
+    ShardOutputs,
+    shard_labels,
+    shard_options,
+)
 from . import reference
 from .declaration import OPERATION
 from .known import Chunks, backward, derivative

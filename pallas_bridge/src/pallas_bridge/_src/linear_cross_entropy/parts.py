@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linear, vocab_shards
+from .. import linear
 from ..bound import Bound
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference as of_logits
-from ..cross_entropy.options import Options, is_ignored
-from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
-from ..vocab_shards import Labels, Loss, OverDevices, shard_labels, shard_options
+from ..losses import vocab_shards
+from ..losses.options import Options, is_ignored
+from ..losses.reduction import countable, weighted
+from ..losses.vocab_shards import Labels, Loss, OverDevices, shard_labels, shard_options
 from . import reference, tokens
 from .declaration import OPERATION
 from .product import Products, blank, each, operand_dtype, operands

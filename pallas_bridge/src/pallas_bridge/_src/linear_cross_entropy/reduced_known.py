@@ -19,11 +19,11 @@ from jax.interpreters import mlir
 
 from .. import linear
 from ..bound import Bound
-from ..cross_entropy import aux_outputs
 from ..cross_entropy import calls as kernels
-from ..cross_entropy.aux_outputs import Request, TokenOutputs
-from ..cross_entropy.options import Options
-from ..cross_entropy.reduction import countable, weighted
+from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options
+from ..losses.reduction import countable, weighted
 from . import deferred, known, on_cuda, one_call, tokens
 from .known import Chunks
 from .parts import alike

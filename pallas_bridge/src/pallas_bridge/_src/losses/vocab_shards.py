@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .arrays import of_rank
-from .compat import varying_axes
-from .cross_entropy.options import Options, is_ignored
+from ..arrays import of_rank
+from ..compat import varying_axes
+from .options import Options, is_ignored
 
 # Labels of a shard are columns of the shard, or one of these.
 IGNORED, OUT_OF_RANGE = -1, -2
