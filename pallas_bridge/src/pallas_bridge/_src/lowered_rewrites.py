@@ -3,11 +3,12 @@
 A fused call reads logits once and writes dlogits once, for cotangents dloss [..] that it takes. In
 a program of reverse mode dloss comes after the loss. So the gradient's call, as it is lowered,
 finds the call that gave the loss, moves what makes dloss before that call, and has a fused call
-take its place. Where dloss is made of the loss, the two calls stay a forward and a backward pass.
+take its place. Where dloss depends on the loss, the two calls stay a forward and a backward pass.
 
-JAX has no supported rule that does the same. `custom_jvp` and `custom_vjp` run before any cotangent
-is known, and so does `optimize_remat`. A rule for dead code sees one equation, and never what makes
-its operands. A pass over jaxprs would see both calls, but JAX has no hook for one.
+JAX has no supported rule that does the same. `custom_jvp` and `custom_vjp` run the forward pass
+before any cotangent is known; `optimize_remat` chooses a forward pass by whether a gradient is
+taken, not by cotangents. A rule for dead code sees one equation, and never the equations of its
+operands. A pass over jaxprs would see both calls, but JAX has no hook for one.
 
 Contract with JAX, which tests/test_lowered_rewrites.py holds:
 
@@ -82,19 +83,21 @@ class FuseScale(_Rewrite):
         constant = find_constant(factor)
         if constant == 1:
             return [dlogits]
-        of_logits, scalar, _ = ctx.avals_in
+        logits_aval, scalar, _ = ctx.avals_in
         earlier = _find_call(dlogits, {FUSED}, _DLOGITS)
         if earlier is None or _is_used(dlogits):
             # A gradient of 0 stays 0 where the factor is not finite.
             (factor,) = _lower_scalars(ctx, scalar, _keep_zeros, factors, factor)
             call = replace(params["call"], operands=params["call"].operands[:2])
-            ctx = ctx.replace(avals_in=[of_logits, scalar])
+            ctx = ctx.replace(avals_in=[logits_aval, scalar])
             return lower(ctx, dlogits, factor, **{**params, "call": call})
         # Behind logits and labels are the shapes of results, where they are symbolic.
         logits, labels, *_ = earlier.operands
         width = ir.IntegerType(ir.RankedTensorType(labels.type).element_type).width
-        of_labels = scalar.update(dtype=np.dtype(f"int{width}"), weak_type=False)
-        calls = _Calls(self, lower, ctx, (logits, labels), (of_logits, of_labels, scalar), earlier)
+        labels_aval = scalar.update(dtype=np.dtype(f"int{width}"), weak_type=False)
+        calls = _Calls(
+            self, lower, ctx, (logits, labels), (logits_aval, labels_aval, scalar), earlier
+        )
         (dloss,) = _lower_scalars(ctx, scalar, token_cotangents, factors, factor)
         fused = calls.fuse(dloss, constant)
         if fused is not None:
@@ -166,7 +169,7 @@ class _Calls:
     earlier: Any
 
     def fuse(self, dloss: Any, factor: float | None) -> Sequence[Any] | None:
-        """Has a fused call take the place of `earlier`; None where dloss is made of its results.
+        """Has a fused call take the place of `earlier`; None where dloss depends on its results.
 
         `factor` is what all cotangents have in common, where the program says it. A cotangent that
         has become 0 by the factor must not take its token out of the loss.

@@ -3,8 +3,8 @@
 Per token, the forward pass saves lse, and the backward pass reads the logits again. Reduced, every
 token's cotangent is known beforehand but for a factor that all tokens have. So the forward pass
 writes dlogits for a factor of 1, and the backward pass scales them; `lowered_rewrites` has one
-fused call write them for the factor, where that is not made of the loss. Forward mode is that of
-the reference.
+fused call write them for the factor, where that does not depend on the loss. Forward mode is that
+of the reference.
 """
 
 from functools import partial

@@ -150,20 +150,20 @@ def make_program(
     count = len(arrays)
     has_weights = cell.options.get("weights") == "random"
     labels = jax.ShapeDtypeStruct((cell.tokens,), jnp.int32)
-    numbers = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
 
     def forward_and_backward(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
         columns, *cotangents = (None, *given) if requested.columns is None else given
 
-        def of_each(*arrays: Any) -> Any:
+        def run(*arrays: Any) -> Any:
             outputs = per_token(arrays, labels, columns)
             # What has a derivative comes first.
             moving = [one for one in outputs if one.dtype != bool]
             return moving, [one.astype(jnp.float32) for one in outputs if one.dtype == bool]
 
-        outputs, pull, others = jax.vjp(of_each, *arrays, has_aux=True)
-        return *outputs, *others, *pull(cotangents)
+        outputs, vjp, others = jax.vjp(run, *arrays, has_aux=True)
+        return *outputs, *others, *vjp(cotangents)
 
     def value_and_grad(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
@@ -178,13 +178,13 @@ def make_program(
         return loss, *gradients
 
     if cell.options.get("reduction") == "none":
-        arguments = [*arrays, labels, *[numbers] * (4 if requested.distribution else 3)]
+        arguments = [*arrays, labels, *[scalars] * (4 if requested.distribution else 3)]
         if requested.columns is not None:
-            of_columns = (cell.tokens, requested.columns)
-            arguments.insert(count + 1, jax.ShapeDtypeStruct(of_columns, jnp.int32))
-            arguments.append(jax.ShapeDtypeStruct(of_columns, jnp.float32))
+            shape = (cell.tokens, requested.columns)
+            arguments.insert(count + 1, jax.ShapeDtypeStruct(shape, jnp.int32))
+            arguments.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         return Program("forward_and_backward", forward_and_backward, arguments, plan)
-    more = [numbers] if has_weights else []
+    more = [scalars] if has_weights else []
     if factor is None:
         more.append(jax.ShapeDtypeStruct((), jnp.float32))
     return Program("value_and_grad", value_and_grad, [*arrays, labels, *more], plan)

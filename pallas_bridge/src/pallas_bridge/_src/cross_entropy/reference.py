@@ -1,7 +1,7 @@
 """Cross-entropy in plain JAX, for XLA to compile: the reference of the kernels.
 
-Kernels are compared with it, forward mode is made of it, and it runs where there are no kernels.
-Logits are the whole vocabulary's, or a shard's (`vocab_shards`).
+Kernels are compared with it, forward mode differentiates it, and it runs where there are no
+kernels. Logits are the whole vocabulary's, or a shard's (`vocab_shards`).
 """
 
 import jax

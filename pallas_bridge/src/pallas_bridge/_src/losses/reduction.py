@@ -57,11 +57,11 @@ def weighted_sum(losses: jax.Array, factors: jax.Array) -> jax.Array:
 @partial(weighted_sum.defjvp, symbolic_zeros=True)
 def _weighted_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     losses, factors = primals
-    of_losses, of_factors = map(linear.given, tangents)
-    parts = []
-    if of_losses is not None:
-        parts.append(jnp.where(factors == 0, 0, multiplied(factors, of_losses)))
-    if of_factors is not None:
-        parts.append(multiplied(countable(losses, factors), of_factors))
-    total: jax.Array = sum(parts[1:], parts[0])
+    losses_dot, factors_dot = map(linear.given, tangents)
+    terms = []
+    if losses_dot is not None:
+        terms.append(jnp.where(factors == 0, 0, multiplied(factors, losses_dot)))
+    if factors_dot is not None:
+        terms.append(multiplied(countable(losses, factors), factors_dot))
+    total: jax.Array = sum(terms[1:], terms[0])
     return weighted_sum(losses, factors), total.sum()

@@ -137,7 +137,7 @@ class ShardOutputs(NamedTuple):
 class Labels(NamedTuple):
     """Labels as a shard takes them."""
 
-    # A number a token and shard: the column to predict, of this shard; the first where another
+    # An integer a token and shard: the column to predict, of this shard; the first where another
     # shard has it; or `IGNORED`, or `OUT_OF_RANGE` of the whole vocabulary. Of a whole vocabulary
     # the labels as they are.
     given: jax.Array
@@ -214,7 +214,7 @@ def merge_picked(
 def mark_empty(lse: jax.Array, make_highest: Callable[[], jax.Array]) -> jax.Array:
     """Returns lse with -inf for the NaN of a shard whose logits are all masked.
 
-    Kernels tell such a row from one that has a NaN no more than a whole vocabulary need.
+    Kernels give NaN for such a row as for one that holds a NaN.
     `make_highest` returns the largest logit of each row, and is run only where some lse is NaN.
     """
     nan = jnp.isnan(lse)
@@ -329,7 +329,7 @@ def shard_cotangents(
     """Returns a shard's cotangents for those of loss, logps and lse [..] of the whole vocabulary.
 
     With `shard_options` and the whole's `lse`, the backward kernel then gives the shard's columns
-    of the whole's dlogits. No term that is small beside others is their difference. `is_empty` says
+    of the whole's dlogits. No small term is a difference of large ones. `is_empty` says
     in which shards a token has no logits but -inf, whose gradient is 0.
     """
     g, h, k = map(exchange.cotangent, given)
