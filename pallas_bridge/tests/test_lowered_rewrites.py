@@ -77,12 +77,11 @@ def test_operations_move_unless_they_depend_on_the_call(depends: bool) -> None:
 def test_results_behind_handles_can_be_replaced() -> None:
     def lower(ctx: Any, first: Any, x: Any) -> Sequence[Any]:
         call = made_by(first)
-        with ir.InsertionPoint(call):
-            # What `mlir.lower_fun` emits lies before the call, too.
-            make = mlir.lower_fun(lambda x: jnp.exp(x) + 1, multiple_results=False)
-            (other,) = make(ctx.replace(avals_in=ctx.avals_in[1:]), x)
-        ir.Value(call.results[0]).replace_all_uses_with(other)
+        make = mlir.lower_fun(lambda x: jnp.exp(x) + 1, multiple_results=False)
+        (other,) = make(ctx.replace(avals_in=ctx.avals_in[1:]), x)
+        assert rewrites.hoist(other, call)
         assert other.owner.operation.is_before_in_block(call)
+        ir.Value(call.results[0]).replace_all_uses_with(other)
         return [x]
 
     earlier, later = operation(negate), operation(lower)

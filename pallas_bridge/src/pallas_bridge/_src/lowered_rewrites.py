@@ -21,7 +21,8 @@ Contract with JAX, which tests/test_lowered_rewrites.py holds:
 3. The order of operations in a block means nothing but that a value is made before it is used.
    `move_before`, `is_before_in_block`, `uses` and `replace_all_uses_with` of `jax.extend.mlir.ir`
    are those of MLIR.
-4. `mlir.lower_fun`, and rules of custom calls, insert at `ir.InsertionPoint.current`.
+4. `mlir.lower_fun`, and rules of custom calls, emit at the end of the block. JAX 0.9 does so under
+   any insertion point; operations that have to lie earlier are therefore moved once emitted.
 5. A number of the program is a `stablehlo.constant` in the same function, behind broadcasts,
    conversions, reshapes, products, quotients and negations.
 
@@ -102,8 +103,8 @@ class FuseScale(_Rewrite):
         fused = calls.fuse(dloss, constant)
         if fused is not None:
             return fused
-        loss, _, lse, lse_low = calls.emit("forward", self.every_token, before=earlier)
-        calls.redirect([loss, lse, lse_low])
+        loss, _, lse, lse_low = calls.emit("forward", self.every_token)
+        calls.replace_earlier([loss, lse, lse_low])
         return calls.emit_backward(lse, lse_low, dloss)
 
 
@@ -181,14 +182,15 @@ class _Calls:
         else:
             is_nonzero = factor is not None and abs(factor) >= LEAST_FACTOR
             name, every_token = "fused", self.rewrite.every_token or not is_nonzero
-        *scalars, dlogits = self.emit(name, every_token, dloss, before=self.earlier)
-        self.redirect(scalars)
+        *scalars, dlogits = self.emit(name, every_token, dloss)
+        self.replace_earlier(scalars)
         return [dlogits]
 
-    def redirect(self, scalars: Sequence[Any]) -> None:
+    def replace_earlier(self, scalars: Sequence[Any]) -> None:
         """Has `scalars`, in the order of a fused call, take the place of results of `earlier`."""
         indices = _SHARED_RESULTS[_target(self.earlier)]
         for index, scalar in zip(indices, scalars, strict=True):
+            hoist(scalar, self.earlier)
             ir.Value(self.earlier.results[index]).replace_all_uses_with(scalar)
 
     def emit_backward(self, lse: Any, lse_low: Any, dloss: Any) -> Sequence[Any]:
@@ -196,18 +198,14 @@ class _Calls:
         (zeros,) = _lower_scalars(self.ctx, self.avals[2], jnp.zeros_like, dloss)
         return self.emit("backward", None, lse, lse_low, dloss, zeros, zeros)
 
-    def emit(
-        self, name: str, every_token: bool | None, *scalars: Any, before: Any = None
-    ) -> Sequence[Any]:
-        """Returns the results of a call, which lies before an operation or at the end so far."""
+    def emit(self, name: str, every_token: bool | None, *scalars: Any) -> Sequence[Any]:
+        """Returns the results of a call."""
         call = self.rewrite.make_call(name, self.rewrite.options, every_token)
         avals = [*self.avals[:2], *[self.avals[2]] * len(scalars)]
         results = call.signature.result_avals(call.results, avals, 0)
         ctx = self.ctx.replace(avals_in=avals, avals_out=results)
         params = {"call": call, "keep": tuple(range(len(results))), "mapped": 0}
-        point = ir.InsertionPoint.current if before is None else ir.InsertionPoint(before)
-        with point:
-            return self.lower(ctx, *self.arrays, *scalars, **params)
+        return self.lower(ctx, *self.arrays, *scalars, **params)
 
 
 def _lower_scalars(
