@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 from pallas_bridge._src import library
-from pallas_bridge._src.cross_entropy import custom_call, reference
-from pallas_bridge._src.cross_entropy.options import check_options
+from pallas_bridge._src.cross_entropy import calls, reference
 from pallas_bridge._src.linear_cross_entropy.plan import INVARIANT_TOKENS
+from pallas_bridge._src.losses.options import check_options
 
 from pallas_bridge import (
     explain,
@@ -237,16 +237,16 @@ def test_rows_by_xla(rng: np.random.Generator, given: dict[str, Any]) -> None:
     z = jnp.asarray(rng.normal(0, 3, (6, RAGGED)), jnp.float32)
     y = jnp.asarray([5, -100, 330, 0, RAGGED, 7], jnp.int32)
     g, h, k = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
-    outputs = custom_call.forward(options, z, y)
+    outputs = calls.forward(options, z, y)
     given_back = (*outputs[2:], g, h, k)
     pairs = [
         (outputs[:3], reference.forward(options, z, y)[:3]),
         (
-            custom_call.backward(options, z, y, outputs[2:], (g, h, k)),
+            calls.backward(options, z, y, outputs[2:], (g, h, k)),
             reference.backward(options, z, y, *given_back)[0],
         ),
     ]
-    loss, lse, _, dlogits = custom_call.fused(options, True, z, y, g)
+    loss, lse, _, dlogits = calls.fused(options, True, z, y, g)
     by_xla = reference.fused(options, z, y, g)
     pairs.append(((loss, lse, dlogits), (by_xla[0], by_xla[1], by_xla[3])))
     for kernels, xla in pairs:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import Oracle
-from pallas_bridge._src.cross_entropy.options import Options
 from pallas_bridge._src.linear_cross_entropy import reduced_known
+from pallas_bridge._src.losses.options import Options
 from placement import PLATFORM
 from test_program import calls_of
 

@@ -15,10 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from oracle import Oracle, assert_gradient, assert_tokens
 from pallas_bridge._src import pallas
 from pallas_bridge._src.compat import abstract_tpu
-from pallas_bridge._src.cross_entropy import pallas_tpu, parts
-from pallas_bridge._src.cross_entropy.options import check_options
+from pallas_bridge._src.cross_entropy import derivative, pallas_tpu
+from pallas_bridge._src.losses.aux_outputs import Request
+from pallas_bridge._src.losses.options import check_options
+from pallas_bridge._src.losses.vocab_shards import OverAxis
 from pallas_bridge._src.pallas import TARGETS
-from pallas_bridge._src.vocab_parts import OverAxis
 
 from pallas_bridge import cross_entropy, cross_entropy_per_token
 
@@ -162,13 +163,13 @@ def test_rows_too_long_to_stay_are_read_twice(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = []
-    plan = pallas_tpu.plan
+    plan = pallas_tpu.plan_tiles
 
     def limited(target: Any, *arguments: Any, **keywords: Any) -> Any:
         plans.append(None if keywords["reduces"] and keywords["writes"] else plan)
         return plans[-1] and plan(target, *arguments, **keywords)
 
-    monkeypatch.setattr(pallas_tpu, "plan", limited)
+    monkeypatch.setattr(pallas_tpu, "plan_tiles", limited)
     check(rng, *problem(rng, "float32", 10, 300), block_size=128)
     assert None in plans
 
@@ -216,7 +217,7 @@ def test_tiles_that_do_not_fit() -> None:
     for extent, fits in ((largest, True), (largest + 128, False)):
         keywords: Any = {"time_block": 256, "block_size": extent, "reduces": True, "writes": False}
         try:
-            pallas_tpu.plan(pallas.ANY, 512, 151643, np.dtype(np.float32), **keywords)
+            pallas_tpu.plan_tiles(pallas.ANY, 512, 151643, np.dtype(np.float32), **keywords)
         except ValueError:
             assert not fits
         else:
@@ -249,7 +250,8 @@ def test_a_vocabulary_in_parts(rng: np.random.Generator) -> None:
     options = dataclasses.replace(check_options(**given, **more), implementation="pallas")
 
     def of(z: jax.Array) -> Any:
-        return parts.per_token(options, OverAxis(4), z.reshape(10, 4, 200), jnp.asarray(labels))
+        given = z.reshape(10, 4, 200), jnp.asarray(labels)
+        return derivative.per_token(options, OverAxis(4), Request(), *given)[:3]
 
     outputs, pull = jax.vjp(of, jnp.asarray(logits))
     expected = Oracle(logits, labels, z_loss=1e-2)

@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 from jax.sharding import PartitionSpec
 
-from . import auto_partitioning, gathering, hoisting, library, pallas, partitioning, refusal
+from . import auto_partitioning, gathering, library, pallas, partitioning, refusal
 from .arrays import Dims, Result, Signature, factor_of, reshaped, spec_of, with_mapped_axis
 from .bound import Bound
 from .compat import tell_devices, varying_axes
@@ -73,13 +73,8 @@ class Call:
     # Arrays by their dims, each with the named axis that lies before the last axis of tokens in
     # memory where a program is for CUDA alone; the attribute "tokens_first" tells the handler.
     outward: tuple[tuple[str, str], ...] = ()
-    # Whether a later call, as it is lowered, may have this one's results come from another
-    # (`hoisting`).
-    may_change: bool = False
-    # What a call for the gradient becomes, together with an earlier one, if it can.
-    merge: "Merge | None" = field(default=None, repr=False)
-    # Whether the call multiplies by its last operand: of ones, the result is the first operand.
-    is_product: bool = False
+    # What the call is lowered to together with others (`lowered_rewrites`), if it can.
+    rewrite: "Rewrite | None" = field(default=None, repr=False)
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
     implementation: str | None = None
     # Returns the kernel in Pallas of a call for a TPU, a function of the operands.
@@ -169,16 +164,10 @@ def dense_over(dense: Callable[..., Any], over: Names, *operands: jax.Array) -> 
     return dense(*operands, over=over)
 
 
-# Lowers a call, without what it may become with others: of a context, operands, and `call`, `keep`
-# and `mapped`.
+# Lowers a call alone: of a context, operands, and `call`, `keep` and `mapped`.
 Lower = Callable[..., Sequence[Any]]
-
-
-class Merge(Protocol):
-    """How a call is lowered together with an earlier one, whose results it takes; hashable."""
-
-    def __call__(self, lower: Lower, ctx: Any, *operands: Any) -> Sequence[Any] | None:
-        """Returns the results, or None for the call to be lowered by itself."""
+# Lowers a call, by `Lower` or together with others: of `Lower` and what that takes. Hashable.
+Rewrite = Callable[..., Sequence[Any]]
 
 
 def bind(
@@ -270,14 +259,9 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, **params: Any) -> Sequence[Any]:
-    if call.is_product and hoisting.constant(operands[-1]) == 1:
-        return [operands[0]]
-    if call.merge is not None:
-        merged = call.merge(_lower_alone, ctx, *operands)
-        if merged is not None:
-            return merged
-    results = _lower_alone(ctx, *operands, call=call, **params)
-    return [*map(hoisting.handle, results)] if call.may_change else results
+    if call.rewrite is None:
+        return _lower_alone(ctx, *operands, call=call, **params)
+    return call.rewrite(_lower_alone, ctx, *operands, call=call, **params)
 
 
 def _lower_alone(
@@ -655,7 +639,7 @@ def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array
 # One rule for all platforms, not one for each: a program for several holds each call once, and not
 # once a platform under a conditional, through which no result could take the place of an operand.
 # But for TPUs, that is. Not cached, because a cached rule is not shown where its operands come from
-# (`hoisting`).
+# (`lowered_rewrites`).
 for _primitive in PRIMITIVES:
     _primitive.multiple_results = True
     _primitive.def_impl(partial(xla_interpreter.apply_primitive, _primitive))

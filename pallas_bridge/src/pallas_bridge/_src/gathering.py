@@ -1,10 +1,10 @@
-"""A warning where XLA, left to cut arrays, gathers one that its caller could have left in parts.
+"""Warns where XLA gathers an array that its caller could have left sharded.
 
-What XLA cuts is known neither as a program is traced nor as it is lowered: sharding may spread to
-logits from a weight, over any number of operations. The partitioner knows, and `jax.debug` has it
-tell. It is asked in passing: the array itself is untouched, what asks is gone from the compiled
-program, and programs that are exported, or that JAX may cache on disk under a key of all they hold
-(an address of this process would be part of that), are not asked.
+Which arrays XLA shards is known neither as a program is traced nor as it is lowered: sharding may
+spread to logits from a weight, over any number of operations. XLA's partitioner knows, and calls
+back by `jax.debug.inspect_array_sharding`. The array is untouched, and the compiled program holds
+nothing of the inspection. Programs that are exported are not inspected, nor those that JAX may
+cache on disk, whose key an address of this process would be part of.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def watched(
     """Returns `x`; warns as a program is compiled if XLA shards its `axis`.
 
     `axis_of` names the axis, that of the vocabulary by default. With `calls_ask`, calls that take
-    `x` compute in parts wherever they get to know (`auto_partitioning`).
+    `x` compute on its shards wherever XLA calls back about them (`auto_partitioning`).
     """
     if not isinstance(x, jax.core.Tracer) or not may_be_left_to_xla(x):
         return x
@@ -57,7 +57,7 @@ tell_devices(_watched)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    # The gradient lies as it may.
+    # The gradient is sharded as XLA chooses.
     return _watched.bind(*primals, **params), tangents[0]
 
 
@@ -92,9 +92,9 @@ def _lower(
 def ask(
     ctx: Any, operation: Operation, what: str, axes: Mapping[int, str], value: Any, aval: Any
 ) -> None:
-    """Has XLA tell whether it cuts axes of an operand that a call needs whole, and warns then.
+    """Warns as a program is compiled if XLA shards axes of an operand that a call needs whole.
 
-    `what` is the operand, and `axes` the names of its axes by their numbers.
+    `what` is the operand, and `axes` the names of its axes by their indices.
     """
     size = math.prod(aval.shape) * aval.dtype.itemsize if 0 not in aval.shape else 0
     if not all(isinstance(extent, int) for extent in aval.shape) or size == 0:
@@ -114,10 +114,10 @@ def ask(
 def _inspect(
     ctx: Any, value: Any, callback: Callable[[Any], None], *, names_axes: bool = True
 ) -> None:
-    """Calls back with how XLA cuts a value, where a program is for several devices.
+    """Calls back with the sharding of a value, where a program is for several devices.
 
-    `names_axes` is whether by axes of the mesh: JAX finds none, and nothing compiles, for some of
-    what XLA does where several axes cut a value.
+    `names_axes` is whether the sharding names axes of the mesh. JAX finds no names for some
+    shardings over several axes, and the program does not compile then.
     """
     module = ctx.module_context
     if not auto_partitioning.is_cut_by_xla(module) or _is_kept(module):
@@ -135,14 +135,14 @@ def _inspect(
     mlir.lower_fun(inspected, multiple_results=True)(own, value)
 
 
-# What was warned of, which is not said twice.
+# Texts of past warnings, which are not repeated.
 _told: set[str] = set()
 
 
 def _warn_of_gather(
     sharding: Any, *, operation: Operation, what: str, axes: Mapping[int, str], size: int, rank: int
 ) -> None:
-    # Of so many entries along every axis, devices divide each.
+    # Any number of devices divides axes of this extent.
     devices = len(sharding.device_set)
     shares = sharding.shard_shape((devices,) * rank)
     for axis, name in axes.items():
@@ -155,14 +155,14 @@ def _warn_of_gather(
         )
         if text not in _told:
             _told.add(text)
-            warnings.warn(text, stacklevel=1)  # the compiler calls, and no line of the user's
+            warnings.warn(text, stacklevel=1)  # called by the compiler, not by the user's code
 
 
 mlir.register_lowering(_watched, _lower, cacheable=False)
 
 
 def _is_kept(module: Any) -> bool:
-    """Whether a program may outlive this process, with an address of it."""
+    """Whether a program, with an address of this process, may outlive the process."""
     has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
     return has_cache or auto_partitioning.is_exported(module)
 
@@ -179,14 +179,14 @@ def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
             f"{operation}: the vocabulary of {name} is cut over {count} devices, and XLA gathers "
             f"it on each: call {operation} with axis_name={said}, or with {name} on a mesh of "
             "explicit axes, and every device keeps its part",
-            stacklevel=1,  # the compiler calls, and no line of the user's
+            stacklevel=1,  # called by the compiler, not by the user's code
         )
 
 
 def tell_uneven(operation: Operation, axis: str, extent: int, count: int) -> None:
-    """Warns of an axis of so many entries that devices do not divide, so that XLA gathers it.
+    """Warns that XLA gathers an axis whose `extent` the `count` devices do not divide.
 
-    `axis` is the name that calls declare it by.
+    `axis` is its name in the declaration of calls.
     """
     what, remedy = _AXES[axis]
     padded = -(-extent // count) * count
@@ -197,7 +197,7 @@ def tell_uneven(operation: Operation, axis: str, extent: int, count: int) -> Non
     )
 
 
-# What a sharded axis is to users, and what has every device keep its part.
+# A sharded axis in users' words, and how every device can keep its shard.
 _AXES = {
     "V": (
         "the vocabulary",

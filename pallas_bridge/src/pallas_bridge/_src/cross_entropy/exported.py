@@ -1,7 +1,4 @@
-"""Programs of cross-entropy for tools that run no Python.
-
-Those of the kernels for TPUs, and losses that something multiplies.
-"""
+"""Exported programs of cross-entropy, for tools that run no Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +9,9 @@ import jax.numpy as jnp
 
 from .. import pallas
 from ..exporting import DTYPES, Cell, ConfigError, Program, check_options
+from ..losses.aux_outputs import MOST_COLUMNS
 from . import tpu_plan
 from .api import cross_entropy, cross_entropy_per_token
-from .known import MOST_COLUMNS
 
 PLATFORMS = ("tpu", "cpu", "cuda")
 OPTIONS = (
@@ -30,8 +27,8 @@ FORMS = ("constant", "argument")
 
 
 @dataclass(frozen=True)
-class AskedOfEach:
-    """What a config asks of each token beside loss, logps and lse."""
+class Requested:
+    """The outputs a token that a config requests beside loss, logps and lse."""
 
     distribution: bool
     # Columns a token; None for none.
@@ -44,13 +41,9 @@ class AskedOfEach:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The options of a loss a token for it, but for the columns themselves."""
-        distribution = self.distribution
-        return {
-            "return_lse": True,
-            "return_entropy": distribution,
-            "return_correct": distribution,
-        }
+        """The options that request them, but for the columns themselves."""
+        is_on = self.distribution
+        return {"return_lse": True, "return_entropy": is_on, "return_correct": is_on}
 
 
 def settings(config: Mapping[str, Any]) -> None:
@@ -63,12 +56,12 @@ def program(cell: Cell) -> Program:
     Raises:
         ConfigError: an option that is not known.
     """
-    factor = factor_of(cell)
-    cell, asked = asked_of_each(cell)
+    factor = find_factor(cell)
+    cell, requested = take_requested(cell)
     own = ("factor", "factor_form")
     others = {key: value for key, value in cell.options.items() if key not in own}
     cell = replace(cell, options=others)
-    reduction, keywords = keywords_of(cell)
+    reduction, keywords = make_keywords(cell)
     ours = "pallas" if cell.platform == "tpu" else None
     keywords["implementation"] = "reference" if cell.is_dense else ours
 
@@ -78,18 +71,18 @@ def program(cell: Cell) -> Program:
 
     def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
         (logits,) = arrays
-        more = asked.keywords | keywords
+        more = requested.keywords | keywords
         return cross_entropy_per_token(logits, labels, columns=columns, **more)
 
     logits = jax.ShapeDtypeStruct((cell.tokens, cell.vocab), DTYPES[cell.dtype])
-    return of_losses(cell, [logits], reduced, per_token, asked, factor=factor)
+    return make_program(cell, [logits], reduced, per_token, requested, factor=factor)
 
 
-def asked_of_each(cell: Cell) -> tuple[Cell, AskedOfEach]:
-    """Returns the cell without what it asks of each token beside its loss, and that.
+def take_requested(cell: Cell) -> tuple[Cell, Requested]:
+    """Returns the cell without the requests of outputs a token, and these.
 
     Raises:
-        ConfigError: columns that there cannot be, or anything of losses that something reduces.
+        ConfigError: a number of columns out of range, or a request beside a reduced loss.
     """
     options = dict(cell.options)
     distribution = bool(options.pop("distribution", False))
@@ -98,17 +91,17 @@ def asked_of_each(cell: Cell) -> tuple[Cell, AskedOfEach]:
     if columns is not None and not (is_count and 1 <= columns <= MOST_COLUMNS):
         raise ConfigError(f"options.columns is {columns!r}; it must be in [1, {MOST_COLUMNS}]")
     named = "distribution is true" if distribution else f"columns is {columns}"
-    asked = AskedOfEach(distribution, columns)
-    if asked.any and options.get("reduction") != "none":
+    requested = Requested(distribution, columns)
+    if requested.any and options.get("reduction") != "none":
         raise ConfigError(f"options.{named}; options.reduction must be none then")
-    return replace(cell, options=options), asked
+    return replace(cell, options=options), requested
 
 
-def factor_of(cell: Cell) -> float | None:
-    """Returns what the reduced loss is multiplied by, None for an argument of the program.
+def find_factor(cell: Cell) -> float | None:
+    """Returns the factor of the reduced loss, None for an argument of the program.
 
     Raises:
-        ConfigError: a form that is not known, or a factor of losses that nothing reduces.
+        ConfigError: a form that is not known, or a factor of losses that are not reduced.
     """
     # JSON has words for what is not finite, which float reads.
     factor = float(cell.options.get("factor", 1.0))
@@ -124,7 +117,7 @@ def factor_of(cell: Cell) -> float | None:
     return factor if form == "constant" else None
 
 
-def keywords_of(cell: Cell) -> tuple[Any, dict[str, Any]]:
+def make_keywords(cell: Cell) -> tuple[Any, dict[str, Any]]:
     """Returns the reduction, and options of a loss.
 
     Raises:
@@ -139,38 +132,38 @@ def keywords_of(cell: Cell) -> tuple[Any, dict[str, Any]]:
     return reduction, {**options, "time_block": cell.time_block, "block_size": cell.block_size}
 
 
-def of_losses(
+def make_program(
     cell: Cell,
     arrays: Sequence[jax.ShapeDtypeStruct],
     reduced: Callable[[Sequence[Any], Any, Any], Any],
     per_token: Callable[[Sequence[Any], Any, Any], Any],
-    asked: AskedOfEach,
+    requested: Requested,
     plan: Any = None,
     factor: float | None = 1.0,
 ) -> Program:
     """Returns the program of a loss and its gradients for `arrays`.
 
-    `reduced` is of arrays, labels and weights, which may be None, and `per_token` of arrays, labels
-    and columns, which may be None and else follow the labels: it gives what is `asked` of each
-    token. The reduced loss is multiplied by `factor`; None makes that the last argument.
+    `reduced` takes arrays, labels and weights, `per_token` arrays, labels and columns, which follow
+    the labels; weights and columns may be None. `per_token` returns what is `requested`. `factor`
+    multiplies the reduced loss; None makes it the last argument.
     """
     count = len(arrays)
     has_weights = cell.options.get("weights") == "random"
     labels = jax.ShapeDtypeStruct((cell.tokens,), jnp.int32)
-    numbers = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((cell.tokens,), jnp.float32)
 
     def forward_and_backward(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
-        columns, *cotangents = (None, *given) if asked.columns is None else given
+        columns, *cotangents = (None, *given) if requested.columns is None else given
 
-        def of_each(*arrays: Any) -> Any:
+        def run(*arrays: Any) -> Any:
             outputs = per_token(arrays, labels, columns)
             # What has a derivative comes first.
             moving = [one for one in outputs if one.dtype != bool]
             return moving, [one.astype(jnp.float32) for one in outputs if one.dtype == bool]
 
-        outputs, pull, others = jax.vjp(of_each, *arrays, has_aux=True)
-        return *outputs, *others, *pull(cotangents)
+        outputs, vjp, others = jax.vjp(run, *arrays, has_aux=True)
+        return *outputs, *others, *vjp(cotangents)
 
     def value_and_grad(*arguments: Any) -> Any:
         arrays, labels, given = arguments[:count], arguments[count], arguments[count + 1 :]
@@ -185,32 +178,34 @@ def of_losses(
         return loss, *gradients
 
     if cell.options.get("reduction") == "none":
-        arguments = [*arrays, labels, *[numbers] * (4 if asked.distribution else 3)]
-        if asked.columns is not None:
-            of_columns = (cell.tokens, asked.columns)
-            arguments.insert(count + 1, jax.ShapeDtypeStruct(of_columns, jnp.int32))
-            arguments.append(jax.ShapeDtypeStruct(of_columns, jnp.float32))
+        arguments = [*arrays, labels, *[scalars] * (4 if requested.distribution else 3)]
+        if requested.columns is not None:
+            shape = (cell.tokens, requested.columns)
+            arguments.insert(count + 1, jax.ShapeDtypeStruct(shape, jnp.int32))
+            arguments.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         return Program("forward_and_backward", forward_and_backward, arguments, plan)
-    more = [numbers] if has_weights else []
+    more = [scalars] if has_weights else []
     if factor is None:
         more.append(jax.ShapeDtypeStruct((), jnp.float32))
     return Program("value_and_grad", value_and_grad, [*arrays, labels, *more], plan)
 
 
 def tile(cell: Cell) -> dict[str, int | None]:
-    """Returns the tile that a cell's kernels take: what was named, but on TPUs all of it.
+    """Returns the tile of a cell's kernels: the extents that were named, and on TPUs all.
 
     Raises:
-        ValueError: one that they do not take.
+        ValueError: a tile that kernels do not take.
     """
     if cell.platform != "tpu":
         return {"time_block": cell.time_block, "block_size": cell.block_size}
     target = pallas.ANY if cell.kind is None else pallas.TARGETS[cell.kind]
     dtype = jnp.dtype(DTYPES[cell.dtype])
     wanted: Any = {"time_block": cell.time_block, "block_size": cell.block_size}
-    chosen = tpu_plan.plan(
+    chosen = tpu_plan.plan_tiles(
         target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=True
-    ) or tpu_plan.plan(target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=False)
+    ) or tpu_plan.plan_tiles(
+        target, cell.tokens, cell.vocab, dtype, **wanted, reduces=True, writes=False
+    )
     assert chosen is not None
     return {
         "time_block": cell.time_block or chosen.time_block,

@@ -1,6 +1,6 @@
-"""Cross-entropy by its kernel for TPUs; docs/internals/tpu-cross-entropy.md says why it is so.
+"""Cross-entropy by the Pallas kernel for TPUs (docs/internals/tpu-cross-entropy.md).
 
-`tpu_plan.py` says how logits are cut, `tpu_kernel.py` is the kernel.
+`tpu_plan.py` has the tiling, `tpu_kernel.py` the kernel.
 """
 
 import math
@@ -14,29 +14,78 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..custom_call import Call
+from ..losses.options import Options, is_ignored
 from ..pallas import Target
 from . import tpu_kernel
 from .declaration import OPERATION
-from .options import Options, is_ignored
 from .tpu_kernel import Formula
-from .tpu_plan import LANES, NUMBERS, Plan, plan, sublanes
+from .tpu_plan import LANES, NUMBERS, plan_tiles, sublanes
 
 
-def _call(
+def kernel(options: Options, target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
+    """Returns the function that computes the results of `call`, of arrays of any leading axes."""
+    name = call.target.removeprefix("xentile_cross_entropy_")
+    functions: Any = {"forward": _forward, "backward": _backward, "fused": _fused}
+    function = functions[name]
+
+    def flat(logits: jax.Array, *tokens: jax.Array) -> Sequence[jax.Array]:
+        leading = logits.shape[:-1]
+        if logits.dtype not in (jnp.bfloat16, jnp.float32):
+            raise TypeError(
+                f"{OPERATION}: logits have dtype {logits.dtype}; on TPU it must be bfloat16 or "
+                "float32"
+            )
+        run: Any = _nothing if 0 in leading else partial(_sweep, target, options)
+        rows = logits.reshape(math.prod(leading), logits.shape[-1])
+        given = [rows, *(x.reshape(-1) for x in tokens)]
+        # HBM pads arrays of fewer rows than a register has to 1, 2 or 4 of them, which copies of
+        # whole registers would leave.
+        count, missing = len(rows), max(sublanes(logits.dtype) - len(rows), 0)
+        if missing and 0 not in leading:
+            given = [jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in given]
+        results = function(run, options, *given)
+        return [x[:count].reshape(*leading, *x.shape[1:]) for x in results]
+
+    return flat
+
+
+def _nothing(logits: jax.Array, labels: jax.Array, *_: Any, **__: bool) -> Any:
+    return logits, jnp.zeros((NUMBERS, *labels.shape), jnp.float32)
+
+
+def _sweep(
     target: Target,
-    plan: Plan,
     options: Options,
     logits: jax.Array,
     labels: jax.Array,
-    numbers: Sequence[jax.Array],
-    *,
+    *scalars: jax.Array,
     reduces: bool,
     writes: bool,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Runs the kernel on logits [T, V].
+    """Runs the kernel on logits [T, V], or twice where rows are too long to stay in VMEM.
 
-    Returns dlogits and what the reduction found, [NUMBERS, T], where there are such.
+    Returns dlogits [T, V] where it writes, and what it reduces, [NUMBERS, T], where it does.
     """
+    tokens, vocab = logits.shape
+    plan = plan_tiles(
+        target,
+        tokens,
+        vocab,
+        logits.dtype,
+        time_block=options.time_block,
+        block_size=options.block_size,
+        reduces=reduces,
+        writes=writes,
+    )
+    if plan is None:
+        run = partial(_sweep, target, options)
+        _, found = run(logits, labels, reduces=True, writes=False)
+        assert found is not None
+        (dloss,) = scalars
+        zeros = jnp.zeros_like(dloss)
+        saved = found[0], found[1]
+        dlogits, _ = run(logits, labels, dloss, zeros, zeros, *saved, reduces=False, writes=True)
+        return dlogits, found
     rows, blocks = plan.time_block, plan.blocks
     missing = blocks * rows - plan.tokens
 
@@ -50,7 +99,7 @@ def _call(
     tile = jnp.where(in_range, column // plan.block_size, -1)
     places = by_block(jnp.stack([tile, column % plan.block_size]), -1)
     zero = jnp.zeros(plan.tokens, jnp.float32)
-    given = by_block(jnp.stack([*numbers, *[zero] * (NUMBERS - len(numbers))]), 0)
+    given = by_block(jnp.stack([*scalars, *[zero] * (NUMBERS - len(scalars))]), 0)
 
     def block_of(extent: int, **space: Any) -> pl.BlockSpec:
         return pl.BlockSpec((1, extent, rows), lambda block: (block, 0, 0), **space)
@@ -107,84 +156,6 @@ def _call(
     return dlogits, results[0].swapaxes(0, 1).reshape(NUMBERS, -1)[:, : plan.tokens]
 
 
-def kernel(target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
-    """Returns the function that does what `call` is for, on arrays of any leading axes."""
-    attributes = dict(call.attributes)
-    options = Options(
-        ignore_index=int(attributes["ignore_index"]),
-        label_smoothing=float(attributes["label_smoothing"]),
-        z_loss=float(attributes["z_loss"]),
-        softcap=float(attributes["softcap"]) if "softcap" in attributes else None,
-        temperature=float(attributes.get("temperature", 1.0)),
-        block_size=int(attributes["block_size"]) if "block_size" in attributes else None,
-        time_block=int(attributes["time_block"]) if "time_block" in attributes else None,
-        every_token=bool(attributes.get("every_token", True)),
-        donate_logits=call.reuses is not None,
-    )
-    name = call.target.removeprefix("xentile_cross_entropy_")
-    functions: Any = {"forward": _forward, "backward": _backward, "fused": _fused}
-    function = functions[name]
-
-    def flat(logits: jax.Array, *tokens: jax.Array) -> Sequence[jax.Array]:
-        leading = logits.shape[:-1]
-        if logits.dtype not in (jnp.bfloat16, jnp.float32):
-            raise TypeError(
-                f"{OPERATION}: logits have dtype {logits.dtype}; on TPU it must be bfloat16 or "
-                "float32"
-            )
-        run: Any = _nothing if 0 in leading else partial(_sweep, target, options)
-        rows = logits.reshape(math.prod(leading), logits.shape[-1])
-        given = [rows, *(x.reshape(-1) for x in tokens)]
-        # HBM pads arrays of fewer rows than a register has to 1, 2 or 4 of them, which copies of
-        # whole registers would leave.
-        count, missing = len(rows), max(sublanes(logits.dtype) - len(rows), 0)
-        if missing and 0 not in leading:
-            given = [jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in given]
-        results = function(run, options, *given)
-        return [x[:count].reshape(*leading, *x.shape[1:]) for x in results]
-
-    return flat
-
-
-def _nothing(logits: jax.Array, labels: jax.Array, *_: Any, **__: bool) -> Any:
-    return logits, jnp.zeros((NUMBERS, *labels.shape), jnp.float32)
-
-
-def _sweep(
-    target: Target,
-    options: Options,
-    logits: jax.Array,
-    labels: jax.Array,
-    *numbers: jax.Array,
-    reduces: bool,
-    writes: bool,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    tokens, vocab = logits.shape
-    chosen = plan(
-        target,
-        tokens,
-        vocab,
-        logits.dtype,
-        time_block=options.time_block,
-        block_size=options.block_size,
-        reduces=reduces,
-        writes=writes,
-    )
-    if chosen is not None:
-        return _call(
-            target, chosen, options, logits, labels, numbers, reduces=reduces, writes=writes
-        )
-    # Rows too long to stay are read twice.
-    run = partial(_sweep, target, options)
-    _, found = run(logits, labels, reduces=True, writes=False)
-    assert found is not None
-    (dloss,) = numbers
-    zero = jnp.zeros_like(dloss)
-    given = (dloss, zero, zero, found[0], found[1])
-    dlogits, _ = run(logits, labels, *given, reduces=False, writes=True)
-    return dlogits, found
-
-
 def _out_of_range(options: Options, vocab: int, labels: jax.Array) -> jax.Array:
     in_range = (labels >= 0) & (labels < vocab)
     return ~in_range & ~is_ignored(options, labels)
@@ -193,7 +164,7 @@ def _out_of_range(options: Options, vocab: int, labels: jax.Array) -> jax.Array:
 def outputs_of(
     options: Options, vocab: int, labels: jax.Array, found: jax.Array, idle: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps, lse and lse_low of what a reduction found; 0 for `idle` tokens.
+    """Returns loss, logps, lse and lse_low, of the results of a reduction; 0 for `idle` tokens.
 
     `idle` None stands for ignored tokens.
     """
@@ -208,17 +179,17 @@ def outputs_of(
     def masked(values: jax.Array) -> jax.Array:
         return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
 
-    def asked(values: jax.Array) -> jax.Array:
-        unasked = ignored if idle is None else idle
-        return values if options.every_token else jnp.where(unasked, 0, values)
+    def requested(values: jax.Array) -> jax.Array:
+        unused = ignored if idle is None else idle
+        return values if options.every_token else jnp.where(unused, 0, values)
 
-    return asked(masked(loss)), asked(masked(logps)), asked(lse), asked(low)
+    return requested(masked(loss)), requested(masked(logps)), requested(lse), requested(low)
 
 
 def cotangents_of(
     options: Options, vocab: int, labels: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
-    """Returns cotangents as kernels take them: 0 for idle tokens, NaN for wrong labels."""
+    """Returns cotangents as kernels take them: 0 for masked tokens, NaN for invalid labels."""
     idle = is_ignored(options, labels)
     idle |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
     bad = _out_of_range(options, vocab, labels)

@@ -1,4 +1,4 @@
-"""The kernel of cross-entropy for TPUs, which does all three passes.
+"""The kernel of cross-entropy for TPUs: forward, backward and fused.
 
 Tiles of [time_block, block_size] come from HBM into a ring of slots in VMEM, by copies that the
 kernel starts and awaits itself (`_Tiles`). Over a block of rows it sweeps once to reduce, once to
@@ -23,17 +23,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .tpu_plan import LAG, LANES, NUMBERS, Plan, sublanes
 
-# Lanes start from here and not from -inf, so that no difference of shifts is inf - inf.
+# The running maximum of a lane starts here and not at -inf, so that no rescale is inf - inf.
 LEAST = float(np.finfo(np.float32).min)
-# Columns that straight-line code handles at a time.
+# Columns that are unrolled at a time.
 CHUNK = 8192
-# The logarithm of a p from which on p - 1 is the better number.
+# From this log p on, p - 1 is computed by expm1.
 NEAR_ONE = -0.5
 
 
 @dataclass(frozen=True)
 class Formula:
-    """The options that kernels are specialised for."""
+    """The options that the kernel is specialised for."""
 
     label_smoothing: float
     z_loss: float
@@ -48,7 +48,7 @@ class Formula:
         return z if self.temperature == 1 else z * (1 / self.temperature)
 
     def times_slope(self, d: jax.Array, z: jax.Array) -> jax.Array:
-        """Multiplies by the derivative of `cap`, of what that gave."""
+        """Multiplies by the derivative of `cap`, of its result."""
         if self.softcap is not None:
             t = z * (self.temperature / self.softcap)
             d = d * ((1 - t) * (1 + t))
@@ -56,10 +56,10 @@ class Formula:
 
 
 def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -> None:
-    """One step of the grid: a block of rows.
+    """Runs one step of the grid: a block of rows.
 
-    `refs` are the places and the numbers of `pallas_tpu`, logits, dlogits where it writes, what it
-    found where it reduces, and the scratch.
+    `refs` are places and scalars of `pallas_tpu`, logits, dlogits where it writes, the results of
+    the reduction where it reduces, and scratch.
     """
     places, numbers, logits, *rest = refs
     dlogits: Any = rest.pop(0) if writes else None
@@ -138,7 +138,7 @@ def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -
 
 
 class _State:
-    """What the kernel knows of each row, in VMEM, [time_block, LANES] each."""
+    """The state of each row in VMEM, [time_block, LANES] each."""
 
     def __init__(self, values: Any) -> None:
         # Lane by lane: of the maximum, the sum of exponentials beneath it, the sum of logits, the
@@ -246,7 +246,7 @@ class _Labels:
         lax.while_loop(lambda row: row >= 0, step, self.head[tile])
 
     def pick(self, slot: Any) -> Callable[[Any, Any, Any], None]:
-        """What keeps a label's logit."""
+        """Returns what stores a label's logit in the state."""
         picked = self.state.picked
 
         def act(group: Any, side: Any, is_it: Any) -> None:
@@ -256,7 +256,7 @@ class _Labels:
         return act
 
     def put(self, slot: Any) -> Callable[[Any, Any, Any], None]:
-        """What writes the gradient at a label over the one that the sweep wrote."""
+        """Returns what writes the gradient at a label over the one that the sweep wrote."""
 
         def act(group: Any, side: Any, is_it: Any) -> None:
             before = self.ring[slot, group, side].astype(jnp.float32)
@@ -267,7 +267,7 @@ class _Labels:
 
 
 class _Sweeps:
-    """What is done to every logit of a tile, by vectors."""
+    """The vector operations on every logit of a tile."""
 
     def __init__(self, plan: Plan, formula: Formula, ring: Any, state: _State) -> None:
         self.plan, self.formula, self.ring, self.state = plan, formula, ring, state
@@ -308,9 +308,9 @@ class _Sweeps:
         return carry
 
     def pieces(self, registers: int, lanes: int) -> list[tuple[int, int, Any, jax.Array | None]]:
-        """Cuts a chunk into what vector units take at a time.
+        """Splits a chunk into pieces of the size of vector units.
 
-        For each: its first row of the group, its registers, what it indexes, and which lanes of it
+        For each: its first row of the group, its registers, its index, and the mask of lanes that
         are logits, where not all are.
         """
         found = []
@@ -331,7 +331,7 @@ class _Sweeps:
         return self.ring.at[slot, group, pl.ds(column, registers * LANES)]
 
     def by_height(self, values: Any) -> dict[int, Any]:
-        """What a group of rows has of a value, by the first row of each piece."""
+        """Splits the values of a group of rows, by the first row of each piece."""
         return {top: values[top : top + self.height] for top in self.tops}
 
     def reduce(self, tile: Any, slot: Any) -> None:
@@ -442,25 +442,25 @@ class _Sweeps:
 
 
 class _Tokens:
-    """What is computed once for each token: before the sweeps, between them, and after."""
+    """The computations once a token: before the sweeps, between them, and after."""
 
     def __init__(self, plan: Plan, formula: Formula, numbers: Any, state: _State) -> None:
         self.plan, self.formula, self.numbers, self.state = plan, formula, numbers, state
         self.wide = (plan.time_block, LANES)
 
     def column_of(self, row: int) -> jax.Array:
-        """Turns a row of numbers, a token a lane, into a column."""
+        """Transposes a row of scalars, a token a lane, to a column."""
         line = self.numbers[0, row : row + 1, :]
         diagonal = _diagonal(self.plan.time_block)
         return jnp.sum(jnp.where(diagonal, line, 0.0), axis=1, keepdims=True)
 
     def row_of(self, column: jax.Array) -> jax.Array:
-        """Turns a column into a row."""
+        """Transposes a column to a row."""
         diagonal = _diagonal(self.plan.time_block)
         return jnp.sum(jnp.where(diagonal, column, 0.0), axis=0, keepdims=True)
 
     def begin(self, reduces: bool) -> None:
-        """Sets what sweeps add to."""
+        """Initialises the accumulators."""
         state = self.state
         state.picked[...] = jnp.zeros(self.wide, jnp.float32)
         if reduces:
@@ -470,7 +470,7 @@ class _Tokens:
                 state.sums[...] = jnp.zeros(self.wide, jnp.float32)
 
     def finish(self, found: Any) -> tuple[jax.Array, jax.Array]:
-        """Writes what the sweep that reduces found, and returns lse and what rounding it lost."""
+        """Writes the results of the reduction; returns lse and its rounding error."""
         state, rows = self.state, self.plan.time_block
         peak = jnp.max(state.highest[...], axis=1, keepdims=True)
         mass = jnp.sum(state.total[...] * jnp.exp(state.highest[...] - peak), axis=1, keepdims=True)
@@ -492,7 +492,7 @@ class _Tokens:
         return lse, low
 
     def prepare(self, lse: jax.Array, low: jax.Array) -> None:
-        """Sets what the sweep that writes needs of each token."""
+        """Sets the scalars of each token that the writing sweep needs."""
         state, formula = self.state, self.formula
         g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
         a = g * (1 + 2 * formula.z_loss * lse) - h + k
@@ -509,7 +509,7 @@ class _Tokens:
         """Sets the gradient at the label: a p + b + c, with no small number lost among large ones.
 
         Where p nears 1 that is a (p - 1) + (a + b) + c. Elsewhere p has the digits that p - 1 has
-        not, and b is 0 where another part of the vocabulary has the label.
+        not, and b is 0 where another shard of the vocabulary has the label.
         """
         state, formula = self.state, self.formula
         g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
@@ -531,7 +531,7 @@ class _Tokens:
 
 
 def _kinds(extent: int, block: int, multiple: int) -> list[tuple[Callable[..., Any], int]]:
-    """The sizes that blocks of an extent come in, with what tells which are of each."""
+    """Returns the sizes of blocks of an extent, each with the condition for a block to have it."""
     rest = extent % block
     if not rest:
         return [(lambda index, blocks: None, block)]

@@ -1,4 +1,4 @@
-"""How the kernels for TPUs cut logits, and what lies in VMEM."""
+"""The tiling of logits for the TPU kernel, and its layout of VMEM."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from ..pallas import Target
 from .declaration import OPERATION
 
 LANES = 128
-# Tiles that may be on their way out before the slot of the oldest is used again.
+# Outgoing copies in flight before the slot of the oldest is reused.
 LAG = 2
-# Rows of the array of numbers a token, for the kernel and from it. Eight is what a register has.
+# Rows of the arrays of scalars a token, to the kernel and from it: the rows of a register.
 NUMBERS = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How logits [tokens, vocab] are cut, and what lies in VMEM."""
+    """The tiling of logits [tokens, vocab], and the layout of VMEM."""
 
     tokens: int
     vocab: int
@@ -29,7 +29,7 @@ class Plan:
     # Whether a block of rows stays in VMEM between its two sweeps.
     resident: bool
     slots: int
-    # What ragged copies are rounded up to: how HBM pads an array.
+    # The multiples that ragged copies are rounded up to, as HBM pads arrays.
     multiples: tuple[int, int] = (8, LANES)
     # Rows and lanes that are one register as memory has them.
     piece: tuple[int, int] = (8, LANES)
@@ -51,16 +51,16 @@ class Plan:
 
     @property
     def vmem_bytes(self) -> int:
-        """Bytes of VMEM, of which the kernel's own stack is a guess."""
+        """Bytes of VMEM, with an estimate of the kernel's stack."""
         return self.slots * self.tile_bytes + _working_bytes(self.time_block)
 
 
 def _working_bytes(time_block: int) -> int:
-    # State a row and lane, blocks of numbers (twice, as they are fetched ahead), and the stack:
-    # what turns rows into columns is [time_block, time_block].
+    # State a row and lane, blocks of scalars (twice, as they are fetched ahead), and the stack:
+    # rows are transposed to columns by [time_block, time_block].
     rows = 9 * time_block * LANES * 4
-    turning = 4 * time_block * max(time_block, LANES) * 4
-    return rows + turning + 4 * NUMBERS * max(time_block, LANES) * 4 + (1 << 20)
+    transposes = 4 * time_block * max(time_block, LANES) * 4
+    return rows + transposes + 4 * NUMBERS * max(time_block, LANES) * 4 + (1 << 20)
 
 
 def sublanes(dtype: Any) -> int:
@@ -68,7 +68,7 @@ def sublanes(dtype: Any) -> int:
     return 32 // int(np.dtype(dtype).itemsize)
 
 
-def plan(
+def plan_tiles(
     target: Target,
     tokens: int,
     vocab: int,
@@ -79,7 +79,7 @@ def plan(
     reduces: bool,
     writes: bool,
 ) -> Plan | None:
-    """Returns how to cut logits for the sweeps wanted; None where both do not fit at once.
+    """Returns the tiling for the sweeps wanted; None where VMEM does not hold both at once.
 
     Raises:
         ValueError: a tile that is not made of whole registers, or that does not fit in VMEM.
@@ -104,7 +104,7 @@ def plan(
     columns = min(block_size or 32768, whole)
     both = reduces and writes
 
-    def cut(rows: int, columns: int) -> Plan | None:
+    def make_plan(rows: int, columns: int) -> Plan | None:
         tiles = -(-vocab // columns)
         least = tiles + 2 * LAG if both else 2 * LAG
         wanted = 2 * tiles if both else 4 * LAG
@@ -117,7 +117,7 @@ def plan(
     enough = -(-max(tokens, 1) // unit) * unit
     candidates = (64, 32, 16, 8) if time_block is None else (time_block,)
     for rows in candidates:
-        if rows % unit == 0 and (found := cut(min(rows, enough), columns)) is not None:
+        if rows % unit == 0 and (found := make_plan(min(rows, enough), columns)) is not None:
             return found
     if both:
         return None

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import gathering, meshes, one_program, pallas, vocab_parts
+from .. import gathering, meshes, one_program, pallas
 from ..bound import Bound
 from ..checks import as_array, check_dtype
 from ..cross_entropy.api import AxisName
-from ..cross_entropy.known import Asked, Known, check_columns
-from ..cross_entropy.options import Options, Tile, check_options, check_tile, narrow_labels
-from ..cross_entropy.reduction import token_factors, weighted
 from ..implementations import choose
+from ..losses import vocab_shards
+from ..losses.aux_outputs import Request, TokenOutputs, check_columns
+from ..losses.options import Options, Tile, check_options, check_tile, narrow_labels
+from ..losses.reduction import token_factors, weighted
 from ..operation import Implementation
 from . import (
     auto_parts,
@@ -229,7 +230,7 @@ def linear_cross_entropy(
     of = _Arrays(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     cut = of.find(axis_name)
     planner = of.planner(max_scratch_bytes, batch_invariant)
-    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
+    asked = Request(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         work = None if reduction == "none" or cut is not None else of.reduced_known(planner, asked)
         if work is not None and reduction != "none":
@@ -240,7 +241,7 @@ def linear_cross_entropy(
         else:
             factors = token_factors(of.options, reduction, of.labels, of.weights)
             loss = weighted(found.loss, factors).sum()
-        return loss, *asked.of(found)
+        return loss, *asked.select(found)
     if reduction == "none":
         loss, _, lse = _per_token(of, cut, planner)
         loss = loss if of.weights is None else weighted(loss, of.weights)
@@ -434,10 +435,10 @@ def linear_cross_entropy_per_token(
     of = _Arrays(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
     cut = of.find(axis_name)
     planner = of.planner(max_scratch_bytes, batch_invariant)
-    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
+    asked = Request(return_lse, return_entropy, return_correct, check_columns(columns, of.shape))
     if asked.any:
         found = _known(of, cut, planner, asked)
-        return found.loss, found.logps, *asked.of(found)
+        return found.loss, found.logps, *asked.select(found)
     loss, logps, lse = _per_token(of, cut, planner)
     return (loss, logps, lse) if return_lse else (loss, logps)
 
@@ -598,7 +599,7 @@ class _Arrays:
         exchange = None if cut is None else cut.exchange()
         fused = None
         if cut is not None and exchange is not None:
-            options = vocab_parts.options_of_part(options)
+            options = vocab_shards.shard_options(options, exchange)
             if reduced and cut.leaves_axes and self.implementation != "reference":
                 fused = planner.chunk(hidden, weight, bias, self.axis, options.tile)
             reduced = False
@@ -620,9 +621,9 @@ class _Arrays:
     def known_of(
         self,
         planner: "_Planner",
-        asked: Asked,
-        exchange: vocab_parts.OverDevices | None = None,
-    ) -> Known:
+        asked: Request,
+        exchange: vocab_shards.OverDevices | None = None,
+    ) -> TokenOutputs:
         """Returns what is asked for of each token [..].
 
         With an `exchange`, the weight is a part's.
@@ -656,12 +657,12 @@ class _Arrays:
             make = known_parts.known_of_dense if is_dense else known_parts.known_of
             found = one_program.run(Bound(make, work), *given)
         count = self.labels.size
-        shaped: Known = jax.tree.map(
+        shaped: TokenOutputs = jax.tree.map(
             lambda one: one[:count].reshape(*self.shape, *one.shape[1:]), found
         )
         return shaped
 
-    def reduced_known(self, planner: "_Planner", asked: Asked) -> reduced_known.Work | None:
+    def reduced_known(self, planner: "_Planner", asked: Request) -> reduced_known.Work | None:
         """Returns what makes gradients with a loss and all that is asked for, or None."""
         hidden, weight, bias, _ = self.flat
         is_whole = not meshes.are_left_to_xla(hidden, weight)
@@ -741,7 +742,7 @@ def _per_token(
     return found
 
 
-def _known(of: _Arrays, cut: Cut | None, planner: "_Planner", asked: Asked) -> Known:
+def _known(of: _Arrays, cut: Cut | None, planner: "_Planner", asked: Request) -> TokenOutputs:
     """Returns what is asked for of each token [..]; has weights lie as these do."""
     if cut is None:
         return of.known_of(planner, asked)
@@ -758,7 +759,7 @@ def _known(of: _Arrays, cut: Cut | None, planner: "_Planner", asked: Asked) -> K
     of.place(cut)
     results = (cut.tokens,) * len(names)
     found = cut.run(of_device, results, of.hidden, of.weight, of.bias, of.labels, *columns)
-    return Known(**dict(zip(names, found, strict=True)))
+    return TokenOutputs(**dict(zip(names, found, strict=True)))
 
 
 def _reduced(
@@ -789,7 +790,7 @@ def _reduced(
 
 
 def _reduced_known(
-    of: _Arrays, work: reduced_known.Work, reduction: Literal["mean", "sum"], asked: Asked
+    of: _Arrays, work: reduced_known.Work, reduction: Literal["mean", "sum"], asked: Request
 ) -> tuple[jax.Array, ...]:
     """Returns the scalar loss, and what is asked for of each token [..]."""
     hidden, weight, bias, labels = of.flat
@@ -800,7 +801,7 @@ def _reduced_known(
     flat = dataclasses.replace(asked, columns=columns)
     run = Bound(reduced_known.reduced, work)
     found = one_program.run(run, flat, hidden, weight, bias, labels, factors)
-    return found.loss, *(one.reshape(*of.shape, *one.shape[1:]) for one in asked.of(found))
+    return found.loss, *(one.reshape(*of.shape, *one.shape[1:]) for one in asked.select(found))
 
 
 @dataclasses.dataclass(frozen=True)

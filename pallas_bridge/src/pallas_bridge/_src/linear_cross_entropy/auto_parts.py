@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from .. import auto_partitioning, gathering
 from ..bound import Bound
+from ..losses.vocab_shards import OverDevices, shard_options
 from ..meshes import Names
-from ..vocab_parts import OverDevices, options_of_part
 from . import parts
 from .declaration import OPERATION
 from .schedules import OfDevice, Schedule
@@ -128,9 +128,9 @@ class _Device:
         options, products = self.whole.options, self.whole.products
         if not self.columns:
             return self.of_device(options, products, reduced, *arrays), None
-        own = self.of_device(options_of_part(options), products, False, *arrays)
         # A cotangent is the whole's on every device.
         exchange = OverDevices(self.columns, is_checked=True)
+        own = self.of_device(shard_options(options, exchange), products, False, *arrays)
         return own, parts.Work(options, exchange, products, own)
 
     def forward(

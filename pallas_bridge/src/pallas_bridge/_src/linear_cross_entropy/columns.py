@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cross_entropy.options import Options, is_ignored
+from ..losses.options import Options, is_ignored
 from . import two_passes
 from .product import FLOAT32, Products, blank, each, holds_all, operand_dtype, without_rows
 from .tokens import Bias, Gradients, idle_tokens, put, rows

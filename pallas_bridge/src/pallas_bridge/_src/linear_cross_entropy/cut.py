@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from .. import meshes
 from ..compat import cuts_by_shardy
+from ..losses.vocab_shards import OverDevices
 from ..meshes import Names
-from ..vocab_parts import OverDevices
 from .tokens import Bias
 
 

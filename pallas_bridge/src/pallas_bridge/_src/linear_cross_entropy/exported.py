@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..cross_entropy.exported import asked_of_each, keywords_of, of_losses
+from ..cross_entropy.exported import make_keywords, make_program, take_requested
 from ..exporting import DTYPES, Cell, ConfigError, Program, check_extent
 from .api import explain, linear_cross_entropy, linear_cross_entropy_per_token
 from .plan import Plan
@@ -51,8 +51,8 @@ def program(cell: Cell) -> Program:
         ConfigError: an option that is not known, or a tile for which there is no room.
         ValueError: a budget below the least.
     """
-    cell, asked = asked_of_each(cell)
-    reduction, options = keywords_of(cell)
+    cell, requested = take_requested(cell)
+    reduction, options = make_keywords(cell)
     settings: Settings = cell.settings
     dtype = DTYPES[cell.dtype]
     weight = [cell.vocab, settings.hidden]
@@ -82,20 +82,20 @@ def program(cell: Cell) -> Program:
 
     def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
         hidden, weight, *bias = arrays
-        more = asked.keywords | options
+        more = requested.keywords | options
         return linear_cross_entropy_per_token(
             hidden, weight, labels, bias=bias[0] if bias else None, columns=columns, **more
         )
 
     plan = None
-    # `explain` tells nothing of chunks whose logits something is asked of.
-    if not cell.is_dense and not asked.any:
+    # `explain` tells nothing of chunks whose logits something is requested of.
+    if not cell.is_dense and not requested.any:
         bias = arrays[2] if settings.bias else None
         platform = cell.kind or cell.platform
         cut |= {"reduction": reduction, "platform": platform}
         plan = explain(*arrays[:2], bias=bias, **cut)
         _check_tile(cell, plan)
-    return of_losses(cell, arrays, reduced, per_token, asked, plan)
+    return make_program(cell, arrays, reduced, per_token, requested, plan)
 
 
 def _check_tile(cell: Cell, plan: Plan) -> None:

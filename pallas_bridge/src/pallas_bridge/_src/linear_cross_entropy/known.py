@@ -14,11 +14,13 @@ import jax
 
 from .. import linear
 from ..bound import Bound
-from ..cross_entropy import custom_call as kernels
-from ..cross_entropy import known
+from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference as of_logits
-from ..cross_entropy.known import Asked, Known
-from ..cross_entropy.options import Options, is_ignored
+from ..cross_entropy.derivative import per_token
+from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options, is_ignored
+from ..losses.vocab_shards import WHOLE, Loss
 from . import reference, tokens
 from .declaration import OPERATION
 from .parts import alike
@@ -39,29 +41,29 @@ class Chunks:
 
 def known_of(
     chunks: Chunks,
-    asked: Asked,
+    asked: Request,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
-) -> Known:
+) -> TokenOutputs:
     """Returns what is asked for of each token [N]; the gradient makes logits again."""
     outputs = _known(chunks, *alike(hidden, weight, bias, labels, asked.columns))
-    return known.ordered(chunks.options, asked, labels, outputs)
+    return aux_outputs.collect(chunks.options, asked, labels, outputs)
 
 
 def known_of_dense(
     chunks: Chunks,
-    asked: Asked,
+    asked: Request,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
-) -> Known:
+) -> TokenOutputs:
     """Returns the same by the dense program."""
     idle = is_ignored(chunks.options, labels)
     z = reference.logits(chunks.products, idle, hidden, weight, bias)
-    return of_logits.known_of(chunks.options, asked, z, labels)
+    return per_token(chunks.options, WHOLE, asked, z, labels)
 
 
 def forward(
@@ -72,7 +74,7 @@ def forward(
     labels: jax.Array,
     columns: jax.Array | None,
 ) -> Any:
-    """Returns the outputs of `kernels.forward_known`, and lse_low."""
+    """Returns the outputs of `kernels.forward_tokens`, and lse_low."""
     w = weight.astype(operand_dtype(hidden, weight))
     per_token = (hidden, labels, *([] if columns is None else [columns]))
 
@@ -80,7 +82,8 @@ def forward(
         x, y, *c = chunks.products.barrier(rows(first, count, *per_token))
         z = chunks.products.logits(x.astype(w.dtype), w, bias)
         of_columns = c[0] if c else None
-        found, low = kernels.forward_known(chunks.options, chunks.distribution, z, y, of_columns)
+        loss = Loss(chunks.options, distribution=chunks.distribution)
+        found, (_, low, *_) = kernels.forward_tokens(loss, z, y, of_columns)
         return put(outputs, chunks.products.barrier((*found, low)), first)
 
     number = blank(labels)
@@ -103,7 +106,7 @@ def backward(
     saved: Any,
     cotangents: Any,
 ) -> Gradients:
-    """Returns gradients for what `kernels.backward_known` takes, a number a token each."""
+    """Returns gradients for what `kernels.backward_tokens` takes, a number a token each."""
     w = weight.astype(operand_dtype(hidden, weight))
     options = tokens.in_place(chunks.options)
     numbers = [one for one in cotangents if one is not None]
@@ -115,9 +118,8 @@ def backward(
         x, out, *part = chunks.products.barrier(rows(first, count, hidden, idle, *flat))
         y, c, of_saved, of_cotangents = jax.tree.unflatten(tree, part)
         z = chunks.products.logits(x.astype(w.dtype), w, bias)
-        dlogits = kernels.backward_known(
-            options, chunks.distribution, z, y, c, of_saved, of_cotangents
-        )
+        loss = Loss(options, distribution=chunks.distribution)
+        dlogits = kernels.backward_tokens(loss, z, y, c, of_saved, of_cotangents)
         return add(sums, dlogits, x, out, first)
 
     add = partial(tokens.add_gradients, chunks.products, weight, w, bias)
@@ -146,7 +148,7 @@ def _known_jvp(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
     outputs, low = linear.whole(OPERATION, partial(forward, chunks), *arrays)
     entropy = outputs[3] if chunks.distribution else None
     picked = None if arrays[-1] is None else outputs[4 if chunks.distribution else 3]
-    saved = outputs[2], low, entropy, picked
+    saved = outputs[2], low, None, entropy, picked
     rules = Bound(_tangents, chunks), Bound(_pull, chunks)
     return derivative(chunks.distribution, *rules, outputs, saved, arrays, tangents)
 
@@ -167,7 +169,7 @@ def derivative(
     moving = outputs[:-1] if distribution else outputs
     of_arrays = [None if one is None else linear.given(one) for one in tangents[:3]]
     found = linear.bind(apply, transpose, (arrays, saved), of_arrays, moving)
-    return outputs, known.with_correct(distribution, outputs, found)
+    return outputs, aux_outputs.with_correct(distribution, outputs, found)
 
 
 def _tangents(chunks: Chunks, residuals: Any, tangents: Any) -> Any:
@@ -183,7 +185,8 @@ def tangents_of(chunks: Chunks, arrays: Any, tangents: Any) -> Any:
     def plain(hidden: Any, weight: Any, bias: Any) -> Any:
         idle = is_ignored(options, labels)
         z = reference.logits(chunks.products, idle, hidden, weight, bias)
-        return of_logits.known_floats(options, chunks.distribution, z, labels, columns)
+        loss = Loss(options, distribution=chunks.distribution)
+        return of_logits.token_outputs(loss, z, labels, columns)
 
     return linear.tangents_of(plain, arrays, tangents)
 

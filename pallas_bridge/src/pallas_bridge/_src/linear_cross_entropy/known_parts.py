@@ -1,7 +1,7 @@
 """What is known of each token, of hidden states against the part of an output matrix a device has.
 
 A chunk of tokens makes the part's logits at a time, as `known` has it, and the kernels say of these
-what they say of a part of logits. What parts exchange is that of `cross_entropy.parts`, for all
+what they say of a part of logits. What parts exchange is that of `vocab_shards`, for all
 tokens at once; the backward pass makes logits again, for cotangents that stand for the part.
 """
 
@@ -13,14 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linear, vocab_parts
+from .. import linear
 from ..bound import Bound
-from ..cross_entropy import known
-from ..cross_entropy import parts as of_logits
-from ..cross_entropy.known import Asked, Known
-from ..cross_entropy.options import is_ignored
-from ..cross_entropy.parts import Found
-from ..vocab_parts import Labels, OverDevices, labels_of_part, options_of_part
+from ..cross_entropy import calls as kernels
+from ..cross_entropy import reference as of_logits
+from ..cross_entropy.derivative import per_token
+from ..losses import aux_outputs, vocab_shards
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import is_ignored
+from ..losses.vocab_shards import (
+    Labels,
+    Loss,
+    OverDevices,
+    ShardOutputs,
+    shard_labels,
+    shard_options,
+)
 from . import reference
 from .declaration import OPERATION
 from .known import Chunks, backward, derivative
@@ -37,13 +45,18 @@ class Parts:
     whole: Chunks
     exchange: OverDevices
 
+    @property
+    def loss(self) -> Loss:
+        """What logits of a device are a shard of."""
+        return Loss(self.whole.options, self.exchange, self.whole.distribution)
+
     def width(self, weight: jax.Array) -> int:
         """Returns the columns of the part."""
         return weight.shape[self.whole.products.vocab_axis]
 
     def labels(self, weight: jax.Array, labels: jax.Array) -> Labels:
         """Returns what labels say to the part."""
-        return labels_of_part(self.whole.options, self.exchange, labels, self.width(weight))
+        return shard_labels(self.whole.options, self.exchange, labels, self.width(weight))
 
     def columns(self, weight: jax.Array, columns: jax.Array | None) -> jax.Array | None:
         """Returns columns as the part counts them, those of others outside."""
@@ -55,12 +68,12 @@ class Parts:
 
 def known_of(
     work: Parts,
-    asked: Asked,
+    asked: Request,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
-) -> Known:
+) -> TokenOutputs:
     """Returns what is asked for of each token [N]; the gradient makes logits again.
 
     `weight` and `bias` are a device's, labels and columns those of the whole.
@@ -68,22 +81,22 @@ def known_of(
     of = work.labels(weight, labels)
     hidden, weight, bias, _ = alike(hidden, weight, bias, of.given)
     outputs = _known(work, hidden, weight, bias, labels, asked.columns)
-    return known.ordered(work.whole.options, asked, labels, outputs)
+    return aux_outputs.collect(work.whole.options, asked, labels, outputs)
 
 
 def known_of_dense(
     work: Parts,
-    asked: Asked,
+    asked: Request,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
-) -> Known:
+) -> TokenOutputs:
     """Returns the same by the dense program."""
     of = work.labels(weight, labels)
     hidden, weight, bias, _ = alike(hidden, weight, bias, of.given)
     z = reference.logits(work.whole.products, of.ignored, hidden, weight, bias)
-    return of_logits.known_of(work.whole.options, work.exchange, asked, z, labels)
+    return per_token(work.whole.options, work.exchange, asked, z, labels)
 
 
 def _of_part(
@@ -93,7 +106,7 @@ def _of_part(
     bias: Bias,
     labels: jax.Array,
     columns: jax.Array | None,
-) -> Found:
+) -> ShardOutputs:
     """Returns what the part says of each token; labels and columns are the part's."""
     w = weight.astype(operand_dtype(hidden, weight))
     per_token = [hidden, labels, *([] if columns is None else [columns])]
@@ -102,17 +115,20 @@ def _of_part(
         x, y, *c = work.whole.products.barrier(rows(first, count, *per_token))
         z = work.whole.products.logits(x.astype(w.dtype), w, bias)
         of_columns = c[0] if c else None
-        one = of_logits.found_of_part(work.whole.options, work.whole.distribution, z, y, of_columns)
+        one = kernels.read_shard(work.loss, z, y, of_columns)
         return put(found, work.whole.products.barrier(jax.tree.leaves(one)), first)
 
     number = blank(labels)
-    like = Found(
-        (number,) * 4,
-        (number, number, blank(labels, dtype=jnp.int32)) if work.whole.distribution else (),
-        None if columns is None else blank(columns),
-    )
+    like = ShardOutputs(*(number,) * 4)
+    if work.whole.distribution:
+        argmax = blank(labels, dtype=jnp.int32)
+        like = like._replace(entropy=number, highest=number, argmax=argmax)
+    if columns is not None:
+        like = like._replace(picked=blank(columns))
     flat, tree = jax.tree.flatten(like)
-    found: Found = jax.tree.unflatten(tree, each(len(labels), work.whole.count, body, tuple(flat)))
+    found: ShardOutputs = jax.tree.unflatten(
+        tree, each(len(labels), work.whole.count, body, tuple(flat))
+    )
     return found
 
 
@@ -125,11 +141,11 @@ def _forward(
     columns: jax.Array | None,
 ) -> Any:
     """Returns the outputs, and what the backward pass takes besides the arrays."""
-    given = work.labels(weight, labels).given
-    arrays = alike(hidden, weight, bias, given, work.columns(weight, columns))
+    own = work.labels(weight, labels)
+    arrays = alike(hidden, weight, bias, own.given, work.columns(weight, columns))
     found = linear.whole(OPERATION, partial(_of_part, work), *arrays)
     width = work.width(weight)
-    return of_logits.merge_known(work.whole.options, work.exchange, width, labels, columns, found)
+    return kernels.merge_shards(work.loss, width, labels, own, columns, found)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -159,19 +175,17 @@ def _tangents(work: Parts, residuals: Any, tangents: Any) -> Any:
     def plain(hidden: Any, weight: Any, bias: Any) -> Any:
         idle = is_ignored(work.whole.options, labels)
         z = reference.logits(work.whole.products, idle, hidden, weight, bias)
-        return of_logits.known_dense(
-            work.whole.options, work.exchange, work.whole.distribution, z, labels, columns
-        )
+        return of_logits.token_outputs(work.loss, z, labels, columns)
 
     return linear.tangents_of(plain, arrays, tangents)
 
 
 def _pull(work: Parts, residuals: Any, cotangents: Any) -> Gradients:
-    (hidden, weight, bias, labels, columns), (lse, lse_low, entropy, is_empty, picked) = residuals
+    (hidden, weight, bias, labels, columns), (lse, lse_low, is_empty, entropy, picked) = residuals
     exchange, (g, h, k, *others) = work.exchange, cotangents
     of = work.labels(weight, labels)
     given = [jnp.zeros_like(lse) if one is None else one for one in (g, h, k)]
-    of_part = vocab_parts.cotangents(work.whole.options, exchange, of, lse, is_empty, given)
+    of_part = vocab_shards.shard_cotangents(work.whole.options, exchange, of, lse, is_empty, given)
     more = [None if one is None else exchange.cotangent(one) for one in others]
     if work.whole.distribution and more[0] is not None:
         more[0] = jnp.where(is_empty, 0, more[0])
@@ -179,10 +193,10 @@ def _pull(work: Parts, residuals: Any, cotangents: Any) -> Gradients:
     flat, tree = jax.tree.flatten(
         (
             (hidden, weight, bias, of.given, work.columns(weight, columns)),
-            (lse, lse_low, entropy, picked),
+            (lse, lse_low, None, entropy, picked),
             (*of_part, *more),
         )
     )
-    of_device = dataclasses.replace(work.whole, options=options_of_part(work.whole.options))
+    of_device = dataclasses.replace(work.whole, options=shard_options(work.whole.options, exchange))
     own: Any = jax.tree.unflatten(tree, alike(*flat))
     return backward(of_device, *own[0], *own[1:])

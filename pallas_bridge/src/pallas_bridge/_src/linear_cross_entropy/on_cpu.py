@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import library
-from ..cross_entropy.options import Options, Tile
+from ..losses.options import Options, Tile
 from . import one_call
 from .plan import Plan, Problem
 from .product import blank

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ..cross_entropy.options import Options
+from ..losses.options import Options
 from . import one_call, two_passes
 from .plan import MIB, STEP, Plan, Problem, by_tokens
 

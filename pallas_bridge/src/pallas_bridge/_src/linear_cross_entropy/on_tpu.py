@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 from .. import meshes, pallas
 from ..bound import Bound
 from ..compat import tell_devices
-from ..cross_entropy.options import Options, Tile
+from ..losses.options import Options, Tile
 from ..pallas import Target
 from ..partitioning import is_whole
 from . import deferred, one_call, two_passes

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from .. import library
 from ..cross_entropy.calls import attributes
-from ..cross_entropy.options import Options
+from ..losses.options import Options
 from ..partitioning import is_whole
 from . import deferred
 from .product import operands as as_operands

@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
-from ..cross_entropy.options import Options, Tile
 from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
 from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
+from ..losses.options import Options, Tile
 from ..pallas import Target
 from .product import operand_dtype
 from .product import operands as as_operands

@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linear, vocab_parts
+from .. import linear
 from ..bound import Bound
-from ..cross_entropy import custom_call as kernels
-from ..cross_entropy.options import Options, is_ignored
-from ..cross_entropy.reduction import countable, weighted
+from ..cross_entropy import calls as kernels
+from ..cross_entropy import reference as of_logits
 from ..custom_call import vary_alike
-from ..vocab_parts import Labels, OverDevices, labels_of_part, options_of_part
+from ..losses import vocab_shards
+from ..losses.options import Options, is_ignored
+from ..losses.reduction import countable, weighted
+from ..losses.vocab_shards import Labels, Loss, OverDevices, shard_labels, shard_options
 from . import reference, tokens
 from .declaration import OPERATION
 from .product import Products, blank, each, operand_dtype, operands
@@ -60,7 +62,7 @@ def per_token(
 
 def _labels(work: Work, weight: jax.Array, labels: jax.Array) -> Labels:
     vocab = weight.shape[work.products.vocab_axis]
-    return labels_of_part(work.options, work.exchange, labels, vocab)
+    return shard_labels(work.options, work.exchange, labels, vocab)
 
 
 def alike(*arrays: Any) -> list[Any]:
@@ -87,7 +89,9 @@ def _dense(
 ) -> Outputs:
     idle = is_ignored(work.options, labels)
     logits = reference.logits(work.products, idle, hidden, weight, bias)
-    return vocab_parts.dense(work.options, work.exchange, logits, labels)
+    of_all = Loss(work.options, work.exchange)
+    loss, logps, lse = of_logits.token_outputs(of_all, logits, labels, None)
+    return loss, logps, lse
 
 
 def _of_part(
@@ -110,7 +114,7 @@ def _of_part(
         return largest
 
     if work.options.softcap is None:
-        lse = vocab_parts.without_logits(lse, highest)
+        lse = vocab_shards.mark_empty(lse, highest)
     return *numbers, lse, lse_low, left
 
 
@@ -119,7 +123,7 @@ def forward(work: Work, hidden: jax.Array, weight: jax.Array, bias: Bias, labels
     of = _labels(work, weight, labels)
     arrays = alike(hidden, weight, bias, of.given)
     *part, left = linear.whole(OPERATION, partial(_of_part, work), *arrays)
-    loss, logps, lse, lse_low = vocab_parts.merge(work.options, work.exchange, of, part)
+    loss, logps, lse, lse_low = vocab_shards.merge_losses(work.options, work.exchange, of, part)
     return (loss, logps, lse), (lse, lse_low, part[2] == -jnp.inf, left)
 
 
@@ -155,7 +159,7 @@ def pull(work: Work, residuals: Any, cotangents: Any) -> Any:
     assert work.schedule is not None
     of = _labels(work, weight, labels)
     given = [jnp.zeros_like(lse) if one is None else one for one in cotangents]
-    of_part = vocab_parts.cotangents(work.options, work.exchange, of, lse, is_empty, given)
+    of_part = vocab_shards.shard_cotangents(work.options, work.exchange, of, lse, is_empty, given)
     # Loops want what they carry to vary as what they make does.
     arrays = alike(hidden, weight, bias, of.given, lse, lse_low, *of_part)
     *arrays, lse, lse_low, g, h, k = arrays
@@ -176,7 +180,7 @@ def _loss_and_gradients(
     """
     assert work.fused is not None
     products, exchange = work.products, dataclasses.replace(work.exchange, is_checked=True)
-    options = options_of_part(work.options)
+    options = shard_options(work.options, exchange)
     w = weight.astype(operand_dtype(hidden, weight))
     of = _labels(work, weight, labels)
     idle = tokens.idle_tokens(work.options, labels, factors)
@@ -190,11 +194,13 @@ def _loss_and_gradients(
         z = products.logits(x.astype(w.dtype), w, bias)
         *part, lse, low = kernels.forward(options, z, own.given)
         if work.options.softcap is None:
-            lse = vocab_parts.without_logits(lse, lambda: z.max(-1))
+            lse = vocab_shards.mark_empty(lse, lambda: z.max(-1))
         is_empty = lse == -jnp.inf
-        loss, _, lse, low = vocab_parts.merge(work.options, exchange, own, (*part, lse, low))
+        loss, _, lse, low = vocab_shards.merge_losses(
+            work.options, exchange, own, (*part, lse, low)
+        )
         given = g, jnp.zeros_like(g), jnp.zeros_like(g)
-        of_part = vocab_parts.cotangents(work.options, exchange, own, lse, is_empty, given)
+        of_part = vocab_shards.shard_cotangents(work.options, exchange, own, lse, is_empty, given)
         at, beside, g, h, k, _ = alike(lse, low, *of_part, z)
         in_place = tokens.in_place(options)
         dlogits = kernels.backward(in_place, z, own.given, (at, beside), (g, h, k))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ..cross_entropy.options import LINE
+from ..losses.options import LINE
 from .product import BLOCK, operand_dtype
 
 MIB = 2**20

@@ -19,11 +19,11 @@ from jax.interpreters import mlir
 
 from .. import linear
 from ..bound import Bound
-from ..cross_entropy import custom_call as kernels
-from ..cross_entropy import known as of_logits
-from ..cross_entropy.known import Asked, Known
-from ..cross_entropy.options import Options
-from ..cross_entropy.reduction import countable, weighted
+from ..cross_entropy import calls as kernels
+from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import Options
+from ..losses.reduction import countable, weighted
 from . import deferred, known, on_cuda, one_call, tokens
 from .known import Chunks
 from .parts import alike
@@ -48,20 +48,20 @@ class Work:
 
 def reduced(
     work: Work,
-    asked: Asked,
+    asked: Request,
     hidden: jax.Array,
     weight: jax.Array,
     bias: Bias,
     labels: jax.Array,
     factors: jax.Array,
-) -> Known:
+) -> TokenOutputs:
     """Returns the scalar sum of factor * loss, and what is asked for of each token [N].
 
     `factors` is [N] in f32, 0 for ignored tokens. It gives no logps.
     """
     arrays = alike(hidden, weight, bias, labels, asked.columns)
     loss, *more = _reduced(work, *arrays, *alike(factors))
-    return of_logits.ordered(work.chunks.options, asked, labels, (loss, loss, *more))
+    return aux_outputs.collect(work.chunks.options, asked, labels, (loss, loss, *more))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -90,10 +90,10 @@ def _reduced_jvp(work: Work, primals: Any, tangents: Any) -> tuple[Any, Any]:
     entropy = more[0] if work.chunks.distribution else None
     picked = None if arrays[-1] is None else results[-1]
     losses = None if of_factors is None else countable(loss, factors)
-    residuals = arrays, factors, gradients, losses, (lse, lse_low, entropy, picked)
+    residuals = arrays, factors, gradients, losses, (lse, lse_low, None, entropy, picked)
     rules = Bound(_tangents, work), Bound(_pull, work)
     found = linear.bind(*rules, residuals, (*moving, of_factors), results)
-    return outputs, of_logits.with_correct(work.chunks.distribution, outputs, found)
+    return outputs, aux_outputs.with_correct(work.chunks.distribution, outputs, found)
 
 
 def _tangents(work: Work, residuals: Any, tangents: Any) -> tuple[jax.Array, ...]:
@@ -158,7 +158,7 @@ def _on_cuda(
     *found, gradients = on_cuda.run(_call(work), options, axis, plan, *given, **more)
     correct = []
     if work.chunks.distribution:
-        correct = [of_logits.is_correct(options, labels, found.pop())]
+        correct = [aux_outputs.is_correct(options, labels, found.pop())]
     if columns is not None:
         found.append(logits_of_columns(options, hidden, weight, bias, columns))
     return *found, *correct, gradients
@@ -167,9 +167,9 @@ def _on_cuda(
 def logits_of_columns(
     options: Options, hidden: jax.Array, weight: jax.Array, bias: Bias, columns: jax.Array
 ) -> jax.Array:
-    """Returns columns' logits [N, K] of a weight [V, D], as `of_logits.pick` has them."""
+    """Returns columns' logits [N, K] of a weight [V, D], as `aux_outputs.pick` has them."""
     x, w = operands(hidden, weight)
-    here, at = of_logits.places(columns, 0, len(w))
+    here, at = aux_outputs.find_columns(columns, 0, len(w))
 
     def body(first: Any, count: int, z: jax.Array) -> jax.Array:
         x_here, at_here = rows(first, count, x, at)
@@ -201,7 +201,7 @@ def _by_chunks(
         outputs, sums = carry
         x, y, g, out, *c = products.barrier(rows(first, count, *per_token))
         z = products.logits(x.astype(w.dtype), w, bias)
-        picked = [of_logits.pick(options, z, one) for one in c]
+        picked = [aux_outputs.pick(options, z, one) for one in c]
         # Before their gradient is in the place of logits.
         z, picked = jax.lax.optimization_barrier((z, picked))
         if chunks.distribution:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from .. import linear
 from ..bound import Bound
 from ..cross_entropy import reference
-from ..cross_entropy.options import Options, is_ignored
-from ..cross_entropy.reduction import weighted
 from ..custom_call import vary_alike
+from ..losses.options import Options, is_ignored
+from ..losses.reduction import weighted
 from .product import Products, operands, without_rows
 from .tokens import Bias
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from .. import linear
 from ..bound import Bound
-from ..cross_entropy.options import Options
-from ..cross_entropy.reduction import countable, weighted
 from ..custom_call import vary_alike
+from ..losses.options import Options
+from ..losses.reduction import countable, weighted
 from . import columns, on_cpu, on_cuda, on_tpu, one_call, reference, tokens
 from . import plan as plans
 from .declaration import OPERATION

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cross_entropy import custom_call as kernels
-from ..cross_entropy.options import Options, is_ignored
+from ..cross_entropy import calls as kernels
+from ..losses.options import Options, is_ignored
 from .product import Products, blank, each, holds_all, operand_dtype, without_rows
 
 Bias = jax.Array | None

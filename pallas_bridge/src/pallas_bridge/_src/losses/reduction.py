@@ -1,4 +1,4 @@
-"""How per-token losses become a scalar: a factor a token, in plain JAX."""
+"""The reduction of losses of tokens to a scalar, by a factor a token, in plain JAX."""
 
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ def token_factors(
 ) -> jax.Array:
     """Returns the factor [..] in f32 of every token's loss in the reduced loss.
 
-    It is 0 for ignored tokens, and everywhere where nothing is counted.
+    It is 0 for ignored tokens, and everywhere where the sum of weights is 0.
     """
     counted = ~is_ignored(options, labels)
     if weights is None:
@@ -41,15 +41,15 @@ def countable(losses: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def weighted(losses: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns factor * loss; a factor of 0 takes its token out, whatever the loss."""
+    """Returns factor * loss; 0 where the factor is 0, whatever the loss."""
     return multiplied(factors, countable(losses, factors))
 
 
 @jax.custom_jvp
 def weighted_sum(losses: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns the scalar sum of factor * loss, whose cotangent of a loss is made of no loss.
+    """Returns the scalar sum of factor * loss; the cotangents of losses depend on no loss.
 
-    So it is there before the pass that makes the losses, which may then make the gradient too.
+    So one fused call can make losses and gradient (`lowered_rewrites`).
     """
     return weighted(losses, factors).sum()
 
@@ -57,16 +57,11 @@ def weighted_sum(losses: jax.Array, factors: jax.Array) -> jax.Array:
 @partial(weighted_sum.defjvp, symbolic_zeros=True)
 def _weighted_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     losses, factors = primals
-    of_losses, of_factors = map(linear.given, tangents)
-    parts = []
-    if of_losses is not None:
-        parts.append(jnp.where(factors == 0, 0, multiplied(factors, of_losses)))
-    if of_factors is not None:
-        parts.append(multiplied(countable(losses, factors), of_factors))
-    total: jax.Array = sum(parts[1:], parts[0])
+    losses_dot, factors_dot = map(linear.given, tangents)
+    terms = []
+    if losses_dot is not None:
+        terms.append(jnp.where(factors == 0, 0, multiplied(factors, losses_dot)))
+    if factors_dot is not None:
+        terms.append(multiplied(countable(losses, factors), factors_dot))
+    total: jax.Array = sum(terms[1:], terms[0])
     return weighted_sum(losses, factors), total.sum()
-
-
-def token_cotangents(factors: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Returns the cotangents of losses for that of the reduced loss: 0 where the factor is."""
-    return jax.lax.select(factors == 0, jnp.zeros_like(factors), factors * cotangent)

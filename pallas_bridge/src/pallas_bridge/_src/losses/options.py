@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Tokens and columns of a tile, None for what is tuned.
+# Tokens and columns of a tile, None for tuned ones.
 Tile = tuple[int | None, int | None]
 
 INT32 = np.iinfo(np.int32)
 INT64 = np.iinfo(np.int64)
 LEAST_TEMPERATURE = 2.0**-40
-# Numbers in f32 of a line of a GPU's memory.
+# Elements in f32 of a cache line of a GPU.
 LINE = 32
 
 
 @dataclass(frozen=True)
 class Options:
-    """What docs/internals/custom-calls.md calls attributes, checked."""
+    """The attributes of docs/internals/custom-calls.md, checked, and what chooses calls."""
 
     ignore_index: int
     label_smoothing: float
@@ -30,18 +30,18 @@ class Options:
     softcap: float | None
     block_size: int | None
     time_block: int | None
-    # Whether lse and loss are wanted of tokens that take no part too.
+    # Whether lse and loss are wanted of ignored tokens too.
     every_token: bool
-    # Whether dlogits take the place of the logits.
+    # Whether dlogits take the place of the logits in memory.
     donate_logits: bool
-    # What the user asked for by name.
+    # The implementation that the user named.
     implementation: str | None = None
     # What logits are divided by, after softcap.
     temperature: float = 1.0
-    # Whether anybody asks for entropy, and for *correct*, where calls give both.
+    # Whether entropy and *correct* are requested, where calls give both.
     entropy: bool = True
     correct: bool = True
-    # Platforms where XLA's own program takes the place of kernels that are not asked for by name.
+    # Platforms where the XLA reference takes the place of kernels, unless these are named.
     dense_on: tuple[str, ...] = ()
 
     def anywhere(self, vocab: int) -> "Options":
@@ -55,7 +55,7 @@ class Options:
         return dataclasses.replace(self, dense_on=("cuda",), implementation=implementation)
 
     def in_xla(self) -> "Options":
-        """Returns options by which no platform takes kernels, unless these are asked for by name.
+        """Returns options by which no platform takes kernels, unless these are named.
 
         An exported program has no custom calls then.
         """
@@ -64,14 +64,14 @@ class Options:
         return dataclasses.replace(self, dense_on=("cpu", "cuda", "tpu"))
 
     def mapped(self, logits: jax.Array) -> jax.Array:
-        """Returns what goes into the softmax, of logits as wide as it is to be."""
+        """Returns what the softmax takes, of logits in its dtype."""
         z = logits
         if self.softcap is not None:
             z = self.softcap * jnp.tanh(z / self.softcap)
         return z if self.temperature == 1 else z / self.temperature
 
     def slope(self, mapped: jax.Array) -> jax.Array | float:
-        """Returns the derivative of that, of what it gave."""
+        """Returns the derivative of `mapped`, of its result."""
         slope: jax.Array | float = 1 / self.temperature
         if self.softcap is not None:
             slope = (1 - (mapped * (self.temperature / self.softcap)) ** 2) * slope
@@ -79,7 +79,7 @@ class Options:
 
     @property
     def tile(self) -> Tile:
-        """What the user named of a tile."""
+        """The extents of a tile that the user named."""
         return self.time_block, self.block_size
 
 
@@ -124,13 +124,10 @@ def check_options(
     softcap: float | None,
     block_size: int | None,
     time_block: int | None,
-    every_token: bool,
-    donate_logits: bool,
     temperature: float = 1.0,
-    entropy: bool = True,
-    correct: bool = True,
+    **flags: Any,
 ) -> Options:
-    """Returns the options.
+    """Returns the options, of which `flags` are not checked.
 
     Raises:
         TypeError: an option that is no number, or traced.
@@ -158,11 +155,8 @@ def check_options(
         softcap=cap,
         block_size=block_size,
         time_block=time_block,
-        every_token=every_token,
-        donate_logits=donate_logits,
         temperature=warmth,
-        entropy=entropy,
-        correct=correct,
+        **flags,
     )
 
 

@@ -1,0 +1,1 @@
+"""What losses of tokens share, of logits and of hidden states."""
