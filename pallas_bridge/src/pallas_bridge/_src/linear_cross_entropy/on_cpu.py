@@ -13,14 +13,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from .. import library
-from ..cross_entropy.options import Options, Tile
-from . import one_call
+from ..cross_entropy.options import Tile
 from .plan import Plan, Problem
-from .product import blank
 
 # The name of the table of tuned tiles, whose columns of a block are the most that gain anything.
 TUNED = "linear_cross_entropy.cpu"
@@ -139,28 +134,10 @@ def _beside(problem: Problem) -> int:
     return PER_TOKEN * problem.tokens + PER_BIAS * problem.bias * problem.vocab
 
 
-def has_library() -> bool:
-    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return one_call.has_library("Host", "resume")
-
-
-def nothing_kept(vocab_axis: int, plan: Plan, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns what stands for logits that are handed over, where none are."""
-    _, weight, *_ = operands
-    scratch = plan.scratch_bytes - _beside(_problem(vocab_axis, *operands))
-    return blank(weight, dtype=weight.dtype), blank(weight, (scratch,), jnp.uint8)
-
-
-def _problem(vocab_axis: int, *operands: Any) -> Problem:
-    hidden, weight, bias, *_ = operands
-    return Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
-
-
-def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
-    problem = _problem(vocab_axis, *operands)
+def plan_call(name: str, vocab_axis: int, plan: Plan, operands: Any) -> tuple[dict[str, int], int]:
+    """Returns the attributes and the bytes of scratch of the library's call `name`."""
+    problem = Problem.of(operands, vocab_axis, reduced=False)
     scratch = _scratch(problem, plan.columns, makes_gradients=name != "forward")
     if name in ("fused", "keep", "resume"):
         scratch = plan.scratch_bytes - _beside(problem)
-    cut = {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}
-    return one_call.make(name, options, cut, scratch, *operands)
+    return {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}, scratch

@@ -6,13 +6,11 @@ Hopper, of a weight in 16 bits, its own, which have the cross-entropy in them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ..cross_entropy.options import Options
-from . import one_call, two_passes
 from .plan import MIB, STEP, Plan, Problem, by_tokens
 
 # What products have to work in: so much beyond the budget, as numbers of a token are, and up to so
@@ -537,37 +535,9 @@ def _extents(total: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def has_library(name: str = "fused") -> bool:
-    """Whether the library is there and has the call; where not, lowering the others says why."""
-    return one_call.has_library("CUDA", name)
-
-
-def run(
-    name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any, **attributes: bool
-) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more.
-
-    `attributes` are those that this call has beside what all have.
-    """
-    call = partial(_call, options, vocab_axis, plan, attributes)
-    if name != "fused" or plan.products < 4:
-        return call(name, *operands)
-    return two_passes.fused(partial(call, "forward"), partial(call, "backward"), *operands)
-
-
-def _call(
-    options: Options,
-    vocab_axis: int,
-    plan: Plan,
-    attributes: Mapping[str, bool],
-    name: str,
-    *operands: Any,
-) -> Any:
-    hidden, weight, bias, *_ = operands
-    running = name == "add"
-    problem = Problem.of(
-        hidden, weight, vocab_axis, bias=bias is not None, reduced=False, running=running
-    )
+def plan_call(name: str, vocab_axis: int, plan: Plan, operands: Any) -> tuple[dict[str, int], int]:
+    """Returns the attributes and the bytes of scratch of the library's call `name`."""
+    problem = Problem.of(operands, vocab_axis, reduced=False, running=name == "add")
     scratch = plan.scratch_bytes - _beside(problem)
     made = Cut.of(plan)
     if name == "distribution_fused":
@@ -586,4 +556,4 @@ def _call(
         cut["wide"] = True
     if plan.apart is not None:
         cut["apart_tokens"], cut["apart_columns"] = plan.apart
-    return one_call.make(name, options, {**cut, **attributes}, scratch, *operands)
+    return cut, scratch

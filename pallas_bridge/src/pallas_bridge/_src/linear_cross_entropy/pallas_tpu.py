@@ -8,7 +8,7 @@ all tokens and to dweight of one block. Where they do not fit, they come from HB
 while other tokens have their turn, or, where HBM has no room either, each gradient has a kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,8 @@ from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
 from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
 from ..pallas import Target
-from .product import operand_dtype
-from .product import operands as as_operands
-from .tokens import Bias, Gradients
+from .chunks import Bias, Gradients, Operands, as_gemm_operands, operand_dtype, run_two_passes
+from .plan import Plan, Problem, plan_kernels, without_kernels
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -120,7 +119,7 @@ class Tiles:
         return total
 
 
-def cut(
+def choose_tiles(
     target: Target,
     hidden: Any,
     weight: Any,
@@ -174,6 +173,10 @@ def cut(
         if wanted <= target.vmem_bytes:
             return tiles
     return None
+
+
+# Tiles and which gradients their kernel makes: of hidden, of the weight and bias.
+BackwardKernels = tuple[tuple[Tiles, bool, bool], ...]
 
 
 class _Tile:
@@ -548,19 +551,14 @@ def _bias(tiles: Tiles, grid: _Grid, bias: Bias) -> list[tuple[Any, Any]]:
 
 
 def forward(
-    target: Target,
-    tiles: Tiles,
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: Bias,
-    labels: jax.Array,
+    target: Target, tiles: Tiles, options: Options, operands: Operands
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
+    hidden, weight, bias, labels = operands
     grid = _Grid(tiles, by_columns=False)
-    hidden, weight = as_operands(hidden, weight)
+    hidden, weight = as_gemm_operands(hidden, weight)
     found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
-    operands = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
+    arrays = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
     (numbers,) = _call(
         target,
@@ -569,7 +567,7 @@ def forward(
         name_of(),
         grid,
         1,
-        operands,
+        arrays,
         [(found, grid.tokens(NUMBERS))],
         [state] * 4,
     )
@@ -578,12 +576,9 @@ def forward(
 
 def backward(
     target: Target,
-    kernels: tuple[tuple[Tiles, bool, bool], ...],
+    kernels: BackwardKernels,
     options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: Bias,
-    labels: jax.Array,
+    operands: Operands,
     saved: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Gradients:
@@ -591,6 +586,7 @@ def backward(
 
     They are zeros where none of `kernels` makes them.
     """
+    hidden, weight, bias, labels = operands
     lse, low = saved
     g, h, k = cotangents_of(options, weight.shape[kernels[0][0].vocab_axis], labels, *cotangents)
     smoothing = options.label_smoothing
@@ -600,10 +596,10 @@ def backward(
     rows = [of_p, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
     numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
-    x, w = as_operands(hidden, weight)
+    x, w = as_gemm_operands(hidden, weight)
     for tiles, makes_hidden, makes_weight in kernels:
         grid = _Grid(tiles, by_columns=makes_weight)
-        operands = [
+        arrays = [
             *_shared(tiles, grid, x, w, labels),
             (_padded(tiles, numbers, 0), grid.tokens(NUMBERS)),
             *(_leaks(tiles, x, active) if makes_weight else []),
@@ -643,7 +639,7 @@ def backward(
                 name_of(makes_hidden=makes_hidden, makes_weight=makes_weight),
                 grid,
                 1 + makes_hidden + makes_weight,
-                operands,
+                arrays,
                 [*results.values()],
                 scratch,
             ),
@@ -660,3 +656,82 @@ def backward(
         jnp.zeros_like(weight) if dweight is None else dweight,
         dbias,
     )
+
+
+def choose_kernels(
+    target: Target,
+    operands: Sequence[Any],
+    vocab_axis: int,
+    max_scratch_bytes: int,
+    *,
+    named: Tile = (None, None),
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tiles, BackwardKernels] | None:
+    """Returns tiles of the forward kernel and of those for the gradients `wanted`.
+
+    They are no larger than what is `named`. None where there are no kernels for such operands.
+
+    Raises:
+        ValueError: a named extent that is not made of whole registers.
+    """
+    hidden, weight, bias, *_ = operands
+    is_known = all(isinstance(extent, int) and extent > 0 for extent in hidden.shape)
+    if operand_dtype(hidden, weight) not in DTYPES or not is_known:
+        return None
+    has_bias = bias is not None
+    fit = partial(choose_tiles, target, hidden, weight, vocab_axis, bias=has_bias, named=named)
+    forward = fit()
+    both = fit(makes_hidden=wanted[0], makes_weight=wanted[1])
+    if both is None and all(wanted):
+        both = fit(makes_hidden=True, makes_weight=True, spills=True)
+        if both is not None and both.spilled_bytes > max_scratch_bytes:
+            both = None
+    kernels = [(both, *wanted)]
+    if both is None:
+        kernels = [(fit(makes_hidden=True), True, False), (fit(makes_weight=True), False, True)]
+    found = tuple((one, a, b) for one, a, b in kernels if one is not None)
+    return None if forward is None or len(found) < len(kernels) else (forward, found)
+
+
+def plan(
+    target: Target, usual: Plan, operands: Sequence[Any], vocab_axis: int, named: Tile
+) -> Plan:
+    """Returns what runs on `target` where elsewhere `usual` does.
+
+    Raises:
+        ValueError: as for `choose_kernels`.
+    """
+    problem = Problem.of(operands, vocab_axis, reduced=False)
+    hidden, *others = operands
+    flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
+    limit = usual.max_scratch_bytes
+    found = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
+    if found is None:
+        return without_kernels(problem, usual)
+    forward, kernels = found
+    moved = {name_of(): forward.bytes_moved()}
+    for tiles, *makes in kernels:
+        gradients = dict(zip(("makes_hidden", "makes_weight"), makes, strict=True))
+        moved[name_of(**gradients)] = tiles.bytes_moved(**gradients)
+    tiles, *_ = kernels[0]
+    gemms = 1 + sum(1 + makes_hidden + makes_weight for _, makes_hidden, makes_weight in kernels)
+    tile = tiles.rows, tiles.columns
+    return plan_kernels(problem, usual, tile, gemms, tiles.spilled_bytes, moved)
+
+
+def run_pass(
+    name: str,
+    target: Target,
+    kernels: tuple[Tiles, BackwardKernels],
+    options: Options,
+    *arrays: Any,
+) -> Any:
+    """Returns what the pass `name` of `schedule.Schedule` gives of its arrays.
+
+    "fused" computes logits twice as well: to compute them once, HBM would have to hold some.
+    """
+    run_forward = partial(forward, target, kernels[0], options)
+    run_backward = partial(backward, target, kernels[1], options)
+    if name == "fused":
+        return run_two_passes(run_forward, run_backward, *arrays)
+    return run_forward(*arrays) if name == "forward" else run_backward(*arrays)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from ..cross_entropy.options import LINE
-from .product import BLOCK, operand_dtype
+from .chunks import BLOCK, operand_dtype
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: what is asked for by default, and the least that
@@ -42,16 +43,10 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        hidden: Any,
-        weight: Any,
-        vocab_axis: int,
-        *,
-        bias: bool,
-        reduced: bool,
-        running: bool = False,
+        cls, operands: Sequence[Any], vocab_axis: int, *, reduced: bool, running: bool = False
     ) -> "Problem":
-        """For hidden [.., D] and a weight whose axis `vocab_axis` is V."""
+        """For hidden [.., D], a weight whose axis `vocab_axis` is V, and a bias or None."""
+        hidden, weight, bias, *_ = operands
         *leading, width = hidden.shape
         return cls(
             tokens=math.prod(leading),
@@ -59,7 +54,7 @@ class Problem:
             vocab=weight.shape[vocab_axis],
             hidden_bytes=hidden.dtype.itemsize,
             weight_bytes=weight.dtype.itemsize,
-            bias=bias,
+            bias=bias is not None,
             # The gradient of a mean is below what float16 holds: as for logits.
             reduced=reduced and operand_dtype(hidden, weight) != jnp.float16,
             vocab_is_last=vocab_axis == 1,
@@ -146,7 +141,7 @@ class Plan:
         )
 
 
-def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     """Returns the plan of the fewest products that fits.
 
     `max_scratch_bytes` None stands for what chunks of 4096 tokens take.
@@ -166,7 +161,7 @@ def choose(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     )
 
 
-def batch_invariant(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+def plan_equal_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     """Returns the plan whose products have one shape, however many tokens there are.
 
     Raises:
@@ -194,7 +189,7 @@ def batch_invariant(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     return plan if is_known else dataclasses.replace(plan, any_count=True)
 
 
-def any_count(problem: Problem, max_scratch_bytes: int | None) -> Plan:
+def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     """Returns the plan of the fewest products that fits, for tokens whose number is not known.
 
     The budget is for what does not grow with it. A chunk has few tokens, as the last is padded.
@@ -217,6 +212,18 @@ def any_count(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         f"max_scratch_bytes is {limit}; the least for any number of tokens, {problem.hidden} "
         f"hidden columns and a vocabulary of {problem.vocab} is {fitting.scratch_bytes}"
     )
+
+
+def output_chunk_tokens(plan: Plan, tokens: Any, vocab: int) -> int:
+    """Returns how many tokens a chunk has whose logits have auxiliary outputs."""
+    if plan.batch_invariant:
+        return plan.tokens
+    chunk = max(min(plan.tokens, USUAL_TOKENS), 1)
+    if plan.schedule != "tokens":
+        # Too few bytes for sums of dweight, which are taken all the same.
+        logit_bytes = 12 if plan.any_count else 8
+        chunk = max(plan.max_scratch_bytes // (logit_bytes * vocab), 1)
+    return min(chunk, plan.tokens if plan.any_count else max(tokens, 1))
 
 
 def _constant(problem: Problem, tokens: int, columns: int | None = None) -> int:
@@ -259,7 +266,7 @@ def usual_budget(problem: Problem) -> int:
     return max(usual, LEAST_BUDGET)
 
 
-def of_kernels(
+def plan_kernels(
     problem: Problem,
     plan: Plan,
     tile: tuple[int, int],
@@ -274,7 +281,7 @@ def of_kernels(
     return Plan("kernels", *tile, products, scratch, most, moved=tuple(moved.items()))
 
 
-def of_columns(problem: Problem, plan: Plan) -> Plan:
+def without_kernels(problem: Problem, plan: Plan) -> Plan:
     """Returns `plan`, or one in its budget that takes no kernels over logits."""
     if plan.schedule != "tokens":
         return plan
