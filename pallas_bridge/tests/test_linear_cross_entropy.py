@@ -309,7 +309,7 @@ def test_columns_that_a_gpu_makes_once(
 
     # It is for more tokens than tests have time for.
     def choose(problem: Any, limit: int) -> Any:
-        cut = on_cuda.Cut(chunk, fused=True, once=once)
+        cut = on_cuda.Tiling(chunk, fused=True, once=once)
         return on_cuda.planned(problem, limit, cut, limit)
 
     monkeypatch.setattr(on_cuda, "choose", choose)

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states against an output matrix: what users call."""
+"""The functions of linear cross-entropy that users call, and the checks of their arguments."""
 
 import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -30,7 +30,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(TypedDict, total=False):
-    """The options that the functions have besides those that decide what they return."""
+    """The options that all functions have."""
 
     bias: ArrayLike | None
     vocab_axis: int | None
@@ -117,30 +117,30 @@ def linear_cross_entropy(
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
-    f32, with the bias added in f32, and never rounded. Their softmax, or its gradient, is rounded
-    once to be an operand of the gradients' products; gradients are sums in f32, rounded once, to
-    the dtypes of what they belong to. It is differentiable in both modes with respect to `hidden`,
-    `weight`, `bias` and `weights`; forward mode of per-token outputs, of lse, and of a loss whose
-    plan makes logits again, is the dense program's, with all logits in memory.
+    f32, the bias included, and never rounded. Their gradient, or their softmax, is rounded once, to
+    be a GEMM's operand; gradients are sums in f32, rounded once, to the dtype of their operand.
+    Both modes differentiate it with respect to `hidden`, `weight`, `bias` and `weights`. Forward
+    mode of per-token outputs, of lse, and of a loss whose plan recomputes logits, is that of XLA's
+    dense program, with all logits in memory.
 
-    Axes of tokens may be symbolic in a program that is exported. Its chunks have 512 tokens at
-    most, the last one padded, and XLA's own program runs on every platform, without a custom call;
-    the kernels of the library take the softmax and its gradient where `implementation` names them.
+    Axes of tokens may be symbolic in a program that is exported. Its chunks have at most 512
+    tokens, the last one padded, and XLA's own program runs on every platform, without a custom
+    call, unless `implementation` names the kernels of the library.
 
-    `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. Products then take the
+    `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. GEMMs then take the
     narrower dtype, to which the wider array is rounded first, and the gradient of an array in f32
     is its sums, never rounded.
 
     Tokens that are ignored or whose factor is 0 add 0 to every gradient, whatever their hidden
-    state holds (on GPUs, where logits are made again, one that is not finite makes dweight NaN).
-    A NaN in that of another token stays in its loss and its row of dhidden, and makes dweight NaN;
-    one in the weight reaches every token that counts.
+    state (on GPUs, where logits are recomputed, one that is not finite makes dweight NaN). A NaN in
+    the hidden state of another token makes its loss, its row of dhidden and dweight NaN; a NaN in
+    the weight reaches every token that counts.
 
-    Where the reduction is inside, gradients are made in the forward pass: three products of N x D
-    x V, which is the least. With reduction "none", for float16, and where memory is short, logits
-    are made again in the backward pass: four; on CPUs the forward pass hands it those there is room
-    for. On TPUs kernels make them again too, a tile at a time, and hold next to nothing. `explain`
-    says which, and what it takes.
+    With a reduction the forward pass computes gradients too: three GEMMs of N x D x V, the fewest
+    there are. With reduction "none", for float16, and where memory is short, the backward pass
+    recomputes logits: four GEMMs, fewer on CPUs, where the forward pass saves the logits there is
+    memory for. On TPUs kernels recompute logits a tile at a time, and hold next to nothing.
+    `explain` says which, and how much memory it takes.
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
@@ -149,7 +149,7 @@ def linear_cross_entropy(
       bias: [V], of any float dtype, or None.
       reduction: "mean", "sum" or "none", as for `cross_entropy`.
       weights: [..], or a mask of that shape; ones where None.
-      vocab_axis: which axis of `weight` is V, 0 or 1; it has to be said where V = D.
+      vocab_axis: which axis of `weight` is V, 0 or 1; required where V = D.
       ignore_index: the label of tokens that take no part.
       label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
       z_loss: the weight of lse^2, at least 0.
@@ -161,36 +161,36 @@ def linear_cross_entropy(
       return_correct: whether to return which tokens have the largest logit at their label,
         likewise.
       columns: [.., K] with K to 128, to return the log-probabilities of these columns too,
-        likewise. Beside a mean or a sum all three come with the gradients, under `jax.jit` and
-        where nothing but the loss is differentiated; columns, of a weight [V, D]. Else logits are
-        made a chunk of tokens at a time, and again in the backward pass: four products.
-      max_scratch_bytes: what may be held beyond operands and results, in bytes. None stands for
-        what chunks of 4096 tokens take: 4096 * V logits in f32, with their gradient in 16 bits
-        beside them if the operands have these, and, for more tokens than that and a weight of 16
-        bits, V * D sums in f32. On GPUs logits count as wide as operands, and 256 MiB is the least.
-        Where the number of tokens is symbolic (`jax.export`) it is the limit of what does not grow
-        with them, and None stands for chunks of 512. Beside it there are 32 bytes a token, and
-        hidden states and their gradient once more, padded to whole chunks.
-      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs of a block
-        of columns, which is narrower where `max_scratch_bytes` has no room for it; on TPUs of both
-        kernels, a multiple of 128, fewer where VMEM has no room; on GPUs, and where XLA makes
-        chunks, of the kernels over logits. Sums are cut by it, so that their last bits may be
-        others.
+        likewise. With a reduction the pass that computes gradients computes all three, under
+        `jax.jit` and where nothing but the loss is differentiated (columns, of a weight [V, D]).
+        Otherwise logits are computed a chunk of tokens at a time, and recomputed in the backward
+        pass: four GEMMs.
+      max_scratch_bytes: bytes that may be held beyond operands and results. None stands for those
+        of chunks of 4096 tokens: 4096 * V logits in f32, with their gradient in 16 bits if operands
+        have 16, and, for more tokens than that and a weight of 16 bits, V * D sums in f32. On GPUs
+        logits have the dtype of operands, and 256 MiB is the least. Where the number of tokens is
+        symbolic (`jax.export`) it limits what does not grow with them, and None stands for chunks
+        of 512; in addition there are 32 bytes a token, and hidden states and their gradient once
+        more, padded to whole chunks.
+      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs it is of a block
+        of columns, narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels,
+        a multiple of 128, fewer where VMEM has no room; on GPUs, and with chunks of XLA's, of the
+        kernels over logits. It changes the order of sums, and so their last bits.
       time_block: tokens of a tile, likewise; on CPUs those of a task, which change no bit.
       implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
       axis_name: the mesh axis that the vocabulary of `weight` and `bias` is sharded over, or
         several; as for `cross_entropy`. The weight stays where it is, and so does its gradient;
         that of `hidden` is summed over devices.
-      batch_invariant: whether a token's loss, log-probabilities and row of dhidden are to have the
-        same bits however many other tokens a device has, for equal cotangents. Products are XLA's
-        then, of 512 tokens each, the last ones padded, so that no library takes another order of
-        sums for more of them. It takes no kernels of products, and one token what 512 take. On GPUs
-        it holds within a process, and a vocabulary that is no multiple of 32 has no kernels at all.
+      batch_invariant: whether a token's loss, log-probabilities and row of dhidden have the same
+        bits however many other tokens a device has, for equal cotangents. GEMMs are XLA's then, of
+        512 tokens each, the last ones padded, so that no library orders sums by their number; one
+        token takes as long as 512. On GPUs it holds within a process, and a vocabulary that is no
+        multiple of 32 has no kernels at all.
 
     Returns:
-      The loss in float32, a scalar or [..] for "none"; where more is asked for, a tuple of the loss
-      and of it, in this order: lse [..] and entropy [..] in float32, correct [..] of booleans, the
-      columns' log-probabilities [.., K] in float32.
+      The loss in float32, a scalar or [..] for "none"; with auxiliary outputs, a tuple of the loss
+      and of those requested, in this order: lse [..] and entropy [..] in float32, correct [..] of
+      booleans, the columns' log-probabilities [.., K] in float32.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -216,14 +216,16 @@ def linear_cross_entropy(
     call = _Call(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
-    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, call.shape))
+    requested = Asked(
+        return_lse, return_entropy, return_correct, check_columns(columns, call.shape)
+    )
     if reduction == "none":
-        found = call.per_token(layout, planner, asked)
+        found = call.per_token(layout, planner, requested)
         loss = found.loss if call.weights is None else weighted(found.loss, call.weights)
     else:
-        found = call.reduced(layout, planner, asked, reduction)
+        found = call.reduced(layout, planner, requested, reduction)
         loss = found.loss
-    outputs = asked.of(found)
+    outputs = requested.of(found)
     return (loss, *outputs) if outputs else loss
 
 
@@ -250,9 +252,9 @@ def linear_cross_entropy_value_and_grad(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
-    Equivalent to `jax.value_and_grad` of `linear_cross_entropy`, whose other arguments these are,
-    and `dweight_sums + dweight`, where dweight is not rounded. On GPUs products add to the sums
-    where they lie, so that a step takes no other array of the weight's size: donate them
+    Equivalent to `jax.value_and_grad` of `linear_cross_entropy`, which has the other arguments too,
+    and `dweight_sums + dweight`, where dweight is not rounded. On GPUs GEMMs add to the sums in
+    place, so that a step takes no other array of the weight's size: donate them
     (`jax.jit(.., donate_argnames=..)`) or carry them through `jax.lax.scan`. It cannot be
     differentiated.
 
@@ -270,11 +272,11 @@ def linear_cross_entropy_value_and_grad(
       z_loss: the weight of lse^2.
       softcap: c > 0 replaces z by c * tanh(z / c).
       temperature: t > 0 divides z, after softcap.
-      max_scratch_bytes: what may be held beyond operands and results, in bytes.
+      max_scratch_bytes: bytes that may be held beyond operands and results.
       block_size: vocabulary columns of a tile.
       time_block: tokens of a tile.
       implementation: "reference" for the dense program of XLA.
-      batch_invariant: whether a token's row of dhidden is to have the same bits in any microbatch.
+      batch_invariant: whether a token's row of dhidden has the same bits in any microbatch.
 
     Returns:
       (loss, (dhidden, dweight_sums)), or (loss, (dhidden, dweight_sums, dbias)) with a bias.
@@ -392,11 +394,11 @@ def linear_cross_entropy_per_token(
     """Loss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
-    any combination, for at most one product of N x D x V more than a mean takes.
+    any combination, for at most one GEMM of N x D x V more than a mean takes.
 
     Returns:
-      (per_token_loss, per_token_logps), each [..] in float32, and after them what else is asked
-      for, as `linear_cross_entropy` has it.
+      (per_token_loss, per_token_logps), each [..] in float32, and after them the auxiliary outputs
+      that are requested, as for `linear_cross_entropy`.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -416,9 +418,11 @@ def linear_cross_entropy_per_token(
     call = _Call(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
-    asked = Asked(return_lse, return_entropy, return_correct, check_columns(columns, call.shape))
-    found = call.per_token(layout, planner, asked)
-    return found.loss, found.logps, *asked.of(found)
+    requested = Asked(
+        return_lse, return_entropy, return_correct, check_columns(columns, call.shape)
+    )
+    found = call.per_token(layout, planner, requested)
+    return found.loss, found.logps, *requested.of(found)
 
 
 def explain(
@@ -434,18 +438,17 @@ def explain(
     batch_invariant: bool = False,
     platform: str | None = None,
 ) -> Plan:
-    """Says how `linear_cross_entropy` would be cut, for arrays or `jax.ShapeDtypeStruct`.
+    """Returns the plan of `linear_cross_entropy`, for arrays or `jax.ShapeDtypeStruct`.
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
-    stands for JAX's default device. Programs for TPUs that XLA cuts over a mesh take no kernels.
-    It is the plan of a loss by itself, at any temperature, and on GPUs of one with entropy and
-    *correct* beside it; what else says something of tokens goes by chunks of XLA's products. It
-    depends on how many tokens there are, and so do the last bits of a token's loss and row of
-    dhidden, also where libraries sum a product in another order for more rows; with
-    `batch_invariant` neither does.
+    stands for JAX's default device. Programs for TPUs that XLA shards over a mesh take no kernels.
+    It is the plan of a loss alone, at any temperature, and on GPUs of one with entropy and
+    *correct*; other auxiliary outputs take chunks of XLA's. The plan depends on the number of
+    tokens, and so do the last bits of a token's loss and row of dhidden, also where libraries order
+    a GEMM's sums by the number of rows; with `batch_invariant` neither does.
 
     Returns:
-      The plan, with schedule, chunk or tile, products and scratch; `print` shows it in a line.
+      The plan, with schedule, chunk or tile, products (GEMMs) and scratch; `print` shows a line.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number.
@@ -481,7 +484,7 @@ def explain(
 
 
 def _tpu(platform: str) -> pallas.Target:
-    """Returns the TPU that a platform is."""
+    """Returns the TPU of a platform."""
     targets = {"tpu": pallas.ANY, **pallas.TARGETS}
     if platform not in targets:
         names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
@@ -490,7 +493,7 @@ def _tpu(platform: str) -> pallas.Target:
 
 
 class _Call:
-    """Checked arrays, and what runs them."""
+    """Checked arguments, and what computes their loss."""
 
     def __init__(
         self,
@@ -527,7 +530,7 @@ class _Call:
             self.weights = self._check_tokens("weights", weights).astype(jnp.float32)
 
     def _check_tokens(self, name: str, array: ArrayLike) -> jax.Array:
-        """Returns an array of a number a token."""
+        """Returns a checked array of the shape of the tokens."""
         array = as_array(name, array, "[..], a number a token")
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
@@ -580,17 +583,22 @@ class _Call:
             )
         return layout
 
-    def per_token(self, layout: Layout | None, planner: Planner, asked: Asked) -> Known:
-        """Returns the outputs of each token [..]; has weights lie as these do."""
+    def per_token(self, layout: Layout | None, planner: Planner, requested: Asked) -> Known:
+        """Returns the outputs of each token [..]; shards weights as these are."""
         if layout is None:
-            return self._per_token(planner, asked, None)
-        columns = [] if asked.columns is None else [layout.place(asked.columns)]
-        names = ["loss", "logps", "lse", *(["entropy", "correct"] if asked.distribution else [])]
+            return self._per_token(planner, requested, None)
+        columns = [] if requested.columns is None else [layout.place(requested.columns)]
+        names = [
+            "loss",
+            "logps",
+            "lse",
+            *(["entropy", "correct"] if requested.distribution else []),
+        ]
         names += ["column_logps"] * len(columns)
 
         def on_device(*arrays: Any) -> Any:
-            columns = arrays[4] if asked.columns is not None else None
-            given = dataclasses.replace(asked, columns=columns)
+            columns = arrays[4] if requested.columns is not None else None
+            given = dataclasses.replace(requested, columns=columns)
             found = self._of_device(layout, *arrays[:4])._per_token(planner, given, layout)
             return tuple(getattr(found, name) for name in names)
 
@@ -601,28 +609,28 @@ class _Call:
         self,
         layout: Layout | None,
         planner: Planner,
-        asked: Asked,
+        requested: Asked,
         reduction: Literal["mean", "sum"],
     ) -> Known:
         """Returns the scalar loss, and the other outputs of each token [..] but logps."""
         fused = None
-        if asked.any:
-            fused = self._fuse_outputs(planner, asked) if layout is None else None
+        if requested.any:
+            fused = self._fuse_outputs(planner, requested) if layout is None else None
             if fused is None:
-                found = self.per_token(layout, planner, asked)
+                found = self.per_token(layout, planner, requested)
                 factors = self.factors(reduction, self.labels)
                 return dataclasses.replace(found, loss=weighted(found.loss, factors).sum())
         if layout is None:
-            operands = self.flat if asked.any else self.unflattened
+            operands = self.flat if requested.any else self.unflattened
             factors = self.factors(reduction, operands.labels)
             loss = fused or self._loss(planner, None, reduced=True)
-            return self._run(derivative.reduced, loss, asked, operands, factors)
+            return self._run(derivative.reduced, loss, requested, operands, factors)
 
         def on_device(*arrays: Any) -> Any:
             own = self._of_device(layout, *arrays[:4])
             loss = own._loss(planner, layout, reduced=True)
             factors = arrays[4].reshape(-1)
-            found = own._run(derivative.reduced, loss, asked, own.flat, factors)
+            found = own._run(derivative.reduced, loss, requested, own.flat, factors)
             return layout.total(found.loss), found.lse
 
         self._place(layout)
@@ -632,7 +640,7 @@ class _Call:
         return Known(total, total, lse)
 
     def _place(self, layout: Layout) -> None:
-        """Has what has a number a token lie as tokens do."""
+        """Shards labels and weights as the tokens are."""
         self.labels = layout.place(self.labels)
         self.weights = None if self.weights is None else layout.place(self.weights)
 
@@ -649,12 +657,12 @@ class _Call:
         given = self.axis, self.options, self.implementation
         return _Call(hidden, layout.gather(weight), labels, bias, None, *given)
 
-    def _per_token(self, planner: Planner, asked: Asked, layout: Layout | None) -> Known:
+    def _per_token(self, planner: Planner, requested: Asked, layout: Layout | None) -> Known:
         """Returns the outputs of each token [..]; with a `layout`, arrays are a device's."""
-        if not asked.any:
+        if not requested.any:
             operands = self.unflattened if layout is None else self.flat
             loss = self._loss(planner, layout, reduced=False)
-            return self._run(derivative.per_token, loss, asked, operands)
+            return self._run(derivative.per_token, loss, requested, operands)
         exchange = None if layout is None else layout.exchange()
         if exchange is None and not self.is_dense:
             # Flattening leaves tokens where they are if the first axis alone is sharded.
@@ -663,29 +671,29 @@ class _Call:
                     OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
                 )
         operands = self.flat
-        loss = self._loss_with_outputs(planner, asked, exchange)
-        return self._run(derivative.per_token, loss, asked, operands)
+        loss = self._loss_with_outputs(planner, requested, exchange)
+        return self._run(derivative.per_token, loss, requested, operands)
 
     def _run(
-        self, function: Any, loss: Loss, asked: Asked, operands: Operands, *more: Any
+        self, function: Any, loss: Loss, requested: Asked, operands: Operands, *more: Any
     ) -> Known:
-        """Returns function(loss, asked, operands, *more), with all axes of tokens."""
-        columns, chunk = asked.columns, loss.chunk_tokens
+        """Returns function(loss, requested, operands, *more), with all axes of tokens."""
+        hidden, labels, columns = operands.hidden, operands.labels, requested.columns
         if columns is not None:
             columns = columns.reshape(-1, columns.shape[-1])
-        is_symbolic = not isinstance(operands.labels.shape[0], int)
-        if asked.any and not loss.is_dense and (loss.gemms.isolated or is_symbolic):
-            given = operands.hidden, operands.labels, columns
-            hidden, labels, columns = pad_tokens(chunk, *given)
-            operands = operands._replace(hidden=hidden, labels=labels)
-        asked = dataclasses.replace(asked, columns=columns)
-        found = one_program.run(Bound(function, loss), asked, operands, *more)
+        has_chunks = requested.any and not loss.is_dense
+        if has_chunks and (loss.gemms.isolated or not isinstance(labels.shape[0], int)):
+            hidden, labels, columns = pad_tokens(loss.chunk_tokens, hidden, labels, columns)
+        operands = operands._replace(hidden=hidden, labels=labels)
+        requested = dataclasses.replace(requested, columns=columns)
+        found: Known = one_program.run(Bound(function, loss), requested, operands, *more)
+        if labels.shape == self.shape:
+            return found
         count = self.labels.size
 
         def shape(one: jax.Array) -> jax.Array:
-            if one.shape == () or one.shape[: len(self.shape)] == self.shape:
-                return one
-            return one[:count].reshape(*self.shape, *one.shape[1:])
+            # A scalar is a loss that is reduced.
+            return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
 
         shaped: Known = jax.tree.map(shape, found)
         return shaped
@@ -696,30 +704,27 @@ class _Call:
         With a `layout`, arrays are a device's.
         """
         exchange = None if layout is None else layout.exchange()
-        gemms, options, operands = (
-            Gemms(self.axis, planner.batch_invariant),
-            self.options,
-            self.flat,
-        )
+        gemms, options = Gemms(self.axis, planner.batch_invariant), self.options
+        operands = self.flat
         if self.is_dense:
             return Loss(options, gemms, exchange=exchange, is_dense=True)
         if layout is not None and exchange is not None:
-            chunk = None
-            if reduced and layout.leaves_axes:
-                tile = options.tile
-                chunk = planner.fused_chunk_tokens(operands, self.axis, tile)
             own = planner.schedule(options_of_part(options), gemms, operands, reduced=False)
+            loss = Loss(options, gemms, own, exchange)
+            if not (reduced and layout.leaves_axes):
+                return loss
+            chunk = planner.fused_chunk_tokens(operands, self.axis, options.tile)
             is_fused = chunk is not None
-            return Loss(options, gemms, own, exchange, is_fused=is_fused, chunk_tokens=chunk or 0)
+            return dataclasses.replace(loss, is_fused=is_fused, chunk_tokens=chunk or 0)
         planned = planner.schedule(options, gemms, operands, reduced=reduced)
-        # No device has a part of tokens of which nobody knows how many there are.
+        # Nothing shards a symbolic number of tokens.
         if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
             partition = Partitioned(planner)
             planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
         return Loss(planned.options, gemms, planned, is_fused=reduced and planned.is_fused)
 
     def _loss_with_outputs(
-        self, planner: Planner, asked: Asked, exchange: OverDevices | None
+        self, planner: Planner, requested: Asked, exchange: OverDevices | None
     ) -> Loss:
         """Returns how a loss with auxiliary outputs is computed; see `_loss`."""
         operands, gemms = self.flat, Gemms(self.axis, planner.batch_invariant)
@@ -728,23 +733,23 @@ class _Call:
             gemms,
             exchange=exchange,
             is_dense=self.is_dense,
-            distribution=asked.distribution,
-            correct=asked.correct,
+            distribution=requested.distribution,
+            correct=requested.correct,
         )
         if self.is_dense:
             return loss
         chunk = planner.output_chunk_tokens(operands, self.axis, self.options.tile)
         return dataclasses.replace(loss, chunk_tokens=chunk)
 
-    def _fuse_outputs(self, planner: Planner, asked: Asked) -> Loss | None:
-        """Returns what makes gradients with a loss and its auxiliary outputs; None if nothing."""
+    def _fuse_outputs(self, planner: Planner, requested: Asked) -> Loss | None:
+        """Returns a loss whose forward pass makes gradients and auxiliary outputs; None if none."""
         operands = self.flat
         is_whole = not meshes.are_left_to_xla(*operands[:2])
-        # Columns of a [D, V] weight are no rows to gather.
-        has_rows = asked.columns is None or self.axis == 0
+        # A weight [D, V] has no rows to gather for the columns.
+        has_rows = requested.columns is None or self.axis == 0
         if not (has_rows and is_whole) or self.is_dense or planner.batch_invariant:
             return None
-        loss = self._loss_with_outputs(planner, asked, None)
+        loss = self._loss_with_outputs(planner, requested, None)
         planned = planner.schedule(self.options, loss.gemms, operands, reduced=True)
         # Nobody pads the chunks of this pass.
         if not planned.is_fused or planned.plan.any_count:

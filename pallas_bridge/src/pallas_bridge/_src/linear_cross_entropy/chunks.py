@@ -305,7 +305,7 @@ class TokenChunks:
         `distribution` says whether entropy and correct are among them.
         """
 
-        def of_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
+        def run_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
             taken = c[0] if c else None
             found, low = kernels.forward_known(self.options, distribution, z, y, taken)
             return *found, low
@@ -313,7 +313,7 @@ class TokenChunks:
         per_token = _without_none(operands.labels, columns)
         results = _blank_outputs(4 if distribution else 3, operands.labels, columns, distribution)
         results = *results, results[0]
-        *outputs, low = self.map_logits(of_chunk, operands, results, *per_token)
+        *outputs, low = self.map_logits(run_chunk, operands, results, *per_token)
         return tuple(outputs), low
 
     def fused(self, operands: Operands, factors: jax.Array) -> Any:
@@ -335,7 +335,7 @@ class TokenChunks:
         options = write_in_place(self.options)
         every_token = options.every_token or columns is not None
 
-        def of_chunk(z: jax.Array, y: jax.Array, g: jax.Array, *c: jax.Array) -> Any:
+        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, *c: jax.Array) -> Any:
             picked = [logit_outputs.pick(options, z, one) for one in c]
             if picked:
                 # Read before dlogits take the place of logits.
@@ -350,7 +350,7 @@ class TokenChunks:
         masked = masked_tokens(options, labels, factors)
         results = _blank_outputs(4 if distribution else 3, labels, columns, distribution)
         per_token = _without_none(labels, factors, columns)
-        found, gradients = self.map_gradients(of_chunk, operands, masked, results, *per_token)
+        found, gradients = self.map_gradients(run_chunk, operands, masked, results, *per_token)
         return *found, gradients
 
     def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
@@ -380,12 +380,12 @@ class TokenChunks:
         ]
         flat, tree = jax.tree.flatten((operands.labels, columns, saved, cotangents))
 
-        def of_chunk(z: jax.Array, *rows: jax.Array) -> Any:
+        def run_chunk(z: jax.Array, *rows: jax.Array) -> Any:
             y, c, *residuals = jax.tree.unflatten(tree, rows)
             return [kernels.backward_known(options, distribution, z, y, c, *residuals)]
 
         masked = masked_tokens(options, operands.labels, *given)
-        _, gradients = self.map_gradients(of_chunk, operands, masked, (), *flat)
+        _, gradients = self.map_gradients(run_chunk, operands, masked, (), *flat)
         return gradients
 
 
@@ -437,11 +437,11 @@ class ColumnChunks:
         vocab = weight.shape[self.gemms.vocab_axis]
         dtype = operand_dtype(hidden, weight)
 
-        def of_tokens(first: Any, count: int, outputs: Any) -> Any:
+        def run_tokens(first: Any, count: int, outputs: Any) -> Any:
             x, y = slice_rows(first, count, hidden, labels)
             x = x.astype(dtype)
 
-            def of_columns(start: Any, width: int, state: Any) -> Any:
+            def add_columns(start: Any, width: int, state: Any) -> Any:
                 row_max, total, at_label, plain = state
                 z = self._logits(x, operands, start, width)
                 new_max = jnp.maximum(row_max, z.max(-1))
@@ -453,7 +453,9 @@ class ColumnChunks:
 
             zero = zeros(x, (count,))
             state = (zero - jnp.inf, zero, zero, zero)
-            row_max, total, at_label, plain = for_each_chunk(vocab, self.columns, of_columns, state)
+            row_max, total, at_label, plain = for_each_chunk(
+                vocab, self.columns, add_columns, state
+            )
             log = jnp.log(total)
             lse = row_max + log
             # A row of -inf alone is no row, and neither is one with +inf.
@@ -465,7 +467,7 @@ class ColumnChunks:
 
         outputs = (zeros(labels),) * 4
         found: tuple[jax.Array, ...]
-        found = for_each_chunk(labels.shape[0], self.tokens, of_tokens, outputs)
+        found = for_each_chunk(labels.shape[0], self.tokens, run_tokens, outputs)
         return found
 
     def fused(self, operands: Operands, factors: jax.Array) -> Any:

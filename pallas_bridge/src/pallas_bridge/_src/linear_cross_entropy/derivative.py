@@ -121,20 +121,20 @@ class Saved(NamedTuple):
     logits: Any = ()
 
 
-def per_token(loss: Loss, asked: Asked, operands: Operands) -> Known:
+def per_token(loss: Loss, requested: Asked, operands: Operands) -> Known:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
 
     `weight` and `bias` are a device's where its loss has an `exchange`; labels and columns are
     those of the whole vocabulary.
     """
-    operands, columns = _alike(loss, operands, asked.columns)
+    operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
-        return _dense_per_token(loss, asked, operands)
+        return _dense_per_token(loss, requested, operands)
     outputs = _per_token(loss, operands, columns)
-    return logit_outputs.ordered(loss.options, asked, operands.labels, outputs)
+    return logit_outputs.ordered(loss.options, requested, operands.labels, outputs)
 
 
-def reduced(loss: Loss, asked: Asked, operands: Operands, factors: jax.Array) -> Known:
+def reduced(loss: Loss, requested: Asked, operands: Operands, factors: jax.Array) -> Known:
     """Returns the scalar sum of factor * loss, lse [N] and the auxiliary outputs; no logps.
 
     `factors` is [N] in f32, 0 for ignored tokens.
@@ -142,9 +142,9 @@ def reduced(loss: Loss, asked: Asked, operands: Operands, factors: jax.Array) ->
     if loss.is_dense and loss.exchange is None:
         return _dense_reduced(loss, operands, factors)
     if not loss.is_fused:
-        found = per_token(loss, asked, operands)
+        found = per_token(loss, requested, operands)
         return dataclasses.replace(found, loss=weighted(found.loss, factors).sum())
-    columns = asked.columns
+    columns = requested.columns
     if loss.exchange is None:
         *arrays, columns, factors = make_alike(*operands, columns, factors)
         operands = Operands(*arrays)
@@ -152,7 +152,7 @@ def reduced(loss: Loss, asked: Asked, operands: Operands, factors: jax.Array) ->
         operands, columns = _alike(loss, operands, columns)
     total, *others = _reduced(loss, operands, columns, factors)
     outputs = total, total, *others
-    return logit_outputs.ordered(loss.options, asked, operands.labels, outputs)
+    return logit_outputs.ordered(loss.options, requested, operands.labels, outputs)
 
 
 def _alike(
@@ -170,14 +170,14 @@ def _alike(
     return local.varying_alike()._replace(labels=operands.labels), columns
 
 
-def _dense_per_token(loss: Loss, asked: Asked, operands: Operands) -> Known:
+def _dense_per_token(loss: Loss, requested: Asked, operands: Operands) -> Known:
     """Returns the outputs by the dense program, which JAX differentiates."""
-    if not asked.any:
+    if not requested.any:
         return Known(*dense_outputs(loss, operands, None))
     z = _dense_logits(loss, operands)
     if loss.exchange is None:
-        return reference.known_of(loss.options, asked, z, operands.labels)
-    return logit_shards.known_of(loss.options, loss.exchange, asked, z, operands.labels)
+        return reference.known_of(loss.options, requested, z, operands.labels)
+    return logit_shards.known_of(loss.options, loss.exchange, requested, z, operands.labels)
 
 
 def _dense_reduced(loss: Loss, operands: Operands, factors: jax.Array) -> Known:
@@ -284,12 +284,12 @@ def _shard_outputs(loss: Loss, operands: Operands, columns: jax.Array | None) ->
     )
     results, tree = jax.tree.flatten(like)
 
-    def of_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
+    def run_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
         given = loss.options, loss.distribution, z, y, c[0] if c else None
         return jax.tree.leaves(logit_shards.found_of_part(*given))
 
     per_token = [labels] if columns is None else [labels, columns]
-    found = loss.chunks.map_logits(of_chunk, operands, tuple(results), *per_token)
+    found = loss.chunks.map_logits(run_chunk, operands, tuple(results), *per_token)
     return jax.tree.unflatten(tree, found)
 
 
@@ -462,7 +462,7 @@ def _shard_fused(
     exchange, chunks = dataclasses.replace(loss.exchange, is_checked=True), loss.chunks
     local, _, labels = loss.local(operands, None)
 
-    def of_chunk(z: jax.Array, g: jax.Array, *rows: jax.Array) -> Any:
+    def run_chunk(z: jax.Array, g: jax.Array, *rows: jax.Array) -> Any:
         own = Labels(*rows)
         *shard, lse, low = kernels.forward(chunks.options, z, own.given)
         if loss.options.softcap is None:
@@ -479,7 +479,7 @@ def _shard_fused(
 
     masked = masked_tokens(loss.options, operands.labels, factors)
     results = (*[zeros(operands.labels)] * 3, zeros(labels.given, dtype=bool))
-    found, gradients = chunks.map_gradients(of_chunk, local, masked, results, factors, *labels)
+    found, gradients = chunks.map_gradients(run_chunk, local, masked, results, factors, *labels)
     losses, lse, lse_low, is_empty = found
     return losses, Saved(lse, lse_low, is_empty=is_empty), gradients
 

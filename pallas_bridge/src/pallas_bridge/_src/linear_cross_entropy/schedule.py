@@ -325,21 +325,21 @@ def call_cuda(
         forward = partial(call_cuda, "forward", options, vocab_axis, plan)
         backward = partial(call_cuda, "backward", options, vocab_axis, plan)
         return run_two_passes(forward, backward, *arrays)
-    cut, scratch = on_cuda.plan_call(name, vocab_axis, plan, arrays[0])
-    return call_library(name, options, {**cut, **more}, scratch, *arrays)
+    tiling, scratch = on_cuda.plan_call(name, vocab_axis, plan, arrays[0])
+    return call_library(name, options, {**tiling, **more}, scratch, *arrays)
 
 
 def call_library(
     name: str,
     options: Options,
-    cut: Mapping[str, int],
+    tiling: Mapping[str, int],
     scratch_bytes: int,
     operands: Operands,
     *others: Any,
 ) -> Any:
     """Returns what the library's call `name` gives, which makes a pass of all chunks.
 
-    `cut` has the attributes that say how it is tiled.
+    `tiling` has the attributes that say how it is tiled.
     """
     hidden, weight, bias, labels = operands
     # A bias is the last argument and its gradient the last result, both in f32.
@@ -369,7 +369,7 @@ def call_library(
     every_token = None if is_backward else options.every_token
     numbers = {
         key: np.bool_(value) if isinstance(value, bool) else np.int64(value)
-        for key, value in cut.items()
+        for key, value in tiling.items()
     }
     found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
     if is_forward:
