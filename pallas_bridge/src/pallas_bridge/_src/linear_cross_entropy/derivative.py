@@ -97,7 +97,7 @@ class Loss:
         return self.distribution or columns is not None
 
     def local(self, operands: Operands, columns: jax.Array | None) -> tuple[Any, Any, Any]:
-        """Returns operands and columns as a shard counts them, and its labels; alike if whole."""
+        """Returns operands, columns and labels as a shard numbers them; as they are if whole."""
         if self.exchange is None:
             return operands, columns, None
         width = operands.weight.shape[self.gemms.vocab_axis]
@@ -108,7 +108,7 @@ class Loss:
 
 
 class Saved(NamedTuple):
-    """The residuals of a forward pass beside its operands; None for those that there are not."""
+    """The residuals of a forward pass beside its operands; None for what it has not."""
 
     lse: jax.Array
     lse_low: jax.Array
@@ -160,8 +160,8 @@ def _alike(
 ) -> tuple[Operands, jax.Array | None]:
     """Returns arrays that vary alike within `shard_map`.
 
-    Labels and columns of a shard stay as they are: results of what devices exchange are alike on
-    all of them.
+    Labels and columns stay as they are where there is an exchange: its results are the same on all
+    devices.
     """
     if loss.exchange is None:
         *arrays, columns = make_alike(*operands, columns)
@@ -327,9 +327,10 @@ def _per_token_tangents(loss: Loss, residuals: Any, tangents: Any) -> Any:
 
 
 def vjp(loss: Loss, residuals: Any, cotangents: Any) -> Gradients:
-    """Returns gradients, of operands, columns and what `forward` saved; dhidden of a shard's.
+    """Returns gradients for cotangents of the outputs of `forward`, of which None is zeros.
 
-    A cotangent that is None is one of zeros.
+    Residuals are operands, columns and what `forward` saved. dhidden is a shard's, to be summed
+    over devices.
     """
     operands, columns, saved = residuals
     first, others = list(cotangents[:3]), list(cotangents[3:])

@@ -162,11 +162,10 @@ class Tiling:
         gemm = partial(_gemm_seconds, problem, splits)
         # Each slot has its own kernels.
         total = (CHUNK_KERNELS + PLACE_KERNELS * len(kept)) * LAUNCH
-        recomputed = (rest, 2, sum(_logit_passes(problem)))
         kept_passes, last_passes = (SOFTMAX_PASSES,) * 2 if _has_epilogue(problem) else (3, 2)
         for columns, logits, passes in (
             (kept, 1, kept_passes),
-            recomputed,
+            (rest, 2, sum(_logit_passes(problem))),
             ([last], 1, last_passes),
         ):
             for count in columns:

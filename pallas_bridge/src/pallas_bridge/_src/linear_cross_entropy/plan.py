@@ -6,7 +6,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -256,12 +256,9 @@ def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) ->
 
 def _plan_symbolic_tiles(problem: Problem, limit: int) -> Plan:
     """Returns the plan that takes no kernels over logits; the smallest where nothing fits."""
-    side = STEP, min(STEP, problem.vocab)
-    while True:
-        wider = min(2 * side[0], INVARIANT_TOKENS), min(2 * side[1], problem.vocab)
-        if wider == side or _fixed_scratch(problem, *wider) > limit:
-            break
-        side = wider
+    most = INVARIANT_TOKENS, problem.vocab
+    smallest = STEP, min(STEP, problem.vocab)
+    side = _grow_tile(smallest, most, lambda *tile: _fixed_scratch(problem, *tile) <= limit)
     return Plan("both", *side, 5, _fixed_scratch(problem, *side), limit, any_count=True)
 
 
@@ -398,16 +395,25 @@ def _plan_columns(problem: Problem, limit: int) -> Plan | None:
 
 
 def _plan_tiles(problem: Problem, limit: int) -> Plan | None:
-    side = _smallest_tile(problem)
-    if _tile_scratch(problem, *side) > limit:
+    def fits(*tile: int) -> bool:
+        return _tile_scratch(problem, *tile) <= limit
+
+    smallest = _smallest_tile(problem)
+    if not fits(*smallest):
         return None
-    # Squares give the most arithmetic for each byte of operands that is reread.
-    while True:
-        wider = min(side[0] * 2, problem.tokens), min(side[1] * 2, problem.vocab)
-        if wider == side or _tile_scratch(problem, *wider) > limit:
-            break
-        side = wider
+    side = _grow_tile(smallest, (problem.tokens, problem.vocab), fits)
     return Plan("both", max(side[0], 1), side[1], 5, _tile_scratch(problem, *side), limit)
+
+
+def _grow_tile(
+    tile: tuple[int, int], most: tuple[int, int], fits: Callable[..., bool]
+) -> tuple[int, int]:
+    """Returns the largest tile that fits: squares reread the fewest bytes for their arithmetic."""
+    while True:
+        wider = min(tile[0] * 2, most[0]), min(tile[1] * 2, most[1])
+        if wider == tile or not fits(*wider):
+            return tile
+        tile = wider
 
 
 def _smallest_tile(problem: Problem) -> tuple[int, int]:
