@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import Oracle
-from pallas_bridge._src.linear_cross_entropy import on_cpu
+from pallas_bridge._src.linear_cross_entropy import schedule as linear_schedule
 
 from pallas_bridge import explain, linear_cross_entropy
 
@@ -35,7 +35,7 @@ Arrays = tuple[Any, Any, Any, Any]
 
 def chosen(monkeypatch: pytest.MonkeyPatch, schedule: str, arrays: Arrays) -> dict[str, Any]:
     """What has linear_cross_entropy take a schedule on CPUs."""
-    monkeypatch.setattr(on_cpu, "has_library", lambda: schedule == "library")
+    monkeypatch.setattr(linear_schedule, "has_cpu_calls", lambda: schedule == "library")
     if schedule == "reference":
         return {"implementation": "reference"}
     hidden, weight, bias, _ = arrays

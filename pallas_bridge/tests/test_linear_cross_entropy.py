@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 from on_mesh import by_shardy
 from oracle import Oracle
 from pallas_bridge._src import library
-from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda
+from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda, schedule
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
@@ -90,7 +90,7 @@ def test_a_mean_and_its_gradients(
     bias: bool,
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: has_library)
     hidden, weight, of_bias, labels = problem(rng, jnp.float32, bias=bias, axis=axis)
     budgets = BUDGETS_WITH_BIAS if bias else BUDGETS
     limit = None if budget is None else budgets[budget]
@@ -196,7 +196,7 @@ def test_no_further_from_float64_than_the_dense_program(
     budget: str | None,
     reduction: str,
 ) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: has_library)
     arrays = problem(rng, dtype)
     limit = None if budget is None else BUDGETS_OF_16_BITS[budget]
     plan = explain(*arrays[:2], max_scratch_bytes=limit, platform="cpu")
@@ -309,7 +309,7 @@ def test_columns_that_a_gpu_makes_once(
 
     # It is for more tokens than tests have time for.
     def choose(problem: Any, limit: int) -> Any:
-        cut = on_cuda.Cut(chunk, fused=True, once=once)
+        cut = on_cuda.Tiling(chunk, fused=True, once=once)
         return on_cuda.planned(problem, limit, cut, limit)
 
     monkeypatch.setattr(on_cuda, "choose", choose)
@@ -373,7 +373,7 @@ def test_shard_map_sums_the_gradient_of_the_weight(
     budget: str | None,
     has_library: bool,
 ) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: has_library)
     # As many a device as elsewhere in all.
     hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True, tokens=2 * TOKENS)
     limit = None if budget is None else BUDGETS_WITH_BIAS[budget]
@@ -514,7 +514,7 @@ def test_logits_that_a_cpu_hands_over(
 def test_temporaries_stay_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, budget: str | None, has_library: bool
 ) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: has_library)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: has_library)
     tokens, width, vocab = 4096, 64, 20011
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
     w = jax.ShapeDtypeStruct((vocab, width), jnp.float32)
@@ -553,7 +553,7 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
             assert 3 <= plan.products <= 4 and plan.columns <= vocab
             if dtype == jnp.float32:
                 with monkeypatch.context() as without:
-                    without.setattr(on_cpu, "has_library", lambda: False)
+                    without.setattr(schedule, "has_cpu_calls", lambda: False)
                     usual = explain(x, w, bias=b, vocab_axis=axis, platform="cpu", **how)
                 assert plan.products < usual.products
             fused = reduced and dtype != jnp.float16
@@ -635,7 +635,7 @@ def test_a_tile_changes_next_to_nothing(rng: np.random.Generator, dtype: str) ->
 
 
 def test_plans_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: False)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: False)
     plan_of = partial(explain, platform="cpu")
     x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128256, 2048), jnp.bfloat16)
@@ -749,7 +749,7 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
 def test_programs_for_gpus_are_calls_of_the_library(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: list[str]
 ) -> None:
-    monkeypatch.setattr(on_cuda, "has_library", lambda: True)
+    monkeypatch.setattr(schedule, "has_cuda_call", lambda: True)
     x = jax.ShapeDtypeStruct((2048, 256), jnp.bfloat16)
     axis = options.get("vocab_axis", 0)
     w = jax.ShapeDtypeStruct((256, 20011) if axis else (20011, 256), jnp.bfloat16)
@@ -774,7 +774,7 @@ def test_programs_for_gpus_are_calls_of_the_library(
 
 
 def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_cpu, "has_library", lambda: False)
+    monkeypatch.setattr(schedule, "has_cpu_calls", lambda: False)
     hidden, weight, bias, labels = problem(rng, jnp.float32, bias=True)
     f = linear_cross_entropy
 

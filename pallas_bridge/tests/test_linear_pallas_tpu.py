@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from oracle import Oracle
 from pallas_bridge._src import pallas
 from pallas_bridge._src.compat import abstract_tpu
-from pallas_bridge._src.linear_cross_entropy import on_tpu, pallas_tpu
+from pallas_bridge._src.linear_cross_entropy import pallas_tpu
 from pallas_bridge._src.pallas import ANY, TARGETS
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
@@ -167,16 +167,16 @@ def test_every_edge(rng: np.random.Generator, case: str) -> None:
 def test_sums_of_dhidden_that_do_not_fit(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: str, spills: bool
 ) -> None:
-    cut, found = pallas_tpu.cut, []
+    choose, found = pallas_tpu.choose_tiles, []
 
     def not_at_once(*of: Any, **how: Any) -> Any:
         both = how.get("makes_hidden") and how.get("makes_weight")
         if both and not (spills and how.get("spills")):
             return None
-        found.append(cut(*of, **how))
+        found.append(choose(*of, **how))
         return found[-1]
 
-    monkeypatch.setattr(pallas_tpu, "cut", not_at_once)
+    monkeypatch.setattr(pallas_tpu, "choose_tiles", not_at_once)
     check(rng, CASES[case])
     assert any(one.spills for one in found) == spills
 
@@ -220,12 +220,12 @@ def test_bad_input_stays_where_it_is(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     if apart:
-        cut = pallas_tpu.cut
+        choose = pallas_tpu.choose_tiles
         monkeypatch.setattr(
             pallas_tpu,
-            "cut",
+            "choose_tiles",
             lambda *of, **how: (
-                None if how.get("makes_hidden") and how.get("makes_weight") else cut(*of, **how)
+                None if how.get("makes_hidden") and how.get("makes_weight") else choose(*of, **how)
             ),
         )
     case: Case = (300, 37, 391, "bfloat16", 0, True, {"ignore_index": 7})
@@ -335,8 +335,9 @@ def test_tiles_fit(monkeypatch: pytest.MonkeyPatch, axis: int, dtype: Any, width
     monkeypatch.undo()
     x = jax.ShapeDtypeStruct((8192, width), dtype)
     w = jax.ShapeDtypeStruct((width, 50257) if axis else (50257, width), dtype)
+    b = jax.ShapeDtypeStruct((50257,), jnp.float32)
     for target in (*TARGETS.values(), ANY):
-        found = on_tpu.tiles(target, x, w, axis, 2**30, bias=True)
+        found = pallas_tpu.choose_kernels(target, (x, w, b), axis, 2**30)
         assert found is not None
         forward, kernels = found
         assert forward.vmem_bytes(makes_hidden=False, makes_weight=False) <= target.vmem_bytes

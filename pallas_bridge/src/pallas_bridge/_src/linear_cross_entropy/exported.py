@@ -59,13 +59,13 @@ def program(cell: Cell) -> Program:
     shapes = [(cell.tokens, settings.hidden), tuple(weight[:: 1 - 2 * settings.vocab_axis])]
     if settings.bias:
         shapes.append((cell.vocab,))
-    cut: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "vocab_axis": settings.vocab_axis,
         "max_scratch_bytes": settings.max_scratch_bytes,
         "block_size": cell.block_size,
         "time_block": cell.time_block,
     }
-    options |= {**cut, "implementation": "reference" if cell.is_dense else None}
+    options |= {**keywords, "implementation": "reference" if cell.is_dense else None}
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
     def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
@@ -88,12 +88,12 @@ def program(cell: Cell) -> Program:
         )
 
     plan = None
-    # `explain` tells nothing of chunks whose logits something is requested of.
+    # `explain` plans no chunks of auxiliary outputs.
     if not cell.is_dense and not requested.any:
         bias = arrays[2] if settings.bias else None
         platform = cell.kind or cell.platform
-        cut |= {"reduction": reduction, "platform": platform}
-        plan = explain(*arrays[:2], bias=bias, **cut)
+        keywords |= {"reduction": reduction, "platform": platform}
+        plan = explain(*arrays[:2], bias=bias, **keywords)
         _check_tile(cell, plan)
     return make_program(cell, arrays, reduced, per_token, requested, plan)
 
@@ -104,9 +104,9 @@ def _check_tile(cell: Cell, plan: Plan) -> None:
         return
     # Tokens of a task on CPUs are not planned.
     unit = 128 if cell.platform == "tpu" else 1
-    of_tokens = cell.time_block if cell.platform == "tpu" else None
+    token_block = cell.time_block if cell.platform == "tpu" else None
     for name, extent, whole, taken in (
-        ("time_block", of_tokens, cell.tokens, plan.tokens),
+        ("time_block", token_block, cell.tokens, plan.tokens),
         ("block_size", cell.block_size, cell.vocab, plan.columns),
     ):
         if extent is not None and min(extent, -(-whole // unit) * unit) != taken:

@@ -1,10 +1,10 @@
-"""Where a program is for CPUs: one call of the library's for all chunks of columns.
+"""Plans the library's call on CPUs, which makes a pass of all chunks of columns.
 
-XLA's CPU widens whole operands of 16 bits to f32 before a product, which no plan can keep it from.
-The library widens a block of the weight at a time, and keeps logits, or in 16 bits their
-unnormalised softmax, in the memory of dweight until their gradient is made, which in f32 too saves
-a product where the budget is small. Where gradients have to wait for the backward pass, the forward
-pass hands it that memory, and the scratch.
+XLA's CPU widens whole operands of 16 bits to f32 before a GEMM. The library widens a block of the
+weight at a time. It saves logits, or in 16 bits their unnormalised softmax, in the memory of
+dweight until their gradient is computed, which saves a GEMM in f32 too where the budget is small.
+Where gradients have to wait for the backward pass, the forward pass leaves it that memory, and the
+scratch.
 """
 
 import math
@@ -13,23 +13,18 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from .. import library
-from ..losses.options import Options, Tile
-from . import one_call
+from ..losses.options import Tile
 from .plan import Plan, Problem
-from .product import blank
 
-# The name of the table of tuned tiles, whose columns of a block are the most that gain anything.
+# The table of tuned tiles, whose columns of a block are the most that gain anything.
 TUNED = "linear_cross_entropy.cpu"
-# What blocks are made narrower to, where there is no room for those; the fewest make a panel.
+# Narrower blocks, where there is no room for those; the fewest make a panel.
 NARROWER = (1024, 768, 512, 384, 256, 128, 64)
 # A column block takes as much longer than its columns alone as so many columns would: sums of
 # dhidden are read and written, and hidden states and logits are put in order.
 PER_BLOCK = 32
-# The fewest columns of a block that is kept in 16 bits, if there are more; as in cut.rs.
+# The fewest columns of a block whose softmax is saved in 16 bits, if there are more; as in cut.rs.
 FEWEST_KEPT = 16
 # The most columns that a panel of a factor has.
 PANEL = 64
@@ -42,10 +37,10 @@ PER_BIAS = 8
 def choose(
     problem: Problem, usual: Plan, tile: Tile, dtype: Any, *, hands_over: bool
 ) -> Plan | None:
-    """Returns the plan that may be fastest of those that fit; None where `usual` stays, in XLA.
+    """Returns the plan that may be fastest of those that fit; None where XLA runs `usual`.
 
-    A `tile` is the call's, which is taken for it if blocks fit that are no wider. `hands_over` is
-    whether a forward pass may leave logits to the backward pass.
+    A `tile` that is named is taken if blocks fit that are no wider. `hands_over` is whether a
+    forward pass may leave logits to the backward pass.
     """
     tuned = library.tuned_tile(TUNED, dtype, problem.vocab)
     return None if tuned is None else _choose(problem, usual, tile, tuned[1], hands_over)
@@ -61,7 +56,7 @@ def _choose(problem: Problem, usual: Plan, tile: Tile, tuned: int, hands_over: b
     plans = []
     for columns in (most, *(columns for columns in NARROWER if columns < most)):
         chunk = min(columns, problem.vocab)
-        least = _scratch(problem, chunk, makes_gradients=True) + _beside(problem)
+        least = _call_scratch(problem, chunk, makes_gradients=True) + _beside_bytes(problem)
         if least <= limit:
             plans.append(_plan(problem, chunk, least, limit, hands_over and not problem.reduced))
     if not plans:
@@ -69,17 +64,17 @@ def _choose(problem: Problem, usual: Plan, tile: Tile, tuned: int, hands_over: b
     if named is not None:
         return plans[0]
     plan = min(plans, key=lambda plan: plan.products * (1 + PER_BLOCK / plan.columns))
-    # Products of f32 operands are as fast in XLA: there must be fewer of them.
+    # GEMMs of f32 operands are as fast in XLA: there must be fewer of them.
     is_short = problem.hidden_bytes < 4
     return plan if is_short or tile != (None, None) or plan.products < usual.products else None
 
 
 def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bool) -> Plan:
     plan = Plan("library", problem.tokens, columns, 4, least, limit)
-    if not (problem.reduced or hands_over) or not _keeps(problem, columns):
+    if not (problem.reduced or hands_over) or not _keeps_logits(problem, columns):
         return plan
     column_bytes = problem.tokens * problem.hidden_bytes
-    room, again = (limit - least) // column_bytes, 0
+    room, recomputed = (limit - least) // column_bytes, 0
     kept = 0
     for is_in_place, count in _column_blocks(problem, columns):
         if is_in_place:
@@ -87,19 +82,19 @@ def _plan(problem: Problem, columns: int, least: int, limit: int, hands_over: bo
         if kept + count <= room:
             kept += count
         else:
-            again += count
-    if again == problem.vocab:
+            recomputed += count
+    if recomputed == problem.vocab:
         return plan
-    products, scratch = 3 + again / problem.vocab, least + kept * column_bytes
+    products, scratch = 3 + recomputed / problem.vocab, least + kept * column_bytes
     return replace(plan, products=products, scratch_bytes=scratch, hands_over=hands_over)
 
 
-def _keeps(problem: Problem, columns: int) -> bool:
+def _keeps_logits(problem: Problem, columns: int) -> bool:
     return problem.hidden_bytes == 4 or columns >= min(FEWEST_KEPT, problem.vocab)
 
 
 def _column_blocks(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
-    """Each block's columns, and whether they find room in the memory of dweight.
+    """Yields whether each block is saved in the memory of dweight, and its columns.
 
     As `keeping` in crates/xentile-cpu/src/linear_cross_entropy/cut.rs.
     """
@@ -114,53 +109,35 @@ def _column_blocks(problem: Problem, most: int) -> Iterator[tuple[bool, int]]:
         left -= taken
 
 
-def _scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
-    """Bytes of a call's scratch, as `Layout` in that file lays it out, but for kept logits."""
+def _call_scratch(problem: Problem, columns: int, *, makes_gradients: bool) -> int:
+    """Returns bytes of a call's scratch, as `Layout` in that file, but for saved logits."""
     n, d = problem.tokens, problem.hidden
-    weight, logits = _panels(d, columns), n * columns
+    weight, logits = _panel_numbers(d, columns), n * columns
     if not makes_gradients:
         return 4 * (weight + logits + 1)
-    of_hidden = _panels(n, d)
+    hidden_numbers = _panel_numbers(n, d)
     if problem.hidden_bytes < 4:
-        of_hidden += n * d
-        if _keeps(problem, columns):
+        hidden_numbers += n * d
+        if _keeps_logits(problem, columns):
             # Labels' logits, and shifts of each column block.
-            of_hidden += n * (1 + sum(1 for _ in _column_blocks(problem, columns)))
-    return 4 * (of_hidden + max(weight, _panels(columns, d)) + logits + 1)
+            hidden_numbers += n * (1 + sum(1 for _ in _column_blocks(problem, columns)))
+    return 4 * (hidden_numbers + max(weight, _panel_numbers(columns, d)) + logits + 1)
 
 
-def _panels(terms: int, columns: int) -> int:
-    """Numbers in the panels of a matrix `[terms, columns]`, as in product.rs beside that file."""
+def _panel_numbers(terms: int, columns: int) -> int:
+    """Returns numbers in the panels of a matrix `[terms, columns]`, as in product.rs beside it."""
     return math.ceil(columns / PANEL) * PANEL * terms
 
 
-def _beside(problem: Problem) -> int:
-    """Bytes that are held beside a call's scratch."""
+def _beside_bytes(problem: Problem) -> int:
+    """Returns bytes that are held beside a call's scratch."""
     return PER_TOKEN * problem.tokens + PER_BIAS * problem.bias * problem.vocab
 
 
-def has_library() -> bool:
-    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return one_call.has_library("Host", "resume")
-
-
-def nothing_kept(vocab_axis: int, plan: Plan, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns what stands for logits that are handed over, where none are."""
-    _, weight, *_ = operands
-    scratch = plan.scratch_bytes - _beside(_problem(vocab_axis, *operands))
-    return blank(weight, dtype=weight.dtype), blank(weight, (scratch,), jnp.uint8)
-
-
-def _problem(vocab_axis: int, *operands: Any) -> Problem:
-    hidden, weight, bias, *_ = operands
-    return Problem.of(hidden, weight, vocab_axis, bias=bias is not None, reduced=False)
-
-
-def run(name: str, options: Options, vocab_axis: int, plan: Plan, *operands: Any) -> Any:
-    """Makes the pass `name` of `schedules.Schedule` of hidden, weight, bias, labels and more."""
-    problem = _problem(vocab_axis, *operands)
-    scratch = _scratch(problem, plan.columns, makes_gradients=name != "forward")
+def plan_call(name: str, vocab_axis: int, plan: Plan, operands: Any) -> tuple[dict[str, int], int]:
+    """Returns the attributes and the bytes of scratch of the library's call `name`."""
+    problem = Problem.of(operands, vocab_axis, reduced=False)
+    scratch = _call_scratch(problem, plan.columns, makes_gradients=name != "forward")
     if name in ("fused", "keep", "resume"):
-        scratch = plan.scratch_bytes - _beside(problem)
-    cut = {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}
-    return one_call.make(name, options, cut, scratch, *operands)
+        scratch = plan.scratch_bytes - _beside_bytes(problem)
+    return {"vocab_axis": vocab_axis, "chunk_columns": plan.columns}, scratch

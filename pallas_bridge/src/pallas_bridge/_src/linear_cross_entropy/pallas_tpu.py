@@ -1,14 +1,14 @@
-"""Linear cross-entropy for TPUs, in Pallas: logits are there a tile at a time, in VMEM alone.
+"""Linear cross-entropy for TPUs, in Pallas: logits exist a tile at a time, in VMEM alone.
 
-Tiles lie with the vocabulary down and tokens across, so that what is known of a token is a row, and
-sums over the vocabulary are sums of registers. The forward kernel keeps lse (the online softmax of
-Milakov and Gimelshein, 2018). The backward kernel makes each tile again, once where sums of dhidden
-fit in VMEM: then it goes over the vocabulary outside and over tokens inside, and adds to dhidden of
-all tokens and to dweight of one block. Where they do not fit, they come from HBM and go back there
-while other tokens have their turn, or, where HBM has no room either, each gradient has a kernel.
+Tiles have the vocabulary down and tokens across, so that scalars of tokens are a row, and sums over
+the vocabulary are sums of registers. The forward kernel keeps lse (the online softmax of Milakov
+and Gimelshein, 2018). The backward kernel recomputes each tile, once where sums of dhidden fit in
+VMEM: the vocabulary is its outer loop and tokens the inner one, and it adds to dhidden of all
+tokens and to dweight of one block. Where these sums do not fit, they are streamed from and to HBM,
+or, where HBM has no room either, each gradient has a kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,8 @@ from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
 from ..losses.options import Options, Tile
 from ..pallas import Target
-from .product import operand_dtype
-from .product import operands as as_operands
-from .tokens import Bias, Gradients
+from .chunks import Bias, Gradients, Operands, as_gemm_operands, operand_dtype, run_two_passes
+from .plan import Plan, Problem, plan_kernels, without_kernels
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -38,8 +37,8 @@ SMALL = ((512, 512), (512, 256), (256, 256), (128, 128))
 LARGEST_FORWARD = ((2048, 2048), (2048, 1024), (2048, 512), (1024, 512), *SMALL)
 LARGEST_BACKWARD = ((1024, 1024), (1024, 512), *SMALL)
 PART = 256
-# Blocks of sums of dhidden in VMEM where these are in HBM: on their way in, added to, on their way
-# out. What a block's last visit wrote has left before it is asked for if there are as many blocks.
+# Blocks of sums of dhidden in VMEM where these are in HBM: one that is copied in, one that is added
+# to, one that is copied out. With as many blocks, a copy out ends before the next copy in begins.
 SLOTS = 3
 # What the compiler may hold beside what is counted.
 SPARE = 4 << 20
@@ -47,18 +46,18 @@ SPARE = 4 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a problem is cut."""
+    """The tiling of a problem."""
 
     tokens: int
     hidden: int
     vocab: int
-    # What products take, and the dtypes of the gradients of hidden and weight.
+    # The dtype of GEMM operands, and those of the gradients of hidden and weight.
     dtype: Any
     dtypes: tuple[Any, Any]
     vocab_axis: int
     bias: bool
-    # Tokens and columns of a tile, and columns whose arithmetic is one straight line: while the
-    # vector units are at one part, the matrix units are at the next.
+    # Tokens and columns of a tile, and columns of a part of it: while the vector units are at one
+    # part, the matrix units are at the next.
     rows: int
     columns: int
     part: int
@@ -84,13 +83,13 @@ class Tiles:
     def bytes_moved(self, *, makes_hidden: bool = False, makes_weight: bool = False) -> int:
         """Bytes between HBM and VMEM of the forward kernel, or of one that makes such gradients.
 
-        A block that stays for several steps comes once.
+        A block that stays for several steps is copied once.
         """
         row = self.hidden * int(np.dtype(self.dtype).itemsize)
         hidden, weight = self.tokens * row, self.vocab * row
-        of_hidden, of_weight = (int(np.dtype(one).itemsize) for one in self.dtypes)
-        gradients = makes_hidden * self.tokens * of_hidden + makes_weight * self.vocab * of_weight
-        gradients *= self.hidden
+        hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
+        gradients = makes_hidden * self.tokens * hidden_bytes
+        gradients = (gradients + makes_weight * self.vocab * weight_bytes) * self.hidden
         if not makes_weight:
             return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
         sums = 2 * (self.steps - 1) * self.spilled_bytes
@@ -106,21 +105,21 @@ class Tiles:
         """Bytes of VMEM of the forward kernel, or of the one that makes such gradients."""
         width = -(-self.hidden // LANES) * LANES
         size = int(np.dtype(self.dtype).itemsize)
-        of_hidden, of_weight = (int(np.dtype(one).itemsize) for one in self.dtypes)
+        hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
         across, down = self.rows * width, self.columns * width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
         if makes_hidden:
             total += self.sums(makes_weight=makes_weight) * 4 * across
-            total += 2 * of_hidden * across
+            total += 2 * hidden_bytes * across
         if makes_weight:
-            total += 4 * down + 2 * of_weight * down
+            total += 4 * down + 2 * weight_bytes * down
         if self.bias:
             total += 2 * 4 * self.columns * LANES
         return total
 
 
-def cut(
+def choose_tiles(
     target: Target,
     hidden: Any,
     weight: Any,
@@ -147,9 +146,9 @@ def cut(
     vocab = weight.shape[vocab_axis]
     backward = makes_hidden or makes_weight
     usual = LARGEST_BACKWARD if backward else LARGEST_FORWARD
-    most = named[0] or usual[0][0], named[1] or usual[0][1]
-    within = (one for one in usual if one[0] <= most[0] and one[1] <= most[1])
-    for rows, columns in dict.fromkeys((most, *within)):
+    maximum = named[0] or usual[0][0], named[1] or usual[0][1]
+    within = (one for one in usual if one[0] <= maximum[0] and one[1] <= maximum[1])
+    for rows, columns in dict.fromkeys((maximum, *within)):
         if named[0] is None:
             # Blocks of tokens as even as they can be: the last one costs what the others do.
             rows = -(-tokens // -(-tokens // rows))
@@ -176,8 +175,12 @@ def cut(
     return None
 
 
+# Tiles and which gradients their kernel makes: of hidden, of the weight and bias.
+BackwardKernels = tuple[tuple[Tiles, bool, bool], ...]
+
+
 class _Tile:
-    """What both kernels do with a tile: [columns, rows] of logits, a part at a time."""
+    """A tile of both kernels: [columns, rows] of logits, a part at a time."""
 
     def __init__(
         self, tiles: Tiles, options: Options, step: Any, labels: Any, bias: Any, weight: Any, x: Any
@@ -197,7 +200,7 @@ class _Tile:
         return self._column(start) == self.labels
 
     def is_valid(self, start: int) -> Any:
-        """Which logits of a part there are; None for all."""
+        """Which logits of a part are in the vocabulary; None for all."""
         if not self.is_ragged:
             return None
         return self._column(start) < self.tiles.vocab - self.first
@@ -207,38 +210,38 @@ class _Tile:
         part = self.weight[pl.ds(start, self.tiles.part), :]
         z = _dot(part, self.x[...], 1, 1)
         if self.bias is not None:
-            # A row for all tokens, turned into a column.
+            # A row for all tokens, transposed to a column.
             wide = jnp.broadcast_to(self.bias[0:1, pl.ds(start, self.tiles.part)], (LANES, len(z)))
             z = z + wide.T[:, :1]
         return z, _formula(self.options).cap(z)
 
 
 def _formula(options: Options) -> Formula:
-    """Returns the formula of logits' kernels, which is this one's too."""
+    """Returns the formula that the kernels over logits have too."""
     return Formula(
         options.label_smoothing, options.z_loss, options.softcap, False, options.temperature
     )
 
 
-def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
-    axes = (((of_a,), (of_b,)), ((), ()))
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    axes = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
 def _clear(ref: Any, axis: int, count: Any) -> None:
-    """Zeroes what a block has beyond the end of its array, where there is anything."""
+    """Zeroes a block beyond the end of its array."""
     index = lax.broadcasted_iota(jnp.int32, ref.shape, axis)
     ref[...] = jnp.where(index < count, ref[...], jnp.zeros((), ref.dtype))
 
 
-def _clear_idle(ref: Any, active: jax.Array) -> None:
-    """Zeroes rows of tokens that take no part: 0 times what they hold could be NaN."""
+def _clear_masked(ref: Any, active: jax.Array) -> None:
+    """Zeroes rows of masked tokens: 0 times their hidden state could be NaN."""
     ref[...] = _active(ref[...], active)
 
 
 def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
     """[tokens, ..] with zeros where `active` [1, tokens] is 0."""
-    # A row turned into a column.
+    # A row transposed to a column.
     column = jnp.broadcast_to(active, (LANES, active.shape[1])).T[:, :1]
     return jnp.where(column != 0, rows, jnp.zeros((), rows.dtype))
 
@@ -253,29 +256,29 @@ def _clear_last(tiles: Tiles, x: Any, weight: Any, block: Any, step: Any) -> Non
 
 
 def _by_sublane(values: jax.Array) -> jax.Array:
-    """[part, rows] as registers: sums over the first axis are sums of whole registers."""
+    """Returns [part, rows] as registers: sums over the first axis are sums of registers."""
     return values.reshape(-1, SUBLANES, values.shape[-1])
 
 
 def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
     x, weight, labels, *rest = refs
     bias: Any = rest.pop(0) if tiles.bias else None
-    found, highest, total, picked, sums, *turned = rest
+    found, row_max, total, picked, sums, *transposed = rest
     block, step = pl.program_id(0), pl.program_id(1)
 
     @pl.when(step == 0)
     def _() -> None:
-        highest[...] = jnp.full(highest.shape, LEAST, jnp.float32)
+        row_max[...] = jnp.full(row_max.shape, LEAST, jnp.float32)
         for state in (total, picked, sums):
             state[...] = jnp.zeros(state.shape, jnp.float32)
 
     _clear_last(tiles, x, weight, block, step)
-    if turned:
-        turned[0][...] = weight[...].T
-        weight = turned[0]
+    if transposed:
+        transposed[0][...] = weight[...].T
+        weight = transposed[0]
     tile = _Tile(tiles, options, step, labels, bias, weight, x)
-    states = (highest, total, picked, sums)
-    most, mass, at_label, plain = (state[...] for state in states)
+    states = (row_max, total, picked, sums)
+    maximum, mass, at_label, plain = (state[...] for state in states)
     for start in range(0, tiles.columns, tiles.part):
         z = tile.logits(start)[1]
         valid = tile.is_valid(start)
@@ -285,16 +288,16 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
             z = jnp.where(valid, z, -jnp.inf)
         at_label += _by_sublane(jnp.where(tile.is_label(start), z, 0)).sum(0)
         z = _by_sublane(z)
-        higher = jnp.maximum(most, z.max(0))
-        mass = mass * jnp.exp(most - higher) + jnp.exp(z - higher[None]).sum(0)
-        most = higher
-    for state, value in zip(states, (most, mass, at_label, plain), strict=True):
+        new_max = jnp.maximum(maximum, z.max(0))
+        mass = mass * jnp.exp(maximum - new_max) + jnp.exp(z - new_max[None]).sum(0)
+        maximum = new_max
+    for state, value in zip(states, (maximum, mass, at_label, plain), strict=True):
         state[...] = value
 
     @pl.when(step == tiles.steps - 1)
     def _() -> None:
-        peak = jnp.max(highest[...], axis=0, keepdims=True)
-        mass = jnp.sum(total[...] * jnp.exp(highest[...] - peak), axis=0, keepdims=True)
+        peak = jnp.max(row_max[...], axis=0, keepdims=True)
+        mass = jnp.sum(total[...] * jnp.exp(row_max[...] - peak), axis=0, keepdims=True)
         # A row of nothing but -inf has no sum, and one with +inf no number.
         log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
         lse = peak + log
@@ -311,18 +314,18 @@ def _backward_kernel(
     *refs: Any, tiles: Tiles, options: Options, makes_hidden: bool, makes_weight: bool
 ) -> None:
     x, weight, labels, numbers, *rest = refs
-    leaks: Any = rest.pop(0) if makes_weight else None
+    nan_blocks: Any = rest.pop(0) if makes_weight else None
     bias: Any = rest.pop(0) if tiles.bias else None
     dhidden: Any = rest.pop(0) if makes_hidden else None
     dweight: Any = rest.pop(0) if makes_weight else None
     dbias: Any = rest.pop(0) if makes_weight and tiles.bias else None
     spilled: Any = rest.pop(0) if tiles.spills else None
     gradient: Any = rest.pop(0)
-    of_hidden: Any = rest.pop(0) if makes_hidden else None
-    of_weight: Any = rest.pop(0) if makes_weight else None
-    of_bias: Any = rest.pop(0) if makes_weight and tiles.bias else None
+    hidden_sums: Any = rest.pop(0) if makes_hidden else None
+    weight_sums: Any = rest.pop(0) if makes_weight else None
+    bias_sums: Any = rest.pop(0) if makes_weight and tiles.bias else None
     arrived: Any = rest.pop(0) if tiles.spills else None
-    left: Any = rest.pop(0) if tiles.spills else None
+    sent: Any = rest.pop(0) if tiles.spills else None
     step, block = pl.program_id(0), pl.program_id(1)
     if not makes_weight:
         step, block = block, step
@@ -332,42 +335,42 @@ def _backward_kernel(
     if tiles.spills:
         here = lax.rem(visit, SLOTS)
 
-    def comes(visit: Any) -> Any:
+    def copy_in(visit: Any) -> Any:
         slot = lax.rem(visit, SLOTS)
         source = spilled.at[lax.rem(visit, tiles.blocks)]
-        return pltpu.make_async_copy(source, of_hidden.at[slot], arrived.at[slot])
+        return pltpu.make_async_copy(source, hidden_sums.at[slot], arrived.at[slot])
 
-    def goes(visit: Any) -> Any:
+    def copy_out(visit: Any) -> Any:
         slot = lax.rem(visit, SLOTS)
         target = spilled.at[lax.rem(visit, tiles.blocks)]
-        return pltpu.make_async_copy(of_hidden.at[slot], target, left.at[slot])
+        return pltpu.make_async_copy(hidden_sums.at[slot], target, sent.at[slot])
 
     # Sums come from the second block of the vocabulary on, and go until the last but one.
-    last_to_go = (tiles.steps - 1) * tiles.blocks - 1
+    last_out = (tiles.steps - 1) * tiles.blocks - 1
     if tiles.spills:
         before, after = visit - SLOTS + 1, visit + 1
-        pl.when((before >= 0) & (before <= last_to_go))(lambda: goes(before).wait())
+        pl.when((before >= 0) & (before <= last_out))(lambda: copy_out(before).wait())
         pl.when((after >= tiles.blocks) & (after < tiles.steps * tiles.blocks))(
-            lambda: comes(after).start()
+            lambda: copy_in(after).start()
         )
 
     _clear_last(tiles, x, weight, block, step)
-    of_p, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
+    p_factor, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
     if makes_weight:
-        pl.when(leaks[block] != 0)(lambda: _clear_idle(x, active))
+        pl.when(nan_blocks[block] != 0)(lambda: _clear_masked(x, active))
     if rest:
-        turned = rest[0]
+        transposed = rest[0]
 
         def transpose() -> None:
-            turned[...] = weight[...].T
+            transposed[...] = weight[...].T
 
         if makes_weight:
             pl.when(block == 0)(transpose)
         else:
             transpose()
-        rows_of_weight = turned
+        weight_rows = transposed
     else:
-        rows_of_weight = weight
+        weight_rows = weight
 
     def blank(*sums: Any) -> None:
         for one in sums:
@@ -375,50 +378,50 @@ def _backward_kernel(
                 one[...] = jnp.zeros(one.shape, jnp.float32)
 
     if makes_hidden:
-        pl.when(step == 0)(lambda: blank(of_hidden.at[here]))
+        pl.when(step == 0)(lambda: blank(hidden_sums.at[here]))
     if makes_weight:
-        pl.when(block == 0)(lambda: blank(of_weight, of_bias))
+        pl.when(block == 0)(lambda: blank(weight_sums, bias_sums))
 
-    tile = _Tile(tiles, options, step, labels, bias, rows_of_weight, x)
+    tile = _Tile(tiles, options, step, labels, bias, weight_rows, x)
     for start in range(0, tiles.columns, tiles.part):
         plain, z = tile.logits(start)
-        d = of_p * jnp.exp(z - lse)
+        d = p_factor * jnp.exp(z - lse)
         d = jnp.where(tile.is_label(start), d + at_label, d)
         if options.label_smoothing:
             d -= even
         # A masked entry has none, NaN where the whole row is.
-        d = jnp.where(plain == -jnp.inf, of_p * 0, d)
+        d = jnp.where(plain == -jnp.inf, p_factor * 0, d)
         d = _formula(options).times_slope(d, z)
         d = jnp.where(active != 0, d, 0)
         valid = tile.is_valid(start)
         if valid is not None:
             d = jnp.where(valid, d, 0)
-        if of_bias is not None:
+        if bias_sums is not None:
             lanes = [d[:, at : at + LANES] for at in range(0, tiles.rows, LANES)]
-            of_bias[pl.ds(start, tiles.part), :] += sum(lanes[1:], lanes[0])
+            bias_sums[pl.ds(start, tiles.part), :] += sum(lanes[1:], lanes[0])
         gradient[pl.ds(start, tiles.part), :] = d.astype(tiles.dtype)
     if makes_weight:
-        of_weight[...] += _dot(gradient[...], x[...], 1, 0)
+        weight_sums[...] += _dot(gradient[...], x[...], 1, 0)
     if tiles.spills:
-        pl.when(visit >= tiles.blocks)(lambda: comes(visit).wait())
+        pl.when(visit >= tiles.blocks)(lambda: copy_in(visit).wait())
     if makes_hidden:
-        of_hidden[here] += _dot(gradient[...], rows_of_weight[...], 0, 0)
+        hidden_sums[here] += _dot(gradient[...], weight_rows[...], 0, 0)
 
         @pl.when(step == tiles.steps - 1)
         def _() -> None:
-            dhidden[...] = _active(of_hidden[here], active).astype(dhidden.dtype)
+            dhidden[...] = _active(hidden_sums[here], active).astype(dhidden.dtype)
 
     if tiles.spills:
-        pl.when(visit <= last_to_go)(lambda: goes(visit).start())
+        pl.when(visit <= last_out)(lambda: copy_out(visit).start())
 
     if makes_weight:
 
         @pl.when(block == tiles.blocks - 1)
         def _() -> None:
-            whole = of_weight[...]
+            whole = weight_sums[...]
             dweight[...] = (whole.T if tiles.vocab_axis else whole).astype(dweight.dtype)
             if dbias is not None:
-                dbias[...] = jnp.sum(of_bias[...].T, axis=0, keepdims=True)
+                dbias[...] = jnp.sum(bias_sums[...].T, axis=0, keepdims=True)
 
 
 def name_of(*, makes_hidden: bool = False, makes_weight: bool = False) -> str:
@@ -434,7 +437,7 @@ def name_of(*, makes_hidden: bool = False, makes_weight: bool = False) -> str:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Which block of each operand a step works on."""
+    """The block of each operand that a step works on."""
 
     tiles: Tiles
     # Whether the vocabulary is the outer axis.
@@ -466,7 +469,7 @@ class _Grid:
         return self.spec((1, self.tiles.columns), lambda block, step: (0, step))
 
     def last_hidden(self) -> Any:
-        """Blocks of dhidden, which the last block of the vocabulary is the one to write."""
+        """Blocks of dhidden, which the last block of the vocabulary writes."""
         if not self.by_columns:
             return self.hidden()
         last = self.tiles.steps - 1
@@ -532,8 +535,8 @@ def _shared(
     return [(hidden, grid.hidden()), (weight, grid.weight()), (places, grid.tokens(1))]
 
 
-def _leaks(tiles: Tiles, x: jax.Array, active: jax.Array) -> list[tuple[Any, Any]]:
-    """Which blocks have idle tokens whose hidden states would make dweight NaN."""
+def _nan_blocks(tiles: Tiles, x: jax.Array, active: jax.Array) -> list[tuple[Any, Any]]:
+    """Which blocks have masked tokens whose hidden states would make dweight NaN."""
     bad = (~active & ~jnp.isfinite(x).all(1))[None]
     blocks = _padded(tiles, bad, fill=False).reshape(tiles.blocks, tiles.rows).any(1)
     return [(blocks.astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))]
@@ -548,19 +551,14 @@ def _bias(tiles: Tiles, grid: _Grid, bias: Bias) -> list[tuple[Any, Any]]:
 
 
 def forward(
-    target: Target,
-    tiles: Tiles,
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: Bias,
-    labels: jax.Array,
+    target: Target, tiles: Tiles, options: Options, operands: Operands
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
+    hidden, weight, bias, labels = operands
     grid = _Grid(tiles, by_columns=False)
-    hidden, weight = as_operands(hidden, weight)
+    hidden, weight = as_gemm_operands(hidden, weight)
     found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
-    operands = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
+    arrays = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
     (numbers,) = _call(
         target,
@@ -569,7 +567,7 @@ def forward(
         name_of(),
         grid,
         1,
-        operands,
+        arrays,
         [(found, grid.tokens(NUMBERS))],
         [state] * 4,
     )
@@ -578,12 +576,9 @@ def forward(
 
 def backward(
     target: Target,
-    kernels: tuple[tuple[Tiles, bool, bool], ...],
+    kernels: BackwardKernels,
     options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: Bias,
-    labels: jax.Array,
+    operands: Operands,
     saved: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Gradients:
@@ -591,22 +586,23 @@ def backward(
 
     They are zeros where none of `kernels` makes them.
     """
+    hidden, weight, bias, labels = operands
     lse, low = saved
     g, h, k = cotangents_of(options, weight.shape[kernels[0][0].vocab_axis], labels, *cotangents)
     smoothing = options.label_smoothing
-    of_p = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
+    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
     even = g * (smoothing / kernels[0][0].vocab)
     active = (g != 0) | (h != 0) | (k != 0)
-    rows = [of_p, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
+    rows = [p_factor, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
     numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
-    x, w = as_operands(hidden, weight)
+    x, w = as_gemm_operands(hidden, weight)
     for tiles, makes_hidden, makes_weight in kernels:
         grid = _Grid(tiles, by_columns=makes_weight)
-        operands = [
+        arrays = [
             *_shared(tiles, grid, x, w, labels),
             (_padded(tiles, numbers, 0), grid.tokens(NUMBERS)),
-            *(_leaks(tiles, x, active) if makes_weight else []),
+            *(_nan_blocks(tiles, x, active) if makes_weight else []),
             *_bias(tiles, grid, bias),
         ]
         results: dict[str, tuple[Any, Any]] = {}
@@ -643,7 +639,7 @@ def backward(
                 name_of(makes_hidden=makes_hidden, makes_weight=makes_weight),
                 grid,
                 1 + makes_hidden + makes_weight,
-                operands,
+                arrays,
                 [*results.values()],
                 scratch,
             ),
@@ -660,3 +656,82 @@ def backward(
         jnp.zeros_like(weight) if dweight is None else dweight,
         dbias,
     )
+
+
+def choose_kernels(
+    target: Target,
+    operands: Sequence[Any],
+    vocab_axis: int,
+    max_scratch_bytes: int,
+    *,
+    named: Tile = (None, None),
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tiles, BackwardKernels] | None:
+    """Returns tiles of the forward kernel and of those for the gradients `wanted`.
+
+    They are no larger than the tile `named`. None where there are no kernels for such operands.
+
+    Raises:
+        ValueError: a named extent that is not made of whole registers.
+    """
+    hidden, weight, bias, *_ = operands
+    is_known = all(isinstance(extent, int) and extent > 0 for extent in hidden.shape)
+    if operand_dtype(hidden, weight) not in DTYPES or not is_known:
+        return None
+    has_bias = bias is not None
+    fit = partial(choose_tiles, target, hidden, weight, vocab_axis, bias=has_bias, named=named)
+    forward = fit()
+    both = fit(makes_hidden=wanted[0], makes_weight=wanted[1])
+    if both is None and all(wanted):
+        both = fit(makes_hidden=True, makes_weight=True, spills=True)
+        if both is not None and both.spilled_bytes > max_scratch_bytes:
+            both = None
+    kernels = [(both, *wanted)]
+    if both is None:
+        kernels = [(fit(makes_hidden=True), True, False), (fit(makes_weight=True), False, True)]
+    found = tuple((one, a, b) for one, a, b in kernels if one is not None)
+    return None if forward is None or len(found) < len(kernels) else (forward, found)
+
+
+def plan(
+    target: Target, usual: Plan, operands: Sequence[Any], vocab_axis: int, named: Tile
+) -> Plan:
+    """Returns what runs on `target` where elsewhere `usual` does.
+
+    Raises:
+        ValueError: as for `choose_kernels`.
+    """
+    problem = Problem.of(operands, vocab_axis, reduced=False)
+    hidden, *others = operands
+    flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
+    limit = usual.max_scratch_bytes
+    found = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
+    if found is None:
+        return without_kernels(problem, usual)
+    forward, kernels = found
+    moved = {name_of(): forward.bytes_moved()}
+    for tiles, *makes in kernels:
+        gradients = dict(zip(("makes_hidden", "makes_weight"), makes, strict=True))
+        moved[name_of(**gradients)] = tiles.bytes_moved(**gradients)
+    tiles, *_ = kernels[0]
+    gemms = 1 + sum(1 + makes_hidden + makes_weight for _, makes_hidden, makes_weight in kernels)
+    tile = tiles.rows, tiles.columns
+    return plan_kernels(problem, usual, tile, gemms, tiles.spilled_bytes, moved)
+
+
+def run_pass(
+    name: str,
+    target: Target,
+    kernels: tuple[Tiles, BackwardKernels],
+    options: Options,
+    *arrays: Any,
+) -> Any:
+    """Returns what the pass `name` of `schedule.Schedule` gives of its arrays.
+
+    "fused" computes logits twice as well: to compute them once, HBM would have to hold some.
+    """
+    run_forward = partial(forward, target, kernels[0], options)
+    run_backward = partial(backward, target, kernels[1], options)
+    if name == "fused":
+        return run_two_passes(run_forward, run_backward, *arrays)
+    return run_forward(*arrays) if name == "forward" else run_backward(*arrays)

@@ -1,0 +1,596 @@
+"""What runs each pass of a loss, on each platform.
+
+A `Planner` plans for arrays, and a `Schedule` runs what was planned: chunks of XLA's (`chunks`),
+one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`on_cpu`, `on_cuda`), or kernels
+in Pallas on TPUs (`pallas_tpu`). For which platform and how many devices a program is gets known
+as it is lowered. What is traced is everything, under a condition over the platform, with primitives
+whose lowering chooses: calls and kernels take no array that XLA would have to shard, and there the
+chunks of XLA's stay.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.interpreters import xla as xla_interpreter
+from jax.sharding import PartitionSpec
+
+from .. import library, meshes, pallas
+from ..bound import Bound
+from ..compat import tell_devices
+from ..cross_entropy.calls import attributes
+from ..losses.options import Options, Tile
+from ..meshes import cuts, entry, on_devices
+from ..pallas import Target
+from ..partitioning import is_whole
+from . import on_cpu, on_cuda
+from . import plan as plans
+from .chunks import (
+    ColumnChunks,
+    Gemms,
+    Gradients,
+    Operands,
+    TokenChunks,
+    as_gemm_operands,
+    run_padded,
+    run_two_passes,
+    zeros,
+)
+from .declaration import OPERATION
+from .plan import Plan, Problem
+
+PassName = Literal["forward", "backward", "fused"]
+# The library's calls, by the name of the pass that follows.
+TARGET = "xentile_linear_cross_entropy"
+
+
+class Partition(Protocol):
+    """Runs schedules where XLA may shard arrays; comparable, and all of it in its text."""
+
+    def __call__(self, name: PassName, whole: "Schedule", *arrays: Any) -> Any:
+        """Returns what the pass `name` of `whole` does, each device its share."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plans of a loss, and what runs its passes; everything but the arrays."""
+
+    options: Options
+    gemms: Gemms
+    plan: Plan
+    # What takes its place on NVIDIA's GPUs and on CPUs, where something does.
+    cuda: Plan | None
+    cpu: Plan | None
+    # What runs passes where XLA may shard their arrays.
+    partition: Partition | None = None
+    # Whether the forward pass may leave logits to the backward pass.
+    may_save_logits: bool = True
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether gradients come with the loss where the reduction is inside."""
+        plans = (self.plan, self.cuda, self.cpu)
+        return any(plan is not None and plan.products < 4 and not plan.hands_over for plan in plans)
+
+    @property
+    def saves_logits(self) -> bool:
+        """Whether the forward pass leaves logits to the backward pass."""
+        has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
+        return self.may_save_logits and has_plan and self.options.implementation != "pallas"
+
+    def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
+        """Returns loss, logps, lse and lse_low, each [N] in f32."""
+        outputs: tuple[jax.Array, ...] = self.run("forward", self.options, operands)
+        return outputs
+
+    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
+        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
+        gradients: Gradients = self.run("backward", self.options, operands, saved, cotangents)
+        return gradients
+
+    def forward_saving_logits(self, operands: Operands) -> tuple[Any, ...]:
+        """Returns what `forward` does, and the logits for `backward_with_logits`, or ()."""
+        plan = self.cpu
+        if plan is None or not self.saves_logits:
+            return *self.forward(operands), ()
+        default = Bound(_forward_saving_nothing, self, plan)
+        outputs: tuple[Any, ...] = self._call_on_cpu("keep", default, operands)
+        return outputs
+
+    def backward_with_logits(
+        self, operands: Operands, saved: Any, cotangents: Any, logits: Any
+    ) -> Gradients:
+        """Returns what `backward` does, of the logits that `forward_saving_logits` gave."""
+        if not logits:
+            return self.backward(operands, saved, cotangents)
+        arrays = operands, saved, cotangents, logits
+        default = Bound(_backward_with_nothing, self)
+        gradients: Gradients = self._call_on_cpu("resume", default, *arrays)
+        return gradients
+
+    def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
+        """The library's call `name` in programs for CPUs, default(*arrays) in others."""
+        call = self._calls(name, self.options)["cpu"]
+        call = Bound(call_if_whole, call, default)
+        return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
+
+    def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
+        """Returns loss, lse, lse_low and gradients for cotangents of the loss.
+
+        `needs_losses` is whether losses of tokens whose factor is 0 are read too.
+        """
+        every_token = self.options.every_token or needs_losses
+        options = dataclasses.replace(self.options, every_token=every_token)
+        return self.run("fused", options, operands, factors)
+
+    def fused_adding(self, operands: Operands, factors: jax.Array, sums: jax.Array) -> Any:
+        """Returns what `fused` does, with dweight added to sums in f32."""
+        plan, default = self.cuda, Bound(_fused_adding, self)
+        if plan is None or plan.products >= 4 or not has_cuda_call("add"):
+            return default(operands, factors, sums)
+        call = Bound(call_cuda, "add", self.options, self.gemms.vocab_axis, plan)
+        call = Bound(call_if_whole, call, default)
+        return jax.lax.platform_dependent(operands, factors, sums, cuda=call, default=default)
+
+    def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
+        """Returns what the pass `name` does of operands, and what else it takes."""
+        if self.partition is not None:
+            whole = dataclasses.replace(self, options=options, partition=None)
+            return self.partition(name, whole, *arrays)
+        gemms, plan = self.gemms, self.plan
+        by_tokens: Callable[..., Any]
+        by_tokens = Bound(getattr(TokenChunks, name), TokenChunks(options, gemms, plan.tokens))
+        if plan.batch_invariant:
+            return run_padded(name, by_tokens, plan.tokens, *arrays)
+        problem = Problem.of(arrays[0], gemms.vocab_axis, reduced=False)
+        other = plans.without_kernels(problem, plan)
+        chunks = ColumnChunks(options, gemms, other.tokens, other.columns)
+        by_columns: Callable[..., Any] = Bound(getattr(ColumnChunks, name), chunks)
+        if plan.any_count:
+            by_tokens = Bound(run_padded, name, by_tokens, plan.tokens)
+            by_columns = Bound(run_padded, name, by_columns, other.tokens)
+        default = by_tokens if plan.schedule == "tokens" else by_columns
+        kernels = Kernels(name, options, gemms.vocab_axis, plan.max_scratch_bytes)
+        calls = {
+            platform: Bound(call_if_whole, call, default)
+            for platform, call in self._calls(name, options).items()
+        }
+        if options.implementation == "pallas" and pallas.interpret_params is not None:
+            # The interpreter calls back in order, which a lowering cannot add to a program.
+            target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
+            return kernels.run(target, (True, True), *arrays)
+        if options.implementation == "custom_call":
+            return jax.lax.platform_dependent(*arrays, **calls, default=default)
+        is_unknown = meshes.is_without_devices(*jax.tree.leaves(arrays))
+        primitive = _kernels_for_any if is_unknown else _kernels
+        on_tpu = partial(bind_deferred, primitive, by_columns, kernels=kernels)
+        return jax.lax.platform_dependent(*arrays, tpu=on_tpu, **calls, default=default)
+
+    def _calls(self, name: str, options: Options) -> dict[str, Any]:
+        """The library's calls for a pass, by platform, where there are any."""
+        fixed = (name, options, self.gemms.vocab_axis)
+        calls = {}
+        if self.cuda is not None and has_cuda_call():
+            calls["cuda"] = Bound(call_cuda, *fixed, self.cuda)
+        if self.cpu is not None and has_cpu_calls():
+            calls["cpu"] = Bound(call_cpu, *fixed, self.cpu)
+        return calls
+
+
+def _forward_saving_nothing(schedule: Schedule, plan: Plan, operands: Operands) -> tuple[Any, ...]:
+    """Returns what `forward_saving_logits` does in programs that save none."""
+    weight = operands.weight
+    _, scratch = on_cpu.plan_call("keep", schedule.gemms.vocab_axis, plan, operands)
+    logits = zeros(weight, dtype=weight.dtype), zeros(weight, (scratch,), jnp.uint8)
+    return *schedule.forward(operands), logits
+
+
+def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Gradients:
+    return schedule.backward(*arrays[:-1])
+
+
+def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
+    hidden, weight, *_ = operands
+    # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
+    rounded = as_gemm_operands(hidden, weight)[0].astype(hidden.dtype)
+    operands = operands._replace(hidden=rounded, weight=weight.astype(jnp.float32))
+    *numbers, gradients = schedule.fused(operands, factors, needs_losses=False)
+    dhidden, dweight, dbias = gradients
+    return *numbers, (dhidden, sums + dweight, dbias)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for arrays, with all that a user says of plans."""
+
+    max_scratch_bytes: int | None
+    batch_invariant: bool
+
+    def schedule(
+        self, options: Options, gemms: Gemms, operands: Any, *, reduced: bool, running: bool = False
+    ) -> Schedule:
+        """Returns what runs for operands; `running` as for `plans`."""
+        axis = gemms.vocab_axis
+        found = self.plans(operands, axis, options.tile, reduced=reduced, running=running)
+        return Schedule(self.row_options(options, operands.weight.shape[axis]), gemms, *found)
+
+    def row_options(self, options: Options, vocab: int) -> Options:
+        """Returns options for the kernels over logits with so many columns."""
+        return options.anywhere(vocab) if self.batch_invariant else options
+
+    def plans(
+        self,
+        operands: Sequence[Any],
+        vocab_axis: int,
+        tile: Tile,
+        *,
+        reduced: bool,
+        running: bool = False,
+    ) -> tuple[Plan, Plan | None, Plan | None]:
+        """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything.
+
+        Operands are hidden, weight and bias, or their shapes and dtypes. `reduced` is whether the
+        reduction is inside, `running` whether dweight is added to sums.
+        """
+        hidden, weight, bias, *_ = operands
+        limit = self.max_scratch_bytes
+        if limit is not None:
+            try:
+                limit = operator.index(limit)
+            except TypeError:
+                raise TypeError(
+                    f"max_scratch_bytes is {limit!r}; it must be an integer, in bytes"
+                ) from None
+        if not all(isinstance(extent, int) for extent in weight.shape):
+            raise ValueError(
+                f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
+                'tokens may be symbolic, but for implementation="reference"'
+            )
+        # XLA adds to running sums what it makes of a weight in f32.
+        taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
+        problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
+        if self.batch_invariant:
+            return plans.plan_equal_chunks(problem, limit), None, None
+        is_known = isinstance(problem.tokens, int)
+        if not is_known:
+            return plans.plan_symbolic(problem, limit), None, None
+        plan = plans.plan_chunks(problem, limit)
+        problem = Problem.of(operands, vocab_axis, reduced=reduced, running=running)
+        # There the usual budget is no larger with a bias.
+        if limit is None:
+            limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
+        cuda = on_cuda.choose(problem, limit)
+        # Saved logits take memory on every platform, unless one program has both passes.
+        saves = jax.default_backend() == "cpu"
+        cpu = None
+        if hidden.dtype == taken.dtype:
+            cpu = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=saves)
+        return plan, cuda, cpu
+
+    def fused_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int | None:
+        """Returns the tokens of chunks that have gradients in the forward pass; None for none.
+
+        Nobody pads these chunks.
+        """
+        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=True)
+        is_padded = plan.batch_invariant or plan.any_count
+        is_fused = plan.schedule == "tokens" and plan.products < 4 and not is_padded
+        return plan.tokens if is_fused else None
+
+    def output_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int:
+        """Returns the tokens of a chunk whose logits have auxiliary outputs."""
+        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=False)
+        tokens, vocab = operands.labels.shape[0], operands.weight.shape[vocab_axis]
+        return plans.output_chunk_tokens(plan, tokens, vocab)
+
+
+def _has_call(platform: str, name: str) -> bool:
+    outcome = library.attempt()
+    if isinstance(outcome, library.LibraryError):
+        return False
+    targets = outcome[1].targets
+    return any((row.target, row.platform) == (f"{TARGET}_{name}", platform) for row in targets)
+
+
+def has_cpu_calls() -> bool:
+    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
+    return _has_call("Host", "resume")
+
+
+def has_cuda_call(name: str = "fused") -> bool:
+    """Whether the library is there and has the call; where not, lowering the others says why."""
+    return _has_call("CUDA", name)
+
+
+def call_cpu(name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any) -> Any:
+    """Returns what the library's call `name` for CPUs gives."""
+    call = on_cpu.plan_call(name, vocab_axis, plan, arrays[0])
+    return call_library(name, options, *call, *arrays)
+
+
+def call_cuda(
+    name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any, **more: bool
+) -> Any:
+    """Returns what the library's call `name` for GPUs gives; `more` are its own attributes."""
+    if name == "fused" and plan.products >= 4:
+        forward = partial(call_cuda, "forward", options, vocab_axis, plan)
+        backward = partial(call_cuda, "backward", options, vocab_axis, plan)
+        return run_two_passes(forward, backward, *arrays)
+    tiling, scratch = on_cuda.plan_call(name, vocab_axis, plan, arrays[0])
+    return call_library(name, options, {**tiling, **more}, scratch, *arrays)
+
+
+def call_library(
+    name: str,
+    options: Options,
+    tiling: Mapping[str, int],
+    scratch_bytes: int,
+    operands: Operands,
+    *others: Any,
+) -> Any:
+    """Returns what the library's call `name` gives, which makes a pass of all chunks.
+
+    `tiling` has the attributes that say how it is tiled.
+    """
+    hidden, weight, bias, labels = operands
+    # A bias is the last argument and its gradient the last result, both in f32.
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    # Both matrices come in the dtype of GEMMs, and each gradient goes in that of its array.
+    flat = [*as_gemm_operands(hidden, weight), labels, *jax.tree.leaves(others), *biases]
+    per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+    hidden_like, weight_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight))
+    argmax = jax.ShapeDtypeStruct(labels.shape, jnp.int32)
+    results = {
+        "forward": [per_token] * 4,
+        "keep": [*[per_token] * 4, weight_like],
+        "backward": [hidden_like, weight_like],
+        "resume": [hidden_like, weight_like],
+        "fused": [*[per_token] * 3, hidden_like, weight_like],
+        "distribution_fused": [*[per_token] * 4, argmax, hidden_like, weight_like],
+        "add": [*[per_token] * 3, hidden_like, jax.ShapeDtypeStruct(weight.shape, jnp.float32)],
+    }[name]
+    results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
+    is_forward, is_backward = name in ("forward", "keep"), name in ("backward", "resume")
+    if not is_forward:
+        results.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases)
+    # What `keep` left, the last but a bias, becomes dweight and the scratch.
+    left = len(flat) - len(biases) - 2
+    aliases = {"resume": {left: 1, left + 1: 2}, "add": {4: 4}}.get(name)
+    call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
+    every_token = None if is_backward else options.every_token
+    numbers = {
+        key: np.bool_(value) if isinstance(value, bool) else np.int64(value)
+        for key, value in tiling.items()
+    }
+    found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
+    if is_forward:
+        return tuple(found[:4]) if name == "forward" else (*found[:4], tuple(found[4:]))
+    dbias = None if bias is None else found.pop().astype(bias.dtype)
+    *outputs, dhidden, dweight, _ = found
+    gradients = (dhidden, dweight, dbias)
+    return gradients if is_backward else (*outputs, gradients)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A pass by kernels in Pallas."""
+
+    name: PassName
+    options: Options
+    vocab_axis: int
+    # What may be held in HBM.
+    max_scratch_bytes: int
+
+    def find(self, target: Target, wanted: tuple[bool, bool], operands: Any) -> Any:
+        """Returns `pallas_tpu.choose_kernels` for gradients `wanted`: of hidden, of the others."""
+        from . import pallas_tpu  # late: it takes as long to import as all the rest
+
+        return pallas_tpu.choose_kernels(
+            target,
+            operands,
+            self.vocab_axis,
+            self.max_scratch_bytes,
+            named=self.options.tile,
+            wanted=wanted,
+        )
+
+    def run(self, target: Target, wanted: tuple[bool, bool], *arrays: Any) -> Any:
+        """Returns what the pass gives on `target`, zeros in the place of gradients not `wanted`."""
+        from . import pallas_tpu
+
+        found = self.find(target, wanted, arrays[0])
+        assert found is not None
+        return pallas_tpu.run_pass(self.name, target, found, self.options, *arrays)
+
+
+def make_primitive(name: str, choose: Callable[..., Any]) -> Primitive:
+    """Returns a primitive for which lowering chooses a function, as it knows the program.
+
+    Its parameters are `default`, the function that is taken where none is chosen, `tree`, which
+    says how operands lie flat, and `keep`, the indices of the results that are used; others are its
+    own. choose(ctx, default, tree, keep, **others) returns None, or the context to lower in and a
+    function of the operands.
+    """
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(partial(xla_interpreter.apply_primitive, made))
+    made.def_abstract_eval(_avals)
+    pe.dce_rules[made] = _drop_unused
+    batching.primitive_batchers[made] = partial(_batch, made)
+    ad.primitive_jvps[made] = _jvp
+    mlir.register_lowering(made, partial(_lower, choose))
+    return made
+
+
+@dataclass(frozen=True)
+class Default:
+    """A function of flat arrays, traced; equal to another of the same function.
+
+    Arrays and how JAX is set up are what JAX's caches compare besides.
+    """
+
+    function: Callable[..., Any]
+    tree: Any
+    traced: Any = field(compare=False, repr=False)
+
+    def __call__(self, *flat: Any) -> Any:
+        """Returns the function's results, flat."""
+        return jaxpr_as_fun(self.traced)(*flat)
+
+
+def bind_deferred(made: Primitive, default: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+    """Returns default(*operands), or what the lowering of `made` chooses in its place.
+
+    `default` and `how` are hashable values, which JAX's caches compare and keep.
+    """
+    flat, tree = jax.tree.flatten(operands)
+
+    def call_flat(*flat: Any) -> Any:
+        return default(*jax.tree.unflatten(tree, flat))
+
+    closed, shapes = jax.make_jaxpr(call_flat, return_shape=True)(*flat)
+    keep = tuple(range(len(closed.out_avals)))
+    results = made.bind(*flat, default=Default(default, tree, closed), tree=tree, keep=keep, **how)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
+    return [default.traced.out_avals[index] for index in keep]
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing uses: gradients above all."""
+    equation = rest[-1]  # from 0.12 on JAX says more before it
+    if not any(used):
+        return [False] * len(equation.invars), None
+    keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
+    lean = equation.replace(
+        outvars=[var for var, one in zip(equation.outvars, used, strict=True) if one],
+        params={**equation.params, "keep": tuple(keep)},
+    )
+    return [True] * len(equation.invars), lean
+
+
+def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
+    """One after another: each has a gradient of the weight of its own.
+
+    Where a mesh of explicit axes shards the mapped axis, each device has its own share.
+    """
+    default, keep = how.pop("default"), how.pop("keep")
+    how.pop("tree")
+
+    def run_one(*flat: Any) -> list[Any]:
+        # Traced anew: within `shard_map` types are others.
+        arrays = jax.tree.unflatten(default.tree, flat)
+        leaves = jax.tree.leaves(bind_deferred(made, default.function, *arrays, **how))
+        return [leaves[index] for index in keep]
+
+    def run_each(*flat: Any) -> list[Any]:
+        mapped = [x for x, axis in zip(flat, axes, strict=True) if axis is not None]
+
+        def run_mapped(slices: Any) -> list[Any]:
+            left = iter(slices)
+            every = (x if axis is None else next(left) for x, axis in zip(flat, axes, strict=True))
+            return run_one(*every)
+
+        found: list[Any] = jax.lax.map(run_mapped, mapped)
+        return found
+
+    given = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    found = (cuts(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
+    names = next(filter(None, found), ())
+    if names and jax.__version_info__ < (0, 10):
+        raise NotImplementedError(
+            f"{OPERATION}: vmap of an axis that explicit mesh axes {names} cut needs jax 0.10 or "
+            f"later, and this is jax {jax.__version__}: reshard it first, or use shard_map"
+        )
+    if names:
+        mapped_spec = PartitionSpec(entry(names))
+        specs = tuple(PartitionSpec() if axis is None else mapped_spec for axis in axes)
+        given = [jax.sharding.reshard(*pair) for pair in zip(given, specs, strict=True)]
+        mesh = next(jax.typeof(x).sharding.mesh for x in given if any(cuts(x)))
+        run_each = on_devices(
+            mesh, frozenset(names), run_each, specs, mapped_spec, is_checked=False
+        )
+    results = run_each(*given)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    # Second derivatives are those of the default.
+    function, keep = how["default"], how["keep"]
+    tangents = [ad.instantiate_zeros(one) for one in tangents]
+    return jax.jvp(_keeping(keep, function), [*primals], tangents)
+
+
+def _lower(choose: Callable[..., Any], ctx: Any, *operands: Any, **how: Any) -> Sequence[Any]:
+    function, chosen = how["default"], choose(ctx, **how)
+    if chosen is not None:
+        ctx, run = chosen
+
+        def function(*flat: Any) -> Any:
+            return jax.tree.leaves(run(*jax.tree.unflatten(how["tree"], flat)))
+
+    lowering = mlir.lower_fun(_keeping(how["keep"], function), multiple_results=True)
+    results: Sequence[Any] = lowering(ctx, *operands)
+    return results
+
+
+def _keeping(keep: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that gives the results `keep` of another."""
+
+    def some(*flat: Any) -> list[Any]:
+        results = function(*flat)
+        return [results[index] for index in keep]
+
+    return some
+
+
+def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns call(*arrays), or default(*arrays) where XLA shards the program over a mesh."""
+    return bind_deferred(_library_call, default, *arrays, call=call)
+
+
+def _choose_call(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
+    return (ctx, call) if is_whole(ctx.module_context) else None
+
+
+def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int], **_: Any) -> Any:
+    # Pallas would have a kernel for each platform of the module.
+    module = ctx.module_context.replace(platforms=("tpu",))
+    if not is_whole(module):
+        return None
+    try:
+        target = pallas.target(module)
+    except NotImplementedError:
+        return None
+    # Where gradients begin among the results: of hidden, of the weight, of the bias.
+    first = {"forward": 4, "backward": 0, "fused": 3}[kernels.name]
+    wanted = first in keep, any(index > first for index in keep)
+    if kernels.name == "forward" or not any(wanted):
+        wanted = True, True
+    operands, *_ = jax.tree.unflatten(tree, ctx.avals_in)
+    if kernels.find(target, wanted, operands) is None:
+        return None
+    ctx = ctx.replace(module_context=module, platforms=None)
+    return ctx, partial(kernels.run, target, wanted)
+
+
+_library_call = make_primitive("linear_cross_entropy_call", _choose_call)
+_kernels = make_primitive("xentile_linear_cross_entropy", _choose_kernels)
+# How much VMEM there is decides whether logits are computed twice or three times.
+tell_devices(_kernels)
+# The same where a mesh has no devices to tell of.
+_kernels_for_any = make_primitive("xentile_linear_cross_entropy_for_any", _choose_kernels)

@@ -1,0 +1,327 @@
+"""How operands are sharded over devices, and what each device computes of its own.
+
+A `Layout` is of arrays whose sharding is known as a program is traced. Where XLA's partitioner
+shards arrays as it compiles, a `Partitioned` schedule has each device run what fits it: its tokens
+against its vocabulary shard. Where both are sharded over one axis of a mesh, tokens stay and the
+matrix is gathered.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import auto_partitioning, gathering, meshes
+from ..bound import Bound
+from ..compat import cuts_by_shardy
+from ..losses.vocab_shards import OverDevices, shard_options
+from ..meshes import Names
+from . import derivative
+from .chunks import Bias, Gradients, Operands
+from .declaration import OPERATION
+from .derivative import Loss, Saved
+from .schedule import PassName, Planner, Schedule
+
+# Axes of the vocabulary and of hidden states; those of tokens are numbered.
+V, D = "V", "D"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How hidden states and the matrix lie on a mesh, or on devices that are there already."""
+
+    # The mesh axes that the vocabulary stays sharded over.
+    names: Names
+    # None within `shard_map`, where arrays are a device's; and the axes that get to be so.
+    mesh: Any = None
+    axes: frozenset[str] = frozenset()
+    # What shards each axis of tokens, and the weight as devices get it.
+    tokens: PartitionSpec = field(default_factory=PartitionSpec)
+    weight: PartitionSpec = field(default_factory=PartitionSpec)
+    # What each axis of the weight is gathered over before it is used.
+    gathered: tuple[Names, ...] = ()
+
+    def exchange(self) -> OverDevices | None:
+        """Returns the collectives of vocabulary shards; None where there is one alone."""
+        exchange = OverDevices.of(self.names) if self.names else None
+        return None if exchange is None or exchange.count == 1 else exchange
+
+    @property
+    def leaves_axes(self) -> bool:
+        """Whether XLA shards over other axes of the mesh, so that no kernel takes a GEMM.
+
+        By Shardy: GSPMD would gather a gradient that the forward pass has made.
+        """
+        has_others = self.mesh is not None and bool({*self.mesh.axis_names} - self.axes)
+        return has_others and cuts_by_shardy()
+
+    def gather(self, weight: jax.Array) -> jax.Array:
+        """Returns a device's weight as GEMMs take it."""
+        for axis, names in enumerate(self.gathered):
+            if names:
+                weight = jax.lax.all_gather(weight, names, axis=axis, tiled=True)
+        return weight
+
+    def total(self, loss: jax.Array) -> jax.Array:
+        """Returns the sum over all tokens of sums over a device's."""
+        names = [name for one in self.tokens for name in meshes.tuple_of(one)]
+        return jax.lax.psum(loss, tuple(names)) if names else loss
+
+    def place(self, x: jax.Array) -> jax.Array:
+        """Has an array of a number a token lie as the tokens do."""
+        if self.mesh is not None:
+            return meshes.place(self.mesh, self.tokens, x)
+        return meshes.of_the_only(self.names, x) if self.exchange() is None else x
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        results: Any,
+        hidden: jax.Array,
+        weight: jax.Array,
+        bias: Bias,
+        *per_token: jax.Array,
+    ) -> Any:
+        """Returns function(hidden, weight, bias, *per_token), by each device of its own.
+
+        `per_token` are [..] each, and results are sharded as `results` says.
+        """
+        if self.mesh is None:
+            if self.exchange() is None:
+                alone = partial(meshes.of_the_only, self.names)
+                return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
+            return function(hidden, weight, bias, *per_token)
+        hidden_spec = PartitionSpec(*self.tokens, None)
+        bias_spec = PartitionSpec(meshes.entry(self.names))
+        hidden = meshes.place(self.mesh, hidden_spec, hidden)
+        weight = meshes.place(self.mesh, self.weight, weight)
+        bias = None if bias is None else meshes.place(self.mesh, bias_spec, bias)
+        given = hidden_spec, self.weight, bias_spec, *[self.tokens] * len(per_token)
+        if {*self.names} <= meshes.explicit_axes(self.mesh) or hidden.dtype == jnp.float32:
+            mapped = meshes.on_devices(self.mesh, self.axes, function, given, results)
+            return mapped(hidden, weight, bias, *per_token)
+
+        def run_wide(wide: jax.Array, *arrays: Any) -> Any:
+            varying: jax.Array = jax.lax.pcast(wide, self.names, to="varying")
+            return function(varying.astype(hidden.dtype), *arrays)
+
+        # XLA for CPUs fails to compile sums of 16 bits over some axes of a mesh alone.
+        mapped = meshes.on_devices(self.mesh, self.axes, run_wide, given, results)
+        return mapped(hidden.astype(jnp.float32), weight, bias, *per_token)
+
+
+def find_layout(
+    hidden: jax.Array, weight: jax.Array, vocab_axis: int, axis_name: Any
+) -> Layout | None:
+    """Returns how arrays are known to be sharded; None where they are not.
+
+    Raises:
+        TypeError: `axis_name` is no name.
+        ValueError: a name of nothing, or shards of more than one size.
+    """
+    names = meshes.names_of(axis_name)
+    if meshes.are_of_devices(names):
+        return Layout(names)
+    *tokens, width = meshes.cuts(hidden)
+    weight_cuts = meshes.cuts(weight)
+    if not names and not any([*tokens, width, *weight_cuts]):
+        return None
+    mesh = meshes.with_axes(names, hidden, weight)
+    axes = meshes.explicit_axes(mesh)
+    if names and not {*names} <= axes:
+        # XLA knows of others, and refuses to be told of shards where there is one.
+        if meshes.check_divides(mesh, names, "weight", weight.shape[vocab_axis]) == 1:
+            return None
+        sharded: list[Names] = [(), ()]
+        sharded[vocab_axis] = names
+        return Layout(names, mesh, axes | {*names}, _spec(tokens), _spec(sharded))
+    if names and names != weight_cuts[vocab_axis]:
+        raise ValueError(
+            f"axis_name is {axis_name!r} and weight is sharded as {_spec(weight_cuts)}; its axis "
+            f"{vocab_axis} must be sharded over it, and over nothing else: reshard it first"
+        )
+    # An axis of one device shards nothing.
+    weight_cuts = [tuple(name for name in one if mesh.shape[name] > 1) for one in weight_cuts]
+    taken = {name for one in tokens for name in one}
+    # Devices that have other tokens need the whole of what they share; where devices with the same
+    # tokens have shards of D, nobody sums over these.
+    gathered: list[Names] = [(), ()]
+    kept: list[Names] = [(), ()]
+    for axis, one in enumerate(weight_cuts):
+        if {*one} <= taken:
+            gathered[axis] = kept[axis] = one
+        elif axis == vocab_axis:
+            kept[axis] = tuple(name for name in one if name not in taken)
+    shards = () if gathered[vocab_axis] else kept[vocab_axis]
+    # Of arrays that are there, it is known what every axis shards.
+    axes = axes or frozenset(mesh.axis_names)
+    return Layout(shards, mesh, axes, _spec(tokens), _spec(kept), tuple(gathered))
+
+
+def _spec(cuts: Sequence[Names]) -> PartitionSpec:
+    return PartitionSpec(*map(meshes.entry, cuts))
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """Runs passes of arrays that XLA may shard; its text says all that devices compute."""
+
+    planner: Planner
+
+    def __call__(self, name: PassName, whole: Schedule, *arrays: Any) -> Any:
+        """Returns what the pass `name` of a schedule does, of its arrays.
+
+        Hidden states are [.., D], and what is of tokens [..]: axes that are sharded could not be
+        flattened where they are.
+        """
+        (hidden, _, bias, _), *_ = arrays
+        flat, tree = jax.tree.flatten(arrays)
+        tokens = tuple(f"n{index}" for index in range(hidden.ndim - 1))
+        weight_axes = (V, D) if whole.gemms.vocab_axis == 0 else (D, V)
+        first = ((*tokens, D), weight_axes, *([] if bias is None else [(V,)]))
+        operands = (*first, *[tokens] * (len(flat) - len(first)))
+        count = {"forward": 4, "backward": 0, "fused": 3}[name]
+        results = (*[tokens] * count, *(() if name == "forward" else first))
+        axes = auto_partitioning.Arrays(operands, results, (*tokens, V), (V,))
+        work = _Pass(name, whole, self.planner, tree, operands, results, hidden.shape[:-1])
+        text = f"{OPERATION}_{name} {whole} {self}"
+        run_whole, run_local = Bound(_Pass.whole, work), Bound(_Pass.local, work)
+        found = auto_partitioning.bind(
+            auto_partitioning.Work(OPERATION, text, axes, run_whole, run_local), *flat
+        )
+        outputs, gradients = tuple(found[:count]), found[count:]
+        if name == "forward":
+            return outputs
+        dhidden, dweight, *dbias = gradients
+        made = dhidden, dweight, dbias[0] if dbias else None
+        return made if name == "backward" else (*outputs, made)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of flat arrays, whole or a device's."""
+
+    name: PassName
+    schedule: Schedule
+    planner: Planner
+    tree: Any
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    # The extents of all axes of tokens.
+    tokens: tuple[int, ...]
+
+    def whole(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Returns what the schedule makes of whole arrays."""
+        return self._run_flat(partial(self.schedule.run, self.name, self.schedule.options), *arrays)
+
+    def local(
+        self, cuts: Mapping[str, Names], uneven: Mapping[str, int]
+    ) -> Callable[..., Sequence[jax.Array]]:
+        """Returns what a device makes of its own; mesh axes shard tokens and the vocabulary."""
+        token_cuts = [cuts[f"n{index}"] for index in range(len(self.tokens))]
+        names = tuple(name for one in token_cuts for name in one)
+
+        def run_own(*arrays: jax.Array) -> list[jax.Array]:
+            weight = arrays[1]
+            if V in uneven:
+                vocab = weight.shape[self.schedule.gemms.vocab_axis]
+                gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
+            device = _Device(self.schedule, self.planner, names, cuts[V])
+            given = [
+                auto_partitioning.without_padding(one, token_cuts, self.tokens)
+                if self._has_tokens(axes)
+                else one
+                for one, axes in zip(arrays, self.operands, strict=True)
+            ]
+            return self._run_flat(getattr(device, self.name), *given)
+
+        return run_own
+
+    def _has_tokens(self, axes: tuple[str, ...]) -> bool:
+        return axes[: len(self.tokens)] == self.operands[0][:-1]
+
+    def _run_flat(self, function: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
+        """Returns function of arrays with one axis of tokens, whose results have all of them."""
+        leading = arrays[0].shape[:-1]
+        flat = [
+            one.reshape(-1, *one.shape[len(leading) :]) if self._has_tokens(axes) else one
+            for one, axes in zip(arrays, self.operands, strict=True)
+        ]
+        found = jax.tree.leaves(function(*jax.tree.unflatten(self.tree, flat)))
+        return [
+            one.reshape(*leading, *one.shape[1:]) if self._has_tokens(axes) else one
+            for one, axes in zip(found, self.results, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Device:
+    """The passes of one device."""
+
+    # For arrays that are whole.
+    schedule: Schedule
+    planner: Planner
+    # The mesh axes that shard tokens and the vocabulary.
+    tokens: Names
+    columns: Names
+
+    def _plan(self, operands: Operands, *, reduced: bool) -> tuple[Schedule, Loss | None]:
+        """Returns a schedule for what the device has, and the loss of its shard, if it has one."""
+        options, gemms = self.schedule.options, self.schedule.gemms
+        if not self.columns:
+            return self.planner.schedule(options, gemms, operands, reduced=reduced), None
+        # A cotangent is the whole's on every device.
+        exchange = OverDevices(self.columns, is_checked=True)
+        own = shard_options(options, exchange)
+        schedule = self.planner.schedule(own, gemms, operands, reduced=False)
+        return schedule, Loss(options, gemms, schedule, exchange)
+
+    def forward(self, operands: Operands) -> Sequence[jax.Array]:
+        """Returns loss, logps, lse and lse_low."""
+        own, loss = self._plan(operands, reduced=False)
+        if loss is None:
+            return own.forward(operands)
+        outputs, saved = derivative.forward(loss, operands, None, is_differentiated=False)
+        return *outputs, saved.lse_low
+
+    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
+        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
+        own, loss = self._plan(operands, reduced=False)
+        if loss is None:
+            return self._sum_gradients(own.backward(operands, saved, tuple(cotangents)))
+        # As padding: a shard all of whose columns have a bias of -inf.
+        is_empty = jnp.zeros(operands.labels.shape, bool)
+        if operands.bias is not None and self.schedule.options.softcap is None:
+            is_empty |= operands.bias.max() == -jnp.inf
+        lse, lse_low = saved
+        residuals = operands, None, Saved(lse, lse_low, is_empty=is_empty)
+        return self._sum_gradients(derivative.vjp(loss, residuals, cotangents))
+
+    def fused(self, operands: Operands, factors: jax.Array) -> Any:
+        """Returns loss, lse, lse_low and gradients for cotangents of the loss."""
+        own, loss = self._plan(operands, reduced=True)
+        if loss is None and own.is_fused:
+            *outputs, gradients = own.fused(operands, factors, needs_losses=False)
+            return *outputs, self._sum_gradients(gradients)
+        loss = loss or Loss(own.options, own.gemms, own)
+        (losses, *_), saved = derivative.forward(loss, operands, None, is_differentiated=True)
+        gradients = derivative.vjp(loss, (operands, None, saved), (factors, None, None))
+        return losses, saved.lse, saved.lse_low, self._sum_gradients(gradients)
+
+    def _sum_gradients(self, gradients: Gradients) -> Gradients:
+        """Returns gradients with what other devices have of them."""
+        dhidden, dweight, dbias = gradients
+        return (
+            _sum(self.columns, dhidden),
+            _sum(self.tokens, dweight),
+            None if dbias is None else _sum(self.tokens, dbias),
+        )
+
+
+def _sum(axes: Names, x: jax.Array) -> jax.Array:
+    """Returns the sum over devices, which is rounded last."""
+    return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
