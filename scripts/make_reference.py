@@ -7,12 +7,13 @@ in docs/reference.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,23 @@ def output(command: Sequence[str | Path]) -> str:
 
 def cli(binaries: Path) -> str:
     """The page of commands and flags."""
-    page = f"# Commands\n\n{MADE}\nWhat the commands are for is in [tools](../tools.md).\n"
+    page = f"# Commands\n\n{MADE}\nWhat the commands are for is in [tools](../tools.md). "
+    page += "Every command has `--help`.\nPresets are the files of `configs/`, by their names.\n"
     for binary, subcommand in COMMANDS:
         name = " ".join([binary, *subcommand])
         text = output([binaries / binary, *subcommand, "--help"])
-        page += f"\n## `{name}`\n\n```text\n{text}```\n"
+        page += f"\n## `{name}`\n\n```text\n{without_presets(text)}```\n"
     for module in (["pallas_bridge"], ["pallas_bridge", "explain"], ["pallas_bridge.export"]):
         text = output([sys.executable, "-m", *module, "--help"])
         page += f"\n## `python -m {' '.join(module)}`\n\n```text\n{text}```\n"
     return page
+
+
+def without_presets(text: str) -> str:
+    """Returns a help text without the names of presets, --help and --version."""
+    text = re.sub(r"(--preset <NAME>[^[]*?)\s+\[possible values: [^]]*\]", r"\1", text)
+    text = re.sub(r"^ +-[hV], --\w+\s+Print .*\n\n?", "", text, flags=re.MULTILINE)
+    return f"{text.rstrip().removesuffix('Options:').rstrip()}\n"
 
 
 def fields(file: str, struct: str) -> Iterator[tuple[str, str]]:
@@ -179,7 +188,12 @@ OPERATIONS = (
     "rope",
     "scale",
 )
-FLOATS = ["f32", "bf16", "f16"]
+# What stands for lists of dtypes.
+DTYPES = {
+    "float": ["f32", "bf16", "f16"],
+    "fp8": ["f8e4m3fn", "f8e5m2"],
+    "integer": ["s32", "s64"],
+}
 TARGETS = """\
 `xentile_targets` lists a handler for each target, platform and stage: on CPUs (`Host`) `execute`,
 on NVIDIA GPUs (`CUDA`) `initialize` too, which loads what `execute` launches, but for those marked.
@@ -189,8 +203,9 @@ on NVIDIA GPUs (`CUDA`) `initialize` too, which loads what `execute` launches, b
 `*batch` is any number of leading axes, those of tokens. An argument without it is shared by all
 tokens, and may have some of their first axes before its own. A result without it is a sum over
 tokens, which handlers give as partial sums `[.., P, D]`. `2.F` and `F.2` are the axes `[2, F]` and
-`[F, 2]`; `D/128` is the number of blocks of 128 in D. An array without a dtype has that of the
-first argument, which is f32, bf16 or f16. "(y in the place of x)" says that y may lie there.
+`[F, 2]`; `D/128` is the number of blocks of 128 in D. *float* is f32, bf16 or f16, *fp8* f8e4m3fn
+or f8e5m2, *integer* s32 or s64. An array without a dtype has that of the first argument, which is
+a float. "(y in the place of x)" says that y may lie there.
 
 | target | on | arguments | results |
 | --- | --- | --- | --- |
@@ -204,20 +219,25 @@ this table targets are without `xentile_`.
 """
 
 
-def array(one: Mapping[str, Any]) -> str:
-    """Returns what an array is: its name, dims and dtype, and when it is there."""
+def array(first: str, own: Collection[str], one: Mapping[str, Any]) -> str:
+    """Returns what an array is: its name, dims and dtype, and when it is there.
+
+    `first` is the first argument, and `own` the arrays whose dtype is not that of the first.
+    """
     dims, dtype, given = one["dims"], one["dtype"], one["given"]
     if isinstance(dims, dict):
         cases = " or ".join(f"`[{text}]`" for text in dims["cases"].values())
         words = f"{one['name']} {cases} by `{dims['by']}`"
     else:
         words = f"{one['name']} `[{dims}]`"
-    if isinstance(dtype, list) and (dtype != FLOATS or one["name"].endswith("weight")):
-        words += f" {' or '.join(dtype)}"
+    if isinstance(dtype, list) and (one["name"] != first or len(dtype) < len(DTYPES["float"])):
+        words += f" {next((name for name, few in DTYPES.items() if few == dtype), dtype[0])}"
     elif dtype == "bytes":
         words += " u8, on GPUs any"
     elif isinstance(dtype, dict) and "like_or_f32" in dtype:
         words += ", on GPUs also f32"
+    elif isinstance(dtype, dict) and dtype.get("like") in own:
+        words += f" like {dtype['like']}"
     if isinstance(given, dict):
         words += f" (with {given.get('where') or given['with']})"
     return f"{words} (may be absent)" if given == "optional" else words
@@ -249,7 +269,11 @@ def targets() -> str:
         on = [name for name, stages in target["handlers"].items() if stages]
         if target["handlers"]["CUDA"] == ["execute"]:
             on[-1] += " (execute alone)"
-        sides = ["<br>".join(map(array, target[side])) for side in ("operands", "results")]
+        first = target["operands"][0]["name"]
+        arrays = [*target["operands"], *target["results"]]
+        own = {one["name"] for one in arrays if isinstance(one["dtype"], list)} - {first}
+        words = functools.partial(array, first, own)
+        sides = ["<br>".join(map(words, target[side])) for side in ("operands", "results")]
         places = (f"{one['result']} in the place of {one['operand']}" for one in target["aliases"])
         sides[1] += "".join(f"<br>({place})" for place in places)
         page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
