@@ -272,8 +272,8 @@ def targets() -> str:
         first = target["operands"][0]["name"]
         arrays = [*target["operands"], *target["results"]]
         own = {one["name"] for one in arrays if isinstance(one["dtype"], list)} - {first}
-        words = functools.partial(array, first, own)
-        sides = ["<br>".join(map(words, target[side])) for side in ("operands", "results")]
+        as_words = functools.partial(array, first, own)
+        sides = ["<br>".join(map(as_words, target[side])) for side in ("operands", "results")]
         places = (f"{one['result']} in the place of {one['operand']}" for one in target["aliases"])
         sides[1] += "".join(f"<br>({place})" for place in places)
         page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
