@@ -144,8 +144,8 @@ def dim(letter: str, key: str, *default: str) -> list[str]:
 
 
 def option(key: str, kind: str, allowed: str, *default: str) -> list[str]:
-    """The row of an option, whose kind and allowed values share a cell."""
-    return [key, f"{kind}: {allowed}", *default]
+    """The row of an option, whose kind, but for a bool, and allowed values share a cell."""
+    return [key, allowed if kind == "bool" else f"{kind}: {allowed}", *default]
 
 
 def operations(binaries: Path) -> str:
@@ -274,8 +274,11 @@ def targets() -> str:
         own = {one["name"] for one in arrays if isinstance(one["dtype"], list)} - {first}
         as_words = functools.partial(array, first, own)
         sides = ["<br>".join(map(as_words, target[side])) for side in ("operands", "results")]
-        places = (f"{one['result']} in the place of {one['operand']}" for one in target["aliases"])
-        sides[1] += "".join(f"<br>({place})" for place in places)
+        places: dict[str, list[str]] = {}
+        for one in target["aliases"]:
+            places.setdefault(one["result"], []).append(one["operand"])
+        for result, operands in places.items():
+            sides[1] += f"<br>({result} in the place of {' or '.join(operands)})"
         page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
         for one in target["attributes"]:
             name = f"`{one['name']}`{' on CUDA' if one['cuda_only'] else ''}"
