@@ -149,7 +149,7 @@ def group_advantages(rewards: Array) -> Array:
     """(r - mean) / std over each group's responses: [groups, responses] to [B], of its shape.
 
     Shao et al., 2024, section 4.1.2, with the population's standard deviation. Where a group's
-    rewards are all the same they say nothing, and advantages are 0.
+    rewards are equal they say nothing, and advantages are 0.
     """
     centred = rewards - rewards.mean(-1, keepdims=True)
     std = jnp.sqrt((centred**2).mean(-1, keepdims=True))

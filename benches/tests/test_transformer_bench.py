@@ -54,7 +54,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Runs a program in place of a cell's process; `task` is what it was told to do."""
+    """Runs a program in place of a cell's process; `task` is its task."""
     monkeypatch.setattr(process, "child_command", lambda: [sys.executable, "-c", BEGIN + code])
 
 
@@ -751,7 +751,7 @@ def test_words_of_the_peak() -> None:
 
 
 def test_the_peak_that_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told without what was in use besides, and beside the compiled one."""
+    """The report has the peak without other memory in use, and the compiled peak."""
     counts = iter([100, 5000, 100, 900])
 
     class Device:
@@ -873,7 +873,7 @@ def test_many_profiles_are_told_of_together() -> None:
 
 
 def test_kernels_runs(tmp_path: Path) -> None:
-    """Of a profile all times are told of once, by part and by kind."""
+    """Each time of a profile is counted once, by part and by kind."""
     settings = ["phases=[prefill]", "norm=ours", "attention=ours", "mlp=ours", "steps=2"]
     of_layer, row = measured("kernels", tmp_path, settings)
     assert [one["case"]["part"] for one in (of_layer, row)] == [layers.WHOLE, layers.MODEL]

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# Bytes that a process tells others of its arrays in; what is longer is told by its end alone.
+# Bytes in which a process describes its arrays to others; of a longer text the end alone is sent.
 TOLD_BYTES = 4096
 
 

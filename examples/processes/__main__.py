@@ -5,9 +5,9 @@
 Both train by linear cross-entropy with the tokens cut over them, on two GPUs, or on CPUs where
 JAX_PLATFORMS is cpu. Faults, of the second process after some steps: `killed` (SIGKILL), `memory`
 (its device is full; a process on a CPU has a limit set), `shapes` (it has other shapes than the
-first). For each is told how long the first process lived on, how it ended, the last lines of both,
-and the line that names the second. Where the first lives on for LIMIT seconds, or nothing names
-the second, the exit code is 1.
+first). The report has for each how long the first process lived on, how it ended, the last
+lines of both, and the line that names the second. Where the first lives on for LIMIT seconds, or
+nothing names the second, the exit code is 1.
 """
 
 import argparse

@@ -103,7 +103,7 @@ class Lines:
             raise self.failed(error) from None
 
     def close(self) -> None:
-        """Closes the file; what could not be written was told of before."""
+        """Closes the file; failures to write were reported before."""
         try:
             self.file.close()
         except OSError:

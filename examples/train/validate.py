@@ -39,7 +39,7 @@ RUNS = {
     ],
 }
 BASELINE, PERMUTED = list(RUNS)[:2]
-# Steps at which tokens a second are told of: warmed up, and steady.
+# Steps at which tokens a second are reported: warmed up, and steady.
 WARM, STEADY = 5, 10
 # What a card of 32 GB has for XLA where it takes 0.98 of it.
 BUDGET_GIB = 31.36
@@ -138,7 +138,7 @@ def compare(curves: dict[str, Curve]) -> dict[str, Any]:
 
     A curve is the baseline's where two differences from it are each at most `ALLOWED` times the
     baseline's own, between its two orders of summing: the median over all steps, and that of the
-    mean loss of the last `LATE` steps. The largest is told of and not judged: at a step that is
+    mean loss of the last `LATE` steps. The largest is reported and not judged: at a step that is
     unstable in every run, last bits alone make it large.
     """
     baseline = np.array(curves[BASELINE].losses)

@@ -28,7 +28,7 @@ print("reference:", pb.cross_entropy(logits, labels, implementation="reference")
 
 
 def run(tmp_path: Path, path: Path | str) -> str:
-    """What CALL prints where the library is said to be at `path`."""
+    """Returns what CALL prints where XENTILE_XLA_LIBRARY is `path`."""
     environment = {**os.environ, library.VARIABLE: str(path)}
     done = subprocess.run(
         [sys.executable, "-c", CALL], env=environment, cwd=tmp_path, capture_output=True, text=True

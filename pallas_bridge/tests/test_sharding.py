@@ -138,7 +138,7 @@ def entropy() -> int:
 
 
 def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[str]]:
-    """Compiles and runs; returns what is exchanged forward and backward, and what was told."""
+    """Compiles and runs; returns what is exchanged forward and backward, and the warnings."""
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((COUNT,), ("model",), axis_types=(kind,), devices=jax.devices()[:COUNT])
     arrays, *expected = on_one_device(case, entropy)

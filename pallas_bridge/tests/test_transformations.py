@@ -273,7 +273,7 @@ def test_the_schedule_follows_the_reduction_and_the_dtype(rng: np.random.Generat
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_forward_mode_and_reverse_mode(rng: np.random.Generator, reduction: Any) -> None:
     logits, labels = batch(rng, "float32", 2, 3, 30)
-    # An ignored token has an lse, whose gradient is 0 all the same.
+    # An ignored token has an lse, whose gradient is 0 nevertheless.
     labels = jnp.abs(labels) % 30
     weights = jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32)
 

@@ -345,7 +345,7 @@ def test_a_program_over_a_mesh_is_exported(rng: np.random.Generator) -> None:
 
 
 def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[str]]:
-    """A compiled function of arrays with how each is cut, what it exchanges, and what was told."""
+    """A compiled function of arrays with how each is cut, what it exchanges, and the warnings."""
     mesh = mesh_of((2, 4), "auto")
     # The mesh is not set: types tell it.
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]

@@ -141,7 +141,7 @@ def rust_graph(files: Sources) -> Graph:
                 is_within = one is not None and one[: len(module)] == module
                 if not (match[1] and is_within) or name in words:
                     found.add(one)
-        needed[module] = {one for one in found if one in names}
+        needed[module] = {one for one in found if one is not None and one in names}
 
     def with_surroundings(module: Module) -> Iterator[Module]:
         """Yields a module, and what it needs of those that it is within."""
@@ -153,8 +153,8 @@ def rust_graph(files: Sources) -> Graph:
     graph: Graph = {}
     for module, targets in needed.items():
         around = {module[:length] for length in range(1, len(module) + 1)}
-        found = {one for target in targets - around for one in with_surroundings(target)} - around
-        graph[names[module]] = {names[one] for one in found}
+        others = {one for target in targets - around for one in with_surroundings(target)} - around
+        graph[names[module]] = {names[one] for one in others}
     return graph
 
 

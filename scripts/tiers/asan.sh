@@ -5,7 +5,7 @@ source scripts/tiers/common.sh
 
 use_sanitizers
 try_fewer_arguments
-# With --target, build scripts and macros are built without the sanitizer. What it finds is told by line.
+# With --target, build scripts and macros are built without the sanitizer. Its reports have line numbers.
 CARGO_TARGET_DIR=$target_dir/asan RUSTFLAGS=-Zsanitizer=address \
     CARGO_PROFILE_DEV_DEBUG=line-tables-only \
     cargo test --no-fail-fast -p xentile-cpu --target "$(host_triple)" --lib --tests

@@ -33,6 +33,7 @@ check "mypy, examples" mypy examples/{processes,train,tests} examples/*.py
 check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "no circles between files" pytest -q scripts/tests/test_circles.py
+check "words" pytest -q scripts/tests/test_words.py
 check "what tiers compile" pytest -q scripts/tests/test_compiled_once.py
 check "licences of what is linked" python scripts/third_party_licenses.py --check
 check shellcheck shellcheck --external-sources "${shell[@]}"

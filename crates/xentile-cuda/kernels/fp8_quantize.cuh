@@ -233,7 +233,7 @@ __device__ inline uint4 load(const E* from, int count) {
 }
 
 // What is quantised, unit by unit: here an array as it is. A source that makes units of more than one vector
-// has another `Raw`, so that all vectors are asked for before units are made of them. In tiles it is told the
+// has another `Raw`, so that all vectors are asked for before units are made of them. In tiles it gets the
 // rows and, by `of_columns`, the columns of a thread's units.
 template <class E>
 struct Plain {

@@ -18,7 +18,7 @@
 // epilogue of the forward pass writes a sum for each token and part, and a kernel merges a token's,
 // in order. That of the backward pass writes dlogits, from what a kernel before it makes of the
 // cotangents; at labels, where p - 1 must be exact, a thread writes after the copy engine. The
-// others, of passes that have no lse yet, are told in unnormalised.cuh.
+// others, of passes that have no lse yet, are in unnormalised.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -762,7 +762,7 @@ struct FusedProduct {
             e.x *= cap.derivative_at(z.x), e.y *= cap.derivative_at(z.y);
             asm volatile("" : "+f"(e.x), "+f"(e.y));
           }
-          // That of a finite logit is told from that of -inf by what the uniform target takes off.
+          // Finite logits are distinguished from -inf by what the uniform target takes off.
           if constexpr (kSmooth) {
             if (z.x != kNoLogit) e.x = fmaxf(e.x, kLeastNormal);
             if (z.y != kNoLogit) e.y = fmaxf(e.y, kLeastNormal);

@@ -253,7 +253,7 @@ struct Packed {
     return {y[0] * kPerLog2E, slope[0]};
   }
 
-  // What a token is told, and what its gradient is made of.
+  // Writes the outputs of a token, and what its gradient is made of.
   __device__ void end(uint32_t index, const Token& token) const {
     Kept& row = rows[index];
     const float x = token.target >= 0 ? to_float(tile[index * columns + token.target]) : 0.0f;

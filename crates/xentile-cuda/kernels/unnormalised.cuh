@@ -279,7 +279,7 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
       const float dz = a.row.softcap > 0.0
                            ? row.at_the_label<true>(a.row, token, x, Cap(a.row.softcap), lse)
                            : row.at_the_label<false>(a.row, token, x, Cap(1.0), lse);
-      // A factor that is too small to be told from 0 leaves all of it to what is added.
+      // A factor that underflows to 0 leaves all of it to what is added.
       at_label = to_float(from_float<E>(factor == 0.0f ? 0.0f : dz / factor));
       lacking = fmaf(-factor, at_label, dz);
     }

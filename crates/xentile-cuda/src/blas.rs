@@ -17,7 +17,7 @@ use crate::cache::Cache;
 use crate::driver::{DeviceNumber, RawStream, reason};
 use crate::{Device, Error, Result};
 
-/// Addresses are told from one another up to this multiple.
+/// Plans distinguish alignments of addresses up to this multiple.
 const MOST_ALIGNMENT: u32 = 256;
 
 /// Names of the library, newest first.

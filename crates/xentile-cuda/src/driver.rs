@@ -229,7 +229,7 @@ impl Driver {
 
     pub(crate) fn device_name(&self, device: DeviceNumber) -> Result<String> {
         let mut name: [c_char; 256] = [0; 256];
-        // SAFETY: as many bytes to write as it is told.
+        // SAFETY: the buffer has the number of bytes that is passed.
         let code = unsafe { (self.device_name)(name.as_mut_ptr(), 256, device) };
         self.check("cuDeviceGetName", code)?;
         name[255] = 0;
@@ -443,7 +443,7 @@ impl Driver {
         let strides = strides.map(|stride| (stride * dtype.size_bytes()) as u64);
         let steps = [1; RANK];
         let mut map = TensorMap::none();
-        // SAFETY: as many extents, boxes and steps as it is told, strides of all but the first, and the
+        // SAFETY: as many extents, boxes and steps as the rank that is passed, strides of all but the first, and the
         // rest as cuda.h has it. The address is only kept.
         let code = unsafe {
             (self.encode_tensor_map)(

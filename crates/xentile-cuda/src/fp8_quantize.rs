@@ -227,7 +227,7 @@ impl Quantization {
         Ok(())
     }
 
-    /// What kernels of every step are told.
+    /// The arguments that kernels of every step share.
     ///
     /// # Errors
     /// Arrays that begin at no multiple of 16.

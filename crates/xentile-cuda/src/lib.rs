@@ -5,7 +5,7 @@
 //! [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
-//! machines without a GPU too, and is told there what is missing.
+//! machines without a GPU too, and gets an error there that names what is missing.
 //!
 //! A launch is one call of the driver on the caller's stream: nothing is allocated and nothing waits.
 //! What comes before the first launch of a kind (opening the driver, loading code, asking the device)

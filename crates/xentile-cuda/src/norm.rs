@@ -183,7 +183,7 @@ impl Norm {
         if self.shape.rows() == 0 {
             return Ok(());
         }
-        assert_eq!(self.adds, residual.is_some(), "a residual that `new` was not told of");
+        assert_eq!(self.adds, residual.is_some(), "a residual that `new` did not get");
         assert_eq!(self.is_centred(), bias.is_some(), "LayerNorm has a bias");
         check_places(("x", x), ("y", y), self.bytes())?;
         let (added, sum) = residual.unwrap_or((null(), null_mut()));
@@ -214,7 +214,7 @@ impl Norm {
         arrays: Backward,
     ) -> Result<()> {
         let Backward { x, weight, mean, rstd, dy, dsum, dx, dweight, dbias } = arrays;
-        assert_eq!(self.adds, dsum.is_some(), "a residual that `new` was not told of");
+        assert_eq!(self.adds, dsum.is_some(), "a residual that `new` did not get");
         let group_rows = self.group_rows(sums)?;
         if sums.groups == 0 {
             return Ok(());

@@ -24,7 +24,7 @@ pub struct Figure {
     pub x_label: String,
     /// A value of that axis as its mark says it.
     pub x_text: fn(usize) -> String,
-    /// What the series are told apart by; without a legend where it is empty.
+    /// The title of the legend; no legend where it is empty.
     pub legend: String,
     /// Top to bottom; at least one.
     pub panels: Vec<Panel>,

@@ -176,7 +176,7 @@ impl Row {
         Some(baseline? / ours?)
     }
 
-    /// What throughput is told in, of ours and of the baseline: that of products where there are some.
+    /// The unit of throughput, of ours and of the baseline: that of GEMMs where there are some.
     fn throughput(&self) -> (&'static str, [Option<f64>; 2]) {
         let products = self.figures("gflop_per_s");
         if products.iter().any(Option::is_some) {

@@ -116,7 +116,7 @@ fn every_option_passes_gradcheck_in_every_dtype() {
     }
 }
 
-/// Numbers that JSON has none of are told by words, which are read again.
+/// Numbers that JSON lacks are written as words, which are read again.
 #[test]
 fn factors_that_are_not_finite_are_written_and_read() {
     let of = xentile::operation("cross_entropy").unwrap();

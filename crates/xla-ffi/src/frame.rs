@@ -1,6 +1,6 @@
 //! A call frame, nothing of which is used before it is checked.
 //!
-//! What can be told wrong without reading it is refused: sizes of structs, null and misaligned
+//! What is visibly wrong without reading it is refused: sizes of structs, null and misaligned
 //! pointers, counts and ranks below zero, shapes that no memory holds. That a pointer which is
 //! neither null nor misaligned leads to what it should is the caller's word.
 

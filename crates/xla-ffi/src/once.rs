@@ -3,7 +3,7 @@
 //! A runtime calls `Initialize` before every run of a program, for each of its calls, and starts the
 //! first kernel afterwards. What a handler does there takes 6 us where it only finds that all is
 //! loaded: little of its code and data is in the processor's caches by then. So a call that was
-//! answered before is told by its frame, which the runtime wrote just now.
+//! answered before is recognised by its frame, which the runtime wrote just now.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU64;

@@ -61,7 +61,7 @@ pub struct Pool {
     pub device: i32,
     /// As if all threads were busy until the handler has returned.
     pub late: bool,
-    /// What handlers are told; every task that they schedule gets a thread of its own.
+    /// The number of threads that handlers see; every task that they schedule gets one of its own.
     pub threads: i64,
     running: Vec<JoinHandle<()>>,
     queue: Vec<(abi::Task, usize)>,

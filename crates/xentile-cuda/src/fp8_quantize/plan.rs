@@ -67,7 +67,7 @@ pub(super) struct Step {
     pub(super) zeros: Zeros,
     ctas: usize,
     threads: usize,
-    /// Matrices, rows and columns, as the kernel is told.
+    /// Matrices, rows and columns, as the kernel takes them.
     shape: [usize; 3],
     block: [usize; 2],
     rows_of_scale: usize,

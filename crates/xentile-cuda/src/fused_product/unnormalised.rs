@@ -71,7 +71,7 @@ pub struct Unnormalised<'a> {
     /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
     pub lifts: *mut c_void,
     /// Where what is said of each token's distribution goes, if that is asked for. Of the likeliest
-    /// column only whether it is the label's is told: `argmax` is -1 where it is not, and `highest` is
+    /// column only whether it is the label's is known: `argmax` is -1 where it is not, and `highest` is
     /// not written.
     pub distribution: Option<DistributionOutputs>,
 }

@@ -164,7 +164,7 @@ fn one_wrong_entry_of_any_result_is_found() {
                 let largest = array.at(index);
                 for factor in [0.0, 0.8, f64::NAN] {
                     let mut wrong = array.clone();
-                    // No label need be the likeliest: then one that is said to be is wrong.
+                    // Where no label is the argmax, a label reported as argmax is wrong.
                     let value = if largest == 0.0 { 1.0 + factor } else { largest * factor };
                     let value = value as f32;
                     match &mut wrong {
@@ -349,7 +349,7 @@ fn what_is_known_of_tokens_is_held() {
                     assert!(!judge(&results).passed(), "{op} {dtype}: {value} in {name}");
                 };
                 for factor in [0.0, 0.8, f64::NAN] {
-                    // No label need be the likeliest: then one that is said to be is wrong.
+                    // Where no label is the argmax, a label reported as argmax is wrong.
                     wrong(index, if largest == 0.0 { 1.0 + factor } else { largest * factor });
                 }
                 if name == "column_logps" {

@@ -20,7 +20,7 @@ pub(super) struct TripCounts {
     /// Steps of pipelined grids.
     pub(super) steps: f64,
     /// Bytes that copies between HBM and VMEM move. One whose size is in a register counts as the
-    /// largest whose size is told: it is a block that may be ragged.
+    /// largest whose size the listing has: it is a block that may be ragged.
     pub(super) dma_bytes: f64,
 }
 

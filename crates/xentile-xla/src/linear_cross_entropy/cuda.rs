@@ -374,7 +374,7 @@ impl Call {
         .map_err(failed)
     }
 
-    /// Where gradients go, each of the shape of its operand and of its dtype or f32, which is told to the
+    /// Where gradients go, each of the shape of its operand and of its dtype or f32, which is passed to the
     /// problem.
     fn gradients(
         &mut self,

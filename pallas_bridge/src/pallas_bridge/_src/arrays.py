@@ -181,7 +181,7 @@ class Signature:
     ) -> None:
         """Refuses what XLA's partitioner may do in silence, gathering an axis that is cut.
 
-        Only meshes of explicit axes tell, whose users have asked to be told. `columns` is a named
+        Only meshes of explicit axes tell, whose users want to know. `columns` is a named
         axis that may be cut, alike in all operands that tokens do not share.
 
         Raises:

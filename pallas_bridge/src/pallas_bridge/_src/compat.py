@@ -36,7 +36,7 @@ def varying_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Sha
 
 
 def tell_devices(primitive: Any) -> None:
-    """Has the rule that lowers `primitive` be told the devices of its program, where there are.
+    """Has the rule that lowers `primitive` get the devices of its program, where there are any.
 
     Without, it learns their platform and number alone. It is what JAX does for its own, and no
     version has a public name for it: where it is gone, a program is for any TPU.

@@ -183,7 +183,7 @@ def bind(
 
 
 _custom_call = Primitive("xentile_custom_call")
-# The same where XLA may choose how arrays are cut: its lowering is told the devices of a program,
+# The same where XLA may choose how arrays are cut: its lowering gets the devices of a program,
 # without which nobody can ask. JAX refuses that where there are none but an abstract mesh's.
 _call_that_asks = Primitive("xentile_custom_call_that_asks")
 tell_devices(_call_that_asks)
@@ -536,7 +536,7 @@ def _lower_dense(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
 
 
 def _has_kernel(call: Call, platform: str) -> bool:
-    """Whether a call has a kernel for a platform, as far as can be told."""
+    """Returns whether a call has a kernel for a platform, as far as is known."""
     if platform == "tpu":
         return call.for_tpu is not None
     outcome = library.attempt()

@@ -1,7 +1,7 @@
-"""How a call's arrays are laid out for XLA to cut their tokens over a mesh, and how it is told.
+"""Layouts and attributes by which XLA shards the tokens of a call's arrays over a mesh.
 
-Both of XLA's partitioners are told: Shardy, which chooses how arrays are cut, by a rule that names
-every axis, and the one that then cuts the program by the number of axes that all arrays begin with.
+Both of XLA's partitioners get them: Shardy, which chooses shardings, a rule that names every axis,
+and the one that then partitions the program the number of axes that all arrays begin with.
 It takes an array of fewer axes for one that all devices have, which is what shared operands are.
 
 A sum over tokens is a result of partial sums, which XLA adds up, over devices too. For each device

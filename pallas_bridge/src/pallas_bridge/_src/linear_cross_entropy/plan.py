@@ -229,7 +229,7 @@ def output_chunk_tokens(plan: Plan, tokens: Any, vocab: int) -> int:
         return plan.tokens
     chunk = max(min(plan.tokens, USUAL_TOKENS), 1)
     if plan.schedule != "tokens":
-        # Too few bytes for sums of dweight, which are taken all the same.
+        # The budget is too small for sums of dweight, which are made nevertheless.
         logit_bytes = 12 if plan.any_count else 8
         chunk = max(plan.max_scratch_bytes // (logit_bytes * vocab), 1)
     return min(chunk, plan.tokens if plan.any_count else max(tokens, 1))

@@ -133,7 +133,7 @@ def find_layout(
     mesh = meshes.with_axes(names, hidden, weight)
     axes = meshes.explicit_axes(mesh)
     if names and not {*names} <= axes:
-        # XLA knows of others, and refuses to be told of shards where there is one.
+        # XLA knows of other devices, and refuses shardings for a single one.
         if meshes.check_divides(mesh, names, "weight", weight.shape[vocab_axis]) == 1:
             return None
         sharded: list[Names] = [(), ()]
