@@ -144,3 +144,32 @@ def test_calls_of_a_loss_and_its_gradient_are_joined(
         for part in program.split('custom_call_target="')[1:]
     ]
     assert sorted(found) == calls
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu"), ("cpu", "cuda", "tpu")], ids=str)
+def test_gradients_with_two_factors_are_lowered_for_any_platforms(
+    rng: np.random.Generator, platforms: tuple[str, ...]
+) -> None:
+    """No fused call serves both factors, so that the product is a call of its own."""
+    logits = jnp.asarray(rng.normal(size=(5, 33)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 33, 5))
+
+    def gradients(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, vjp = jax.vjp(lambda x: cross_entropy(x, labels), x)
+        return vjp(a)[0], vjp(b)[0]
+
+    arguments = logits, jnp.float32(2), jnp.float32(-3)
+    exported = jax.export.export(
+        jax.jit(gradients),
+        platforms=platforms,
+        disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call(f"xentile_{name}")
+            for name in (
+                "scale",
+                *(f"cross_entropy_{one}" for one in ("forward", "fused", "backward")),
+            )
+        ],
+    )(*arguments)
+    once = jax.grad(lambda x: cross_entropy(x, labels, implementation="reference"))(logits)
+    for found, factor in zip(exported.call(*arguments), (2, -3), strict=True):
+        np.testing.assert_allclose(found, factor * once, rtol=1e-5, atol=1e-6)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_bridge import (
     cross_entropy,
@@ -81,3 +83,24 @@ def test_outputs_have_the_axes_of_tokens(
             of_token = other.shape[1:]
             assert one.shape == ((*axes, *of_token) if other.ndim else ())
             np.testing.assert_allclose(one.reshape(other.shape), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("loss", REDUCED)
+def test_a_token_without_axes_on_a_mesh(rng: np.random.Generator, loss: str) -> None:
+    hidden, weight, labels, _ = draw(rng, ())
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def value(x: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
+        return REDUCED[loss](x, w, y)
+
+    expected = jax.value_and_grad(value, (0, 1))(hidden, weight, labels)
+    placed = jax.device_put((hidden, weight, labels), NamedSharding(mesh, P()))
+    found = jax.jit(jax.value_and_grad(value, (0, 1)))(*placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    many = draw(rng, (8,))
+    spread = [jax.device_put(one, NamedSharding(mesh, P("a"))) for one in (many[0], many[2])]
+    mapped = jax.jit(jax.vmap(value, (0, None, 0)))(spread[0], placed[1], spread[1])
+    each = [value(x, weight, y) for x, y in zip(many[0], many[2], strict=True)]
+    np.testing.assert_allclose(mapped, jnp.stack(each), rtol=1e-5, atol=1e-5)

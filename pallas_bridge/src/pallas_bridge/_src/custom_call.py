@@ -261,7 +261,9 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 def _lower(ctx: Any, *operands: Any, call: Call, **params: Any) -> Sequence[Any]:
     if call.rewrite is None:
         return _lower_alone(ctx, *operands, call=call, **params)
-    return call.rewrite(_lower_alone, ctx, *operands, call=call, **params)
+    # Once: what it lowers may bind the call again, for one platform of several or for a device.
+    alone = dataclasses.replace(call, rewrite=None)
+    return call.rewrite(_lower_alone, ctx, *operands, call=alone, **params)
 
 
 def _lower_alone(

@@ -200,7 +200,9 @@ class _Calls:
 
     def emit(self, name: str, every_token: bool | None, *scalars: Any) -> Sequence[Any]:
         """Returns the results of a call."""
-        call = self.rewrite.make_call(name, self.rewrite.options, every_token)
+        call = replace(
+            self.rewrite.make_call(name, self.rewrite.options, every_token), rewrite=None
+        )
         avals = [*self.avals[:2], *[self.avals[2]] * len(scalars)]
         results = call.signature.result_avals(call.results, avals, 0)
         ctx = self.ctx.replace(avals_in=avals, avals_out=results)

@@ -340,7 +340,7 @@ def _prepare(
         weights = None if weights is None else layout.place(weights)
     elif chosen != "reference":
         logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
-    columns = check_columns(columns, labels.shape)
+    columns = check_columns(OPERATION, columns, labels.shape)
     request = Request(checked.every_token, checked.entropy, checked.correct, columns)
     return _Arrays(logits, labels, weights, checked, request, layout or Layout())
 

@@ -217,7 +217,7 @@ def linear_cross_entropy(
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
     requested = Request(
-        return_lse, return_entropy, return_correct, check_columns(columns, call.shape)
+        return_lse, return_entropy, return_correct, check_columns(OPERATION, columns, call.shape)
     )
     if reduction == "none":
         found = call.per_token(layout, planner, requested)
@@ -419,7 +419,7 @@ def linear_cross_entropy_per_token(
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
     requested = Request(
-        return_lse, return_entropy, return_correct, check_columns(columns, call.shape)
+        return_lse, return_entropy, return_correct, check_columns(OPERATION, columns, call.shape)
     )
     found = call.per_token(layout, planner, requested)
     return found.loss, found.logps, *requested.select(found)
@@ -550,7 +550,8 @@ class _Call:
     @property
     def unflattened(self) -> Operands:
         """The same, with all axes of tokens where XLA may shard any of them (`Partitioned`)."""
-        is_known = all(isinstance(extent, int) for extent in self.shape)
+        # A single token has no axis, and nothing to shard.
+        is_known = self.shape and all(isinstance(extent, int) for extent in self.shape)
         if is_known and not self.is_dense and meshes.are_left_to_xla(self.hidden, self.weight):
             return Operands(self.hidden, self.weight, self.bias, self.labels)
         return self.flat

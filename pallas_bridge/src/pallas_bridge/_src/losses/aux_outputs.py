@@ -75,7 +75,9 @@ class Request:
         return tuple(one for index in self.indices if (one := outputs[index]) is not None)
 
 
-def check_columns(columns: ArrayLike | None, tokens: tuple[int, ...]) -> jax.Array | None:
+def check_columns(
+    operation: object, columns: ArrayLike | None, tokens: tuple[int, ...]
+) -> jax.Array | None:
     """Returns columns [.., K] of tokens [..], or None.
 
     Raises:
@@ -95,7 +97,7 @@ def check_columns(columns: ArrayLike | None, tokens: tuple[int, ...]) -> jax.Arr
         raise ValueError(
             f"columns have shape {columns.shape}; their last axis must be in [1, {MOST_COLUMNS}]"
         )
-    meshes.check_whole("cross_entropy", "columns", columns, columns=-1)
+    meshes.check_whole(operation, "columns", columns, columns=-1)
     # The dtype has to hold the first column of a vocabulary shard.
     is_narrow = jnp.iinfo(columns.dtype).max < jnp.iinfo(jnp.int32).max
     return columns.astype(jnp.int32) if is_narrow else columns
