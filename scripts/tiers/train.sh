@@ -10,12 +10,9 @@ export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
 export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
 
 status=0
-# Most of the time is XLA's, which compiles programs that run a few steps: with LLVM's optimisations off, and with the
-# older ones of its emitters of fusions, which leave LLVM less to do.
-hurried="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false ${XLA_FLAGS:-}"
-# Each with a conftest.py of its own.
+# Each with a conftest.py of its own, which has XLA compile in a hurry.
 for tests in examples/tests benches/tests; do
-    XLA_FLAGS=$hurried scripts/pytest_in_shares.sh --durations=5 "$tests" || status=1
+    scripts/pytest_in_shares.sh --durations=5 "$tests" || status=1
 done
 if [[ $XENTILE_TEST_SET == nightly ]]; then
     cargo build --release
