@@ -3,7 +3,6 @@
 Run by scripts/tiers/docs.sh, which builds the library and the tools before.
 """
 
-import importlib
 import os
 import re
 import subprocess
@@ -21,8 +20,6 @@ from test_readme import commands  # noqa: E402
 LIMIT_S = 300
 BINARIES = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 ALL = [block for page in pages() for block in blocks(page) if not block.reasons]
-# Its other programs are run by the tier readme, and by the documentation tests of xentile-cpu.
-ALL += [block for block in blocks(ROOT / "README.md") if block.language == "cpp"]
 
 
 def run(*command: str | Path) -> str:
@@ -86,50 +83,10 @@ def test_pictures_are_of_the_results(tmp_path: Path) -> None:
         assert is_same, f"docs/images/{name} is not what benches/plot_results.py draws: run it"
 
 
-def test_readme_has_the_figures_of_the_results() -> None:
-    """Each row of the table has the time, ratio and memory of the files behind the chart."""
-    # It is not there where no test of this file runs.
-    results = importlib.import_module("plot_results")
-
-    _, logits = results.load("nvidia-h200/peers.json")
-    _, linear = results.load("nvidia-h100/linear-peers-by-spread.json")
-    _, on_cpu = results.load("amd-epyc-family-25-model-17/linear-peers-bf16.json")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = [line for line in text.splitlines() if "times as long" in line]
-    shape = {"tokens": 4096, "vocab": 128256}
-    spread = {"distribution": "normal, std 1"}
-    for row, ours, dense, time_of, digits in (
-        (
-            table[0],
-            results.one(logits, "xentile", **shape)["found"]["value_and_grad"],
-            results.one(logits, "JAX dense", **shape)["found"]["value_and_grad"],
-            results.copies(results.one(logits, "xentile", **shape)),
-            2,
-        ),
-        (
-            table[1],
-            results.one(linear, "xentile", **spread)["found"],
-            results.one(linear, "JAX dense", **spread)["found"],
-            results.products(results.one(linear, "xentile", **spread)),
-            1,
-        ),
-        (
-            table[2],
-            results.one(on_cpu, "xentile")["found"],
-            results.one(on_cpu, "JAX dense")["found"],
-            None,
-            0,
-        ),
-    ):
-        said = [f"{ours['median_ms']:.{digits}f} ms", f"{dense['median_ms']:.{digits}f} ms"]
-        said.append(f"**{dense['median_ms'] / ours['median_ms']:.1f} times as long**")
-        said += [f"({time_of:.2f} "] if time_of else []
-        said.append(f"{dense['temp_bytes'] / 2**20:.0f} MiB")
-        of_ours = ours["temp_bytes"] / 2**20
-        said.append(f"{of_ours:.{0 if of_ours > 1 else 1}f} MiB")
-        for figure in said:
-            assert figure in row, f"{figure} is not in {row}"
-    assert len(text.splitlines()) <= 150
+def test_readme_has_the_tables_of_the_tree() -> None:
+    """Platforms and results are what scripts/make_readme.py makes, in at most 120 lines."""
+    run(sys.executable, "scripts/make_readme.py", "--check")
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 SHELL = [

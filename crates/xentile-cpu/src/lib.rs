@@ -40,9 +40,9 @@ pub use parallel::{Parallel, Threads};
 pub(crate) use simd::PairsOfBf16;
 pub use simd::{Job, Simd};
 
-/// The program in the README, compiled and run with the documentation's tests.
+/// The program in the crate's README, compiled and run with the documentation's tests.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
+#[doc = include_str!("../README.md")]
 struct Readme;
 
 /// Of how many arguments tests that try all of them take one: under Miri, which interprets, few.

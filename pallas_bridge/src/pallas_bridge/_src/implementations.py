@@ -106,12 +106,7 @@ def info() -> Info:
     """
     outcome = library.attempt()
     loaded = None if isinstance(outcome, library.LibraryError) else outcome[1]
-    operations = {
-        operation.name: tuple(
-            _platform(operation, platform, loaded) for platform in ("cpu", "cuda", "tpu")
-        )
-        for operation in OPERATIONS
-    }
+    operations = operations_by_platform(loaded)
     return Info(
         version=versions.PACKAGE,
         jax=jax.__version__,
@@ -120,6 +115,18 @@ def info() -> Info:
         platforms=operations[OPERATIONS[0].name],
         operations=operations,
     )
+
+
+def operations_by_platform(
+    loaded: library.Library | None,
+) -> dict[str, tuple[PlatformInfo, ...]]:
+    """Returns what runs of each operation on CPUs, NVIDIA GPUs and TPUs, with a library."""
+    return {
+        operation.name: tuple(
+            _platform(operation, platform, loaded) for platform in ("cpu", "cuda", "tpu")
+        )
+        for operation in OPERATIONS
+    }
 
 
 def _platform(operation: Operation, platform: str, loaded: library.Library | None) -> PlatformInfo:

@@ -1,0 +1,148 @@
+"""Writes the two tables of README.md that are made from the tree: platforms, and results.
+
+    python scripts/make_readme.py [--check]
+
+Each table stands between a line `<!-- NAME -->` and a line `<!-- end -->`. Platforms come of
+`pallas_bridge.info()` for a library with every declared target, results of benches/results. With
+`--check` nothing is written, and the exit code is 1 where README.md has other tables.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benches" / "results" / "nvidia-h200"
+MIB = 2**20
+GIB = 2**30
+
+# What a cell of `info()`'s table means in README.
+CELLS = {"kernel": "kernel", "XLA": "XLA's program", "-": "none"}
+HEADINGS = {"cpu": "CPU", "cuda": "NVIDIA GPU", "tpu": "TPU"}
+
+
+def size(count: float) -> str:
+    """Returns a number of bytes in MiB, or from 1 GiB on in GiB."""
+    return f"{count / MIB:.0f} MiB" if count < GIB else f"{count / GIB:.1f} GiB"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def platforms() -> str:
+    """Returns what runs on each platform, for a library built for CPUs and NVIDIA GPUs."""
+    sys.path.insert(0, str(ROOT / "pallas_bridge" / "src"))
+    from pallas_bridge._src import library
+    from pallas_bridge._src.implementations import SHORT, operations_by_platform
+
+    text = (ROOT / "pallas_bridge/src/pallas_bridge/_src/targets.json").read_text(encoding="utf-8")
+    handlers = [
+        library.Target(target["name"], platform, stage, "", 0)
+        for target in json.loads(text)["targets"]
+        for platform, stages in target["handlers"].items()
+        for stage in stages
+    ]
+    complete = library.Library(Path(), "", (0, 1), "", handlers)
+    rows = [
+        [f"`{name}`", *(CELLS[SHORT[found.implementation]] for found in row)]
+        for name, row in operations_by_platform(complete).items()
+    ]
+    return table(["operation", *HEADINGS.values()], rows)
+
+
+def load(name: str) -> dict[str, Any]:
+    """Returns a parsed file of results."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def training() -> list[list[str]]:
+    """Returns the row of a training step."""
+    found = load("train-validation.json")
+    ours, plain = found["runs"]["fused_linear, norm, mlp"], found["runs"]["baseline"]
+    speed = ours["tokens_per_second"] / plain["tokens_per_second"]
+    memory = [size(run["peak_bytes"]) for run in (plain, ours)]
+    what = "training step, Qwen2.5-0.5B, 4 x 8192 tokens, blocks recomputed"
+    return [[what, f"{speed:.2f}x tokens a second; peak {memory[1]}, not {memory[0]}"]]
+
+
+def linear_losses() -> list[list[str]]:
+    """Returns a row for each number of tokens of the linear loss."""
+    found = load("linear-trained.json")["results"]
+    times: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for row in found:
+        times.setdefault(row["tokens"], {})[row["peer"]] = row
+    rows = []
+    for tokens, peers in sorted(times.items()):
+        ours, plain = peers["xentile"], peers["JAX dense"]
+        shape = f"{tokens} x {ours['hidden']} x {ours['vocab']}"
+        ratio = plain["found"]["median_ms"] / ours["found"]["median_ms"]
+        memory = [size(one["found"]["temp_bytes"]) for one in (plain, ours)]
+        what = f"`linear_cross_entropy`, {shape}, trained logits"
+        rows.append([what, f"{ratio:.2f}x as fast; {memory[1]}, not {memory[0]}"])
+    return rows
+
+
+# Passes of the benchmark of attention, as README has them.
+PASSES = ("forward", "backward")
+
+
+def attention() -> list[list[str]]:
+    """Returns the rows of attention over packed texts."""
+    rows = []
+    for row in load("attention.json")["results"]:
+        if row["cell"].endswith("segments") and row["pass"] in PASSES:
+            ratio = row["xla"]["ms"] / row["ours"]["ms"]
+            cell = row["cell"].removesuffix(" segments")
+            what = f"`flash_attention`, {cell}, packed texts, {row['pass']}"
+            rows.append([what, f"{ratio:.1f}x as fast"])
+    return rows
+
+
+def results() -> str:
+    """Returns results that users care for, as ratios to plain JAX on one GPU."""
+    rows = [*training(), *linear_losses(), *attention()]
+    return table(["bfloat16, loss and gradients", "beside plain JAX"], rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"platforms": platforms, "results": results}
+
+
+def with_tables(text: str) -> str:
+    """Returns README's text with its tables made anew.
+
+    Raises:
+        ValueError: a table's place is not marked in the text.
+    """
+    for name, make in TABLES.items():
+        place = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->\n)", re.DOTALL)
+        if not place.search(text):
+            raise ValueError(f"README.md has no lines <!-- {name} --> and <!-- end -->: add them")
+        made = f"\n{make()}\n".replace("\\", r"\\")
+        text = place.sub(made, text, count=1)
+    return text
+
+
+def main() -> int:
+    """Writes the tables, or compares them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they differ")
+    options = parser.parse_args()
+    before = README.read_text(encoding="utf-8")
+    after = with_tables(before)
+    if options.check:
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
