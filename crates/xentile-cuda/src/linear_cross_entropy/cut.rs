@@ -175,7 +175,8 @@ impl Linear {
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
         let wide = take(only(self.wide, wide));
-        let scaled = take(only(sweep.once || (pass == Pass::Fused && self.keeps_scaled()), scaled));
+        let has_scaled = pass == Pass::Fused && self.keeps_scaled() && !self.wide;
+        let scaled = take(only(sweep.once || has_scaled, scaled));
         let lifts = take(only(pass == Pass::Fused && !self.wide, self.lifts_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
         Layout {
