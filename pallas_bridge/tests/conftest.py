@@ -53,9 +53,9 @@ def rng() -> np.random.Generator:
 @pytest.fixture(autouse=True)
 def calls_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has programs for GPUs take calls of the library where logits are few too, as tests' are."""
-    from pallas_bridge._src.linear_cross_entropy import on_cuda
+    from pallas_bridge._src.linear_cross_entropy import library_plan
 
-    monkeypatch.setattr(on_cuda, "FEW_LOGITS", 0)
+    monkeypatch.setattr(library_plan, "FEW_LOGITS", 0)
 
 
 def keep_programs(folder: str | None) -> None:

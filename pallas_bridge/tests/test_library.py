@@ -58,6 +58,7 @@ def fake_library(tmp_path: Path, **changed: str) -> Path:
             void xentile_ffi_version(int32_t *a, int32_t *b) { *a = MAJOR; *b = MINOR; }
             int32_t xentile_tuned_tile(void) { return 0; }
             int32_t xentile_prefers_xla(void) { return 0; }
+            size_t xentile_plan(void) { return 0; }
             void *xentile_targets(size_t *count) { *count = 0; return count; }
         """)
     )

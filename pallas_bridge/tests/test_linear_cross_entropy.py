@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 from on_mesh import by_shardy
 from oracle import Oracle
 from pallas_bridge._src import library
-from pallas_bridge._src.linear_cross_entropy import on_cpu, on_cuda, schedule
+from pallas_bridge._src.linear_cross_entropy import library_plan, schedule
 
 from pallas_bridge import explain, linear_cross_entropy, linear_cross_entropy_per_token
 
@@ -308,11 +308,9 @@ def test_columns_that_a_gpu_makes_once(
     limit = 4 * 2**20
 
     # It is for more tokens than tests have time for.
-    def choose(problem: Any, limit: int) -> Any:
-        cut = on_cuda.Tiling(chunk, fused=True, once=once)
-        return on_cuda.planned(problem, limit, cut, limit)
-
-    monkeypatch.setattr(on_cuda, "choose", choose)
+    tiling = {"chunk": chunk, "fused": True, "once": once}
+    plan_tiling = partial(library_plan.plan_cuda, tiling=tiling)
+    monkeypatch.setattr(library_plan, "plan_cuda", plan_tiling)
     plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cuda")
     assert plan.once == once and plan.products == 4 - once[1] / vocab
     assert f"after {once[1]} columns made once, {once[0]} tokens at a time" in str(plan)
@@ -567,7 +565,7 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
 def test_a_column_block_is_as_wide_as_it_is_tuned_or_named() -> None:
     x, w = (jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16) for rows in (512, 50257))
     plan_of = partial(explain, x, w, platform="cpu")
-    _, tuned = library.tuned_tile(on_cpu.TUNED, x.dtype, 50257) or (0, 0)
+    _, tuned = library.tuned_tile("linear_cross_entropy.cpu", x.dtype, 50257) or (0, 0)
     assert plan_of().columns == tuned > 0
     assert library.tuned_tile("no_such.cpu", x.dtype, 50257) is None
     for columns in (4096, 1000, 1):

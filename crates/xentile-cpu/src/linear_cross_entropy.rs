@@ -18,6 +18,7 @@
 
 mod cut;
 mod kept;
+pub mod plan;
 
 use std::ops::Range;
 

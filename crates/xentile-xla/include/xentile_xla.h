@@ -99,6 +99,26 @@ int32_t xentile_tuned_tile(const char* table, const char* dtype, size_t vocab, s
  * variant ("relu single"; "" where it has none) on a backend ("cuda"), else 0. */
 int32_t xentile_prefers_xla(const char* backend, const char* operation, const char* variant);
 
+/* The plan of a linear cross-entropy's call, as a JSON text: chunks, GEMMs and bytes of scratch. Writes it with
+ * its null to the `size` bytes at `answer` if it fits, and returns its length without the null. A request,
+ * with extents of hidden [N, D] and the vocabulary V, and bytes of an element:
+ *
+ *     {"platform": "cuda",
+ *      "problem": {"tokens": 8192, "hidden": 2048, "vocab": 128256, "hidden_bytes": 2, "weight_bytes": 2,
+ *                  "bias": false, "reduced": true, "vocab_is_last": false, "running": false},
+ *      "limits": {"scratch_bytes": 268435456}}
+ *
+ * For CPUs there is "dtype" ("bf16") beside "platform", and limits have "tile" ([time_block, block_size],
+ * each may be null), "xla_products" (GEMMs of the program without the call) and "hands_over" (whether a
+ * forward pass may leave logits to the backward pass) too. The answer is {"plan": {"tokens": .., "columns": ..,
+ * "products": .., "scratch_bytes": .., ..}}, {"plan": null} where no plan fits or none is better than XLA's
+ * program, or {"error": ".."}. crates/xentile/src/linear_cross_entropy/plan.rs documents every key.
+ *
+ * With "call": {"pass": "fused", "plan": ..} in the place of "limits" the answer is what the call takes whose
+ * target ends with the name of the pass: {"call": {"attributes": [["chunk_tokens", 2048], ..],
+ * "scratch_bytes": ..}}. A library plans for every platform, whatever it has handlers for. */
+size_t xentile_plan(const char* request, char* answer, size_t size);
+
 /* The handlers: those whose names end with _host are for CPUs, the others for NVIDIA GPUs, which libraries built
  * with CUDA have. Such a library loads on any machine; where a driver or a GPU is missing, the call says so. Where
  * a target has two handlers for GPUs, _cuda_initialize loads what _cuda launches.

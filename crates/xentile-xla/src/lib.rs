@@ -138,6 +138,30 @@ pub unsafe extern "C" fn xentile_prefers_xla(
     i32::from(tuned_implementation(backend, operation, variant) == Implementation::Xla)
 }
 
+/// Writes the plan that `request` asks for, as JSON that ends with a null, to the `size` bytes at
+/// `answer` if it fits, and returns its length without the null. `include/xentile_xla.h` documents the
+/// keys of both.
+///
+/// # Safety
+/// `request` is a text that ends with a null; `size` bytes at `answer` are valid for writes, or `size`
+/// is 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xentile_plan(
+    request: *const c_char,
+    answer: *mut c_char,
+    size: usize,
+) -> usize {
+    // SAFETY: passed on from this function's contract.
+    let request = unsafe { CStr::from_ptr(request) }.to_str().unwrap_or_default();
+    let text = CString::new(linear_cross_entropy::plan::answer(request)).unwrap_or_default();
+    let bytes = text.as_bytes_with_nul();
+    if bytes.len() <= size {
+        // SAFETY: passed on from this function's contract; the text is new memory.
+        unsafe { answer.copy_from_nonoverlapping(bytes.as_ptr().cast(), bytes.len()) };
+    }
+    bytes.len() - 1
+}
+
 /// # Safety
 /// `to` is null or valid for a write.
 unsafe fn write<T>(to: *mut T, value: T) {

@@ -3,6 +3,7 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+pub(crate) mod plan;
 
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
 use xla_ffi::{Decoder, Error, Result};

@@ -19,6 +19,7 @@
 mod draw;
 #[cfg(feature = "operation")]
 pub mod operation;
+pub mod plan;
 pub mod reference;
 
 use crate::cross_entropy::CrossEntropy;

@@ -1,6 +1,8 @@
 //! How a problem is cut, and where the parts of the scratch lie.
 
 use xentile::DType;
+pub(super) use xentile::linear_cross_entropy::plan::cuda::own_rows;
+use xentile::linear_cross_entropy::plan::cuda::{row_stride, slot_offset};
 
 use super::Linear;
 use crate::cross_entropy::Pass;
@@ -8,14 +10,10 @@ use crate::fused_product::{FusedProduct, lifts_bytes};
 
 /// Where parts of the scratch begin: lines of memory, and what products like best.
 pub(super) const ALIGNMENT: usize = 256;
-/// Bytes that rows of logits are a multiple of.
-const LINE_BYTES: usize = 128;
 /// Bytes of a row's sums between chunks.
 pub(super) const CARRIED_BYTES: usize = 16;
 /// Columns that even chunks are a multiple of.
 const STEP: usize = 128;
-/// Rows that those in a gradient's own memory are a multiple of.
-const OWN_STEP: usize = 64;
 
 /// Tokens and columns of a chunk of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,12 +111,6 @@ pub(super) struct Columns {
     pub(super) again: Chunk,
 }
 
-/// How many of `rows` of sums in f32 there are in the memory of the gradient in 16 bits that they
-/// are for: half.
-pub(super) fn own_rows(rows: usize) -> usize {
-    rows / (2 * OWN_STEP) * OWN_STEP
-}
-
 impl Linear {
     /// The scratch that `pass` needs, in bytes.
     #[must_use]
@@ -183,7 +175,8 @@ impl Linear {
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
         let wide = take(only(self.wide, wide));
-        let scaled = take(only(sweep.once || (pass == Pass::Fused && self.keeps_scaled()), scaled));
+        let has_scaled = pass == Pass::Fused && self.keeps_scaled() && !self.wide;
+        let scaled = take(only(sweep.once || has_scaled, scaled));
         let lifts = take(only(pass == Pass::Fused && !self.wide, self.lifts_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
         Layout {
@@ -227,7 +220,7 @@ impl Linear {
 
     /// Elements from one row to the next of logits of so many columns.
     pub(super) fn stride(&self, columns: usize) -> usize {
-        columns.next_multiple_of(LINE_BYTES / self.dtype.size_bytes())
+        row_stride(columns, self.dtype.size_bytes())
     }
 
     /// Rows of the hidden states' sums that are in the scratch, and elements of each.
@@ -289,14 +282,8 @@ impl Linear {
 
     /// The element of the weight's gradient, `[V, D]`, where logits of the columns from `first` on are
     /// kept in slots of so many.
-    ///
-    /// From slot to slot it is as far as their logits or their rows of the gradient take, whichever
-    /// is more, and a slot's rows from the first one: when a slot's rows are written, they lie over
-    /// nothing but slots that were read before.
     pub(super) fn kept_at(&self, first: usize, slot: usize) -> usize {
-        let rows = (slot * self.width).next_multiple_of(ALIGNMENT);
-        let step = rows.max(self.tokens * self.stride(slot)).next_multiple_of(ALIGNMENT);
-        rows + first / slot * step
+        slot_offset([self.tokens, self.width], first, slot, self.stride(slot))
     }
 
     /// Whether the weight's gradient has room for what is to be kept in it.
@@ -315,6 +302,8 @@ impl Linear {
 
 #[cfg(test)]
 mod tests {
+    use xentile::linear_cross_entropy::plan::{Problem, cuda as plan};
+
     use super::*;
 
     const WORKSPACE_BYTES: usize = 4 << 20;
@@ -463,5 +452,69 @@ mod tests {
         assert!(!Linear { tokens: 64, ..cut(32, 128) }.has_room(kept));
         assert!(!cut(1000, 4900).has_room(kept));
         assert!(!cut(1000, 128).has_room(Kept { columns: 256, slot: 0 }));
+    }
+
+    #[test]
+    fn scratch_of_a_plan_is_enough_for_every_pass() {
+        let extents = |[tokens, columns]: [usize; 2]| Extents { tokens, columns };
+        let mut plans = 0;
+        for (tokens, hidden, vocab) in [
+            (8192, 2048, 128_256),
+            (1, 8, 33),
+            (600, 200, 5003),
+            (32768, 1024, 151_936),
+            (4096, 64, 2),
+        ] {
+            for (hidden_bytes, weight_bytes) in [(2, 2), (4, 4), (2, 4), (4, 2)] {
+                for flags in 0..8 {
+                    let [reduced, vocab_is_last, bias] = [1, 2, 4].map(|flag| flags & flag != 0);
+                    let problem = Problem {
+                        tokens,
+                        hidden,
+                        vocab,
+                        hidden_bytes,
+                        weight_bytes,
+                        bias,
+                        reduced,
+                        vocab_is_last,
+                        running: false,
+                    };
+                    for mib in [1, 32, 256, 4096] {
+                        let limits = plan::Limits { scratch_bytes: mib << 20, tiling: None };
+                        let Some(found) = plan::plan(&problem, &limits) else { continue };
+                        let call = plan::plan_call(&problem, &found, "fused");
+                        let dtype = |bytes| if bytes == 2 { DType::Bf16 } else { DType::F32 };
+                        let linear = Linear {
+                            tokens,
+                            width: hidden,
+                            vocab,
+                            vocab_is_last,
+                            dtype: dtype(problem.operand_bytes()),
+                            hidden_gradient: dtype(hidden_bytes),
+                            weight_gradient: dtype(weight_bytes),
+                            chunk: extents([found.tokens, found.columns]),
+                            apart: found.apart.map(extents),
+                            kept: found.kept.map(|[columns, slot]| Kept { columns, slot }),
+                            once: found.once.map(extents),
+                            wide: found.wide,
+                            workspace_bytes: call.attributes[3].1,
+                            ..LINEAR
+                        };
+                        let passes = match found.products < 4.0 {
+                            true => &[Pass::Fused][..],
+                            false => &[Pass::Forward, Pass::Backward],
+                        };
+                        for &pass in passes {
+                            let needed = linear.scratch_bytes(pass);
+                            let held = call.scratch_bytes;
+                            assert!(needed <= held, "{problem:?}, {found:?}: {needed} of {held}");
+                        }
+                        assert!(linear.kept.is_none_or(|kept| linear.has_room(kept)), "{found:?}");
+                        plans += 1;
+                    }
+                }
+            }
+        }
+        assert!(plans > 200, "{plans}");
     }
 }

@@ -4,13 +4,14 @@ The library is plain C (crates/xentile-xla/include/xentile_xla.h), so that ctype
 """
 
 import ctypes
+import json
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -175,6 +176,7 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
         table_version, version = handle.xentile_table_version, handle.xentile_version
         ffi_version, cpu_isa = handle.xentile_ffi_version, handle.xentile_cpu_isa
         table, prefers_xla = handle.xentile_targets, handle.xentile_prefers_xla
+        ask_for_plan = handle.xentile_plan
     except AttributeError as error:
         raise LibraryError(f"{path} is not a libxentile_xla ({error})") from error
     table_version.restype = ctypes.c_uint32
@@ -183,6 +185,8 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
     ffi_version.restype = None
     prefers_xla.argtypes = [ctypes.c_char_p] * 3
     prefers_xla.restype = ctypes.c_int32
+    ask_for_plan.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+    ask_for_plan.restype = ctypes.c_size_t
     table.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     table.restype = ctypes.POINTER(_Target)
 
@@ -269,6 +273,32 @@ def prefers_xla(platform: str, operation: str, variant: str) -> bool:
         return False
     ask = outcome[0].xentile_prefers_xla
     return bool(ask(platform.encode(), operation.encode(), variant.encode()))
+
+
+def plan(request: Mapping[str, Any]) -> Any:
+    """Returns the library's answer to a request for a plan; None where the library cannot be used.
+
+    `xentile_plan` in xentile_xla.h documents both.
+
+    Raises:
+        ValueError: a request that the library refuses.
+    """
+    return _plan(json.dumps(request))
+
+
+@lru_cache(maxsize=4096)
+def _plan(request: str) -> Any:
+    outcome = attempt()
+    if isinstance(outcome, LibraryError):
+        return None
+    answer = ctypes.create_string_buffer(4096)
+    if outcome[0].xentile_plan(request.encode(), answer, len(answer)) >= len(answer):
+        raise ValueError("the library's plan is longer than any plan can be")
+    found = json.loads(answer.value)
+    if "error" in found:
+        raise ValueError(found["error"])
+    (only,) = found.values()
+    return only
 
 
 @cache

@@ -1,7 +1,7 @@
 """Plans chunks: how many tokens and columns of the logits are computed at a time.
 
-`plan_chunks` decides it for programs of XLA's, by the budget `max_scratch_bytes`; `on_cpu` and
-`on_cuda` for the library's calls.
+`plan_chunks` decides it for programs of XLA's, by the budget `max_scratch_bytes`; the library for
+its own calls (`library_plan`).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What runs each pass of a loss, on each platform.
 
 A `Planner` plans for arrays, and a `Schedule` runs what was planned: chunks of XLA's (`chunks`),
-one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`on_cpu`, `on_cuda`), or kernels
+one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`library_plan`), or kernels
 in Pallas on TPUs (`pallas_tpu`). For which platform and how many devices a program is gets known
 as it is lowered. What is traced is everything, under a condition over the platform, with primitives
 whose lowering chooses: calls and kernels take no array that XLA would have to shard, and there the
@@ -32,7 +32,7 @@ from ..losses.options import Options, Tile
 from ..meshes import cuts, entry, on_devices
 from ..pallas import Target
 from ..partitioning import is_whole
-from . import on_cpu, on_cuda
+from . import library_plan
 from . import plan as plans
 from .chunks import (
     ColumnChunks,
@@ -189,7 +189,7 @@ class Schedule:
 def _forward_saving_nothing(schedule: Schedule, plan: Plan, operands: Operands) -> tuple[Any, ...]:
     """Returns what `forward_saving_logits` does in programs that save none."""
     weight = operands.weight
-    _, scratch = on_cpu.plan_call("keep", schedule.gemms.vocab_axis, plan, operands)
+    _, scratch = library_plan.plan_call("cpu", "keep", schedule.gemms.vocab_axis, plan, operands)
     logits = zeros(weight, dtype=weight.dtype), zeros(weight, (scratch,), jnp.uint8)
     return *schedule.forward(operands), logits
 
@@ -268,12 +268,12 @@ class Planner:
         # There the usual budget is no larger with a bias.
         if limit is None:
             limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
-        cuda = on_cuda.choose(problem, limit)
+        cuda = library_plan.plan_cuda(problem, limit)
         # Saved logits take memory on every platform, unless one program has both passes.
         saves = jax.default_backend() == "cpu"
         cpu = None
         if hidden.dtype == taken.dtype:
-            cpu = on_cpu.choose(problem, plan, tile, hidden.dtype, hands_over=saves)
+            cpu = library_plan.plan_cpu(problem, plan, tile, hidden.dtype, hands_over=saves)
         return plan, cuda, cpu
 
     def fused_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int | None:
@@ -313,7 +313,7 @@ def has_cuda_call(name: str = "fused") -> bool:
 
 def call_cpu(name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any) -> Any:
     """Returns what the library's call `name` for CPUs gives."""
-    call = on_cpu.plan_call(name, vocab_axis, plan, arrays[0])
+    call = library_plan.plan_call("cpu", name, vocab_axis, plan, arrays[0])
     return call_library(name, options, *call, *arrays)
 
 
@@ -325,7 +325,7 @@ def call_cuda(
         forward = partial(call_cuda, "forward", options, vocab_axis, plan)
         backward = partial(call_cuda, "backward", options, vocab_axis, plan)
         return run_two_passes(forward, backward, *arrays)
-    tiling, scratch = on_cuda.plan_call(name, vocab_axis, plan, arrays[0])
+    tiling, scratch = library_plan.plan_call("cuda", name, vocab_axis, plan, arrays[0])
     return call_library(name, options, {**tiling, **more}, scratch, *arrays)
 
 

@@ -1,0 +1,77 @@
+"""Asks the library for the plans of its calls, which make a pass of all chunks.
+
+crates/xentile-cpu/src/linear_cross_entropy/plan.rs plans calls on CPUs, and
+crates/xentile/src/linear_cross_entropy/plan/cuda.rs calls on NVIDIA GPUs. A library answers for
+both, whatever it has handlers for; where it cannot be used there are no plans.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .. import library
+from ..losses.options import Tile
+from .plan import Plan, Problem, token_chunk_scratch
+
+# So few logits are left to XLA's programs for GPUs, where they fit: they are launched as one, and
+# their GEMMs split long sums of few tiles. 1024 x 1024 x 4096 takes 0.082 ms there and 0.096 in the
+# library, 2048 x 1024 x 8192 0.248 and 0.203 (NVIDIA H200, 2026-11-24).
+FEW_LOGITS = 1 << 22
+# What of a plan the library answers, and reads in a request for a call.
+ANSWERED = {
+    *("tokens", "columns", "products", "scratch_bytes"),
+    *("apart", "kept", "once", "wide", "hands_over"),
+}
+# The library's integers have 64 bits.
+MOST_BYTES = 1 << 62
+
+
+def plan_cpu(
+    problem: Problem, usual: Plan, tile: Tile, dtype: Any, *, hands_over: bool
+) -> Plan | None:
+    """Returns the plan that may be fastest of those that fit; None where XLA runs `usual`.
+
+    A `tile` that is named is taken if blocks fit that are no wider. `hands_over` is whether a
+    forward pass may leave logits to the backward pass.
+    """
+    limit = usual.max_scratch_bytes
+    more = {"tile": tile, "xla_products": usual.products, "hands_over": hands_over}
+    return _plan("cpu", problem, limit, more, dtype=library.DTYPES[str(dtype)])
+
+
+def plan_cuda(problem: Problem, limit: int, tiling: Mapping[str, Any] | None = None) -> Plan | None:
+    """Returns the plan that may be fastest of those that fit; None where the library has none.
+
+    `tiling` is one to take instead, with the keys of `Tiling` in plan/cuda.rs.
+    """
+    is_few = problem.tokens * problem.vocab <= FEW_LOGITS and not problem.running
+    if is_few and token_chunk_scratch(problem, problem.tokens) <= limit:
+        return None
+    return _plan("cuda", problem, limit, {"tiling": tiling})
+
+
+def _plan(
+    platform: str, problem: Problem, limit: int, more: Mapping[str, Any], **dtype: str
+) -> Plan | None:
+    limits = {"scratch_bytes": min(limit, MOST_BYTES), **more}
+    found = _ask(platform, problem, limits=limits, **dtype)
+    if found is None:
+        return None
+    pairs = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+    return Plan("library", **{**found, **pairs}, max_scratch_bytes=limit)
+
+
+def plan_call(
+    platform: str, name: str, vocab_axis: int, plan: Plan, operands: Any
+) -> tuple[dict[str, int], int]:
+    """Returns the attributes and the bytes of scratch of the library's call `name`."""
+    problem = Problem.of(operands, vocab_axis, reduced=False, running=name == "add")
+    fields = {key: value for key, value in vars(plan).items() if key in ANSWERED}
+    call = {"pass": name, "plan": fields}
+    dtype = {"dtype": library.DTYPES[str(operands[0].dtype)]} if platform == "cpu" else {}
+    found = _ask(platform, problem, call=call, **dtype)
+    return dict(found["attributes"]), found["scratch_bytes"]
+
+
+def _ask(platform: str, problem: Problem, **more: Any) -> Any:
+    return library.plan({"platform": platform, "problem": dataclasses.asdict(problem), **more})
