@@ -1,9 +1,7 @@
 """Activations against their formulas in float64, under everything that JAX does to functions."""
 
-import json
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,11 +13,9 @@ from jax.test_util import check_grads
 from oracle import Floats, ulp
 
 import pallas_bridge
-from pallas_bridge import export, geglu, gelu, reglu, squared_relu, swiglu
+from pallas_bridge import geglu, gelu, reglu, squared_relu, swiglu
 
 DTYPES = ("float32", "bfloat16", "float16")
-TARGETS = [f"xentile_activation_{name}" for name in ("forward", "backward")]
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 # What is below the normal range of f32 may be lost, with what multiplies it.
 LOST = 1e-33
 GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -349,17 +345,3 @@ def test_wider_dtypes_are_the_references(rng: np.random.Generator) -> None:
         wanted = at("gelu_erf", exact(x))[0]
         found = gelu(x, approximate=False, implementation="reference")
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("layout", ["single", "halves", "interleaved"])
-def test_programs_for_tools(tmp_path: Path, layout: str, platform: str) -> None:
-    config: dict[str, Any] = {"op": "activation", "backend": f"xla:{platform}", "dtype": "bf16"}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "time": 8, "mlp": 24, "layout": layout}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    x = {"dtype": "bf16", "shape": [8, 24 if layout == "single" else 48]}
-    y = {"dtype": "bf16", "shape": [8, 24]}
-    assert manifest["arguments"] == [x, y] and manifest["results"] == [y, x]
-    assert manifest["settings"] == {"mlp": 24, "layout": layout}

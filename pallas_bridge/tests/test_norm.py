@@ -1,9 +1,7 @@
 """RMSNorm and LayerNorm against their formulas in float64, under JAX's transformations."""
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,26 +11,13 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from oracle import Floats, ulp
-from pallas_bridge._src import library
 
-from pallas_bridge import export, layer_norm, rms_norm
+from pallas_bridge import layer_norm, rms_norm
 
 KINDS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16", "float16")
 EPS = {"rms": 1e-6, "layer": 1e-5}
-PASSES = {
-    "rms": ("forward", "add_forward", "backward", "add_backward"),
-    "layer": ("forward", "backward"),
-}
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def checks(kind: str) -> list[jax.export.DisabledSafetyCheck]:
-    """What allows the targets of a kind in exported programs."""
-    return [
-        jax.export.DisabledSafetyCheck.custom_call(f"xentile_{kind}_norm_{name}")
-        for name in PASSES[kind]
-    ]
 
 
 def norm(kind: str, x: Any, weight: Any, extra: Any = None, **options: Any) -> Any:
@@ -464,60 +449,6 @@ def test_residuals_of_the_backward_pass(rng: np.random.Generator, kind: str) -> 
     shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
     statistics = [(64,)] * (1 if kind == "rms" else 2)
     assert shapes == [*statistics, (64, 128), (128,)], shapes
-
-
-def platforms_with_kernels(kind: str) -> frozenset[str]:
-    return library.require().platforms_of(f"xentile_{kind}_norm_forward")
-
-
-@each_kind
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("has_extra", [False, True])
-def test_programs_for_tools(tmp_path: Path, has_extra: bool, platform: str, kind: str) -> None:
-    key, options = (
-        ("residual", {"zero_centred": True}) if kind == "rms" else ("bias", {"eps": 1e-6})
-    )
-    config: dict[str, Any] = {"op": f"{kind}_norm", "backend": f"xla:{platform}", "dtype": "bf16"}
-    config |= {"time": 32, "hidden": 24, key: has_extra, "options": options}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "weight_dtype": "f32"}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    rows, columns = {"dtype": "bf16", "shape": [32, 24]}, {"dtype": "f32", "shape": [24]}
-    statistic = {"dtype": "f32", "shape": [32]}
-    if kind == "rms":
-        more = [rows] * has_extra
-        assert manifest["arguments"] == [rows, columns, *more, rows, *more]
-        assert manifest["results"] == [rows, *more, statistic, rows, columns]
-    else:
-        more = [columns] * has_extra
-        assert manifest["arguments"] == [rows, columns, *more, rows]
-        assert manifest["results"] == [rows, statistic, statistic, rows, columns, *more]
-    assert manifest["settings"] == {"hidden": 24, key: has_extra, "weight_dtype": "f32"}
-    calls = f"xentile_{kind}_norm".encode() in (tmp_path / manifest["file"]).read_bytes()
-    assert calls == (platform in platforms_with_kernels(kind))
-
-
-@each_kind
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": None}, "hidden is None; it must be an integer of at least 1"),
-        ({"weight_dtype": "f64"}, "weight_dtype is 'f64'; it must be one of f32, bf16, f16"),
-        ({"options": {"epsilon": 1}}, "unknown key options.epsilon; the options are eps"),
-        ({"options": {"eps": -1}}, "eps is -1.0; it must be finite and at least 0"),
-    ],
-    ids=str,
-)
-def test_configs_that_are_no_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str, kind: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"op": f"{kind}_norm", "time": 8, "hidden": 4, **change}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error, error
-    assert ("eps, zero_c" in error) == (kind == "rms" and "epsilon" in error)
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

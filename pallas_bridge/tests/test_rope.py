@@ -1,10 +1,8 @@
 """Rotary position embedding against formulas in float64, under all that JAX does to functions."""
 
-import json
 import math
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from oracle import Floats, ulp
-from pallas_bridge._src import library
 from pallas_bridge._src.rope.scaling import frequencies
 from pallas_bridge._src.rope.tables import tables as make_tables
 
@@ -23,12 +20,10 @@ from pallas_bridge import (
     Llama3Scaling,
     NtkScaling,
     YarnScaling,
-    export,
     rope,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call("xentile_rope")]
 U = 2.0**-24
 
 
@@ -295,45 +290,6 @@ def test_two_maps_and_a_scan(rng: np.random.Generator) -> None:
     _, scanned = jax.lax.scan(step, jnp.int32(3), q[0])
     for index in range(3):
         np.testing.assert_array_equal(scanned[index], rope(q[0, index], offset=3 + index))
-
-
-def platforms_with_kernels() -> frozenset[str]:
-    return library.require().platforms_of("xentile_rope")
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
-    config: dict[str, Any] = {"op": "rope", "backend": f"xla:{platform}", "dtype": "bf16"}
-    config |= {"time": 32, "heads": 3, "head_dim": 24, "options": {"rotary_dim": 8}}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    rows, positions = {"dtype": "bf16", "shape": [32, 3, 24]}, {"dtype": "i32", "shape": [32]}
-    assert manifest["arguments"] == [rows, positions, rows]
-    assert manifest["results"] == [rows, rows]
-    assert manifest["settings"] == {"heads": 3, "head_dim": 24}
-    calls = b"xentile_rope" in (tmp_path / manifest["file"]).read_bytes()
-    assert calls == (platform == "cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": None}, "heads is None; it must be an integer of at least 1"),
-        ({"options": {"theta": 1}}, "unknown key options.theta; the options are base, inter"),
-        ({"options": {"rotary_dim": 3}}, "rotary_dim is 3; it must be even and at most"),
-    ],
-    ids=str,
-)
-def test_configs_that_are_no_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"op": "rope", "time": 8, "heads": 2, "head_dim": 4, **change}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error, error
 
 
 def array(dtype: str, *shape: int) -> jax.Array:
