@@ -1,12 +1,7 @@
 """Activations against their formulas in float64, under everything that JAX does to functions."""
 
-import json
 import math
-import subprocess
-import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,14 +11,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from oracle import Floats, ulp
-from placement import PLATFORM
 
 import pallas_bridge
-from pallas_bridge import export, geglu, gelu, reglu, squared_relu, swiglu
+from pallas_bridge import geglu, gelu, reglu, squared_relu, swiglu
 
 DTYPES = ("float32", "bfloat16", "float16")
-TARGETS = [f"xentile_activation_{name}" for name in ("forward", "backward")]
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 # What is below the normal range of f32 may be lost, with what multiplies it.
 LOST = 1e-33
 GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -262,18 +254,6 @@ def test_second_derivatives_are_refused() -> None:
         jax.hessian(lambda x: gelu(x).sum())(jnp.ones(4))
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_vmap(rng: np.random.Generator, axis: int) -> None:
-    x = draw(rng, "float32", 4, 4, 4, 16)
-    f = jax.vmap(jax.value_and_grad(lambda x: jnp.sin(swiglu(x)).sum()), in_axes=axis)
-    values, gradients = jax.jit(f)(x)
-    moved = jnp.moveaxis(x, axis, 0)
-    for index in range(4):
-        wanted = jax.value_and_grad(lambda x: jnp.sin(swiglu(x)).sum())(moved[index])
-        np.testing.assert_allclose(values[index], wanted[0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(gradients[index], wanted[1], rtol=1e-5, atol=1e-5)
-
-
 def test_what_backward_keeps(rng: np.random.Generator) -> None:
     x, up = draw(rng, "bfloat16", 6, 64), draw(rng, "bfloat16", 6, 64)
     for function, arrays in ((gelu, (x,)), (swiglu, (x,)), (swiglu, (x, up))):
@@ -281,61 +261,6 @@ def test_what_backward_keeps(rng: np.random.Generator) -> None:
         kept = [one for one in jax.tree.leaves(pull) if getattr(one, "size", 0) > 1]
         assert sorted(one.shape for one in kept) == [(6, 64)] * len(arrays)
         assert all(one.dtype == jnp.bfloat16 for one in kept)
-
-
-EIGHT = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-import re
-import sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from pallas_bridge import gelu, swiglu
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_use_shardy_partitioner", sys.argv[1] == "shardy")
-rng = np.random.default_rng(int(sys.argv[2]))
-x, up = (jnp.asarray(rng.normal(size=(16, 24, 32)), jnp.float32) for _ in range(2))
-mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-for function, arrays in (
-    (gelu, (x,)),
-    (swiglu, (x,)),
-    (lambda x: swiglu(x, interleaved=True), (x,)),
-    (swiglu, (x, up)),
-):
-    f = jax.jit(jax.grad(lambda *arrays: jnp.sin(function(*arrays)).sum()))
-    expected = f(*arrays)
-    for spec in (("a",), ("a", "b"), (None, "b"), (("a", "b"),), (None, None, "a")):
-        cut = [jax.device_put(one, NamedSharding(mesh, P(*spec))) for one in arrays]
-        program = f.lower(*cut).compile().as_text()
-        if len(spec) < 3 or len(arrays) == 2:
-            assert not re.findall(r"all-gather|all-to-all|collective-permute", program), spec
-        found = f(*cut)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        if len(spec) < 3:
-            assert found.sharding.is_equivalent_to(cut[0].sharding, 3)
-"""
-
-
-@pytest.mark.only("cpu", "it makes eight devices of the CPU")
-@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
-def test_a_mesh_of_eight_cuts_tokens_and_gathers_none(
-    rng: np.random.Generator, tmp_path: Path, partitioner: str
-) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(EIGHT), partitioner, str(rng.integers(2**31))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_export_for_every_platform(rng: np.random.Generator) -> None:
-    x = draw(rng, "bfloat16", 6, 64)
-    f = jax.jit(jax.grad(lambda x: swiglu(x, **GPT_OSS).astype(jnp.float32).sum()))
-    for platforms in ((PLATFORM,), ("cpu", "cuda", "tpu")):
-        exported = jax.export.export(f, platforms=platforms, disabled_checks=CHECKS)(x)
-        restored = jax.export.deserialize(exported.serialize())
-        np.testing.assert_array_equal(jax.jit(restored.call)(x), f(x))
 
 
 def test_info_says_what_runs_where() -> None:
@@ -420,17 +345,3 @@ def test_wider_dtypes_are_the_references(rng: np.random.Generator) -> None:
         wanted = at("gelu_erf", exact(x))[0]
         found = gelu(x, approximate=False, implementation="reference")
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("layout", ["single", "halves", "interleaved"])
-def test_programs_for_tools(tmp_path: Path, layout: str, platform: str) -> None:
-    config: dict[str, Any] = {"op": "activation", "backend": f"xla:{platform}", "dtype": "bf16"}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "time": 8, "mlp": 24, "layout": layout}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    x = {"dtype": "bf16", "shape": [8, 24 if layout == "single" else 48]}
-    y = {"dtype": "bf16", "shape": [8, 24]}
-    assert manifest["arguments"] == [x, y] and manifest["results"] == [y, x]
-    assert manifest["settings"] == {"mlp": 24, "layout": layout}

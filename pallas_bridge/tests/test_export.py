@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from pallas_bridge._src import library
 
 from pallas_bridge import export
 
@@ -156,9 +157,115 @@ def test_the_dense_program_of_hidden_states(tmp_path: Path) -> None:
     assert CALL not in program and LINEAR_CALL not in program
 
 
+Types = list[dict[str, Any]]
+
+
+def types(text: str) -> Types:
+    """Returns dtypes and shapes of a text such as "bf16 8 24, f32"."""
+    each = [one.split() for one in text.split(", ")]
+    return [{"dtype": dtype, "shape": [*map(int, shape)]} for dtype, *shape in each]
+
+
+ROWS, HEADS = "bf16 8 24", "bf16 8 3 24"
+NORMS = {"hidden": 24, "weight_dtype": "f32"}
+# Keys, arguments and results of operations; their own keys are settings of the manifest.
+PROGRAMS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        "rms_norm",
+        {"zero_centred": True},
+        NORMS | {"residual": False},
+        f"{ROWS}, f32 24, {ROWS}",
+        f"{ROWS}, f32 8, {ROWS}, f32 24",
+    ),
+    (
+        "rms_norm",
+        {},
+        NORMS | {"residual": True},
+        f"{ROWS}, f32 24, {ROWS}, {ROWS}, {ROWS}",
+        f"{ROWS}, {ROWS}, f32 8, {ROWS}, f32 24",
+    ),
+    (
+        "layer_norm",
+        {"eps": 1e-6},
+        NORMS | {"bias": False},
+        f"{ROWS}, f32 24, {ROWS}",
+        f"{ROWS}, f32 8, f32 8, {ROWS}, f32 24",
+    ),
+    (
+        "layer_norm",
+        {},
+        NORMS | {"bias": True},
+        f"{ROWS}, f32 24, f32 24, {ROWS}",
+        f"{ROWS}, f32 8, f32 8, {ROWS}, f32 24, f32 24",
+    ),
+    (
+        "rope",
+        {"rotary_dim": 8},
+        {"heads": 3, "head_dim": 24},
+        f"{HEADS}, i32 8, {HEADS}",
+        f"{HEADS}, {HEADS}",
+    ),
+    ("activation", {}, {"mlp": 24, "layout": "single"}, f"{ROWS}, {ROWS}", f"{ROWS}, {ROWS}"),
+    ("activation", {}, {"mlp": 12, "layout": "halves"}, f"{ROWS}, bf16 8 12", f"bf16 8 12, {ROWS}"),
+    (
+        "activation",
+        {},
+        {"mlp": 12, "layout": "interleaved"},
+        f"{ROWS}, bf16 8 12",
+        f"bf16 8 12, {ROWS}",
+    ),
+]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize(("op", "options", "settings", "arguments", "results"), PROGRAMS, ids=str)
+def test_arguments_and_results(
+    tmp_path: Path,
+    op: str,
+    options: Any,
+    settings: Any,
+    arguments: str,
+    results: str,
+    platform: str,
+) -> None:
+    config = {"op": op, "backend": f"xla:{platform}", "dtype": "bf16", "time": 8}
+    assert run(tmp_path, {**config, **settings, "options": options}) == 0
+    manifest = json.loads((tmp_path / "out" / f"{platform}_default_default.json").read_text())
+    assert manifest["arguments"] == types(arguments) and manifest["results"] == types(results)
+    assert manifest["settings"] == settings
+    calls = f"xentile_{op}".encode() in (tmp_path / "out" / manifest["file"]).read_bytes()
+    # Activations and rotations on GPUs are what was measured to be faster.
+    target = f"xentile_{op}" if op == "rope" else f"xentile_{op}_forward"
+    if platform != "cuda" or "norm" in op:
+        assert calls == (platform in library.require().platforms_of(target))
+
+
+NORM, ROPE = {"hidden": 4, "time": 8}, {"op": "rope", "time": 8, "heads": 2, "head_dim": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        *(
+            ({**NORM, "op": op, "backend": "xla:cpu", "topology": None, **change}, message)
+            for op in ("rms_norm", "layer_norm")
+            for change, message in (
+                ({"hidden": None}, "hidden is None; it must be an integer of at least 1"),
+                ({"weight_dtype": "f64"}, "weight_dtype is 'f64'; it must be one of f32, bf16, f1"),
+                (
+                    {"options": {"epsilon": 1}},
+                    "unknown key options.epsilon; the options are eps"
+                    + ", zero_c" * (op == "rms_norm"),
+                ),
+                ({"options": {"eps": -1}}, "eps is -1.0; it must be finite and at least 0"),
+            )
+        ),
+        ({**ROPE, "heads": None}, "heads is None; it must be an integer of at least 1"),
+        (
+            {**ROPE, "options": {"theta": 1}},
+            "unknown key options.theta; the options are base, inter",
+        ),
+        ({**ROPE, "options": {"rotary_dim": 3}}, "rotary_dim is 3; it must be even and at most"),
         (
             {"topology": "v99:2x2"},
             "topology is v99:2x2; there are kernels for v5e, v5p, v6e, tpu7x",

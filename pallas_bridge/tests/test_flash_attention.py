@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from oracle import Floats
 from pallas_bridge._src import library, pallas
-from pallas_bridge._src.flash_attention import exported, on_cuda, on_tpu, reference
+from pallas_bridge._src.exported import EXPORTS
+from pallas_bridge._src.flash_attention import on_cuda, on_tpu, reference
 from pallas_bridge._src.flash_attention.options import Options, ranges
 from placement import PLATFORM
 
@@ -467,7 +468,7 @@ def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             for cell in export.cells({**config, **change}, tmp_path):
-                exported.program(cell)
+                EXPORTS["flash_attention"].program(cell)
 
 
 @pytest.mark.parametrize("lengths", [(30, None), (7, 30), (30, 11)])
@@ -483,7 +484,9 @@ def test_the_program_for_tools_computes_attention(
     (cell,) = export.cells(config, Path())
     given = (jnp.moveaxis(x[0], 1, 0) for x in (q, k, v))
     of_rows = (jnp.moveaxis(x[0], 1, 0) for x in (do, dlse))
-    o, lse, *gradients, dsinks = exported.program(cell).function(*given, sinks, *of_rows)
+    o, lse, *gradients, dsinks = (
+        EXPORTS["flash_attention"].program(cell).function(*given, sinks, *of_rows)
+    )
     names = ("o", "lse", "dq", "dk", "dv")
     found = dict(zip(names, (o, lse, *gradients), strict=True))
     found = {name: jnp.moveaxis(x, 0, 1)[None] for name, x in found.items()}
@@ -502,7 +505,7 @@ def test_the_program_for_tools_of_packed_texts(rng: np.random.Generator) -> None
     config = {"op": "flash_attention", "dtype": "f32", "time": 13, "keys": 19, "segments": 3}
     config |= {"heads": 4, "kv_heads": 2, "head_dim": 16}
     (cell,) = export.cells(config, Path())
-    program = exported.program(cell)
+    program = EXPORTS["flash_attention"].program(cell)
     assert [of.shape for of in program.arguments[3:5]] == [(13,), (13,)]
     given = (jnp.moveaxis(x[0], 1, 0) for x in (q, k, v))
     of_rows = (jnp.moveaxis(x[0], 1, 0) for x in (do, dlse))

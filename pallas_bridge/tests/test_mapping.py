@@ -154,3 +154,25 @@ def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> 
     moving = case.differentiable
     found = jax.jit(jax.grad(mapped, moving))(*arrays)
     assert_same(found, jax.jit(jax.grad(by_loop, moving))(*arrays))
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE)
+def test_scan_adds_gradients_up(rng: np.random.Generator, case: Case) -> None:
+    """Gradients of what every step shares are sums over the steps."""
+    first, *shared = case.arrays(rng)
+    steps = jnp.stack([first, case.arrays(rng)[0], -first])
+
+    def scanned(steps: jax.Array, *shared: jax.Array) -> jax.Array:
+        def body(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return total + case.value(x, *shared), None
+
+        return jax.lax.scan(body, jnp.float32(0), steps)[0]
+
+    def apart(steps: jax.Array, *shared: jax.Array) -> jax.Array:
+        return sum((case.value(x, *shared) for x in steps), jnp.float32(0))
+
+    moving = case.differentiable
+    found, right = (
+        jax.jit(jax.value_and_grad(one, moving))(steps, *shared) for one in (scanned, apart)
+    )
+    assert_same(found, right)

@@ -1,6 +1,7 @@
 """Meshes of two axes: sharded weights, axes in any order, no tokens, and gradients without jit."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from on_mesh import by_shardy
 from operations import CASES, Case
-from test_sharding import exchanged
+from test_sharding import GATHERED, SMALL, exchanged, is_in
 
 import pallas_bridge
 
@@ -67,6 +69,102 @@ def test_sharded_weights_are_gathered_and_tokens_are_not(
     limit = max(arrays[index].nbytes for index in shared(case))
     gathered = [size for kind, size in exchanged(program.as_text()) if kind == "all-gather"]
     assert gathered and max(gathered) <= limit < arrays[0].nbytes, (gathered, limit)
+
+
+# Mesh axes over which dims are sharded; of heads, those of keys too.
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"B": ("data", "model")},
+    {"B": "data", "S": "model"},
+    {"S": ("data", "model")},
+    {"B": "data", "H": "model", "K": "model"},
+)
+
+
+def layouts() -> Iterator[Any]:
+    """Every case with the layouts that need no gather, and the partitioner."""
+    for case in CASES:
+        dims = {dim for one in case.arguments for dim in one.dims}
+        for layout in LAYOUTS:
+            if not {*layout} <= dims or any(is_in(GATHERED, case, dim) for dim in layout):
+                continue
+            yield pytest.param(case, layout, True, id=f"{case.name}-{layout}-shardy")
+            # GSPMD gathers tokens for the products of a linear loss.
+            if "linear" not in case.name or "S" not in layout:
+                yield pytest.param(case, layout, False, id=f"{case.name}-{layout}-gspmd")
+
+
+@pytest.mark.fixed
+@pytest.mark.parametrize(("case", "layout", "is_shardy"), [*layouts()])
+def test_tokens_and_heads_over_two_axes(
+    rng: np.random.Generator, case: Case, layout: dict[str, Any], is_shardy: bool
+) -> None:
+    """No device gathers tokens or heads, and the gradient is sharded as its array is."""
+    arrays = case.arrays(rng, **EXTENTS)
+    function = case.gradients if case.has_gradient else case.outputs
+    mesh = mesh_of(AxisType.Auto)
+    placed = []
+    for one, array in zip(case.arguments, arrays, strict=True):
+        spec = PartitionSpec(*(layout.get(dim) for dim in one.dims))
+        placed.append(jax.device_put(array, NamedSharding(mesh, spec)))
+    with jax.set_mesh(mesh), by_shardy(is_shardy):
+        program = jax.jit(function).lower(*placed).compile()
+        found = program(*placed)
+    check_close(found, jax.jit(function)(*arrays))
+    moved = sum(size for kind, size in exchanged(program.as_text()) if kind != "all-reduce")
+    # Positions and tables are small beside what they rotate.
+    is_small = any(is_in(SMALL, case, dim) for dim in layout)
+    assert moved <= (arrays[0].nbytes // 8 if is_small else 0)
+    # The gradient of a rotation does not depend on what is rotated.
+    if case.has_gradient and not case.name.startswith("rope"):
+        assert found[0].sharding.is_equivalent_to(placed[0].sharding, arrays[0].ndim)
+
+
+BATCHED = [one for one in CELLS if "B" in one.values[0].arguments[0].dims]
+
+
+@pytest.mark.parametrize("case", [one for one in BATCHED if one.values[0].has_gradient])
+def test_tokens_that_do_not_divide_evenly(rng: np.random.Generator, case: Case) -> None:
+    arrays = case.arrays(rng, **{**EXTENTS, "B": 8})
+    mesh = mesh_of(AxisType.Auto)
+
+    def of_some(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Gradients of five of eight sequences: the padding of a device is not summed."""
+        pairs = zip(case.arguments, arrays, strict=True)
+        return case.gradients(*(x[:5] if one.dims[0] == "B" else x for one, x in pairs))
+
+    with jax.set_mesh(mesh):
+        placed = with_sharded_weights(case, arrays, mesh, None)
+        check_close(jax.jit(of_some)(*placed), jax.jit(of_some)(*arrays))
+
+
+@pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=str)
+@pytest.mark.parametrize("case", [one for one in BATCHED if one.values[0].has_gradient])
+def test_manual_axes_beside_those_of_xla(
+    rng: np.random.Generator, case: Case, manual: set[str]
+) -> None:
+    arrays = case.arrays(rng, **EXTENTS)
+    mesh = mesh_of(AxisType.Auto)
+    specs = tuple(
+        PartitionSpec("data") if one.dims[0] == "B" else PartitionSpec() for one in case.arguments
+    )
+
+    def value(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.psum(case.value(*arrays), "data")
+
+    def by_halves(*arrays: jax.Array) -> jax.Array:
+        halves = [
+            jnp.split(x, 2) if one.dims[0] == "B" else [x, x]
+            for one, x in zip(case.arguments, arrays, strict=True)
+        ]
+        return sum((case.value(*own) for own in zip(*halves, strict=True)), jnp.float32(0))
+
+    mapped = jax.shard_map(
+        value, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names=manual
+    )
+    found, expected = (
+        jax.jit(jax.grad(one, case.differentiable))(*arrays) for one in (mapped, by_halves)
+    )
+    check_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])

@@ -1,13 +1,7 @@
 """RMSNorm and LayerNorm against their formulas in float64, under JAX's transformations."""
 
-import json
-import re
-import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,32 +9,15 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from oracle import Floats, ulp
-from pallas_bridge._src import library
-from placement import PLATFORM
 
-import pallas_bridge
-from pallas_bridge import export, layer_norm, rms_norm
+from pallas_bridge import layer_norm, rms_norm
 
 KINDS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16", "float16")
 EPS = {"rms": 1e-6, "layer": 1e-5}
-PASSES = {
-    "rms": ("forward", "add_forward", "backward", "add_backward"),
-    "layer": ("forward", "backward"),
-}
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def checks(kind: str) -> list[jax.export.DisabledSafetyCheck]:
-    """What allows the targets of a kind in exported programs."""
-    return [
-        jax.export.DisabledSafetyCheck.custom_call(f"xentile_{kind}_norm_{name}")
-        for name in PASSES[kind]
-    ]
 
 
 def norm(kind: str, x: Any, weight: Any, extra: Any = None, **options: Any) -> Any:
@@ -432,58 +409,6 @@ def test_second_derivatives_are_refused(kind: str) -> None:
     assert np.isfinite(hessian(x)).all()
 
 
-# Which axis is mapped of x, of weight, and of LayerNorm's bias.
-MAPPED = [
-    *[("rms", axes) for axes in [(0, None), (1, None), (2, None), (0, 0), (1, 1), (None, 0)]],
-    *[
-        ("layer", axes)
-        for axes in [
-            (0, None, None),
-            (1, None, None),
-            (0, 0, 0),
-            (1, 1, None),
-            (None, 0, 1),
-            (2, None, 0),
-        ]
-    ],
-]
-
-
-@pytest.mark.parametrize(("kind", "axes"), MAPPED)
-def test_vmap(rng: np.random.Generator, kind: str, axes: tuple[int | None, ...]) -> None:
-    of = problem(kind, rng, 3, 5, 8)
-    size, norm_of = 3, partial(norm, kind)
-    columns = [jnp.asarray(rng.normal(size=(size, 8)), jnp.float32) for _ in axes[1:]]
-    every = (of.x, *columns)
-
-    def f(*arrays: Any) -> Any:
-        y, pull = jax.vjp(norm_of, *arrays[:-1])
-        return y, *pull(arrays[-1])
-
-    def many(*arrays: Any) -> jax.Array:
-        return (jax.vmap(norm_of, in_axes=axes)(*arrays) * of.dy).sum()
-
-    arrays = [
-        one[0] if axis is None else jnp.moveaxis(one, 0, axis)
-        for one, axis in zip(every, axes, strict=True)
-    ]
-    found = jax.jit(jax.vmap(f, in_axes=(*axes, 0)))(*arrays, of.dy)
-    each = [
-        f(*(one[0 if axis is None else n] for one, axis in zip(every, axes, strict=True)), of.dy[n])
-        for n in range(size)
-    ]
-    atol = 1e-6 if kind == "rms" else 1e-5
-    for index, one in enumerate(found):
-        wanted = np.stack([row[index] for row in each])
-        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=atol)
-    # With the map inside the gradient, an array that is not mapped gets the sum of all gradients.
-    gradients = jax.jit(jax.grad(many, range(len(axes))))(*arrays)
-    for index, (axis, gradient) in enumerate(zip(axes, gradients, strict=True)):
-        parts = np.stack([row[index + 1] for row in each])
-        wanted = parts.sum(0) if axis is None else np.moveaxis(parts, 0, axis)
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-5)
-
-
 @each_kind
 def test_vmap_keeps_a_weight_that_all_share_as_it_is(rng: np.random.Generator, kind: str) -> None:
     of = problem(kind, rng, 3, 5, 8, dtype="bfloat16", of_weight="bfloat16")
@@ -508,44 +433,6 @@ def test_vmap_keeps_a_weight_that_all_share_as_it_is(rng: np.random.Generator, k
 
 
 @each_kind
-def test_two_maps_in_either_order(rng: np.random.Generator, kind: str) -> None:
-    of = problem(kind, rng, 3, 4, 8)
-    weights = jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
-
-    def f(x: Any, weight: Any) -> Any:
-        return jax.grad(lambda x, w: (norm(kind, x, w) ** 2).sum(), (0, 1))(x, weight)
-
-    expected = [[f(x, weight) for x in of.x] for weight in weights]
-    one = jax.vmap(jax.vmap(f, in_axes=(0, None)), in_axes=(None, 0))(of.x, weights)
-    other = jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, None))(of.x, weights)
-    for index in (0, 1):
-        wanted = np.stack([[pair[index] for pair in row] for row in expected])
-        np.testing.assert_allclose(one[index], wanted, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(other[index], np.swapaxes(wanted, 0, 1), rtol=1e-4, atol=1e-5)
-
-
-@each_kind
-def test_scan_adds_gradients_up(rng: np.random.Generator, kind: str) -> None:
-    of = problem(kind, rng, 4, 5, 8)
-
-    def loss(scanned: bool, x: Any, *shared: Any) -> jax.Array:
-        if not scanned:
-            return total(kind, x, *shared)
-
-        def body(carry: Any, row: Any) -> Any:
-            return carry + total(kind, row, *shared), None
-
-        return jax.lax.scan(body, 0.0, x)[0]
-
-    places = tuple(range(len(of.arrays)))
-    found, expected = (
-        jax.jit(jax.value_and_grad(partial(loss, scanned), places))(*of.arrays)
-        for scanned in (True, False)
-    )
-    same(found, expected, 1e-5, 1e-5)
-
-
-@each_kind
 def test_backward_twice_and_eagerly(rng: np.random.Generator, kind: str) -> None:
     of = problem(kind, rng, 7, 9)
     jitted, eager = of.pulled(), of.pulled(lambda f: f)
@@ -562,253 +449,6 @@ def test_residuals_of_the_backward_pass(rng: np.random.Generator, kind: str) -> 
     shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
     statistics = [(64,)] * (1 if kind == "rms" else 2)
     assert shapes == [*statistics, (64, 128), (128,)], shapes
-
-
-EIGHT = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-import re
-import sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from pallas_bridge import layer_norm, rms_norm
-partitioner, seed, kind = sys.argv[1:]
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_use_shardy_partitioner", partitioner == "shardy")
-rng = np.random.default_rng(int(seed))
-x, residual = (jnp.asarray(rng.normal(size=(16, 24, 32)), jnp.float32) for _ in range(2))
-weight, bias = (jnp.asarray(rng.normal(size=32), jnp.float32) for _ in range(2))
-extra = residual if kind == "rms" else bias
-
-def total(x, weight, extra, **options):
-    if kind == "layer":
-        return jnp.sin(layer_norm(x, weight, extra, **options)).sum()
-    found = rms_norm(x, weight, residual=extra, **options)
-    return sum(jnp.sin(one).sum() for one in found)
-
-def gradients(implementation, first=16):
-    def loss(x, weight, extra):
-        extra = extra[:first] if kind == "rms" else extra
-        return total(x[:first], weight, extra, implementation=implementation)
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-
-def same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # The loss is a sum of 12288 sines, or twice that, in another order on each device.
-        count = 24576 if kind == "rms" else 12288
-        atol = 1e-4 if one.ndim else count * 2e-7
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=atol)
-
-def moved(program):
-    return re.findall(r"all-gather|all-to-all|collective-permute", program)
-
-mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-def put(array, *spec):
-    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
-def arrays(spec, x=x, extra=extra):
-    return put(x, *spec), put(weight), put(extra, *(spec if kind == "rms" else ()))
-
-expected = gradients("reference")(x, weight, extra)
-for spec in (("a",), ("a", "b"), (None, "b"), (("a", "b"),), (None, ("a", "b"))):
-    sharded = arrays(spec)
-    program = gradients(None).lower(*sharded).compile().as_text()
-    assert not moved(program) and "all-reduce" in program, spec
-    target = "xentile_rms_norm_add_" if kind == "rms" else "xentile_layer_norm_"
-    assert program.count(f'custom_call_target="{target}') == 2
-    if kind == "layer":
-        # Devices exchange the sums, 32 values each, and the loss.
-        sums = [line.split(" all-reduce(") for line in program.splitlines()]
-        sums = " ".join(parts[0] for parts in sums if len(parts) > 1)
-        sizes = re.findall(r"f32\\[([0-9,]*)\\]", sums)
-        assert set(sizes) == {"32", ""}, sums
-    found = gradients(None)(*sharded)
-    same(found, expected)
-    assert found[1][0].sharding.is_equivalent_to(sharded[0].sharding, 3)
-# One axis of tokens. Sharded columns exchange a scalar a row, or GSPMD gathers.
-flat_x, flat_extra = x.reshape(-1, 32), extra.reshape(-1, 32) if kind == "rms" else extra
-expected_flat = gradients("reference", 384)(flat_x, weight, flat_extra)
-if kind == "rms":
-    for spec in (("a",), (("a", "b"),), ("a", "b"), (None, "a")):
-        sharded = arrays(spec, flat_x, flat_extra)
-        program = gradients(None, 384).lower(*sharded).compile().as_text()
-        assert bool(moved(program)) == (len(spec) == 2 and partitioner == "gspmd"), spec
-        same(gradients(None, 384)(*sharded), expected_flat)
-# Tokens that do not divide evenly: the padding is not summed.
-wanted = gradients("reference", 10)(flat_x, weight, flat_extra)
-same(gradients(None, 10)(*arrays(("a",), flat_x, flat_extra)), wanted)
-# Mapped weights: XLA's program, which gathers nothing either.
-weights = jnp.asarray(rng.normal(size=(16, 32)), jnp.float32)
-def mapped(implementation):
-    def loss(x, weight):
-        f = lambda x, w: rms_norm(x, w, implementation=implementation)
-        return jnp.sin(jax.vmap(f)(x, weight)).sum()
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))
-if kind == "rms":
-    sharded = put(x, "a", "b"), put(weights, "a")
-    assert not moved(mapped(None).lower(*sharded).compile().as_text())
-    same(mapped(None)(*sharded), mapped("reference")(x, weights))
-# Axes of both kinds within `shard_map`.
-for names in ({"a"}, {"a", "b"}):
-    def local(x, weight, extra):
-        return jax.lax.psum(total(x, weight, extra), "a")
-    specs = P("a"), P(), P("a") if kind == "rms" else P()
-    f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), axis_names=names)
-    same(jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*arrays(("a",))), expected)
-"""
-
-
-@each_kind
-@pytest.mark.only("cpu", "it makes eight devices of the CPU")
-@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
-def test_a_mesh_of_eight_shards_tokens_and_gathers_none(
-    rng: np.random.Generator, tmp_path: Path, partitioner: str, kind: str
-) -> None:
-    arguments = [partitioner, str(rng.integers(2**31)), kind]
-    command = [sys.executable, "-c", textwrap.dedent(EIGHT), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@each_kind
-@pytest.mark.devices(2)
-def test_explicit_axes(rng: np.random.Generator, kind: str) -> None:
-    devices = jax.devices()[:2]
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=devices)
-    of = problem(kind, rng, 4, 6, 8)
-    f = jax.value_and_grad(partial(total, kind), tuple(range(len(of.arrays))))
-    expected = f(*of.arrays)
-    with jax.set_mesh(mesh):
-        shared = [jax.device_put(one, NamedSharding(mesh, P())) for one in of.arrays[1:]]
-        for spec in (P("a"), P(None, "a"), P(None, None, "a")):
-            x = jax.device_put(of.x, NamedSharding(mesh, spec))
-            found = jax.jit(f)(x, *shared)
-            dx, dweight, *_ = found[1]
-            assert "a" in jax.typeof(dx).sharding.spec
-            assert "a" not in jax.typeof(dweight).sharding.spec
-            same(found, expected, 1e-5, 1e-5)
-
-
-@each_kind
-def test_export_for_every_platform(rng: np.random.Generator, kind: str) -> None:
-    of = problem(kind, rng, 6, 16, dtype="bfloat16", of_weight="float32", has_extra=True)
-
-    def f(*arrays: jax.Array) -> Any:
-        def loss(*arrays: Any) -> jax.Array:
-            found = norm(kind, *arrays)
-            if kind == "rms":
-                return (found[0] * found[1]).astype(jnp.float32).sum()
-            return jnp.sin(found.astype(jnp.float32)).sum()
-
-        return jax.value_and_grad(loss, (0, 1, 2))(*arrays)
-
-    expected = jax.jit(f)(*of.arrays)
-    for platforms in ((PLATFORM,), ("cpu", "cuda", "tpu")):
-        exporting = jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=checks(kind))
-        restored = jax.export.deserialize(exporting(*of.arrays).serialize())
-        assert restored.platforms == platforms
-        equal(jax.jit(restored.call)(*of.arrays), expected)
-
-
-@each_kind
-def test_export_with_symbolic_shapes(rng: np.random.Generator, kind: str) -> None:
-    rows, columns = jax.export.symbolic_shape("t, d")
-    of = problem(kind, rng, 1, 1)
-    f = jax.jit(jax.grad(partial(total, kind), tuple(range(len(of.arrays)))))
-    column = jax.ShapeDtypeStruct((columns,), jnp.float32)
-    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks(kind))(
-        jax.ShapeDtypeStruct((rows, columns), jnp.float32), *[column] * (len(of.arrays) - 1)
-    )
-    restored = jax.export.deserialize(exported.serialize())
-    for shape in ((3, 40), (300, 17)):
-        of = problem(kind, rng, *shape)
-        same(restored.call(*of.arrays), f(*of.arrays), 1e-5, 1e-5)
-
-
-def platforms_with_kernels(kind: str) -> frozenset[str]:
-    return library.require().platforms_of(f"xentile_{kind}_norm_forward")
-
-
-@each_kind
-def test_elsewhere_it_is_the_program_of_xla(kind: str) -> None:
-    dtype = jnp.bfloat16 if kind == "rms" else jnp.float32
-    columns = [jax.ShapeDtypeStruct((8,), jnp.float32)] * (1 if kind == "rms" else 2)
-    arrays = [jax.ShapeDtypeStruct((6, 8), dtype), *columns]
-
-    def f(implementation: Any, *arrays: Any) -> Any:
-        return norm(kind, *arrays, implementation=implementation).astype(jnp.float32).sum()
-
-    def lowered(implementation: Any, *platforms: str) -> list[str]:
-        gradient = jax.grad(partial(f, implementation), tuple(range(len(arrays))))
-        text = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=platforms).as_text()
-        return re.findall(r"@(xentile_\w+)", text)
-
-    kernels = platforms_with_kernels(kind)
-    assert "cpu" in kernels
-    for platform in {"cuda", "tpu", "rocm"} - kernels:
-        assert not lowered(None, platform)
-        refused = (NotImplementedError, library.LibraryError)
-        with pytest.raises(refused, match=rf"{kind}_norm: no kernel for platform \w+"):
-            lowered("custom_call", platform)
-    both = [f"xentile_{kind}_norm_forward", f"xentile_{kind}_norm_backward"]
-    for platform in kernels:
-        assert lowered(None, platform) == lowered("custom_call", platform) == both
-    assert lowered(None, "cpu", "tpu") == both
-    for row in pallas_bridge.info().operations[f"{kind}_norm"]:
-        chosen = "custom_call" if row.platform in kernels else "reference"
-        assert row.implementation == chosen, row
-
-
-@each_kind
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("has_extra", [False, True])
-def test_programs_for_tools(tmp_path: Path, has_extra: bool, platform: str, kind: str) -> None:
-    key, options = (
-        ("residual", {"zero_centred": True}) if kind == "rms" else ("bias", {"eps": 1e-6})
-    )
-    config: dict[str, Any] = {"op": f"{kind}_norm", "backend": f"xla:{platform}", "dtype": "bf16"}
-    config |= {"time": 32, "hidden": 24, key: has_extra, "options": options}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "weight_dtype": "f32"}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    rows, columns = {"dtype": "bf16", "shape": [32, 24]}, {"dtype": "f32", "shape": [24]}
-    statistic = {"dtype": "f32", "shape": [32]}
-    if kind == "rms":
-        more = [rows] * has_extra
-        assert manifest["arguments"] == [rows, columns, *more, rows, *more]
-        assert manifest["results"] == [rows, *more, statistic, rows, columns]
-    else:
-        more = [columns] * has_extra
-        assert manifest["arguments"] == [rows, columns, *more, rows]
-        assert manifest["results"] == [rows, statistic, statistic, rows, columns, *more]
-    assert manifest["settings"] == {"hidden": 24, key: has_extra, "weight_dtype": "f32"}
-    calls = f"xentile_{kind}_norm".encode() in (tmp_path / manifest["file"]).read_bytes()
-    assert calls == (platform in platforms_with_kernels(kind))
-
-
-@each_kind
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": None}, "hidden is None; it must be an integer of at least 1"),
-        ({"weight_dtype": "f64"}, "weight_dtype is 'f64'; it must be one of f32, bf16, f16"),
-        ({"options": {"epsilon": 1}}, "unknown key options.epsilon; the options are eps"),
-        ({"options": {"eps": -1}}, "eps is -1.0; it must be finite and at least 0"),
-    ],
-    ids=str,
-)
-def test_configs_that_are_no_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str, kind: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"op": f"{kind}_norm", "time": 8, "hidden": 4, **change}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error, error
-    assert ("eps, zero_c" in error) == (kind == "rms" and "epsilon" in error)
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

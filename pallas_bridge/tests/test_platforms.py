@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from operations import CASES, Case
 from pallas_bridge._src import library
 
 import pallas_bridge
@@ -114,6 +115,36 @@ def test_a_program_for_two_platforms_holds_each_call_once(both: None) -> None:
         (jax.grad(lambda x, y: 2 * cross_entropy(x, y)), ["xentile_cross_entropy_fused"] * 2),
     ):
         assert targets(lowered(f, "cpu", "cuda")) == expected
+
+
+# Of losses, the reference runs there by name alone.
+FALL_BACK = [one for one in CASES if "cross_entropy" not in one.name and one.name != "optax"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, id=one.name) for one in FALL_BACK])
+def test_a_platform_without_kernels_has_the_reference(case: Case) -> None:
+    arrays = case.arrays(np.random.default_rng(0))
+    function = case.gradients if case.has_gradient else case.outputs
+
+    def lowered(**options: Any) -> str:
+        traced = jax.jit(partial(function, **options)).trace(*arrays)
+        text: str = traced.lower(lowering_platforms=("rocm",)).as_text()
+        return text
+
+    assert not targets(lowered())
+    # Gate and up in two arrays are XLA's own program everywhere.
+    with pytest.raises((NotImplementedError, ValueError), match=r"no kernel for platform|two arr"):
+        lowered(implementation="custom_call")
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rope"])
+def test_info_says_what_runs(name: str) -> None:
+    target = name if name == "rope" else f"{name}_forward"
+    kernels = library.require().platforms_of(f"xentile_{target}")
+    assert "cpu" in kernels
+    for row in pallas_bridge.info().operations[name]:
+        chosen = "custom_call" if row.platform in kernels else "reference"
+        assert row.implementation == chosen, row
 
 
 def test_an_exported_program_for_two_platforms_runs(rng: np.random.Generator, both: None) -> None:
@@ -261,7 +292,7 @@ def test_rows_for_cuda_are_registered_without_a_gpu(tmp_path: Path) -> None:
         import json, jax, jax.numpy as jnp, pallas_bridge as pb
         x, y = jnp.ones((2, 3)), jnp.zeros(2, int)
         text = jax.jit(pb.cross_entropy).trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
-        rows = [(row.platform, row.stage) for row in pb.info().library.targets]
+        rows = [(row.platform, row.stage) for row in pallas_bridge.info().library.targets]
         print(json.dumps([float(pb.cross_entropy(x, y)), text, rows]))
     """
     done = subprocess.run(

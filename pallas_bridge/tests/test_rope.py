@@ -1,13 +1,8 @@
 """Rotary position embedding against formulas in float64, under all that JAX does to functions."""
 
-import json
 import math
 import re
-import subprocess
-import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,27 +10,20 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from oracle import Floats, ulp
-from pallas_bridge._src import library
 from pallas_bridge._src.rope.scaling import frequencies
 from pallas_bridge._src.rope.tables import tables as make_tables
-from placement import PLATFORM
 
-import pallas_bridge
 from pallas_bridge import (
     LinearScaling,
     Llama3Scaling,
     NtkScaling,
     YarnScaling,
-    export,
     rope,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call("xentile_rope")]
 U = 2.0**-24
 
 
@@ -302,217 +290,6 @@ def test_two_maps_and_a_scan(rng: np.random.Generator) -> None:
     _, scanned = jax.lax.scan(step, jnp.int32(3), q[0])
     for index in range(3):
         np.testing.assert_array_equal(scanned[index], rope(q[0, index], offset=3 + index))
-
-
-EIGHT = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-import re
-import sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from pallas_bridge import rope
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_use_shardy_partitioner", sys.argv[1] == "shardy")
-rng = np.random.default_rng(int(sys.argv[2]))
-q = jnp.asarray(rng.normal(size=(4, 16, 8, 32)), jnp.float32)
-k = q[:, :, :4] + 1
-apart = jnp.asarray(rng.integers(0, 10**6, (4, 16)))
-
-def gradients(implementation, positions=None):
-    def loss(q, k):
-        found = rope(q, k, positions=positions, implementation=implementation)
-        return sum(jnp.sin(one).sum() for one in found), found
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-
-def same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 if one.ndim else 0.01)
-
-def moved(program):
-    return re.findall(r"all-gather|all-to-all|collective-permute", program)
-
-mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-def put(array, *spec):
-    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
-
-expected, of_apart = gradients("reference")(q, k), gradients("reference", apart)(q, k)
-for spec in (("a", "b"), (None, "a", "b"), ("b", None, "a"), (None, ("a", "b"))):
-    cut = put(q, *spec), put(k, *spec)
-    run = gradients(None).lower(*cut).compile()
-    assert not moved(run.as_text()), (spec, moved(run.as_text()))
-    assert run.as_text().count('custom_call_target="xentile_rope"') == 4, spec
-    found = run(*cut)
-    same(found, expected)
-    assert found[1][0].sharding.is_equivalent_to(cut[0].sharding, 4)
-# Positions of batches: XLA's program.
-for spec in (("a", "b"), ("b", None, "a")):
-    cut = put(q, *spec), put(k, *spec)
-    run = gradients(None, apart).lower(*cut).compile()
-    assert not moved(run.as_text()) and "xentile_rope" not in run.as_text(), spec
-    same(run(*cut), of_apart)
-# Columns that are cut are gathered.
-cut = put(q, "a", None, None, "b"), put(k, "a", None, None, "b")
-run = gradients(None).lower(*cut).compile()
-assert moved(run.as_text())
-same(run(*cut), expected)
-# Sequences alone, of which nothing is before S.
-cut = put(q[0], "a", "b"), put(k[0], "a", "b")
-run = gradients(None).lower(*cut).compile()
-assert not moved(run.as_text()) and run.as_text().count('custom_call_target="xentile_rope"') == 4
-same(run(*cut)[1], [one[0] for one in expected[1]])
-# Within `shard_map` every device says where its tokens are.
-def local(q, k, positions):
-    start = 4 * jax.lax.axis_index("a")
-    found = rope(q, k, offset=start), rope(q, k, positions=positions)
-    total = sum(jnp.sin(one).sum() for one in found[0])
-    return jax.lax.psum(total, ("a", "b")), found
-rows = P(None, "a", "b")
-specs = rows, rows, P(None, "a")
-f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), ((rows,) * 2,) * 2))
-value_and_grad = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
-(total, (by_offset, by_positions)), found = value_and_grad(q, k, apart)
-same((total, by_offset), expected[0])
-same(by_positions, of_apart[0][1])
-same(found, expected[1])
-"""
-
-
-@pytest.mark.only("cpu", "it makes eight devices of the CPU")
-@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
-def test_a_mesh_of_eight_cuts_rows_and_heads_and_gathers_none(
-    rng: np.random.Generator, tmp_path: Path, partitioner: str
-) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(EIGHT), partitioner, str(rng.integers(2**31))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.devices(2)
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_explicit_axes(rng: np.random.Generator, implementation: Any) -> None:
-    devices = jax.devices()[:2]
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=devices)
-    q, apart = draw(rng, 2, 4, 6, 8), jnp.asarray(rng.integers(0, 10**6, (2, 4)))
-
-    def f(q: Any, positions: Any) -> Any:
-        def loss(q: Any) -> jax.Array:
-            found = rope(q, positions=positions, implementation=implementation)
-            return jnp.sin(found).sum()
-
-        return jax.value_and_grad(loss)(q)
-
-    for positions in (jnp.arange(4), apart):
-        expected = f(q, positions)
-        with jax.set_mesh(mesh):
-            where = jax.device_put(positions, NamedSharding(mesh, P()))
-            for spec in (P("a"), P(None, "a"), P(None, None, "a")):
-                cut = jax.device_put(q, NamedSharding(mesh, spec))
-                value, dq = jax.jit(f)(cut, where)
-                assert jax.typeof(dq).sharding.spec == jax.typeof(cut).sharding.spec
-                np.testing.assert_allclose(value, expected[0], rtol=1e-4, atol=1e-4)
-                np.testing.assert_allclose(dq, expected[1], rtol=1e-5, atol=1e-5)
-            if implementation == "reference":
-                continue
-            cut = jax.device_put(q, NamedSharding(mesh, P(None, None, None, "a")))
-            with pytest.raises(ValueError, match=r"rope: .*reshard"):
-                jax.jit(f)(cut, where)
-
-
-def test_export_for_every_platform(rng: np.random.Generator) -> None:
-    q, k = draw(rng, 2, 6, 3, 16, dtype="bfloat16"), draw(rng, 2, 6, 1, 16, dtype="bfloat16")
-
-    def f(q: Any, k: Any) -> Any:
-        found, pull = jax.vjp(rope, q, k)
-        return found, pull((q, k))
-
-    expected = jax.jit(f)(q, k)
-    for platforms in ((PLATFORM,), ("cpu", "cuda", "tpu")):
-        exported = jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=CHECKS)(q, k)
-        restored = jax.export.deserialize(exported.serialize())
-        assert restored.platforms == platforms
-        found = jax.jit(restored.call)(q, k)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
-    batch, tokens, heads = jax.export.symbolic_shape("b, s, h")
-    f = jax.jit(jax.grad(lambda q: jnp.sin(rope(q)).sum()))
-    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=CHECKS)(
-        jax.ShapeDtypeStruct((batch, tokens, heads, 16), jnp.float32)
-    )
-    restored = jax.export.deserialize(exported.serialize())
-    for shape in ((1, 4, 2, 16), (3, 7, 1, 16)):
-        q = draw(rng, *shape)
-        np.testing.assert_allclose(restored.call(q), f(q), rtol=1e-5, atol=1e-5)
-
-
-def platforms_with_kernels() -> frozenset[str]:
-    return library.require().platforms_of("xentile_rope")
-
-
-def test_elsewhere_it_is_the_program_of_xla() -> None:
-    q = jax.ShapeDtypeStruct((2, 6, 3, 8), jnp.bfloat16)
-
-    def f(implementation: Any, q: Any) -> Any:
-        return (rope(q, implementation=implementation).astype(jnp.float32) ** 2).sum()
-
-    def lowered(implementation: Any, *platforms: str) -> list[str]:
-        traced = jax.jit(jax.grad(partial(f, implementation))).trace(q)
-        return re.findall(r"@(xentile_\w+)", traced.lower(lowering_platforms=platforms).as_text())
-
-    kernels = platforms_with_kernels()
-    for platform in {"cuda", "tpu", "rocm"} - kernels:
-        assert not lowered(None, platform)
-        refused = (NotImplementedError, library.LibraryError)
-        with pytest.raises(refused, match=r"rope: no kernel for platform \w+"):
-            lowered("custom_call", platform)
-    assert lowered(None, "cpu") == lowered("custom_call", "cpu") == ["xentile_rope"] * 2
-    assert lowered(None, "cpu", "tpu") == ["xentile_rope"] * 2
-    for row in pallas_bridge.info().operations["rope"]:
-        chosen = "custom_call" if row.platform in kernels else "reference"
-        assert row.implementation == chosen, row
-    if "cuda" in kernels:
-        assert not lowered(None, "cuda") and lowered("custom_call", "cuda")
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_programs_for_tools(tmp_path: Path, platform: str) -> None:
-    config: dict[str, Any] = {"op": "rope", "backend": f"xla:{platform}", "dtype": "bf16"}
-    config |= {"time": 32, "heads": 3, "head_dim": 24, "options": {"rotary_dim": 8}}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 0
-    manifest = json.loads((tmp_path / f"{platform}_default_default.json").read_text())
-    rows, positions = {"dtype": "bf16", "shape": [32, 3, 24]}, {"dtype": "i32", "shape": [32]}
-    assert manifest["arguments"] == [rows, positions, rows]
-    assert manifest["results"] == [rows, rows]
-    assert manifest["settings"] == {"heads": 3, "head_dim": 24}
-    calls = b"xentile_rope" in (tmp_path / manifest["file"]).read_bytes()
-    assert calls == (platform == "cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": None}, "heads is None; it must be an integer of at least 1"),
-        ({"options": {"theta": 1}}, "unknown key options.theta; the options are base, inter"),
-        ({"options": {"rotary_dim": 3}}, "rotary_dim is 3; it must be even and at most"),
-    ],
-    ids=str,
-)
-def test_configs_that_are_no_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"op": "rope", "time": 8, "heads": 2, "head_dim": 4, **change}))
-    assert export.main(["--config", str(path), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error, error
 
 
 def array(dtype: str, *shape: int) -> jax.Array:

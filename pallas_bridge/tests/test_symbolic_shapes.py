@@ -26,10 +26,14 @@ def checks() -> list[Any]:
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(found)]
 
 
+# Whose columns may be symbolic too.
+COLUMNS = {"cross_entropy": "V", "rms_norm": "D", "layer_norm": "D"}
+
+
 def symbolic(case: Case, arrays: Sequence[jax.Array]) -> list[Shape]:
     """Returns the arrays' shapes with symbols for batches and lengths."""
-    names = ("B", "S", "M")
-    symbols = jax.export.symbolic_shape("b, s, m")
+    names = ("B", "S", "M", *COLUMNS.get(case.name, ""))
+    symbols = jax.export.symbolic_shape("b, s, m, d")[: len(names)]
     sizes: dict[str, Any] = {**EXTENTS, **case.extents, **dict(zip(names, symbols, strict=True))}
     return [
         Shape(tuple(sizes[name] for name in argument.dims), x.dtype)
@@ -60,6 +64,20 @@ def test_every_operation(rng: np.random.Generator, name: str) -> None:
     for extents in CHUNKS if name.startswith("linear") else SHAPES:
         arrays = case.arrays(rng, **extents)
         close(exported.call(*arrays), both(*arrays))
+
+
+@pytest.mark.only("cpu", "programs for platforms that are not there")
+@pytest.mark.parametrize("name", tuple(BY_NAME))
+def test_one_program_for_every_platform(rng: np.random.Generator, name: str) -> None:
+    case = BY_NAME[name]
+    arrays = case.arrays(rng, "bfloat16")
+    f = jax.jit(case.gradients if case.has_gradient else case.outputs)
+    platforms = ("cpu", "cuda", "tpu")
+    exported = jax.export.export(f, platforms=platforms, disabled_checks=checks())(*arrays)
+    restored = jax.export.deserialize(exported.serialize())
+    assert restored.platforms == platforms
+    for one, other in zip(jax.jit(restored.call)(*arrays), f(*arrays), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 # Dtypes of hidden and weight, the axis of the vocabulary, and options.

@@ -197,36 +197,6 @@ def test_donation_reuses_memory_and_gives_the_same(
     same_bits(gradient_in_place, gradient)
 
 
-@pytest.mark.parametrize("shape", [(6, 50), (2, 3, 50)])
-def test_export_and_back(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
-    logits, labels = batch(rng, "bfloat16", *shape)
-    f = jax.jit(jax.value_and_grad(lambda x, y: 2 * cross_entropy(x, y, z_loss=1e-4)))
-    targets = ("xentile_cross_entropy_fused", "xentile_scale")
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(logits, labels)
-    restored = jax.export.deserialize(exported.serialize())
-    for actual, expected in zip(
-        jax.jit(restored.call)(logits, labels), f(logits, labels), strict=True
-    ):
-        same_bits(actual, expected)
-
-
-def test_export_with_symbolic_shapes(rng: np.random.Generator) -> None:
-    tokens, vocab = jax.export.symbolic_shape("t, v")
-    f = jax.jit(jax.value_and_grad(lambda x, y: 2 * cross_entropy(x, y)))
-    targets = ("xentile_cross_entropy_fused", "xentile_scale")
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    exported = jax.export.export(f, platforms=[PLATFORM], disabled_checks=checks)(
-        jax.ShapeDtypeStruct((tokens, vocab), jnp.float32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-    )
-    restored = jax.export.deserialize(exported.serialize())
-    for shape in ((3, 40), (8, 17)):
-        logits, labels = batch(rng, "float32", *shape)
-        for actual, expected in zip(restored.call(logits, labels), f(logits, labels), strict=True):
-            same_bits(actual, expected)
-
-
 def test_abstract_shapes_need_no_memory() -> None:
     logits = jax.ShapeDtypeStruct((1 << 20, 151643), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((1 << 20,), jnp.int32)

@@ -1,15 +1,15 @@
 """What an operation says of its programs for tools that run no Python.
 
-Its module `exported` has `PLATFORMS`, the platforms of its programs, the default first;
-`settings(config)`, what its own keys of a config say; `program(cell)`; `tile(cell)`, the tile that
-kernels take, None where they choose for where they run; and `described(cell, program)`, what its
-manifest has of its own.
+Its entry of `exported.EXPORTS`, or the module `exported` of its folder, has `PLATFORMS`, the
+platforms of its programs, the default first; `settings(config)`, what its own keys of a config say;
+`program(cell)`; `tile(cell)`, the tile that kernels take, None where they choose for where they
+run; and `described(cell, program)`, what its manifest has of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,11 @@ class Cell:
     kind: str | None
     path: Path
 
+    @property
+    def implementation(self) -> Literal["reference"] | None:
+        """The option of functions that asks for it."""
+        return "reference" if self.is_dense else None
+
 
 @dataclass(frozen=True)
 class Program:
@@ -61,7 +66,7 @@ def no_tile(cell: Cell) -> dict[str, int | None]:
 
 def settings_alone(cell: Cell, program: Program) -> dict[str, Any]:
     """Returns what a manifest has of an operation that has settings of its own, and no more."""
-    return {"settings": asdict(cell.settings)}
+    return {"settings": dict(vars(cell.settings))}
 
 
 def check_extent(name: str, extent: Any, where: str = "") -> None:

@@ -2,8 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 Implementation = Literal["reference", "custom_call", "pallas"]
 
@@ -12,7 +11,7 @@ Implementation = Literal["reference", "custom_call", "pallas"]
 class Operation:
     """An operation: which implementations it has, and what runs where there is no kernel."""
 
-    # The name of its function, and of its folder unless `folder` is another.
+    # The name of its function.
     name: str
     # The target of which there is a handler on every platform that has kernels.
     target: str
@@ -21,8 +20,6 @@ class Operation:
     # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in
     # every library, and where there is none that is said.
     falls_back: bool = False
-    # The folder that it shares with another operation.
-    folder: str | None = None
     # What of it the library's table of measured choices tells apart (`library.prefers_xla`).
     variants: tuple[str, ...] = ("",)
     # What `info()` adds on platforms where some calls have kernels and others XLA's program.
@@ -31,9 +28,13 @@ class Operation:
     # program alone.
     without: tuple[tuple[str, str], ...] = ()
 
-    def exports(self) -> ModuleType:
-        """Returns the module `exported` of its folder, loaded late: tools alone want it."""
-        return importlib.import_module(f"{__package__}.{self.folder or self.name}.exported")
+    def exports(self) -> Any:
+        """Returns its entry of `exported.EXPORTS`, or the module `exported` of its folder.
+
+        They are loaded late: tools alone want them.
+        """
+        entry = importlib.import_module(f"{__package__}.exported").EXPORTS.get(self.name)
+        return entry or importlib.import_module(f"{__package__}.{self.name}.exported")
 
     def __repr__(self) -> str:
         """Its name."""

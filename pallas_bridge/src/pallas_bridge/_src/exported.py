@@ -1,0 +1,325 @@
+"""Programs of operations for tools that run no Python: all results and gradients.
+
+`EXPORTS` has them by operation. [T] are the tokens of a config, other dims its own keys.
+
+- activation: x [T, F], or [T, 2F] where it packs two arrays, dy [T, F]; gives y [T, F], dx.
+- rms_norm: x [T, D], weight [D], residual, dy, dsum; gives y, sum, rstd [T], dx, dweight.
+- layer_norm: x [T, D], weight [D], bias [D], dy; gives y, mean [T], rstd [T], dx, dweight, dbias.
+- rope: x [T, H, D], positions [T], dy; gives y, dx.
+- flash_attention: q [H, T, D], k and v [J, K, D], sinks [H], texts, do, dlse [H, T]; gives o, lse,
+  dq, dk, dv, dsinks.
+- fp8_quantize: x [T, D]; gives values, scales, and those of the transposed copy if asked for.
+- rms_norm_fp8: x [T, D], weight [D], residual; gives those of the norm, and the sum.
+- swiglu_fp8: x [T, 2F], which packs gate and up; gives those of y [T, F].
+
+Residual, bias and sinks, and what follows from them, are there if the config has them; dx is the
+residual's gradient too. Packed texts with as many keys as queries have segment ids [T]; others the
+first key that each query sees, and the one behind the last, [T] each. An operation that is not
+here has a module `exported` in its folder.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from .activation import custom_call as activation
+from .activation.options import Kind
+from .activation.options import Options as ActivationOptions
+from .checks import check_float32
+from .exporting import (
+    DTYPES,
+    Cell,
+    ConfigError,
+    Program,
+    check_extent,
+    check_options,
+    no_tile,
+    settings_alone,
+    tokens_of,
+    weight_dtype_of,
+)
+from .flash_attention import custom_call as flash_attention
+from .flash_attention.options import check_options as attention_options
+from .flash_attention.options import ranges
+from .fp8_quantize.api import fp8_quantize, rms_norm_fp8, swiglu_fp8
+from .norm.api import layer_norm, rms_norm
+from .rope.api import rope
+
+FORMATS = {"f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2}
+LAYOUTS = ("single", "halves", "interleaved")
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What export asks of an operation."""
+
+    # Returns a cell's program of the options that it names.
+    make: Callable[[Cell, dict[str, Any]], Program]
+    options: tuple[str, ...]
+    # Keys of a config that name extents, and others with how each is read of the config.
+    extents: tuple[str, ...]
+    keys: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+
+    # The default first.
+    PLATFORMS = ("cpu", "cuda", "tpu")
+    tile, described = staticmethod(no_tile), staticmethod(settings_alone)
+
+    def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
+        """Returns the keys of a config that the operation alone has.
+
+        Raises:
+            ConfigError: a key that is missing, or a value that is not taken.
+        """
+        for name in self.extents:
+            check_extent(name, config.get(name))
+        found = {name: config[name] for name in self.extents}
+        more = {name: read(config) for name, read in self.keys.items()}
+        return SimpleNamespace(**found, **more)
+
+    def program(self, cell: Cell) -> Program:
+        """Returns a cell's program.
+
+        Raises:
+            ConfigError: an option that is not known, outside its range, or without a meaning.
+        """
+        check_options(cell.options, self.options)
+        given = {name: value for name, value in cell.options.items() if value is not None}
+        return self.make(cell, given)
+
+
+def _flag(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda config: bool(config.get(name))
+
+
+def _checked(made: Program) -> Program:
+    """Returns a program.
+
+    Raises:
+        ConfigError: its options are outside their range.
+    """
+    try:
+        jax.eval_shape(made.function, *made.arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"options: {error}") from None
+    return made
+
+
+def _layout(config: Mapping[str, Any]) -> str:
+    layout = config.get("layout") or "halves"
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    return str(layout)
+
+
+def _activation(cell: Cell, given: dict[str, Any]) -> Program:
+    mlp, layout = cell.settings.mlp, cell.settings.layout
+    kind = given.pop("kind", "silu")
+    if kind not in get_args(Kind):
+        raise ConfigError(
+            f"options.kind is {kind!r}; it must be one of {', '.join(get_args(Kind))}"
+        )
+    for name, value in given.items():
+        given[name] = check_float32(name, value, is_positive=name != "up_offset")
+    if given.get("alpha", 1.0) != 1 and kind != "silu":
+        raise ConfigError(f"options.alpha is {given['alpha']}; it must be 1 where kind is not silu")
+    if layout == "single" and ("limit" in given or given.get("up_offset")):
+        raise ConfigError("options.limit or up_offset is set; layout single has no gate")
+    options = ActivationOptions(kind, layout, implementation=cell.implementation, **given)
+
+    def forward_and_backward(x: Any, dy: Any) -> Any:
+        y, pull = jax.vjp(lambda x: activation.activation(options, x), x)
+        return y, *pull(dy)
+
+    packs = 1 if layout == "single" else 2
+    x, dy = (Shape((cell.tokens, columns), DTYPES[cell.dtype]) for columns in (mlp * packs, mlp))
+    return Program("forward_and_backward", forward_and_backward, [x, dy])
+
+
+def _norm(cell: Cell, options: dict[str, Any]) -> Program:
+    arrays, is_layer = _norm_arrays(cell), cell.op == "layer_norm"
+    outputs = 1 if is_layer else len(arrays) - 1
+    options["implementation"] = cell.implementation
+
+    def norm(x: Any, weight: Any, more: Any = None) -> Any:
+        if is_layer:
+            found = layer_norm(x, weight, more, return_statistics=True, **options)
+        else:
+            found = rms_norm(x, weight, residual=more, return_rstd=True, **options)
+        return tuple(found[:outputs]), found[outputs:]
+
+    def forward_and_backward(*arguments: Any) -> Any:
+        found, pull, statistics = jax.vjp(norm, *arguments[: len(arrays)], has_aux=True)
+        gradients = pull(arguments[len(arrays) :])
+        # The gradient of a residual is dx.
+        return *found, *statistics, *(gradients if is_layer else gradients[:2])
+
+    arguments = [*arrays, *[arrays[0]] * outputs]
+    return Program("forward_and_backward", forward_and_backward, arguments)
+
+
+def _norm_arrays(cell: Cell) -> list[Shape]:
+    """Returns x, weight, and a residual or bias if any."""
+    hidden = cell.settings.hidden
+    rows = Shape((cell.tokens, hidden), DTYPES[cell.dtype])
+    columns = Shape((hidden,), DTYPES[cell.settings.weight_dtype])
+    has_residual = getattr(cell.settings, "residual", False)
+    has_bias = getattr(cell.settings, "bias", False)
+    return [rows, columns, *[rows] * has_residual, *[columns] * has_bias]
+
+
+def _rope(cell: Cell, given: dict[str, Any]) -> Program:
+    heads, head_dim = cell.settings.heads, cell.settings.head_dim
+    given.setdefault("rotary_dim", head_dim // 2 * 2)
+    given["implementation"] = cell.implementation
+
+    def forward_and_backward(x: Any, positions: Any, dy: Any) -> Any:
+        def f(x: Any) -> Any:
+            return rope(x, positions=positions, **given)
+
+        y, pull = jax.vjp(f, x)
+        return y, *pull(dy)
+
+    rows = Shape((cell.tokens, heads, head_dim), DTYPES[cell.dtype])
+    positions = Shape((cell.tokens,), jnp.int32)
+    arguments = [rows, positions, rows]
+    return _checked(Program("forward_and_backward", forward_and_backward, arguments))
+
+
+def _keys(config: Mapping[str, Any]) -> int:
+    keys = config.get("keys")
+    keys = tokens_of(config) if keys is None else keys
+    check_extent("keys", keys)
+    return int(keys)
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    heads, kv_heads = int(config["heads"]), config.get("kv_heads")
+    check_extent("kv_heads", kv_heads)
+    if heads % int(kv_heads or 0):
+        raise ConfigError(f"kv_heads is {kv_heads}; it must divide heads, which is {heads}")
+    return int(kv_heads or 0)
+
+
+def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
+    heads, head_dim, kv_heads = cell.settings.heads, cell.settings.head_dim, cell.settings.kv_heads
+    keys, has_sinks = cell.settings.keys, cell.settings.sinks
+    options = attention_options(
+        scale=given.get("scale"),
+        softcap=given.get("softcap"),
+        causal=given.get("causal", True),
+        window=(given.get("window_before"), given.get("window_after")),
+        width=head_dim,
+    )
+    tokens, is_packed, has_as_many = (
+        cell.tokens,
+        cell.settings.segments is not None,
+        keys == cell.tokens,
+    )
+    options = replace(
+        options,
+        has_sinks=has_sinks,
+        has_segments=is_packed and has_as_many,
+        is_own_segment=is_packed and has_as_many,
+        gives_lse=True,
+        implementation=cell.implementation,
+    )
+    of_heads = (kv_heads, heads // kv_heads)
+
+    def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
+        *beside, do, dlse = more
+        sinks, of_texts = beside[: int(has_sinks)], beside[int(has_sinks) :]
+        if is_packed and not has_as_many:
+            seen, ids = jnp.stack(of_texts, -1), []
+        else:
+            seen = ranges(options, tokens, keys, None, None)
+            ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in of_texts]
+
+        def function(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+            grouped = q.reshape(*of_heads, tokens, head_dim)
+            of_sinks = [one.reshape(of_heads) for one in sinks]
+            every = jnp.broadcast_to(seen, (kv_heads, *seen.shape))
+            arrays = (grouped, k, v, every, *ids, *ids, *of_sinks)
+            o, lse = flash_attention.attention(options, *arrays)
+            return o.reshape(q.shape), lse.reshape(heads, tokens)
+
+        found, pull = jax.vjp(function, q, k, v, *sinks)
+        return *found, *pull((do, dlse))
+
+    q = Shape((heads, tokens, head_dim), DTYPES[cell.dtype])
+    k = Shape((kv_heads, keys, head_dim), DTYPES[cell.dtype])
+    rows = Shape((heads, tokens), jnp.float32)
+    sinks = [Shape((heads,), jnp.float32)] if has_sinks else []
+    of_texts = [Shape((tokens,), jnp.int32)] * (is_packed * (1 if has_as_many else 2))
+    arguments = [q, k, k, *sinks, *of_texts, q, rows]
+    return Program("forward_and_backward", forward_and_backward, arguments)
+
+
+def _fp8(
+    function: Callable[..., Any],
+    arguments: Sequence[Shape],
+    cell: Cell,
+    options: dict[str, Any],
+) -> Program:
+    """Returns the program of a function that quantises: all that it gives of its arguments."""
+    name = options.pop("format", "f8e4m3fn")
+    if name not in FORMATS:
+        raise ConfigError(f"options.format is {name!r}; it must be one of {', '.join(FORMATS)}")
+    options |= {"dtype": FORMATS[name], "implementation": cell.implementation}
+
+    def forward(*arrays: Any) -> Any:
+        return tuple(jax.tree.leaves(function(*arrays, **options)))
+
+    return _checked(Program("forward", forward, arguments))
+
+
+def _fp8_quantize(cell: Cell, options: dict[str, Any]) -> Program:
+    rows = Shape((cell.tokens, cell.settings.hidden), DTYPES[cell.dtype])
+    return _fp8(fp8_quantize, [rows], cell, options)
+
+
+def _swiglu_fp8(cell: Cell, options: dict[str, Any]) -> Program:
+    x = Shape((cell.tokens, 2 * cell.settings.mlp), DTYPES[cell.dtype])
+    return _fp8(swiglu_fp8, [x], cell, options)
+
+
+def _rms_norm_fp8(cell: Cell, options: dict[str, Any]) -> Program:
+    def normed(x: Any, weight: Any, residual: Any = None, **options: Any) -> Any:
+        return rms_norm_fp8(x, weight, residual=residual, **options)
+
+    return _fp8(normed, _norm_arrays(cell), cell, options)
+
+
+GATE = ("alpha", "limit", "up_offset")
+NORM = ("eps", "zero_centred")
+QUANTIZATION = ("granularity", "block_size", "power_of_two", "format", "transposed")
+RMS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "weight_dtype": weight_dtype_of,
+    "residual": _flag("residual"),
+}
+EXPORTS: Mapping[str, Exports] = {
+    "activation": Exports(_activation, ("kind", *GATE), ("mlp",), {"layout": _layout}),
+    "rms_norm": Exports(_norm, NORM, ("hidden",), RMS),
+    "layer_norm": Exports(
+        _norm, ("eps",), ("hidden",), {"weight_dtype": weight_dtype_of, "bias": _flag("bias")}
+    ),
+    "rope": Exports(_rope, ("base", "interleaved", "rotary_dim"), ("heads", "head_dim")),
+    "flash_attention": Exports(
+        _flash_attention,
+        ("causal", "window_before", "window_after", "softcap", "scale"),
+        ("heads", "head_dim"),
+        {
+            "kv_heads": _kv_heads,
+            "keys": _keys,
+            "sinks": _flag("sinks"),
+            "segments": lambda config: config.get("segments"),
+        },
+    ),
+    "fp8_quantize": Exports(_fp8_quantize, QUANTIZATION, ("hidden",)),
+    "rms_norm_fp8": Exports(_rms_norm_fp8, (*NORM, *QUANTIZATION), ("hidden",), RMS),
+    "swiglu_fp8": Exports(_swiglu_fp8, ("interleaved", *GATE, *QUANTIZATION), ("mlp",)),
+}
