@@ -16,6 +16,7 @@ from . import custom_call
 from .declaration import OPERATION
 from .options import (
     ELSEWHERE,
+    Options,
     check_arrays,
     check_options,
     integers,
@@ -169,8 +170,8 @@ def flash_attention(
         scale=scale, softcap=softcap, causal=causal, window=window, width=q.shape[-1]
     )
     gives_lse = check_flag("return_lse", return_lse)
-    *batch, queries, heads, _ = q.shape
-    keys, kv_heads = k.shape[-3:-1]
+    *batch, queries, _, _ = q.shape
+    keys = k.shape[-3]
     lengths = _lengths(batch, q_lengths, kv_lengths)
     cumulative = _cumulative(batch, q_cumulative, kv_cumulative)
     if lengths is not None and cumulative is not None:
@@ -184,6 +185,27 @@ def flash_attention(
         tokens_first=True,
         implementation=implementation,
     )
+    seen = ranges(options, queries, keys, lengths, cumulative)
+    o, lse = attend(options, q, k, v, seen, segment_ids, sinks)
+    return (o, lse) if gives_lse else o
+
+
+def attend(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: Any,
+    segment_ids: Segments | None = None,
+    sinks: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns o [.., S, H, Dv] and lse [.., S, H] of arrays and options that are checked.
+
+    `seen` is [S, 2] or [B, S, 2]: the first key that a query sees, and the one behind its last.
+    Unless `options.has_lengths`, it is what `ranges` makes of `causal` and `window`.
+    """
+    *batch, queries, heads, _ = q.shape
+    keys, kv_heads = k.shape[-3:-1]
     # Heads of keys come first, each with the queries that share it. The forward pass has XLA leave
     # arrays on GPUs as they lie.
     rows = q.reshape(*batch, queries, kv_heads, heads // kv_heads, q.shape[-1])
@@ -197,7 +219,7 @@ def flash_attention(
         zeros = jnp.expand_dims(zero, tuple(range(-count, 0)))
         return of_rank(given, zeros) + zeros
 
-    arrays.append(of_heads(ranges(options, queries, keys, lengths, cumulative), 2))
+    arrays.append(of_heads(seen, 2))
     if segment_ids is not None:
         of_queries, of_keys, is_own = segments(segment_ids, (*batch, queries), (*batch, keys))
         options = replace(options, is_own_segment=is_own)
@@ -207,8 +229,6 @@ def flash_attention(
         arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)
     o, lse = custom_call.attention(options, *arrays)
     o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
-    if not gives_lse:
-        return o
     return o, jnp.moveaxis(lse, -1, -3).reshape(*batch, queries, heads)
 
 

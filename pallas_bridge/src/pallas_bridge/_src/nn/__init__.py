@@ -1,0 +1,1 @@
+"""Functions with the signatures of `jax.nn` and Flax, over the operations of the package."""

@@ -1,0 +1,170 @@
+"""`pallas_bridge.nn` against the functions of `jax.nn` and the formulas of Flax."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pallas_bridge._src.nn import attention
+
+from pallas_bridge import nn
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+CAUSAL = np.tril(np.ones((12, 12), bool))
+PACKED = np.repeat(np.arange(3), [5, 3, 4])
+MIXED = np.arange(12) % 3
+BATCHED = np.stack([PACKED, MIXED])
+SAME = MIXED[:, None] == MIXED
+# Options; whether the kernel runs.
+CALLS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, True),
+    "scale": ({"scale": 0.5}, True),
+    "causal": ({"is_causal": True}, True),
+    "window": ({"local_window_size": (2, 1)}, True),
+    "window of an integer": ({"local_window_size": 3}, True),
+    "causal window": ({"local_window_size": (3, 5), "is_causal": True}, True),
+    "key lengths": ({"key_value_seq_lengths": np.array([5, 12], np.int32)}, True),
+    "query lengths": ({"query_seq_lengths": np.array([5, 12], np.int32)}, True),
+    "causal lengths": (
+        {"key_value_seq_lengths": np.array([5, 12], np.int32), "is_causal": True},
+        True,
+    ),
+    "causal mask": ({"mask": CAUSAL}, True),
+    "mask of jax": ({"mask": jnp.asarray(CAUSAL)[None, None]}, True),
+    "packed mask": ({"mask": (PACKED[:, None] == PACKED)[None, None]}, True),
+    "segments mask": ({"mask": SAME[None, None]}, True),
+    "masks of batch": ({"mask": (BATCHED[:, :, None] == BATCHED[:, None])[:, None]}, True),
+    "mask and causal": ({"mask": SAME[None, None], "is_causal": True}, True),
+    "any mask": ({"mask": (SAME | (np.arange(12) == 4))[None, None]}, False),
+    "empty rows": ({"mask": np.tril(np.ones((12, 12), bool), -1)}, False),
+    "bias": ({"bias": np.linspace(-1, 1, 144, dtype="f").reshape(1, 1, 12, 12)}, False),
+}
+
+
+def draw(
+    rng: np.random.Generator, dtype: Any = "float32", queries: int = 12, keys: int = 12
+) -> Any:
+    shapes = ((2, queries, 4, 16), (2, keys, 2, 16), (2, keys, 2, 16))
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def check(found: Any, wanted: Any, dtype: Any = "float32") -> None:
+    off = 2e-5 if dtype == "float32" else 3e-2
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=off, rtol=off
+        )
+
+
+def who(arrays: Any, **options: Any) -> bool:
+    """Whether the kernel runs."""
+    return "jax.nn.dot_product_attention" not in nn.explain_attention(*arrays, **options)
+
+
+def both(function: Any, arrays: Any) -> Any:
+    """The result, and the gradients of a loss of it."""
+    grads = jax.grad(lambda *x: jnp.sin(function(*x).astype(jnp.float32)).sum(), (0, 1, 2))
+    return function(*arrays), grads(*arrays)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_is_that_of_jax(name: str, rng: np.random.Generator) -> None:
+    options, is_kernel = CALLS[name]
+    arrays = draw(rng)
+    assert who(arrays, **options) == is_kernel
+    ours = partial(nn.dot_product_attention, **options)
+    check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_attention_of_16_bits(dtype: str, rng: np.random.Generator) -> None:
+    arrays = draw(rng, dtype)
+    ours = partial(nn.dot_product_attention, is_causal=True)
+    check(ours(*arrays), jax.nn.dot_product_attention(*arrays, is_causal=True), dtype)
+
+
+@pytest.mark.parametrize("extents", [(7, 12), (12, 7)])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (6, 1)}])
+def test_queries_and_keys_begin_together(
+    extents: tuple[int, int], options: Any, rng: np.random.Generator
+) -> None:
+    arrays = draw(rng, "float32", *extents)
+    assert who(arrays, **options)
+    ours = partial(nn.dot_product_attention, **options)
+    check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
+
+
+def test_masks_of_objects(rng: np.random.Generator) -> None:
+    arrays = draw(rng)
+    place = np.arange(12)
+    near = (place[:, None] - place <= 6) & (place - place[:, None] <= 1)
+    for mask, wanted in (
+        (nn.CausalMask(), CAUSAL),
+        (nn.WindowMask(6, 1), near),
+        (nn.SegmentMask(MIXED), SAME),
+        (nn.SegmentMask(MIXED) & nn.CausalMask() & nn.WindowMask(6, 1), SAME & CAUSAL & near),
+    ):
+        np.testing.assert_array_equal(mask.dense(12, 12)[0, 0], wanted)
+        assert who(arrays, mask=mask)
+        run = jax.jit(partial(nn.dot_product_attention, mask=mask))
+        check(run(*arrays), jax.nn.dot_product_attention(*arrays, mask=wanted[None, None]))
+
+
+def test_maps_traced_masks_and_residuals(
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = draw(rng)
+    for one in (jax.vmap, jax.jit):
+        ours, theirs = (
+            one(partial(module.dot_product_attention, is_causal=True)) for module in (nn, jax.nn)
+        )
+        check(ours(*arrays), theirs(*arrays))
+    attention._logged.clear()
+    for _ in range(2):
+        found = jax.jit(lambda *x: nn.dot_product_attention(*x[:3], mask=x[3]))(*arrays, CAUSAL)
+    check(found, jax.nn.dot_product_attention(*arrays, mask=CAUSAL))
+    assert sum("the mask is traced" in one.message for one in caplog.records) == 1
+    o, lse = nn.dot_product_attention(*arrays, return_residual=True)
+    assert o.shape == arrays[0].shape and lse.shape == o.shape[:-1]
+    with pytest.raises(ValueError, match="a bias is given"):
+        bias = jnp.zeros((1, 1, 12, 12))
+        nn.dot_product_attention(*arrays, bias, implementation="custom_call")
+
+
+def test_dtypes_are_promoted(rng: np.random.Generator) -> None:
+    q, k, v = draw(rng)
+    found = nn.dot_product_attention(q.astype(jnp.bfloat16), k, v)
+    check(found, jax.nn.dot_product_attention(q.astype(jnp.bfloat16).astype(jnp.float32), k, v))
+
+
+def test_flax(rng: np.random.Generator) -> None:
+    arrays = draw(rng)
+    run = partial(nn.flax_attention_fn, *arrays)
+    wanted = jax.nn.dot_product_attention(*arrays, mask=CAUSAL)
+    more: dict[str, Any] = {"dropout_rng": jax.random.key(0), "precision": None, "module": None}
+    for mask in (nn.CausalMask(), CAUSAL[None, None], CAUSAL[None, None].astype("f")):
+        check(run(mask=mask, deterministic=True, dropout_rate=0.5, **more), wanted)
+    nested = [one[None] for one in arrays]
+    check(nn.flax_attention_fn(*nested, is_causal=True, **more), wanted[None])
+    check(nn.flax_attention_fn(*(one[0] for one in arrays), is_causal=True), wanted[0])
+    # Without values that are dropped the sums are those of the kernel.
+    check(run(mask=nn.CausalMask(), dropout_rate=1e-9, **more), wanted)
+    dropped = run(mask=nn.CausalMask(), dropout_rate=0.5, **more)
+    assert dropped.shape == wanted.shape and not np.allclose(dropped, wanted)
+    with pytest.raises(NotImplementedError, match="sow_weights"):
+        run(module=object())
+    with pytest.raises(ValueError, match="dropout_rng is None"):
+        run(dropout_rate=0.5)
+
+
+def test_norms_and_activations(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(3, 16)), jnp.float32)
+    check(nn.gelu(x), jax.nn.gelu(x))
+    check(nn.gelu(x, False), jax.nn.gelu(x, False))
+    check(nn.silu(x), jax.nn.silu(x))
+    check(nn.swiglu(x), jax.nn.silu(x[:, :8]) * x[:, 8:])
+    check(nn.rms_norm(x, epsilon=0.1), x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 0.1))
+    check(nn.layer_norm(x), jax.nn.standardize(x, epsilon=1e-6))
