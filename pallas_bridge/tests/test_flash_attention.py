@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 from oracle import Floats
 from pallas_bridge._src import library, pallas
 from pallas_bridge._src.exported import EXPORTS
-from pallas_bridge._src.flash_attention import on_cuda, on_tpu, reference
+from pallas_bridge._src.flash_attention import on_cuda, on_tpu, reference, segment_ranges
 from pallas_bridge._src.flash_attention.options import Options, ranges
 from placement import PLATFORM
 
@@ -272,6 +272,69 @@ def test_segments_and_lengths(rng: np.random.Generator, dtype: str, implementati
         options: Any = {"q_lengths": of_queries, "kv_lengths": of_keys, "window": (40, None)}
         found = run(*given, causal=True, implementation=implementation, **options)
         close(found, wanted(*given, seen), dtype)
+
+
+def texts(*lengths: int) -> Any:
+    """Returns the ids of texts of such lengths, one behind another, from 0 on."""
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+# Ids of queries and of keys, [B, S] and [B, Skv], and whether ranges say all of each entry.
+SEGMENTS: dict[str, tuple[Any, Any, list[bool]]] = {
+    "sorted": (ids := np.stack([texts(1, 130, 64, 105), texts(60, 240, 0, 0)]), ids, [True, True]),
+    "one": (ids := np.stack([texts(300), texts(300) + 7]), ids, [True, True]),
+    "padded": (ids := np.stack([(texts(90, 128, 82) + 1) % 3] * 2), ids, [True, True]),
+    "negative": (ids := np.stack([-texts(70, 230), texts(150, 150) + 2**31 - 2]), ids, [True] * 2),
+    "returning": (ids := np.stack([texts(70, 130, 100) % 2, texts(300)]), ids, [False, True]),
+    "strewn": (ids := np.random.default_rng(3).integers(0, 3, (2, 300)), ids, [False, False]),
+    "colliding": (ids := np.stack([texts(140, 160) * 512, texts(9, 291)]), ids, [False, True]),
+    "of other keys": (
+        np.stack([texts(70, 130, 100), texts(10, 290)]),
+        np.stack([texts(100, 31), texts(65, 60, 6) * 512]),
+        [True, False],
+    ),
+    "without keys": (np.stack([texts(300), 3 - texts(300)]), np.full((2, 131), 1), [True, True]),
+}
+
+
+@EITHER_KERNEL
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_segments_longer_than_tiles(
+    rng: np.random.Generator, case: str, dtype: str, implementation: Any
+) -> None:
+    of_queries, of_keys, _ = SEGMENTS[case]
+    lengths = of_queries.shape[1], of_keys.shape[1]
+    given = arrays(rng, dtype, 2, (4, 2), lengths, (24, 16))
+    alike = of_queries[:, :, None] == of_keys[:, None]
+    segment_ids: Any = of_queries if of_queries is of_keys else (of_queries, of_keys)
+    sinks = draw(rng, "float32", 4)
+    for options, more in (
+        ({"causal": True}, {}),
+        ({"window": (90, 20)}, {"softcap": 2.0, "sinks": sinks}),
+    ):
+        seen = seen_by(*lengths, **options, batch=2) & alike
+        found = run(
+            *given, segment_ids=segment_ids, implementation=implementation, **options, **more
+        )
+        close(found, wanted(*given, seen, **more), dtype)
+
+
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_ranges_of_segments(case: str) -> None:
+    of_queries, of_keys, says_all = SEGMENTS[case]
+    queries, keys = of_queries.shape[1], of_keys.shape[1]
+    whole = np.broadcast_to(np.array([0, keys], np.int32), (2, queries, 2))
+    given = [np.asarray(one, np.int32) for one in (whole, of_queries, of_keys)]
+    found = [np.asarray(one) for one in jax.jit(segment_ranges.on_cuda)(*given)]
+
+    def seen(ranges: Any, of_queries: Any, of_keys: Any) -> Any:
+        key = np.arange(keys)
+        within = (ranges[..., :1] <= key) & (key < ranges[..., 1:])
+        return within & (of_queries[..., None] == of_keys[:, None])
+
+    np.testing.assert_array_equal(seen(*found), seen(*given))
+    for entry, is_all in enumerate(says_all):
+        assert is_all == all((one[entry] == 0).all() for one in found[1:])
 
 
 @EITHER_KERNEL

@@ -115,18 +115,30 @@ inline constexpr bool kHasWarpgroups = false;
 
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
+// An end that no tile is within, as of blocks with a row that sees nothing.
+inline constexpr uint32_t kNever = 0x7fffu;
+
 // What the first bytes of a row of dq hold until dq is made: delta of the row and, of the first row of a
-// block, the hull [low, high) of its ranges. A tile of keys that is as many times 64 keys within the hull's
-// ends as `inner` says, of its low end and, in the upper half, of its high end, is seen by all of the block.
+// block, the hull [low, high) of its ranges. A tile of keys that is `inner_low` times 64 keys behind the hull's
+// low end and `inner_high` times 64 before its high end is in the range of every query of the block. `inner` has
+// both, of 15 bits, and whether all queries of the block are of segment 0.
 struct __align__(16) Note {
   float delta;
   int32_t low;
   int32_t high;
   uint32_t inner;
-};
 
-// An end that no tile is within, as of blocks with a row that sees nothing.
-inline constexpr uint32_t kNever = 0xffffu;
+  __device__ uint32_t inner_low() const { return inner & kNever; }
+  __device__ uint32_t inner_high() const { return inner >> 15 & kNever; }
+  __device__ bool is_segment_0() const { return inner >> 30 != 0; }
+  __device__ bool has_blanks() const { return inner_low() == kNever || inner_high() == kNever; }
+
+  // Whether all queries have all of `count` keys from `first` on in their ranges.
+  __device__ bool has_all(int first, int count) const {
+    return !has_blanks() && low + static_cast<int64_t>(inner_low()) * 64 <= first &&
+           first + count <= high - static_cast<int64_t>(inner_high()) * 64;
+  }
+};
 
 // Sum += left right, of 16 x 16 and 16 x 8 in f32.
 template <class E>
@@ -1227,12 +1239,9 @@ struct KeyGradients {
         if (block < blocks) {
           const int64_t first = static_cast<int64_t>(block) * kAttentionBlock;
           const Note note = note_of(at(search.head, first));
-          const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
           sees = note.low < end_key && note.high > first_key;
-          has_blanks = low == kNever || high == kNever;
-          is_whole = !has_blanks && a.q_segments == nullptr &&
-                     note.low + static_cast<int64_t>(low) * 64 <= first_key &&
-                     first_key + kKeys <= note.high - static_cast<int64_t>(high) * 64;
+          has_blanks = note.has_blanks();
+          is_whole = a.q_segments == nullptr && note.has_all(first_key, kKeys);
         }
         search.seen = __ballot_sync(0xffffffffu, sees);
         search.whole = __ballot_sync(0xffffffffu, is_whole);
@@ -1494,8 +1503,13 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   }
   if (warp != 0) return;
   Hull hull = Hull::none();
-  for (int own = lane; own < count; own += 32) hull.add(range_of(a, of_keys, first + own));
+  bool is_segment_0 = a.q_segments != nullptr;
+  for (int own = lane; own < count; own += 32) {
+    hull.add(range_of(a, of_keys, first + own));
+    if (a.q_segments != nullptr) is_segment_0 &= a.q_segments[of_keys * a.queries + first + own] == 0;
+  }
   hull.reduce_warp();
+  is_segment_0 = __all_sync(0xffffffffu, is_segment_0);
   if (lane != 0) return;
   Note& note = *note_of(0);
   note.low = hull.low;
@@ -1507,7 +1521,8 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
     return has_inner && all < kNever ? static_cast<uint32_t>(all) : kNever;
   };
   note.inner = steps(static_cast<int64_t>(hull.inner_low) - hull.low) |
-               steps(static_cast<int64_t>(hull.high) - hull.inner_high) << 16;
+               steps(static_cast<int64_t>(hull.high) - hull.inner_high) << 15 |
+               static_cast<uint32_t>(is_segment_0) << 30;
 }
 
 // What the sink of a head of queries gets, from notes.

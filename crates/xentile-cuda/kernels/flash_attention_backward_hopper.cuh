@@ -104,6 +104,8 @@ struct KeyGradients {
   // Of a warpgroup's keys.
   enum Sees : uint32_t { kNone = 0, kSome = 1, kAll = 2 };
   static constexpr uint32_t kOfGroup = 2, kHasBlanks = 1 << 4, kIsEnd = 1 << 5;
+  // That segments are all 0, as where ranges say all of what is seen.
+  static constexpr uint32_t kIsSegment0 = 1 << 6;
 
   struct About {
     alignas(16) int2 ranges[kRows];
@@ -162,37 +164,42 @@ struct KeyGradients {
       least[group] = __reduce_min_sync(~0u, least[group]);
       most[group] = __reduce_max_sync(~0u, most[group]);
     }
+    bool is_segment_0 = true;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) is_segment_0 &= least[group] >= 0 && most[group] <= 0;
     Turn<kStages> turn;
     Turn<kOfValues> of_values;
     int turns = 0;
     const int blocks = (a.queries + kRows - 1) / kRows;
+    // Blocks of which the first head's see some key, by 32; the others' do as well.
+    int from = 0, end = blocks, first_seen = blocks, end_seen = 0;
     const E* notes = static_cast<const E*>(a.dq) + a.first_query(of_keys) * a.width;
     for (int head = 0; head < a.group; ++head, notes += a.q_group * a.width) {
-      for (int begin = 0; begin < blocks; begin += 32) {
+      if (head == 1) from = first_seen, end = end_seen;
+      for (int begin = from; begin < end; begin += 32) {
         uint32_t own = 0;
         if (begin + lane < blocks) {
           const Note note = *reinterpret_cast<const Note*>(
               notes + static_cast<int64_t>(begin + lane) * kRows * a.q_row * a.width);
-          const uint32_t low = note.inner & 0xffffu, high = note.inner >> 16;
-          const bool has_blanks = low == kNever || high == kNever;
-          if (has_blanks) own |= kHasBlanks;
+          if (note.has_blanks()) own |= kHasBlanks;
+          const bool are_segments_0 = is_segment_0 && note.is_segment_0();
+          if (are_segments_0) own |= kIsSegment0;
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
             const int first = first_key + group * kOwn, end = min(first + kOwn, a.keys);
             if (!(note.low < end && note.high > first)) continue;
-            const bool is_whole = !has_blanks && a.q_segments == nullptr &&
-                                  note.low + static_cast<int64_t>(low) * 64 <= first &&
-                                  first + kOwn <= note.high - static_cast<int64_t>(high) * 64;
+            const bool is_whole = (are_segments_0 || a.q_segments == nullptr) && note.has_all(first, kOwn);
             own |= (is_whole ? kAll : kSome) << group * kOfGroup;
           }
         }
         uint32_t seen = __ballot_sync(~0u, (own & 15) != 0);
+        if (seen != 0) first_seen = min(first_seen, begin), end_seen = min(begin + 32, blocks);
         while (seen != 0) {
           const int bit = __ffs(seen) - 1;
           seen &= seen - 1;
           uint32_t flags = __shfl_sync(~0u, own, bit);
           const int first = (begin + bit) * kRows;
-          if (a.q_segments != nullptr) {
+          if (a.q_segments != nullptr && (flags & kIsSegment0) == 0) {
             const int32_t* segments = a.q_segments + static_cast<int64_t>(of_keys) * a.queries + first;
             const int count = min(kRows, a.queries - first);
 #pragma unroll
@@ -273,7 +280,7 @@ struct KeyGradients {
         if (!(ranges.x <= own && own < ranges.y)) products[j][2 * half] = -infinity();
         if (!(ranges.z <= own && own < ranges.w)) products[j][2 * half + 1] = -infinity();
       }
-      if (a.q_segments == nullptr) continue;
+      if (a.q_segments == nullptr || (about.flags & kIsSegment0) != 0) continue;
       const int2 pair = *reinterpret_cast<const int2*>(&about.segments[column]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -518,6 +525,8 @@ struct QueryGradients {
     int2 ranges[kRows];
     int32_t of_keys[kStages][kKeys];
     int keys[kStages];
+    // Whether all of the block's queries and of the tile's keys are of one segment.
+    bool are_one_segment[kStages];
     // Of 32 rows: a hull, and the least and the largest segment.
     int hulls[kRows / 32][6];
     alignas(8) uint64_t full[kStages], empty[kStages], full_of_values[kOfValues], empty_of_values[kOfValues], kept;
@@ -599,18 +608,31 @@ struct QueryGradients {
     // Unsigned, as what is behind the last tile may be 2^31.
     for (uint32_t next = low / kKeys * kKeys; low < high && next < static_cast<uint32_t>(high); next += kKeys) {
       const int key = static_cast<int>(next), count = min(kKeys, a.keys - key);
-      if (a.kv_segments != nullptr && are_apart(segments + key, count, least, most)) continue;
+      bool is_seen = a.kv_segments == nullptr, is_one = is_seen || least == most;
+      if (a.kv_segments != nullptr) {
+#pragma unroll
+        for (int i = lane; i < kKeys; i += 32) {
+          if (i >= count) continue;
+          const int32_t segment = segments[key + i];
+          is_seen |= least <= segment && segment <= most;
+          is_one &= segment == least;
+        }
+        is_seen = __any_sync(~0u, is_seen);
+        is_one = __all_sync(~0u, is_one);
+      }
+      if (!is_seen) continue;
       if (turns++ % kBringing == warp) {
         ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
         const uint32_t barrier = full(turn.stage);
         // Each lane's arrival is after what it writes.
-        if (a.kv_segments != nullptr) {
+        if (!is_one) {
           for (int i = lane; i < count; i += 32) shared.of_keys[turn.stage][i] = segments[key + i];
         }
         if (lane != 0) {
           ptx::mbarrier_arrive(barrier);
         } else {
           shared.keys[turn.stage] = key;
+          shared.are_one_segment[turn.stage] = is_one;
           ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
           load_rows<Tile, kKeys, kColumns>(k(turn.stage), all.k, barrier, key, inner, outer);
           ptx::mbarrier_wait(empty_of_values(of_values.stage), of_values.parity ^ 1);
@@ -646,7 +668,7 @@ struct QueryGradients {
           if (!(low <= 8 * j + i && 8 * j + i < high)) products[j][2 * half + i] = -infinity();
         }
       }
-      if (a.kv_segments == nullptr) continue;
+      if (shared.are_one_segment[stage]) continue;
       const bool is_there = own < a.queries - first;
       const int32_t segment =
           is_there ? a.q_segments[static_cast<int64_t>(of_keys) * a.queries + first + own] : 0;
@@ -740,7 +762,8 @@ struct QueryGradients {
           bend_by(bend);
         }
       }
-      const bool is_whole = own.inner_low <= key && kKeys <= own.inner_high - key && a.kv_segments == nullptr;
+      const bool is_whole =
+          own.inner_low <= key && kKeys <= own.inner_high - key && shared.are_one_segment[last];
       if (!is_whole) mask(p, key, last, of);
       uint32_t ds[kKeys / 16][4];
 #pragma unroll

@@ -17,7 +17,7 @@ struct alignas(128) FlashAttentionForwardArguments {
   CUtensorMap k;
   CUtensorMap v;
   FlashAttentionArguments of;
-  uint32_t span;  // heads of queries that share an order of blocks
+  uint32_t walk;  // the most blocks that a CTA has, all of one head of queries
 };
 
 // Mirrored by `NUMBERS` there: threads and queries of a CTA, and keys of a tile, of heads of up to 128 columns and of
@@ -54,7 +54,9 @@ struct Forward {
 
   // A tile of keys, and what of it somebody in the block may see: rows from `low` to `high`.
   struct Note {
-    int32_t key, low, high, is_last;
+    int32_t key, low, high;
+    // Whether all of the block's queries and of the tile's keys are of one segment.
+    bool is_one_segment, is_last;
   };
 
   struct Shared {
@@ -68,16 +70,16 @@ struct Forward {
   struct Work {
     int64_t head, of_keys, first;
 
-    // Of so many heads as `span` says, blocks of most work come first.
+    // Every CTA has an item for each step, of which the last may be behind all blocks. It goes over a head to and
+    // fro, so that CTAs have as much work each where that grows with the block.
     __device__ Work(const FlashAttentionForwardArguments& all, uint32_t item) {
       const FlashAttentionArguments& a = all.of;
       const uint32_t blocks = (static_cast<uint32_t>(a.queries) + kRows - 1) / kRows;
       const uint32_t heads = static_cast<uint32_t>(a.heads) * a.group;
-      const uint32_t before = item / (all.span * blocks) * all.span;
-      const uint32_t together = min(all.span, heads - before), rest = item % (all.span * blocks);
-      head = before + rest % together;
+      const uint32_t ctas = (blocks + all.walk - 1) / all.walk, step = item / (heads * ctas), own = item % ctas;
+      head = item / ctas % heads;
       of_keys = static_cast<uint32_t>(head) / a.group;
-      first = static_cast<int64_t>(blocks - 1 - rest / together) * kRows;
+      first = static_cast<int64_t>(step * ctas + (step % 2 == 0 ? ctas - 1 - own : own)) * kRows;
     }
   };
 
@@ -85,11 +87,6 @@ struct Forward {
   const FlashAttentionArguments& a;
   Shared& shared;
   const uint32_t base, items;
-
-  __device__ static uint32_t items_of(const FlashAttentionArguments& a) {
-    const uint32_t blocks = (static_cast<uint32_t>(a.queries) + kRows - 1) / kRows;
-    return static_cast<uint32_t>(a.heads) * a.group * blocks;
-  }
 
   __device__ Queries queries(uint32_t stage) const { return {base + stage * Queries::kBytes}; }
 
@@ -112,19 +109,20 @@ struct Forward {
     const int32_t* segments;  // or null
     int32_t keys, high, least, most;
     int64_t base;
-    // Tiles from `base` on that were found, of those that were looked at.
-    uint32_t found = 0;
+    // Tiles from `base` on that were found, of those that were looked at, and those of the queries' one segment.
+    uint32_t found = 0, of_one = 0;
     bool is_begun = false;
 
-    // The first key of the next tile, or -1.
-    __device__ int64_t next() {
+    // The first key of the next tile, or -1; and whether all keys are of the segment that all queries are of.
+    __device__ int64_t next(bool& is_one_segment) {
       while (found == 0) {
         if (is_begun) base += kAhead * kKeys;
         is_begun = true;
         if (base >= high) return -1;
+        of_one = 0;
 #pragma unroll
         for (int tile = 0; tile < kAhead; ++tile) {
-          bool is_seen = segments == nullptr;
+          bool is_seen = segments == nullptr, is_one = least == most || segments == nullptr;
           if (segments != nullptr) {
 #pragma unroll
             for (int i = 0; i < kKeys / 32; ++i) {
@@ -132,14 +130,18 @@ struct Forward {
               if (key >= keys) continue;
               const int32_t segment = segments[key];
               is_seen |= least <= segment && segment <= most;
+              is_one &= segment == least;
             }
             is_seen = __any_sync(0xffffffffu, is_seen);
+            is_one = __all_sync(0xffffffffu, is_one);
           }
+          of_one |= static_cast<uint32_t>(is_one) << tile;
           found |= static_cast<uint32_t>(is_seen && base + tile * kKeys < high) << tile;
         }
       }
       const int tile = __ffs(found) - 1;
       found &= found - 1;
+      is_one_segment = (of_one >> tile & 1) != 0;
       return base + tile * kKeys;
     }
   };
@@ -150,6 +152,7 @@ struct Forward {
     Turn<kBlocks> of_queries;
     for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
       const Work work(all, item);
+      if (work.first >= a.queries) continue;
       Hull hull = Hull::none();
       int least = INT32_MAX, most = INT32_MIN;
 #pragma unroll
@@ -182,24 +185,27 @@ struct Forward {
       }
       const int32_t* segments = a.kv_segments == nullptr ? nullptr : a.kv_segments + work.of_keys * a.keys;
       Search search{segments, a.keys, hull.low < hull.high ? hull.high : 0, least, most, hull.low / kKeys * kKeys};
-      int64_t key = search.next();
+      bool is_one = true, is_after_one = true;
+      int64_t key = search.next(is_one);
       const bool is_empty = key < 0;
       do {
-        const int64_t after = is_empty ? -1 : search.next();
+        const int64_t after = is_empty ? -1 : search.next(is_after_one);
         ptx::mbarrier_wait(at(shared.k_empty[turn.stage]), turn.parity ^ 1);
-        if (segments != nullptr) {
+        if (!is_one) {
 #pragma unroll
           for (int row = lane; row < kKeys; row += 32) {
-            shared.segments[turn.stage][row] = !is_empty && key + row < a.keys ? segments[key + row] : 0;
+            shared.segments[turn.stage][row] = key + row < a.keys ? segments[key + row] : 0;
           }
           __syncwarp();
         }
         if (lane == 0) {
           Note& note = shared.notes[turn.stage];
           note.is_last = after < 0;
+          note.is_one_segment = is_one;
           if (is_empty) {
-            // Nothing is read, and what is there is zeroed or masked.
-            note.key = note.low = note.high = 0;
+            // Nothing is read, and what is there is zeroed or masked, since no range goes so far.
+            note.key = INT32_MAX - kKeys;
+            note.low = note.high = 0;
             ptx::mbarrier_arrive(at(shared.k_full[turn.stage]));
           } else {
             note.key = static_cast<int32_t>(key);
@@ -228,7 +234,7 @@ struct Forward {
         }
         __syncwarp();
         turn.next();
-        key = after;
+        key = after, is_one = is_after_one;
       } while (key >= 0);
     }
   }
@@ -276,15 +282,15 @@ struct Forward {
       }
       inner_low = __reduce_max_sync(0xffffffffu, inner_low);
       inner_high = __reduce_min_sync(0xffffffffu, inner_high);
-      if (a.kv_segments != nullptr) inner_high = INT32_MIN;
     }
 
     // Has products that are not seen be -inf.
-    __device__ void mask(int key, uint32_t stage) {
-      if (inner_low <= key && key + kKeys <= inner_high) return;
+    __device__ void mask(const Note& note, uint32_t stage) {
+      if (!(inner_low <= note.key && note.key + kKeys <= inner_high)) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) mask_range(products, half, ranges[half], key);
-      if (a.kv_segments == nullptr) return;
+        for (int half = 0; half < 2; ++half) mask_range(products, half, ranges[half], note.key);
+      }
+      if (note.is_one_segment) return;
 #pragma unroll
       for (int half = 0; half < 2; ++half) mask_segment(products, half, segments[half], shared.segments[stage]);
     }
@@ -357,6 +363,7 @@ struct Forward {
       if (strip == kConsumers - 1) end_turn();
       for (uint32_t item = blockIdx.x; item < of.items; item += gridDim.x) {
         const Work work(of.all, item);
+        if (work.first >= a.queries) continue;
         begin(work);
         const Queries q = of.queries(of_queries.stage);
         ptx::mbarrier_wait(at(shared.q_full[of_queries.stage]), of_queries.parity);
@@ -368,7 +375,7 @@ struct Forward {
         wait<E, 0>();
         settle<E>(products);
         if (bend.is_bent) bend_all<E>(bend, products);
-        mask(note.key, of_keys.stage);
+        mask(note, of_keys.stage);
         release(shared.k_empty[of_keys.stage]);
         of_keys.next();
         float kept[2];
@@ -387,7 +394,7 @@ struct Forward {
           wait<E, 1>();
           settle<E>(products);
           if (bend.is_bent) bend_all<E>(bend, products);
-          mask(next.key, of_keys.stage);
+          mask(next, of_keys.stage);
           release(shared.k_empty[of_keys.stage]);
           of_keys.next();
           weigh(kept);
@@ -450,7 +457,7 @@ struct Forward {
   __device__ static void run(const FlashAttentionForwardArguments& all) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Shared shared;
-    const Forward of{all, all.of, shared, ptx::shared_address(memory), items_of(all.of)};
+    const Forward of{all, all.of, shared, ptx::shared_address(memory), gridDim.x * all.walk};
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {

@@ -182,8 +182,7 @@ impl Attention {
         unsafe {
             match self.on_hopper()? {
                 Some(multiprocessors) if ![heads, group, queries].contains(&0) => {
-                    let has_segments = !arguments.q_segments.is_null();
-                    let step = self.forward_on_hopper(multiprocessors, has_segments);
+                    let step = self.forward_on_hopper(multiprocessors);
                     let arguments = self.forward_arguments(arguments, multiprocessors)?;
                     self.launch(vec![step], stream, &arguments)
                 }
@@ -340,7 +339,7 @@ impl Attention {
     fn all_steps(&self, pass: Pass, on_hopper: Option<u32>) -> Vec<Step> {
         match (pass, on_hopper) {
             (Pass::Forward, Some(multiprocessors)) => {
-                vec![self.forward_on_hopper(multiprocessors, false)]
+                vec![self.forward_on_hopper(multiprocessors)]
             }
             (Pass::Forward, None) => vec![self.forward_anywhere()],
             (Pass::Backward, on_hopper) => {

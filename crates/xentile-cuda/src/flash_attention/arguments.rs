@@ -47,7 +47,7 @@ mirror! {
         k: TensorMap,
         v: TensorMap,
         of: Arguments,
-        span: u32,
+        walk: u32,
     }
 }
 

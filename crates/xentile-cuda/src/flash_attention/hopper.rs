@@ -23,15 +23,13 @@ pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
 }
 
 impl Attention {
-    pub(super) fn forward_on_hopper(&self, multiprocessors: u32, has_segments: bool) -> Step {
+    pub(super) fn forward_on_hopper(&self, multiprocessors: u32) -> Step {
         let columns = self.padded_columns();
         // There is room for the next block's queries beside all but wide ones.
         let blocks = if columns == 256 { 1 } else { 2 };
         let rows = blocks * FORWARD_QUERIES + 2 * STAGES * self.keys_of_tile();
-        let mut ctas = self.blocks_of_queries(FORWARD_QUERIES);
-        if self.blocks_of_cta(has_segments).is_some() {
-            ctas = ctas.map(|blocks| blocks.min(multiprocessors as usize));
-        }
+        let walk = self.blocks_of_cta(multiprocessors);
+        let ctas = self.blocks_of_queries(FORWARD_QUERIES * walk);
         Step {
             name: format!("flash_attention_forward_{columns}_hopper_{}", self.dtype),
             ctas,
@@ -70,24 +68,19 @@ impl Attention {
         }
     }
 
-    /// The blocks that a CTA of the forward pass walks over of heads that share an order, about, or none
-    /// where it has one block. By measurement: walking hides the beginnings of blocks, above all of short
-    /// ones as of packed text, and the hardware shares out blocks more evenly.
-    fn blocks_of_cta(&self, has_segments: bool) -> Option<usize> {
-        match self.padded_columns() {
-            64 => Some(8),
-            128 if has_segments || self.options.softcap.is_some() => Some(4),
-            _ => None,
-        }
-    }
-
-    /// The heads that share an order of blocks.
-    fn span(&self, multiprocessors: u32, has_segments: bool) -> u32 {
+    /// The most blocks of a head that a CTA of the forward pass has. By measurement: walking hides the beginnings
+    /// of blocks, above all of short ones as of packed text. An even number of blocks is as much work for every
+    /// CTA where masks are causal.
+    fn blocks_of_cta(&self, multiprocessors: u32) -> usize {
+        let most = if self.padded_columns() == 256 { 1 } else { 8 };
+        let heads = self.shape.heads.saturating_mul(self.shape.group);
         let blocks = self.shape.queries.div_ceil(FORWARD_QUERIES);
-        let heads = self
-            .blocks_of_cta(has_segments)
-            .map_or(1, |of_cta| (of_cta * multiprocessors as usize).div_ceil(blocks));
-        heads.min(self.shape.heads * self.shape.group) as u32
+        // A CTA takes about as long to begin as a block.
+        let time = |walk: &usize| {
+            let ctas = heads.saturating_mul(blocks.div_ceil(*walk));
+            ctas.div_ceil(multiprocessors as usize) * (walk + 1)
+        };
+        [1, 2, 4, 8].into_iter().filter(|&walk| walk <= most).min_by_key(time).unwrap_or(1)
     }
 
     fn keys_of_tile(&self) -> usize {
@@ -106,7 +99,7 @@ impl Attention {
             q: self.map_of_queries(&of, of.q, width, FORWARD_QUERIES as c_uint)?,
             k: self.map_of_keys(&of, of.k, width, keys)?,
             v: self.map_of_keys(&of, of.v, value_width, keys)?,
-            span: self.span(multiprocessors, !of.q_segments.is_null()),
+            walk: self.blocks_of_cta(multiprocessors) as u32,
             of,
         })
     }
@@ -184,21 +177,22 @@ mod tests {
 
     #[test]
     fn blocks_are_walked_over() {
-        let of = |shape: AttentionShape, has_segments| {
+        let of = |shape: AttentionShape| {
             let attention =
                 Attention::new(FlashAttention::new(shape.width), shape, DType::F16).unwrap();
-            let step = attention.forward_on_hopper(132, has_segments);
+            let step = attention.forward_on_hopper(132);
             // Beside what is dynamic there are barriers and segments.
             assert!(step.shared_bytes <= 224 << 10);
-            (step.ctas.unwrap(), attention.span(132, has_segments))
+            (step.ctas.unwrap(), attention.blocks_of_cta(132))
         };
         let long = AttentionShape { queries: 8192, ..SHAPE };
-        assert_eq!(of(long, false), (64 * 24, 1));
-        assert_eq!(of(long, true), (132, 9));
-        assert_eq!(of(AttentionShape { width: 64, ..long }, false), (132, 17));
-        assert_eq!(of(AttentionShape { width: 136, ..long }, true), (64 * 24, 1));
-        // Fewer blocks than multiprocessors, and fewer heads than might share an order.
-        assert_eq!(of(SHAPE, true), (48, 24));
+        assert_eq!(of(long), (16 * 24, 4));
+        assert_eq!(of(AttentionShape { width: 64, ..long }), (16 * 24, 4));
+        // There is no room for the next block's queries.
+        assert_eq!(of(AttentionShape { width: 136, ..long }), (64 * 24, 1));
+        // All blocks run at a time.
+        assert_eq!(of(SHAPE), (48, 1));
+        assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (512, 8));
     }
 
     #[test]

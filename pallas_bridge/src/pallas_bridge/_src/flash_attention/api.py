@@ -23,6 +23,7 @@ from .options import (
     ranges,
     segments,
 )
+from .segment_ranges import narrow_ranges
 
 RIGHT = {
     "q": "[B, S, H, D] or [S, H, D]",
@@ -219,11 +220,16 @@ def attend(
         zeros = jnp.expand_dims(zero, tuple(range(-count, 0)))
         return of_rank(given, zeros) + zeros
 
-    arrays.append(of_heads(seen, 2))
-    if segment_ids is not None:
+    if segment_ids is None:
+        arrays.append(of_heads(seen, 2))
+    else:
         of_queries, of_keys, is_own = segments(segment_ids, (*batch, queries), (*batch, keys))
         options = replace(options, is_own_segment=is_own)
-        arrays += [of_heads(of_queries, 1), of_heads(of_keys, 1)]
+        if options.implementation != "reference":
+            zeros = jnp.zeros_like(of_queries)[..., None]
+            seen = of_rank(jnp.asarray(seen), zeros) + zeros
+            seen, of_queries, of_keys = narrow_ranges(seen, of_queries, of_keys)
+        arrays += [of_heads(seen, 2), of_heads(of_queries, 1), of_heads(of_keys, 1)]
     if sinks is not None:
         zeros = zero[..., None].astype(jnp.float32)
         arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)

@@ -1,0 +1,78 @@
+"""Segments as ranges of keys, for GPUs, whose kernels skip tiles that are out of range."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..arrays import spec_of
+
+
+@jax.jit
+def narrow_ranges(
+    ranges: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns ranges and segments that say the same, for kernels of GPUs; others get them back.
+
+    Ranges [.., S, 2] end at the first and the last key of a query's segment [.., S]. Where all keys
+    between these are of the segment, for every query of a batch entry, its segments are all 0:
+    the ranges say what queries see.
+    """
+    arrays = ranges, q_segments, kv_segments
+    keys = kv_segments.shape[-1]
+    if not isinstance(keys, int) or keys == 0:
+        return arrays
+    narrowed: Any = on_cuda
+    specs = tuple(PartitionSpec(*spec_of(jax.typeof(one))) for one in arrays)
+    if any(cut is not None for spec in specs for cut in spec):
+        # What gathers and scatters make of explicit axes would have to be named for each.
+        narrowed = jax.sharding.auto_axes(on_cuda, out_sharding=specs)
+    found: tuple[jax.Array, jax.Array, jax.Array] = jax.lax.platform_dependent(
+        *arrays, cuda=narrowed, default=_as_they_are
+    )
+    return found
+
+
+def _as_they_are(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+def on_cuda(
+    ranges: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns what `narrow_ranges` does on NVIDIA GPUs."""
+    run: Any = _of_entry
+    for _ in range(kv_segments.ndim - 1):
+        run = jax.vmap(run)
+    found: tuple[jax.Array, ...] = run(ranges, q_segments, kv_segments)
+    return found
+
+
+def _of_entry(
+    ranges: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the same of one batch entry.
+
+    Ids share buckets by their lowest bits, so that hulls may be too wide; the ids decide then.
+    """
+    (keys,) = kv_segments.shape
+    buckets = 1 << keys.bit_length()
+    key = jnp.arange(keys, dtype=jnp.int32)
+    key_buckets, query_buckets = (one & (buckets - 1) for one in (kv_segments, q_segments))
+    # The larger, the earlier the first key of a bucket, and the later its last.
+    ends = jnp.stack([keys - key, key + 1], -1)
+    table = jnp.zeros((buckets, 2), jnp.int32)
+    table = table.at[key_buckets].max(ends, mode="promise_in_bounds")
+    of_own_key = table.at[key_buckets].get(mode="promise_in_bounds")
+    hull = table.at[query_buckets].get(mode="promise_in_bounds")
+    first = keys - hull[:, 0]
+    low = jnp.maximum(ranges[:, 0], first)
+    high = jnp.maximum(jnp.minimum(ranges[:, 1], hull[:, 1]), low)
+    # Each id has one run of keys, and no other id its bucket.
+    continues = kv_segments == jnp.roll(kv_segments, 1)
+    begins = keys - of_own_key[:, 0] == key
+    of_first = kv_segments.at[jnp.minimum(first, keys - 1)].get(mode="promise_in_bounds")
+    says_all = (continues | begins).all() & ((low >= high) | (of_first == q_segments)).all()
+    of_queries, of_keys = (jnp.where(says_all, 0, one) for one in (q_segments, kv_segments))
+    return jnp.stack([low, high], -1), of_queries, of_keys
