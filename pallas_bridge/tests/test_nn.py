@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pallas_bridge._src.nn import attention
 
+import pallas_bridge
 from pallas_bridge import nn
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -168,3 +169,10 @@ def test_norms_and_activations(rng: np.random.Generator) -> None:
     check(nn.swiglu(x), jax.nn.silu(x[:, :8]) * x[:, 8:])
     check(nn.rms_norm(x, epsilon=0.1), x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 0.1))
     check(nn.layer_norm(x), jax.nn.standardize(x, epsilon=1e-6))
+
+
+def test_norms_without_weight(rng: np.random.Generator) -> None:
+    x, ones = jnp.asarray(rng.normal(size=(3, 16)), jnp.bfloat16), jnp.ones(16, jnp.bfloat16)
+    check(pallas_bridge.rms_norm(x, None), pallas_bridge.rms_norm(x, ones))
+    check(pallas_bridge.rms_norm(x, None, zero_centred=True), pallas_bridge.rms_norm(x, ones))
+    check(pallas_bridge.layer_norm(x, None), pallas_bridge.layer_norm(x, ones))

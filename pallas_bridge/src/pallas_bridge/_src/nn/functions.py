@@ -1,9 +1,6 @@
 """Norms and activations with the signatures of `jax.nn` and Flax."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..activation import api as activation
@@ -11,11 +8,12 @@ from ..norm import api as norm
 
 
 def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, *, epsilon: float = 1e-6) -> jax.Array:
-    """Returns `pallas_bridge.rms_norm`, with a weight of ones if it is None.
+    """Returns `pallas_bridge.rms_norm`, under Flax's name for eps.
 
     Errors are those of `pallas_bridge.rms_norm`.
     """
-    return norm.rms_norm(x, _ones(x) if weight is None else weight, eps=epsilon)
+    y: jax.Array = norm.rms_norm(x, weight, eps=epsilon)
+    return y
 
 
 def layer_norm(
@@ -25,11 +23,11 @@ def layer_norm(
     *,
     epsilon: float = 1e-6,
 ) -> jax.Array:
-    """Returns `pallas_bridge.layer_norm`, with a weight of ones if it is None.
+    """Returns `pallas_bridge.layer_norm`, under Flax's name for eps.
 
     `epsilon` is 1e-6 as in Flax, not 1e-5. Errors are those of `pallas_bridge.layer_norm`.
     """
-    return norm.layer_norm(x, _ones(x) if weight is None else weight, bias, eps=epsilon)
+    return norm.layer_norm(x, weight, bias, eps=epsilon)
 
 
 def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
@@ -45,8 +43,3 @@ def silu(x: ArrayLike) -> jax.Array:
 def swiglu(x: ArrayLike, up: ArrayLike | None = None) -> jax.Array:
     """Returns silu(gate) * up, of one packed array [.., 2F] or of two."""
     return activation.swiglu(x, up)
-
-
-def _ones(x: Any) -> jax.Array:
-    array = jnp.asarray(x)
-    return jnp.ones(array.shape[-1:], array.dtype)

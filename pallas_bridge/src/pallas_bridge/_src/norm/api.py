@@ -3,6 +3,7 @@
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..checks import as_array
@@ -18,7 +19,7 @@ IMPLEMENTATIONS = {"custom_call": custom_call, "reference": reference}
 @overload
 def rms_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     *,
     eps: float = ...,
     residual: None = ...,
@@ -31,7 +32,7 @@ def rms_norm(
 @overload
 def rms_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     *,
     eps: float = ...,
     residual: ArrayLike | None = ...,
@@ -43,7 +44,7 @@ def rms_norm(
 
 def rms_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     *,
     eps: float = 1e-6,
     residual: ArrayLike | None = None,
@@ -68,7 +69,7 @@ def rms_norm(
 
     Args:
       x: [.., D] in bfloat16, float16 or float32.
-      weight: [D] in any of these dtypes.
+      weight: [D] in any of these dtypes; None for no scale.
       eps: finite and at least 0.
       residual: of the shape and dtype of x, or None.
       zero_centred: whether rows are scaled by 1 + weight, as in Gemma.
@@ -91,7 +92,8 @@ def rms_norm(
     """
     module = IMPLEMENTATIONS[choose(RMS_NORM, implementation)]
     options = check_rms_options(eps, zero_centred, implementation)
-    x, weight = as_array("x", x, "[.., D]"), as_array("weight", weight, "[D]")
+    x = as_array("x", x, "[.., D]")
+    weight = _weight(x, weight, zero_centred)
     residual = None if residual is None else as_array("residual", residual, "[.., D]")
     check_columns(x, "weight", weight)
     check_like("residual", residual, "x", x)
@@ -103,7 +105,7 @@ def rms_norm(
 @overload
 def layer_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     bias: ArrayLike | None = ...,
     *,
     eps: float = ...,
@@ -115,7 +117,7 @@ def layer_norm(
 @overload
 def layer_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     bias: ArrayLike | None = ...,
     *,
     eps: float = ...,
@@ -126,7 +128,7 @@ def layer_norm(
 
 def layer_norm(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     bias: ArrayLike | None = None,
     *,
     eps: float = 1e-5,
@@ -149,7 +151,7 @@ def layer_norm(
 
     Args:
       x: [.., D] in bfloat16, float16 or float32.
-      weight: [D] in any of these dtypes.
+      weight: [D] in any of these dtypes; None for no scale.
       bias: [D] in the dtype of weight, or None.
       eps: finite and at least 0.
       return_statistics: whether to return mean and rstd too.
@@ -171,9 +173,17 @@ def layer_norm(
     """
     module = IMPLEMENTATIONS[choose(LAYER_NORM, implementation)]
     options = check_layer_options(eps, implementation)
-    x, weight = as_array("x", x, "[.., D]"), as_array("weight", weight, "[D]")
+    x = as_array("x", x, "[.., D]")
+    weight = _weight(x, weight, False)
     bias = None if bias is None else as_array("bias", bias, "[D]")
     check_columns(x, "weight", weight)
     check_like("bias", bias, "weight", weight)
     y, mean, rstd = module.norm(options, x, weight, bias=bias)
     return (y, mean, rstd) if return_statistics else y
+
+
+def _weight(x: jax.Array, weight: ArrayLike | None, is_zero_centred: bool) -> jax.Array:
+    """Returns the weight [D]; for None, the one that scales nothing."""
+    if weight is not None:
+        return as_array("weight", weight, "[D]")
+    return jnp.full(x.shape[-1:], 0 if is_zero_centred else 1, x.dtype)
