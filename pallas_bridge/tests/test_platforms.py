@@ -266,6 +266,9 @@ def test_rows_for_cuda_are_registered_without_a_gpu(tmp_path: Path) -> None:
               return ((int32_t (*)(const char *, const char *, const char *))real(
                   "xentile_prefers_xla"))(a, b, c);
             }
+            size_t xentile_plan(const char *a, char *b, size_t c) {
+              return ((size_t (*)(const char *, char *, size_t))real("xentile_plan"))(a, b, c);
+            }
             const Row *xentile_targets(size_t *count) {
               size_t given, n = 0;
               const Row *from = ((const Row *(*)(size_t *))real("xentile_targets"))(&given);
@@ -292,7 +295,7 @@ def test_rows_for_cuda_are_registered_without_a_gpu(tmp_path: Path) -> None:
         import json, jax, jax.numpy as jnp, pallas_bridge as pb
         x, y = jnp.ones((2, 3)), jnp.zeros(2, int)
         text = jax.jit(pb.cross_entropy).trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
-        rows = [(row.platform, row.stage) for row in pallas_bridge.info().library.targets]
+        rows = [(row.platform, row.stage) for row in pb.info().library.targets]
         print(json.dumps([float(pb.cross_entropy(x, y)), text, rows]))
     """
     done = subprocess.run(

@@ -3,10 +3,16 @@
 import ctypes
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from pallas_bridge._src import library, operations, targets
 from pallas_bridge._src.arrays import Result
+from pallas_bridge._src.linear_cross_entropy import library_plan, schedule
+from pallas_bridge._src.linear_cross_entropy.chunks import Operands
+from pallas_bridge._src.linear_cross_entropy.plan import Problem
+from pallas_bridge._src.losses.options import Options
 from pallas_bridge._src.targets import declared
 
 
@@ -70,3 +76,22 @@ def test_what_a_result_always_lies_over() -> None:
     assert declared("xentile_scale").reuses == (0, 0)
     assert declared("xentile_linear_cross_entropy_add").reuses == (4, 4)
     assert declared("xentile_rope").reuses is None
+
+
+def test_planned_calls_have_attributes_of_the_declared_types() -> None:
+    """The library answers a plan in integers, and `wide` is a Boolean to the handler."""
+    shapes = ((4096, 256), jnp.bfloat16), ((32000, 256), jnp.bfloat16), ((4096,), jnp.int32)
+    hidden, weight, labels = (jax.ShapeDtypeStruct(*one) for one in shapes)
+    options = Options(-100, 0.0, 0.0, None, None, None, False, False)
+
+    def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> object:
+        operands = Operands(hidden, weight, None, labels)
+        problem = Problem.of(operands, 0, reduced=True)
+        tiling = {"chunk": [2048, 32000], "fused": True, "wide": True}
+        plan = library_plan.plan_cuda(problem, 1 << 30, tiling)
+        assert plan is not None
+        return schedule.call_cuda("fused", options, 0, plan, operands, jnp.float32(1))
+
+    program = jax.jit(run).trace(hidden, weight, labels).lower(lowering_platforms=("cuda",))
+    text = program.as_text()
+    assert "chunk_tokens = 2048 : i64" in text and "wide = true" in text

@@ -202,6 +202,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns o [.., S, H, Dv] and lse [.., S, H] of arrays and options that are checked.
 
+    lse is for use with `options.gives_lse` alone: cuDNN computes none.
+
     `seen` is [S, 2] or [B, S, 2]: the first key that a query sees, and the one behind its last.
     Unless `options.has_lengths`, it is what `ranges` makes of `causal` and `window`.
     """
@@ -235,7 +237,9 @@ def attend(
         arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)
     o, lse = custom_call.attention(options, *arrays)
     o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
-    return o, jnp.moveaxis(lse, -1, -3).reshape(*batch, queries, heads)
+    if options.gives_lse:
+        lse = jnp.moveaxis(lse, -1, -3).reshape(*batch, queries, heads)
+    return o, lse
 
 
 def _lengths(batch: list[int], q_lengths: Any, kv_lengths: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -32,6 +31,7 @@ from ..losses.options import Options, Tile
 from ..meshes import cuts, entry, on_devices
 from ..pallas import Target
 from ..partitioning import is_whole
+from ..targets import declared
 from . import library_plan
 from . import plan as plans
 from .chunks import (
@@ -367,11 +367,8 @@ def call_library(
     aliases = {"resume": {left: 1, left + 1: 2}, "add": {4: 4}}.get(name)
     call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
     every_token = None if is_backward else options.every_token
-    numbers = {
-        key: np.bool_(value) if isinstance(value, bool) else np.int64(value)
-        for key, value in tiling.items()
-    }
-    found = list(call(*flat, **dict(attributes(options, every_token)), **numbers))
+    values = {**dict(attributes(options, every_token)), **tiling}
+    found = list(call(*flat, **dict(declared(f"{TARGET}_{name}").attributes(values))))
     if is_forward:
         return tuple(found[:4]) if name == "forward" else (*found[:4], tuple(found[4:]))
     dbias = None if bias is None else found.pop().astype(bias.dtype)
