@@ -40,39 +40,33 @@ def _as_they_are(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def on_cuda(
     ranges: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns what `narrow_ranges` does on NVIDIA GPUs."""
-    run: Any = _of_entry
-    for _ in range(kv_segments.ndim - 1):
-        run = jax.vmap(run)
-    found: tuple[jax.Array, ...] = run(ranges, q_segments, kv_segments)
-    return found
-
-
-def _of_entry(
-    ranges: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the same of one batch entry.
+    """Returns what `narrow_ranges` does on NVIDIA GPUs.
 
     Ids share buckets by their lowest bits, so that hulls may be too wide; the ids decide then.
+    Batch entries are indexed by iotas, which XLA partitions, and checkify has a check for.
     """
-    (keys,) = kv_segments.shape
+    *batch, keys = kv_segments.shape
     buckets = 1 << keys.bit_length()
-    key = jnp.arange(keys, dtype=jnp.int32)
+    key = jax.lax.broadcasted_iota(jnp.int32, kv_segments.shape, len(batch))
+    shape = (*batch, 1)
+    entry = tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(batch)))
     key_buckets, query_buckets = (one & (buckets - 1) for one in (kv_segments, q_segments))
     # The larger, the earlier the first key of a bucket, and the later its last.
     ends = jnp.stack([keys - key, key + 1], -1)
-    table = jnp.zeros((buckets, 2), jnp.int32)
-    table = table.at[key_buckets].max(ends, mode="promise_in_bounds")
-    of_own_key = table.at[key_buckets].get(mode="promise_in_bounds")
-    hull = table.at[query_buckets].get(mode="promise_in_bounds")
-    first = keys - hull[:, 0]
-    low = jnp.maximum(ranges[:, 0], first)
-    high = jnp.maximum(jnp.minimum(ranges[:, 1], hull[:, 1]), low)
+    table = jnp.zeros((*batch, buckets, 2), jnp.int32)
+    table = table.at[(*entry, key_buckets)].max(ends, mode="promise_in_bounds")
+    of_own_key = table.at[(*entry, key_buckets)].get(mode="promise_in_bounds")
+    hull = table.at[(*entry, query_buckets)].get(mode="promise_in_bounds")
+    first = keys - hull[..., 0]
+    low = jnp.maximum(ranges[..., 0], first)
+    high = jnp.maximum(jnp.minimum(ranges[..., 1], hull[..., 1]), low)
     # Each id has one run of keys, and no other id its bucket.
-    continues = kv_segments == jnp.roll(kv_segments, 1)
-    begins = keys - of_own_key[:, 0] == key
-    of_first = kv_segments.at[jnp.minimum(first, keys - 1)].get(mode="promise_in_bounds")
-    says_all = (continues | begins).all() & ((low >= high) | (of_first == q_segments)).all()
-    of_queries, of_keys = (jnp.where(says_all, 0, one) for one in (q_segments, kv_segments))
+    continues = kv_segments == jnp.roll(kv_segments, 1, -1)
+    begins = keys - of_own_key[..., 0] == key
+    first_key = (*entry, jnp.minimum(first, keys - 1))
+    of_first = kv_segments.at[first_key].get(mode="promise_in_bounds")
+    is_single = (continues | begins).all(-1, keepdims=True)
+    is_single &= ((low >= high) | (of_first == q_segments)).all(-1, keepdims=True)
+    of_queries, of_keys = (jnp.where(is_single, 0, one) for one in (q_segments, kv_segments))
     return jnp.stack([low, high], -1), of_queries, of_keys
