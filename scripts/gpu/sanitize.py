@@ -477,7 +477,7 @@ class Heads(Case):
         if self.interleaved:
             first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
 
-        def turned(of: np.ndarray, way: int) -> np.ndarray:
+        def rotated(of: np.ndarray, way: int) -> np.ndarray:
             c, s = (one[rows][:, None].astype(np.float64) for one in tables)
             a, b, found = of[..., first], of[..., second], of.copy()
             found[..., first], found[..., second] = a * c - way * b * s, b * c + way * a * s
@@ -489,7 +489,7 @@ class Heads(Case):
         rstd = [one[..., 0].astype(np.float32) for one in by]
         if self.target.endswith("backward"):
             operands = [*x, *weights, *rstd, rows, *tables, *dy]
-            gs = [turned(one.astype(np.float64), -1) for one in dy]
+            gs = [rotated(one.astype(np.float64), -1) for one in dy]
             parts = [*zip(wide, by, scales, gs, strict=True)]
             wanted = [
                 r * (g * w - z * r * (g * w * z * r).mean(-1, keepdims=True))
@@ -498,7 +498,9 @@ class Heads(Case):
             wanted += [(g * z * r).sum((0, 1)) for z, r, _, g in parts]
         else:
             operands = [*x, *weights, rows, *tables]
-            wanted = [turned(z * r * w, 1) for z, r, w in zip(wide, by, scales, strict=True)] + rstd
+            wanted = [
+                rotated(z * r * w, 1) for z, r, w in zip(wide, by, scales, strict=True)
+            ] + rstd
         attributes = {"eps": 1e-6, "zero_centred": True, "interleaved": self.interleaved}
         aliases = {0: 0, 1: 1} if self.in_place else {}
         found = call(self.target, operands, attributes, blocks=3, aliases=aliases)
@@ -600,10 +602,10 @@ class Fused(Case):
         shape = (131, self.columns)
         first, second = rng.normal(size=(2, *shape)).astype(DTYPES["bf16"])
         a, b = (one.astype(np.float64) for one in (first, second))
-        values, turned = jax.ShapeDtypeStruct(shape, FORMATS[self.form]), shape[::-1]
+        values, transposed_shape = jax.ShapeDtypeStruct(shape, FORMATS[self.form]), shape[::-1]
         results = [values, jax.ShapeDtypeStruct((131, self.columns // 128), np.float32)]
         if self.transposed:
-            results += [jax.ShapeDtypeStruct(turned, values.dtype)]
+            results += [jax.ShapeDtypeStruct(transposed_shape, values.dtype)]
             results += [jax.ShapeDtypeStruct((self.columns, 2), np.float32)]
         attributes: dict[str, Any] = {"power_of_two": False}
         if self.of in ("norm", "add"):

@@ -1,15 +1,13 @@
 //! How a problem is cut, and where the parts of the scratch lie.
 
 use xentile::DType;
-pub(super) use xentile::linear_cross_entropy::plan::cuda::own_rows;
+pub(super) use xentile::linear_cross_entropy::plan::cuda::{ALIGNMENT, own_rows};
 use xentile::linear_cross_entropy::plan::cuda::{row_stride, slot_offset};
 
 use super::Linear;
 use crate::cross_entropy::Pass;
 use crate::fused_product::{FusedProduct, lifts_bytes};
 
-/// Where parts of the scratch begin: lines of memory, and what products like best.
-pub(super) const ALIGNMENT: usize = 256;
 /// Bytes of a row's sums between chunks.
 pub(super) const CARRIED_BYTES: usize = 16;
 /// Columns that even chunks are a multiple of.

@@ -54,8 +54,8 @@ const STEP: usize = 128;
 const LEAST_EXTENT: usize = 128;
 /// Slots that logits may be saved in.
 const SLOTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
-/// Bytes that parts of the scratch are a multiple of.
-const ALIGNMENT: usize = 256;
+/// Bytes that parts of the scratch are a multiple of: lines of memory, and what GEMMs are fastest with.
+pub const ALIGNMENT: usize = 256;
 /// Bytes that rows of logits are a multiple of.
 const LINE_BYTES: usize = 128;
 
