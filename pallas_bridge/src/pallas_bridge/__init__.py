@@ -27,6 +27,7 @@ from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
+from ._src.flash_attention.ring import ring_attention, zigzag_indices
 from ._src.fp8_quantize.api import (
     Quantized,
     delayed_scale,
@@ -80,12 +81,14 @@ __all__ = [
     "optax",
     "qk_norm_rope",
     "reglu",
+    "ring_attention",
     "rms_norm",
     "rms_norm_fp8",
     "rope",
     "squared_relu",
     "swiglu",
     "swiglu_fp8",
+    "zigzag_indices",
 ]
 
 # Programs that were exported elsewhere call the library too. Where that cannot be loaded, the first

@@ -43,7 +43,7 @@ def are_of_devices(names: Names) -> bool:
     for name in names:
         if name not in manual and _is_bound(name):
             raise ValueError(
-                f"axis_name is {_shown(names)}, and {name!r} an axis of jax.vmap; it must be of a "
+                f"axis_name is {shown(names)}, and {name!r} an axis of jax.vmap; it must be of a "
                 "mesh: call within jax.shard_map"
             )
     return bool(names) and {*names} <= {*manual}
@@ -57,7 +57,7 @@ def _is_bound(name: str) -> bool:
     return True
 
 
-def _mesh_of(*arrays: Any) -> Any:
+def mesh_of(*arrays: Any) -> Any:
     """Returns the mesh of a program, or that of arrays where it is not set; None for none."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
@@ -115,7 +115,7 @@ def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
                 whole[one] = ()
             raise ValueError(
                 f"{operation}: axis {axis % len(found)} of {name}, its {what}, is sharded over "
-                f"{_shown(found[axis])}; it must be whole: call jax.sharding.reshard({name}, "
+                f"{shown(found[axis])}; it must be whole: call jax.sharding.reshard({name}, "
                 f"jax.{PartitionSpec(*map(entry, whole))}) first"
             )
 
@@ -132,7 +132,7 @@ def _axes(mesh: Any, kind: AxisType) -> frozenset[str]:
 
 def are_left_to_xla(*arrays: Any) -> bool:
     """Whether XLA alone chooses, and for several devices, how it cuts traced arrays."""
-    mesh = _mesh_of(*arrays)
+    mesh = mesh_of(*arrays)
     is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     is_several = mesh is not None and mesh.size > 1 and _has_devices(mesh)
     return is_traced and is_several and all(one == AxisType.Auto for one in mesh.axis_types)
@@ -140,7 +140,7 @@ def are_left_to_xla(*arrays: Any) -> bool:
 
 def is_without_devices(*arrays: Any) -> bool:
     """Whether traced arrays are of a mesh that has no devices."""
-    mesh = _mesh_of(*arrays)
+    mesh = mesh_of(*arrays)
     return mesh is not None and not _has_devices(mesh)
 
 
@@ -154,7 +154,7 @@ def _has_devices(mesh: Any) -> bool:
 
 def may_be_left_to_xla(*arrays: Any) -> bool:
     """Whether XLA may choose how it cuts traced arrays, as it may where no mesh is known."""
-    mesh = _mesh_of(*arrays)
+    mesh = mesh_of(*arrays)
     return mesh is None or (_has_devices(mesh) and bool(_axes(mesh, AxisType.Auto)))
 
 
@@ -163,7 +163,7 @@ def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
 
     `others` tell the mesh where it is not set and `x` does not.
     """
-    mesh = _mesh_of(x, *others)
+    mesh = mesh_of(x, *others)
     of_explicit = cuts(x)
     if of_explicit[axis]:
         of_explicit[axis] = ()
@@ -255,16 +255,16 @@ def with_axes(names: Names, *arrays: Any) -> Any:
     Raises:
         ValueError: there is none.
     """
-    mesh = _mesh_of(*arrays)
+    mesh = mesh_of(*arrays)
     if mesh is None:
         raise ValueError(
-            f"axis_name is {_shown(names)}, which is no axis here, and there is no mesh: call "
+            f"axis_name is {shown(names)}, which is no axis here, and there is no mesh: call "
             "within jax.shard_map over a mesh that has it, or set one by jax.set_mesh"
         )
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"axis_name is {_shown(names)}; it must be of the mesh's axes, which are "
+            f"axis_name is {shown(names)}; it must be of the mesh's axes, which are "
             f"{', '.join(map(repr, mesh.axis_names))}"
         )
     return mesh
@@ -280,11 +280,11 @@ def check_divides(mesh: Any, names: Names, what: str, vocab: int) -> int:
     if vocab % count:
         raise ValueError(
             f"{what} has a vocabulary of {vocab} columns, which the {count} devices of axis_name "
-            f"{_shown(names)} do not divide: pad it to {-(-vocab // count) * count} columns, whose "
+            f"{shown(names)} do not divide: pad it to {-(-vocab // count) * count} columns, whose "
             "logits are -inf"
         )
     return count
 
 
-def _shown(names: Names) -> str:
+def shown(names: Names) -> str:
     return repr(names[0] if len(names) == 1 else names)

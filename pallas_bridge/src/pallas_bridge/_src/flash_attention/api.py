@@ -1,6 +1,7 @@
 """Attention: what users call."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -14,22 +15,20 @@ from ..implementations import choose
 from ..operation import Implementation
 from . import custom_call
 from .declaration import OPERATION
+from .heads import by_kv_heads, by_tokens, for_kv_heads, lse_by_tokens, sinks_by_kv_heads
 from .options import (
     ELSEWHERE,
+    SHAPES,
     Options,
     check_arrays,
     check_options,
+    check_sinks,
     integers,
     ranges,
     segments,
 )
 from .segment_ranges import narrow_ranges
 
-RIGHT = {
-    "q": "[B, S, H, D] or [S, H, D]",
-    "k": "[B, Skv, Hkv, D] or [Skv, Hkv, D]",
-    "v": "[B, Skv, Hkv, Dv] or [Skv, Hkv, Dv]",
-}
 Segments = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
@@ -163,7 +162,7 @@ def flash_attention(
             "(flax.nnx.dot_product_attention drops probabilities)"
         )
     choose(OPERATION, implementation)
-    q, k, v = (as_array(name, one, RIGHT[name]) for name, one in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (as_array(name, one, SHAPES[name]) for name, one in (("q", q), ("k", k), ("v", v)))
     check_arrays(q, k, v)
     for name, one in (("q", q), ("k", k), ("v", v)):
         meshes.check_whole(OPERATION, name, one, tokens=-3, columns=-1)
@@ -207,23 +206,12 @@ def attend(
     `seen` is [S, 2] or [B, S, 2]: the first key that a query sees, and the one behind its last.
     Unless `options.has_lengths`, it is what `ranges` makes of `causal` and `window`.
     """
-    *batch, queries, heads, _ = q.shape
-    keys, kv_heads = k.shape[-3:-1]
-    # Heads of keys come first, each with the queries that share it. The forward pass has XLA leave
-    # arrays on GPUs as they lie.
-    rows = q.reshape(*batch, queries, kv_heads, heads // kv_heads, q.shape[-1])
-    arrays = [jnp.moveaxis(rows, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)]
-    # Cut over a mesh as heads of keys are.
-    zero = jnp.zeros_like(arrays[1][..., 0, 0] if keys else arrays[1].sum((-1, -2)), jnp.int32)
-
-    def of_heads(array: Any, count: int) -> jax.Array:
-        """Returns an array with `count` axes behind those of the batch, for each head of keys."""
-        given = jnp.expand_dims(jnp.asarray(array), -count - 1)
-        zeros = jnp.expand_dims(zero, tuple(range(-count, 0)))
-        return of_rank(given, zeros) + zeros
-
+    *batch, queries, _, _ = q.shape
+    keys = k.shape[-3]
+    arrays = by_kv_heads(q, k, v)
+    expand = partial(for_kv_heads, k=arrays[1])
     if segment_ids is None:
-        arrays.append(of_heads(seen, 2))
+        arrays.append(expand(seen, 2))
     else:
         of_queries, of_keys, is_own = segments(segment_ids, (*batch, queries), (*batch, keys))
         options = replace(options, is_own_segment=is_own)
@@ -231,15 +219,11 @@ def attend(
             zeros = jnp.zeros_like(of_queries)[..., None]
             seen = of_rank(jnp.asarray(seen), zeros) + zeros
             seen, of_queries, of_keys = narrow_ranges(seen, of_queries, of_keys)
-        arrays += [of_heads(seen, 2), of_heads(of_queries, 1), of_heads(of_keys, 1)]
+        arrays += [expand(seen, 2), expand(of_queries, 1), expand(of_keys, 1)]
     if sinks is not None:
-        zeros = zero[..., None].astype(jnp.float32)
-        arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)
+        arrays.append(sinks_by_kv_heads(check_sinks(sinks, q.shape[-2]), arrays[1]))
     o, lse = custom_call.attention(options, *arrays)
-    o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
-    if options.gives_lse:
-        lse = jnp.moveaxis(lse, -1, -3).reshape(*batch, queries, heads)
-    return o, lse
+    return by_tokens(o), lse_by_tokens(lse) if options.gives_lse else lse
 
 
 def _lengths(batch: list[int], q_lengths: Any, kv_lengths: Any) -> Any:
@@ -263,12 +247,3 @@ def _cumulative(batch: list[int], of_queries: Any, of_keys: Any) -> Any:
         raise ValueError(f"q_cumulative has shape {shape}; it must be [N + 1], of N sequences")
     found = integers("q_cumulative", of_queries, shape)
     return found, found if of_keys is None else integers("kv_cumulative", of_keys, shape)
-
-
-def _sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
-    array = as_array("sinks", sinks, "[H]")
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
-    if array.shape != (heads,):
-        raise ValueError(f"sinks has shape {array.shape}; it must be ({heads},), one a head of q")
-    return array.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)

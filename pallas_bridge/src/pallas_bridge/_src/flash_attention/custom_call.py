@@ -76,6 +76,8 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Returns dq, dk, dv and, with sinks, dsinks; `dlse` may be None for zeros."""
     if options.implementation == "reference":
+        if options.is_key_block:
+            do, dlse = reference.key_block_cotangents(options, arrays, o, lse, do, dlse)
         return reference.gradients(options, arrays, do, dlse)
     of_lse = dlse is not None
     call = declared_call(
@@ -86,7 +88,7 @@ def backward(
         implementation=options.implementation,
         dense=Bound(_dense_backward, options, of_lse),
         dense_on=_dense_on(arrays[0], arrays[2]),
-        for_tpu=None if of_lse else on_tpu.gradients(options, *arrays[:3]),
+        for_tpu=None if of_lse or options.is_key_block else on_tpu.gradients(options, *arrays[:3]),
     )
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -98,8 +100,11 @@ def backward(
 
 
 def _dense_backward(options: Options, of_lse: bool, *operands: jax.Array) -> Any:
-    *arrays, _, _, do, dlse = operands
-    return reference.gradients(options, arrays, do, dlse if of_lse else None)
+    *arrays, o, lse, do, given = operands
+    dlse = given if of_lse else None
+    if options.is_key_block:
+        do, dlse = reference.key_block_cotangents(options, arrays, o, lse, do, dlse)
+    return reference.gradients(options, arrays, do, dlse)
 
 
 def attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:

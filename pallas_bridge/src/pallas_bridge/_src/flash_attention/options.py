@@ -17,6 +17,12 @@ COLUMNS_STEP = 8
 # What takes these, which are none of ours.
 ELSEWHERE = "jax.nn.dot_product_attention"
 
+SHAPES = {
+    "q": "[B, S, H, D] or [S, H, D]",
+    "k": "[B, Skv, Hkv, D] or [Skv, Hkv, D]",
+    "v": "[B, Skv, Hkv, Dv] or [Skv, Hkv, Dv]",
+}
+
 # Keys before a query's own place, and behind it; None for all.
 Window = tuple[int | None, int | None]
 
@@ -41,6 +47,8 @@ class Options:
     tokens_first: bool = False
     # What the user asked for by name.
     implementation: str | None = None
+    # Whether the o and lse that a backward pass takes are of more keys than the pass has.
+    is_key_block: bool = False
 
 
 def check_window(window: Any) -> Window:
@@ -170,6 +178,21 @@ def segments(value: Any, q_shape: tuple[int, ...], kv_shape: tuple[int, ...]) ->
         )
     found = integers("segment_ids", value, q_shape)
     return found, found, True
+
+
+def check_sinks(sinks: Any, heads: int) -> jax.Array:
+    """Returns sinks [H] in float32.
+
+    Raises:
+        TypeError: they are no floats.
+        ValueError: they have another shape.
+    """
+    array = as_array("sinks", sinks, "[H]")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
+    if array.shape != (heads,):
+        raise ValueError(f"sinks has shape {array.shape}; it must be ({heads},), one a head of q")
+    return array.astype(jnp.float32)
 
 
 def ranges(options: Options, queries: int, keys: int, lengths: Any, cumulative: Any) -> Any:

@@ -124,6 +124,27 @@ def gradients(
     return tuple(jnp.where(is_lost, jnp.nan, one) for is_lost, one in pairs)
 
 
+def key_block_cotangents(
+    options: Options,
+    arrays: Sequence[jax.Array],
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    dlse: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of a key block's own results, of those of all blocks' o and lse.
+
+    With n for a block: o = sum(exp(lse_n - lse) o_n), so that do_n = exp(lse_n - lse) do, and
+    dlse_n = exp(lse_n - lse) (do . (o_n - o) + dlse).
+    """
+    own_o, own_lse = forward(options, *arrays)
+    share = jnp.exp(own_lse - jnp.where(lse == -jnp.inf, 0, lse))
+    wide = do.astype(jnp.float32)
+    change = (wide * (own_o.astype(jnp.float32) - o)).sum(-1)
+    change = change if dlse is None else change + dlse
+    return (share[..., None] * wide).astype(do.dtype), share * change
+
+
 def _gradients(
     options: Options, arrays: Sequence[jax.Array], do: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, ...]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..arrays import spec_of
+from .. import meshes
 
 
 @jax.jit
@@ -24,10 +24,16 @@ def narrow_ranges(
     if not isinstance(keys, int) or keys == 0:
         return arrays
     narrowed: Any = on_cuda
-    specs = tuple(PartitionSpec(*spec_of(jax.typeof(one))) for one in arrays)
-    if any(cut is not None for spec in specs for cut in spec):
+    batch = meshes.cuts(q_segments)[:-1]
+    names = frozenset(name for names in batch for name in names)
+    if names or any(map(any, map(meshes.cuts, arrays))):
         # What gathers and scatters make of explicit axes would have to be named for each.
-        narrowed = jax.sharding.auto_axes(on_cuda, out_sharding=specs)
+        mesh = meshes.mesh_of(*arrays)
+        by_batch = PartitionSpec(*map(meshes.entry, batch))
+        ranges, q_segments, kv_segments = (meshes.place(mesh, by_batch, one) for one in arrays)
+        arrays = ranges, q_segments, kv_segments
+        if names:
+            narrowed = meshes.on_devices(mesh, names, on_cuda, (by_batch,) * 3, (by_batch,) * 3)
     found: tuple[jax.Array, jax.Array, jax.Array] = jax.lax.platform_dependent(
         *arrays, cuda=narrowed, default=_as_they_are
     )
