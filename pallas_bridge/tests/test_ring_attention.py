@@ -1,6 +1,7 @@
 """Attention of sharded sequences against that of whole ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from on_mesh import WAYS, exchanged
+from pallas_bridge._src.flash_attention import custom_call
+from pallas_bridge._src.flash_attention.options import Options, ranges
 
 from pallas_bridge import flash_attention, ring_attention, zigzag_indices
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+NEEDS_DEVICES = pytest.mark.devices(8)
 LENGTH, DEVICES = 64, 4
 TOKENS = PartitionSpec("data", "sequence")
 # Options, and whether tokens are in zigzag order.
@@ -68,6 +71,7 @@ def arrays_of(rng: np.random.Generator, dtype: str, *, sinks: bool = False) -> d
     return arrays | ({"sinks": jnp.asarray(rng.normal(size=4), "float32")} if sinks else {})
 
 
+@NEEDS_DEVICES
 @pytest.mark.parametrize(("case", "way", "dtype", "implementation"), dict.fromkeys(RUNS))
 def test_results_and_gradients_are_those_of_whole_sequences(
     rng: np.random.Generator, case: str, way: str, dtype: str, implementation: Any
@@ -136,6 +140,7 @@ def close(found: Any, right: Any, dtype: str) -> None:
     np.testing.assert_allclose(found, right, atol=CLOSE[dtype] * largest, rtol=CLOSE[dtype])
 
 
+@NEEDS_DEVICES
 def test_without_jit_and_mapped(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32")
     mesh = mesh_of("auto")
@@ -159,6 +164,7 @@ def test_without_jit_and_mapped(rng: np.random.Generator) -> None:
         close(np.asarray(one), other, "float32")
 
 
+@NEEDS_DEVICES
 def test_blocks_are_sent_and_nothing_is_gathered(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32")
     mesh = mesh_of("auto")
@@ -197,6 +203,7 @@ def test_orders_of_tokens() -> None:
         zigzag_indices(10, 3)
 
 
+@NEEDS_DEVICES
 def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32")
     mesh = mesh_of("auto")
@@ -228,3 +235,24 @@ def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
         jax.vmap(lambda q, k, v: ring_attention(q, k, v, axis_name="row"), axis_name="row")(
             *arrays.values()
         )
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_gradients_of_key_blocks_add_up(rng: np.random.Generator, dtype: str) -> None:
+    # As on devices of a ring, but on one: backward calls take o and lse of all keys.
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    q, k, v = draw(1, 2, 96, 64), draw(1, 160, 64), draw(1, 160, 64)
+    do, dlse = draw(1, 2, 96, 64), jnp.asarray(rng.normal(size=(1, 2, 96)), "float32")
+    options = Options(scale=0.125, gives_lse=True, has_lengths=True)
+    seen = jnp.asarray(ranges(replace(options, causal=True), 96, 160, None, None))[None]
+    o, lse = custom_call.forward(options, q, k, v, seen)
+    wanted = custom_call.backward(options, (q, k, v, seen), o, lse, do, dlse)
+    options = replace(options, is_key_block=True)
+    found = []
+    for first, end in ((0, 64), (64, 160)):
+        own = (q, k[:, first:end], v[:, first:end], jnp.clip(seen, first, end) - first)
+        found.append(custom_call.backward(options, own, o, lse, do, dlse))
+    (dq, dk, dv), (more, *of_last) = found
+    close(np.asarray(dq + more, np.float32), wanted[0], dtype)
+    for one, other, right in zip((dk, dv), of_last, wanted[1:], strict=True):
+        close(np.asarray(jnp.concatenate([one, other], 1), np.float32), right, dtype)
