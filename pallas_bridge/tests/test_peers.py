@@ -104,6 +104,7 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
             ["plain", "all", "plain again"],
         ),
         ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
+        ("ring_attention.py", "--shapes 64x4x2x64", ["one", "ordered", "zigzag"]),
     ],
 )
 def test_programs_are_timed_in_turns(
