@@ -9,11 +9,11 @@ import pytest
 from pallas_bridge._src import keywords
 
 import pallas_bridge
-from pallas_bridge import nn, optax
+from pallas_bridge import losses, nn, optax
 
 FUNCTIONS = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (pallas_bridge, nn, optax)
+    for module in (pallas_bridge, losses, nn, optax)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 }
@@ -55,6 +55,8 @@ def test_every_function_answers(name: str) -> None:
         ("cross_entropy", "labelsmoothing", "did you mean label_smoothing?"),
         ("linear_cross_entropy", "lse_square_scale", "did you mean z_loss?"),
         ("linear_cross_entropy", "targets", "did you mean labels?"),
+        ("losses.ppo_policy_loss", "eps_clip", "did you mean clip?"),
+        ("losses.dpo_loss", "reference_chosen_logps", "did you mean ref_chosen?"),
         ("optax.softmax_cross_entropy_with_integer_labels", "mask", "did you mean where?"),
     ],
 )
