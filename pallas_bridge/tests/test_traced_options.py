@@ -44,13 +44,19 @@ def reduced(losses: jax.Array, reduction: str) -> jax.Array:
     return losses * counted if reduction == "none" else (losses * counted).sum() / total[reduction]
 
 
+def bent(x: jax.Array) -> jax.Array:
+    """A function whose slope depends on the loss, and is near 1."""
+    return x + jnp.sin(0.3 * x)
+
+
 def check(found: Any, wanted: Any) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("implementation", "reduction"), [(None, "mean"), (None, "none"), ("reference", "sum")]
+)
 @pytest.mark.parametrize("names", TRACED, ids="-".join)
 def test_coefficients(
     names: tuple[str, ...], reduction: Any, implementation: Any, rng: np.random.Generator
@@ -63,16 +69,16 @@ def test_coefficients(
 
     def of_logits(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
         logits = hidden @ weight.T + bias
-        return jnp.sin(cross_entropy(logits, LABELS, **traced, **options)).sum()
+        return bent(cross_entropy(logits, LABELS, **traced, **options)).sum()
 
     def of_hidden(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
         found = linear_cross_entropy(hidden, weight, LABELS, bias=bias, **traced, **options)
-        return jnp.sin(found).sum()
+        return bent(found).sum()
 
     def formula(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
         numbers = {**others, **traced}
         losses = loss_of(hidden @ weight.T + bias, numbers["label_smoothing"], numbers["z_loss"])
-        return jnp.sin(reduced(losses, reduction)).sum()
+        return bent(reduced(losses, reduction)).sum()
 
     arrays = given, hidden, weight, bias
     wanted = jax.value_and_grad(formula, (0, 1, 2, 3))(*arrays)
@@ -159,7 +165,7 @@ def test_temperature(reduction: Any, dtype: str, rng: np.random.Generator) -> No
     def ours(t: Any, hidden: Any, weight: Any, bias: Any, traced: bool = True) -> jax.Array:
         t = t if traced else 0.5
         options: Any = {"temperature": t, "reduction": reduction, "bias": bias}
-        return jnp.sin(linear_cross_entropy(hidden, weight, LABELS, **options)).sum()
+        return bent(linear_cross_entropy(hidden, weight, LABELS, **options)).sum()
 
     arrays = jnp.float32(0.5), hidden, weight, bias
     found = jax.jit(jax.value_and_grad(ours, (1, 2, 3)))(*arrays)
@@ -172,9 +178,13 @@ def test_temperature(reduction: Any, dtype: str, rng: np.random.Generator) -> No
             one.astype(jnp.float32), other.astype(jnp.float32), rtol=off, atol=off / 8
         )
     if dtype == "float32":
-        step = 1e-2
-        slope = (ours(0.5 + step, *arrays[1:]) - ours(0.5 - step, *arrays[1:])) / (2 * step)
-        np.testing.assert_allclose(jax.jit(jax.grad(ours))(*arrays), slope, rtol=2e-2)
+
+        def formula(t: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+            losses = loss_of((hidden @ weight.T + bias) / t, 0.0, 0.0)
+            count = (LABELS != -100).sum()
+            return bent(losses if reduction == "none" else losses.sum() / count).sum()
+
+        check(jax.jit(jax.grad(ours))(*arrays), jax.grad(formula)(*arrays))
 
 
 def test_what_is_refused() -> None:
