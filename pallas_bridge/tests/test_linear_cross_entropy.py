@@ -792,13 +792,6 @@ def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPat
         labels,
         vocab_axis=2,
     )
-    refused(
-        TypeError,
-        r"weight has dtype bfloat16 and hidden float16; of two dtypes one must be float32",
-        hidden.astype(jnp.float16),
-        weight.astype(jnp.bfloat16),
-        labels,
-    )
     refused(TypeError, r"weight has dtype int32", hidden, weight.astype(jnp.int32), labels)
     refused(ValueError, r"labels have shape \(599,\)", hidden, weight, labels[1:])
     refused(ValueError, r"bias has shape \(2002,\)", hidden, weight, labels, bias=bias[1:])

@@ -141,6 +141,22 @@ def test_dtypes_are_promoted(rng: np.random.Generator) -> None:
     check(found, jax.nn.dot_product_attention(q.astype(jnp.bfloat16).astype(jnp.float32), k, v))
 
 
+def test_sides_of_windows(rng: np.random.Generator) -> None:
+    arrays = draw(rng)
+    for window, same in (((None, 0), (12, 0)), (np.int64(2), (2, 2))):
+        found = nn.dot_product_attention(*arrays, local_window_size=window)
+        check(found, jax.nn.dot_product_attention(*arrays, local_window_size=same))
+    bias = jnp.zeros((1, 1, 12, 12))
+    found = nn.dot_product_attention(*arrays, bias, local_window_size=(None, 0))
+    check(found, jax.nn.dot_product_attention(*arrays, is_causal=True))
+    for negative in (-1, (-1, 0), (3, -2)):
+        message = r"local_window_size is .*; each side must be at least 0, or None"
+        with pytest.raises(ValueError, match=message):
+            nn.dot_product_attention(*arrays, local_window_size=negative)
+        with pytest.raises(ValueError, match=message):
+            nn.explain_attention(*arrays, local_window_size=negative)
+
+
 def test_flax(rng: np.random.Generator) -> None:
     arrays = draw(rng)
     run = partial(nn.flax_attention_fn, *arrays)

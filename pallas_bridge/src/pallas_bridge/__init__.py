@@ -22,7 +22,7 @@ except ImportError:
         raise
     sys.exit(doctor.main())
 
-from . import nn, optax
+from . import losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
@@ -77,6 +77,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "linear_cross_entropy_value_and_grad",
+    "losses",
     "nn",
     "optax",
     "qk_norm_rope",

@@ -16,6 +16,7 @@ from ._src.arrays import wide
 from ._src.bound import Bound
 from ._src.checks import as_array
 from ._src.cross_entropy.api import cross_entropy_per_token
+from ._src.keywords import hinted
 from ._src.operation import Implementation
 
 __all__ = ["softmax_cross_entropy_with_integer_labels"]
@@ -24,6 +25,7 @@ __all__ = ["softmax_cross_entropy_with_integer_labels"]
 IGNORED = -1
 
 
+@hinted
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,

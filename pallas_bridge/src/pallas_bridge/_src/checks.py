@@ -35,13 +35,18 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
         ) from error
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only as a program runs."""
+    return isinstance(value, jax.core.Tracer)
+
+
 def refuse_traced(name: str, value: Any) -> None:
     """Checks that an option is known as a program is traced: it becomes a part of that.
 
     Raises:
         TypeError: it is traced.
     """
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         raise TypeError(f"{name} is traced; it must be known when the program is")
 
 
@@ -104,5 +109,23 @@ def check_dtype(name: str, array: jax.Array, else_where: str = "") -> None:
     """
     if array.dtype not in DTYPES:
         raise TypeError(
-            f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32{else_where}"
+            f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32"
+            f"{cast_hint(array)}{else_where}"
         )
+
+
+def cast_hint(array: jax.Array) -> str:
+    """Returns what to do of an array of float64; nothing of others."""
+    return ": cast it, .astype(jnp.float32)" if array.dtype == jnp.float64 else ""
+
+
+def promoted(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays in the dtype that `jnp` promotes theirs to; as they are if one is no float.
+
+    float8 counts as none: JAX promotes it to nothing.
+    """
+    dtypes = {array.dtype for array in arrays}
+    if len(dtypes) == 1 or not all(dtype in (*DTYPES, jnp.float64) for dtype in dtypes):
+        return arrays
+    dtype = jnp.result_type(*arrays)
+    return tuple(array.astype(dtype) for array in arrays)

@@ -5,14 +5,16 @@ from typing import Any, Literal
 import jax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_flag, check_float32
+from ..checks import as_array, check_flag, check_float32, promoted
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from . import custom_call
 from .declaration import OPERATION
 from .options import Kind, Layout, Options, check_arrays, gelu_kind
 
 
+@hinted
 def gelu(
     x: ArrayLike,
     *,
@@ -46,6 +48,7 @@ def gelu(
     return _activation(kind, x, alpha=alpha, implementation=implementation)
 
 
+@hinted
 def squared_relu(x: ArrayLike, *, implementation: Implementation | None = None) -> jax.Array:
     """The square of the positive part, max(x, 0)^2 (So et al., "Primer", 2021), entry by entry.
 
@@ -54,6 +57,7 @@ def squared_relu(x: ArrayLike, *, implementation: Implementation | None = None) 
     return _activation("squared_relu", x, implementation=implementation)
 
 
+@hinted
 def swiglu(
     x: ArrayLike,
     up: ArrayLike | None = None,
@@ -76,8 +80,8 @@ def swiglu(
     Args:
       x: [.., 2F], gate and up packed, in bfloat16, float16 or float32; or the gate [.., F], where
         `up` is given.
-      up: of the shape and dtype of x, or None. Of two arrays XLA's own program is the
-        implementation, which moves no more bytes than it must.
+      up: of the shape of x, or None; dtypes that differ are promoted as by `jnp`. Of two arrays
+        XLA's own program is the implementation, which moves no more bytes than it must.
       interleaved: whether gate and up are the even and the odd columns of x; otherwise they are its
         halves, the gate first.
       alpha: finite and above 0.
@@ -86,10 +90,10 @@ def swiglu(
       implementation: as of `gelu`; "custom_call" is of one packed array.
 
     Returns:
-      [.., F] in the dtype of x.
+      [.., F] in the (promoted) dtype of x.
 
     Raises:
-      TypeError: a dtype that is not taken, dtypes that differ, or an option that is no number or is
+      TypeError: a dtype that is not taken, or an option that is no number or is
         traced.
       ValueError: shapes that disagree, an odd number of packed columns, or an option outside its
         range.
@@ -99,6 +103,7 @@ def swiglu(
     return _gated("silu", x, up, alpha=alpha, implementation=implementation, **gate)
 
 
+@hinted
 def geglu(
     x: ArrayLike,
     up: ArrayLike | None = None,
@@ -120,6 +125,7 @@ def geglu(
     return _gated(kind, x, up, alpha=alpha, implementation=implementation, **gate)
 
 
+@hinted
 def reglu(
     x: ArrayLike,
     up: ArrayLike | None = None,
@@ -189,7 +195,8 @@ def _activation(
 def _of(options: Options, x: ArrayLike, up: ArrayLike | None) -> jax.Array:
     right = {"single": "of any shape", "apart": "[.., F]"}.get(options.layout, "[.., 2F]")
     x = as_array("x", x, right)
-    up = None if up is None else as_array("up", up, "[.., F]")
+    if up is not None:
+        x, up = promoted(x, as_array("up", up, "[.., F]"))
     check_arrays(x, up, is_packed=options.layout in ("halves", "interleaved"))
     if options.layout == "single" and x.ndim == 0:
         # Kernels have columns.

@@ -10,11 +10,13 @@ from jax.typing import ArrayLike
 
 from .. import gathering, one_program
 from ..bound import Bound
-from ..checks import as_array
+from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint
 from ..implementations import choose
+from ..keywords import hinted
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.options import Options, check_arrays, check_options, narrow_labels
 from ..losses.reduction import token_factors, weighted, weighted_sum
+from ..losses.traced import Coefficients
 from ..operation import Implementation
 from .declaration import OPERATION
 from .sharding import Layout, find_layout
@@ -27,8 +29,8 @@ class _Keywords(TypedDict, total=False):
     """The options that both functions have."""
 
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: float | jax.Array
+    z_loss: float | jax.Array
     softcap: float | None
     temperature: float
     block_size: int | None
@@ -77,6 +79,7 @@ def cross_entropy(
 ) -> Any: ...
 
 
+@hinted
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -84,8 +87,8 @@ def cross_entropy(
     reduction: Reduction = "mean",
     weights: ArrayLike | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     return_lse: bool = False,
@@ -121,7 +124,9 @@ def cross_entropy(
         tokens that are not ignored (0 if that is 0), "none" gives weight * loss of every token.
       weights: [.., T], or a mask of that shape; ones where None.
       ignore_index: the label of ignored tokens.
-      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
+      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1]. It and
+        `z_loss` may be traced scalars, with derivatives, which are not checked. The gradient of a
+        sum or a mean then reads logits once more, as that of reduction "none" always does.
       z_loss: the weight of lse^2, at least 0.
       softcap: c > 0 replaces z by c * tanh(z / c) (Gemma Team, 2024); None for none.
       temperature: t > 0 divides z, after softcap (Hinton et al., 2015), for loss and all other
@@ -175,9 +180,8 @@ def cross_entropy(
         columns,
         implementation,
         axis_name,
+        Coefficients(label_smoothing, z_loss),
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
         block_size=block_size,
@@ -189,12 +193,12 @@ def cross_entropy(
     )
     request, weights = arrays.request, arrays.weights
     if reduction == "none":
-        outputs = arrays.per_token(0)
+        outputs = arrays.per_token(0, factors=weights)
         loss = outputs.loss if weights is None else weighted(outputs.loss, weights)
         return _join(loss, *request.select(outputs))
     factors = token_factors(arrays.options, reduction, arrays.labels, weights)
-    if request.any:
-        outputs = arrays.per_token(0)
+    if request.any or arrays.coefficients.any_traced:
+        outputs = arrays.per_token(0, factors=factors)
         return _join(weighted_sum(outputs.loss, factors), *request.select(outputs))
     run = Bound(Layout.reduced, arrays.layout, arrays.options)
     results = (0, 1) if return_lse else (0,)
@@ -235,13 +239,14 @@ def cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
+@hinted
 def cross_entropy_per_token(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     return_lse: bool = False,
@@ -275,9 +280,8 @@ def cross_entropy_per_token(
         columns,
         implementation,
         axis_name,
+        Coefficients(label_smoothing, z_loss),
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
         block_size=block_size,
@@ -300,12 +304,19 @@ class _Arrays(NamedTuple):
     options: Options
     request: Request
     layout: Layout
+    coefficients: Coefficients
 
-    def per_token(self, *indices: int) -> TokenOutputs:
-        """Returns outputs of tokens, at least those of `indices` and what is requested."""
-        run, results = Bound(Layout.per_token, self.layout, self.options), self.request.indices
+    def per_token(self, *indices: int, factors: jax.Array | None = None) -> TokenOutputs:
+        """Returns outputs of tokens, at least those of `indices` and what is requested.
+
+        `factors` are what losses are going to be multiplied by.
+        """
+        run, coefficients = Bound(Layout.per_token, self.layout, self.options), self.coefficients
+        results = *indices, *coefficients.indices, *self.request.indices
         arrays = self.request, self.logits, self.labels
-        return TokenOutputs(*one_program.run(run, *arrays, results=(*indices, *results)))
+        outputs = TokenOutputs(*one_program.run(run, *arrays, results=results))
+        loss = coefficients.loss(self.options, self.labels, outputs, factors)
+        return outputs._replace(loss=loss)
 
 
 def _prepare(
@@ -315,6 +326,7 @@ def _prepare(
     columns: ArrayLike | None,
     implementation: Implementation | None,
     axis_name: AxisName | None,
+    coefficients: Coefficients,
     **options: Any,
 ) -> _Arrays:
     """Returns checked arrays and options.
@@ -328,10 +340,11 @@ def _prepare(
     check_arrays(logits, labels, weights)
     if chosen != "reference" and logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise TypeError(
-            f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32 "
-            '(implementation="reference" takes others)'
+            f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
+            f"{cast_hint(logits)}{REFERENCE_TAKES_OTHERS}"
         )
-    checked = dataclasses.replace(check_options(**options), implementation=implementation)
+    checked = coefficients.for_kernels(check_options(**coefficients.known, **options))
+    checked = dataclasses.replace(checked, implementation=implementation)
     labels, checked = narrow_labels(labels, checked)
     weights = None if weights is None else weights.astype(jnp.float32)
     layout = find_layout(logits, axis_name)
@@ -342,7 +355,7 @@ def _prepare(
         logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
     columns = check_columns(OPERATION, columns, labels.shape)
     request = Request(checked.every_token, checked.entropy, checked.correct, columns)
-    return _Arrays(logits, labels, weights, checked, request, layout or Layout())
+    return _Arrays(logits, labels, weights, checked, request, layout or Layout(), coefficients)
 
 
 def _join(loss: jax.Array, *more: jax.Array) -> jax.Array | tuple[jax.Array, ...]:

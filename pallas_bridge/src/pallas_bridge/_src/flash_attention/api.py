@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 
 from .. import meshes
 from ..arrays import of_rank
-from ..checks import as_array, check_flag
+from ..checks import as_array, check_flag, promoted
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from . import custom_call
 from .declaration import OPERATION
@@ -36,7 +37,7 @@ class _Keywords(TypedDict, total=False):
     """The options besides the one that decides what is returned."""
 
     causal: bool
-    window: tuple[int | None, int | None] | None
+    window: int | tuple[int | None, int | None] | None
     softcap: float | None
     scale: float | None
     segment_ids: Segments | None
@@ -72,13 +73,14 @@ def flash_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@hinted
 def flash_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     segment_ids: Segments | None = None,
@@ -116,12 +118,15 @@ def flash_attention(
 
     Args:
       q: [B, S, H, D] or [S, H, D], in bfloat16, float16 or float32; D is a multiple of 8 up to 256.
-      k: [B, Skv, Hkv, D] or [Skv, Hkv, D], of the dtype of q; H is a multiple of Hkv, and query
-        heads h * H / Hkv and following share head h of keys.
+        Dtypes of q, k and v that differ are promoted as by `jnp`.
+      k: [B, Skv, Hkv, D] or [Skv, Hkv, D]; H is a multiple of Hkv, and query heads h * H / Hkv and
+        following share head h of keys.
       v: [B, Skv, Hkv, Dv] or [Skv, Hkv, Dv]; Dv is as D, and may differ from it.
       causal: whether a query sees nothing behind its own place.
       window: (left, right): the most keys that a query sees before its place and behind; None on a
-        side for all.
+        side for all. It is FlashAttention's `window_size`, whose -1 is None here. An integer is of
+        both sides, as in `jax.nn.dot_product_attention`; Hugging Face's `sliding_window` counts the
+        query's own key too, and is (sliding_window - 1, 0).
       softcap: c > 0 replaces t by c * tanh(t / c); None for none.
       scale: of logits; None for 1 / sqrt(D).
       segment_ids: integers [B, S] (or [S]), where queries and keys are of the same tokens, or
@@ -141,8 +146,9 @@ def flash_attention(
         platform has, as `pallas_bridge.info()` says.
 
     Returns:
-      o, [B, S, H, Dv] or [S, H, Dv] in the dtype of q; with `return_lse` the pair of o and lse,
-      [B, S, H] or [S, H] in float32. It merges parts of keys: o = sum(o_n * exp(lse_n - lse)).
+      o, [B, S, H, Dv] or [S, H, Dv] in the (promoted) dtype of q; with `return_lse` the pair of o
+      and lse, [B, S, H] or [S, H] in float32. It merges parts of keys:
+      o = sum(o_n * exp(lse_n - lse)).
 
     Raises:
       TypeError: a dtype that is not taken, or an option of the wrong type, or traced.
@@ -163,6 +169,7 @@ def flash_attention(
         )
     choose(OPERATION, implementation)
     q, k, v = (as_array(name, one, SHAPES[name]) for name, one in (("q", q), ("k", k), ("v", v)))
+    q, k, v = promoted(q, k, v)
     check_arrays(q, k, v)
     for name, one in (("q", q), ("k", k), ("v", v)):
         meshes.check_whole(OPERATION, name, one, tokens=-3, columns=-1)

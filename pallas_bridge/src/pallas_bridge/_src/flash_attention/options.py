@@ -51,31 +51,41 @@ class Options:
     is_key_block: bool = False
 
 
-def check_window(window: Any) -> Window:
-    """Returns how many keys a query sees before its place and behind.
+def check_window(window: Any, name: str = "window") -> Window:
+    """Returns how many keys a query sees before its place and behind; an integer is of both sides.
 
     Raises:
-        TypeError: it is no pair of integers or None, or traced.
+        TypeError: it is neither an integer nor a pair of integers or None, or it is traced.
         ValueError: one is negative.
     """
     if window is None:
         return None, None
-    refuse_traced("window", window)
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window is {window!r}; it must be (left, right), each an integer or None")
+    refuse_traced(name, window)
+    wrong = (
+        f"{name} is {window!r}; it must be (left, right), each an integer or None, or an integer"
+    )
+    if isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise TypeError(wrong)
+        given = window
+    else:
+        given = (window, window)
     sides: list[int | None] = []
-    for side in window:
+    for side in given:
         if side is None:
             sides.append(None)
             continue
         try:
             number = operator.index(side)
         except TypeError:
-            raise TypeError(
-                f"window is {window!r}; it must be (left, right), each an integer or None"
-            ) from None
+            raise TypeError(wrong) from None
+        if isinstance(side, bool):
+            raise TypeError(wrong)
         if number < 0:
-            raise ValueError(f"window is {window!r}; each side must be at least 0, or None for all")
+            raise ValueError(
+                f"{name} is {window!r}; each side must be at least 0, or None for all of it, which "
+                "FlashAttention writes -1"
+            )
         sides.append(number)
     return sides[0], sides[1]
 
@@ -101,13 +111,11 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """Checks shapes and dtypes.
 
     Raises:
-        TypeError: a dtype that is not taken, or dtypes that differ.
+        TypeError: a dtype that is not taken.
         ValueError: shapes that disagree, heads that no one can share, or columns not taken.
     """
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, array)
-        if array.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be that of q, {q.dtype}")
     if q.ndim not in (3, 4):
         raise ValueError(f"q has shape {q.shape}; it must be [B, S, H, D] or [S, H, D]")
     *batch, _, heads, width = q.shape

@@ -15,10 +15,11 @@ from jax.typing import ArrayLike
 from .. import meshes
 from ..arrays import of_rank
 from ..bound import Bound
-from ..checks import as_array, check_flag
+from ..checks import as_array, check_flag, promoted
 from ..compat import varying_axes
 from ..custom_call import vary_alike
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from . import custom_call
 from .declaration import OPERATION
@@ -61,7 +62,7 @@ def ring_attention(
     *,
     axis_name: str | Sequence[str],
     causal: bool = ...,
-    window: tuple[int | None, int | None] | None = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
     segment_ids: ArrayLike | None = ...,
@@ -80,7 +81,7 @@ def ring_attention(
     *,
     axis_name: str | Sequence[str],
     causal: bool = ...,
-    window: tuple[int | None, int | None] | None = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
     segment_ids: ArrayLike | None = ...,
@@ -91,6 +92,7 @@ def ring_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@hinted
 def ring_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -98,7 +100,7 @@ def ring_attention(
     *,
     axis_name: str | Sequence[str],
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     segment_ids: ArrayLike | None = None,
@@ -151,6 +153,7 @@ def ring_attention(
         raise ValueError("axis_name is None; it must name the mesh axis that shards tokens")
     given = {"q": q, "k": k, "v": v}
     q, k, v = (as_array(name, one, SHAPES[name]) for name, one in given.items())
+    q, k, v = promoted(q, k, v)
     check_arrays(q, k, v)
     if k.shape[TOKENS] != q.shape[TOKENS]:
         raise ValueError(

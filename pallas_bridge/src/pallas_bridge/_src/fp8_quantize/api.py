@@ -15,6 +15,7 @@ from ..activation.options import Options as Activation
 from ..activation.options import check_arrays as check_gated
 from ..checks import DTYPES, as_array, check_flag
 from ..implementations import choose
+from ..keywords import hinted, hinted_with
 from ..norm.api import rms_norm
 from ..norm.options import Options as Norm
 from ..norm.options import check_columns, check_like, check_rms_options
@@ -45,6 +46,7 @@ class Quantized(NamedTuple):
 jax.export.register_namedtuple_serialization(Quantized, serialized_name="pallas_bridge.Quantized")
 
 
+@hinted
 def fp8_quantize(
     x: ArrayLike,
     *,
@@ -159,6 +161,7 @@ def fp8_quantize(
     return (*both, most) if is_transposed else (quantized, most)
 
 
+@hinted
 def fp8_dequantize(
     values: ArrayLike,
     scales: ArrayLike,
@@ -214,6 +217,7 @@ def fp8_dequantize(
     return _dequantize(extents, np.dtype(dtype), values, scales)
 
 
+@hinted
 def delayed_scale(
     history: ArrayLike,
     *,
@@ -265,6 +269,7 @@ def delayed_scale(
     return reference.scale(options, jnp.minimum(grown, jnp.finfo(jnp.float32).max))
 
 
+@hinted_with(fp8_quantize)
 def rms_norm_fp8(
     x: ArrayLike,
     weight: ArrayLike,
@@ -326,6 +331,7 @@ def rms_norm_fp8(
     return fp8_quantize(y, **quantization), total
 
 
+@hinted_with(fp8_quantize)
 def swiglu_fp8(
     x: ArrayLike,
     up: ArrayLike | None = None,

@@ -9,13 +9,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import gathering, meshes, one_program, pallas
+from ..arrays import wide
 from ..bound import Bound
-from ..checks import as_array, check_dtype
+from ..checks import as_array, check_dtype, is_traced, promoted
 from ..cross_entropy.api import AxisName
 from ..implementations import choose
+from ..keywords import hinted
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.options import Options, check_options, check_tile, narrow_labels
 from ..losses.reduction import token_factors, weighted
+from ..losses.traced import Coefficients
 from ..losses.vocab_shards import OverDevices, shard_options
 from ..operation import Implementation
 from . import derivative, schedule
@@ -35,10 +38,10 @@ class _Keywords(TypedDict, total=False):
     bias: ArrayLike | None
     vocab_axis: int | None
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: float | jax.Array
+    z_loss: float | jax.Array
     softcap: float | None
-    temperature: float
+    temperature: float | jax.Array
     max_scratch_bytes: int | None
     block_size: int | None
     time_block: int | None
@@ -89,6 +92,7 @@ def linear_cross_entropy(
 ) -> Any: ...
 
 
+@hinted
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -99,10 +103,10 @@ def linear_cross_entropy(
     weights: ArrayLike | None = None,
     vocab_axis: int | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | jax.Array = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
@@ -127,9 +131,9 @@ def linear_cross_entropy(
     tokens, the last one padded, and XLA's own program runs on every platform, without a custom
     call, unless `implementation` names the kernels of the library.
 
-    `hidden` and `weight` may differ in dtype, f32 beside one of 16 bits. GEMMs then take the
-    narrower dtype, to which the wider array is rounded first, and the gradient of an array in f32
-    is its sums, never rounded.
+    `hidden` and `weight` may differ in dtype. Of f32 beside 16 bits GEMMs take the narrower dtype,
+    to which the wider array is rounded first, and the gradient of an array in f32 is its sums,
+    never rounded. bfloat16 beside float16 is promoted to float32, as by `jnp`, with GEMMs of that.
 
     Tokens that are ignored or whose factor is 0 add 0 to every gradient, whatever their hidden
     state (on GPUs, where logits are recomputed, one that is not finite makes dweight NaN). A NaN in
@@ -144,17 +148,21 @@ def linear_cross_entropy(
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
-      weight: [V, D] or [D, V], in the dtype of `hidden`, or f32 beside 16 bits either way.
+      weight: [V, D] or [D, V], in any of these dtypes.
       labels: [..], of any integer dtype.
       bias: [V], of any float dtype, or None.
       reduction: "mean", "sum" or "none", as for `cross_entropy`.
       weights: [..], or a mask of that shape; ones where None.
       vocab_axis: which axis of `weight` is V, 0 or 1; required where V = D.
       ignore_index: the label of tokens that take no part.
-      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1].
+      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1]. It and
+        `z_loss` may be traced scalars, with derivatives, which are not checked; the backward pass
+        of a sum or a mean then recomputes logits, as that of reduction "none" does.
       z_loss: the weight of lse^2, at least 0.
       softcap: c > 0 replaces z by c * tanh(z / c); None for none.
-      temperature: t > 0 divides z, after softcap, as for `cross_entropy`.
+      temperature: t > 0 divides z, after softcap, as for `cross_entropy`. It may be a traced
+        scalar, with a derivative, where there is no softcap: `hidden` and `bias` are then divided
+        by it, and `hidden` is rounded to its dtype.
       return_lse: whether to return lse too, that of ignored tokens included.
       return_entropy: whether to return the entropy of every token's distribution, as for
         `cross_entropy`.
@@ -202,17 +210,19 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    coefficients = Coefficients(label_smoothing, z_loss)
+    hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
     options = check_options(
+        **coefficients.known,
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
-        temperature=temperature,
+        temperature=kernel_temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
         donate_logits=False,
     )
+    options = coefficients.for_kernels(options)
     call = _Call(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
@@ -221,7 +231,13 @@ def linear_cross_entropy(
     )
     if reduction == "none":
         found = call.per_token(layout, planner, requested)
-        loss = found.loss if call.weights is None else weighted(found.loss, call.weights)
+        loss = coefficients.loss(call.options, call.labels, found, call.weights)
+        loss = loss if call.weights is None else weighted(loss, call.weights)
+    elif coefficients.any_traced:
+        found = call.per_token(layout, planner, requested)
+        factors = call.factors(reduction, call.labels)
+        loss = coefficients.loss(call.options, call.labels, found, factors)
+        loss = weighted(loss, factors).sum()
     else:
         found = call.reduced(layout, planner, requested, reduction)
         loss = found.loss
@@ -229,6 +245,7 @@ def linear_cross_entropy(
     return (loss, *outputs) if outputs else loss
 
 
+@hinted
 def linear_cross_entropy_value_and_grad(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -328,7 +345,7 @@ def linear_cross_entropy_value_and_grad(
         *arrays, factors, sums = make_alike(*operands, factors, sums)
         losses, *_, gradients = planned.fused_adding(Operands(*arrays), factors, sums)
         loss, (dhidden, sums, dbias) = weighted(losses, factors).sum(), gradients
-    dhidden = dhidden.reshape(jnp.shape(hidden))
+    dhidden = dhidden.reshape(jnp.shape(hidden)).astype(jnp.result_type(hidden))
     return loss, (dhidden, sums) if dbias is None else (dhidden, sums, dbias)
 
 
@@ -368,6 +385,7 @@ def linear_cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
+@hinted
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -376,10 +394,10 @@ def linear_cross_entropy_per_token(
     bias: ArrayLike | None = None,
     vocab_axis: int | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | jax.Array = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
@@ -404,17 +422,19 @@ def linear_cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
+    coefficients = Coefficients(label_smoothing, z_loss)
+    hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
     options = check_options(
+        **coefficients.known,
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
-        temperature=temperature,
+        temperature=kernel_temperature,
         block_size=block_size,
         time_block=time_block,
         every_token=return_lse,
         donate_logits=False,
     )
+    options = coefficients.for_kernels(options)
     call = _Call(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
     layout = call.find_layout(axis_name)
     planner = call.planner(max_scratch_bytes, batch_invariant)
@@ -422,9 +442,11 @@ def linear_cross_entropy_per_token(
         return_lse, return_entropy, return_correct, check_columns(OPERATION, columns, call.shape)
     )
     found = call.per_token(layout, planner, requested)
-    return found.loss, found.logps, *requested.select(found)
+    loss = coefficients.loss(call.options, call.labels, found)
+    return loss, found.logps, *requested.select(found)
 
 
+@hinted
 def explain(
     hidden: Any,
     weight: Any,
@@ -462,6 +484,8 @@ def explain(
     ):
         if array is None:
             raise TypeError(f"{name} is None; it must be an array {right}, or its shape and dtype")
+    if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
+        hidden, weight = jax.eval_shape(_promoted, hidden, weight)
     axis = _vocab_axis(hidden, weight, bias, vocab_axis)
     planner = Planner(max_scratch_bytes, batch_invariant)
     plan, cuda, cpu = planner.plans((hidden, weight, bias), axis, tile, reduced=reduction != "none")
@@ -509,8 +533,9 @@ class _Call:
         self.implementation = implementation
         # Whether all is XLA's own program.
         self.is_dense = choose(OPERATION, implementation) == "reference"
-        self.hidden = as_array("hidden", hidden, "[.., D]")
-        self.weight = as_array("weight", weight, "[V, D] or [D, V]")
+        self.hidden, self.weight = _promoted(
+            as_array("hidden", hidden, "[.., D]"), as_array("weight", weight, "[V, D] or [D, V]")
+        )
         y = as_array("labels", labels, "[..], a label a token")
         self.bias = None if bias is None else as_array("bias", bias, "[V]")
         self.axis = _vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
@@ -764,15 +789,41 @@ class _Call:
         return dataclasses.replace(loss, is_fused=True, cuda=cuda)
 
 
+def _divide(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
+    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
+
+    Raises:
+        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
+    """
+    if not is_traced(temperature):
+        return hidden, bias, temperature
+    if softcap is not None:
+        raise TypeError(
+            "temperature is traced and softcap is given; it must be a Python number then, since "
+            "hidden cannot be divided by it before the softcap"
+        )
+    if temperature.ndim or not jnp.issubdtype(temperature.dtype, jnp.floating):
+        raise TypeError(
+            f"temperature is traced, of shape {temperature.shape} and dtype {temperature.dtype}; "
+            "it must be a scalar of a float dtype"
+        )
+    hidden = as_array("hidden", hidden, "[.., D]")
+    check_dtype("hidden", hidden)
+    divisor = temperature.astype(jnp.float32)
+    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
+    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
+
+
+def _promoted(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
+    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
+    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
+
+
 def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
     """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
     check_dtype("hidden", hidden)
     check_dtype("weight", weight)
-    if weight.dtype != hidden.dtype and jnp.float32 not in (weight.dtype, hidden.dtype):
-        raise TypeError(
-            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; of two dtypes one must be "
-            "float32: cast the one that may be rounded"
-        )
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
     width = hidden.shape[-1]

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checks import is_traced
+
 # Tokens and columns of a tile, None for tuned ones.
 Tile = tuple[int | None, int | None]
 
@@ -83,10 +85,21 @@ class Options:
         return self.time_block, self.block_size
 
 
+# What to do instead of tracing an option that compiled programs contain.
+UNTRACED = {
+    "temperature": "a division of logits here would be one more pass over them. Divide them where "
+    "they are made, or call linear_cross_entropy, which takes it traced",
+    "softcap": "no combination of the kernels' outputs stands for another one",
+}
+
+
 def _number(name: str, value: Any) -> float:
     # A traced value has no number yet: options are part of the compiled program.
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} is traced; it must be a Python number, known when the program is")
+    if is_traced(value):
+        why = f": {UNTRACED[name]}" if name in UNTRACED else ""
+        raise TypeError(
+            f"{name} is traced; it must be a Python number, known when the program is{why}"
+        )
     try:
         return math.fsum([value])  # takes every kind of number, and no text
     except (TypeError, ValueError):
@@ -94,7 +107,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         raise TypeError(f"{name} is traced; it must be a Python integer, known when the program is")
     try:
         number = operator.index(value)

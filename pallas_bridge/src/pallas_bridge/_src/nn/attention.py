@@ -13,8 +13,15 @@ from .. import meshes
 from ..checks import DTYPES
 from ..flash_attention import on_cuda
 from ..flash_attention.api import attend
-from ..flash_attention.options import COLUMNS_STEP, MOST_COLUMNS, check_options
+from ..flash_attention.options import (
+    COLUMNS_STEP,
+    MOST_COLUMNS,
+    Window,
+    check_options,
+    check_window,
+)
 from ..implementations import info
+from ..keywords import hinted
 from .masks import (
     AttentionMask,
     interval_of_rows,
@@ -49,6 +56,7 @@ class Plan:
     segments: tuple[Any, Any] | None = None
 
 
+@hinted
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -60,7 +68,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
@@ -86,7 +94,7 @@ def dot_product_attention(
       is_causal: whether query i sees keys 0 to i alone.
       query_seq_lengths: integers [B]; queries from there on are padding and return 0.
       key_value_seq_lengths: integers [B]; keys from there on are not seen.
-      local_window_size: (left, right), or one integer for both.
+      local_window_size: (left, right), or one integer for both; None on a side for all.
       implementation: None; "xla" or "cudnn" for that of `jax.nn`; or "custom_call" or "reference"
         of `flash_attention`, which is an error if the kernels cannot express the call.
       return_residual: whether to return lse [B, T, N] too, in the dtype of key, without derivative.
@@ -96,12 +104,13 @@ def dot_product_attention(
 
     Raises:
       TypeError: arguments of the wrong type.
-      ValueError: shapes that disagree, or an implementation that cannot run the call.
+      ValueError: shapes that disagree, a negative side of a window (`jax.nn` then hides a query's
+        own key from it), or an implementation that cannot run the call.
     """
     arrays = [jnp.asarray(one) for one in (query, key, value)]
     dtype = jnp.result_type(*arrays)
     q, k, v = (one.astype(dtype) for one in arrays)
-    window = _check_window(local_window_size)
+    window = check_window(local_window_size, "local_window_size")
     plan = make_plan(
         q, k, v, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, window
     )
@@ -128,7 +137,7 @@ def dot_product_attention(
             is_causal=is_causal,
             query_seq_lengths=_int32(query_seq_lengths),
             key_value_seq_lengths=_int32(key_value_seq_lengths),
-            local_window_size=window,
+            local_window_size=_window_of_jax(window, q.shape[-3], k.shape[-3]),
             implementation=implementation if is_jax else "xla",
             **extra,
         )
@@ -144,6 +153,7 @@ def dot_product_attention(
     return o, jax.lax.stop_gradient(lse.astype(dtype))
 
 
+@hinted
 def explain_attention(
     query: Any,
     key: Any,
@@ -155,7 +165,7 @@ def explain_attention(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
 ) -> str:
     """Returns who runs `dot_product_attention` of these arguments, forward and backward, and why.
 
@@ -164,7 +174,7 @@ def explain_attention(
     """
     dtype = jnp.result_type(query, key, value)
     q, k, v = (jax.ShapeDtypeStruct(one.shape, dtype) for one in (query, key, value))
-    window = _check_window(local_window_size)
+    window = check_window(local_window_size, "local_window_size")
     lengths = query_seq_lengths, key_value_seq_lengths
     plan = make_plan(q, k, v, bias, mask, is_causal, *lengths, window)
     if plan.reason is not None:
@@ -202,14 +212,14 @@ def make_plan(
     is_causal: bool,
     q_lengths: Any,
     kv_lengths: Any,
-    window: tuple[int, int] | None,
+    window: Window,
 ) -> Plan:
     """Returns how a call runs; q, k and v need only a shape and a dtype."""
     reason = _array_reason(q, k, v, bias)
     if reason is not None:
         return Plan(reason)
     queries, keys = q.shape[-3], k.shape[-3]
-    left, right = window or (None, None)
+    left, right = window
     if is_causal:
         right = narrower(right, 0)
     interval = segments = None
@@ -354,7 +364,9 @@ def _int32(lengths: Any) -> Any:
     return None if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
 
 
-def _check_window(window: Any) -> tuple[int, int] | None:
-    if window is None:
+def _window_of_jax(window: Window, queries: int, keys: int) -> tuple[int, int] | None:
+    """Returns the window for `jax.nn`, which knows no side that sees all."""
+    if window == (None, None):
         return None
-    return (window, window) if isinstance(window, int) else tuple(window)
+    left, right = (max(queries, keys) if side is None else side for side in window)
+    return left, right

@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..keywords import hinted
 from .attention import dot_product_attention, log_once
 from .masks import AttentionMask
 
 
+@hinted
 def flax_attention_fn(
     query: Any,
     key: Any,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import as_array
+from ..checks import as_array, promoted
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from . import custom_call, reference
 from .declaration import LAYER_NORM, RMS_NORM
@@ -42,6 +43,7 @@ def rms_norm(
 ) -> Any: ...
 
 
+@hinted
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None,
@@ -71,7 +73,7 @@ def rms_norm(
       x: [.., D] in bfloat16, float16 or float32.
       weight: [D] in any of these dtypes; None for no scale.
       eps: finite and at least 0.
-      residual: of the shape and dtype of x, or None.
+      residual: of the shape of x, or None. Dtypes of both that differ are promoted as by `jnp`.
       zero_centred: whether rows are scaled by 1 + weight, as in Gemma.
       return_rstd: whether to return rstd too.
       implementation: "custom_call" (kernels of the library), "reference" (the program of XLA, which
@@ -79,8 +81,8 @@ def rms_norm(
         kernels on CPUs and NVIDIA GPUs, and elsewhere XLA's program.
 
     Returns:
-      y [.., D] in the dtype of x; with a residual, the sum [.., D] in that dtype after it; with
-      `return_rstd`, rstd [..] in float32 after these. A tuple where there is more than y.
+      y [.., D] in the (promoted) dtype of x; with a residual, the sum [.., D] in that dtype after
+      it; with `return_rstd`, rstd [..] in float32 after these. A tuple where there is more than y.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
@@ -94,7 +96,8 @@ def rms_norm(
     options = check_rms_options(eps, zero_centred, implementation)
     x = as_array("x", x, "[.., D]")
     weight = _weight(x, weight, zero_centred)
-    residual = None if residual is None else as_array("residual", residual, "[.., D]")
+    if residual is not None:
+        x, residual = promoted(x, as_array("residual", residual, "[.., D]"))
     check_columns(x, "weight", weight)
     check_like("residual", residual, "x", x)
     y, total, rstd = module.norm(options, x, weight, residual=residual)
@@ -126,6 +129,7 @@ def layer_norm(
 ) -> Any: ...
 
 
+@hinted
 def layer_norm(
     x: ArrayLike,
     weight: ArrayLike | None,
@@ -152,7 +156,7 @@ def layer_norm(
     Args:
       x: [.., D] in bfloat16, float16 or float32.
       weight: [D] in any of these dtypes; None for no scale.
-      bias: [D] in the dtype of weight, or None.
+      bias: [D] in any of these dtypes, or None.
       eps: finite and at least 0.
       return_statistics: whether to return mean and rstd too.
       implementation: "custom_call" (kernels of the library), "reference" (the program of XLA, which
@@ -175,7 +179,8 @@ def layer_norm(
     options = check_layer_options(eps, implementation)
     x = as_array("x", x, "[.., D]")
     weight = _weight(x, weight, False)
-    bias = None if bias is None else as_array("bias", bias, "[D]")
+    if bias is not None:
+        weight, bias = promoted(weight, as_array("bias", bias, "[D]"))
     check_columns(x, "weight", weight)
     check_like("bias", bias, "weight", weight)
     y, mean, rstd = module.norm(options, x, weight, bias=bias)

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from .. import meshes
 from ..checks import as_array, check_flag
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from . import custom_call
 from .declaration import OPERATION
@@ -60,6 +61,7 @@ def rope(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@hinted
 def rope(
     q: ArrayLike,
     k: ArrayLike | None = None,

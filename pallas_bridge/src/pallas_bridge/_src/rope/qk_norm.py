@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array
 from ..implementations import choose
+from ..keywords import hinted
 from ..norm.api import IMPLEMENTATIONS
 from ..norm.options import check_columns, check_rms_options
 from ..operation import Implementation
@@ -16,6 +17,7 @@ from .qk_norm_call import qk_norm_rope as in_one_call
 from .scaling import Scaling
 
 
+@hinted
 def qk_norm_rope(
     q: ArrayLike,
     k: ArrayLike,

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import preference_losses as losses
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_bridge import cross_entropy_per_token, linear_cross_entropy_per_token
+from pallas_bridge import cross_entropy_per_token, linear_cross_entropy_per_token, losses
 
 F64 = Any
 IGNORED = -100
@@ -328,6 +327,7 @@ def test_at_a_temperature_with_an_entropy_bonus(
     check(jax.jit(jax.value_and_grad(loss))(arrays), paper, arrays)
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(("name", "per_token"), [("dpo", of_hidden), ("grpo", of_logits)])
 def test_with_a_cut_vocabulary(
@@ -458,7 +458,7 @@ def test_extreme_divergences_of_tokens() -> None:
 def test_extreme_odds() -> None:
     """Log-probabilities next to 0 and far from it; where p rounds to 1 the odds are 2^24."""
     x = f32(-1e4, -90, -20, -0.7, -1e-3, -1e-7, 0)
-    value, slope = jax.jit(jax.vmap(jax.value_and_grad(losses.log_odds)))(x)
+    value, slope = jax.jit(jax.vmap(jax.value_and_grad(losses._log_odds)))(x)
     bounded = np.minimum(x.astype(np.float64), -(2.0**-24))
     np.testing.assert_allclose(value, bounded - np.log(-np.expm1(bounded)), rtol=1e-5)
     np.testing.assert_allclose(slope[:-1], -1 / np.expm1(bounded[:-1]), rtol=1e-5)
@@ -495,3 +495,40 @@ def test_advantages_of_groups(rng: np.random.Generator) -> None:
     of = rewards[[0, 2]].astype(np.float64)
     wanted = (of - of.mean(1, keepdims=True)) / of.std(1, keepdims=True)
     np.testing.assert_allclose(found[[0, 2]], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    """Such as would broadcast, too."""
+    x, y, mask = jnp.zeros((4, 7)), jnp.zeros((3, 5)), jnp.ones((4, 7), bool)
+    with pytest.raises(
+        ValueError, match=r"ref_chosen has shape \(4, 1\); it must be that of chosen"
+    ):
+        losses.dpo_loss(x, x, x[:, :1], x)
+    with pytest.raises(ValueError, match=r"rejected has responses of shape \(3,\)"):
+        losses.dpo_loss(x, y, x, y)
+    with pytest.raises(ValueError, match=r"desirable has responses of shape \(4, 1\)"):
+        losses.kto_loss(x, x, mask[:, :1], 0.0)
+    with pytest.raises(ValueError, match=r"kl has shape \(4,\); it must be a scalar"):
+        losses.kto_loss(x, x, mask[:, 0], x[:, 0])
+    with pytest.raises(ValueError, match=r"chosen_mask has shape \(4,\)"):
+        losses.orpo_loss(x, x, mask[:, 0], mask)
+    with pytest.raises(ValueError, match=r"advantages has responses of shape \(4, 7\)"):
+        losses.grpo_loss(x, x, x, x, mask)
+    with pytest.raises(ValueError, match=r"advantages has shape \(4,\); it must be that of logps"):
+        losses.ppo_policy_loss(x, x, x[:, 0], mask)
+    with pytest.raises(ValueError, match=r"rewards has shape \(7,\); it must be \[groups, resp"):
+        losses.group_advantages(x[0])
+    with pytest.raises(ValueError, match=r"clip is 1.5; it must be at least 0 and below 1"):
+        losses.ppo_policy_loss(x, x, x, mask, clip=1.5)
+    with pytest.raises(TypeError, match="logps is None; it must be an array"):
+        losses.kto_kl(None, x)  # type: ignore[arg-type]
+
+
+def test_any_axes_of_responses(rng: np.random.Generator) -> None:
+    """The mean over groups and responses is that over all of them."""
+    logps, old = f32(*rng.normal(-3, 0.1, (2, 8, 7)))
+    advantages, mask = f32(*rng.normal(size=8)), rng.random((8, 7)) < 0.8
+    wanted = losses.grpo_loss(logps, old, old, advantages, mask)
+    shaped = [one.reshape(2, 4, 7) for one in (logps, old, old)]
+    found = losses.grpo_loss(*shaped, advantages.reshape(2, 4), mask.reshape(2, 4, 7))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)

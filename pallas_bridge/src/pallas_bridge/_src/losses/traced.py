@@ -1,0 +1,94 @@
+"""Label smoothing and z-loss that are traced: combinations of outputs that kernels have.
+
+Kernels take both as attributes, which a compiled program cannot change. But the loss is affine in
+them: with A = -logps = lse - z_y and, of label smoothing 1 and no z-loss, B = loss = lse - mean(z),
+
+    loss = (1 - label_smoothing) * A + label_smoothing * B + z_loss * lse^2
+
+and kernels take the cotangents of logps, loss and lse at once, in one pass over the logits.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import is_traced
+from .aux_outputs import TokenOutputs
+from .options import Options, is_ignored
+from .reduction import countable
+
+
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """The coefficients of a loss, each a number or a traced scalar."""
+
+    label_smoothing: Any
+    z_loss: Any
+
+    def __post_init__(self) -> None:
+        """Checks the shapes.
+
+        Raises:
+            TypeError: a traced array that is no scalar.
+        """
+        for name, value in dataclasses.asdict(self).items():
+            if is_traced(value) and (value.ndim or not jnp.issubdtype(value.dtype, jnp.floating)):
+                raise TypeError(
+                    f"{name} is traced, of shape {value.shape} and dtype {value.dtype}; it must be "
+                    "a scalar of a float dtype"
+                )
+
+    @property
+    def any_traced(self) -> bool:
+        """Whether the loss is a combination of outputs."""
+        return is_traced(self.label_smoothing) or is_traced(self.z_loss)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The coefficients that can be checked now, with 0 for the others."""
+        pairs = dataclasses.asdict(self).items()
+        return {name: 0.0 if is_traced(value) else value for name, value in pairs}
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The indices of the outputs that `loss` reads (`TokenOutputs`)."""
+        return (0, 1, 2) if self.any_traced else (0,)
+
+    def for_kernels(self, options: Options) -> Options:
+        """Returns the options of the kernels, for options of `known`."""
+        if not self.any_traced:
+            return options
+        smoothing = 1.0 if is_traced(self.label_smoothing) else options.label_smoothing
+        return dataclasses.replace(options, label_smoothing=smoothing, z_loss=0.0)
+
+    def loss(
+        self,
+        options: Options,
+        labels: jax.Array,
+        outputs: TokenOutputs,
+        factors: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the loss [..] of tokens, for outputs of kernels with options of `for_kernels`.
+
+        `factors` [..] are what losses are multiplied by. Tokens of factor 0 whose outputs are not
+        finite count as 0 (`countable`), so that their gradient is 0.
+        """
+        if not self.any_traced:
+            return outputs.loss
+        loss, negative_logps = outputs.loss, -outputs.logps
+        if factors is not None:
+            loss, negative_logps = (countable(one, factors) for one in (loss, negative_logps))
+        if is_traced(self.label_smoothing):
+            share = self.label_smoothing.astype(jnp.float32)
+            # Where logits are masked by -inf, their mean is -inf, which a share of 0 leaves out.
+            smooth = jnp.where(share == 0, 0, loss)
+            loss = (1 - share) * negative_logps + share * smooth
+        if not is_traced(self.z_loss) and self.z_loss == 0:
+            return loss
+        # A loss that is not finite has the gradient that it has without z-loss.
+        counts = jnp.isfinite(outputs.lse) & ~is_ignored(options, labels)
+        square = jnp.where(counts, outputs.lse, 0) ** 2
+        return loss + jnp.asarray(self.z_loss, jnp.float32) * square

@@ -1,0 +1,203 @@
+"""Label smoothing, z-loss and temperature that are traced: as the numbers that they stand for.
+
+With their derivatives, held against XLA's of the formula.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_bridge import (
+    cross_entropy,
+    cross_entropy_per_token,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
+
+LABELS = jnp.array([[3, 0, -100], [40, 7, 2]])
+WEIGHTS = jnp.array([[1.0, 0.5, 2.0], [0.0, 3.0, 0.25]])
+NUMBERS = {"label_smoothing": 0.2, "z_loss": 0.03}
+TRACED = [("label_smoothing",), ("z_loss",), ("label_smoothing", "z_loss")]
+
+
+def draw(rng: np.random.Generator) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden states [2, 3, 8], a weight [41, 8] and a bias [41]."""
+    shapes = (2, 3, 8), (41, 8), (41,)
+    return tuple(jnp.asarray(rng.normal(size=one), jnp.float32) for one in shapes)  # type: ignore[return-value]
+
+
+def loss_of(z: jax.Array, e: Any, c: Any) -> jax.Array:
+    """The losses of tokens [2, 3] by the formula, for logits."""
+    lse = jax.nn.logsumexp(z, -1)
+    label = jnp.take_along_axis(z, jnp.maximum(LABELS, 0)[..., None], -1)[..., 0]
+    loss = (1 - e) * (lse - label) + e * (lse - z.mean(-1)) + c * lse**2
+    return jnp.where(LABELS == -100, 0, loss)
+
+
+def reduced(losses: jax.Array, reduction: str) -> jax.Array:
+    counted = jnp.where(LABELS == -100, 0, WEIGHTS)
+    total = {"mean": counted.sum(), "sum": 1.0}
+    return losses * counted if reduction == "none" else (losses * counted).sum() / total[reduction]
+
+
+def bent(x: jax.Array) -> jax.Array:
+    """A function whose slope depends on the loss, and is near 1."""
+    return x + jnp.sin(0.3 * x)
+
+
+def check(found: Any, wanted: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "reduction"), [(None, "mean"), (None, "none"), ("reference", "sum")]
+)
+@pytest.mark.parametrize("names", TRACED, ids="-".join)
+def test_coefficients(
+    names: tuple[str, ...], reduction: Any, implementation: Any, rng: np.random.Generator
+) -> None:
+    hidden, weight, bias = draw(rng)
+    given = {name: jnp.float32(NUMBERS[name]) for name in names}
+    others = {name: NUMBERS[name] for name in NUMBERS.keys() - given.keys()}
+    options = {**others, "weights": WEIGHTS, "reduction": reduction}
+    options["implementation"] = implementation
+
+    def of_logits(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        logits = hidden @ weight.T + bias
+        return bent(cross_entropy(logits, LABELS, **traced, **options)).sum()
+
+    def of_hidden(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        found = linear_cross_entropy(hidden, weight, LABELS, bias=bias, **traced, **options)
+        return bent(found).sum()
+
+    def formula(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        numbers = {**others, **traced}
+        losses = loss_of(hidden @ weight.T + bias, numbers["label_smoothing"], numbers["z_loss"])
+        return bent(reduced(losses, reduction)).sum()
+
+    arrays = given, hidden, weight, bias
+    wanted = jax.value_and_grad(formula, (0, 1, 2, 3))(*arrays)
+    for one in (of_logits, of_hidden):
+        check(jax.jit(jax.value_and_grad(one, (0, 1, 2, 3)))(*arrays), wanted)
+
+
+@pytest.mark.parametrize("names", TRACED, ids="-".join)
+def test_per_token_and_other_outputs(names: tuple[str, ...], rng: np.random.Generator) -> None:
+    hidden, weight, bias = draw(rng)
+    logits = hidden @ weight.T + bias
+    given = {name: jnp.float32(NUMBERS[name]) for name in names}
+    others = {name: NUMBERS[name] for name in NUMBERS.keys() - given.keys()}
+    more = {
+        "return_lse": True,
+        "return_entropy": True,
+        "columns": jnp.maximum(LABELS, 0)[..., None],
+    }
+    linear = partial(linear_cross_entropy, hidden, weight, bias=bias)
+    linear_tokens = partial(linear_cross_entropy_per_token, hidden, weight, bias=bias)
+    functions: list[Any] = [
+        partial(cross_entropy, logits),
+        partial(cross_entropy_per_token, logits),
+        linear,
+        linear_tokens,
+    ]
+    for function in functions:
+        run = partial(function, labels=LABELS, **others, **more)
+        check(jax.jit(lambda traced, run=run: run(**traced))(given), run(**given))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_one_program_for_all_values(implementation: Any, rng: np.random.Generator) -> None:
+    hidden, weight, _ = draw(rng)
+    names = ("label_smoothing", "z_loss", "temperature")
+
+    @jax.jit
+    def step(traced: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, LABELS, implementation=implementation, **traced)
+
+    for values in ((0.0, 0.0, 1.0), (1.0, 0.0, 0.5), (0.3, 0.1, 2.0)):
+        options = dict(zip(names, values, strict=True))
+        wanted = linear_cross_entropy(hidden, weight, LABELS, **options)
+        check(step(options), wanted)
+    assert step._cache_size() == 1
+    run = lambda c: linear_cross_entropy(hidden, weight, LABELS, z_loss=c)  # noqa: E731
+    coefficients = jnp.array([0.0, 0.1, 0.2])
+    check(jax.vmap(run)(coefficients), jnp.stack([run(float(one)) for one in coefficients]))
+
+
+def test_tokens_that_add_nothing_have_no_gradient(rng: np.random.Generator) -> None:
+    """Ignored ones, and those of weight 0, whatever their logits are; and masked columns."""
+    z = jnp.asarray(rng.normal(size=(2, 3, 41)), jnp.float32)
+    wild = z.at[0, 2].set(jnp.nan).at[1, 0].set(jnp.inf)
+    masked = z.at[..., 20:25].set(-jnp.inf)
+
+    @partial(jax.jit, static_argnames="reduction")
+    def run(z: Any, traced: Any, reduction: Any) -> Any:
+        def total(z: Any, traced: Any) -> jax.Array:
+            options: Any = {"weights": WEIGHTS, "reduction": reduction}
+            return cross_entropy(z, LABELS, **traced, **options).sum()
+
+        return jax.value_and_grad(total, (0, 1))(z, traced)
+
+    given = {name: jnp.float32(value) for name, value in NUMBERS.items()}
+    for reduction in ("mean", "sum", "none"):
+        found = run(wild, given, reduction)
+        loss, (dz, dtraced) = run(z, given, reduction)
+        dz = dz.at[0, 2].set(0).at[1, 0].set(0)
+        check(found, (loss, (dz, dtraced)))
+    no_share = {**given, "label_smoothing": jnp.float32(0)}
+    loss, (dz, dtraced) = run(masked, no_share, "mean")
+    wanted = partial(cross_entropy, labels=LABELS, weights=WEIGHTS, z_loss=NUMBERS["z_loss"])
+    check((loss, dz), jax.value_and_grad(wanted)(masked))
+    assert np.isfinite(dtraced["z_loss"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_temperature(reduction: Any, dtype: str, rng: np.random.Generator) -> None:
+    hidden, weight, bias = draw(rng)
+    hidden, weight = hidden.astype(dtype), weight.astype(dtype)
+
+    def ours(t: Any, hidden: Any, weight: Any, bias: Any, traced: bool = True) -> jax.Array:
+        t = t if traced else 0.5
+        options: Any = {"temperature": t, "reduction": reduction, "bias": bias}
+        return bent(linear_cross_entropy(hidden, weight, LABELS, **options)).sum()
+
+    arrays = jnp.float32(0.5), hidden, weight, bias
+    found = jax.jit(jax.value_and_grad(ours, (1, 2, 3)))(*arrays)
+    # A power of two rounds nothing.
+    wanted = jax.value_and_grad(partial(ours, traced=False), (1, 2, 3))(*arrays)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        off = 2e-5 if one.dtype == jnp.float32 else 2e-2
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=off, atol=off / 8
+        )
+    if dtype == "float32":
+
+        def formula(t: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+            losses = loss_of((hidden @ weight.T + bias) / t, 0.0, 0.0)
+            count = (LABELS != -100).sum()
+            return bent(losses if reduction == "none" else losses.sum() / count).sum()
+
+        check(jax.jit(jax.grad(ours))(*arrays), jax.grad(formula)(*arrays))
+
+
+def test_what_is_refused() -> None:
+    hidden, weight = jnp.ones((2, 3, 8)), jnp.ones((41, 8))
+
+    def run(t: Any, **options: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, LABELS, temperature=t, **options)
+
+    with pytest.raises(TypeError, match="temperature is traced and softcap is given"):
+        jax.jit(partial(run, softcap=3.0))(0.5)
+    with pytest.raises(TypeError, match=r"temperature is traced, of shape \(2,\)"):
+        jax.jit(run)(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"z_loss is traced, of shape \(2,\)"):
+        jax.jit(lambda c: run(1.0, z_loss=c))(jnp.ones(2))
+    with pytest.raises(ValueError, match="z_loss is -1"):
+        jax.jit(lambda e: run(1.0, z_loss=-1, label_smoothing=e))(0.1)
