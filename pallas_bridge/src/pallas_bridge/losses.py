@@ -10,6 +10,8 @@ or of `cross_entropy_per_token`. A token of the prompt or of padding has the lab
 log-probability of 0. For samples drawn at a temperature pass `temperature` there, for PPO's entropy
 bonus `return_entropy`, and with a sharded vocabulary `axis_name`: the losses see no vocabulary.
 
+`linear_kl_divergence` distils a teacher, from hidden states and heads.
+
 Every loss is a scalar to be minimised, in the dtype of `logps`, in plain JAX. Gradients go through
 the policy's log-probabilities alone: those of the reference and of the sampler, and advantages, are
 constants. Arrays [B, T] may have more axes in the place of B. Options are Python numbers or traced
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._src.checks import as_array, check_number
+from ._src.distillation import linear_kl_divergence
 from ._src.keywords import hinted
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "grpo_loss",
     "kto_kl",
     "kto_loss",
+    "linear_kl_divergence",
     "orpo_loss",
     "ppo_policy_loss",
 ]
