@@ -31,6 +31,7 @@ from .segment_ranges import narrow_ranges
 TOKENS = -3
 
 
+@hinted
 def zigzag_indices(length: int, devices: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Returns [length] token indices in an order that gives each device equal work when causal.
 
