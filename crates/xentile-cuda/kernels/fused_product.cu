@@ -63,11 +63,11 @@ OF_TOKENS(unnormalised_distribution, write_distribution)
 OF_TOKENS(unnormalised_end, end_unnormalised)
 OF_TOKENS(unnormalised_round, scale_sums<__nv_bfloat16>)
 OF_TOKENS(unnormalised_scale, scale_sums<float>)
-OF_TOKENS(unnormalised_lacking_bf16_vd, add_lacking<__nv_bfloat16, false>)
-OF_TOKENS(unnormalised_lacking_f32_vd, add_lacking<float, false>)
-OF_TOKENS(unnormalised_lacking_f32_dv, add_lacking<float, true>)
+OF_TOKENS(unnormalised_label_term_bf16_vd, add_label_term<__nv_bfloat16, false>)
+OF_TOKENS(unnormalised_label_term_f32_vd, add_label_term<float, false>)
+OF_TOKENS(unnormalised_label_term_f32_dv, add_label_term<float, true>)
 
 // CTAs take rows and columns.
-OF_TOKENS(unnormalised_lacking_bf16_dv, write_lacking)
+OF_TOKENS(unnormalised_label_term_bf16_dv, write_label_term)
 
 #endif

@@ -888,12 +888,12 @@ struct FusedProduct {
                              float x) const {
       if constexpr (kEpilogue == Epilogue::kScaled) {
         // What its label's entry lacks: see unnormalised.cuh.
-        float lacking = 0.0f;
+        float label_term = 0.0f;
         if (gradient[r].offset != 0.0f && column < static_cast<uint32_t>(a.row.columns)) {
           const int64_t at = target[r] * a.vocab_step + column * a.width_step;
-          lacking = gradient[r].offset * to_float(static_cast<const E*>(a.weight_rows)[at]);
+          label_term = gradient[r].offset * to_float(static_cast<const E*>(a.weight_rows)[at]);
         }
-        return fmaf(x, gradient[r].factor, lacking);
+        return fmaf(x, gradient[r].factor, label_term);
       } else {
         return x;
       }

@@ -266,7 +266,7 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
   const Token token = describe<Pass::kFused>(a.row, label_at(a.row, index), a.row.dloss[index]);
   const UnnormalisedRow all = merged_by_warp(a, index, token);
   const float c = __uint_as_float(shared_of(a, index));
-  float factor = 0.0f, lacking = 0.0f, at_label = 0.0f;
+  float factor = 0.0f, label_term = 0.0f, at_label = 0.0f;
   if (!token.idle) {
     const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
     factor = all.rounded > 0.0f ? __fdividef(row.at_p, all.rounded) *
@@ -281,14 +281,14 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
                            : row.at_the_label<false>(a.row, token, x, Cap(1.0), lse);
       // A factor that underflows to 0 leaves all of it to what is added.
       at_label = to_float(from_float<E>(factor == 0.0f ? 0.0f : dz / factor));
-      lacking = fmaf(-factor, at_label, dz);
+      label_term = fmaf(-factor, at_label, dz);
     }
   }
   __syncwarp();
   if (lane == 0) {
     if (index == 0) *a.lifted = 0;
     write_token<true>(a.row, index, token, all.sum);
-    a.gradients[index] = {c, factor, lacking, token.target};
+    a.gradients[index] = {c, factor, label_term, token.target};
     // Its logit is not needed any more.
     a.label_logits[index] = at_label;
   }
@@ -392,7 +392,7 @@ inline constexpr int kLookedAt = 4096;
 // Writes what tokens' labels' entries and hidden states lack of the weight's gradient [D, V], and 0
 // to the columns of no label: each row whole, by way of shared memory. Alone, a label's columns are
 // as many places far from one another.
-__device__ inline void write_lacking(const FusedProductArguments& a) {
+__device__ inline void write_label_term(const FusedProductArguments& a) {
   using E = __nv_bfloat16;
   __shared__ alignas(16) E place[kRowsOfPlace][kColumnsOfPlace];
   constexpr int kVectors = kColumnsOfPlace / kPerVector<E>;
@@ -438,7 +438,7 @@ __device__ inline void write_lacking(const FusedProductArguments& a) {
 // of its transpose with kVocabIsLast, a warp for a token and kOfWarp columns; or writes it, where
 // rows have nothing yet. The first token of those with the same label takes them all.
 template <class To, bool kVocabIsLast>
-__device__ inline void add_lacking(const FusedProductArguments& a) {
+__device__ inline void add_label_term(const FusedProductArguments& a) {
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const int64_t lane = threadIdx.x % 32,

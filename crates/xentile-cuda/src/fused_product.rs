@@ -124,8 +124,8 @@ enum Epilogue {
 
 impl Epilogue {
     /// That of the unnormalised softmax, which may say something of the distribution too.
-    fn unnormalised(says_more: bool) -> Self {
-        if says_more { Self::Distribution } else { Self::Unnormalised }
+    fn unnormalised(has_distribution: bool) -> Self {
+        if has_distribution { Self::Distribution } else { Self::Unnormalised }
     }
 
     /// As kernels are named.
@@ -204,11 +204,11 @@ impl FusedProduct {
         let label_logits = take(4);
         let sums = take(parts * SUM_BYTES);
         let values = take(if self.options.label_smoothing == 0.0 { 0 } else { parts * 4 });
-        let says_more = epilogue == Epilogue::Distribution;
-        let is_unnormalised = says_more || epilogue == Epilogue::Unnormalised;
+        let has_distribution = epilogue == Epilogue::Distribution;
+        let is_unnormalised = has_distribution || epilogue == Epilogue::Unnormalised;
         let rounded = take(if is_unnormalised { parts * 4 } else { 0 });
-        let weighted = take(if says_more { parts * 4 } else { 0 });
-        let largest = take(if says_more { parts * LARGEST_BYTES } else { 0 });
+        let weighted = take(if has_distribution { parts * 4 } else { 0 });
+        let largest = take(if has_distribution { parts * LARGEST_BYTES } else { 0 });
         Layout { label_logits, sums, values, rounded, weighted, largest, bytes }
     }
 

@@ -107,7 +107,7 @@ impl Linear {
         let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false, once: false };
         let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
         // SAFETY: passed on from this function's contract.
-        unsafe { run.lse(self.all_columns(), outputs) }
+        unsafe { run.forward_outputs(self.all_columns(), outputs) }
     }
 
     /// Has `stream` write the gradients for `cotangents`.
@@ -352,7 +352,7 @@ impl Linear {
         let (saved, cotangents) = of_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract.
         unsafe {
-            run.lse(columns, outputs)?;
+            run.forward_outputs(columns, outputs)?;
             self.sweep(run, columns, saved, cotangents, gradients)
         }
     }
@@ -370,7 +370,7 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        if self.dtype == DType::F32 && !run.says_more() {
+        if self.dtype == DType::F32 && !run.has_distribution() {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.fused_by_columns_of_f32(run, dloss, outputs, gradients) };
         }
@@ -427,7 +427,7 @@ impl Linear {
             for block in kept {
                 run.forward(block, outputs)?;
             }
-            run.lse(again, outputs)?;
+            run.forward_outputs(again, outputs)?;
             run.fused(last, dloss, outputs)?;
             run.prepare(saved, cotangents)?;
             let add = |block: &Block, first| -> Result<()> {

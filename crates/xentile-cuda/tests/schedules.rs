@@ -243,9 +243,9 @@ impl<E: Element> Problem<E> {
         }
     }
 
-    fn check_one(&self, linear: &Linear, pass: Pass, says_more: bool) {
+    fn check_one(&self, linear: &Linear, pass: Pass, has_distribution: bool) {
         let (options, has_bias) = (self.options, self.bias.is_some());
-        println!("{linear:?} {pass:?} {options:?} bias {has_bias} says more {says_more}");
+        println!("{linear:?} {pass:?} {options:?} bias {has_bias} says more {has_distribution}");
         let tokens = linear.tokens;
         let mut scratch = Memory::new(linear.scratch_bytes(pass));
         let [mut of_hidden, mut of_weight] = [
@@ -299,7 +299,7 @@ impl<E: Element> Problem<E> {
                         given,
                     )
                 }
-                Pass::Fused if says_more => linear.distribution_fused(
+                Pass::Fused if has_distribution => linear.distribution_fused(
                     self.options,
                     stream,
                     operands,
@@ -331,7 +331,7 @@ impl<E: Element> Problem<E> {
             let found = error(&numbers[2].read::<f32>(tokens), &wanted);
             assert!(found < of_tokens, "lse {found}");
         }
-        if says_more {
+        if has_distribution {
             let of = |token: usize| self.labels[token] == self.options.ignore_index;
             let wanted = self.distributions.iter().enumerate();
             let wanted: Vec<f64> =

@@ -86,7 +86,7 @@ struct Scale {
 impl FusedProduct {
     /// Has `stream` write the unnormalised softmax and scaled hidden states, so that the transpose of
     /// the former times these is the weight's gradient for cotangents `dloss` `[N]` of the losses, but
-    /// for what `add_lacking` adds, and fill what `outputs` asks for.
+    /// for what `add_label_term` adds, and fill what `outputs` asks for.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward), and options that [`unnormalised_support`] does not have.
@@ -214,8 +214,8 @@ impl FusedProduct {
     /// The scratch that the unnormalised softmax in so many places cannot do without, in bytes, where
     /// something is said of the distribution or nothing.
     #[must_use]
-    pub fn unnormalised_scratch_bytes(&self, places: usize, says_more: bool) -> usize {
-        self.layout(places, Epilogue::unnormalised(says_more)).bytes
+    pub fn unnormalised_scratch_bytes(&self, places: usize, has_distribution: bool) -> usize {
+        self.layout(places, Epilogue::unnormalised(has_distribution)).bytes
     }
 
     /// Where the first row would begin if it had all columns, which is how labels count them.
@@ -312,7 +312,7 @@ impl FusedProduct {
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
-    pub(crate) unsafe fn add_lacking(
+    pub(crate) unsafe fn add_label_term(
         &self,
         stream: *mut c_void,
         operands: Operands,
@@ -341,7 +341,7 @@ impl FusedProduct {
             part_stride: part.stride as i64,
             ..Arguments::of_rows(row)
         };
-        let name = format!("unnormalised_lacking_{}_{}", part.dtype, self.factors());
+        let name = format!("unnormalised_label_term_{}_{}", part.dtype, self.factors());
         // SAFETY: passed on from this function's contract.
         unsafe {
             if self.vocab_is_last && part.dtype != DType::F32 {

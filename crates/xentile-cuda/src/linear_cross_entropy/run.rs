@@ -108,7 +108,7 @@ impl<'a> Run<'a> {
         Self { distribution, ..self }
     }
 
-    pub(super) fn says_more(&self) -> bool {
+    pub(super) fn has_distribution(&self) -> bool {
         self.distribution.is_some()
     }
 
@@ -184,16 +184,21 @@ impl<'a> Run<'a> {
         (product, operands)
     }
 
-    /// Has `outputs` filled, or what rows add up to so far kept, from logits that nobody else needs.
+    /// Computes the outputs of all tokens over `columns`; rows with more columns to come keep partial
+    /// sums instead. The logits are not kept.
     ///
     /// # Safety
-    /// As for [`Linear::forward`]; nothing that is still wanted is in the scratch's place for logits.
-    pub(super) unsafe fn lse(&self, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
+    /// As for [`Linear::forward`]; the logits in the scratch are overwritten.
+    pub(super) unsafe fn forward_outputs(
+        &self,
+        columns: Chunk,
+        outputs: TokenOutputs,
+    ) -> Result<()> {
         let Extents { tokens, columns: most } = self.sweep.chunk;
         let all = Chunk { first: 0, count: self.linear.tokens };
         if let Some(distribution) = self.distribution {
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.say(all, outputs, distribution) };
+            return unsafe { self.forward_distribution(all, outputs, distribution) };
         }
         if self.has_fused_product {
             for tokens in all.chunks(self.most_added_up()) {
@@ -215,12 +220,12 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The same from whole rows of logits in f32, as many at a time as there is room for, and what is
-    /// said of their distribution.
+    /// Computes the outputs of tokens, entropy and argmax too, from whole rows of logits in f32, as many
+    /// rows at a time as the scratch holds.
     ///
     /// # Safety
-    /// As for [`lse`](Self::lse).
-    unsafe fn say(
+    /// As for [`forward_outputs`](Self::forward_outputs).
+    unsafe fn forward_distribution(
         &self,
         tokens: Chunk,
         outputs: TokenOutputs,
@@ -229,7 +234,7 @@ impl<'a> Run<'a> {
         let Linear { vocab, time_block, block_size, .. } = *self.linear;
         let Scratch { at, bytes } = self.spare();
         let row_bytes = (4 * vocab).next_multiple_of(ALIGNMENT);
-        // Some is left to products; all else is rows.
+        // The workspace of GEMMs gets a share of the scratch; the rest is rows.
         let rows = (bytes - bytes / PRODUCTS_SHARE).saturating_sub(ALIGNMENT) / row_bytes;
         if rows == 0 {
             let needed = (row_bytes + ALIGNMENT) * PRODUCTS_SHARE / (PRODUCTS_SHARE - 1) + 1;
@@ -308,10 +313,10 @@ impl<'a> Run<'a> {
         std::iter::successors(Some(self.linear.tokens), halved).find(fits).unwrap_or(1)
     }
 
-    /// The same as [`lse`](Self::lse) of some tokens, by a product that adds up rows.
+    /// The same as [`forward_outputs`](Self::forward_outputs) of some tokens, by a product that adds up rows.
     ///
     /// # Safety
-    /// As for [`lse`](Self::lse); `columns` are all.
+    /// As for [`forward_outputs`](Self::forward_outputs); `columns` are all.
     unsafe fn add_up(&self, tokens: Chunk, columns: Chunk, outputs: TokenOutputs) -> Result<()> {
         let (product, operands) = self.fused_product(tokens);
         let Chunk { first, count } = columns;
@@ -406,16 +411,17 @@ impl<'a> Run<'a> {
         unsafe { round(self.stream, self.f32_logits(block), self.matrix(block)) }
     }
 
-    /// Whether the unnormalised softmax takes the place of dlogits, in so many places: of a weight `[D,
-    /// V]`, whose columns' gradient has gaps, of all columns or none.
+    /// Whether the unnormalised softmax takes the place of dlogits, in `places` blocks of memory. A
+    /// weight `[D, V]` needs all columns in one chunk, since the gradient of fewer columns has gaps.
     pub(super) fn has_unnormalised(&self, tokens: Chunk, places: usize) -> bool {
         let (product, _) = self.fused_product(tokens);
-        let says_more = self.says_more();
+        let has_distribution = self.has_distribution();
         let has_gaps = self.linear.vocab_is_last && self.sweep.chunk.columns < self.linear.vocab;
         self.has_fused_product
             && !has_gaps
             && fused_product::unnormalised_support(self.linear.dtype, tokens.count, &self.options)
-            && self.workspace().bytes >= product.unnormalised_scratch_bytes(places, says_more)
+            && self.workspace().bytes
+                >= product.unnormalised_scratch_bytes(places, has_distribution)
     }
 
     /// Whether a product of the library's own takes the unnormalised softmax to the hidden states'
@@ -566,8 +572,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Adds what the unnormalised softmax and scaled hidden states give the weight, and what these lack
-    /// of it and of the bias' gradient.
+    /// Adds the GEMM of the unnormalised softmax and scaled hidden states to the weight's gradient, and
+    /// the term of the label (-1 at the label's column) to the gradients of weight and bias.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -583,34 +589,34 @@ impl<'a> Run<'a> {
         let of_tokens = self.at(self.layout.of_tokens);
         let by_columns = self.linear.vocab_is_last;
         let first = if by_columns { 0 } else { columns.first };
-        let lacking = |rows: Chunk, place: Matrix, writes: bool| {
+        let label_term = |rows: Chunk, place: Matrix, writes: bool| {
             let (from, part) = ((block.place(), of_tokens), (first + rows.first, place));
-            // Of parts of D one tells the bias of it.
-            let is_told = !self.bias.is_null() && (!by_columns || rows.first == 0);
-            let dbias = if is_told { dbias } else { null_mut() };
+            // Each part of D would add the same to the bias.
+            let adds_to_bias = !self.bias.is_null() && (!by_columns || rows.first == 0);
+            let dbias = if adds_to_bias { dbias } else { null_mut() };
             // SAFETY: passed on from this function's contract.
-            unsafe { product.add_lacking(self.stream, operands, from, part, dbias, writes) }
+            unsafe { product.add_label_term(self.stream, operands, from, part, dbias, writes) }
         };
-        // Sums take it after the product. What is rounded takes it before: the product adds to it
-        // what it has in f32, and rounds once.
+        // Sums take the label's term after the GEMM. A 16-bit gradient takes the term first: the GEMM
+        // adds to the term in f32 and rounds once.
         if total.sums.is_some() || total.gradient.dtype == DType::F32 {
             // SAFETY: passed on from this function's contract.
             unsafe { self.add_product_to_weight(total, block, scaled, tokens.first == 0) }?;
             let parts = || total.parts(columns);
-            return parts().try_for_each(|(rows, place)| lacking(rows, place, false));
+            return parts().try_for_each(|(rows, place)| label_term(rows, place, false));
         }
         for (rows, out) in total.parts(columns) {
             let [left, right] = self.factors_of_weight(block, scaled);
             let sum = Sum { out, left: left.transposed(), right: right.plain() };
             // SAFETY: passed on from this function's contract.
             unsafe {
-                if by_columns {
-                    lacking(rows, out, true)?;
-                    sum.run(self.stream, There::All)?;
+                label_term(rows, out, true)?;
+                let there = if by_columns {
+                    There::All
                 } else {
-                    lacking(rows, out, true)?;
-                    sum.run(self.stream, There::Some(product.labelled(of_tokens), first))?;
-                }
+                    There::Some(product.labelled(of_tokens), first)
+                };
+                sum.run(self.stream, there)?;
             }
         }
         Ok(())

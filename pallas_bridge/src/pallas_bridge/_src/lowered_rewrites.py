@@ -23,8 +23,8 @@ Contract with JAX, which tests/test_lowered_rewrites.py holds:
    are those of MLIR.
 4. `mlir.lower_fun`, and rules of custom calls, emit at the end of the block. JAX 0.9 does so under
    any insertion point; operations that have to lie earlier are therefore moved once emitted.
-5. A number of the program is a `stablehlo.constant` in the same function, behind broadcasts,
-   conversions, reshapes, products, quotients and negations.
+5. A Python scalar of the program is a `stablehlo.constant` in the same function. Between it and its
+   use there are only broadcasts, conversions, reshapes, products, quotients and negations.
 
 Nothing is erased: XLA drops what nothing uses any more. Calls in different blocks (the body of a
 loop, a nested function) are not joined.
@@ -44,7 +44,7 @@ from jax.interpreters import mlir
 from . import auto_partitioning
 from .custom_call import Call, Lower
 
-# A factor of this size or larger makes no nonzero cotangent of a token 0.
+# A factor of this size or larger is assumed not to underflow a token's nonzero cotangent to 0.
 LEAST_FACTOR = 2.0**-20
 FORWARD, FUSED, DISTRIBUTION = (
     f"xentile_cross_entropy_{name}" for name in ("forward", "fused", "distribution")
@@ -125,7 +125,7 @@ class FuseBackward(_Rewrite):
         *cotangents: Any,
         **params: Any,
     ) -> Sequence[Any]:
-        """Returns dlogits; has the call of the loss make them where dloss is all there is."""
+        """Returns dlogits; the call of the loss makes them if dlogps and dlse are constant zero."""
         earlier = _find_call(lse, {FORWARD, DISTRIBUTION}, _LSE)
         if earlier is not None:
             is_same = [*earlier.operands][:2] == [logits, labels]

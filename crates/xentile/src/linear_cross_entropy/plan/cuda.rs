@@ -10,12 +10,14 @@ use serde::Deserialize;
 use super::{CallPlan, Plan, Problem};
 
 const MIB: usize = 1 << 20;
-/// The workspace of GEMMs: so much beyond the budget, and up to so much of what a plan leaves of it.
+/// The workspace of GEMMs: `WORKSPACE` bytes beyond the budget, and `MOST_WORKSPACE` at most where a
+/// plan leaves bytes of the budget unused.
 const WORKSPACE: usize = 4 * MIB;
 const MOST_WORKSPACE: usize = 32 * MIB;
 const SLACK: i64 = (WORKSPACE + MIB) as i64;
-/// A budget below this includes the workspace, unless that takes more GEMMs: beside it the workspace
-/// would be large, and XLA's allocator gives a free block whole that is less than twice as large.
+/// A budget below this includes the workspace, unless the plan then takes more GEMMs. Beside a small
+/// scratch the workspace is large, and XLA's allocator hands out a free block whole if the block is less
+/// than twice as large as the request.
 const SMALL_BUDGET: usize = 64 * MIB;
 /// Bytes of a column's bias and its gradient in float32, beyond the budget too.
 const BIAS_BYTES: usize = 8;
@@ -84,12 +86,12 @@ pub struct Tiling {
     /// The chunks of dweight's sweep, where dhidden and dweight have separate passes.
     #[serde(default)]
     pub apart: Option<Extents>,
-    /// Where chunks are of columns: those whose logits are saved in the memory of dweight, and those
-    /// of one slot there.
+    /// Where chunks are of columns: the number of columns whose logits are saved in the memory of
+    /// dweight, and the columns of one slot there.
     #[serde(default)]
     pub kept: Option<Extents>,
-    /// Where the first columns have a single pass before the others: tokens of its chunks, and the
-    /// number of columns.
+    /// Where the first columns run in a single pass before the others: the tokens of a chunk of that
+    /// pass, and the number of columns.
     #[serde(default)]
     pub once: Option<Extents>,
     /// Whether logits of 16-bit operands go through memory, in float32.
