@@ -9,11 +9,11 @@ folder where programs that XLA compiled are kept for other tests of a share, but
 several devices.
 """
 
+import gc
 import importlib.util
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator
 
 # A GPU's memory is shared with the programs that tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -40,6 +40,7 @@ if PROGRAMS is not None:
     PROGRAMS = os.path.join(PROGRAMS, os.environ.get("XENTILE_TEST_SHARE", "0/1").replace("/", "-"))
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 NIGHTLY = pytest.StashKey[int]()
+KEEPS_PROGRAMS = pytest.StashKey[bool]()
 RUNS_NIGHTLY = os.environ.get("XENTILE_TEST_SET") == "nightly"
 
 
@@ -72,20 +73,20 @@ def keep_programs(folder: str | None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def programs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+def programs_are_kept(request: pytest.FixtureRequest) -> None:
     """Programs are compiled once for all tests, but those on meshes hold what is said then."""
     on_many = request.node.get_closest_marker("devices") is not None
-    if PROGRAMS is None or not on_many:
-        yield
-        return
-    keep_programs(None)
-    yield
-    keep_programs(PROGRAMS)
+    are_kept = PROGRAMS is not None and not on_many
+    # Tests of a file mostly agree: what was kept for the last one stays.
+    if are_kept != request.config.stash[KEEPS_PROGRAMS]:
+        keep_programs(PROGRAMS if are_kept else None)
+        request.config.stash[KEEPS_PROGRAMS] = are_kept
 
 
-def pytest_sessionstart() -> None:
-    if PROGRAMS is not None:
-        keep_programs(PROGRAMS)
+def pytest_collection_finish() -> None:
+    # JAX's modules and the tests themselves are no garbage: nobody looks for it there.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,6 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
     config.stash[NIGHTLY] = 0
+    config.stash[KEEPS_PROGRAMS] = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

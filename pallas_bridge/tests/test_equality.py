@@ -39,6 +39,13 @@ def test_no_field_is_left_out_of_a_comparison() -> None:
         assert all(one.compare for one in dataclasses.fields(kind)), kind
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_of_these_tests() -> None:
+    """Has the garbage collector pass over what JAX and other tests hold."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def in_both_orders() -> Iterator[Any]:
     """Arrays of each case, and bits of every case and variant, run eagerly in either order."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracle import Oracle, assert_gradient, assert_tokens
 
-from pallas_bridge import cross_entropy, cross_entropy_per_token
+from pallas_bridge import cross_entropy, cross_entropy_per_token, linear_cross_entropy
 
 DTYPES = ["float32", "bfloat16", "float16"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -280,6 +280,41 @@ def test_a_mask_over_losses_keeps_nan_out_of_the_gradient(rng: np.random.Generat
     clean, dirty = jax.jit(jax.grad(f))(logits), jax.jit(jax.grad(f))(poisoned)
     np.testing.assert_array_equal(dirty, clean)
     assert not np.asarray(dirty)[[1, 4]].any()
+
+
+@pytest.mark.parametrize("requests", [{}, {"return_lse": True, "return_entropy": True}])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_tokens_of_weight_0_keep_nan_out_of_the_gradient(
+    rng: np.random.Generator,
+    is_linear: bool,
+    implementation: Any,
+    reduction: Any,
+    requests: dict[str, Any],
+) -> None:
+    tokens, width, vocab = 6, 8, 16
+    rows = jnp.asarray(rng.normal(size=(tokens, width if is_linear else vocab)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, vocab, tokens))
+    mask = np.array([True, False, True, True, False, True])
+    poisoned = rows.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
+    options = {"weights": mask, "reduction": reduction, "implementation": implementation}
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        if is_linear:
+            found = linear_cross_entropy(x, w, labels, vocab_axis=0, **options, **requests)
+        else:
+            found = cross_entropy(x, labels, **options, **requests)
+        # Outputs of tokens that do not count have a cotangent of 0, and so has their row.
+        kept = (jnp.where(mask, one, 0).sum() for one in jax.tree.leaves(found))
+        return sum(kept, jnp.float32(0))
+
+    gradients = jax.jit(jax.grad(f, (0, 1)))
+    clean, dirty = gradients(rows, weight), gradients(poisoned, weight)
+    for one, expected in zip(dirty, clean, strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(dirty[0])[~mask].any()
 
 
 def test_a_loss_scale_saves_small_gradients_of_f16(rng: np.random.Generator) -> None:

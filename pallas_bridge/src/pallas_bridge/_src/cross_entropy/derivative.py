@@ -33,13 +33,9 @@ def per_token(
     Logits are [.., V / shards], or [.., shards, V / shards] along an axis.
     """
     loss = Loss(options, exchange, request.distribution)
-    if options.implementation != "reference":
-        outputs = _token_outputs(loss, logits, labels, request.columns)
-    else:
-        outputs = reference.token_outputs(loss, logits, labels, request.columns)
-        if request.distribution:
-            argmax = reference.find_argmax(exchange, logits, outputs[2])
-            outputs = *outputs, aux_outputs.is_correct(options, labels, argmax)
+    if options.implementation == "reference":
+        return reference.requested_outputs(loss, request, logits, labels)
+    outputs = _token_outputs(loss, logits, labels, request.columns)
     return aux_outputs.collect(options, request, labels, outputs)
 
 

@@ -4,11 +4,20 @@ Kernels are compared with it, forward mode differentiates it, and it runs where 
 kernels. Logits are the whole vocabulary's, or a shard's (`vocab_shards`).
 """
 
+import operator
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from .. import linear
 from ..arrays import wide
+from ..bound import Bound
+from ..custom_call import vary_alike
 from ..losses import aux_outputs
+from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options, is_ignored
 from ..losses.reduction import weighted
 from ..losses.vocab_shards import (
@@ -24,15 +33,22 @@ from ..losses.vocab_shards import (
 
 
 def token_outputs(
-    spec: Loss, logits: jax.Array, labels: jax.Array, columns: jax.Array | None
+    spec: Loss,
+    logits: jax.Array,
+    labels: jax.Array,
+    columns: jax.Array | None,
+    probe: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse [..], then entropy [..] and the columns' logits [.., K] if wanted.
 
     `logits` is [.., V] of any float dtype, `labels` [..] of any integer dtype. Outputs are in f32,
     or in the dtype of logits if that is wider. The formulas and the special tokens are those of
-    crates/xentile/src/cross_entropy.rs.
+    crates/xentile/src/cross_entropy.rs. The gradient of a token all of whose cotangents are 0 is 0,
+    whatever its logits: by `with_probe`, unless the caller has a `probe` [..].
     """
     options, exchange = spec.options, spec.exchange
+    if probe is None:
+        logits, probe = with_probe(logits)
     if spec.distribution or columns is not None:
         # One conversion, so that cotangents are added up before they are rounded.
         logits = wide(logits)
@@ -73,7 +89,77 @@ def token_outputs(
         assert own is not None
         picked = aux_outputs.pick(options, logits, own, first)
         outputs = *outputs, merge_picked(exchange, width, columns, picked)
+    guarded: tuple[jax.Array, ...] = _tell_probe(exchange, probe, outputs)
+    return guarded
+
+
+@jax.custom_jvp
+def with_probe(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns logits [.., V], and a probe [..] whose cotangent is 0 for tokens without a gradient.
+
+    Their rows of the logits' cotangent become 0, where 0 times a number could be NaN.
+    """
+    return logits, logits.max(-1)
+
+
+@with_probe.defjvp
+def _with_probe_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    results = with_probe(*primals)
+    rules = _with_probe_tangents, _with_probe_cotangents
+    return results, tuple(linear.bind(*rules, (), tangents, results))
+
+
+def _with_probe_tangents(_: Any, tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    # The probe's own is not read.
+    return tangents[0], tangents[0].sum(-1)
+
+
+def _with_probe_cotangents(_: Any, cotangents: Sequence[Any]) -> tuple[jax.Array | None]:
+    dlogits, counts = cotangents
+    return (None if dlogits is None else jnp.where(counts[..., None] == 0, 0, dlogits),)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _tell_probe(exchange: Exchange, probe: jax.Array, outputs: Any) -> Any:
+    """Returns the outputs; the probe's cotangent says which tokens have one that is not 0."""
     return outputs
+
+
+@_tell_probe.defjvp
+def _tell_probe_jvp(exchange: Exchange, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (probe, outputs), (of_probe, of_outputs) = primals, tangents
+    rules = _tell_probe_tangents, Bound(_tell_probe_cotangents, exchange, outputs[0].ndim)
+    return outputs, tuple(linear.bind(*rules, (probe,), (of_probe, *of_outputs), outputs))
+
+
+def _tell_probe_tangents(_: Any, tangents: Sequence[Any]) -> Sequence[Any]:
+    return tangents[1:]
+
+
+def _tell_probe_cotangents(
+    exchange: Exchange, rank: int, residuals: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    (probe,) = residuals
+    given = [one for one in cotangents if one is not None]
+    has_any = [(one != 0).any(tuple(range(rank, one.ndim))) for one in given]
+    counts = exchange.cotangent(reduce(operator.or_, has_any).astype(probe.dtype))
+    counts, _ = vary_alike([jnp.broadcast_to(exchange.spread(counts), probe.shape), probe])
+    return counts, *cotangents
+
+
+def requested_outputs(
+    spec: Loss,
+    request: Request,
+    logits: jax.Array,
+    labels: jax.Array,
+    probe: jax.Array | None = None,
+) -> TokenOutputs:
+    """Returns `token_outputs` and what else is requested."""
+    outputs = token_outputs(spec, logits, labels, request.columns, probe)
+    if request.distribution:
+        argmax = find_argmax(spec.exchange, logits, outputs[2])
+        outputs = *outputs, aux_outputs.is_correct(spec.options, labels, argmax)
+    return aux_outputs.collect(spec.options, request, labels, outputs)
 
 
 def find_argmax(exchange: Exchange, logits: jax.Array, lse: jax.Array) -> jax.Array:
@@ -88,8 +174,7 @@ def reduced(
     options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [..], of a whole vocabulary."""
-    lse = per_token(options, logits, labels)[2]
-    loss = per_token(options, _without_gradient(factors == 0, logits), labels)[0]
+    loss, _, lse = per_token(options, logits, labels)
     return weighted(loss, factors).sum(), lse
 
 

@@ -647,34 +647,36 @@ def scale_gradients(gradients: Gradients, dloss: jax.Array) -> Gradients:
     return found
 
 
-def dense_logits(gemms: Gemms, masked: jax.Array, operands: Operands) -> jax.Array:
-    """Returns all logits [N, V] in f32; tokens that are `masked` [N] have a gradient of 0.
+def dense_logits(gemms: Gemms, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns all logits [N, V] in f32, and their probe [N], as `reference.with_probe` does.
 
     JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
     the operands' dtype, as kernels round them.
     """
-    z: jax.Array = _dense_logits(gemms, *make_alike(masked, *operands[:3]))
-    return z
+    z, probe = _dense_logits(gemms, *make_alike(*operands[:3]))
+    return z, probe
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _dense_logits(
-    gemms: Gemms, masked: jax.Array, hidden: jax.Array, weight: jax.Array, bias: Bias
-) -> jax.Array:
-    return gemms.logits(*as_gemm_operands(hidden, weight), bias)
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
+) -> tuple[jax.Array, jax.Array]:
+    z = gemms.logits(*as_gemm_operands(hidden, weight), bias)
+    return z, z.max(-1)
 
 
 @partial(_dense_logits.defjvp, symbolic_zeros=True)
 def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, Any]:
-    _, *moving = map(linear.given, tangents)
+    moving = [*map(linear.given, tangents)]
     apply, transpose = Bound(_dense_logits_tangent, gemms), Bound(_dense_logits_vjp, gemms)
-    logits = _dense_logits(gemms, *arrays)
-    (found,) = linear.bind(apply, transpose, arrays, moving, [logits])
-    return logits, found
+    results = _dense_logits(gemms, *arrays)
+    return results, tuple(linear.bind(apply, transpose, arrays, moving, results))
 
 
-def _dense_logits_tangent(gemms: Gemms, arrays: Any, tangents: Sequence[Any]) -> tuple[jax.Array]:
-    masked, hidden, weight, _ = arrays
+def _dense_logits_tangent(
+    gemms: Gemms, arrays: Any, tangents: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    hidden, weight, _ = arrays
     hidden_tangent, weight_tangent, bias_tangent = tangents
     terms = []
     if hidden_tangent is not None:
@@ -685,12 +687,15 @@ def _dense_logits_tangent(gemms: Gemms, arrays: Any, tangents: Sequence[Any]) ->
         terms.append(bias_tangent.astype(jnp.float32)[None])
     shape = len(hidden), weight.shape[gemms.vocab_axis]
     total = jnp.broadcast_to(sum(terms[1:], terms[0]), shape)
-    return (zero_rows(masked, total),)
+    return total, total.sum(-1)
 
 
 def _dense_logits_vjp(gemms: Gemms, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-    (masked, hidden, weight, bias), (dlogits,) = arrays, cotangents
+    (hidden, weight, bias), (dlogits, counts) = arrays, cotangents
+    if dlogits is None:
+        return None, None, None
     x, w = as_gemm_operands(hidden, weight)
+    masked = counts == 0
     dlogits = zero_rows(masked, dlogits)
     dz = dlogits.astype(x.dtype)
     dhidden = zero_rows(masked, gemms.grad_hidden(dz, w, hidden.dtype))

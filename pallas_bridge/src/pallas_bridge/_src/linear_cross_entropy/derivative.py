@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from .. import linear
 from ..bound import Bound
 from ..cross_entropy import calls as kernels
-from ..cross_entropy import derivative as logits_derivative
 from ..cross_entropy import reference
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
-from ..losses.options import Options, is_ignored
+from ..losses.options import Options
 from ..losses.reduction import countable, weighted
 from ..losses.vocab_shards import (
     WHOLE,
@@ -141,7 +140,9 @@ def per_token(loss: Loss, requested: Request, operands: Operands) -> TokenOutput
     """
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
-        return _dense_per_token(loss, requested, operands)
+        z, probe = dense_logits(loss.gemms, operands)
+        given = requested, z, operands.labels, probe
+        return reference.requested_outputs(loss.logits_loss, *given)
     outputs = _per_token(loss, operands, columns)
     return aux_outputs.collect(loss.options, requested, operands.labels, outputs)
 
@@ -151,8 +152,6 @@ def reduced(loss: Loss, requested: Request, operands: Operands, factors: jax.Arr
 
     `factors` is [N] in f32, 0 for ignored tokens.
     """
-    if loss.is_dense and loss.exchange is None:
-        return _dense_reduced(loss, operands, factors)
     if not loss.is_fused:
         found = per_token(loss, requested, operands)
         return found._replace(loss=weighted(found.loss, factors).sum())
@@ -182,34 +181,12 @@ def _alike(
     return local.varying_alike()._replace(labels=operands.labels), columns
 
 
-def _dense_per_token(loss: Loss, requested: Request, operands: Operands) -> TokenOutputs:
-    """Returns the outputs by the dense program, which JAX differentiates."""
-    if not requested.any:
-        return TokenOutputs(*dense_outputs(loss, operands, None))
-    z = _dense_logits(loss, operands)
-    given = loss.options, loss.exchange or WHOLE, requested, z, operands.labels
-    return logits_derivative.per_token(*given)
-
-
-def _dense_reduced(loss: Loss, operands: Operands, factors: jax.Array) -> TokenOutputs:
-    # Tokens with a factor of 0 have no part in the sum, but their lse may have a gradient.
-    *_, lse = dense_outputs(loss, operands, None)
-    masked = is_ignored(loss.options, operands.labels) | (factors == 0)
-    z = dense_logits(loss.gemms, masked, operands)
-    losses, logps, _ = reference.per_token(loss.options, z, operands.labels)
-    return TokenOutputs(weighted(losses, factors).sum(), logps, lse)
-
-
 def dense_outputs(
     loss: Loss, operands: Operands, columns: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits by the dense program."""
-    z = _dense_logits(loss, operands)
-    return reference.token_outputs(loss.logits_loss, z, operands.labels, columns)
-
-
-def _dense_logits(loss: Loss, operands: Operands) -> jax.Array:
-    return dense_logits(loss.gemms, is_ignored(loss.options, operands.labels), operands)
+    z, probe = dense_logits(loss.gemms, operands)
+    return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
