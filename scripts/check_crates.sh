@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Packages every crate as it would be uploaded, compiles each from its archive, and looks for what an archive
-# must have.
+# must have:
+#
+#     scripts/check_crates.sh
 set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 folder=$(mktemp -d)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -150,6 +151,30 @@ def test_bad_input_is_told_of_before_anything_runs(
     assert bench(*command.split()) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "message"),
+    [
+        ("yaml", "benches:examples", "the package yaml is not installed: run pip install"),
+        ("unused", "benches", "the package train is not found: set PYTHONPATH=benches:examples"),
+    ],
+)
+def test_missing_packages_are_named(name: str, paths: str, message: str, tmp_path: Path) -> None:
+    # As where it is not installed: `import` raises ModuleNotFoundError.
+    program = f"import sys; sys.modules[{name!r}] = None; "
+    program += "from transformer_bench.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    empty = tmp_path / "rows.jsonl"
+    empty.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "report", empty, "--html", tmp_path / "page.html"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"transformer_bench: error: {message}")
 
 
 def test_a_limit_that_some_size_fits_is_no_error() -> None:
