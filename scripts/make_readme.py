@@ -86,7 +86,7 @@ def linear_losses() -> list[list[str]]:
         shape = f"{tokens} x {ours['hidden']} x {ours['vocab']}"
         ratio = plain["found"]["median_ms"] / ours["found"]["median_ms"]
         memory = [size(one["found"]["temp_bytes"]) for one in (plain, ours)]
-        what = f"`linear_cross_entropy`, {shape}, trained logits"
+        what = f"`linear_cross_entropy`, {shape}, logits of a trained model"
         rows.append([what, f"{ratio:.2f}x as fast; {memory[1]}, not {memory[0]}"])
     return rows
 
@@ -101,7 +101,8 @@ def attention() -> list[list[str]]:
     for row in load("attention.json")["results"]:
         if row["cell"].endswith("segments") and row["pass"] in PASSES:
             ratio = row["xla"]["ms"] / row["ours"]["ms"]
-            cell = row["cell"].removesuffix(" segments")
+            shape, heads, width = row["cell"].split()[:3]
+            cell = f"{shape.replace('x', ' x ')} tokens, {heads} heads of {width}"
             what = f"`flash_attention`, {cell}, packed texts, {row['pass']}"
             rows.append([what, f"{ratio:.1f}x as fast"])
     return rows
