@@ -7,8 +7,8 @@ output matrix, without logits in memory:
 
 where a token of the prompt or of padding has the label -100, and so a log-probability of 0. For
 samples that were drawn at a temperature say `temperature` there, for PPO's entropy bonus
-`return_entropy`, and with a vocabulary that is cut over devices `axis_name`: nothing here sees the
-vocabulary.
+`return_entropy`, and with a vocabulary that is sharded over devices `axis_name`: nothing here sees
+the vocabulary.
 
 Every loss is a scalar to be minimised, in the dtype of `logps`. Gradients go through `logps`, the
 policy's, alone: those of the reference, those that samples were drawn with, and advantages are

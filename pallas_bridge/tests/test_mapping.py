@@ -85,7 +85,7 @@ def looped(function: Callable[..., Any], length: int, axes: Any, *trees: Any) ->
     parts = []
     for number in range(length):
         of_one = [
-            one if axis is None else np.take(one, number, axis)
+            one if axis is None else np.take(np.asarray(one), number, axis)
             for one, axis in zip(flat, axes, strict=True)
         ]
         parts.append(function(*jax.tree.unflatten(tree, of_one)))

@@ -215,7 +215,7 @@ def test_columns_over_two_axes_in_any_order(
 def test_warnings_never_stop_a_program(
     rng: np.random.Generator, kinds: tuple[AxisType, AxisType]
 ) -> None:
-    # XLA cuts the activation over both axes, in an order that JAX has no name for.
+    # XLA shards the activation over both axes, in an order that JAX has no name for.
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:8])
     x = jnp.asarray(rng.normal(size=(8, 3, 16)), jnp.float32)
 
