@@ -42,7 +42,9 @@ if [[ ${XENTILE_TEST_NUMBERS:-1} != 0 ]]; then
     scripts/pytest_in_shares.sh pallas_bridge/tests --ignore-glob='*pallas_tpu.py' -m numbers || status=$?
 fi
 # Most of the time is XLA's, which compiles programs that run once: where the results are not those of
-# kernels, it optimises nothing.
-XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}" \
+# kernels, it optimises nothing, and compiles each as one piece.
+quickly="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+quickly+=" --xla_cpu_parallel_codegen_split_count=1"
+XLA_FLAGS="$quickly ${XLA_FLAGS:-}" \
     scripts/pytest_in_shares.sh pallas_bridge/tests -m "not numbers" || status=$?
 exit "$status"

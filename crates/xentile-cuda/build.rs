@@ -99,12 +99,16 @@ fn main() -> ExitCode {
 }
 
 fn build() -> Result<(), String> {
+    // Without kernels nothing below is read: what is compiled stays when it changes.
+    println!("cargo::rerun-if-changed=build.rs");
+    if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {
+        return Ok(());
+    }
     for variable in ["XENTILE_NVCC", "CUDA_HOME", "XENTILE_CUDA_ARCHS", "XENTILE_CUDA_FAST_COMPILE"]
     {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     for path in [
-        "build.rs",
         "kernels",
         "src/mirror.rs",
         "src/activation",
@@ -121,9 +125,6 @@ fn build() -> Result<(), String> {
         "src/scale",
     ] {
         println!("cargo::rerun-if-changed={path}");
-    }
-    if std::env::var_os("CARGO_FEATURE_KERNELS").is_none() {
-        return Ok(());
     }
     let package = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
     let nvcc = find_nvcc(&package)?;

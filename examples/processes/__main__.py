@@ -2,7 +2,7 @@
 
     python -m processes [--json FILE] [FAULT ...]
 
-Both train by linear cross-entropy with the tokens cut over them, on two GPUs, or on CPUs where
+Both train by linear cross-entropy with the tokens sharded over them, on two GPUs, or on CPUs where
 JAX_PLATFORMS is cpu. Faults, of the second process after some steps: `killed` (SIGKILL), `memory`
 (its device is full; a process on a CPU has a limit set), `shapes` (it has other shapes than the
 first). The report has for each how long the first process lived on, how it ended, the last

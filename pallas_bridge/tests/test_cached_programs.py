@@ -10,7 +10,7 @@ import jax
 import pytest
 from pallas_bridge._src import compat, doctor
 
-# Gradients of cases, each with the axis that a mesh of four devices cuts.
+# Gradients of cases, each with the axis that a mesh of four devices shards.
 CUT = {
     "cross_entropy": "V",
     "cross_entropy with auxiliary outputs": "V",
@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-folder, tests, cut = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+folder, tests, sharded = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 sys.path.insert(0, tests)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -44,11 +44,11 @@ mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
 extents = {"V": 64, "D": 32, "2F": 128, "B": 4, "S": 8}
 found = {}
 for case in CASES:
-    if case.name not in cut:
+    if case.name not in sharded:
         continue
     arrays = case.arrays(np.random.default_rng(0), **extents)
     specs = [
-        PartitionSpec(*("model" if name == cut[case.name] else None for name in one.dims))
+        PartitionSpec(*("model" if name == sharded[case.name] else None for name in one.dims))
         for one in case.arguments
     ]
     placed = [

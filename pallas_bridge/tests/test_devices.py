@@ -63,17 +63,17 @@ def held(
 
 
 def over(mesh: jax.sharding.Mesh, loss: Any, specs: Any, way: str, **options: Any) -> Any:
-    """A loss of the whole mesh, summed over tokens; the axis "model" cuts the vocabulary."""
+    """A loss of the whole mesh, summed over tokens; the axis "model" shards the vocabulary."""
     loss = partial(loss, reduction="sum", **options)
     if way in ("explicit", "found"):
         return loss
-    cuts_tokens = mesh.axis_names == ("data",)
-    loss = loss if cuts_tokens else partial(loss, axis_name="model")
+    shards_tokens = mesh.axis_names == ("data",)
+    loss = loss if shards_tokens else partial(loss, axis_name="model")
     if way == "auto":
         return loss
 
     def of_a_device(*arrays: Any) -> Any:
-        return jax.lax.psum(loss(*arrays), "data") if cuts_tokens else loss(*arrays)
+        return jax.lax.psum(loss(*arrays), "data") if shards_tokens else loss(*arrays)
 
     return jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=P())
 
@@ -97,7 +97,7 @@ def test_cross_entropy(rng: np.random.Generator, way: str, axis: str, dtype: str
     assert {*found} <= {"all-reduce"} and max(found.values()) <= 3 * TOKENS
 
 
-CUTS = {
+SHARDED = {
     # Of hidden states and labels, and of the weight.
     "tokens": ("data", P("data"), P()),
     "vocabulary": ("model", P(), P("model")),
@@ -106,21 +106,23 @@ CUTS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("way", "cut"), [*itertools.product(WAYS, CUTS), ("found", "vocabulary")])
-def test_linear_cross_entropy(rng: np.random.Generator, way: str, cut: str, dtype: str) -> None:
-    axis, tokens, of_weight = CUTS[cut]
+@pytest.mark.parametrize(
+    ("way", "sharded"), [*itertools.product(WAYS, SHARDED), ("found", "vocabulary")]
+)
+def test_linear_cross_entropy(rng: np.random.Generator, way: str, sharded: str, dtype: str) -> None:
+    axis, tokens, of_weight = SHARDED[sharded]
     mesh = mesh_of(axis, way)
     hidden = jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), dtype)
     weight = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)) / 4, dtype)
     labels = jnp.asarray(rng.integers(0, VOCAB, TOKENS), jnp.int32)
-    # A weight that is cut over D is gathered before `shard_map` takes it.
-    taken = (tokens, P() if cut == "fsdp" else of_weight, tokens)
+    # A weight that is sharded over D is gathered before `shard_map` takes it.
+    taken = (tokens, P() if sharded == "fsdp" else of_weight, tokens)
     f = over(mesh, linear_cross_entropy, taken, way)
     alone = partial(linear_cross_entropy, reduction="sum")
     gradient = [jax.value_and_grad(one, (0, 1)) for one in (f, alone)]
     specs = tokens, of_weight, tokens
     found = held(mesh, *gradient, (hidden, weight, labels), specs, dtype)
-    if cut == "vocabulary":
+    if sharded == "vocabulary":
         assert {*found} == {"all-reduce"} and max(found.values()) <= TOKENS * WIDTH
 
 

@@ -94,8 +94,8 @@ def accumulated(x: jax.Array, y: jax.Array, g: jax.Array, loss: Any) -> Any:
         value, gradient = jax.value_and_grad(lambda x: g / BATCHES * loss(x, xy[1]))(xy[0])
         return total + value, gradient
 
-    cut = jax.tree.map(lambda a: a.reshape(BATCHES, -1, *a.shape[1:]), (x, y))
-    total, gradients = jax.lax.scan(body, jnp.float32(0), cut)
+    batches = jax.tree.map(lambda a: a.reshape(BATCHES, -1, *a.shape[1:]), (x, y))
+    total, gradients = jax.lax.scan(body, jnp.float32(0), batches)
     return total, gradients.reshape(x.shape)
 
 
@@ -233,8 +233,8 @@ def test_where_the_passes_lie_apart(rng: np.random.Generator, dtype: str) -> Non
         def body(total: jax.Array, xy: Any) -> Any:
             return total + cross_entropy(*xy, reduction="sum"), None
 
-        cut = x.reshape(BATCHES, -1, V), labels.reshape(BATCHES, -1)
-        return g * jax.lax.scan(body, jnp.float32(0), cut)[0]
+        batches = x.reshape(BATCHES, -1, V), labels.reshape(BATCHES, -1)
+        return g * jax.lax.scan(body, jnp.float32(0), batches)[0]
 
     gradient = run(jax.grad(in_loop), apart, logits, jnp.float32(0.25))
     hold(gradient, logits, labels, 0.25, "sum")

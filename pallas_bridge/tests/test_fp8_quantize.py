@@ -62,8 +62,8 @@ def rounded(x: Any, scale: Any, form: Any) -> Any:
     """What numpy makes of the quotient, in bits."""
     with np.errstate(all="ignore"):
         quotient = wide(x) * (np.float32(1) / np.float32(scale))
-        cut = np.clip(quotient, -LARGEST[form], LARGEST[form])
-        return bits(cut.astype(np.dtype(form)))
+        clipped = np.clip(quotient, -LARGEST[form], LARGEST[form])
+        return bits(clipped.astype(np.dtype(form)))
 
 
 def amax_of(block: Any) -> Any:
@@ -204,7 +204,7 @@ def test_bits_by_tensor(rng: np.random.Generator, form: Any, implementation: Any
         assert amax == amax_of(x)
         assert scale.shape == () and scale == scale_of(amax_of(x), LARGEST[form], False)
         np.testing.assert_array_equal(bits(values), rounded(x, scale, form))
-        # By a scale of another step, and by an amax: entries beyond are cut.
+        # By a scale of another step, and by an amax: entries beyond are sharded.
         (values, scale), amax = run(x, scale=0.0625, return_amax=True)
         assert amax == amax_of(x) and scale == 0.0625
         np.testing.assert_array_equal(bits(values), rounded(x, 0.0625, form))
@@ -226,8 +226,8 @@ def test_every_bfloat16_is_rounded_as_ml_dtypes_does(form: Any, implementation: 
     run = partial(fp8_quantize, dtype=form, implementation=implementation)
     values, _ = run(x, scale=1.0)
     with np.errstate(all="ignore"):
-        cut = np.clip(x.astype(np.float32), -LARGEST[form], LARGEST[form])
-        expected = bits(cut.astype(np.dtype(form)))
+        clipped = np.clip(x.astype(np.float32), -LARGEST[form], LARGEST[form])
+        expected = bits(clipped.astype(np.dtype(form)))
     np.testing.assert_array_equal(bits(values), expected)
     # And in blocks that each have an exponent of their own, by their scales.
     blocks = x.reshape(-1, 128)
@@ -384,11 +384,11 @@ def test_on_a_mesh_nothing_is_gathered(rng: np.random.Generator, kind: Any) -> N
     with jax.set_mesh(mesh):
         for spec, options in cases:
             run = partial(fp8_quantize, **options)
-            cut = jax.device_put(x, NamedSharding(mesh, spec))
-            compiled = jax.jit(run).lower(cut).compile()
-            found = compiled(cut)
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            compiled = jax.jit(run).lower(sharded).compile()
+            found = compiled(sharded)
             text = compiled.as_text()
-            # Of rows that are cut, XLA's own program exchanges a number a row.
+            # Of rows that are sharded, XLA's own program exchanges a number a row.
             has_kernel = (spec, options.get("granularity")) != (columns, "row")
             assert "all-gather" not in text, (spec, options)
             assert ('custom_call_target="xentile_fp8' in text) == has_kernel, (spec, options)
@@ -406,10 +406,12 @@ def test_on_a_mesh_nothing_is_gathered(rng: np.random.Generator, kind: Any) -> N
                     jax.device_put(x, NamedSharding(mesh, columns))
                 )
         else:
-            # A transposed copy is XLA's own program, which knows how to cut both.
+            # A transposed copy is XLA's own program, which knows how to shard both.
             run = partial(fp8_quantize, granularity="block_1d", transposed=True)
-            cut = jax.device_put(x, NamedSharding(mesh, rows))
-            pairs = zip(jax.tree.leaves(jax.jit(run)(cut)), jax.tree.leaves(run(x)), strict=True)
+            sharded = jax.device_put(x, NamedSharding(mesh, rows))
+            pairs = zip(
+                jax.tree.leaves(jax.jit(run)(sharded)), jax.tree.leaves(run(x)), strict=True
+            )
             for got, one in pairs:
                 np.testing.assert_array_equal(bits(got), bits(one))
 

@@ -46,9 +46,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, schedule: str, arrays: Arrays) -> di
         return how
     limit = int(plan_of().scratch_bytes * SHARES.get(schedule, 1))
     plan = plan_of(max_scratch_bytes=limit)
-    cut = (plan.tokens < TOKENS, plan.columns < VOCAB)
+    is_chunked = (plan.tokens < TOKENS, plan.columns < VOCAB)
     wanted = {"one": (False, False), "tokens": (True, False), "vocabulary": (False, True)}
-    assert cut == wanted.get(schedule, (True, True)), plan
+    assert is_chunked == wanted.get(schedule, (True, True)), plan
     return {"max_scratch_bytes": limit}
 
 
@@ -120,7 +120,7 @@ def dense(
     tokens, columns = chunk
 
     def product(x: Any, w: Any) -> Any:
-        cut = [
+        blocks = [
             [
                 jax.lax.dot_general(
                     x[n : n + tokens],
@@ -132,7 +132,7 @@ def dense(
             ]
             for n in range(0, TOKENS, tokens)
         ]
-        return jnp.block(cut)
+        return jnp.block(blocks)
 
     def f(x: Any, w: Any, b: Any) -> Any:
         z = product(x, w)

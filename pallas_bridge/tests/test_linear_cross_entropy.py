@@ -390,9 +390,9 @@ def test_shard_map_sums_the_gradient_of_the_weight(
         total = f(x, w, y, bias=b, reduction="sum") + (losses * sums).sum()
         return jax.lax.psum(total, "tokens")
 
-    cut, whole = P("tokens"), P()
+    sharded, whole = P("tokens"), P()
     mapped = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(cut, whole, whole, cut, cut), out_specs=whole
+        of_part, mesh=mesh, in_specs=(sharded, whole, whole, sharded, sharded), out_specs=whole
     )
     found = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(hidden, weight, bias, labels, each)
     expected = jax.jit(jax.value_and_grad(of_all, (0, 1, 2)))(hidden, weight, bias, each)
@@ -406,7 +406,7 @@ def test_shard_map_sums_the_gradient_of_the_weight(
 def test_calls_of_a_cpu_are_for_one_device_each(rng: np.random.Generator, reduction: str) -> None:
     hidden, weight, bias, labels = problem(rng, jnp.bfloat16, bias=True)
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
-    cut, whole = P("tokens"), P()
+    sharded, whole = P("tokens"), P()
 
     def f(x: Any, w: Any, b: Any, y: Any) -> Any:
         return linear_cross_entropy(x, w, y, bias=b, ignore_index=7, reduction=reduction).sum()
@@ -414,10 +414,12 @@ def test_calls_of_a_cpu_are_for_one_device_each(rng: np.random.Generator, reduct
     def of_part(*arrays: Any) -> Any:
         return jax.lax.psum(f(*arrays), "tokens")
 
-    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, whole, cut), out_specs=whole)
+    mapped = jax.shard_map(
+        of_part, mesh=mesh, in_specs=(sharded, whole, whole, sharded), out_specs=whole
+    )
     placed = [
         jax.device_put(x, jax.NamedSharding(mesh, spec))
-        for x, spec in ((hidden, cut), (weight, whole), (bias, whole), (labels, cut))
+        for x, spec in ((hidden, sharded), (weight, whole), (bias, whole), (labels, sharded))
     ]
     expected = jax.value_and_grad(f, (0, 1, 2))(hidden, weight, bias, labels)
     # Each device has calls of its own, but with GSPMD, which would gather their operands.
@@ -725,7 +727,7 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
     # Gradients of columns of [D, V] have gaps: nothing is kept.
     other = plan_of(8192, 2048, 128256, 256, axis=1)
     assert other.kept is None and other.products == 4
-    # Few logits go through memory, where long sums are cut.
+    # Few logits go through memory, where long sums are sharded.
     assert plan_of(256, 1024, 2048, 256).wide and not plan_of(4096, 1024, 4096, 256).wide
 
 

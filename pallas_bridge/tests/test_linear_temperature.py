@@ -14,7 +14,7 @@ from oracle import Oracle
 
 from pallas_bridge import linear_cross_entropy
 
-# On CPUs a temperature has no pass of its own: test_known.py holds it, and other files.
+# On CPUs a temperature has no pass of its own: test_aux_outputs.py holds it, and other files.
 pytestmark = pytest.mark.only("cuda", "where it is in products that have the cross-entropy in them")
 
 TOKENS, WIDTH, VOCAB = 300, 128, 2008

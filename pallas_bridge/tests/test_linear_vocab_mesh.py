@@ -1,4 +1,4 @@
-"""Linear losses whose weight is cut over a mesh, and what devices exchange for them."""
+"""Linear losses whose weight is sharded over a mesh, and what devices exchange for them."""
 
 import dataclasses
 import warnings
@@ -42,7 +42,7 @@ class Problem:
     mesh: jax.sharding.Mesh
     way: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # What cuts tokens, the vocabulary, and D of hidden and of the weight.
+    # What shards tokens, the vocabulary, and D of hidden and of the weight.
     tokens: Any = "data"
     columns: Any = "vocab"
     of_hidden: Any = None
@@ -130,7 +130,7 @@ class Problem:
         for one, of in zip(gradients, wanted, strict=True):
             np.testing.assert_allclose(np.asarray(one, np.float64), of, rtol=rtol, atol=atol)
         if self.way != "auto" or self.of_weight is None:
-            # XLA may leave a gradient whole, of what it was left to cut.
+            # XLA may leave a gradient whole, of what it was left to shard.
             for one, given in zip(gradients[1:], placed[1:3], strict=True):
                 assert one.sharding.is_equivalent_to(given.sharding, given.ndim)
         return compiled.as_text()
@@ -159,7 +159,7 @@ def test_the_weight_stays_where_it_is(
     *arrays, cotangents = draw(rng, 16, 72, 5)
     problem = Problem(*arrays, mesh_of(shape, way), way, EVERYTHING)
     found = exchanged(problem.check(cotangents))
-    # dhidden where columns are cut, and dweight where tokens are.
+    # dhidden where columns are sharded, and dweight where tokens are.
     of_hidden = 16 // shape[0] * 5
     of_weight = 72 // shape[1] * 5 if shape[0] > 1 else 0
     assert {*found} <= {"all-reduce"} and found["all-reduce"] <= max(of_hidden, of_weight)
@@ -241,7 +241,7 @@ def test_chunks_of_a_budget(rng: np.random.Generator, way: str) -> None:
     # Logits of a few tokens and columns at a time.
     more = {"max_scratch_bytes": 1 << 17}
     if way == "auto":
-        # XLA, which cuts the tokens, would move them from chunk to chunk.
+        # XLA, which shards the tokens, would move them from chunk to chunk.
         more = {}
     elif way == "found":
         # As little as does for all tokens and columns, which nobody has.
@@ -387,10 +387,10 @@ def test_transformations(rng: np.random.Generator) -> None:
     changes = [jax.value_and_grad(partial(change, whole)) for change in (each, scanned)]
     expected = jax.jit(lambda w: [*(change(w) for change in changes), along(whole, w)])(w)
     with jax.set_mesh(mesh):
-        cut = jax.device_put(w, NamedSharding(mesh, P("vocab")))
+        sharded = jax.device_put(w, NamedSharding(mesh, P("vocab")))
         for f in (partial(whole, axis_name="vocab"), over_devices, whole):
             of = [jax.value_and_grad(partial(change, f)) for change in (each, scanned)]
-            found = jax.jit(lambda w, of=of, f=f: [*(one(w) for one in of), along(f, w)])(cut)
+            found = jax.jit(lambda w, of=of, f=f: [*(one(w) for one in of), along(f, w)])(sharded)
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), found, expected)
 
 
@@ -465,7 +465,7 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
         assert not is_gathered and told == []
     else:
         (text,) = told
-        assert is_gathered and "is cut over 4 devices" in text
+        assert is_gathered and "is sharded over 4 devices" in text
         assert "with axis_name='vocab'" in text
 
 
@@ -478,6 +478,6 @@ def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:
         linear_cross_entropy(h, w, y, axis_name="vocab")
     mesh = mesh_of((2, 4), "explicit")
     with jax.set_mesh(mesh):
-        cut = jax.device_put(jnp.zeros((32, 4)), NamedSharding(mesh, P("vocab")))
+        sharded = jax.device_put(jnp.zeros((32, 4)), NamedSharding(mesh, P("vocab")))
         with pytest.raises(ValueError, match=r"axis_name is 'data' and weight.*P.*reshard"):
-            jax.jit(partial(linear_cross_entropy, axis_name="data"))(h, cut, y)
+            jax.jit(partial(linear_cross_entropy, axis_name="data"))(h, sharded, y)

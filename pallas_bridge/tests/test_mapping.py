@@ -5,7 +5,7 @@ shape.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -77,17 +77,25 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def looped(function: Callable[..., Any], length: int, axes: Any, *trees: Any) -> Any:
-    """Returns the results of a function of each part along mapped axes, stacked."""
-    run = jax.jit(function)
+    """Returns the results of a function of each part along mapped axes, stacked.
+
+    NumPy takes the parts and stacks the results: XLA would compile a program for each shape.
+    """
+    flat, tree = jax.tree.flatten(trees)
     parts = []
     for number in range(length):
-        flat, tree = jax.tree.flatten(trees)
         of_one = [
-            one if axis is None else jnp.take(one, number, axis)
+            one if axis is None else np.take(np.asarray(one), number, axis)
             for one, axis in zip(flat, axes, strict=True)
         ]
-        parts.append(run(*jax.tree.unflatten(tree, of_one)))
-    return jax.tree.map(lambda *ones: jnp.stack(ones), *parts)
+        parts.append(function(*jax.tree.unflatten(tree, of_one)))
+    return jax.tree.map(lambda *ones: np.stack(ones), *parts)
+
+
+@cache
+def compiled(case: Case) -> Callable[..., Any]:
+    """Returns `everything` of a case, one program for every subset of its operands."""
+    return jax.jit(partial(everything, case))
 
 
 @pytest.mark.fixed
@@ -99,14 +107,14 @@ def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
     for index in subset:
         # At the front, at the end, and between: each operand at another place.
         axes[index] = index % (plain[index].ndim + 1)
-        stacked = jnp.stack([case.arrays(rng)[index] for _ in range(LENGTH)])
-        arrays[index] = jnp.moveaxis(stacked, 0, axes[index])
+        stacked = np.stack([case.arrays(rng)[index] for _ in range(LENGTH)])
+        arrays[index] = np.moveaxis(stacked, 0, axes[index])
     tangents = numbers(rng, [*plain], LENGTH)
     cotangents = numbers(rng, of_outputs(case, plain), LENGTH)
     every = (*axes, *[0] * (len(tangents) + len(cotangents)))
-    function = partial(everything, case)
-    mapped = jax.jit(jax.vmap(function, in_axes=([*axes], 0, 0)))(arrays, tangents, cotangents)
-    assert_same(mapped, looped(function, LENGTH, every, arrays, tangents, cotangents))
+    run = jax.jit(jax.vmap(partial(everything, case), in_axes=([*axes], 0, 0)))
+    expected = looped(compiled(case), LENGTH, every, arrays, tangents, cotangents)
+    assert_same(run(arrays, tangents, cotangents), expected)
 
 
 @pytest.mark.fixed
@@ -115,9 +123,9 @@ def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> N
     arrays = case.arrays(rng)
     tangents = numbers(rng, [*arrays], LENGTH)
     cotangents = numbers(rng, of_outputs(case, arrays), LENGTH)
-    function = partial(everything, case, arrays)
-    mapped = jax.jit(jax.vmap(function))(tangents, cotangents)
+    mapped = jax.jit(jax.vmap(partial(everything, case, arrays)))(tangents, cotangents)
     axes = [0] * (len(tangents) + len(cotangents))
+    function = partial(compiled(case), arrays)
     assert_same(mapped, looped(function, LENGTH, axes, tangents, cotangents))
 
 
@@ -128,9 +136,9 @@ def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> 
     plain = case.arrays(rng)
     outer = [0, *[None] * (len(plain) - 1)]
     inner = [1, *[None if index % 2 else -1 for index in range(1, len(plain))]]
-    arrays = [jnp.stack([jnp.stack([case.arrays(rng)[0] for _ in range(3)], 1) for _ in range(2)])]
+    arrays = [np.stack([np.stack([case.arrays(rng)[0] for _ in range(3)], 1) for _ in range(2)])]
     arrays += [
-        one if axis is None else jnp.stack([case.arrays(rng)[index] for _ in range(3)], -1)
+        one if axis is None else np.stack([case.arrays(rng)[index] for _ in range(3)], -1)
         for index, (one, axis) in enumerate(zip(plain, inner, strict=True))
         if index
     ]
@@ -160,7 +168,7 @@ def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> 
 def test_scan_adds_gradients_up(rng: np.random.Generator, case: Case) -> None:
     """Gradients of what every step shares are sums over the steps."""
     first, *shared = case.arrays(rng)
-    steps = jnp.stack([first, case.arrays(rng)[0], -first])
+    steps = np.stack([first, case.arrays(rng)[0], -first])
 
     def scanned(steps: jax.Array, *shared: jax.Array) -> jax.Array:
         def body(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:

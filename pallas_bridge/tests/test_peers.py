@@ -41,19 +41,28 @@ def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
         assert all("median_ms" in measure for measure in measures.values()), measures
 
 
-@pytest.mark.parametrize("more", [["--factor", "0.5"], ["--factor", "2", "--traced-factor"]])
-def test_factors_and_distributions_over_logits(tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "shapes", "distributions"),
+    [
+        # A process for each cell and peer.
+        (["--factor", "2", "--traced-factor"], ["3x2"], ["masked"]),
+        (["--factor", "0.5"], ["3x2", "1x300"], ["uniform", "masked"]),
+    ],
+)
+def test_factors_and_distributions_over_logits(
+    tmp_path: Path, more: list[str], shapes: list[str], distributions: list[str]
+) -> None:
     written = tmp_path / "results.json"
-    shapes = ("--shapes", "3x2,1x300", "--distribution", "uniform", "masked", "--std", "8")
     found = run(
         tmp_path,
         "cross_entropy.py",
-        *(*shapes, "--peers", "xentile;optax;JAX dense", *more),
-        *("--measure-seconds", "0.01"),
+        *("--shapes", ",".join(shapes), "--distribution", *distributions, "--std", "8"),
+        *("--peers", "xentile;optax;JAX dense", *more, "--measure-seconds", "0.01"),
     )
     assert found.keys() == {"xentile", "optax", "JAX dense"}
     rows = json.loads(written.read_text())["results"]
-    assert len({(row["tokens"], row["distribution"]) for row in rows}) == 4
+    cells = {(row["tokens"], row["distribution"]) for row in rows}
+    assert len(cells) == len(shapes) * len(distributions)
     for row in rows:
         assert row["factor"] == float(more[1]) and row["is_traced"] == ("--traced-factor" in more)
         for measure in row["found"].values():

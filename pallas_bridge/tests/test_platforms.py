@@ -201,8 +201,8 @@ def test_per_token_and_vmap_for_cuda(both: None) -> None:
 @pytest.mark.devices(2)
 def test_a_mesh_lowers_for_cuda(both: None) -> None:
     mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    cut = NamedSharding(mesh, P("t"))
-    arguments = (LOGITS.update(sharding=cut), LABELS.update(sharding=cut))
+    sharding = NamedSharding(mesh, P("t"))
+    arguments = (LOGITS.update(sharding=sharding), LABELS.update(sharding=sharding))
     program = lowered(jax.grad(cross_entropy), "cuda", arguments=arguments)
     assert "#sdy.op_sharding_rule" in program
 

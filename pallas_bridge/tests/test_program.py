@@ -158,20 +158,20 @@ def test_a_mesh_cuts_tokens_and_gathers_no_logits(
 ) -> None:
     logits, labels = arrays(rng, 4, 6, 999)
     expected = jax.value_and_grad(f)(logits, labels)
-    cut = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (logits, labels)]
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (logits, labels)]
     function = jax.jit(jax.value_and_grad(f))
-    program = function.lower(*cut).compile().as_text()
+    program = function.lower(*sharded).compile().as_text()
     assert "all-gather" not in program and "all-to-all" not in program
     # The calls work on half of the tokens.
     assert operations_on(program, 4 * 6 * 999 // 2) == {"custom-call"}
     assert not operations_on(program, 4 * 6 * 999)
-    value, gradient = function(*cut)
+    value, gradient = function(*sharded)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-    assert gradient.sharding.is_equivalent_to(cut[0].sharding, 3)
+    assert gradient.sharding.is_equivalent_to(sharded[0].sharding, 3)
     if PLATFORM == "cpu":
         assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
     else:
-        # Where a row begins within a line of memory decides which lane adds what; a cut moves it.
+        # Where a row begins within a line of memory decides which lane adds what; a shard moves it.
         wide = (np.asarray(g, np.float64) for g in (gradient, expected[1]))
         np.testing.assert_allclose(*wide, rtol=2**-7, atol=2**-23)
 
@@ -241,15 +241,15 @@ def test_explicit_axes(rng: np.random.Generator, reduction: Any) -> None:
 
     expected = jax.value_and_grad(f)(logits, labels)
     with jax.set_mesh(mesh):
-        cut = [jax.device_put(x, NamedSharding(mesh, P("tokens"))) for x in (logits, labels)]
-        value, gradient = jax.jit(jax.value_and_grad(f))(*cut)
+        sharded = [jax.device_put(x, NamedSharding(mesh, P("tokens"))) for x in (logits, labels)]
+        value, gradient = jax.jit(jax.value_and_grad(f))(*sharded)
         assert jax.typeof(gradient).sharding.spec[0] == "tokens"
         np.testing.assert_allclose(value, expected[0], rtol=1e-6)
         assert np.asarray(gradient).tobytes() == np.asarray(expected[1]).tobytes()
         # What lies otherwise than its tokens is not moved in silence.
-        cut = [
+        sharded = [
             jax.device_put(x, NamedSharding(mesh, spec))
             for x, spec in zip((logits, labels), (P("tokens"), P()), strict=True)
         ]
         with pytest.raises(ValueError, match=r"cross_entropy: operand 0 .*reshard"):
-            jax.jit(f)(*cut)
+            jax.jit(f)(*sharded)

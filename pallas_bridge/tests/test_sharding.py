@@ -1,4 +1,4 @@
-"""What devices exchange where a mesh cuts an axis: every operation and axis, forward and backward.
+"""What devices exchange where a mesh shards an axis: all operations and axes, both passes.
 
 It is read from the compiled program. Results are those of one device. The table in
 docs/reference/sharding.md is made of what is found here (XENTILE_UPDATE_DOCS=1 writes it).
@@ -56,7 +56,7 @@ IS_DOCUMENTED = PLATFORM == "cpu" and not UPDATES
 
 
 def dims_of(case: Case) -> list[str]:
-    """The names of a case's axes that a mesh may cut; heads of keys with those of queries."""
+    """The names of a case's axes that a mesh may shard; heads of keys with those of queries."""
     names = dict.fromkeys(name for one in case.arguments for name in one.dims)
     return [name for name in names if name != "K" or "H" not in names]
 
@@ -66,7 +66,7 @@ def is_in(table: dict[str, str], case: Case, dim: str) -> bool:
 
 
 def placed(case: Case, dim: str, mesh: Any, arrays: Any) -> list[jax.Array]:
-    """Arrays of which every axis of a name is cut, once an array."""
+    """Arrays of which every axis of a name is sharded, once an array."""
     names = {dim, "K"} if dim == "H" else {dim}
     found = []
     for one, array in zip(case.arguments, arrays, strict=True):
@@ -144,11 +144,11 @@ def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[s
     arrays, *expected = on_one_device(case, entropy)
     texts = []
     with jax.set_mesh(mesh), told() as warned:
-        cut = placed(case, dim, mesh, arrays)
+        sharded = placed(case, dim, mesh, arrays)
         for function, right in zip((case.outputs, case.gradients), expected, strict=True):
             if function == case.gradients and not case.has_gradient:
                 continue
-            program = jax.jit(function).lower(*cut).compile()
+            program = jax.jit(function).lower(*sharded).compile()
             found = exchanged(program.as_text())
             texts.append(described(case, dim, found))
             limit = sum(one.nbytes for one in arrays)
@@ -157,7 +157,7 @@ def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[s
                 assert gathered <= (limit // 8 if is_in(SMALL, case, dim) else 0), (found, limit)
                 moved = sum(size for name, size in found if name != "all-reduce")
                 assert moved <= limit, (found, limit)
-            for one, other in zip(program(*cut), right, strict=True):
+            for one, other in zip(program(*sharded), right, strict=True):
                 scale = max(np.abs(np.asarray(other, np.float64)).max(initial=0), 1)
                 np.testing.assert_allclose(
                     np.asarray(one, np.float64), np.asarray(other, np.float64), atol=1e-4 * scale
@@ -251,7 +251,7 @@ def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None
     expected = []
     for number in range(COUNT):
         pairs = zip(arrays, has_batch, strict=True)
-        own = [one[number : number + 1] if is_cut else one for one, is_cut in pairs]
+        own = [one[number : number + 1] if is_sharded else one for one, is_sharded in pairs]
         expected.append(jax.jit(of_device)(*own))
     for number, one in enumerate(program(*arrays)):
         right = np.concatenate([np.asarray(found[number]) for found in expected])

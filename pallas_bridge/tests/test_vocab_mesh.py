@@ -1,4 +1,4 @@
-"""Losses of a vocabulary that is cut over a mesh, and what devices exchange for them."""
+"""Losses of a vocabulary that is sharded over a mesh, and what devices exchange for them."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 20.0}
 
 @dataclasses.dataclass
 class Problem:
-    """A loss over logits, cut over a mesh."""
+    """A loss over logits, sharded over a mesh."""
 
     logits: npt.NDArray[Any]
     labels: npt.NDArray[Any]
@@ -345,7 +345,7 @@ def test_a_program_over_a_mesh_is_exported(rng: np.random.Generator) -> None:
 
 
 def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[str]]:
-    """A compiled function of arrays with how each is cut, what it exchanges, and the warnings."""
+    """A compiled function of arrays with how each is sharded, its exchanges, and the warnings."""
     mesh = mesh_of((2, 4), "auto")
     # The mesh is not set: types tell it.
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
@@ -357,7 +357,7 @@ def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[s
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_xla_finds_parts_of_a_product(rng: np.random.Generator, reduction: Any) -> None:
-    """Of logits of a weight that is cut, with everything that is known of tokens."""
+    """Of logits of a weight that is sharded, with everything that is known of tokens."""
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 16), (64, 16)))
     y, columns = (rng.integers(0, 64, (2, 8, *more)).astype(np.int32) for more in ((), (3,)))
 
@@ -439,6 +439,6 @@ def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:
             cross_entropy(z, y, axis_name="vocab")
     mesh = mesh_of((2, 4), "explicit")
     with jax.set_mesh(mesh):
-        cut = jax.device_put(z, NamedSharding(mesh, P("data")))
+        sharded = jax.device_put(z, NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match=r"axis_name is 'vocab' and logits.*P.*reshard"):
-            jax.jit(partial(cross_entropy, axis_name="vocab"))(cut, y)
+            jax.jit(partial(cross_entropy, axis_name="vocab"))(sharded, y)

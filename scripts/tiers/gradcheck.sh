@@ -16,6 +16,10 @@ for config in configs/gradcheck/*.yaml; do
     [[ $config != *real_text* ]] || continue
     # What runs on XLA comes from JAX.
     [[ -n $exported ]] || ! grep -q "^backend: xla" "$config" || continue
+    if [[ $XENTILE_TEST_SET == ci ]] && grep -q -- "gradcheck -- --config $config$" README.md; then
+        echo "left out: $config, which the tier readme runs"
+        continue
+    fi
     configs+=("$config")
 done
 for config in "${configs[@]}"; do

@@ -16,8 +16,8 @@
 //! Threads share out tokens, and rows of the weight's gradient. Each number is summed by one thread
 //! in one order, so that their count changes no bit.
 
-mod cut;
 mod kept;
+mod layout;
 pub mod plan;
 
 use std::ops::Range;
@@ -34,7 +34,7 @@ use crate::cross_entropy::{
 };
 use crate::parallel::Shared;
 use crate::product::{Matrix, Panels, multiply};
-use cut::{ColumnBlock, Kept, Layout, column_blocks, keeping, keeps, numbers};
+use layout::{ColumnBlock, Kept, Layout, column_blocks, keeping, keeps, numbers};
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "linear_cross_entropy.cpu";

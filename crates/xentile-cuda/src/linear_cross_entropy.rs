@@ -10,8 +10,8 @@
 //! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or what
 //! need not be made again.
 
-mod cut;
 mod run;
+mod tiling;
 mod total;
 
 use std::ffi::c_void;
@@ -23,11 +23,11 @@ use xentile::cross_entropy::CrossEntropy;
 use crate::cross_entropy::{Cotangents, DistributionOutputs, Pass, SavedLse, TokenOutputs};
 pub use crate::operands::{Operands, Scratch};
 use crate::{Error, Result};
-use cut::{Chunk, Columns, Sweep, chunks};
-pub use cut::{Extents, Kept};
 use run::{Block, Run};
+use tiling::{Chunk, Columns, Sweep, chunks};
+pub use tiling::{Extents, Kept};
 
-/// The problem, and how it is cut.
+/// The problem, and how it is tiled.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
     /// N.
@@ -60,10 +60,10 @@ pub struct Linear {
     /// extents. For a weight `[V, D]`.
     pub once: Option<Extents>,
     /// Whether logits of a chunk go through memory, in f32, where operands have 16 bits: for few of
-    /// them, whose long sums cuBLASLt cuts among all multiprocessors, and in three products where no
+    /// them, whose long sums cuBLASLt splits among all multiprocessors, and in three products where no
     /// product has the cross-entropy in it.
     pub wide: bool,
-    /// Bytes that products have to work in, for sums that are cut among more multiprocessors. With
+    /// Bytes that products have to work in, for sums that are split among more multiprocessors. With
     /// operands of 16 bits, logits that no product of Hopper's makes are there in f32: some MiB are
     /// right then, and 256 bytes are the least.
     pub workspace_bytes: usize,
@@ -222,7 +222,7 @@ impl Linear {
     }
 
     /// As [`fused`](Self::fused), and fills `distribution` but for its `highest`. Where `argmax` is not
-    /// the label it may be any other column, or -1. For the same cut of rows that takes 12 bytes of
+    /// the label it may be any other column, or -1. For the same split of rows that takes 12 bytes of
     /// workspace more for each token and part.
     ///
     /// # Errors
@@ -532,7 +532,7 @@ mod tests {
             let gradients = Gradients { hidden: none, weight: none, bias: nothing };
             let scratch = Scratch { at: none, bytes: 0 };
             let options = CrossEntropy::default();
-            // SAFETY: nothing is read or launched before the cut was looked at.
+            // SAFETY: nothing is read or launched before the tiling was checked.
             let result = unsafe {
                 linear.fused(options, none, operands, null(), outputs, gradients, scratch)
             };

@@ -1,8 +1,10 @@
 //! Every operation by the tools, as a user runs them: what `xentile::operations` lists is served, and what
 //! an operation does not have is said.
 
+use std::num::NonZero;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -318,6 +320,7 @@ fn every_operation_passes_gradcheck_on_xla() {
     let source = "../../pallas_bridge/src/pallas_bridge/_src";
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
     let exported = std::fs::read_to_string(source.join("exported.py")).unwrap();
+    let mut runs = Vec::new();
     for of in operations().iter().copied() {
         let is_exported = exported.contains(&format!("    \"{}\": ", of.name()))
             || source.join(of.name()).join("exported.py").exists();
@@ -331,10 +334,23 @@ fn every_operation_passes_gradcheck_on_xla() {
             for more in variants(of) {
                 let mut sets = vec!["backend=xla:cpu".to_owned(), format!("impl={implementation}")];
                 sets.extend(sums.iter().cloned().chain(more));
-                passes(&config(of), &sets);
+                runs.push((config(of), sets));
             }
         }
     }
+    assert!(!runs.is_empty());
+    // A run is mostly Python that exports, by one thread.
+    let next = AtomicUsize::new(0);
+    let run_next = || {
+        while let Some((config, sets)) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            passes(config, sets);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(run_next);
+        }
+    });
 }
 
 /// No operation's name is in the sources of the tools but in tests: what is declared is served.

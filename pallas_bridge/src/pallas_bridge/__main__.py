@@ -2,7 +2,7 @@
 
 python -m pallas_bridge info     which implementation runs where; with --all also why
 python -m pallas_bridge doctor   what keeps kernels from running, and what to do; exit code 1 then
-python -m pallas_bridge explain  how linear_cross_entropy would be cut, and the memory it takes
+python -m pallas_bridge explain  how linear_cross_entropy would be chunked, and the memory it takes
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     informs = commands.add_parser("info", help="which implementation runs where")
     informs.add_argument("--all", action="store_true", help="with the reasons, and all targets")
     commands.add_parser("doctor", help="what keeps kernels from running, and what to do")
-    explains = commands.add_parser("explain", help="how linear_cross_entropy would be cut")
+    explains = commands.add_parser("explain", help="how linear_cross_entropy would be chunked")
     explains.add_argument("--tokens", type=count, required=True, metavar="N")
     explains.add_argument("--hidden", type=count, required=True, metavar="D")
     explains.add_argument("--vocab", type=count, required=True, metavar="V")

@@ -162,11 +162,11 @@ def test_what_runs_by_itself(gpus: Gpus, function: Any, calls: list[str]) -> Non
     assert Compiled(function, (placed(device, 1024, 4096),)).calls == calls
 
 
-@pytest.mark.parametrize("cut", ["tokens", "vocabulary"])
-def test_what_devices_send_for_a_loss(gpus: Gpus, cut: str) -> None:
+@pytest.mark.parametrize("sharded", ["tokens", "vocabulary"])
+def test_what_devices_send_for_a_loss(gpus: Gpus, sharded: str) -> None:
     mesh = Mesh(np.array(gpus(4)).reshape(2, 2), ("data", "model"))
     tokens, width, vocab = 8192, 1024, 151936
-    of_vocab = "model" if cut == "vocabulary" else None
+    of_vocab = "model" if sharded == "vocabulary" else None
 
     def over(*shape: int, axes: tuple[Any, ...], dtype: Any = jnp.bfloat16) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec(*axes))

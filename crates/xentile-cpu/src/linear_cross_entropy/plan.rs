@@ -9,7 +9,7 @@ use xentile::linear_cross_entropy::LinearShape;
 use xentile::linear_cross_entropy::plan::{CallPlan, CpuLimits, Plan, Problem};
 use xentile::{DType, Result, tuned_tile};
 
-use super::cut::{self, Kept, Layout, keeping};
+use super::layout::{self, Kept, Layout, keeping};
 
 /// Narrower blocks, for budgets that hold no tuned one.
 const NARROWER: [usize; 7] = [1024, 768, 512, 384, 256, 128, 64];
@@ -74,7 +74,7 @@ fn with_saved(
         wide: false,
         hands_over: false,
     };
-    if !(problem.reduced || hands_over) || !cut::keeps(shape, dtype, columns) {
+    if !(problem.reduced || hands_over) || !layout::keeps(shape, dtype, columns) {
         return plan;
     }
     let room = (limits.scratch_bytes - least) / dtype.size_bytes();

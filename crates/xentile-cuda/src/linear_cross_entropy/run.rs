@@ -8,7 +8,7 @@ use std::ptr::{null, null_mut};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::cut::{ALIGNMENT, Chunk, Extents, Layout, Sweep, chunks};
+use super::tiling::{ALIGNMENT, Chunk, Extents, Layout, Sweep, chunks};
 use super::total::{Sums, Total};
 use super::{Gradients, Linear, Operands, Scratch};
 use crate::bias::{sum_columns, write_rows};

@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use xentile::DType;
 
 use super::Scratch;
-use super::cut::{Chunk, own_rows};
+use super::tiling::{Chunk, own_rows};
 use crate::Result;
 use crate::blas::Matrix;
 use crate::driver::{Driver, RawStream};

@@ -21,35 +21,35 @@ target_list! {
     HOST;
 
     super::FORWARD: fn xentile_linear_cross_entropy_forward_host = forward(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, cut, every_token,
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, tiling, every_token,
         pool,
     );
     super::BACKWARD: fn xentile_linear_cross_entropy_backward_host = backward(
         hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias, dhidden, dweight, scratch,
-        dbias, options, cut, pool,
+        dbias, options, tiling, pool,
     );
     super::FUSED: fn xentile_linear_cross_entropy_fused_host = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
-        options, cut, every_token, pool,
+        options, tiling, every_token, pool,
     );
     super::KEEP: fn xentile_linear_cross_entropy_keep_host = keep(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, kept, scratch, options, cut,
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, kept, scratch, options, tiling,
         every_token, pool,
     );
     super::RESUME: fn xentile_linear_cross_entropy_resume_host = resume(
         hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, kept, held, bias, dhidden,
-        dweight, scratch, dbias, options, cut, pool,
+        dweight, scratch, dbias, options, tiling, pool,
     );
 }
 
-/// How the problem is cut.
+/// How the problem is tiled.
 #[derive(Clone, Copy, Debug)]
-struct Cut {
+struct Tiling {
     vocab_axis: VocabAxis,
     columns: usize,
 }
 
-impl<'a> Parameter<'a> for Cut {
+impl<'a> Parameter<'a> for Tiling {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let Extent(columns) = decoder.parameter("chunk_columns")?;
         Ok(Self { vocab_axis: vocab_axis(decoder)?, columns })
@@ -68,11 +68,11 @@ fn forward(
     lse_low: BufferMut<f32>,
     scratch: BufferMut<u8>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, tiling, pool)?;
     let outputs = every_output(labels, [loss, logps, lse, lse_low], !every_token)?;
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
@@ -96,10 +96,10 @@ fn backward(
     scratch: BufferMut<u8>,
     dbias: Option<BufferMut<f32>>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, tiling, pool)?;
     let (saved, cotangents) = for_backward(labels, [&lse, &lse_low], [&dloss, &dlogps, &dlse])?;
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
@@ -125,11 +125,11 @@ fn fused(
     scratch: BufferMut<u8>,
     dbias: Option<BufferMut<f32>>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, tiling, pool)?;
     let named = [
         ("dloss", dloss.dims()),
         ("loss", loss.dims()),
@@ -165,11 +165,11 @@ fn keep(
     kept: AnyBufferMut,
     scratch: BufferMut<u8>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, tiling, pool)?;
     let outputs = every_output(labels, [loss, logps, lse, lse_low], !every_token)?;
     let scratch = scratch.into_slice();
     check_alignment(scratch)?;
@@ -198,10 +198,10 @@ fn resume(
     scratch: BufferMut<u8>,
     dbias: Option<BufferMut<f32>>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     pool: ThreadPool,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, options, cut, pool)?;
+    let call = Call::new(hidden, weight, labels, bias, options, tiling, pool)?;
     let (saved, cotangents) = for_backward(labels, [&lse, &lse_low], [&dloss, &dlogps, &dlse])?;
     check_shape("kept", kept.dims(), weight.dims())?;
     check_shape("held", held.dims(), scratch.dims())?;
@@ -292,15 +292,15 @@ impl<'a> Call<'a> {
         labels: AnyBuffer<'a>,
         bias: Option<Buffer<'a, f32>>,
         options: Options,
-        cut: Cut,
+        tiling: Tiling,
         pool: ThreadPool<'a>,
     ) -> Result<Self> {
-        let shape = shape(hidden.dims(), weight.dims(), labels.dims(), cut.vocab_axis)?;
+        let shape = shape(hidden.dims(), weight.dims(), labels.dims(), tiling.vocab_axis)?;
         if let Some(bias) = bias {
             check_shape("bias", bias.dims(), &[shape.vocab()])?;
         }
         let pool = Pool(pool);
-        Ok(Self { hidden, weight, labels, bias, shape, options, columns: cut.columns, pool })
+        Ok(Self { hidden, weight, labels, bias, shape, options, columns: tiling.columns, pool })
     }
 
     fn linear(&self) -> Result<Linear<'_>> {

@@ -18,31 +18,31 @@ target_list! {
     CUDA;
 
     super::FORWARD: fn xentile_linear_cross_entropy_forward_cuda = forward(
-        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, cut, every_token,
+        hidden, weight, labels, bias, loss, logps, lse, lse_low, scratch, options, tiling, every_token,
         context,
     );
     super::BACKWARD: fn xentile_linear_cross_entropy_backward_cuda = backward(
         hidden, weight, labels, lse, lse_low, dloss, dlogps, dlse, bias, dhidden, dweight, scratch,
-        dbias, options, cut, context,
+        dbias, options, tiling, context,
     );
     super::FUSED: fn xentile_linear_cross_entropy_fused_cuda = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
-        options, cut, every_token, context,
+        options, tiling, every_token, context,
     );
     super::DISTRIBUTION_FUSED: fn xentile_linear_cross_entropy_distribution_fused_cuda =
         distribution_fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, entropy, argmax, dhidden, dweight,
-        scratch, dbias, options, cut, every_token, correct, context,
+        scratch, dbias, options, tiling, every_token, correct, context,
     );
     super::ADD: fn xentile_linear_cross_entropy_add_cuda = add(
         hidden, weight, labels, dloss, sums, bias, loss, lse, lse_low, dhidden, dweight, scratch,
-        dbias, options, cut, every_token, context,
+        dbias, options, tiling, every_token, context,
     );
 }
 
-/// How the problem is cut.
+/// How the problem is tiled.
 #[derive(Clone, Copy, Debug)]
-struct Cut {
+struct Tiling {
     vocab_axis: VocabAxis,
     chunk: Extents,
     /// Of the second sweep of a backward pass, where there are two.
@@ -56,7 +56,7 @@ struct Cut {
     workspace_bytes: usize,
 }
 
-impl<'a> Parameter<'a> for Cut {
+impl<'a> Parameter<'a> for Tiling {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let Extent(tokens) = decoder.parameter("chunk_tokens")?;
         let Extent(columns) = decoder.parameter("chunk_columns")?;
@@ -96,11 +96,11 @@ fn forward(
     lse_low: FloatsMut,
     scratch: AnyMut,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     context: Context,
 ) -> Result {
-    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &scratch, &options, tiling)?;
     check_tokens(
         labels.dims(),
         &[
@@ -139,10 +139,10 @@ fn backward(
     scratch: AnyMut,
     dbias: Option<FloatsMut>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     context: Context,
 ) -> Result {
-    let mut call = Call::new(hidden, weight, labels, bias, &scratch, &options, cut)?;
+    let mut call = Call::new(hidden, weight, labels, bias, &scratch, &options, tiling)?;
     check_tokens(
         labels.dims(),
         &[
@@ -194,12 +194,12 @@ fn fused(
     scratch: AnyMut,
     dbias: Option<FloatsMut>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     context: Context,
 ) -> Result {
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
-    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
     call.fused(hidden, weight, labels, dloss, bias, results, None, &options, every_token, &context)
 }
 
@@ -220,14 +220,14 @@ fn distribution_fused(
     scratch: AnyMut,
     dbias: Option<FloatsMut>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     correct: bool,
     context: Context,
 ) -> Result {
     check_tokens(labels.dims(), &[("entropy", entropy.dims()), ("argmax", argmax.dims())])?;
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
-    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
     let asked = Asked { entropy: true, argmax: correct };
     let said = Some(asked.of(said(entropy, None, argmax)));
     call.fused(hidden, weight, labels, dloss, bias, results, said, &options, every_token, &context)
@@ -249,7 +249,7 @@ fn add(
     scratch: AnyMut,
     dbias: Option<FloatsMut>,
     options: Options,
-    cut: Cut,
+    tiling: Tiling,
     every_token: bool,
     context: Context,
 ) -> Result {
@@ -257,7 +257,7 @@ fn add(
         return Err(invalid("dweight must lie in the place of the sums that it adds to"));
     }
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
-    let mut call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, cut)?;
+    let mut call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
     call.linear.adds_to_weight = true;
     call.fused(hidden, weight, labels, dloss, bias, results, None, &options, every_token, &context)
 }
@@ -277,13 +277,13 @@ impl Call {
         bias: Option<Floats>,
         scratch: &AnyMut,
         options: &Options,
-        cut: Cut,
+        tiling: Tiling,
     ) -> Result<Self> {
         let dtype = to_dtype("hidden", hidden.dtype())?;
         if weight.dtype() != hidden.dtype() {
             return Err(dtype::wrong("weight", weight.dtype(), &hidden.dtype().to_string()));
         }
-        let shape = shape(hidden.dims(), weight.dims(), labels.dims(), cut.vocab_axis)?;
+        let shape = shape(hidden.dims(), weight.dims(), labels.dims(), tiling.vocab_axis)?;
         let (tokens, width, vocab) = (shape.tokens(), shape.width(), shape.vocab());
         if let Some(bias) = bias {
             check_shape("bias", bias.dims(), &[vocab])?;
@@ -298,17 +298,17 @@ impl Call {
             tokens,
             width,
             vocab,
-            vocab_is_last: cut.vocab_axis == VocabAxis::Last,
+            vocab_is_last: tiling.vocab_axis == VocabAxis::Last,
             dtype,
             hidden_gradient: dtype,
             weight_gradient: dtype,
             adds_to_weight: false,
-            chunk: within(cut.chunk),
-            apart: cut.apart.map(within),
-            kept: cut.kept,
-            once: cut.once,
-            wide: cut.wide,
-            workspace_bytes: cut.workspace_bytes,
+            chunk: within(tiling.chunk),
+            apart: tiling.apart.map(within),
+            kept: tiling.kept,
+            once: tiling.once,
+            wide: tiling.wide,
+            workspace_bytes: tiling.workspace_bytes,
             time_block,
             block_size,
         };

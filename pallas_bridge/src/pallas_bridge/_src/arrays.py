@@ -5,7 +5,7 @@ any number of them, none included. An operand without it is shared by all tokens
 without it is a sum over them. Where `vmap` maps a shared operand, or a sum, its mapped axes stand
 before its own; they are the first of the tokens' axes too.
 
-A result may have a dimension such as "D/128": the blocks of 128 that D is cut into, the last
+A result may have a dimension such as "D/128": the blocks of 128 that D is split into, the last
 perhaps a smaller one. An axis such as "2.F" or "F.2" packs two, row by row: a program has it as
 one, and handlers as both.
 """
@@ -84,17 +84,19 @@ class Signature:
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    # Named axes, right behind those of tokens in every array that has these, that may be cut over
-    # a mesh as they may. `vmap` adds none after them.
-    cut: tuple[str, ...] = ()
+    # Named axes, right behind those of tokens in every array that has these, that may be sharded
+    # over a mesh as they may. `vmap` adds none after them.
+    sharded: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        operands: Sequence[str], results: Sequence[Result], cut: tuple[str, ...] = ()
+        operands: Sequence[str], results: Sequence[Result], sharded: tuple[str, ...] = ()
     ) -> "Signature":
         """Returns what texts declare."""
         return Signature(
-            tuple(map(Dims.of, operands)), tuple(Dims.of(result.dims) for result in results), cut
+            tuple(map(Dims.of, operands)),
+            tuple(Dims.of(result.dims) for result in results),
+            sharded,
         )
 
     @property
@@ -108,10 +110,10 @@ class Signature:
         return not all(dims.has_tokens for dims in self.results)
 
     def leading(self, avals: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the extents of the axes of tokens, and of others that may be cut."""
+        """Returns the extents of the axes of tokens, and of others that may be sharded."""
         dims, aval = self._tokens(avals)
         extents = self.extents(avals)
-        return (*aval.shape[: dims.leading(aval)], *(extents[name] for name in self.cut))
+        return (*aval.shape[: dims.leading(aval)], *(extents[name] for name in self.sharded))
 
     def extents(self, avals: Sequence[Any]) -> dict[str, Any]:
         """Returns the extents of operands' named axes, as handlers have these."""
@@ -120,8 +122,8 @@ class Signature:
 
     def whole(self, dims: Dims, aval: Any) -> list[tuple[str, Any]]:
         """Returns names and extents of the axes that handlers need whole of an array."""
-        may_be_cut = self.cut if dims.has_tokens else ()
-        return [axis for axis in dims.unpacked(aval) if axis[0] not in may_be_cut]
+        may_be_sharded = self.sharded if dims.has_tokens else ()
+        return [axis for axis in dims.unpacked(aval) if axis[0] not in may_be_sharded]
 
     def mapped_axes(self, avals: Sequence[Any]) -> int:
         """Returns how many of these a shared operand has, the one with the most."""
@@ -141,7 +143,7 @@ class Signature:
         """Returns the results of operands; `mapped` of the tokens' axes are kept apart in sums."""
         dims, tokens = self._tokens(avals)
         leading = tokens.shape[: dims.leading(tokens)]
-        extents, cuts = self.extents(avals), self.cuts(avals)
+        extents, mesh_axes = self.extents(avals), self.sharded_over(avals)
         # Of a constant that was made outside of a mesh the type has none.
         shardings = (getattr(aval, "sharding", None) for aval in (tokens, *avals))
         named = [one for one in shardings if isinstance(one, NamedSharding)]
@@ -157,13 +159,13 @@ class Signature:
             shape = (*kept, *own)
             more: dict[str, Any] = {}
             if sharding is not None:
-                spec = [*spec_of(tokens)[: len(kept)], *map(cuts.get, one.factors)]
+                spec = [*spec_of(tokens)[: len(kept)], *map(mesh_axes.get, one.factors)]
                 more["sharding"] = sharding.update(spec=PartitionSpec(*spec))
             found.append(tokens.update(shape=shape, dtype=dtype, weak_type=False, **more))
         return found
 
-    def cuts(self, avals: Sequence[Any]) -> dict[str, Any]:
-        """Returns what a mesh of explicit axes cuts named axes over, of those that it cuts.
+    def sharded_over(self, avals: Sequence[Any]) -> dict[str, Any]:
+        """Returns what a mesh of explicit axes shards named axes over, of those that it shards.
 
         Operands that tokens do not share decide, wherever one has the axis.
         """
@@ -179,17 +181,17 @@ class Signature:
     def check_sharding(
         self, operation: object, target: str, avals: Sequence[Any], columns: str | None = None
     ) -> None:
-        """Refuses what XLA's partitioner may do in silence, gathering an axis that is cut.
+        """Refuses what XLA's partitioner may do in silence, gathering an axis that is sharded.
 
         Only meshes of explicit axes tell, whose users want to know. `columns` is a named
-        axis that may be cut, alike in all operands that tokens do not share.
+        axis that may be sharded, alike in all operands that tokens do not share.
 
         Raises:
-            ValueError: an axis behind those of tokens is cut, or operands are cut differently.
+            ValueError: an axis behind those of tokens is sharded, or operands differ in it.
         """
         dims, tokens = self._tokens(avals)
         own = spec_of(tokens)[: dims.leading(tokens)]
-        cuts = self.cuts(avals)
+        mesh_axes = self.sharded_over(avals)
         for index, (one, aval) in enumerate(zip(self.operands, avals, strict=True)):
             sharding = getattr(aval, "sharding", None)
             if not isinstance(sharding, NamedSharding) or not sharding.spec:
@@ -197,9 +199,9 @@ class Signature:
             spec, leading = spec_of(aval), one.leading(aval)
             right = [*own[:leading]]
             for name, axes in zip(one.factors, spec[leading:], strict=True):
-                may_be_cut = name == columns or (name in self.cut and one.has_tokens)
+                may_be_sharded = name == columns or (name in self.sharded and one.has_tokens)
                 may_be_whole = name == columns and not one.has_tokens and axes is None
-                right.append(cuts.get(name) if may_be_cut and not may_be_whole else None)
+                right.append(mesh_axes.get(name) if may_be_sharded and not may_be_whole else None)
             if spec != right:
                 raise ValueError(
                     f"{operation}: operand {index} of {target}, [{' '.join(one.names)}] behind "
@@ -254,7 +256,7 @@ def with_mapped_axis(
 
 
 def _mapped_sharding(x: Any, axis: int) -> NamedSharding | None:
-    """Returns how an array is sharded if a mesh of explicit axes cuts one of its axes."""
+    """Returns how an array is sharded if a mesh of explicit axes shards one of its axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     names = spec_of(jax.typeof(x))[axis]
     if not isinstance(sharding, NamedSharding) or names is None:
@@ -268,7 +270,7 @@ def _with_axis(
 ) -> jax.Array:
     """Returns an array with its mapped axis at `place`; one that has none, `size` times.
 
-    `sharding` says how an array of the mapped axis alone is cut.
+    `sharding` says how an array of the mapped axis alone is sharded.
     """
     if axis is not None:
         return jnp.moveaxis(x, axis, place)
@@ -286,7 +288,7 @@ def _with_axis(
 
 
 def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
-    """Returns the type of an array in another shape; how that is cut is not told."""
+    """Returns the type of an array in another shape; how that is sharded is not told."""
     if aval.shape == shape:
         return aval
     more: dict[str, Any] = {}
@@ -296,7 +298,7 @@ def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
 
 
 def spec_of(aval: Any) -> list[Any]:
-    """Returns how every axis of an array is cut."""
+    """Returns how every axis of an array is sharded."""
     sharding = getattr(aval, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     return [*spec, *[None] * (aval.ndim - len(spec))]

@@ -1,10 +1,11 @@
-"""What each device computes of arrays that XLA's partitioner finds to be cut.
+"""What each device computes of arrays that XLA's partitioner finds to be sharded.
 
-How XLA cuts arrays is known as it compiles a program, and no sooner (`gathering`). It asks Python
-then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be cut,
-and for the cuts that Shardy settles on, a function of a device's own arrays takes the place of the
-whole, collectives by the mesh's axes included. Programs for one device hold nothing of this, and
-those that are exported cannot: Python would have to be there as they are compiled.
+How XLA shards arrays is known as it compiles a program, and no sooner (`gathering`). It asks Python
+then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be
+sharded, and for the shardings that Shardy settles on, a function of a device's own arrays takes
+the place of the whole, collectives by the mesh's axes included. Programs for one device hold
+nothing of this, and those that are exported cannot: Python would have to be there as they are
+compiled.
 
 JAX's cache on disk finds a program by its text. JAX itself would name what it calls back by an
 address of this process; here it is named by a digest of all that settles what devices compute, so
@@ -35,11 +36,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import library, refusal, versions
 from .arrays import factor_of
-from .compat import callbacks_by_name, cuts_by_shardy, tell_devices
+from .compat import callbacks_by_name, shards_by_shardy, tell_devices
 from .meshes import Names, entry, in_order, tuple_of
 from .operation import Operation
 
-# The axes of an array by names: axes of one name are of one extent, and cut alike.
+# The axes of an array by names: axes of one name are of one extent, and sharded alike.
 Axes = tuple[str, ...]
 
 # What in a program says for which call something stands.
@@ -48,13 +49,13 @@ _NAME = "xentile_call"
 
 @dataclass(frozen=True)
 class Arrays:
-    """The axes of operands and results, and which of them may be cut."""
+    """The axes of operands and results, and which of them may be sharded."""
 
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
     # Axes that may be sharded, in priority order where two compete for an axis of the mesh; and
     # those of them that devices must divide, since XLA pads the last device's part.
-    cut: Axes
+    sharded: Axes
     even: Axes = ()
     # Indices of operands, and of results behind them, that take the sharding others have: an array
     # that tokens share is small, and is gathered rather than that it decides where tokens lie.
@@ -67,7 +68,7 @@ class Arrays:
             tuple(ArrayMapping(*map(_mapping, one)) for one in side)
             for side in (self.operands, self.results)
         )
-        whole = tuple(axis for axis in axes if factor_of(axis)[0] not in self.cut)
+        whole = tuple(axis for axis in axes if factor_of(axis)[0] not in self.sharded)
         packed: dict[str, Any] = {
             f"x{count}": count for _, count in map(factor_of, axes) if count > 1
         }
@@ -75,7 +76,7 @@ class Arrays:
 
 
 def _mapping(axis: str) -> Any:
-    """Returns what Shardy calls an axis; one that packs two is cut as its factor."""
+    """Returns what Shardy calls an axis; one that packs two is sharded as its factor."""
     factor, count = factor_of(axis)
     return factor if count == 1 else CompoundFactor(factor, f"x{count}")
 
@@ -85,26 +86,26 @@ def _mapping(axis: str) -> Any:
 Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
 
 
-def spec_of_axes(axes: Axes, cuts: Mapping[str, Names]) -> PartitionSpec:
-    """Returns how an array of such axes lies where `cuts` names the mesh axes that shard each."""
-    return PartitionSpec(*(entry(cuts.get(factor_of(axis)[0], ())) for axis in axes))
+def spec_of_axes(axes: Axes, mesh_axes: Mapping[str, Names]) -> PartitionSpec:
+    """Returns how an array of such axes lies; `mesh_axes` names what shards each."""
+    return PartitionSpec(*(entry(mesh_axes.get(factor_of(axis)[0], ())) for axis in axes))
 
 
 def is_cut_by_xla(module: Any) -> bool:
-    """Whether XLA cuts a module's arrays over devices that are known, all axes of them."""
+    """Whether XLA shards a module's arrays over devices that are known, all axes of them."""
     devices = getattr(module.axis_context, "device_assignment", None)
     return devices is not None and len(devices) > 1
 
 
 def is_asked_for(module: Any) -> bool:
-    """Whether XLA, as it compiles a module, cuts its arrays and asks Python about it."""
+    """Whether XLA, as it compiles a module, shards its arrays and asks Python about it."""
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     if not is_cut_by_xla(module) or mesh is None or mesh.empty:
         return False
     if any(one != AxisType.Auto for one in mesh.axis_types) or is_exported(module):
         return False
     # Programs for TPUs in Pallas nobody has tried this with.
-    return cuts_by_shardy() and "tpu" not in module.platforms
+    return shards_by_shardy() and "tpu" not in module.platforms
 
 
 def asks(ctx: Any) -> bool:
@@ -188,15 +189,15 @@ def lower(
 
     def partition(mesh: Any, given: Any, found: Any) -> Any:
         shardings = [one.sharding for one in (*given, *found)]
-        cuts, uneven = _cuts(mesh, arrays, shardings, of_axes)
+        mesh_axes, uneven = _find_shardings(mesh, arrays, shardings, of_axes)
 
         def placed(side: Sequence[Axes]) -> list[NamedSharding]:
-            return [NamedSharding(mesh, spec_of_axes(axes, cuts)) for axes in side]
+            return [NamedSharding(mesh, spec_of_axes(axes, mesh_axes)) for axes in side]
 
         def of_own(*own: jax.Array) -> Sequence[jax.Array]:
             # Python is asked when a program is compiled, maybe far from where it was made.
             with jax.default_matmul_precision(precision):
-                return local(cuts, uneven)(*own)
+                return local(mesh_axes, uneven)(*own)
 
         return mesh, of_own, placed(arrays.results), tuple(placed(arrays.operands))
 
@@ -221,12 +222,12 @@ def lower(
     return values
 
 
-def without_padding(x: jax.Array, cuts: Sequence[Names], extents: Sequence[int]) -> jax.Array:
+def without_padding(x: jax.Array, mesh_axes: Sequence[Names], extents: Sequence[int]) -> jax.Array:
     """Returns a device's own of an array, 0 where XLA fills up axes that devices do not divide.
 
-    `cuts` and `extents` are of its first axes.
+    `mesh_axes` and `extents` are of its first axes.
     """
-    for axis, (names, extent) in enumerate(zip(cuts, extents, strict=True)):
+    for axis, (names, extent) in enumerate(zip(mesh_axes, extents, strict=True)):
         own = x.shape[axis]
         if own * math.prod(map(jax.lax.axis_size, names)) == extent or not names:
             continue
@@ -245,11 +246,11 @@ def named(operation: Any) -> str:
     return str(ir.StringAttr(given[_NAME]).value) if _NAME in given else ""
 
 
-def _cuts(
+def _find_shardings(
     mesh: Any, arrays: Arrays, shardings: Sequence[Any], extents: Mapping[str, int]
 ) -> tuple[dict[str, Names], dict[str, int]]:
-    """Returns the mesh axes that cut each axis, and how many devices do not divide others."""
-    found: dict[str, Names] = dict.fromkeys(arrays.cut, ())
+    """Returns the mesh axes that shard each axis, and how many devices do not divide others."""
+    found: dict[str, Names] = dict.fromkeys(arrays.sharded, ())
     sides = zip((*arrays.operands, *arrays.results), shardings, strict=True)
     for index, (axes, sharding) in enumerate(sides):
         if isinstance(sharding, NamedSharding) and index not in arrays.followers:
@@ -258,7 +259,7 @@ def _cuts(
             ):
                 if axis in found and not found[axis]:
                     found[axis] = tuple(name for name in tuple_of(one) if mesh.shape[name] > 1)
-    cuts: dict[str, Names] = {}
+    mesh_axes: dict[str, Names] = {}
     uneven: dict[str, int] = {}
     taken: set[str] = set()
     for axis, names in found.items():
@@ -267,9 +268,9 @@ def _cuts(
         if axis in arrays.even and extents[axis] % count:
             uneven[axis], free = count, ()
         # Devices along columns exchange blocks in the mesh's order, as `jax.lax.ppermute` has it.
-        cuts[axis] = in_order(mesh, free) if axis in arrays.even else free
+        mesh_axes[axis] = in_order(mesh, free) if axis in arrays.even else free
         taken |= {*free}
-    return cuts, uneven
+    return mesh_axes, uneven
 
 
 @dataclass(frozen=True)
@@ -292,16 +293,16 @@ class Work:
             for one, axis in zip(self.arrays.operands, axes, strict=True)
         )
         found = tuple((new, *one) for one in self.arrays.results)
-        cut = (*self.arrays.cut, new)
+        sharded = (*self.arrays.sharded, new)
         places = tuple(None if axis is None else 0 for axis in axes)
 
-        def local(*cuts: Any) -> Callable[..., Sequence[jax.Array]]:
-            return jax.vmap(self.local(*cuts), in_axes=places)
+        def local(*placement: Any) -> Callable[..., Sequence[jax.Array]]:
+            return jax.vmap(self.local(*placement), in_axes=places)
 
         return replace(
             self,
             name=f"{self.name} {places}",
-            arrays=replace(self.arrays, operands=given, results=found, cut=cut),
+            arrays=replace(self.arrays, operands=given, results=found, sharded=sharded),
             whole=jax.vmap(self.whole, in_axes=places),
             local=local,
             mapped=self.mapped + 1,

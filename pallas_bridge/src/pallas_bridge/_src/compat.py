@@ -116,7 +116,7 @@ def with_rows_in_order(bytecode: bytes) -> bytes:
         return result
 
 
-def cuts_by_shardy() -> bool:
-    """Whether Shardy cuts programs over meshes, and not GSPMD, which JAX is to drop."""
+def shards_by_shardy() -> bool:
+    """Whether Shardy shards programs over meshes, and not GSPMD, which JAX is to drop."""
     is_used: bool = jax.config.values["jax_use_shardy_partitioner"]
     return is_used

@@ -64,8 +64,8 @@ class Call:
     operands: tuple[str, ...]
     results: tuple[Result, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
-    # Named axes that may be cut over a mesh, as those of tokens may (`Signature`).
-    cut: tuple[str, ...] = ()
+    # Named axes that may be sharded over a mesh, as those of tokens may (`Signature`).
+    sharded: tuple[str, ...] = ()
     # The operand whose memory a result takes. Where something else reads it later, XLA copies it
     # first.
     reuses: tuple[int, int] | None = None
@@ -88,22 +88,22 @@ class Call:
     # What the table of measured choices knows the call by, beside its operation: there, too, the
     # faster runs (`library.prefers_xla`).
     variant: str = ""
-    # Whether it takes the call's place where XLA cuts arrays, since kernels need them whole.
-    dense_if_cut: bool = False
+    # Whether it takes the call's place where XLA shards arrays, since kernels need them whole.
+    dense_if_sharded: bool = False
     # Whether it is made of other calls, each of which has its own choice of what runs. It then
     # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
-    # cuts arrays, and where something that tokens share is mapped.
+    # shards arrays, and where something that tokens share is mapped.
     is_composed: bool = False
     # Makes of the operands what the handler takes, where that differs. Only composed calls have it:
     # XLA may not shard such arrays.
     prepared: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
-    # What each device computes where the operands' last axis is sharded (`InParts`), if it can.
-    in_parts: "InParts | None" = field(default=None, repr=False)
+    # What each device computes where the operands' last axis is sharded (`OnShards`), if it can.
+    on_shards: "OnShards | None" = field(default=None, repr=False)
 
     @cached_property
     def columns(self) -> str | None:
-        """The named axis that `in_parts` computes a part of on each device, if it is there."""
-        if self.in_parts is None:
+        """The named axis that `on_shards` computes a part of on each device, if it is there."""
+        if self.on_shards is None:
             return None
         dims = map(Dims.of, self.operands)
         (name,) = {name for one in dims if one.has_tokens for name in one.factors}
@@ -112,12 +112,14 @@ class Call:
     @cached_property
     def has_whole_axes(self) -> bool:
         """Whether handlers need an axis of an operand whole."""
-        return any(name not in self.cut for one in self.signature.operands for name in one.factors)
+        return any(
+            name not in self.sharded for one in self.signature.operands for name in one.factors
+        )
 
     @cached_property
     def signature(self) -> Signature:
         """What `operands` and `results` declare."""
-        return Signature.of(self.operands, self.results, self.cut)
+        return Signature.of(self.operands, self.results, self.sharded)
 
     def layout(self, dims: str, aval: Any) -> tuple[int, ...]:
         """Returns the axes of an array as `outward` has them in memory, the innermost first."""
@@ -148,19 +150,19 @@ def declared_call(
         operands=one.operands(attributes),
         results=one.results(attributes, dtypes or {}),
         attributes=one.attributes(attributes),
-        **{"cut": one.sharded, "reuses": one.reuses, **others},
+        **{"sharded": one.sharded, "reuses": one.reuses, **others},
     )
 
 
-class InParts(Protocol):
-    """What each device computes where XLA finds the axis of a call behind tokens' to be cut."""
+class OnShards(Protocol):
+    """What each device computes where XLA finds the axis of a call behind tokens' to be sharded."""
 
     def __call__(self, axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Returns a device's results; `axes` of the mesh cut the axis, and are bound."""
+        """Returns a device's results; `axes` of the mesh shard the axis, and are bound."""
 
 
 def dense_over(dense: Callable[..., Any], over: Names, *operands: jax.Array) -> Any:
-    """Returns what XLA's own program makes of shares of columns, `over` mesh axes: an `InParts`."""
+    """Returns what XLA's own program makes of shards of columns, `over` mesh axes."""
     return dense(*operands, over=over)
 
 
@@ -183,7 +185,7 @@ def bind(
 
 
 _custom_call = Primitive("xentile_custom_call")
-# The same where XLA may choose how arrays are cut: its lowering gets the devices of a program,
+# The same where XLA may choose how arrays are sharded: its lowering gets the devices of a program,
 # without which nobody can ask. JAX refuses that where there are none but an abstract mesh's.
 _call_that_asks = Primitive("xentile_custom_call_that_asks")
 tell_devices(_call_that_asks)
@@ -192,7 +194,7 @@ PRIMITIVES = (_custom_call, _call_that_asks)
 
 def _bind(*operands: Any, call: Call, **params: Any) -> list[jax.Array]:
     """Makes a call part of the program being traced, by the primitive that its lowering needs."""
-    asks = (call.in_parts is not None or call.has_whole_axes) and may_be_left_to_xla(*operands)
+    asks = (call.on_shards is not None or call.has_whole_axes) and may_be_left_to_xla(*operands)
     primitive = _call_that_asks if asks else _custom_call
     results: list[jax.Array] = primitive.bind(*operands, call=call, **params)
     return results
@@ -293,9 +295,9 @@ def _lower_alone(
                 if one not in without
             }
             return _lower_for_each(ctx, *operands, **params, of=kernels)
-        is_gathered = call.dense_if_cut or is_mapped
+        is_gathered = call.dense_if_sharded or is_mapped
         if call.implementation is None and is_gathered and not partitioning.is_whole(module):
-            # XLA would gather arrays for its kernel, such as tokens where what some share is cut.
+            # XLA would gather arrays for its kernel: tokens where what some share is sharded, say.
             return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
     if call.implementation is None and others != platforms and others:
@@ -313,9 +315,9 @@ def _lower_alone(
         )
     _check_platforms(call, others)
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
-    if call.columns in call.signature.cuts(ctx.avals_in):
+    if call.columns in call.signature.sharded_over(ctx.avals_in):
         return _lower_explicit(ctx, *operands, **params)
-    if call.in_parts is not None and auto_partitioning.asks(ctx):
+    if call.on_shards is not None and auto_partitioning.asks(ctx):
         return _lower_in_parts(ctx, *operands, **params)
     _ask_of_whole_axes(ctx, call, operands)
     how = partitioning.layout(
@@ -365,7 +367,7 @@ def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:
     for index, (dims, aval, value) in enumerate(pairs):
         axes = enumerate(dims.factors, dims.leading(aval))
         # Logits have been asked about (`gathering.watched`).
-        whole = {axis: name for axis, name in axes if name not in (*call.signature.cut, "V")}
+        whole = {axis: name for axis, name in axes if name not in (*call.signature.sharded, "V")}
         # A weight [D] that tokens share is small, and gathered by design.
         is_weight = not dims.has_tokens and len(dims.names) == 1
         if whole and not is_weight:
@@ -383,15 +385,15 @@ def _lower_in_parts(
     assert columns is not None
     extent = call.signature.extents(avals)[columns]
 
-    def local(cuts: Mapping[str, Names], uneven: Mapping[str, int]) -> Callable[..., Any]:
+    def local(mesh_axes: Mapping[str, Names], uneven: Mapping[str, int]) -> Callable[..., Any]:
         if columns in uneven:
             gathering.tell_uneven(call.operation, columns, extent, uneven[columns])
-        return _on_device(call, mapped, avals, cuts)
+        return _on_device(call, mapped, avals, mesh_axes)
 
     results = call.signature.result_avals(call.results, avals, mapped)
     whole = partial(_bind_all, call, mapped)
     # All that settles what devices compute, the target first (`auto_partitioning.named`).
-    name = f"{call.target} {call} {call.in_parts} {mapped}"
+    name = f"{call.target} {call} {call.on_shards} {mapped}"
     values = auto_partitioning.lower(
         ctx.replace(avals_out=results), operands, name, arrays, whole, local
     )
@@ -401,22 +403,22 @@ def _lower_in_parts(
 def _lower_explicit(
     ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
 ) -> Sequence[Any]:
-    """Has each device compute what the explicit axes of a mesh cut, as types say."""
+    """Has each device compute what the explicit axes of a mesh shard, as types say."""
     avals = ctx.avals_in
     arrays = _factors(call, avals, mapped)
-    cuts: dict[str, Names] = {}
+    mesh_axes: dict[str, Names] = {}
     for axes, aval in zip(arrays.operands, avals, strict=True):
         for axis, one in zip(axes, spec_of(aval), strict=True):
             name, _ = factor_of(axis)
-            cuts[name] = cuts.get(name) or tuple_of(one)
+            mesh_axes[name] = mesh_axes.get(name) or tuple_of(one)
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     if call.columns is not None:
-        cuts[call.columns] = in_order(mesh, cuts[call.columns])
+        mesh_axes[call.columns] = in_order(mesh, mesh_axes[call.columns])
     given, found = (
-        tuple(auto_partitioning.spec_of_axes(axes, cuts) for axes in side)
+        tuple(auto_partitioning.spec_of_axes(axes, mesh_axes) for axes in side)
         for side in (arrays.operands, arrays.results)
     )
-    own = _on_device(call, mapped, avals, cuts)
+    own = _on_device(call, mapped, avals, mesh_axes)
 
     def of_all(*arrays: jax.Array) -> list[jax.Array]:
         function = on_devices(mesh, explicit_axes(mesh), own, given, found, is_checked=False)
@@ -435,7 +437,7 @@ def _lower_explicit(
 def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning.Arrays:
     """Returns names for all axes of a call's arrays: tokens' by number, and those it declares."""
     signature = call.signature
-    count = len(signature.leading(avals)) - len(signature.cut)
+    count = len(signature.leading(avals)) - len(signature.sharded)
 
     def axes(dims: Dims, leading: int) -> auto_partitioning.Axes:
         return (*(f"t{index}" for index in range(leading)), *dims.names)
@@ -446,24 +448,24 @@ def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning
     )
     found = tuple(axes(dims, count if dims.has_tokens else mapped) for dims in signature.results)
     columns = () if call.columns is None else (call.columns,)
-    cut = (*(f"t{index}" for index in range(count)), *columns)
+    sharded = (*(f"t{index}" for index in range(count)), *columns)
     sides = enumerate((*signature.operands, *signature.results))
     followers = tuple(index for index, dims in sides if not dims.has_tokens)
-    return auto_partitioning.Arrays(given, found, cut, columns, followers)
+    return auto_partitioning.Arrays(given, found, sharded, columns, followers)
 
 
 def _on_device(
-    call: Call, mapped: int, avals: Sequence[Any], cuts: Mapping[str, Names]
+    call: Call, mapped: int, avals: Sequence[Any], mesh_axes: Mapping[str, Names]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns what a device computes of its own, where `cuts` names mesh axes that are bound."""
-    signature, columns = call.signature, cuts.get(call.columns or "", ())
-    assert call.in_parts is not None
+    """Returns what a device computes of its own, where `mesh_axes` are bound."""
+    signature, columns = call.signature, mesh_axes.get(call.columns or "", ())
+    assert call.on_shards is not None
     function: Callable[..., Any] = partial(_bind_all, call, mapped)
     if columns:
-        function = _mapped_as(call, Bound(call.in_parts, columns), mapped, avals)
-    leading = signature.leading(avals)[: len(signature.leading(avals)) - len(signature.cut)]
-    of_tokens = [cuts.get(f"t{index}", ()) for index in range(len(leading))]
-    # Axes over which sums are cut.
+        function = _mapped_as(call, Bound(call.on_shards, columns), mapped, avals)
+    leading = signature.leading(avals)[: len(signature.leading(avals)) - len(signature.sharded)]
+    of_tokens = [mesh_axes.get(f"t{index}", ()) for index in range(len(leading))]
+    # Axes over which sums are sharded.
     summed = tuple(name for names in of_tokens[mapped:] for name in names)
 
     def of_own(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -55,7 +55,7 @@ class Program:
     name: str
     function: Callable[..., Any]
     arguments: Sequence[jax.ShapeDtypeStruct]
-    # How it is cut, if that is planned.
+    # How it is sharded, if that is planned.
     plan: Any = None
 
 

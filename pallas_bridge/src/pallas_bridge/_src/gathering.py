@@ -150,8 +150,9 @@ def _warn_of_gather(
         if count == 1:
             continue
         text = (
-            f"{operation}: axis {axis} ({name}) of {what}, is cut over {count} devices, and XLA "
-            f"gathers it on each, {size} bytes: shard another axis, or reshard it where it is small"
+            f"{operation}: axis {axis} ({name}) of {what}, is sharded over {count} devices, and "
+            f"XLA gathers it on each, {size} bytes: shard another axis, or reshard it where it is "
+            "small"
         )
         if text not in _told:
             _told.add(text)
@@ -176,9 +177,9 @@ def _warn(sharding: Any, *, operation: Operation, name: str, axis: int) -> None:
     if count > 1:
         said = repr(names[0] if len(names) == 1 else names)
         warnings.warn(
-            f"{operation}: the vocabulary of {name} is cut over {count} devices, and XLA gathers "
-            f"it on each: call {operation} with axis_name={said}, or with {name} on a mesh of "
-            "explicit axes, and every device keeps its part",
+            f"{operation}: the vocabulary of {name} is sharded over {count} devices, and XLA "
+            f"gathers it on each: call {operation} with axis_name={said}, or with {name} on a mesh "
+            "of explicit axes, and every device keeps its part",
             stacklevel=1,  # called by the compiler, not by the user's code
         )
 
@@ -191,7 +192,7 @@ def tell_uneven(operation: Operation, axis: str, extent: int, count: int) -> Non
     what, remedy = _AXES[axis]
     padded = -(-extent // count) * count
     warnings.warn(
-        f"{operation}: {what} is cut over {count} devices, which do not divide its {extent} "
+        f"{operation}: {what} is sharded over {count} devices, which do not divide its {extent} "
         f"columns, and XLA gathers it on each: {remedy.format(padded=padded)}",
         stacklevel=1,  # as above
     )

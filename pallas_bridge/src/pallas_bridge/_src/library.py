@@ -239,7 +239,7 @@ def register(library: Library) -> None:
     for (target, platform), stages in calls.items():
         jax.ffi.register_ffi_target(target, stages, platform=platform)
     for target in {row.target for row in library.targets}:
-        # With this XLA's partitioner leaves leading axes cut as they are.
+        # With this XLA's partitioner leaves leading axes shard as they are.
         jax.ffi.register_ffi_target_as_batch_partitionable(target)
 
 

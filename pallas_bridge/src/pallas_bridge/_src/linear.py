@@ -159,7 +159,7 @@ def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
 
 
 _linear = Primitive("xentile_linear")
-# The same where XLA may choose how arrays are cut: what it is lowered to may be calls that ask.
+# The same where XLA may choose how arrays are sharded: what it is lowered to may be calls that ask.
 _linear_that_asks = Primitive("xentile_linear_that_asks")
 tell_devices(_linear_that_asks)
 PRIMITIVES = (_linear, _linear_that_asks)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .arrays import spec_of
 from .compat import varying_axes, without_varying
 
-# The mesh axes that cut an axis of an array, the slowest first.
+# The mesh axes that shard an axis of an array, the slowest first.
 Names = tuple[str, ...]
 
 
@@ -100,14 +100,14 @@ def mean(x: jax.Array, over: Names) -> jax.Array:
 
 
 def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
-    """Refuses an array of which explicit mesh axes cut an axis that every device needs whole.
+    """Refuses an array of which explicit mesh axes shard an axis that every device needs whole.
 
     `axes` has the indices of such axes by what they are.
 
     Raises:
-        ValueError: one is cut.
+        ValueError: one is sharded.
     """
-    found = cuts(array)
+    found = sharded_over(array)
     for what, axis in axes.items():
         if found[axis]:
             whole = [*found]
@@ -121,7 +121,7 @@ def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:
-    """Returns the axes of a mesh of which JAX knows what they cut as it traces a program."""
+    """Returns the axes of a mesh of which JAX knows what they shard as it traces a program."""
     return _axes(mesh, AxisType.Explicit)
 
 
@@ -131,7 +131,7 @@ def _axes(mesh: Any, kind: AxisType) -> frozenset[str]:
 
 
 def are_left_to_xla(*arrays: Any) -> bool:
-    """Whether XLA alone chooses, and for several devices, how it cuts traced arrays."""
+    """Whether XLA alone chooses, and for several devices, how it shards traced arrays."""
     mesh = mesh_of(*arrays)
     is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     is_several = mesh is not None and mesh.size > 1 and _has_devices(mesh)
@@ -153,18 +153,18 @@ def _has_devices(mesh: Any) -> bool:
 
 
 def may_be_left_to_xla(*arrays: Any) -> bool:
-    """Whether XLA may choose how it cuts traced arrays, as it may where no mesh is known."""
+    """Whether XLA may choose how it shards traced arrays, as it may where no mesh is known."""
     mesh = mesh_of(*arrays)
     return mesh is None or (_has_devices(mesh) and bool(_axes(mesh, AxisType.Auto)))
 
 
 def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
-    """Has XLA gather an axis of an array before anything else is made of it, if it cuts that.
+    """Has XLA gather an axis of an array before anything else is made of it, if it shards that.
 
     `others` tell the mesh where it is not set and `x` does not.
     """
     mesh = mesh_of(x, *others)
-    of_explicit = cuts(x)
+    of_explicit = sharded_over(x)
     if of_explicit[axis]:
         of_explicit[axis] = ()
         placed: jax.Array = jax.sharding.reshard(x, PartitionSpec(*map(entry, of_explicit)))
@@ -192,8 +192,8 @@ def _constrained_jvp(sharding: NamedSharding, primals: Any, tangents: Any) -> tu
 
 
 def place(mesh: Any, spec: PartitionSpec, x: jax.Array) -> jax.Array:
-    """Returns an array cut as `spec` says, where its axes are explicit ones."""
-    if not explicit_axes(mesh) or [*map(entry, cuts(x))] == [*spec]:
+    """Returns an array sharded as `spec` says, where its axes are explicit ones."""
+    if not explicit_axes(mesh) or [*map(entry, sharded_over(x))] == [*spec]:
         return x
     placed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return placed
@@ -210,7 +210,7 @@ def on_devices(
 ) -> Callable[..., Any]:
     """Returns a function of arrays that each device along axes of a mesh runs on what it has.
 
-    Over others XLA cuts what it did. `is_checked` is whether JAX keeps track of what varies from
+    Over others XLA shards what it did. `is_checked` is whether JAX keeps track of what varies from
     device to device.
     """
     mapped: Callable[..., Any] = jax.shard_map(
@@ -224,8 +224,8 @@ def on_devices(
     return mapped
 
 
-def cuts(array: Any) -> list[Names]:
-    """Returns the explicit mesh axes that cut each axis of an array, and all of what is no tracer.
+def sharded_over(array: Any) -> list[Names]:
+    """Returns the explicit mesh axes that shard each axis of an array, all of them of no tracer.
 
     What XLA is to choose is not known.
     """
@@ -271,7 +271,7 @@ def with_axes(names: Names, *arrays: Any) -> Any:
 
 
 def check_divides(mesh: Any, names: Names, what: str, vocab: int) -> int:
-    """Returns how many parts of one size a vocabulary is cut into.
+    """Returns how many parts of one size a vocabulary is split into.
 
     Raises:
         ValueError: it can't be.

@@ -5,8 +5,8 @@ and the one that then partitions the program the number of axes that all arrays 
 It takes an array of fewer axes for one that all devices have, which is what shared operands are.
 
 A sum over tokens is a result of partial sums, which XLA adds up, over devices too. For each device
-to have a whole number of sums, the last axis of tokens becomes two: the first may be cut, and has
-as many entries as the parts that there can be; the kernel sums over the second.
+to have a whole number of sums, the last axis of tokens becomes two: the first may be sharded, and
+has as many entries as the parts that there can be; the kernel sums over the second.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from .arrays import Dims, Signature
-from .compat import cuts_by_shardy
+from .compat import shards_by_shardy
 
 # Partial sums of one problem: enough for many threads, of so many tokens at the least that they are
 # few beside the tokens.
@@ -26,7 +26,7 @@ FEWEST_ROWS = 32
 
 
 def device_count(module: Any) -> int:
-    """Returns how many devices XLA cuts a module's arrays over.
+    """Returns how many devices XLA shards a module's arrays over.
 
     It is 1 where a module is for one device, or within `shard_map` for each of a mesh by itself.
     """
@@ -38,7 +38,7 @@ def device_count(module: Any) -> int:
 
 
 def is_whole(module: Any) -> bool:
-    """Whether XLA cuts no array of a module; it does not cut over a kernel or a linear call."""
+    """Whether XLA shards no array of a module; it does not shard over a kernel or a linear call."""
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is None:
@@ -46,13 +46,13 @@ def is_whole(module: Any) -> bool:
     return {*manual} == {*context.mesh.axis_names}
 
 
-# An axis by its name, a number where it may be cut, and its extent.
+# An axis by its name, a number where it may be sharded, and its extent.
 Axis = tuple[int | str, Any]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shapes of arrays as a call takes and gives them, and what tells XLA how to cut them."""
+    """The shapes of arrays as a call takes and gives them, and what tells XLA how to shard them."""
 
     operands: Sequence[tuple[Any, ...]]
     results: Sequence[tuple[Any, ...]]
@@ -82,32 +82,32 @@ def layout(
             for dims, aval in zip(signature.results, results, strict=True)
         ]
         return Layout(given, found, {}, (mapped,))
-    cut, behind, sums = tokens, tokens[:0], 1
+    sharded, behind, sums = tokens, tokens[:0], 1
     if signature.sums and mapped < len(tokens):
         *others, last = tokens
         parts = math.gcd(last, devices)
-        cut, behind = (*others, parts), (last // parts,)
-        sums = max(_blocks(tokens) // math.prod(cut), 1)
+        sharded, behind = (*others, parts), (last // parts,)
+        sums = max(_blocks(tokens) // math.prod(sharded), 1)
     shared = [len(dims.names) for dims in signature.operands if not dims.has_tokens]
-    units = max(max(shared, default=-1) + 1 - len(cut), 0) if cut else 0
-    cut = (*[1] * units, *cut)
+    units = max(max(shared, default=-1) + 1 - len(sharded), 0) if sharded else 0
+    sharded = (*[1] * units, *sharded)
 
     def axes(dims: Dims, aval: Any, leading: Sequence[Axis]) -> list[Axis]:
         own = signature.whole(dims, aval)
         if dims.has_tokens:
-            leading = [*enumerate(cut), *(("behind", extent) for extent in behind)]
+            leading = [*enumerate(sharded), *(("behind", extent) for extent in behind)]
         return [*leading, *own]
 
     taken = [axes(*pair, []) for pair in zip(signature.operands, operands, strict=True)]
-    of_sums: list[Axis] = [*enumerate(cut), ("sums", sums)]
+    of_sums: list[Axis] = [*enumerate(sharded), ("sums", sums)]
     made = [axes(*pair, of_sums) for pair in zip(signature.results, results, strict=True)]
-    if devices > 1 and all(len(one) == len(cut) for one in (*taken, *made)):
-        # XLA's partitioner gathers arrays that have no axis behind those that may be cut.
+    if devices > 1 and all(len(one) == len(sharded) for one in (*taken, *made)):
+        # XLA's partitioner gathers arrays that have no axis behind those that may be sharded.
         taken, made = ([[*one, ("one", 1)] for one in side] for side in (taken, made))
     # XLA sums what was put before, too.
-    summed = (*range(units), *range(units + mapped, len(cut) + 1))
+    summed = (*range(units), *range(units + mapped, len(sharded) + 1))
     given, found = ([tuple(n for _, n in axes) for axes in side] for side in (taken, made))
-    return Layout(given, found, _attributes(taken, made, len(cut)), summed)
+    return Layout(given, found, _attributes(taken, made, len(sharded)), summed)
 
 
 def _unpacked(dims: Dims, aval: Any, leading: Sequence[Any]) -> tuple[Any, ...]:
@@ -118,10 +118,10 @@ def _unpacked(dims: Dims, aval: Any, leading: Sequence[Any]) -> tuple[Any, ...]:
 def _attributes(
     operands: Sequence[Sequence[Axis]], results: Sequence[Sequence[Axis]], count: int
 ) -> dict[str, ir.Attribute]:
-    """Returns what tells XLA that the first `count` axes may be cut, and no others."""
+    """Returns what tells XLA that the first `count` axes may be sharded, and no others."""
     batch: dict[str, ir.Attribute] = {"num_batch_dims": ir.StringAttr.get(str(count))}
     attributes: dict[str, ir.Attribute] = {"mhlo.frontend_attributes": ir.DictAttr.get(batch)}
-    if cuts_by_shardy():
+    if shards_by_shardy():
         extents = dict(axis for axes in (*operands, *results) for axis in axes)
         letters = dict(zip(extents, _letters(len(extents)), strict=True))
 

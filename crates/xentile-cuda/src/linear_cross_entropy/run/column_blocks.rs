@@ -7,7 +7,7 @@ use std::ptr::null_mut;
 
 use xentile::{DType, LogitsShape};
 
-use super::super::cut::{CARRIED_BYTES, Chunk};
+use super::super::tiling::{CARRIED_BYTES, Chunk};
 use super::super::{Linear, Scratch};
 use super::{Block, Run};
 use crate::blas::{Matrix, Workspace};

@@ -2,7 +2,7 @@
 //!
 //! The GEMMs are cuBLASLt's, which add to their result, and read and write slices of the weight and of
 //! dweight in place. On Hopper, with 16-bit operands, they are the library's own, with the
-//! cross-entropy as their epilogue. `crates/xentile-cuda/src/linear_cross_entropy/cut.rs` lays the
+//! cross-entropy as their epilogue. `crates/xentile-cuda/src/linear_cross_entropy/tiling.rs` lays the
 //! scratch out; its tests hold [`Tiling::scratch`] to that layout.
 
 use serde::Deserialize;

@@ -24,7 +24,7 @@ FORWARD, BACKWARD = "xentile_activation_forward", "xentile_activation_backward"
 
 
 def _bind(
-    options: Options, target: str, dense: Any, in_parts: Any, *arrays: jax.Array
+    options: Options, target: str, dense: Any, on_shards: Any, *arrays: jax.Array
 ) -> jax.Array:
     is_halves = options.layout == "halves"
     call = declared_call(
@@ -38,8 +38,8 @@ def _bind(
             "limit": options.limit,
         },
         # Entries and pairs stand alone, and may be sharded as they are; halves exchange columns.
-        cut=() if is_halves else ("F",),
-        in_parts=Bound(in_parts, options) if is_halves else None,
+        sharded=() if is_halves else ("F",),
+        on_shards=Bound(on_shards, options) if is_halves else None,
         implementation=options.implementation,
         dense=Bound(dense, options),
         variant=f"{options.kind} {options.layout}",

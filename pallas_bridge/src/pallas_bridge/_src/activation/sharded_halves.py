@@ -16,7 +16,7 @@ from .options import Options
 
 
 def forward(options: Options, axes: Names, x: jax.Array) -> tuple[jax.Array]:
-    """Returns y [.., F / n] of a device's own x [.., 2 F / n]; mesh `axes` cut the columns."""
+    """Returns y [.., F / n] of a device's own x [.., 2 F / n]; mesh `axes` shard the columns."""
     return (reference.forward(replace(options, layout="apart"), *_to_pairs(axes, x)),)
 
 

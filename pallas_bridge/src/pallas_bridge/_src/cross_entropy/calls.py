@@ -88,7 +88,7 @@ def make_call(name: str, options: Options, every_token: bool | None = None) -> C
         dense_on=options.dense_on,
         implementation=options.implementation,
         for_tpu=None if is_distribution else Bound(_run_pallas, options, every_token),
-        in_parts=Bound(run_shard, name, options, every_token),
+        on_shards=Bound(run_shard, name, options, every_token),
     )
 
 
@@ -130,7 +130,7 @@ def scale_call(options: Options) -> Call:
         reuses=(0, 0),
         implementation=options.implementation,
         for_tpu=_scale_in_xla,
-        in_parts=Bound(run_shard, "scale", options, None),
+        on_shards=Bound(run_shard, "scale", options, None),
     )
 
 

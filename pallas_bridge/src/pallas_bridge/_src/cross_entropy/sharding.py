@@ -69,7 +69,7 @@ def find_layout(logits: jax.Array, axis_name: Any) -> Layout | None:
             return Layout(exchange)
         place = Bound(meshes.of_the_only, names)
         return Layout(place_logits=place, place=place)
-    *leading, last = meshes.cuts(logits)
+    *leading, last = meshes.sharded_over(logits)
     if not names and not last:
         return None
     names = names or last

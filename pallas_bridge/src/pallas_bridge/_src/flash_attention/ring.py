@@ -213,7 +213,7 @@ def _over_mesh(
 
 def _place(mesh: Any, names: meshes.Names, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns x with its tokens sharded over explicit axes as `spec` says, other axes as before."""
-    cuts = meshes.cuts(x)
+    cuts = meshes.sharded_over(x)
     entries = [*map(meshes.entry, cuts)]
     for axis, one in enumerate(spec):
         if one is not None:

@@ -24,9 +24,9 @@ def narrow_ranges(
     if not isinstance(keys, int) or keys == 0:
         return arrays
     narrowed: Any = on_cuda
-    batch = meshes.cuts(q_segments)[:-1]
+    batch = meshes.sharded_over(q_segments)[:-1]
     names = frozenset(name for names in batch for name in names)
-    if names or any(map(any, map(meshes.cuts, arrays))):
+    if names or any(map(any, map(meshes.sharded_over, arrays))):
         # What gathers and scatters make of explicit axes would have to be named for each.
         mesh = meshes.mesh_of(*arrays)
         by_batch = PartitionSpec(*map(meshes.entry, batch))

@@ -1,7 +1,7 @@
 """FP8 quantisation by the library's kernels.
 
 Where an axis is a whole number of blocks it is seen as two, so that blocks are among the tokens and
-a mesh may cut between them.
+a mesh may shard between them.
 """
 
 from typing import Any
@@ -44,8 +44,8 @@ def _bind(
         dtypes={"values": options.dtype},
         implementation=options.implementation,
         dense=dense,
-        dense_if_cut=is_whole,
-        in_parts=Bound(dense_over, dense) if may_share_columns else None,
+        dense_if_sharded=is_whole,
+        on_shards=Bound(dense_over, dense) if may_share_columns else None,
     )
     return bind(call, *arrays)
 
@@ -101,7 +101,7 @@ def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple
 
 
 def _parts(x: jax.Array) -> jax.Array:
-    """Returns x with its rows cut into parts, if that leaves none over."""
+    """Returns x with its rows split into parts, if that leaves none over."""
     if not _is_whole_blocks(x.shape[-1], PART):
         return x
     return split(x, x.ndim - 1, PART, "tensor")
@@ -112,10 +112,10 @@ def _is_whole_blocks(extent: Any, block: int) -> bool:
 
 
 def split(x: jax.Array, axis: int, block: int, granularity: str) -> jax.Array:
-    """Returns x with an axis as two: of blocks, which may be cut over a mesh, and within them.
+    """Returns x with an axis as two: of blocks, which may be sharded over a mesh, and within them.
 
     Raises:
-        ValueError: a mesh of explicit axes cuts within a block.
+        ValueError: a mesh of explicit axes shards within a block.
     """
     count = x.shape[axis] // block
     shape = (*x.shape[:axis], count, block, *x.shape[axis + 1 :])
@@ -128,7 +128,7 @@ def split(x: jax.Array, axis: int, block: int, granularity: str) -> jax.Array:
     parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
     if count % parts:
         raise ValueError(
-            f"{OPERATION}: axis {axis} of x {x.shape} is cut into {parts} parts, which are no "
+            f"{OPERATION}: axis {axis} of x {x.shape} is split into {parts} parts, which are no "
             f"whole blocks of {block} (granularity is {granularity!r}): reshard it first"
         )
     out = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
@@ -136,7 +136,7 @@ def split(x: jax.Array, axis: int, block: int, granularity: str) -> jax.Array:
 
 
 def joined(values: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns values in the shape of x, cut as that is."""
+    """Returns values in the shape of x, sharded as that is."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if values.shape == x.shape:
         return values

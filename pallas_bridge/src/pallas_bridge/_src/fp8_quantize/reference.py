@@ -85,8 +85,8 @@ def scales(options: Options, x: jax.Array, over: Names = ()) -> jax.Array:
     for extent, block in zip(x.shape, extents, strict=True):
         shape += [-(-extent // block), block]
     missing = [(0, -extent % block) for extent, block in zip(x.shape, extents, strict=True)]
-    cut = jnp.pad(x, missing).reshape(shape)
-    return scale(options, amax(cut, tuple(range(1, cut.ndim, 2))))
+    split = jnp.pad(x, missing).reshape(shape)
+    return scale(options, amax(split, tuple(range(1, split.ndim, 2))))
 
 
 def quantize(options: Options, x: jax.Array, over: Names = ()) -> tuple[jax.Array, jax.Array]:

@@ -331,14 +331,18 @@ def vjp(loss: Loss, residuals: Any, cotangents: Any) -> Gradients:
     lse, lse_low, entropy, picked, _, logits = saved
     if not loss.has_outputs(columns):
         assert loss.schedule is not None
-        return loss.schedule.backward_with_logits(local, (lse, lse_low), tuple(first), logits)
-    return loss.chunks.backward_with_outputs(
-        local,
-        local_columns,
-        (lse, lse_low, entropy, picked),
-        (*first, *others),
-        distribution=loss.distribution,
-    )
+        run: Callable[..., Gradients] = loss.schedule.backward_with_logits
+        arrays: tuple[Any, ...] = local, (lse, lse_low), tuple(first), logits
+    else:
+        run = partial(loss.chunks.backward_with_outputs, distribution=loss.distribution)
+        # What has no cotangent need not be kept.
+        needed = iter(others)
+        entropy, picked = (
+            None if one is None or next(needed) is None else one for one in (entropy, picked)
+        )
+        arrays = local, local_columns, (lse, lse_low, entropy, picked), (*first, *others)
+    gradients: Gradients = linear.whole(OPERATION, run, *arrays)
+    return gradients
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -543,4 +547,4 @@ def _forward_only(loss: Loss, operands: Operands, columns: Any, _: jax.Array) ->
     return losses, lse, lse_low, *others
 
 
-_fused_pass = make_primitive("xentile_linear_cross_entropy_known", _choose_fused_pass)
+_fused_pass = make_primitive("xentile_linear_cross_entropy_with_outputs", _choose_fused_pass)

@@ -23,12 +23,12 @@ from jax.interpreters import partial_eval as pe
 from jax.interpreters import xla as xla_interpreter
 from jax.sharding import PartitionSpec
 
-from .. import library, meshes, pallas
+from .. import library, meshes, pallas, refusal
 from ..bound import Bound
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
 from ..losses.options import Options, Tile
-from ..meshes import cuts, entry, on_devices
+from ..meshes import entry, on_devices, sharded_over
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
@@ -423,7 +423,7 @@ def make_primitive(name: str, choose: Callable[..., Any]) -> Primitive:
     made.def_abstract_eval(_avals)
     pe.dce_rules[made] = _drop_unused
     batching.primitive_batchers[made] = partial(_batch, made)
-    ad.primitive_jvps[made] = _jvp
+    ad.primitive_jvps[made] = partial(_jvp, made)
     mlir.register_lowering(made, partial(_lower, choose))
     return made
 
@@ -506,18 +506,18 @@ def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None],
         x if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    found = (cuts(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
+    found = (sharded_over(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
     names = next(filter(None, found), ())
     if names and jax.__version_info__ < (0, 10):
         raise NotImplementedError(
-            f"{OPERATION}: vmap of an axis that explicit mesh axes {names} cut needs jax 0.10 or "
+            f"{OPERATION}: vmap of an axis that explicit mesh axes {names} shard needs jax 0.10 or "
             f"later, and this is jax {jax.__version__}: reshard it first, or use shard_map"
         )
     if names:
         mapped_spec = PartitionSpec(entry(names))
         specs = tuple(PartitionSpec() if axis is None else mapped_spec for axis in axes)
         given = [jax.sharding.reshard(*pair) for pair in zip(given, specs, strict=True)]
-        mesh = next(jax.typeof(x).sharding.mesh for x in given if any(cuts(x)))
+        mesh = next(jax.typeof(x).sharding.mesh for x in given if any(sharded_over(x)))
         run_each = on_devices(
             mesh, frozenset(names), run_each, specs, mapped_spec, is_checked=False
         )
@@ -525,11 +525,9 @@ def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None],
     return results, [0] * len(results)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
-    # Second derivatives are those of the default.
-    function, keep = how["default"], how["keep"]
-    tangents = [ad.instantiate_zeros(one) for one in tangents]
-    return jax.jvp(_keeping(keep, function), [*primals], tangents)
+def _jvp(made: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    results = made.bind(*primals, **how)
+    return results, refusal.tangents_of(OPERATION, results, tangents)
 
 
 def _lower(choose: Callable[..., Any], ctx: Any, *operands: Any, **how: Any) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from .. import auto_partitioning, gathering, meshes
 from ..bound import Bound
-from ..compat import cuts_by_shardy
+from ..compat import shards_by_shardy
 from ..losses.vocab_shards import OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
@@ -57,7 +57,7 @@ class Layout:
         By Shardy: GSPMD would gather a gradient that the forward pass has made.
         """
         has_others = self.mesh is not None and bool({*self.mesh.axis_names} - self.axes)
-        return has_others and cuts_by_shardy()
+        return has_others and shards_by_shardy()
 
     def gather(self, weight: jax.Array) -> jax.Array:
         """Returns a device's weight as GEMMs take it."""
@@ -126,9 +126,9 @@ def find_layout(
     names = meshes.names_of(axis_name)
     if meshes.are_of_devices(names):
         return Layout(names)
-    *tokens, width = meshes.cuts(hidden)
-    weight_cuts = meshes.cuts(weight)
-    if not names and not any([*tokens, width, *weight_cuts]):
+    *tokens, width = meshes.sharded_over(hidden)
+    weight_shardings = meshes.sharded_over(weight)
+    if not names and not any([*tokens, width, *weight_shardings]):
         return None
     mesh = meshes.with_axes(names, hidden, weight)
     axes = meshes.explicit_axes(mesh)
@@ -139,19 +139,21 @@ def find_layout(
         sharded: list[Names] = [(), ()]
         sharded[vocab_axis] = names
         return Layout(names, mesh, axes | {*names}, _spec(tokens), _spec(sharded))
-    if names and names != weight_cuts[vocab_axis]:
+    if names and names != weight_shardings[vocab_axis]:
         raise ValueError(
-            f"axis_name is {axis_name!r} and weight is sharded as {_spec(weight_cuts)}; its axis "
-            f"{vocab_axis} must be sharded over it, and over nothing else: reshard it first"
+            f"axis_name is {axis_name!r} and weight is sharded as {_spec(weight_shardings)}; its "
+            f"axis {vocab_axis} must be sharded over it, and over nothing else: reshard it first"
         )
     # An axis of one device shards nothing.
-    weight_cuts = [tuple(name for name in one if mesh.shape[name] > 1) for one in weight_cuts]
+    weight_shardings = [
+        tuple(name for name in one if mesh.shape[name] > 1) for one in weight_shardings
+    ]
     taken = {name for one in tokens for name in one}
     # Devices that have other tokens need the whole of what they share; where devices with the same
     # tokens have shards of D, nobody sums over these.
     gathered: list[Names] = [(), ()]
     kept: list[Names] = [(), ()]
-    for axis, one in enumerate(weight_cuts):
+    for axis, one in enumerate(weight_shardings):
         if {*one} <= taken:
             gathered[axis] = kept[axis] = one
         elif axis == vocab_axis:
@@ -162,8 +164,8 @@ def find_layout(
     return Layout(shards, mesh, axes, _spec(tokens), _spec(kept), tuple(gathered))
 
 
-def _spec(cuts: Sequence[Names]) -> PartitionSpec:
-    return PartitionSpec(*map(meshes.entry, cuts))
+def _spec(shardings: Sequence[Names]) -> PartitionSpec:
+    return PartitionSpec(*map(meshes.entry, shardings))
 
 
 @dataclass(frozen=True)
@@ -219,20 +221,20 @@ class _Pass:
         return self._run_flat(partial(self.schedule.run, self.name, self.schedule.options), *arrays)
 
     def local(
-        self, cuts: Mapping[str, Names], uneven: Mapping[str, int]
+        self, mesh_axes: Mapping[str, Names], uneven: Mapping[str, int]
     ) -> Callable[..., Sequence[jax.Array]]:
         """Returns what a device makes of its own; mesh axes shard tokens and the vocabulary."""
-        token_cuts = [cuts[f"n{index}"] for index in range(len(self.tokens))]
-        names = tuple(name for one in token_cuts for name in one)
+        token_shardings = [mesh_axes[f"n{index}"] for index in range(len(self.tokens))]
+        names = tuple(name for one in token_shardings for name in one)
 
         def run_own(*arrays: jax.Array) -> list[jax.Array]:
             weight = arrays[1]
             if V in uneven:
                 vocab = weight.shape[self.schedule.gemms.vocab_axis]
                 gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
-            device = _Device(self.schedule, self.planner, names, cuts[V])
+            device = _Device(self.schedule, self.planner, names, mesh_axes[V])
             given = [
-                auto_partitioning.without_padding(one, token_cuts, self.tokens)
+                auto_partitioning.without_padding(one, token_shardings, self.tokens)
                 if self._has_tokens(axes)
                 else one
                 for one, axes in zip(arrays, self.operands, strict=True)

@@ -37,7 +37,7 @@ def _bind(
         },
         implementation=options.implementation,
         dense=program,
-        in_parts=Bound(dense_over, program),
+        on_shards=Bound(dense_over, program),
     )
     return bind(call, *arrays)
 

@@ -205,7 +205,7 @@ def _positions(positions: ArrayLike | None, offset: ArrayLike, q: jax.Array) -> 
     found = as_array("positions", positions, "of integers, [S] or [.., S]")
     check_positions(found, leading)
     found = _alone(found, 1)
-    if found.ndim == 1 or meshes.cuts(found)[-1]:
+    if found.ndim == 1 or meshes.sharded_over(found)[-1]:
         found = meshes.with_whole_axis(found, -1, q)
     return found
 

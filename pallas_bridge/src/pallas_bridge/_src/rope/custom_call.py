@@ -82,7 +82,7 @@ def _transpose(options: Options, tables: Any, cotangents: Any) -> Sequence[Any]:
 
 
 def laid_out(array: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns indices or a table, over a mesh of explicit axes cut as x is, which calls ask for."""
+    """Returns indices or a table, sharded as x is over a mesh of explicit axes."""
     spec = spec_of(jax.typeof(x))
     if all(one is None for one in spec):
         return array

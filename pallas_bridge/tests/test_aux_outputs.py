@@ -420,7 +420,7 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
 def test_a_weight_over_devices(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str, asked: str
 ) -> None:
-    if way != "auto":  # where XLA cuts tokens, it would move them from chunk to chunk
+    if way != "auto":  # where XLA shards tokens, it would move them from chunk to chunk
         monkeypatch.setattr(plan, "USUAL_TOKENS", 8)  # of 20 on a device
     vocab, real = 400, 270  # the last part of four is padding
     hidden = rng.normal(size=(40, 12)).astype(np.float32)
@@ -478,7 +478,7 @@ def test_a_weight_over_devices(
         compiled = jax.jit(partial(pulled, run)).lower(*given).compile()
         found, of_found = compiled(*given)
         moved = exchanged(compiled.as_text())
-    # dhidden where columns are cut, and dweight where tokens are.
+    # dhidden where columns are sharded, and dweight where tokens are.
     assert {*moved} == {"all-reduce"} and moved["all-reduce"] <= 100 * 12
     if asked == "all":
         assert expected[4][0] and not expected[4][1]  # of equals the first

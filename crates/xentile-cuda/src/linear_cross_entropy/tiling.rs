@@ -1,4 +1,4 @@
-//! How a problem is cut, and where the parts of the scratch lie.
+//! How a problem is tiled, and where the parts of the scratch lie.
 
 use xentile::DType;
 pub(super) use xentile::linear_cross_entropy::plan::cuda::{ALIGNMENT, own_rows};
@@ -46,21 +46,21 @@ impl Chunk {
         [Self { count, ..self }, rest]
     }
 
-    /// The chunks that cut it evenly, but for steps, and have no more than `most`.
+    /// The chunks of it evenly, but for steps, and have no more than `most`.
     pub(super) fn evenly(self, most: usize) -> impl Iterator<Item = Self> + Clone {
         let most = most.max(1);
         let even = self.count.div_ceil(self.count.div_ceil(most).max(1)).next_multiple_of(STEP);
         self.chunks(even.min(most))
     }
 
-    /// The chunks that cut it, as [`chunks`] does.
+    /// The chunks of it, as [`chunks`] does.
     pub(super) fn chunks(self, chunk: usize) -> impl Iterator<Item = Self> + Clone {
         chunks(self.count, chunk)
             .map(move |chunk| Self { first: self.first + chunk.first, ..chunk })
     }
 }
 
-/// The chunks that cut `total`, the last of which may be smaller.
+/// The chunks of `total`, the last of which may be smaller.
 pub(super) fn chunks(total: usize, chunk: usize) -> impl Iterator<Item = Chunk> + Clone {
     (0..total)
         .step_by(chunk.max(1))
@@ -228,7 +228,7 @@ impl Linear {
     }
 
     /// Whether half of the sums of the hidden states' gradient are where it goes: where tokens are
-    /// cut, in a sweep or the one before it, for else every product with them would be two of half
+    /// split, in a sweep or the one before it, for else every product with them would be two of half
     /// the size.
     pub(super) fn shares_hidden(&self, sweep: Sweep) -> bool {
         sweep.of_weight && (self.once.is_some() || sweep.chunk.tokens < self.tokens)
@@ -324,18 +324,18 @@ mod tests {
         block_size: None,
     };
 
-    fn cut(tokens: usize, columns: usize) -> Linear {
+    fn tiled(tokens: usize, columns: usize) -> Linear {
         Linear { chunk: Extents { tokens, columns }, ..LINEAR }
     }
 
     #[test]
     fn chunks_cut_all_and_the_last_may_be_smaller() {
-        let cut =
+        let chunked =
             |total, chunk| chunks(total, chunk).map(|c| (c.first, c.count)).collect::<Vec<_>>();
-        assert_eq!(cut(10, 4), [(0, 4), (4, 4), (8, 2)]);
-        assert_eq!(cut(8, 4), [(0, 4), (4, 4)]);
-        assert_eq!(cut(3, 8), [(0, 3)]);
-        assert_eq!(cut(0, 8), []);
+        assert_eq!(chunked(10, 4), [(0, 4), (4, 4), (8, 2)]);
+        assert_eq!(chunked(8, 4), [(0, 4), (4, 4)]);
+        assert_eq!(chunked(3, 8), [(0, 3)]);
+        assert_eq!(chunked(0, 8), []);
     }
 
     #[test]
@@ -347,14 +347,14 @@ mod tests {
         let lifts: usize = (2_usize * 20 * 1000).next_multiple_of(256);
         assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens + lifts);
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
-        let part = cut(1000, 1024);
+        let part = tiled(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
         let round = |bytes: usize| bytes.next_multiple_of(256);
         assert_eq!(part.scratch_bytes(Pass::Forward), logits);
         assert_eq!(part.scratch_bytes(Pass::Backward), logits + of_tokens + 4 * 1000 * 64);
         let fused = logits + round(2 * 4 * 1000) + of_tokens + 4 * 1000 * 64;
         assert_eq!(part.scratch_bytes(Pass::Fused), fused);
-        let both = cut(500, 1024);
+        let both = tiled(500, 1024);
         // The other half of sums is where their gradient goes.
         let hidden = 4 * (1000 - 448) * 64;
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 512 * 64);
@@ -367,7 +367,7 @@ mod tests {
             of_tokens + second.max(logits + 4 * 500 * 64)
         );
         assert_eq!(apart.scratch_bytes(Pass::Forward), logits);
-        let tokens = cut(500, 5000);
+        let tokens = tiled(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         let sums = 4 * (5000 - 2496) * 64;
         let lifts = round(2 * 20 * 500);
@@ -384,11 +384,11 @@ mod tests {
         let (scaled, weight) = (2 * 250 * 64, 4 * 500 * 64);
         let lifts = round(2 * 12 * 250);
         assert_eq!(
-            Linear { once: Some(once), ..cut(1000, 512) }.scratch_bytes(Pass::Fused),
+            Linear { once: Some(once), ..tiled(1000, 512) }.scratch_bytes(Pass::Fused),
             logits + lifts + of_tokens + hidden + round(scaled) + weight
         );
         // Logits in f32 lie beside what is made of them, without gaps.
-        let wide = Linear { wide: true, ..cut(500, 5000) };
+        let wide = Linear { wide: true, ..tiled(500, 5000) };
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2 + 4 * 500 * 5000;
         assert_eq!(
             wide.scratch_bytes(Pass::Fused),
@@ -416,11 +416,11 @@ mod tests {
                 if kept.is_some() && last == 5000 {
                     continue;
                 }
-                let linear = Linear { kept, ..cut(1000, last) };
+                let linear = Linear { kept, ..tiled(1000, last) };
                 let Columns { kept, last, again } = linear.columns();
                 let all = kept.iter().chain([&last, &again]);
-                let cut: usize = again.evenly(1024).map(|chunk| chunk.count).sum();
-                assert_eq!(cut, again.count);
+                let chunked: usize = again.evenly(1024).map(|chunk| chunk.count).sum();
+                assert_eq!(chunked, again.count);
                 let end = all.fold(0, |end, chunk| {
                     assert_eq!(chunk.first, end);
                     end + chunk.count
@@ -433,7 +433,7 @@ mod tests {
     #[test]
     fn rows_of_a_slot_lie_over_slots_that_were_read() {
         for (tokens, width) in [(1000, 64), (64, 1000), (300, 300), (1, 8), (8, 1)] {
-            let linear = Linear { tokens, width, ..cut(tokens, 128) };
+            let linear = Linear { tokens, width, ..tiled(tokens, 128) };
             let slot = 128;
             let mut kept = (0..40).rev().map(|slots| Kept { columns: slots * slot, slot });
             let most = kept.find(|&kept| linear.has_room(kept)).unwrap();
@@ -445,11 +445,11 @@ mod tests {
             }
         }
         let kept = Kept { columns: 256, slot: 128 };
-        assert!(Linear { tokens: 64, width: 64, ..cut(64, 128) }.has_room(kept));
-        assert!(!Linear { tokens: 64, vocab_is_last: true, ..cut(64, 128) }.has_room(kept));
-        assert!(!Linear { tokens: 64, ..cut(32, 128) }.has_room(kept));
-        assert!(!cut(1000, 4900).has_room(kept));
-        assert!(!cut(1000, 128).has_room(Kept { columns: 256, slot: 0 }));
+        assert!(Linear { tokens: 64, width: 64, ..tiled(64, 128) }.has_room(kept));
+        assert!(!Linear { tokens: 64, vocab_is_last: true, ..tiled(64, 128) }.has_room(kept));
+        assert!(!Linear { tokens: 64, ..tiled(32, 128) }.has_room(kept));
+        assert!(!tiled(1000, 4900).has_room(kept));
+        assert!(!tiled(1000, 128).has_room(Kept { columns: 256, slot: 0 }));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How a problem is cut into blocks of columns, and what lies where in the scratch.
+//! How a problem is split into blocks of columns, and what lies where in the scratch.
 
 use std::ops::Range;
 
