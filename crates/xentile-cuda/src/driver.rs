@@ -132,6 +132,7 @@ pub(crate) enum DeviceAttribute {
 pub(crate) enum KernelAttribute {
     StaticSharedBytes = abi::STATIC_SHARED_BYTES,
     MaxDynamicSharedBytes = abi::MAX_DYNAMIC_SHARED_BYTES,
+    SharedMemoryCarveout = abi::SHARED_MEMORY_CARVEOUT,
     WideClusters = abi::WIDE_CLUSTERS,
 }
 
@@ -152,9 +153,21 @@ pub(crate) struct Extent {
 impl Extent {
     /// Calls `body` with this extent as the driver takes it.
     fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
+        let cluster = self.cluster.map(|ctas| (abi::CLUSTER_DIMENSION, [ctas, 1, 1]));
+        self.with_attribute(stream, cluster, body)
+    }
+
+    /// The same, with an attribute of the launch.
+    fn with_attribute<R>(
+        self,
+        stream: RawStream,
+        attribute: Option<(c_uint, [c_uint; 3])>,
+        body: impl FnOnce(&LaunchConfig) -> R,
+    ) -> R {
+        let (id, values) = attribute.unwrap_or_default();
         let mut value = [0; 16];
-        value[..3].copy_from_slice(&[self.cluster.unwrap_or(1), 1, 1]);
-        let cluster = LaunchAttribute { id: abi::CLUSTER_DIMENSION, pad: [0; 4], value };
+        value[..3].copy_from_slice(&values);
+        let all = LaunchAttribute { id, pad: [0; 4], value };
         body(&LaunchConfig {
             gridDimX: self.ctas,
             gridDimY: self.rows,
@@ -164,8 +177,8 @@ impl Extent {
             blockDimZ: 1,
             sharedMemBytes: self.shared_bytes,
             hStream: stream,
-            attrs: &raw const cluster,
-            numAttrs: self.cluster.is_some().into(),
+            attrs: &raw const all,
+            numAttrs: attribute.is_some().into(),
         })
     }
 }
@@ -477,12 +490,39 @@ impl Driver {
         stream: RawStream,
         arguments: &A,
     ) -> Result<()> {
-        let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
         let code = extent.with_config(stream, |config| {
-            // SAFETY: passed on from this function's contract. The driver copies the struct.
-            unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.launch_with(config, kernel, arguments) }
         });
         self.check("cuLaunchKernelEx", code)
+    }
+
+    /// The same of a kernel that may start before the one ahead of it ends, and waits for that itself
+    /// (`griddepcontrol.wait`); from compute capability 9.0 on.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_early<A>(
+        &self,
+        kernel: Kernel,
+        extent: Extent,
+        stream: RawStream,
+        arguments: &A,
+    ) -> Result<()> {
+        let early = Some((abi::PROGRAMMATIC_SERIALIZATION, [1, 0, 0]));
+        let code = extent.with_attribute(stream, early, |config| {
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.launch_with(config, kernel, arguments) }
+        });
+        self.check("cuLaunchKernelEx", code)
+    }
+
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    unsafe fn launch_with<A>(&self, config: &LaunchConfig, kernel: Kernel, arguments: &A) -> Code {
+        let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
+        // SAFETY: passed on from this function's contract. The driver copies the struct.
+        unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
     }
 }
 

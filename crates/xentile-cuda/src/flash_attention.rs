@@ -6,6 +6,7 @@
 //! its own of bf16 and f16 for all but notes and sinks.
 
 mod arguments;
+pub mod decode;
 mod hopper;
 
 use std::ffi::c_void;
@@ -238,6 +239,14 @@ impl Attention {
         }
     }
 
+    /// The heads of keys that one of the last leading axis has; 1 where heads come first.
+    fn inner(&self) -> usize {
+        match self.layout {
+            Layout::HeadsFirst => 1,
+            Layout::TokensFirst { inner } => inner,
+        }
+    }
+
     fn arguments(&self, operands: Operands) -> Result<Arguments> {
         let Operands { q, k, v, ranges, q_segments, kv_segments, sinks } = operands;
         for (name, address) in [("q", q), ("k", k), ("v", v), ("ranges", ranges.cast())] {
@@ -245,9 +254,10 @@ impl Attention {
         }
         let AttentionShape { heads, group, queries, keys, width, value_width } = self.shape;
         // How far apart, in rows: heads of keys, heads of a group, and rows of a head.
-        let (inner, [q_head, q_group, q_row], [k_head, k_row]) = match self.layout {
-            Layout::HeadsFirst => (1, [group * queries, queries, 1], [keys, 1]),
-            Layout::TokensFirst { inner } => (inner, [group, 1, inner * group], [1, inner]),
+        let inner = self.inner();
+        let ([q_head, q_group, q_row], [k_head, k_row]) = match self.layout {
+            Layout::HeadsFirst => ([group * queries, queries, 1], [keys, 1]),
+            Layout::TokensFirst { .. } => ([group, 1, inner * group], [1, inner]),
         };
         let count = |count: usize| {
             i32::try_from(count).map_err(|_| {

@@ -201,6 +201,12 @@ struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_flash_attention_decode: What forward gives, for few queries: chunks of keys are shared
+ * out over the GPU and merged. (q, k, v, ranges, sinks) -> (o, lse, partials, partial_lse). */
+struct XLA_FFI_Error* xentile_flash_attention_decode_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_decode_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_fp8_quantize: Values, and the scale of each block. (x) -> (values, scales). */
 struct XLA_FFI_Error* xentile_fp8_quantize_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);

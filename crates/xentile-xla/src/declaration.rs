@@ -217,6 +217,8 @@ pub(crate) const F32: Dtype = Dtype::OneOf(&[DType::F32]);
 pub(crate) const S32: Dtype = Dtype::OneOf(&[DType::S32]);
 /// What kernels compute with.
 pub(crate) const FLOATS: Dtype = Dtype::OneOf(&[DType::F32, DType::Bf16, DType::F16]);
+/// The floats of 16 bits.
+pub(crate) const HALVES: Dtype = Dtype::OneOf(&[DType::Bf16, DType::F16]);
 /// Those of labels.
 pub(crate) const LABELS: Dtype = Dtype::OneOf(&[DType::S32, DType::S64]);
 /// The formats of FP8.

@@ -8,8 +8,8 @@ use xentile::flash_attention::{AttentionShape, FlashAttention};
 use xla_ffi::{Decoder, Error, Parameter, Result};
 
 use crate::declaration::{
-    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, Range, S32, attribute,
-    cotangent, gradient, input, output, residual,
+    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, HALVES, Range, S32, Stages,
+    attribute, cotangent, gradient, input, output, residual, scratch,
 };
 
 const Q: ArrayDecl = input("q", "*batch G S D", FLOATS);
@@ -30,7 +30,7 @@ const ATTRIBUTES: &[AttributeDecl] = &[
     attribute("tokens_first", Range::Bool).absent("false").cuda_only(),
 ];
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, DECODE];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_flash_attention_forward",
@@ -64,6 +64,27 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         gradient("dsinks", "*batch G", F32).given(Given::Where("sinks")),
     ],
     attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
+pub(crate) const DECODE: Declaration = Declaration {
+    name: c"xentile_flash_attention_decode",
+    summary: "What forward gives, for few queries: chunks of keys are shared out over the GPU and merged.",
+    host: Stages::None,
+    operands: &[input("q", "*batch G S D", HALVES), K, V, RANGES, SINKS],
+    results: &[
+        output("o", "*batch G S E", Dtype::Like("q")),
+        residual("lse", "*batch G S", F32),
+        scratch("partials", "*batch K/chunk_keys G S E", F32),
+        scratch("partial_lse", "*batch K/chunk_keys G S", F32),
+    ],
+    attributes: &[&[
+        attribute("scale", Range::Finite),
+        attribute("softcap", Range::Positive).absent("none"),
+        attribute("sinks", Range::Bool),
+        attribute("chunk_keys", Range::Extent),
+        attribute("tokens_first", Range::Bool).absent("false"),
+    ]],
     ..Declaration::BASE
 };
 
@@ -181,6 +202,15 @@ impl<'a> Call<'a> {
     pub(crate) fn check_forward(&self, o: &[usize], lse: &[usize]) -> Result {
         self.check_queries("o", o, &[self.shape.value_width])?;
         self.check_queries("lse", lse, &[])
+    }
+
+    /// Checks the shapes of what chunks of so many keys leave.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_partials(&self, o: &[usize], lse: &[usize], chunk: usize) -> Result {
+        let AttentionShape { group, queries, keys, value_width, .. } = self.shape;
+        let chunks = keys.div_ceil(chunk);
+        check("partials", o, self.leading, &[chunks, group, queries, value_width])?;
+        check("partial_lse", lse, self.leading, &[chunks, group, queries])
     }
 
     /// Checks the shapes of what the backward pass takes and gives besides; of the sinks' gradient where it

@@ -63,11 +63,30 @@ mirror! {
     }
 }
 
+mirror! {
+    /// See kernels/flash_attention_decode.cuh.
+    pub(crate) struct DecodeArguments = FlashAttentionDecodeArguments {
+        of: Arguments,
+        block_tables: *const i32,
+        partials: *mut f32,
+        partial_lse: *mut f32,
+        pages: i32,
+        page_size: i32,
+        chunk_log2: i32,
+        chunks: i32,
+        first_entry: i32,
+        entries: i32,
+    }
+}
+
 numbers! {
     THREADS: u32 = kAttentionThreads, 128;
     NARROW_THREADS: u32 = kAttentionNarrowThreads, 64;
     SINK_THREADS: u32 = kAttentionSinkThreads, 256;
     BLOCK: usize = kAttentionBlock, 64;
+    DECODE_THREADS: u32 = kAttentionDecodeThreads, 128;
+    DECODE_BYTES: u32 = kAttentionDecodeBytes, 98304;
+    DECODE_WIDE_BYTES: u32 = kAttentionDecodeWideBytes, 196608;
     FORWARD_THREADS: u32 = kAttentionForwardThreads, 384;
     FORWARD_QUERIES: usize = kAttentionForwardQueries, 128;
     FORWARD_KEYS: usize = kAttentionForwardKeys, 128;

@@ -2,10 +2,11 @@
 
 use std::ptr::{null, null_mut};
 
+use xentile_cuda::flash_attention::decode::{Decode, Partials};
 use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved};
-use xla_ffi::{Buffer, BufferMut, Context, DType, OnDevice, Result, Stage};
+use xla_ffi::{Buffer, BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
-use super::{Call, Options, Seen};
+use super::{Call, Options, Seen, invalid};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::target_list;
@@ -21,9 +22,27 @@ target_list! {
         initialize xentile_flash_attention_backward_cuda_initialize = backward(
         q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, dsinks, options, context,
     );
+    super::DECODE: fn xentile_flash_attention_decode_cuda,
+        initialize xentile_flash_attention_decode_cuda_initialize = decode(
+        q, k, v, seen, o, lse, partials, partial_lse, options, chunk_keys, context,
+    );
 }
 
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
+
+/// [`Seen`] without segments.
+struct SeenByAll<'a>(Seen<Integers<'a>, Floats<'a>>);
+
+impl<'a> Parameter<'a> for SeenByAll<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let ranges = decoder.parameter("ranges")?;
+        let sinks = match decoder.parameter("sinks")? {
+            false => None,
+            true => Some(decoder.parameter("sinks")?),
+        };
+        Ok(Self(Seen { ranges, segments: None, sinks }))
+    }
+}
 
 /// A call that was checked, of arrays of one dtype.
 struct Checked<'a> {
@@ -95,6 +114,43 @@ fn forward(
         match context.stage() {
             Stage::Initialize => attention.load(Pass::Forward, stream),
             _ => attention.forward(stream, operands, o.as_ptr(), lse.as_ptr().cast()),
+        }
+    };
+    outcome.map_err(failed)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    seen: SeenByAll,
+    o: AnyMut,
+    lse: FloatsMut,
+    partials: FloatsMut,
+    partial_lse: FloatsMut,
+    options: Options,
+    chunk_keys: i64,
+    context: Context,
+) -> Result {
+    let of = [q, k, v];
+    let Checked { call, attention, operands } = checked(&of, &seen.0, options)?;
+    call.check_forward(o.dims(), lse.dims())?;
+    check_dtypes(q.dtype(), [("o", o.dtype())])?;
+    let chunk = usize::try_from(chunk_keys).ok().filter(|&chunk| chunk > 0);
+    let chunk = chunk.ok_or_else(|| {
+        invalid(format_args!("chunk_keys is {chunk_keys}; it must be at least 1"))
+    })?;
+    call.check_partials(partials.dims(), partial_lse.dims(), chunk)?;
+    let decode = Decode::new(attention, chunk, None).map_err(failed)?;
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    let partials = Partials { o: partials.as_ptr().cast(), lse: partial_lse.as_ptr().cast() };
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => decode.load(stream),
+            _ => decode.run(stream, operands, o.as_ptr(), lse.as_ptr().cast(), partials),
         }
     };
     outcome.map_err(failed)

@@ -14,7 +14,7 @@ from .. import linear, one_program
 from ..bound import Bound
 from ..custom_call import bind, declared_call, vary_alike
 from ..targets import declared
-from . import on_cuda, on_tpu, reference
+from . import decoding, on_cuda, on_tpu, reference
 from .declaration import OPERATION
 from .options import COLUMNS_STEP, Options
 
@@ -63,10 +63,12 @@ def forward(
         dense_on=_dense_on(arrays[0], arrays[2]),
         for_tpu=on_tpu.forward(options, *arrays[:3]),
     )
-    if options.implementation is not None:
-        o, lse = bind(call, *arrays)
+    kernel = partial(bind, call)
+    if not has_gradient and decoding.has_kernel(options, *arrays[:3]):
+        o, lse = decoding.forward(options, kernel, *arrays)
+    elif options.implementation is not None:
+        o, lse = kernel(*arrays)
     else:
-        kernel = partial(bind, call)
         o, lse = on_cuda.forward(options, kernel, *arrays, has_gradient=has_gradient)
     return o, lse
 
