@@ -113,6 +113,7 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
             ["plain", "all", "plain again"],
         ),
         ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
+        ("distillation.py", "--shapes 16x8x8x50", ["gemms", "ours", "dense"]),
         ("ring_attention.py", "--shapes 64x4x2x64", ["one", "ordered", "zigzag"]),
     ],
 )
