@@ -16,7 +16,6 @@ import harness
 import jax
 import jax.numpy as jnp
 from harness import Row
-
 from pallas_bridge.losses import linear_kl_divergence
 
 SHAPES = {"cpu": ("128x64x64x2000",), "gpu": ("8192x2048x2048x128256", "8192x1024x4096x151936")}
