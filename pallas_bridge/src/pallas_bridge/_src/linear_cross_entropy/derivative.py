@@ -23,6 +23,7 @@ from .. import linear
 from ..bound import Bound
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
+from ..deferred import bind_deferred, make_primitive
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options
@@ -57,11 +58,9 @@ from .declaration import OPERATION
 from .plan import Plan
 from .schedule import (
     Schedule,
-    bind_deferred,
     call_cuda,
     call_if_whole,
     has_cuda_call,
-    make_primitive,
 )
 
 # What rows of the weight that are gathered take at a time, in bytes, where XLA holds any.
@@ -547,4 +546,6 @@ def _forward_only(loss: Loss, operands: Operands, columns: Any, _: jax.Array) ->
     return losses, lse, lse_low, *others
 
 
-_fused_pass = make_primitive("xentile_linear_cross_entropy_with_outputs", _choose_fused_pass)
+_fused_pass = make_primitive(
+    OPERATION, "xentile_linear_cross_entropy_with_outputs", _choose_fused_pass
+)
