@@ -9,15 +9,26 @@ XENTILE_TEST_CASES is
 - `one`: the first case of each test.
 The choice depends on the tests alone: each run of a commit runs the same cases.
 
-XENTILE_TEST_SHARE, as in "2/8", keeps every eighth of these from the third on. pytest-xdist is not
-used, as machines with a GPU often have no package index.
+XENTILE_TEST_SHARE, as in "2/8", keeps every eighth of these from the third on. Where
+XENTILE_TEST_CLAIMS names a folder, processes that have the same tests claim them there as they come
+to them instead: whole files, so that what a file compiles and sets up is made once, or single tests
+where there are few files. pytest-xdist is not used, as machines with a GPU often have no package
+index.
 """
 
+import hashlib
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
+
+CLAIMS = os.environ.get("XENTILE_TEST_CLAIMS")
+# So many files are claimed as a whole.
+MANY_FILES = 16
+CLAIMS_FILES = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(trylast=True)
@@ -29,9 +40,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     chosen = {case for cases in tests.values() for case in choose(cases)}
-    kept = [item for item in items if item in chosen][share::shares]
+    kept = [item for item in items if item in chosen]
+    if CLAIMS is None:
+        kept = kept[share::shares]
+    else:
+        # What takes longest is claimed first, so that processes end at about the same time.
+        counts = Counter(item.path for item in kept)
+        kept.sort(key=lambda item: -counts[item.path])
+        config.stash[CLAIMS_FILES] = len(counts) >= MANY_FILES
     config.hook.pytest_deselected(items=[*{*items}.difference(kept)])
     items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Passes over a test that another process has claimed."""
+    if CLAIMS is None:
+        return None
+    is_ours = claim(str(item.path) if item.config.stash[CLAIMS_FILES] else item.nodeid)
+    return None if is_ours else True
+
+
+@cache
+def claim(name: str) -> bool:
+    """Returns whether this process is the first that claims a file or a test."""
+    assert CLAIMS is not None
+    try:
+        Path(CLAIMS, hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:

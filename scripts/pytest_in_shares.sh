@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs pytest in as many processes as there are cores, up to JOBS (default: 4), as most of a test is the
-# work of one thread. What the processes print comes one after another.
+# work of one thread. A process takes files or tests that no other has taken. What the processes print
+# comes one after another.
 #
 #     scripts/pytest_in_shares.sh PYTEST_ARGUMENTS
 #
@@ -17,6 +18,8 @@ case ${XENTILE_TEST_CASES:-all} in
     cover) echo "left out: cases of a test whose parameters all have values that other cases have" ;;
     one) echo "left out: all cases of a test but the first" ;;
 esac
+export XENTILE_TEST_CLAIMS=$scratch/claims
+mkdir "$XENTILE_TEST_CLAIMS"
 pids=() status=0
 for ((job = 0; job < jobs; job++)); do
     XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_cases "$@" >"$scratch/$job" 2>&1 &

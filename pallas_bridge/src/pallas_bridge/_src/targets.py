@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from .arrays import Result
@@ -35,14 +36,18 @@ class Target:
     @property
     def reuses(self) -> tuple[int, int] | None:
         """The operand whose memory every call gives to a result, and the result, by index."""
-        for alias in self.declared["aliases"]:
-            if alias["always"]:
-                sides = (("operands", alias["operand"]), ("results", alias["result"]))
-                operand, result = (
-                    [one["name"] for one in self.declared[side]].index(name) for side, name in sides
-                )
-                return operand, result
-        return None
+        return next(iter(self.aliases(always=True).items()), None)
+
+    def aliases(self, *, always: bool) -> dict[int, int]:
+        """Returns the operands whose memory results may take, or `always` do, by indices."""
+        operands, results = (
+            [one["name"] for one in self.declared[side]] for side in ("operands", "results")
+        )
+        return {
+            operands.index(one["operand"]): results.index(one["result"])
+            for one in self.declared["aliases"]
+            if one["always"] or not always
+        }
 
     def attributes(self, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         """Returns attributes in the types that handlers take, without those that are None.
@@ -83,6 +88,32 @@ class Target:
                 (only,) = dtype
                 found[one["name"]] = Result(dims, dtype=DTYPES[only])
         return tuple(found.values())
+
+    def shapes(
+        self,
+        values: Mapping[str, Any],
+        extents: Mapping[str, int],
+        like: Mapping[str, Any],
+        beside: Mapping[str, Any],
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of results by their names, of axes with `extents`.
+
+        `like` are the arrays whose dtype a result may have, and `beside` optional operands, None
+        for those that are not there.
+        """
+        found = {}
+        for one in self.declared["results"]:
+            given, dtype = one["given"], one["dtype"]
+            if given != "always" and beside[given["with"]] is None:
+                continue
+            if isinstance(dtype, dict):
+                (name,) = dtype.values()
+                taken = like[name].dtype
+            else:
+                taken = np.uint8 if dtype == "bytes" else DTYPES[dtype[0]]
+            shape = tuple(extents[axis] for axis in dims_of(one, values).split())
+            found[one["name"]] = jax.ShapeDtypeStruct(shape, taken)
+        return found
 
     def dims(self, *names: str, **values: Any) -> tuple[str, ...]:
         """Returns the dims of arrays by their names, for values of attributes that they go by."""

@@ -24,7 +24,7 @@ from ..operation import Implementation
 from . import derivative, schedule
 from .chunks import Gemms, Operands, make_alike, pad_tokens
 from .declaration import OPERATION
-from .derivative import Loss
+from .derivative import LinearLoss
 from .plan import Plan
 from .schedule import Planner
 from .sharding import Layout, Partitioned, find_layout
@@ -267,33 +267,15 @@ def linear_cross_entropy_value_and_grad(
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Loss and gradients of a microbatch, with the weight's accumulated in f32.
+    """LinearLoss and gradients of a microbatch, with the weight's accumulated in f32.
 
-    Equivalent to `jax.value_and_grad` of `linear_cross_entropy`, which has the other arguments too,
-    and `dweight_sums + dweight`, where dweight is not rounded. On GPUs GEMMs add to the sums in
-    place, so that a step takes no other array of the weight's size: donate them
-    (`jax.jit(.., donate_argnames=..)`) or carry them through `jax.lax.scan`. It cannot be
-    differentiated.
+    Equivalent to `jax.value_and_grad` of `linear_cross_entropy` and `dweight_sums + dweight`, where
+    dweight is not rounded. On GPUs GEMMs add to the sums in place, so that a step takes no other
+    array of the weight's size: donate them (`jax.jit(.., donate_argnames=..)`) or carry them
+    through `jax.lax.scan`. It cannot be differentiated.
 
-    Args:
-      hidden: [.., D].
-      weight: [V, D] or [D, V].
-      labels: [..].
-      dweight_sums: the sums so far, in float32 and of the shape of `weight`; zeros at first.
-      bias: [V], or None.
-      reduction: "mean" or "sum".
-      weights: as for `linear_cross_entropy`, and so are all that follow.
-      vocab_axis: which axis of `weight` is V.
-      ignore_index: the label of tokens that take no part.
-      label_smoothing: the share of the target spread evenly over the vocabulary.
-      z_loss: the weight of lse^2.
-      softcap: c > 0 replaces z by c * tanh(z / c).
-      temperature: t > 0 divides z, after softcap.
-      max_scratch_bytes: bytes that may be held beyond operands and results.
-      block_size: vocabulary columns of a tile.
-      time_block: tokens of a tile.
-      implementation: "reference" for the dense program of XLA.
-      batch_invariant: whether a token's row of dhidden has the same bits in any microbatch.
+    The other arguments are those of `linear_cross_entropy`. `dweight_sums` is the sums so far, in
+    float32 and of the shape of `weight`; zeros at first.
 
     Returns:
       (loss, (dhidden, dweight_sums)), or (loss, (dhidden, dweight_sums, dbias)) with a bias.
@@ -330,7 +312,7 @@ def linear_cross_entropy_value_and_grad(
     factors = call.factors(reduction, operands.labels)
     gemms = Gemms(call.axis, batch_invariant)
     if call.is_dense:
-        dense = Loss(call.options, gemms, is_dense=True)
+        dense = LinearLoss(call.options, gemms, is_dense=True)
 
         def run_dense(x: Any, w: Any, b: Any) -> jax.Array:
             given = Operands(x, w, b, operands.labels)
@@ -409,7 +391,7 @@ def linear_cross_entropy_per_token(
     axis_name: AxisName | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Loss and log-probability of the label for every token.
+    """LinearLoss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
     any combination, for at most one GEMM of N x D x V more than a mean takes.
@@ -705,7 +687,7 @@ class _Call:
         return self._run(derivative.per_token, loss, requested, operands)
 
     def _run(
-        self, function: Any, loss: Loss, requested: Request, operands: Operands, *more: Any
+        self, function: Any, loss: LinearLoss, requested: Request, operands: Operands, *more: Any
     ) -> TokenOutputs:
         """Returns function(loss, requested, operands, *more), with all axes of tokens."""
         hidden, labels, columns = operands.hidden, operands.labels, requested.columns
@@ -728,7 +710,7 @@ class _Call:
         shaped: TokenOutputs = jax.tree.map(shape, found)
         return shaped
 
-    def _loss(self, planner: Planner, layout: Layout | None, *, reduced: bool) -> Loss:
+    def _loss(self, planner: Planner, layout: Layout | None, *, reduced: bool) -> LinearLoss:
         """Returns how a loss without auxiliary outputs is computed, by implementation and plan.
 
         With a `layout`, arrays are a device's.
@@ -737,10 +719,10 @@ class _Call:
         gemms, options = Gemms(self.axis, planner.batch_invariant), self.options
         operands = self.flat
         if self.is_dense:
-            return Loss(options, gemms, exchange=exchange, is_dense=True)
+            return LinearLoss(options, gemms, exchange=exchange, is_dense=True)
         if layout is not None and exchange is not None:
             own = planner.schedule(shard_options(options, exchange), gemms, operands, reduced=False)
-            loss = Loss(options, gemms, own, exchange)
+            loss = LinearLoss(options, gemms, own, exchange)
             if not (reduced and layout.leaves_axes):
                 return loss
             chunk = planner.fused_chunk_tokens(operands, self.axis, options.tile)
@@ -751,14 +733,14 @@ class _Call:
         if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
             partition = Partitioned(planner)
             planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
-        return Loss(planned.options, gemms, planned, is_fused=reduced and planned.is_fused)
+        return LinearLoss(planned.options, gemms, planned, is_fused=reduced and planned.is_fused)
 
     def _loss_with_outputs(
         self, planner: Planner, requested: Request, exchange: OverDevices | None
-    ) -> Loss:
+    ) -> LinearLoss:
         """Returns how a loss with auxiliary outputs is computed; see `_loss`."""
         operands, gemms = self.flat, Gemms(self.axis, planner.batch_invariant)
-        loss = Loss(
+        loss = LinearLoss(
             planner.row_options(self.options, operands.weight.shape[self.axis]),
             gemms,
             exchange=exchange,
@@ -771,7 +753,7 @@ class _Call:
         chunk = planner.output_chunk_tokens(operands, self.axis, self.options.tile)
         return dataclasses.replace(loss, chunk_tokens=chunk)
 
-    def _fuse_outputs(self, planner: Planner, requested: Request) -> Loss | None:
+    def _fuse_outputs(self, planner: Planner, requested: Request) -> LinearLoss | None:
         """Returns a loss whose forward pass makes gradients and auxiliary outputs; None if none."""
         operands = self.flat
         is_whole = not meshes.are_left_to_xla(*operands[:2])

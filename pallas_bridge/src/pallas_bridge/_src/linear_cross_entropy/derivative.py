@@ -23,6 +23,7 @@ from .. import linear
 from ..bound import Bound
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
+from ..deferred import bind_deferred, make_primitive
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options
@@ -57,11 +58,9 @@ from .declaration import OPERATION
 from .plan import Plan
 from .schedule import (
     Schedule,
-    bind_deferred,
     call_cuda,
     call_if_whole,
     has_cuda_call,
-    make_primitive,
 )
 
 # What rows of the weight that are gathered take at a time, in bytes, where XLA holds any.
@@ -71,7 +70,7 @@ ROW_MAX_LOGITS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Loss:
+class LinearLoss:
     """How a loss is computed: everything but the arrays."""
 
     # Of the whole vocabulary; those of `schedule` are a shard's where there is an `exchange`.
@@ -132,7 +131,7 @@ class Saved(NamedTuple):
     logits: Any = ()
 
 
-def per_token(loss: Loss, requested: Request, operands: Operands) -> TokenOutputs:
+def per_token(loss: LinearLoss, requested: Request, operands: Operands) -> TokenOutputs:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
 
     `weight` and `bias` are a device's where its loss has an `exchange`; labels and columns are
@@ -147,7 +146,9 @@ def per_token(loss: Loss, requested: Request, operands: Operands) -> TokenOutput
     return aux_outputs.collect(loss.options, requested, operands.labels, outputs)
 
 
-def reduced(loss: Loss, requested: Request, operands: Operands, factors: jax.Array) -> TokenOutputs:
+def reduced(
+    loss: LinearLoss, requested: Request, operands: Operands, factors: jax.Array
+) -> TokenOutputs:
     """Returns the scalar sum of factor * loss, lse [N] and the auxiliary outputs; no logps.
 
     `factors` is [N] in f32, 0 for ignored tokens.
@@ -167,7 +168,7 @@ def reduced(loss: Loss, requested: Request, operands: Operands, factors: jax.Arr
 
 
 def _alike(
-    loss: Loss, operands: Operands, columns: jax.Array | None
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None
 ) -> tuple[Operands, jax.Array | None]:
     """Returns arrays that vary alike within `shard_map`.
 
@@ -182,7 +183,7 @@ def _alike(
 
 
 def dense_outputs(
-    loss: Loss, operands: Operands, columns: jax.Array | None
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse, entropy and the columns' logits by the dense program."""
     z, probe = dense_logits(loss.gemms, operands)
@@ -190,13 +191,15 @@ def dense_outputs(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _per_token(loss: Loss, operands: Operands, columns: jax.Array | None) -> tuple[jax.Array, ...]:
+def _per_token(
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None
+) -> tuple[jax.Array, ...]:
     outputs, _ = forward(loss, operands, columns, is_differentiated=False)
     return outputs
 
 
 @partial(_per_token.defjvp, symbolic_zeros=True)
-def _per_token_jvp(loss: Loss, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _per_token_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, Any]:
     outputs, saved = forward(loss, *primals, is_differentiated=True)
     moving = [linear.given(one) for one in tangents[0][:3]]
     rules = Bound(_per_token_tangents, loss), Bound(vjp, loss)
@@ -206,7 +209,7 @@ def _per_token_jvp(loss: Loss, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def forward(
-    loss: Loss, operands: Operands, columns: jax.Array | None, *, is_differentiated: bool
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None, *, is_differentiated: bool
 ) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns loss, logps, lse, entropy, the columns' logits and correct, and the residuals."""
     run = _call
@@ -240,7 +243,7 @@ def _call(function: Callable[..., Any], *arrays: Any) -> Any:
     return function(*arrays)
 
 
-def _run_schedule(loss: Loss, is_differentiated: bool, operands: Operands) -> tuple[Any, ...]:
+def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands) -> tuple[Any, ...]:
     """Returns loss, logps, lse and lse_low, and the logits that are saved for a backward pass."""
     assert loss.schedule is not None
     if is_differentiated:
@@ -248,12 +251,12 @@ def _run_schedule(loss: Loss, is_differentiated: bool, operands: Operands) -> tu
     return *loss.schedule.forward(operands), ()
 
 
-def _whole_outputs(loss: Loss, operands: Operands, columns: jax.Array | None) -> Any:
+def _whole_outputs(loss: LinearLoss, operands: Operands, columns: jax.Array | None) -> Any:
     """Returns `TokenChunks.forward_with_outputs` of whole operands."""
     return loss.chunks.forward_with_outputs(operands, columns, distribution=loss.distribution)
 
 
-def _shard_outputs(loss: Loss, operands: Operands, columns: jax.Array | None) -> Any:
+def _shard_outputs(loss: LinearLoss, operands: Operands, columns: jax.Array | None) -> Any:
     """Returns what a shard's logits say of each token; labels and columns are the shard's."""
     labels = operands.labels
     number = zeros(labels)
@@ -274,7 +277,9 @@ def _shard_outputs(loss: Loss, operands: Operands, columns: jax.Array | None) ->
     return jax.tree.unflatten(tree, found)
 
 
-def _shard_forward(loss: Loss, is_differentiated: bool, operands: Operands) -> tuple[Any, ...]:
+def _shard_forward(
+    loss: LinearLoss, is_differentiated: bool, operands: Operands
+) -> tuple[Any, ...]:
     """Returns loss, logps, lse and lse_low of a shard, and the logits that are saved."""
     *outputs, lse, lse_low, logits = _run_schedule(loss, is_differentiated, operands)
 
@@ -296,7 +301,7 @@ def _shard_forward(loss: Loss, is_differentiated: bool, operands: Operands) -> t
     return *outputs, lse, lse_low, logits
 
 
-def _per_token_tangents(loss: Loss, residuals: Any, tangents: Any) -> Any:
+def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
     operands, columns, _ = residuals
 
     def dense(*arrays: Any) -> Any:
@@ -307,7 +312,7 @@ def _per_token_tangents(loss: Loss, residuals: Any, tangents: Any) -> Any:
     return linear.tangents_of(dense, operands[:3], tangents)
 
 
-def vjp(loss: Loss, residuals: Any, cotangents: Any) -> Gradients:
+def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
     """Returns gradients for cotangents of the outputs of `forward`, of which None is zeros.
 
     Residuals are operands, columns and what `forward` saved. dhidden is a shard's, to be summed
@@ -347,7 +352,7 @@ def vjp(loss: Loss, residuals: Any, cotangents: Any) -> Gradients:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _reduced(
-    loss: Loss, operands: Operands, columns: jax.Array | None, factors: jax.Array
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None, factors: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns the loss, and of what `forward` gives all from lse on."""
     outputs, _ = forward(loss, operands, columns, is_differentiated=False)
@@ -356,7 +361,7 @@ def _reduced(
 
 
 @partial(_reduced.defjvp, symbolic_zeros=True)
-def _reduced_jvp(loss: Loss, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, Any]:
     operands, columns, factors = primals
     moving = [linear.given(one) for one in (*tangents[0][:3], tangents[2])]
     needs_losses = moving[-1] is not None
@@ -374,7 +379,7 @@ def _reduced_jvp(loss: Loss, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return outputs, aux_outputs.with_correct(loss.distribution, outputs, found)
 
 
-def _reduced_tangents(loss: Loss, residuals: Any, tangents: Any) -> Any:
+def _reduced_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
     gradients, losses, others, recompute = residuals
     *moving, _ = tangents
     if loss.exchange is not None:
@@ -394,7 +399,7 @@ def _reduced_tangents(loss: Loss, residuals: Any, tangents: Any) -> Any:
     return loss_tangent, *found
 
 
-def _reduced_vjp(loss: Loss, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _reduced_vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (gradients, losses, (lse, *_), recompute), (dloss, *others) = residuals, cotangents
     if dloss is None:
         dloss = jnp.zeros((), lse.dtype)
@@ -408,7 +413,7 @@ def _reduced_vjp(loss: Loss, residuals: Any, cotangents: Any) -> tuple[Any, ...]
 
 
 def _fused(
-    loss: Loss,
+    loss: LinearLoss,
     operands: Operands,
     columns: jax.Array | None,
     factors: jax.Array,
@@ -438,7 +443,7 @@ def _fused(
 
 
 def _shard_fused(
-    loss: Loss, operands: Operands, factors: jax.Array
+    loss: LinearLoss, operands: Operands, factors: jax.Array
 ) -> tuple[jax.Array, Saved, Gradients]:
     """Returns losses, residuals, and gradients for the losses' `factors`, of a shard.
 
@@ -470,7 +475,7 @@ def _shard_fused(
     return losses, Saved(lse, lse_low, is_empty=is_empty), gradients
 
 
-def _fused_outputs(loss: Loss, *arrays: Any) -> Any:
+def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:
     """Returns `TokenChunks.fused_with_outputs` of operands, columns and factors."""
     by_chunks = Bound(_fused_by_chunks, loss)
     if loss.cuda is None or not has_cuda_call(_cuda_call(loss)):
@@ -480,18 +485,18 @@ def _fused_outputs(loss: Loss, *arrays: Any) -> Any:
 
 
 def _fused_by_chunks(
-    loss: Loss, operands: Operands, columns: jax.Array | None, factors: jax.Array
+    loss: LinearLoss, operands: Operands, columns: jax.Array | None, factors: jax.Array
 ) -> Any:
     given = operands, factors, columns
     return loss.chunks.fused_with_outputs(*given, distribution=loss.distribution)
 
 
-def _cuda_call(loss: Loss) -> str:
+def _cuda_call(loss: LinearLoss) -> str:
     return "distribution_fused" if loss.distribution else "fused"
 
 
 def _fused_on_cuda(
-    loss: Loss, plan: Plan, operands: Operands, columns: jax.Array | None, factors: jax.Array
+    loss: LinearLoss, plan: Plan, operands: Operands, columns: jax.Array | None, factors: jax.Array
 ) -> Any:
     """Returns what `_fused_outputs` does, by one call of the library's.
 
@@ -533,7 +538,7 @@ def gather_column_logits(
 
 
 def _choose_fused_pass(
-    ctx: Any, *, loss: Loss, default: Any, tree: Any, keep: Any, **_: Any
+    ctx: Any, *, loss: LinearLoss, default: Any, tree: Any, keep: Any, **_: Any
 ) -> Any:
     operands, *_ = jax.tree.unflatten(tree, ctx.avals_in)
     # Gradients come last: of hidden, weight and bias.
@@ -541,10 +546,12 @@ def _choose_fused_pass(
     return (ctx, partial(_forward_only, loss)) if max(keep) < count else None
 
 
-def _forward_only(loss: Loss, operands: Operands, columns: Any, _: jax.Array) -> Any:
+def _forward_only(loss: LinearLoss, operands: Operands, columns: Any, _: jax.Array) -> Any:
     """Returns what `_fused_outputs` does, but gradients: what takes these recomputes them."""
     (losses, _, lse, *others), lse_low = _whole_outputs(loss, operands, columns)
     return losses, lse, lse_low, *others
 
 
-_fused_pass = make_primitive("xentile_linear_cross_entropy_with_outputs", _choose_fused_pass)
+_fused_pass = make_primitive(
+    OPERATION, "xentile_linear_cross_entropy_with_outputs", _choose_fused_pass
+)

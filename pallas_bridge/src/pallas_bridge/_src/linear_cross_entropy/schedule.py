@@ -11,24 +11,19 @@ chunks of XLA's stay.
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
-from jax.interpreters import xla as xla_interpreter
-from jax.sharding import PartitionSpec
 
-from .. import library, meshes, pallas, refusal
+from .. import library, meshes, pallas
 from ..bound import Bound
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
+from ..deferred import bind_deferred, make_primitive
 from ..losses.options import Options, Tile
-from ..meshes import entry, on_devices, sharded_over
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
@@ -51,6 +46,8 @@ from .plan import Plan, Problem
 PassName = Literal["forward", "backward", "fused"]
 # The library's calls, by the name of the pass that follows.
 TARGET = "xentile_linear_cross_entropy"
+# What they return of each token, in this order.
+OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
 
 
 class Partition(Protocol):
@@ -339,41 +336,28 @@ def call_library(
 ) -> Any:
     """Returns what the library's call `name` gives, which makes a pass of all chunks.
 
-    `tiling` has the attributes that say how it is tiled.
+    `tiling` has the attributes that say how it is tiled. Both matrices go in the dtype of GEMMs,
+    and each gradient has that of its array.
     """
     hidden, weight, bias, labels = operands
-    # A bias is the last argument and its gradient the last result, both in f32.
-    biases = [] if bias is None else [bias.astype(jnp.float32)]
-    # Both matrices come in the dtype of GEMMs, and each gradient goes in that of its array.
-    flat = [*as_gemm_operands(hidden, weight), labels, *jax.tree.leaves(others), *biases]
-    per_token = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
-    hidden_like, weight_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weight))
-    argmax = jax.ShapeDtypeStruct(labels.shape, jnp.int32)
-    results = {
-        "forward": [per_token] * 4,
-        "keep": [*[per_token] * 4, weight_like],
-        "backward": [hidden_like, weight_like],
-        "resume": [hidden_like, weight_like],
-        "fused": [*[per_token] * 3, hidden_like, weight_like],
-        "distribution_fused": [*[per_token] * 4, argmax, hidden_like, weight_like],
-        "add": [*[per_token] * 3, hidden_like, jax.ShapeDtypeStruct(weight.shape, jnp.float32)],
-    }[name]
-    results.append(jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8))
-    is_forward, is_backward = name in ("forward", "keep"), name in ("backward", "resume")
-    if not is_forward:
-        results.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases)
-    # What `keep` left, the last but a bias, becomes dweight and the scratch.
-    left = len(flat) - len(biases) - 2
-    aliases = {"resume": {left: 1, left + 1: 2}, "add": {4: 4}}.get(name)
-    call = jax.ffi.ffi_call(f"{TARGET}_{name}", results, input_output_aliases=aliases)
+    target, is_backward = declared(f"{TARGET}_{name}"), name in ("backward", "resume")
     every_token = None if is_backward else options.every_token
     values = {**dict(attributes(options, every_token)), **tiling}
-    found = list(call(*flat, **dict(declared(f"{TARGET}_{name}").attributes(values))))
-    if is_forward:
-        return tuple(found[:4]) if name == "forward" else (*found[:4], tuple(found[4:]))
-    dbias = None if bias is None else found.pop().astype(bias.dtype)
-    *outputs, dhidden, dweight, _ = found
-    gradients = (dhidden, dweight, dbias)
+    # A bias is the last argument and its gradient the last result, both in f32.
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    flat = [*as_gemm_operands(hidden, weight), labels, *jax.tree.leaves(others), *biases]
+    vocab = weight.size // hidden.shape[1]
+    extents = {"N": len(labels), "D": hidden.shape[1], "V": vocab, "B": scratch_bytes}
+    results = target.shapes(values, extents, {"hidden": hidden, "weight": weight}, {"bias": bias})
+    aliases = target.aliases(always=False) or None
+    call = jax.ffi.ffi_call(target.name, [*results.values()], input_output_aliases=aliases)
+    found = dict(zip(results, call(*flat, **dict(target.attributes(values))), strict=True))
+    outputs = tuple(found[one] for one in OUTPUTS if one in found)
+    if "dhidden" not in found:
+        saved = [(found["kept"], found["scratch"])] if "kept" in found else []
+        return *outputs, *saved
+    dbias = None if bias is None else found["dbias"].astype(bias.dtype)
+    gradients = found["dhidden"], found["dweight"], dbias
     return gradients if is_backward else (*outputs, gradients)
 
 
@@ -409,150 +393,6 @@ class Kernels:
         return pallas_tpu.run_pass(self.name, target, found, self.options, *arrays)
 
 
-def make_primitive(name: str, choose: Callable[..., Any]) -> Primitive:
-    """Returns a primitive for which lowering chooses a function, as it knows the program.
-
-    Its parameters are `default`, the function that is taken where none is chosen, `tree`, which
-    says how operands lie flat, and `keep`, the indices of the results that are used; others are its
-    own. choose(ctx, default, tree, keep, **others) returns None, or the context to lower in and a
-    function of the operands.
-    """
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_impl(partial(xla_interpreter.apply_primitive, made))
-    made.def_abstract_eval(_avals)
-    pe.dce_rules[made] = _drop_unused
-    batching.primitive_batchers[made] = partial(_batch, made)
-    ad.primitive_jvps[made] = partial(_jvp, made)
-    mlir.register_lowering(made, partial(_lower, choose))
-    return made
-
-
-@dataclass(frozen=True)
-class Default:
-    """A function of flat arrays, traced; equal to another of the same function.
-
-    Arrays and how JAX is set up are what JAX's caches compare besides.
-    """
-
-    function: Callable[..., Any]
-    tree: Any
-    traced: Any = field(compare=False, repr=False)
-
-    def __call__(self, *flat: Any) -> Any:
-        """Returns the function's results, flat."""
-        return jaxpr_as_fun(self.traced)(*flat)
-
-
-def bind_deferred(made: Primitive, default: Callable[..., Any], *operands: Any, **how: Any) -> Any:
-    """Returns default(*operands), or what the lowering of `made` chooses in its place.
-
-    `default` and `how` are hashable values, which JAX's caches compare and keep.
-    """
-    flat, tree = jax.tree.flatten(operands)
-
-    def call_flat(*flat: Any) -> Any:
-        return default(*jax.tree.unflatten(tree, flat))
-
-    closed, shapes = jax.make_jaxpr(call_flat, return_shape=True)(*flat)
-    keep = tuple(range(len(closed.out_avals)))
-    results = made.bind(*flat, default=Default(default, tree, closed), tree=tree, keep=keep, **how)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:
-    return [default.traced.out_avals[index] for index in keep]
-
-
-def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing uses: gradients above all."""
-    equation = rest[-1]  # from 0.12 on JAX says more before it
-    if not any(used):
-        return [False] * len(equation.invars), None
-    keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
-    lean = equation.replace(
-        outvars=[var for var, one in zip(equation.outvars, used, strict=True) if one],
-        params={**equation.params, "keep": tuple(keep)},
-    )
-    return [True] * len(equation.invars), lean
-
-
-def _batch(made: Primitive, operands: Sequence[Any], axes: Sequence[int | None], **how: Any) -> Any:
-    """One after another: each has a gradient of the weight of its own.
-
-    Where a mesh of explicit axes shards the mapped axis, each device has its own share.
-    """
-    default, keep = how.pop("default"), how.pop("keep")
-    how.pop("tree")
-
-    def run_one(*flat: Any) -> list[Any]:
-        # Traced anew: within `shard_map` types are others.
-        arrays = jax.tree.unflatten(default.tree, flat)
-        leaves = jax.tree.leaves(bind_deferred(made, default.function, *arrays, **how))
-        return [leaves[index] for index in keep]
-
-    def run_each(*flat: Any) -> list[Any]:
-        mapped = [x for x, axis in zip(flat, axes, strict=True) if axis is not None]
-
-        def run_mapped(slices: Any) -> list[Any]:
-            left = iter(slices)
-            every = (x if axis is None else next(left) for x, axis in zip(flat, axes, strict=True))
-            return run_one(*every)
-
-        found: list[Any] = jax.lax.map(run_mapped, mapped)
-        return found
-
-    given = [
-        x if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(operands, axes, strict=True)
-    ]
-    found = (sharded_over(x)[0] for x, axis in zip(given, axes, strict=True) if axis is not None)
-    names = next(filter(None, found), ())
-    if names and jax.__version_info__ < (0, 10):
-        raise NotImplementedError(
-            f"{OPERATION}: vmap of an axis that explicit mesh axes {names} shard needs jax 0.10 or "
-            f"later, and this is jax {jax.__version__}: reshard it first, or use shard_map"
-        )
-    if names:
-        mapped_spec = PartitionSpec(entry(names))
-        specs = tuple(PartitionSpec() if axis is None else mapped_spec for axis in axes)
-        given = [jax.sharding.reshard(*pair) for pair in zip(given, specs, strict=True)]
-        mesh = next(jax.typeof(x).sharding.mesh for x in given if any(sharded_over(x)))
-        run_each = on_devices(
-            mesh, frozenset(names), run_each, specs, mapped_spec, is_checked=False
-        )
-    results = run_each(*given)
-    return results, [0] * len(results)
-
-
-def _jvp(made: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
-    results = made.bind(*primals, **how)
-    return results, refusal.tangents_of(OPERATION, results, tangents)
-
-
-def _lower(choose: Callable[..., Any], ctx: Any, *operands: Any, **how: Any) -> Sequence[Any]:
-    function, chosen = how["default"], choose(ctx, **how)
-    if chosen is not None:
-        ctx, run = chosen
-
-        def function(*flat: Any) -> Any:
-            return jax.tree.leaves(run(*jax.tree.unflatten(how["tree"], flat)))
-
-    lowering = mlir.lower_fun(_keeping(how["keep"], function), multiple_results=True)
-    results: Sequence[Any] = lowering(ctx, *operands)
-    return results
-
-
-def _keeping(keep: Sequence[int], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that gives the results `keep` of another."""
-
-    def some(*flat: Any) -> list[Any]:
-        results = function(*flat)
-        return [results[index] for index in keep]
-
-    return some
-
-
 def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
     """Returns call(*arrays), or default(*arrays) where XLA shards the program over a mesh."""
     return bind_deferred(_library_call, default, *arrays, call=call)
@@ -583,9 +423,11 @@ def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int
     return ctx, partial(kernels.run, target, wanted)
 
 
-_library_call = make_primitive("linear_cross_entropy_call", _choose_call)
-_kernels = make_primitive("xentile_linear_cross_entropy", _choose_kernels)
+_library_call = make_primitive(OPERATION, "linear_cross_entropy_call", _choose_call)
+_kernels = make_primitive(OPERATION, "xentile_linear_cross_entropy", _choose_kernels)
 # How much VMEM there is decides whether logits are computed twice or three times.
 tell_devices(_kernels)
 # The same where a mesh has no devices to tell of.
-_kernels_for_any = make_primitive("xentile_linear_cross_entropy_for_any", _choose_kernels)
+_kernels_for_any = make_primitive(
+    OPERATION, "xentile_linear_cross_entropy_for_any", _choose_kernels
+)

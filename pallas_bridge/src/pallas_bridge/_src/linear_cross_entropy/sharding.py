@@ -23,7 +23,7 @@ from ..meshes import Names
 from . import derivative
 from .chunks import Bias, Gradients, Operands
 from .declaration import OPERATION
-from .derivative import Loss, Saved
+from .derivative import LinearLoss, Saved
 from .schedule import PassName, Planner, Schedule
 
 # Axes of the vocabulary and of hidden states; those of tokens are numbered.
@@ -271,7 +271,7 @@ class _Device:
     tokens: Names
     columns: Names
 
-    def _plan(self, operands: Operands, *, reduced: bool) -> tuple[Schedule, Loss | None]:
+    def _plan(self, operands: Operands, *, reduced: bool) -> tuple[Schedule, LinearLoss | None]:
         """Returns a schedule for what the device has, and the loss of its shard, if it has one."""
         options, gemms = self.schedule.options, self.schedule.gemms
         if not self.columns:
@@ -280,7 +280,7 @@ class _Device:
         exchange = OverDevices(self.columns, is_checked=True)
         own = shard_options(options, exchange)
         schedule = self.planner.schedule(own, gemms, operands, reduced=False)
-        return schedule, Loss(options, gemms, schedule, exchange)
+        return schedule, LinearLoss(options, gemms, schedule, exchange)
 
     def forward(self, operands: Operands) -> Sequence[jax.Array]:
         """Returns loss, logps, lse and lse_low."""
@@ -309,7 +309,7 @@ class _Device:
         if loss is None and own.is_fused:
             *outputs, gradients = own.fused(operands, factors, needs_losses=False)
             return *outputs, self._sum_gradients(gradients)
-        loss = loss or Loss(own.options, own.gemms, own)
+        loss = loss or LinearLoss(own.options, own.gemms, own)
         (losses, *_), saved = derivative.forward(loss, operands, None, is_differentiated=True)
         gradients = derivative.vjp(loss, (operands, None, saved), (factors, None, None))
         return losses, saved.lse, saved.lse_low, self._sum_gradients(gradients)
