@@ -195,6 +195,12 @@ def test_norms_without_weight(rng: np.random.Generator) -> None:
     check(pallas_bridge.rms_norm(x, None), pallas_bridge.rms_norm(x, ones))
     check(pallas_bridge.rms_norm(x, None, zero_centred=True), pallas_bridge.rms_norm(x, ones))
     check(pallas_bridge.layer_norm(x, None), pallas_bridge.layer_norm(x, ones))
+    for granularity in ("row", "block_1d"):
+        found, wanted = (
+            pallas_bridge.rms_norm_fp8(x, weight, granularity=granularity)
+            for weight in (None, ones)
+        )
+        check(found, wanted)
 
 
 @pytest.mark.parametrize(("module", "package"), [("nnx", "flax"), ("equinox", "equinox")])
