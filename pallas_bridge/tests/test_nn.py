@@ -1,5 +1,8 @@
 """`pallas_bridge.nn` against the functions of `jax.nn` and the formulas of Flax."""
 
+import importlib
+import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -192,3 +195,21 @@ def test_norms_without_weight(rng: np.random.Generator) -> None:
     check(pallas_bridge.rms_norm(x, None), pallas_bridge.rms_norm(x, ones))
     check(pallas_bridge.rms_norm(x, None, zero_centred=True), pallas_bridge.rms_norm(x, ones))
     check(pallas_bridge.layer_norm(x, None), pallas_bridge.layer_norm(x, ones))
+    for granularity in ("row", "block_1d"):
+        found, wanted = (
+            pallas_bridge.rms_norm_fp8(x, weight, granularity=granularity)
+            for weight in (None, ones)
+        )
+        check(found, wanted)
+
+
+@pytest.mark.parametrize(("module", "package"), [("nnx", "flax"), ("equinox", "equinox")])
+def test_layers_name_the_package_that_they_need(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where it is not installed.
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"pallas_bridge.{module}", raising=False)
+    message = f"pallas_bridge.{module} needs {package}: run pip install 'pallas_bridge[{module}]'"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        importlib.import_module(f"pallas_bridge.{module}")

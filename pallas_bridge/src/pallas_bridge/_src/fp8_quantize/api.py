@@ -16,7 +16,7 @@ from ..activation.options import check_arrays as check_gated
 from ..checks import DTYPES, as_array, check_flag
 from ..implementations import choose
 from ..keywords import hinted, hinted_with
-from ..norm.api import rms_norm
+from ..norm.api import rms_norm, weight_or_default
 from ..norm.options import Options as Norm
 from ..norm.options import check_columns, check_like, check_rms_options
 from ..operation import Implementation
@@ -272,7 +272,7 @@ def delayed_scale(
 @hinted_with(fp8_quantize)
 def rms_norm_fp8(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: ArrayLike | None,
     *,
     eps: float = 1e-6,
     residual: ArrayLike | None = None,
@@ -307,7 +307,7 @@ def rms_norm_fp8(
     arrays = [as_array("x", x, "[.., D]")]
     if residual is not None:
         arrays.append(as_array("residual", residual, "[.., D]"))
-    weight = as_array("weight", weight, "[D]")
+    weight = weight_or_default(arrays[0], weight, zero_centred)
     if found is not None and fused.takes_rows(*found, weight, arrays):
         options, is_transposed = found
         norm = check_rms_options(eps, zero_centred, implementation)

@@ -95,7 +95,7 @@ def rms_norm(
     module = IMPLEMENTATIONS[choose(RMS_NORM, implementation)]
     options = check_rms_options(eps, zero_centred, implementation)
     x = as_array("x", x, "[.., D]")
-    weight = _weight(x, weight, zero_centred)
+    weight = weight_or_default(x, weight, zero_centred)
     if residual is not None:
         x, residual = promoted(x, as_array("residual", residual, "[.., D]"))
     check_columns(x, "weight", weight)
@@ -178,7 +178,7 @@ def layer_norm(
     module = IMPLEMENTATIONS[choose(LAYER_NORM, implementation)]
     options = check_layer_options(eps, implementation)
     x = as_array("x", x, "[.., D]")
-    weight = _weight(x, weight, False)
+    weight = weight_or_default(x, weight, False)
     if bias is not None:
         weight, bias = promoted(weight, as_array("bias", bias, "[D]"))
     check_columns(x, "weight", weight)
@@ -187,7 +187,7 @@ def layer_norm(
     return (y, mean, rstd) if return_statistics else y
 
 
-def _weight(x: jax.Array, weight: ArrayLike | None, is_zero_centred: bool) -> jax.Array:
+def weight_or_default(x: jax.Array, weight: ArrayLike | None, is_zero_centred: bool) -> jax.Array:
     """Returns the weight [D]; for None, the one that scales nothing."""
     if weight is not None:
         return as_array("weight", weight, "[D]")

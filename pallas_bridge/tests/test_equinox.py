@@ -1,0 +1,192 @@
+"""`pallas_bridge.equinox` against the layers of Equinox, with the same parameters."""
+
+import io
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("equinox", reason="needs equinox, which the library does not")
+
+import equinox as eqx
+
+from pallas_bridge import equinox as ours
+from pallas_bridge import nn
+
+# The layer of ours, and of Equinox.
+NORMS = [(ours.RMSNorm, eqx.nn.RMSNorm), (ours.LayerNorm, eqx.nn.LayerNorm)]
+CAUSAL = np.tril(np.ones((6, 6), bool))
+KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def filled(layer: Any, rng: np.random.Generator) -> Any:
+    """The layer with random parameters."""
+
+    def moved(x: Any) -> Any:
+        return x + 0.3 * draw(rng, *x.shape).astype(x.dtype) if eqx.is_inexact_array(x) else x
+
+    return jax.tree.map(moved, layer)
+
+
+def copied(theirs: Any, layer: Any) -> Any:
+    """Our layer with the parameters of Equinox's, from a checkpoint."""
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, theirs)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, layer)
+
+
+def check(found: Any, wanted: Any, off: float = 2e-5) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        if off < 1e-2:
+            np.testing.assert_allclose(one, other, atol=off, rtol=off)
+        else:  # of 16 bits: roundings of entries differ, and add up in sums
+            assert np.linalg.norm(one - other) <= off * (np.linalg.norm(other) + one.size**0.5)
+
+
+def both(layer: Any, *arrays: Any, **options: Any) -> Any:
+    """The results of a batch, and the gradients of parameters and arrays."""
+
+    @eqx.filter_jit
+    @partial(eqx.filter_value_and_grad, has_aux=True)
+    def run(moving: Any) -> Any:
+        layer, arrays = moving
+        y = jax.vmap(partial(layer, **options))(*arrays)
+        return jnp.sin(y.astype(jnp.float32)).sum(), y
+
+    (_, y), gradients = run((layer, arrays))
+    return y, gradients
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "dtype"),
+    [
+        ({}, 16, "float32"),
+        ({}, 16, "bfloat16"),
+        ({"dtype": jnp.bfloat16, "eps": 0.1}, 16, "bfloat16"),
+        ({"use_weight": False, "use_bias": False}, 16, "float32"),
+        ({"use_bias": False}, (4, 8), "float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("layer", "of_equinox"), NORMS)
+def test_norms(
+    layer: Any, of_equinox: Any, options: Any, shape: Any, dtype: str, rng: np.random.Generator
+) -> None:
+    if layer is ours.RMSNorm:
+        options = {**options, "use_bias": False}
+    theirs = filled(of_equinox(shape, **options), rng)
+    one = copied(theirs, layer(shape, **options))
+    assert isinstance(one, of_equinox)
+    x = draw(rng, 3, *theirs.shape, dtype=dtype)
+    assert "xentile_" in str(jax.make_jaxpr(one)(x[0]))
+    check(both(one, x), both(theirs, x), 2e-2 if dtype == "bfloat16" else 2e-5)
+
+
+@pytest.mark.parametrize(("layer", "of_equinox"), NORMS)
+def test_norms_in_the_interface_of_equinox(
+    layer: Any, of_equinox: Any, rng: np.random.Generator
+) -> None:
+    theirs = filled(of_equinox(16), rng)
+    one, x = copied(theirs, layer(16)), draw(rng, 16)
+    found, state = one(x, None, key=KEYS[0])
+    assert state is None
+    check(found, theirs(x))
+    with pytest.raises(ValueError, match="must satisfy the invariant"):
+        one(x[:8])
+    chain = eqx.nn.Sequential([one, eqx.nn.Lambda(jnp.sin)])
+    check(chain(x), jnp.sin(theirs(x)))
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ({}, None),
+        ({}, CAUSAL),
+        ({"use_query_bias": True, "use_output_bias": True}, np.stack([CAUSAL] * 4)),
+        ({"qk_size": 16, "vo_size": 16, "output_size": 12}, CAUSAL),
+        ({"vo_size": 16}, CAUSAL),
+        ({"dropout_p": 0.5, "inference": True}, None),
+        ({"dtype": jnp.bfloat16}, CAUSAL),
+    ],
+    ids=["plain", "causal", "heads", "sizes", "values", "dropout", "bfloat16"],
+)
+def test_attention(options: Any, mask: Any, rng: np.random.Generator) -> None:
+    theirs = filled(eqx.nn.MultiheadAttention(4, 32, **options, key=KEYS[0]), rng)
+    one = copied(theirs, ours.MultiheadAttention(4, 32, **options, key=KEYS[1]))
+    dtype, off = ("bfloat16", 3e-2) if "dtype" in options else ("float32", 5e-5)
+    arrays = [draw(rng, 2, 6, 32, dtype=dtype) for _ in range(3)]
+    check(both(one, *arrays, mask=mask), both(theirs, *arrays, mask=mask), off)
+
+
+def test_attention_masks_dropout_and_positions(rng: np.random.Generator) -> None:
+    theirs = filled(eqx.nn.MultiheadAttention(4, 32, dropout_p=0.5, key=KEYS[0]), rng)
+    one = copied(theirs, ours.MultiheadAttention(4, 32, dropout_p=0.5, key=KEYS[1]))
+    x = draw(rng, 6, 32)
+    for mask in (CAUSAL, nn.CausalMask()):
+        found = one(x, x, x, mask, inference=True)
+        check(found, theirs(x, x, x, CAUSAL, inference=True), 5e-5)
+        # The same numbers are dropped.
+        found = one(x, x, x, mask, key=KEYS[2])
+        check(found, theirs(x, x, x, CAUSAL, key=KEYS[2]), 5e-5)
+    run = jax.make_jaxpr(lambda x: one(x, x, x, nn.CausalMask(), inference=True))
+    assert "xentile_flash_attention" in str(run(x))
+
+    rotate = eqx.nn.RotaryPositionalEmbedding(8)
+
+    def process(q: Any, k: Any, v: Any) -> Any:
+        return *(jax.vmap(rotate, in_axes=1, out_axes=1)(one) for one in (q, k)), v
+
+    options: dict[str, Any] = {"process_heads": process, "inference": True}
+    check(one(x, x, x, **options), theirs(x, x, x, **options), 5e-5)
+    with pytest.raises(ValueError, match="process_heads must not change the shape"):
+        one(x, x, x, inference=True, process_heads=lambda q, k, v: (q[:1], k, v))
+    with pytest.raises(ValueError, match="mask must have shape"):
+        one(x, x, x, CAUSAL[:2], inference=True)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_swiglu(packed: bool, rng: np.random.Generator) -> None:
+    layer = ours.SwiGLU(16, 24, 8, packed=packed, use_bias=True, key=KEYS[0])
+    x = draw(rng, 3, 16)
+
+    def plain(layer: Any, x: jax.Array) -> jax.Array:
+        if packed:
+            gate, up = jnp.split(layer.gate_up_proj(x), 2)
+        else:
+            gate, up = layer.gate_proj(x), layer.up_proj(x)
+        return layer.down_proj(jax.nn.silu(gate) * up)
+
+    def total(run: Any) -> Any:
+        @eqx.filter_value_and_grad
+        def loss(layer: Any) -> jax.Array:
+            return jnp.sin(jax.vmap(partial(run, layer))(x)).sum()
+
+        return loss(layer)
+
+    check(total(lambda layer, x: layer(x)), total(plain), 1e-4)
+    check(layer(x), jax.vmap(layer)(x))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_lm_head(use_bias: bool, rng: np.random.Generator) -> None:
+    linear = filled(eqx.nn.Linear(16, 41, use_bias=use_bias, key=KEYS[0]), rng)
+    head = copied(linear, ours.LMHeadLoss(16, 41, use_bias=use_bias, key=KEYS[1]))
+    hidden, labels = draw(rng, 6, 16), jnp.asarray(rng.integers(0, 41, 6))
+    check(head.logits(hidden), jax.vmap(linear)(hidden))
+
+    def plain(layer: Any) -> Any:
+        z = jax.vmap(layer)(hidden)
+        return (jax.nn.logsumexp(z, -1) - z[jnp.arange(6), labels]).mean()
+
+    found = eqx.filter_value_and_grad(lambda layer: layer(hidden, labels))(head)
+    check(found, eqx.filter_value_and_grad(plain)(linear))

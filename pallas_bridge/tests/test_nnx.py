@@ -1,0 +1,233 @@
+"""`pallas_bridge.nnx` against the layers of flax.nnx, with the same parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="needs flax, which the library does not")
+
+from flax import nnx
+
+from pallas_bridge import linear_cross_entropy, nn
+from pallas_bridge import nnx as ours
+
+# The layer of ours, and of Flax.
+NORMS = [(ours.RMSNorm, nnx.RMSNorm), (ours.LayerNorm, nnx.LayerNorm)]
+CAUSAL = np.tril(np.ones((6, 6), bool))
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def filled(layer: Any, rng: np.random.Generator) -> Any:
+    """The layer with random parameters."""
+    state = nnx.state(layer, nnx.Param)
+    nnx.update(layer, jax.tree.map(lambda x: x + 0.3 * draw(rng, *x.shape).astype(x.dtype), state))
+    return layer
+
+
+def check(found: Any, wanted: Any, off: float = 2e-5) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        if off < 1e-2:
+            np.testing.assert_allclose(one, other, atol=off, rtol=off)
+        else:  # of 16 bits: roundings of entries differ, and add up in sums
+            assert np.linalg.norm(one - other) <= off * (np.linalg.norm(other) + one.size**0.5)
+
+
+def both(layer: Any, *arrays: Any, **options: Any) -> Any:
+    """The result, and the gradients of parameters and arrays, in one program."""
+
+    @nnx.jit
+    def run(layer: Any, *arrays: Any) -> Any:
+        def total(layer: Any, *arrays: Any) -> Any:
+            y = layer(*arrays, **options)
+            return jnp.sin(y.astype(jnp.float32)).sum(), y
+
+        places = tuple(range(len(arrays) + 1))
+        return nnx.value_and_grad(total, argnums=places, has_aux=True)(layer, *arrays)
+
+    ((_, y), (of_layer, *others)) = run(layer, *arrays)
+    return y, nnx.to_pure_dict(of_layer), others
+
+
+def copied(theirs: Any, layer: Any) -> Any:
+    """Our layer with the parameters of Flax's, as a checkpoint has them."""
+    nnx.update(layer, nnx.state(theirs, nnx.Param))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, "float32"),
+        ({}, "bfloat16"),
+        ({"dtype": jnp.bfloat16}, "float32"),
+        ({"param_dtype": jnp.bfloat16, "epsilon": 0.1}, "bfloat16"),
+        ({"use_scale": False}, "float32"),
+        ({"reduction_axes": (-1,), "feature_axes": 2}, "float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("layer", "of_flax"), NORMS)
+def test_norms(
+    layer: Any, of_flax: Any, options: Any, dtype: str, rng: np.random.Generator
+) -> None:
+    theirs = filled(of_flax(16, rngs=nnx.Rngs(0), **options), rng)
+    x = draw(rng, 2, 6, 16, dtype=dtype)
+    one = copied(theirs, layer(16, rngs=nnx.Rngs(1), **options))
+    assert isinstance(one, of_flax)
+    assert "xentile_" in str(jax.make_jaxpr(one)(x))
+    rounds = theirs(x).dtype == jnp.bfloat16 or dtype == "bfloat16"
+    check(both(one, x), both(theirs, x), 2e-2 if rounds else 2e-5)
+
+
+@pytest.mark.parametrize(("layer", "of_flax"), NORMS)
+def test_norms_that_kernels_do_not_take(layer: Any, of_flax: Any, rng: np.random.Generator) -> None:
+    x, mask = draw(rng, 2, 6, 16), jnp.asarray(rng.random((2, 6, 16)) < 0.7)
+    for options, more in (
+        ({"reduction_axes": (-2, -1)}, {}),
+        ({}, {"mask": mask}),
+    ):
+        theirs = filled(of_flax(16, rngs=nnx.Rngs(0), **options), rng)
+        one = copied(theirs, layer(16, rngs=nnx.Rngs(1), **options))
+        assert "xentile_" not in str(jax.make_jaxpr(lambda x: one(x, **more))(x))  # noqa: B023
+        check(both(one, x, **more), both(theirs, x, **more))
+
+
+ATTENTION = {"num_heads": 4, "in_features": 16, "qkv_features": 32, "rngs": nnx.Rngs(0)}
+
+
+@pytest.mark.parametrize("use_fn", [True, False], ids=["attention_fn", "layer"])
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({}, {"mask": CAUSAL[None, None]}),
+        ({}, {"mask": nnx.make_causal_mask(jnp.ones((2, 6)))}),
+        (
+            {"normalize_qk": True},
+            {"mask": nnx.make_attention_mask(jnp.ones((2, 6)), np.eye(6)[:2])},
+        ),
+        ({"dropout_rate": 0.5, "deterministic": True}, {}),
+        ({"dtype": jnp.bfloat16}, {"mask": CAUSAL[None, None]}),
+        ({"use_bias": False}, {}),
+    ],
+    ids=["plain", "array", "causal", "normalised", "dropout", "bfloat16", "no bias"],
+)
+def test_attention(options: Any, call: Any, use_fn: bool, rng: np.random.Generator) -> None:
+    options = {"decode": False, **options}
+    theirs = filled(nnx.MultiHeadAttention(**ATTENTION, **options), rng)
+    if use_fn:
+        one = nnx.MultiHeadAttention(**ATTENTION, **options, attention_fn=nn.flax_attention_fn)
+    else:
+        one = ours.MultiHeadAttention(**ATTENTION, **options)
+    copied(theirs, one)
+    arrays = draw(rng, 2, 6, 16), draw(rng, 2, 6, 16), draw(rng, 2, 6, 16)
+    off = 3e-2 if "dtype" in options else 5e-5
+    check(both(one, *arrays, **call), both(theirs, *arrays, **call), off)
+
+
+def test_attention_masks_of_objects_keep_the_kernels(rng: np.random.Generator) -> None:
+    theirs = filled(nnx.MultiHeadAttention(**ATTENTION, decode=False), rng)
+    one = copied(theirs, ours.MultiHeadAttention(**ATTENTION, decode=False))
+    x = draw(rng, 2, 6, 16)
+    wanted = both(theirs, x, mask=CAUSAL[None, None])
+    check(both(one, x, mask=nn.CausalMask()), wanted, 5e-5)
+    run = jax.make_jaxpr(lambda x: one(x, mask=nn.CausalMask()))
+    assert "xentile_flash_attention" in str(run(x))
+
+
+def test_attention_dropout_weights_and_decoding(rng: np.random.Generator) -> None:
+    """What has no kernel is as Flax has it: the same numbers are dropped, sown and cached."""
+    x = draw(rng, 2, 6, 16)
+    dropping = {**ATTENTION, "dropout_rate": 0.5, "deterministic": False, "decode": False}
+    theirs = filled(nnx.MultiHeadAttention(**dropping), rng)
+    one = copied(theirs, ours.MultiHeadAttention(**dropping))
+    check(one(x, rngs=nnx.Rngs(dropout=3)), theirs(x, rngs=nnx.Rngs(dropout=3)), 5e-5)
+
+    theirs = filled(nnx.MultiHeadAttention(**ATTENTION, decode=True), rng)
+    one = copied(theirs, ours.MultiHeadAttention(**ATTENTION, decode=True))
+    for layer in (one, theirs):
+        layer.init_cache((2, 6, 16))
+    for place in range(3):
+        token = x[:, place : place + 1]
+        check(one(token), theirs(token), 5e-5)
+
+    found = [
+        layer(x, decode=False, sow_weights=True) is not None
+        and nnx.pop(layer, nnx.Intermediate)["attention_weights"]
+        for layer in (one, theirs)
+    ]
+    check(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), 5e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_swiglu(packed: bool, rng: np.random.Generator) -> None:
+    layer = filled(ours.SwiGLU(16, 24, packed=packed, use_bias=True, rngs=nnx.Rngs(0)), rng)
+    x = draw(rng, 2, 6, 16)
+
+    def plain(layer: Any, x: jax.Array) -> jax.Array:
+        if packed:
+            gate, up = jnp.split(layer.gate_up_proj(x), 2, -1)
+        else:
+            gate, up = layer.gate_proj(x), layer.up_proj(x)
+        return layer.down_proj(nnx.silu(gate) * up)
+
+    def total(run: Any) -> Any:
+        return nnx.value_and_grad(lambda layer, x: jnp.sin(run(layer, x)).sum(), argnums=(0, 1))
+
+    (of_ours, (g, dx)), (of_plain, (wanted, dwanted)) = (
+        total(run)(layer, x) for run in (lambda layer, x: layer(x), plain)
+    )
+    names = {"gate_up_proj"} if packed else {"gate_proj", "up_proj"}
+    assert nnx.to_pure_dict(nnx.state(layer, nnx.Param)).keys() == {*names, "down_proj"}
+    check((of_ours, nnx.to_pure_dict(g), dx), (of_plain, nnx.to_pure_dict(wanted), dwanted), 1e-4)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_lm_head(use_bias: bool, rng: np.random.Generator) -> None:
+    linear = filled(nnx.Linear(16, 41, use_bias=use_bias, rngs=nnx.Rngs(0)), rng)
+    options = {"z_loss": 0.1, "label_smoothing": 0.1}
+    head = ours.LMHeadLoss(
+        16, 41, use_bias=use_bias, loss_options={**options, "z_loss": 9.0}, rngs=nnx.Rngs(1)
+    )
+    copied(linear, head)
+    hidden, labels = draw(rng, 2, 6, 16), jnp.asarray(rng.integers(0, 41, (2, 6)))
+    labels = labels.at[0, 0].set(-100)
+    check(head.logits(hidden), linear(hidden))
+
+    def loss(layer: Any, hidden: jax.Array) -> Any:
+        if isinstance(layer, ours.LMHeadLoss):
+            return layer(hidden, labels, z_loss=0.1)
+        z = layer(hidden)
+        lse = jax.nn.logsumexp(z, -1)
+        at_label = jnp.take_along_axis(z, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        losses = 0.9 * (lse - at_label) + 0.1 * (lse - z.mean(-1)) + 0.1 * lse**2
+        return jnp.where(labels == -100, 0, losses).sum() / (labels != -100).sum()
+
+    found, wanted = (
+        nnx.value_and_grad(loss, argnums=(0, 1))(layer, hidden) for layer in (head, linear)
+    )
+    for one, other in zip(found[1], wanted[1], strict=True):
+        check(jax.tree.leaves(one), jax.tree.leaves(other))
+    check(found[0], wanted[0])
+    # It trains under jit.
+    step = nnx.jit(nnx.value_and_grad(lambda layer: layer(hidden, labels, z_loss=0.1)))
+    check(step(head)[0], wanted[0])
+
+
+def test_lm_head_in_bfloat16(rng: np.random.Generator) -> None:
+    head = ours.LMHeadLoss(16, 41, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    hidden, labels = draw(rng, 6, 16), jnp.arange(6)
+    kernel = head.kernel[...]
+    wanted = linear_cross_entropy(hidden.astype(jnp.bfloat16), kernel, labels)
+    gradients = nnx.grad(lambda head: head(hidden, labels))(head)
+    np.testing.assert_array_equal(head(hidden, labels), wanted)
+    assert gradients["kernel"][...].dtype == jnp.float32
