@@ -24,10 +24,17 @@ struct alignas(128) FlashAttentionGradientArguments {
   CUtensorMap k;
   CUtensorMap v;
   FlashAttentionArguments of;
-  float* sums;         // of dq before it is scaled and rounded, two pieces for each tile of queries
-  uint32_t* terms;     // of each piece, how many terms it has; 0 at the beginning
-  uint32_t* tickets;   // how many CTAs have begun; 0 at the beginning
-  int32_t first_wave;  // blocks of keys of a head that begin together
+  // Of all queries, whose heads are padded to multiples of 128 here: [heads, group, queries], lse in units of ln(2) and
+  // delta; [heads, queries], ranges and, where there are any, segments; [heads, queries / 64].
+  float2* rows;
+  int2* ranges;
+  int32_t* segments;
+  attention::Note* notes;
+  float* sums;        // of dq before it is scaled and rounded, two pieces for each tile of queries
+  uint32_t* terms;    // of each piece, how many terms it has
+  uint32_t* tickets;  // how many CTAs have begun
+  int32_t heads_at_a_time;
+  int32_t wave;  // blocks of keys of a head that run together
 #ifdef PROFILE
   uint32_t* profile;
 #endif
@@ -40,7 +47,7 @@ inline constexpr uint32_t kAttentionGradientsBytes128 = 208 << 10;
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 #ifdef PROFILE
-#define MARK(i) do { if (threadIdx.x % 128 == 0 && turn < 64) all.profile[((blockIdx.x * 2 + of.group) * 64 + turn) * 16 + i] = clock(); } while (0)
+#define MARK(i) do { if (threadIdx.x % 128 == 0) { const uint32_t now_ = clock(); shared.marks[of.group][i] += now_ - marked_; marked_ = now_; } } while (0)
 #else
 #define MARK(i) do {} while (0)
 #endif
@@ -98,11 +105,15 @@ struct AllGradients {
   static constexpr int kNone = -1;
 
   struct Shared {
+#ifdef PROFILE
+    uint32_t marks[2][16];
+#endif
     About about[kStages];
     Term terms[kGroups];
     uint32_t ticket;
     alignas(8) uint64_t full[kStages], empty[kStages], full_of_values[kOfValues], empty_of_values[kOfValues], kept;
-    uint64_t term_full[kGroups], term_empty[kGroups];
+    // Of a warpgroup's cotangents of logits in either place, and of its terms.
+    uint64_t ds_full[kGroups][2], term_full[kGroups], term_empty[kGroups];
   };
 
   const FlashAttentionGradientArguments& all;
@@ -125,58 +136,72 @@ struct AllGradients {
   __device__ uint32_t empty_of_values(uint32_t stage) const {
     return ptx::shared_address(&shared.empty_of_values[stage]);
   }
+  __device__ uint32_t ds_full(int group, uint32_t turn) const {
+    return ptx::shared_address(&shared.ds_full[group][turn & 1]);
+  }
   __device__ uint32_t term_full(int group) const { return ptx::shared_address(&shared.term_full[group]); }
   __device__ uint32_t term_empty(int group) const { return ptx::shared_address(&shared.term_empty[group]); }
 
-  // How many blocks of keys add to a tile of queries before this one, of those from `low` to before `high`. CTAs of
-  // the first wave begin together at their diagonals: the last of them is at each tile of queries first, so that
-  // none waits for another. Later ones begin as places become free, the longest first.
+  // Queries of a head with padding.
+  __device__ int padded_queries() const { return (a.queries + 127) & ~127; }
+
+  // How many blocks of keys add to a tile of queries before this one, of those from `low` to before `high`. They are
+  // taken in waves. CTAs of an even wave begin together and so add the last block's term first, which is at a tile of
+  // queries first where masks are causal: none waits for another. They end one after another, so that CTAs of an odd
+  // wave begin and add in the blocks' order.
   __device__ int order_of(int low, int high) const {
     const int own = first_key / kKeys, least = low / kKeys, most = (high - 1) / kKeys;
-    return own < all.first_wave ? min(all.first_wave - 1, most) - own : own - least;
+    const int wave = own / all.wave, first = wave * all.wave;
+    return wave % 2 == 0 ? max(first - least, 0) + min(first + all.wave - 1, most) - own : own - least;
   }
 
-  // Brings every `kBringing`th tile of those that some query sees some key of.
+  // Brings tiles of queries that some query sees some key of, or with `kBringsValues` of their cotangents. By a warp.
+  template <bool kBringsValues>
   __device__ void bring() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
     const int inner = of_keys % a.inner, outer = of_keys / a.inner;
-    if (warp == 0 && lane == 0) {
+    if (!kBringsValues && lane == 0) {
       const uint32_t barrier = ptx::shared_address(&shared.kept);
       ptx::mbarrier_arrive_expect_tx(barrier, 2 * Keys::kBytes);
       load_rows<Keys, kKeys, kColumns>(k(), all.k, barrier, first_key, inner, outer);
       load_rows<Keys, kKeys, kColumns>(v(), all.v, barrier, first_key, inner, outer);
     }
-    const bool is_segment_0 = a.kv_segments != nullptr && are_keys_of_segment_0();
-    Turn<kStages> turn;
-    Turn<kOfValues> of_values;
-    int turns = 0;
+    const bool is_segment_0 = !kBringsValues && a.kv_segments != nullptr && are_keys_of_segment_0();
+    Turn<kBringsValues ? kOfValues : kStages> turn;
     const int tiles = (a.queries + kRows - 1) / kRows;
-    // Tiles of which the first head's see some key, by 32; the others' do as well.
-    int from = 0, end = tiles, first_seen = tiles, end_seen = 0;
-    const E* notes = static_cast<const E*>(a.dq) + a.first_query(of_keys) * a.width;
-    for (int head = 0; head < a.group; ++head, notes += a.q_group * a.width) {
-      if (head == 1) from = first_seen, end = end_seen;
-      for (int begin = from; begin < end; begin += 32) {
+    for (int head = 0; head < a.group; ++head) {
+      for (int begin = 0; begin < tiles; begin += 32) {
         uint32_t own = 0;
         int order = kNone;
-        if (begin + lane < tiles) own = look(notes, begin + lane, is_segment_0, order);
-        uint32_t seen = __ballot_sync(~0u, order != kNone);
-        if (seen != 0) first_seen = min(first_seen, begin), end_seen = min(begin + 32, tiles);
-        while (seen != 0) {
+        if (begin + lane < tiles) own = look(begin + lane, is_segment_0, order);
+        for (uint32_t seen = __ballot_sync(~0u, order != kNone); seen != 0; seen &= seen - 1) {
           const int bit = __ffs(seen) - 1;
-          seen &= seen - 1;
           const uint32_t flags = __shfl_sync(~0u, own, bit);
           const int order_of_bit = __shfl_sync(~0u, order, bit);
-          if (turns++ % kBringing == warp) {
-            bring_tile(turn, of_values, notes, head, begin + bit, tiles, inner, outer, flags, order_of_bit);
+          const int first = (begin + bit) * kRows;
+          if (lane == 0) {
+            if constexpr (kBringsValues) {
+              ptx::mbarrier_wait(empty_of_values(turn.stage), turn.parity ^ 1);
+              const uint32_t barrier = full_of_values(turn.stage);
+              ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
+              load_rows<Tile, kRows, kColumns>(dout(turn.stage), all.dout, barrier, first, head, inner, outer);
+            } else {
+              ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
+              About& about = shared.about[turn.stage];
+              about.flags = flags;
+              about.tile = (of_keys * a.group + head) * tiles + begin + bit;
+              about.order = order_of_bit;
+              bring_about(about, full(turn.stage), head, first);
+              load_rows<Tile, kRows, kColumns>(q(turn.stage), all.q, full(turn.stage), first, head, inner, outer);
+            }
           }
-          turn.next(), of_values.next();
+          turn.next();
         }
       }
     }
-    if (turns % kBringing != warp) return;
+    if (kBringsValues || lane != 0) return;
     ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
-    if (lane == 0) shared.about[turn.stage].flags = kIsEnd;
+    shared.about[turn.stage].flags = kIsEnd;
     ptx::mbarrier_arrive(full(turn.stage));
   }
 
@@ -189,13 +214,15 @@ struct AllGradients {
   }
 
   // What is to be known of a tile of queries, from the notes of its blocks; `order` stays where it sees no key.
-  __device__ uint32_t look(const E* notes, int tile, bool is_segment_0, int& order) const {
+  __device__ uint32_t look(int tile, bool is_segment_0, int& order) const {
     int low = INT32_MAX, high = 0;
     uint32_t flags = kAll0 | kAll1 | (is_segment_0 ? kIsSegment0 : 0u);
+    constexpr int kBlocks = kRows / kAttentionBlock;
+    const int64_t blocks = padded_queries() / kAttentionBlock;
 #pragma unroll
-    for (int first = tile * kRows; first < (tile + 1) * kRows; first += kAttentionBlock) {
-      if (first >= a.queries) continue;
-      const Note note = *reinterpret_cast<const Note*>(notes + static_cast<int64_t>(first) * a.q_row * a.width);
+    for (int block = tile * kBlocks; block < (tile + 1) * kBlocks; ++block) {
+      if (block * kAttentionBlock >= a.queries) continue;
+      const Note note = all.notes[of_keys * blocks + block];
       low = min(low, note.low), high = max(high, note.high);
       if (note.has_blanks()) flags |= kHasBlanks;
       if (!note.is_segment_0()) flags &= ~kIsSegment0;
@@ -207,50 +234,18 @@ struct AllGradients {
     return flags;
   }
 
-  __device__ void bring_tile(const Turn<kStages>& turn, const Turn<kOfValues>& of_values, const E* notes, int head,
-                             int tile, int tiles, int inner, int outer, uint32_t flags, int order) const {
-    const int lane = threadIdx.x % 32, first = tile * kRows;
-    constexpr int kParts = kRows / 32;
-    About& about = shared.about[turn.stage];
-    int2 ranges[kParts];
-    float lse[kParts], delta[kParts];
-    int32_t segments[kParts];
-    const int64_t of_ranges = static_cast<int64_t>(of_keys) * a.queries + first;
-    const int64_t row = (static_cast<int64_t>(of_keys) * a.group + head) * a.queries + first;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int own = lane + 32 * i;
-      const bool reads = first + own < a.queries;
-      ranges[i] = make_int2(0, 0), lse[i] = -infinity(), delta[i] = 0, segments[i] = 0;
-      if (!reads) continue;
-      ranges[i] = reinterpret_cast<const int2*>(a.ranges)[of_ranges + own];
-      lse[i] = a.lse[row + own];
-      delta[i] = reinterpret_cast<const Note*>(notes + static_cast<int64_t>(first + own) * a.q_row * a.width)->delta;
-      if (a.q_segments != nullptr) segments[i] = a.q_segments[of_ranges + own];
-    }
-    ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
-    const uint32_t barrier = full(turn.stage);
-    // Each lane's arrival, also the first's with the bytes that it asks for, is after what it writes.
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int own = lane + 32 * i;
-      about.ranges[own] = ranges[i];
-      reinterpret_cast<float2*>(about.notes)[own] = make_float2(lse_of(lse[i]), delta[i]);
-      if (a.q_segments != nullptr) about.segments[own] = segments[i];
-    }
-    if (lane != 0) {
-      ptx::mbarrier_arrive(barrier);
-      return;
-    }
-    about.flags = flags;
-    about.tile = (of_keys * a.group + head) * tiles + tile;
-    about.order = order;
-    ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
-    load_rows<Tile, kRows, kColumns>(q(turn.stage), all.q, barrier, first, head, inner, outer);
-    ptx::mbarrier_wait(empty_of_values(of_values.stage), of_values.parity ^ 1);
-    const uint32_t other = full_of_values(of_values.stage);
-    ptx::mbarrier_arrive_expect_tx(other, Tile::kBytes);
-    load_rows<Tile, kRows, kColumns>(dout(of_values.stage), all.dout, other, first, head, inner, outer);
+  // Brings what a tile's queries have beside their columns, and arrives for these too.
+  __device__ void bring_about(About& about, uint32_t barrier, int head, int first) const {
+    const int64_t padded = padded_queries();
+    const auto bring = [&](const void* to, const auto* from, int64_t head) {
+      ptx::bulk_load(ptx::shared_address(to), from + head * padded + first, kRows * sizeof(*from), barrier);
+    };
+    const bool has_segments = a.q_segments != nullptr;
+    const uint32_t bytes = kRows * (sizeof(float2) + sizeof(int2) + (has_segments ? sizeof(int32_t) : 0));
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes + bytes);
+    bring(about.notes, all.rows, static_cast<int64_t>(of_keys) * a.group + head);
+    bring(about.ranges, all.ranges, of_keys);
+    if (has_segments) bring(about.segments, all.segments, of_keys);
   }
 
   // Adds the terms of a warpgroup to dq, each in its turn. By one thread.
@@ -355,8 +350,9 @@ struct AllGradients {
   }
 
   // From products, the left factors of dv and dk: probabilities, and cotangents of logits.
+  template <bool kIsWhole>
   __device__ void make_factors(const Bend& bend, float (&p)[kRows / 8][4], float (&of_values)[kRows / 8][4],
-                               const About& about, bool is_whole, const Own& of, uint32_t (&left)[kRows / 16][4],
+                               const About& about, const Own& of, uint32_t (&left)[kRows / 16][4],
                                uint32_t (&ds)[kRows / 16][4]) const {
     if constexpr (kIsBent) {
       const auto bend_by = [&](const auto& bend) {
@@ -377,7 +373,7 @@ struct AllGradients {
         bend_by(bend);
       }
     }
-    if (!is_whole) mask(p, about, of);
+    if constexpr (!kIsWhole) mask(p, about, of);
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float4 notes = about.notes[4 * j + of.lane % 4];
@@ -391,7 +387,7 @@ struct AllGradients {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // What is not seen may be NaN.
-        p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+        p[j][i] = !kIsWhole && p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
       }
       ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
       ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
@@ -399,12 +395,14 @@ struct AllGradients {
   }
 
   // Puts a warp's 16 keys of cotangents of logits into shared memory, as the other warpgroup wants them too.
-  __device__ void put(const uint32_t (&ds)[kRows / 16][4], const Products& to, const Own& of) const {
+  __device__ void put(const uint32_t (&ds)[kRows / 16][4], uint32_t turn, const Own& of) const {
+    const Products to = this->ds(turn);
 #pragma unroll
     for (int step = 0; step < kRows / 16; ++step) {
       ptx::stmatrix(to.at(of.row + of.lane % 16, 2 * step + of.lane / 16), ds[step]);
     }
     ptx::fence_async_shared();
+    ptx::mbarrier_arrive(ds_full(of.group, turn));
   }
 
   // A group of products: the warpgroup's piece of dq. That is half of the columns, or of the queries.
@@ -441,13 +439,22 @@ struct AllGradients {
     ptx::mbarrier_arrive(term_full(of.group));
   }
 
-  // Of each tile a warpgroup makes factors, while products of the other run, and then in its turn asks for its piece
-  // of dq, for dv and dk, and for the products of the next tile. A piece needs the factors of both: the first
-  // warpgroup is a tile behind with it.
+  // Waits until both warpgroups have put their factors.
+  __device__ void await_ds(uint32_t turn) const {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) ptx::mbarrier_wait(ds_full(group, turn), turn >> 1 & 1);
+  }
+
+  // Of each tile a warpgroup makes factors and its piece of dq, while products of the other run, and then in its turn
+  // asks for dv and dk, and for the products of the next tile. A piece needs the factors of both: the first
+  // warpgroup, which is ahead by half a tile, makes that of the tile before.
   __device__ void walk(const Bend& bend, Own& of) const {
     At at;
-    float p[kRows / 8][4], of_values[kRows / 8][4], dq[8][4];
+    float p[kRows / 8][4], of_values[kRows / 8][4];
     uint32_t flags, turn = 0;
+#ifdef PROFILE
+    uint32_t marked_ = clock();
+#endif
     if (!begins(at, of, flags)) {
       if (of.group == 0) begin_turn(0);
       return hand_over_end(0, of);
@@ -466,42 +473,46 @@ struct AllGradients {
       settle<E>(p);
       settle<E>(of_values);
       uint32_t left[kRows / 16][4], ds[kRows / 16][4];
-      make_factors(bend, p, of_values, about, (flags & (of.group == 0 ? kAll0 : kAll1)) != 0, of, left, ds);
+      if ((flags & (of.group == 0 ? kAll0 : kAll1)) != 0) {
+        make_factors<true>(bend, p, of_values, about, of, left, ds);
+      } else {
+        make_factors<false>(bend, p, of_values, about, of, left, ds);
+      }
       const Term own = {2 * about.tile + of.group, about.order};
       MARK(2);
-      // The warpgroup's other warps may be at a piece of what is here.
-      meet<kWarpgroup>(1 + of.group);
-      put(ds, this->ds(turn), of);
+      put(ds, turn, of);
       MARK(3);
-      begin_turn(of.group);
-      MARK(4);
-      // Of the first tile that is of nothing.
+      float dq[8][4];
+      // Before the first tile there is nothing, and the piece is of what lies there.
+      if (turn >= behind) await_ds(turn - behind);
       multiply_piece(dq, this->ds(turn - behind), of);
+      MARK(4);
+      begin_turn(of.group);
+      MARK(5);
       multiply_along<kRows>(of.values, left, dout(last.dout.stage));
       multiply_along<kRows>(of.keys, ds, q(last.q.stage));
-      MARK(5);
-      wait<E, 2>();
       MARK(6);
+      wait<E, 2>();
       settle<E>(dq);
-      if (turn >= behind) hand_over(dq, behind != 0 ? before : own, turn - behind, of);
-      MARK(7);
+      if (turn >= behind) hand_over(dq, {behind != 0 ? before.piece : own.piece, behind != 0 ? before.order : own.order}, turn - behind, of);
+      MARK(13);
       before = own;
       ++turn;
       at.q.next(), at.dout.next();
       if (!begins(at, of, flags)) break;
-      MARK(8);
+      MARK(7);
       wait<E, 1>();
-      MARK(9);
+      MARK(8);
       release(empty_of_values(last.dout.stage), of);
       multiply_anew<kRows>(p, k(), of.group, q(at.q.stage));
-      MARK(10);
+      MARK(9);
       wait<E, 1>();
-      MARK(11);
+      MARK(10);
       leave(empty(last.q.stage));
       await_of_values(at);
-      MARK(12);
+      MARK(11);
       multiply_anew<kRows>(of_values, v(), of.group, dout(at.dout.stage));
-      MARK(13);
+      MARK(12);
       end_turn(of.group);
     }
     wait<E, 0>();
@@ -509,13 +520,21 @@ struct AllGradients {
     settle<E>(of.values);
     end_turn(of.group);
     if (of.group == 0) {
-      begin_turn(0);
-      multiply_piece(dq, ds(turn - 1), of);
+      float dq[8][4];
+      await_ds(turn - 1);
+      multiply_piece(dq, this->ds(turn - 1), of);
       wait<E, 0>();
       settle<E>(dq);
       hand_over(dq, before, turn - 1, of);
+      begin_turn(0);
     }
     hand_over_end(turn, of);
+#ifdef PROFILE
+    if (threadIdx.x % 128 == 0) {
+      shared.marks[of.group][15] = turn;
+      for (int i = 0; i < 16; ++i) all.profile[(blockIdx.x * 2 + of.group) * 16 + i] = shared.marks[of.group][i];
+    }
+#endif
   }
 
   __device__ void multiply() const {
@@ -546,11 +565,14 @@ struct AllGradients {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Shared shared;
     const FlashAttentionArguments& a = all.of;
+#ifdef PROFILE
+    if (threadIdx.x < 32) shared.marks[threadIdx.x / 16][threadIdx.x % 16] = 0;
+#endif
     if (threadIdx.x == 0) {
       shared.ticket = atomicAdd(all.tickets, 1);
       const auto address = [](uint64_t& barrier) { return ptx::shared_address(&barrier); };
       for (uint32_t stage = 0; stage < kStages; ++stage) {
-        ptx::mbarrier_init(address(shared.full[stage]), 32);
+        ptx::mbarrier_init(address(shared.full[stage]), 1);
         ptx::mbarrier_init(address(shared.empty[stage]), kGroups * kWarpgroup);
       }
       for (uint32_t stage = 0; stage < kOfValues; ++stage) {
@@ -558,6 +580,7 @@ struct AllGradients {
         ptx::mbarrier_init(address(shared.empty_of_values[stage]), kGroups * 4);
       }
       for (int group = 0; group < kGroups; ++group) {
+        for (uint64_t& barrier : shared.ds_full[group]) ptx::mbarrier_init(address(barrier), kWarpgroup);
         ptx::mbarrier_init(address(shared.term_full[group]), kWarpgroup);
         ptx::mbarrier_init(address(shared.term_empty[group]), 1);
       }
@@ -566,24 +589,86 @@ struct AllGradients {
     }
     __syncthreads();
     const uint32_t ticket = shared.ticket, heads = static_cast<uint32_t>(a.heads);
-    int block = static_cast<int>(ticket / heads);
-    if (block < all.first_wave) block = all.first_wave - 1 - block;
-    const AllGradients of{all, a, shared, ptx::shared_address(memory), static_cast<int>(ticket % heads),
-                          block * kKeys};
+    const uint32_t blocks = (static_cast<uint32_t>(a.keys) + kKeys - 1) / kKeys;
+    // Some heads after others, of each block of keys all of these.
+    const uint32_t first_head = ticket / (blocks * all.heads_at_a_time) * all.heads_at_a_time;
+    const uint32_t count = min(heads - first_head, static_cast<uint32_t>(all.heads_at_a_time));
+    const uint32_t within = ticket - first_head * blocks, position = within / count;
+    const uint32_t wave = position / all.wave, first = wave * all.wave;
+    const uint32_t block =
+        wave % 2 == 0 ? min(first + all.wave, blocks) - 1 - (position - first) : position;
+    const AllGradients of{all, a, shared, ptx::shared_address(memory), static_cast<int>(first_head + within % count),
+                          static_cast<int>(block) * kKeys};
     if (threadIdx.x < 128) {
       ptx::fewer_registers<24>();
       const int warp = threadIdx.x / 32;
-      if (warp < kBringing) {
-        of.bring();
-      } else if (threadIdx.x % 32 == 0) {
-        of.add_terms(warp - kBringing);
-      }
+      if (warp == 0) of.template bring<false>();
+      if (warp == 1) of.template bring<true>();
+      if (warp >= 2 && threadIdx.x % 32 == 0) of.add_terms(warp - 2);
     } else {
       ptx::more_registers<240>();
       of.multiply();
     }
   }
 };
+
+// Writes what is to be known of a block of 64 queries of a head, and zeros to counters.
+template <class E>
+__device__ inline void write_rows(const FlashAttentionGradientArguments& all) {
+  const FlashAttentionArguments& a = all.of;
+  const uint32_t blocks = (static_cast<uint32_t>(a.queries) + 127) / 128 * 2;
+  const uint32_t head = blockIdx.x / blocks, block = blockIdx.x % blocks;
+  const int64_t of_keys = head / a.group, padded = blocks * kAttentionBlock;
+  const int first = block * kAttentionBlock, count = max(0, min(kAttentionBlock, a.queries - first));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Pieces are no more than blocks times half of the panels of 64 columns.
+  if (threadIdx.x < 2) all.terms[2 * static_cast<int64_t>(blockIdx.x) + threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *all.tickets = 0;
+  const int64_t begins = a.first_query(of_keys, head % a.group) + static_cast<int64_t>(first) * a.q_row;
+  // Lanes that share a row, 8 columns each.
+  const int lanes = a.value_width <= 64 ? 8 : 16;
+  const int vector = lane % lanes;
+#pragma unroll 4
+  for (int begin = warp * (32 / lanes); begin < kAttentionBlock; begin += kWarps * (32 / lanes)) {
+    const int own = begin + lane / lanes;
+    float sum = 0;
+    const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
+    if (range.x < range.y && vector * 8 < a.value_width) {
+      const int64_t at = (begins + static_cast<int64_t>(own) * a.q_row) * a.value_width + vector * 8;
+      float x[8], y[8];
+      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.o) + at), x);
+      unpack<E>(*reinterpret_cast<const uint4*>(static_cast<const E*>(a.dout) + at), y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
+    }
+    for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (vector != 0) continue;
+    const int64_t row = static_cast<int64_t>(head) * a.queries + first + own;
+    const float lse = own < count ? a.lse[row] : -infinity();
+    const float delta = lse != -infinity() ? sum - a.dlse[row] : 0;
+    all.rows[head * padded + first + own] = make_float2(lse_of(lse), delta);
+    if (a.sinks != nullptr && own < count) {
+      E* dq = static_cast<E*>(a.dq) + (begins + static_cast<int64_t>(own) * a.q_row) * a.width;
+      reinterpret_cast<Note*>(dq)->delta = delta;
+    }
+  }
+  if (head % a.group != 0 || warp != 0) return;
+  Hull hull = Hull::none();
+  bool is_segment_0 = a.q_segments != nullptr;
+  for (int own = lane; own < kAttentionBlock; own += 32) {
+    const int2 range = own < count ? range_of(a, of_keys, first + own) : make_int2(0, 0);
+    const int64_t to = of_keys * padded + first + own;
+    all.ranges[to] = range;
+    if (own < count) hull.add(range);
+    if (a.q_segments == nullptr) continue;
+    const int32_t segment = own < count ? a.q_segments[of_keys * a.queries + first + own] : 0;
+    all.segments[to] = segment;
+    is_segment_0 &= segment == 0;
+  }
+  hull.reduce_warp();
+  is_segment_0 = __all_sync(~0u, is_segment_0);
+  if (lane == 0) all.notes[of_keys * blocks + block] = Note::of(hull, is_segment_0);
+}
 
 // Rounds dq of a block of 64 queries, of tiles of kRows.
 template <class E, int kColumns, int kRows>
