@@ -42,13 +42,14 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 18] = [
+const LAYOUTS: [mirror::Layout; 19] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
     flash_attention::Arguments::LAYOUT,
     flash_attention::ForwardArguments::LAYOUT,
     flash_attention::BackwardArguments::LAYOUT,
+    flash_attention::GradientArguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fp8_quantize::GatedArguments::LAYOUT,
     fp8_quantize::NormedArguments::LAYOUT,

@@ -35,9 +35,6 @@ struct alignas(128) FlashAttentionGradientArguments {
   uint32_t* tickets;  // how many CTAs have begun
   int32_t heads_at_a_time;
   int32_t wave;  // blocks of keys of a head that run together
-#ifdef PROFILE
-  uint32_t* profile;
-#endif
   int32_t has_order;   // whether terms are added in one order; else sums begin as 0
 };
 
@@ -46,11 +43,6 @@ inline constexpr uint32_t kAttentionGradientsBytes128 = 208 << 10;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#ifdef PROFILE
-#define MARK(i) do { if (threadIdx.x % 128 == 0) { const uint32_t now_ = clock(); shared.marks[of.group][i] += now_ - marked_; marked_ = now_; } } while (0)
-#else
-#define MARK(i) do {} while (0)
-#endif
 namespace attention::hopper {
 
 // Sums of a warpgroup's product of 64 x 64, as they lie in memory: four of a thread after those of the thread before.
@@ -105,9 +97,6 @@ struct AllGradients {
   static constexpr int kNone = -1;
 
   struct Shared {
-#ifdef PROFILE
-    uint32_t marks[2][16];
-#endif
     About about[kStages];
     Term terms[kGroups];
     uint32_t ticket;
@@ -452,9 +441,6 @@ struct AllGradients {
     At at;
     float p[kRows / 8][4], of_values[kRows / 8][4];
     uint32_t flags, turn = 0;
-#ifdef PROFILE
-    uint32_t marked_ = clock();
-#endif
     if (!begins(at, of, flags)) {
       if (of.group == 0) begin_turn(0);
       return hand_over_end(0, of);
@@ -467,9 +453,7 @@ struct AllGradients {
     while (true) {
       const At last = at;
       const About& about = shared.about[last.q.stage];
-      MARK(0);
       wait<E, 0>();
-      MARK(1);
       settle<E>(p);
       settle<E>(of_values);
       uint32_t left[kRows / 16][4], ds[kRows / 16][4];
@@ -479,40 +463,29 @@ struct AllGradients {
         make_factors<false>(bend, p, of_values, about, of, left, ds);
       }
       const Term own = {2 * about.tile + of.group, about.order};
-      MARK(2);
       put(ds, turn, of);
-      MARK(3);
       float dq[8][4];
       // Before the first tile there is nothing, and the piece is of what lies there.
       if (turn >= behind) await_ds(turn - behind);
       multiply_piece(dq, this->ds(turn - behind), of);
-      MARK(4);
       begin_turn(of.group);
-      MARK(5);
       multiply_along<kRows>(of.values, left, dout(last.dout.stage));
       multiply_along<kRows>(of.keys, ds, q(last.q.stage));
-      MARK(6);
       wait<E, 2>();
       settle<E>(dq);
-      if (turn >= behind) hand_over(dq, {behind != 0 ? before.piece : own.piece, behind != 0 ? before.order : own.order}, turn - behind, of);
-      MARK(13);
+      const Term term = {behind != 0 ? before.piece : own.piece, behind != 0 ? before.order : own.order};
+      if (turn >= behind) hand_over(dq, term, turn - behind, of);
       before = own;
       ++turn;
       at.q.next(), at.dout.next();
       if (!begins(at, of, flags)) break;
-      MARK(7);
       wait<E, 1>();
-      MARK(8);
       release(empty_of_values(last.dout.stage), of);
       multiply_anew<kRows>(p, k(), of.group, q(at.q.stage));
-      MARK(9);
       wait<E, 1>();
-      MARK(10);
       leave(empty(last.q.stage));
       await_of_values(at);
-      MARK(11);
       multiply_anew<kRows>(of_values, v(), of.group, dout(at.dout.stage));
-      MARK(12);
       end_turn(of.group);
     }
     wait<E, 0>();
@@ -529,12 +502,6 @@ struct AllGradients {
       begin_turn(0);
     }
     hand_over_end(turn, of);
-#ifdef PROFILE
-    if (threadIdx.x % 128 == 0) {
-      shared.marks[of.group][15] = turn;
-      for (int i = 0; i < 16; ++i) all.profile[(blockIdx.x * 2 + of.group) * 16 + i] = shared.marks[of.group][i];
-    }
-#endif
   }
 
   __device__ void multiply() const {
@@ -565,9 +532,6 @@ struct AllGradients {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Shared shared;
     const FlashAttentionArguments& a = all.of;
-#ifdef PROFILE
-    if (threadIdx.x < 32) shared.marks[threadIdx.x / 16][threadIdx.x % 16] = 0;
-#endif
     if (threadIdx.x == 0) {
       shared.ticket = atomicAdd(all.tickets, 1);
       const auto address = [](uint64_t& barrier) { return ptx::shared_address(&barrier); };
@@ -624,6 +588,11 @@ __device__ inline void write_rows(const FlashAttentionGradientArguments& all) {
   // Pieces are no more than blocks times half of the panels of 64 columns.
   if (threadIdx.x < 2) all.terms[2 * static_cast<int64_t>(blockIdx.x) + threadIdx.x] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *all.tickets = 0;
+  if (!all.has_order) {
+    const int panels = max(a.width, a.value_width) <= 64 ? 1 : 2;
+    float4* sums = reinterpret_cast<float4*>(all.sums) + static_cast<int64_t>(blockIdx.x) * panels * (Piece::kNumbers / 4);
+    for (int i = threadIdx.x; i < panels * (Piece::kNumbers / 4); i += kAttentionThreads) sums[i] = make_float4(0, 0, 0, 0);
+  }
   const int64_t begins = a.first_query(of_keys, head % a.group) + static_cast<int64_t>(first) * a.q_row;
   // Lanes that share a row, 8 columns each.
   const int lanes = a.value_width <= 64 ? 8 : 16;
