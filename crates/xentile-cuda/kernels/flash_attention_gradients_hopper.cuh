@@ -33,9 +33,8 @@ struct alignas(128) FlashAttentionGradientArguments {
   float* sums;        // of dq before it is scaled and rounded, two pieces for each tile of queries
   uint32_t* terms;    // of each piece, how many terms it has
   uint32_t* tickets;  // how many CTAs have begun
-  int32_t heads_at_a_time;
-  int32_t wave;  // blocks of keys of a head that run together
-  int32_t has_order;   // whether terms are added in one order; else sums begin as 0
+  int32_t heads_at_a_time;  // of which all blocks of keys come before those of others
+  int32_t has_order;        // whether terms are added in one order; else sums begin as 0
 };
 
 inline constexpr uint32_t kAttentionGradientsBytes64 = 208 << 10;
@@ -134,14 +133,20 @@ struct AllGradients {
   // Queries of a head with padding.
   __device__ int padded_queries() const { return (a.queries + 127) & ~127; }
 
-  // How many blocks of keys add to a tile of queries before this one, of those from `low` to before `high`. They are
-  // taken in waves. CTAs of an even wave begin together and so add the last block's term first, which is at a tile of
-  // queries first where masks are causal: none waits for another. They end one after another, so that CTAs of an odd
-  // wave begin and add in the blocks' order.
+  // Blocks of keys of which CTAs take the last first; they take the others in their order, which is that of their terms
+  // too. Under a causal mask CTAs of the first half, which are longer, begin together, each at its own diagonal: a later
+  // block is at a tile of queries before an earlier one, and none waits. They end one after another, the last first,
+  // where those of the other half begin, and these end together. The order is that of every head, whatever else runs.
+  static __device__ int reversed_blocks(const FlashAttentionArguments& a) {
+    const int blocks = (a.keys + kKeys - 1) / kKeys;
+    return blocks - blocks / 2;
+  }
+
+  // How many blocks of keys add to a tile of queries before this one, of those from `low` to before `high`.
   __device__ int order_of(int low, int high) const {
     const int own = first_key / kKeys, least = low / kKeys, most = (high - 1) / kKeys;
-    const int wave = own / all.wave, first = wave * all.wave;
-    return wave % 2 == 0 ? max(first - least, 0) + min(first + all.wave - 1, most) - own : own - least;
+    const int reversed = reversed_blocks(a);
+    return own < reversed ? min(reversed - 1, most) - own : own - least;
   }
 
   // Brings tiles of queries that some query sees some key of, or with `kBringsValues` of their cotangents. By a warp.
@@ -557,12 +562,11 @@ struct AllGradients {
     // Some heads after others, of each block of keys all of these.
     const uint32_t first_head = ticket / (blocks * all.heads_at_a_time) * all.heads_at_a_time;
     const uint32_t count = min(heads - first_head, static_cast<uint32_t>(all.heads_at_a_time));
-    const uint32_t within = ticket - first_head * blocks, position = within / count;
-    const uint32_t wave = position / all.wave, first = wave * all.wave;
-    const uint32_t block =
-        wave % 2 == 0 ? min(first + all.wave, blocks) - 1 - (position - first) : position;
+    const uint32_t within = ticket - first_head * blocks;
+    const int position = static_cast<int>(within / count), reversed = reversed_blocks(a);
+    const int block = position < reversed ? reversed - 1 - position : position;
     const AllGradients of{all, a, shared, ptx::shared_address(memory), static_cast<int>(first_head + within % count),
-                          static_cast<int>(block) * kKeys};
+                          block * kKeys};
     if (threadIdx.x < 128) {
       ptx::fewer_registers<24>();
       const int warp = threadIdx.x / 32;

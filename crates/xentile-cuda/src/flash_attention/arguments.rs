@@ -80,7 +80,6 @@ mirror! {
         terms: *mut u32,
         tickets: *mut u32,
         heads_at_a_time: i32,
-        wave: i32,
         has_order: i32,
     }
 }

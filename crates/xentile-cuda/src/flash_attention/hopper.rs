@@ -25,9 +25,10 @@ const STAGES: usize = 2;
 const PADDED: usize = 128;
 const SMALL_WORDS: usize = 768;
 
-/// The most heads of keys whose CTAs run at a time, as a rule. By measurement: blocks of keys that run together
-/// read the same queries, and heads that do so fill the GPU while blocks wait for their turn.
-const HEADS_AT_A_TIME: usize = 16;
+/// CTAs of the backward pass that come before those of other heads, for each multiprocessor. A half of a head's
+/// blocks of keys after another fills the GPU best, as in a simulation of their turns; with more heads at a time
+/// fewer of the blocks that run read the same queries.
+const CTAS_AT_A_TIME: usize = 4;
 
 /// The multiprocessors of a device that has these kernels.
 pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
@@ -121,9 +122,9 @@ impl Attention {
     ) -> Result<GradientArguments> {
         let BackwardArguments { q, dout, k, v, of } = self.backward_arguments(of)?;
         let heads = self.shape.heads;
-        let heads_at_a_time = heads.div_ceil(heads.div_ceil(HEADS_AT_A_TIME));
         let blocks = self.shape.keys.div_ceil(BACKWARD_ROWS);
-        let wave = (multiprocessors as usize / heads_at_a_time).clamp(1, blocks);
+        let most = (CTAS_AT_A_TIME * multiprocessors as usize / blocks).max(1);
+        let heads_at_a_time = heads.div_ceil(heads.div_ceil(most));
         // The scratch's parts, each of so many words for every 128 queries of a head of queries, or of keys.
         let of_keys = heads * self.shape.queries.div_ceil(PADDED);
         let of_queries = of_keys * self.shape.group;
@@ -155,7 +156,6 @@ impl Attention {
             terms: terms.cast(),
             tickets: tickets.cast(),
             heads_at_a_time: heads_at_a_time as i32,
-            wave: wave as i32,
             has_order: i32::from(scratch.has_order),
         })
     }
