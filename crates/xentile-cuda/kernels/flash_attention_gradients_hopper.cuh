@@ -326,6 +326,33 @@ struct AllGradients {
     meet<kWarpgroup>(1 + of.group);
   }
 
+  // Of a warpgroup's keys, bits of those that some tile's queries may see.
+  __device__ uint64_t seen_keys(const Own& of) const {
+    const int first = first_key + of.group * kOwn, blocks = (a.queries + kAttentionBlock - 1) / kAttentionBlock;
+    const Note* notes = all.notes + static_cast<int64_t>(of_keys) * (padded_queries() / kAttentionBlock);
+    const auto below = [](int end) { return end <= 0 ? 0 : ~uint64_t{0} >> (kOwn - min(end, kOwn)); };
+    uint64_t seen = 0;
+    // From the last queries on, which see all keys where masks are causal.
+    for (int begin = (blocks - 1) / 32 * 32; begin >= 0 && ~seen != 0; begin -= 32) {
+      uint64_t own = 0;
+      if (begin + of.lane < blocks) {
+        const Note note = notes[begin + of.lane];
+        if (note.low < note.high) own = below(note.high - first) & ~below(note.low - first);
+      }
+      seen |= uint64_t{__reduce_or_sync(~0u, static_cast<uint32_t>(own >> 32))} << 32 |
+              __reduce_or_sync(~0u, static_cast<uint32_t>(own));
+    }
+    return seen;
+  }
+
+  // Keys that no query sees may hold anything, and products for dq have all keys. Each warpgroup clears its own.
+  __device__ void clear_keys(uint64_t seen, const Own& of) const {
+    const int row = threadIdx.x % kWarpgroup;
+    if (row < kOwn && (seen >> row & 1) == 0) clear_row(k(), of.group * kOwn + row);
+    ptx::fence_async_shared();
+    meet<kWarpgroup>(1 + of.group);
+  }
+
   __device__ void release(uint32_t barrier, const Own& of) const {
     __syncwarp();
     if (of.lane == 0) ptx::mbarrier_arrive(barrier);
@@ -519,7 +546,9 @@ struct AllGradients {
 #pragma unroll
       for (int i = 0; i < 4; ++i) of.keys[j][i] = of.values[j][i] = 0;
     }
+    const uint64_t seen = seen_keys(of);
     ptx::mbarrier_wait(ptx::shared_address(&shared.kept), 0);
+    if (~seen != 0) clear_keys(seen, of);
     const Bend bend(a);
     if (of.group == 1) end_turn(1);
     walk(bend, of);

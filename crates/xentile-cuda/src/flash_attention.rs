@@ -21,6 +21,9 @@ use crate::{Device, Error, Result, check_alignment, library};
 /// The columns of heads must be a multiple of this.
 pub const COLUMNS_STEP: usize = 8;
 
+/// Of more keys for each query, blocks of keys would only wait for their turns at the same few sums of dq.
+const MOST_KEYS_A_QUERY: usize = 8;
+
 /// The elements of a token that lies whole must be fewer, so that those of a tile are below 2^31.
 const MOST_APART: usize = 1 << 24;
 
@@ -247,6 +250,7 @@ impl Attention {
         let AttentionShape { heads, group, queries, keys, .. } = self.shape;
         if let (Some(multiprocessors), Some(scratch)) = (on_hopper, scratch)
             && self.scratch_words().is_some()
+            && MOST_KEYS_A_QUERY.saturating_mul(queries) >= keys
             && ![heads, group, queries, keys].contains(&0)
         {
             check_alignment("scratch", scratch.at.cast::<c_void>())?;
