@@ -713,6 +713,26 @@ def test_cudnn_is_taken(rng: np.random.Generator, dtype: str, options: Any) -> N
     close(dict(zip(right, step(q, k, v, do), strict=True)), right, dtype)
 
 
+@pytest.mark.only("cuda", "a CPU has no cuDNN")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_take_what_cudnn_saves(rng: np.random.Generator, dtype: str) -> None:
+    if any(device.compute_capability != "9.0" for device in jax.devices()):
+        pytest.skip("cuDNN has both passes on other GPUs")
+    q, k, v, do, _ = arrays(rng, dtype, 1, (4, 2), (1024, 1024), (64, 64))
+
+    @jax.jit
+    def step(q: Any, k: Any, v: Any, do: Any) -> Any:
+        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *pull(do)
+
+    text = step.lower(q, k, v, do).compile().as_text()
+    assert "__cudnn$fmha" in text and TARGETS[0] not in text and TARGETS[1] in text
+    zeros = jnp.zeros(q.shape[:3], jnp.float32)
+    right = wanted(q, k, v, do, zeros, seen_by(1024, 1024, True))
+    del right["lse"]
+    close(dict(zip(right, step(q, k, v, do), strict=True)), right, dtype)
+
+
 @pytest.mark.only("cuda", "programs for CPUs have no other")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator, dtype: str) -> None:
