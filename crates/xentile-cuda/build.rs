@@ -42,7 +42,7 @@ mod round;
 mod scale;
 
 /// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 19] = [
+const LAYOUTS: [mirror::Layout; 20] = [
     activation::Arguments::LAYOUT,
     bias::Arguments::LAYOUT,
     cross_entropy::Arguments::LAYOUT,
@@ -50,6 +50,7 @@ const LAYOUTS: [mirror::Layout; 19] = [
     flash_attention::ForwardArguments::LAYOUT,
     flash_attention::BackwardArguments::LAYOUT,
     flash_attention::DecodeArguments::LAYOUT,
+    flash_attention::GradientArguments::LAYOUT,
     fp8_quantize::Arguments::LAYOUT,
     fp8_quantize::GatedArguments::LAYOUT,
     fp8_quantize::NormedArguments::LAYOUT,

@@ -2,6 +2,7 @@
 #include "flash_attention.cuh"
 #include "flash_attention_backward_hopper.cuh"
 #include "flash_attention_forward_hopper.cuh"
+#include "flash_attention_gradients_hopper.cuh"
 
 using namespace xentile;
 
@@ -79,5 +80,31 @@ FLASH_ATTENTION_BACKWARD_OF(hopper_bf16, __nv_bfloat16, false)
 FLASH_ATTENTION_BACKWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)
 FLASH_ATTENTION_BACKWARD_OF(hopper_f16, __half, false)
 FLASH_ATTENTION_BACKWARD_OF(hopper_bent_f16, __half, true)
+
+#define FLASH_ATTENTION_GRADIENTS(name, kThreads, kMinimum, ...)                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, kMinimum)                          \
+      flash_attention_##name(const __grid_constant__ FlashAttentionGradientArguments all) { \
+    __VA_ARGS__;                                                                            \
+  }
+
+#define FLASH_ATTENTION_GRADIENTS_OF(columns, rows, bent, is_bent, dtype, E)                                  \
+  using Gradients##columns##bent##dtype = attention::hopper::AllGradients<E, columns, rows, 3, 2, is_bent>;  \
+  static_assert(Gradients##columns##bent##dtype::kSharedBytes == kAttentionGradientsBytes##columns);         \
+  FLASH_ATTENTION_GRADIENTS(gradients_##columns##_hopper##bent##_##dtype, kAttentionBackwardThreads, 1,      \
+                            Gradients##columns##bent##dtype::run(all))
+
+#define FLASH_ATTENTION_GRADIENTS_IN(dtype, E)                                                                \
+  FLASH_ATTENTION_GRADIENTS(rows_##dtype, kAttentionThreads, 1, attention::hopper::write_rows<E>(all))       \
+  FLASH_ATTENTION_GRADIENTS_OF(64, 128, , false, dtype, E)                                                   \
+  FLASH_ATTENTION_GRADIENTS_OF(64, 128, _bent, true, dtype, E)                                               \
+  FLASH_ATTENTION_GRADIENTS_OF(128, 64, , false, dtype, E)                                                   \
+  FLASH_ATTENTION_GRADIENTS_OF(128, 64, _bent, true, dtype, E)                                               \
+  FLASH_ATTENTION_GRADIENTS(round_64_##dtype, kAttentionThreads, 1,                                          \
+                            attention::hopper::round_queries<E, 64, 128>(all))                               \
+  FLASH_ATTENTION_GRADIENTS(round_128_##dtype, kAttentionThreads, 1,                                         \
+                            attention::hopper::round_queries<E, 128, 64>(all))
+
+FLASH_ATTENTION_GRADIENTS_IN(bf16, __nv_bfloat16)
+FLASH_ATTENTION_GRADIENTS_IN(f16, __half)
 
 #endif

@@ -133,6 +133,8 @@ struct __align__(16) Note {
   __device__ bool is_segment_0() const { return inner >> 30 != 0; }
   __device__ bool has_blanks() const { return inner_low() == kNever || inner_high() == kNever; }
 
+  static __device__ Note of(const struct Hull& hull, bool is_segment_0);
+
   // Whether all queries have all of `count` keys from `first` on in their ranges.
   __device__ bool has_all(int first, int count) const {
     return !has_blanks() && low + static_cast<int64_t>(inner_low()) * 64 <= first &&
@@ -513,6 +515,19 @@ struct Hull {
     inner_high = __reduce_min_sync(0xffffffffu, inner_high);
   }
 };
+
+__device__ inline Note Note::of(const Hull& hull, bool is_segment_0) {
+  const bool has_inner = hull.inner_low != INT32_MAX && hull.low < hull.high;
+  // As many times 64 keys as take an end in.
+  const auto steps = [&](int64_t apart) {
+    const int64_t all = (apart + 63) / 64;
+    return has_inner && all < kNever ? static_cast<uint32_t>(all) : kNever;
+  };
+  const uint32_t inner = steps(static_cast<int64_t>(hull.inner_low) - hull.low) |
+                         steps(static_cast<int64_t>(hull.high) - hull.inner_high) << 15 |
+                         static_cast<uint32_t>(is_segment_0) << 30;
+  return {0, hull.low, hull.high, inner};
+}
 
 // tanh as a quotient of polynomials, by least squares of the largest error: off by 8e-7 of its value at most.
 // NaN is above alone, so that two quotients may share a reciprocal.
@@ -1511,18 +1526,10 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   hull.reduce_warp();
   is_segment_0 = __all_sync(0xffffffffu, is_segment_0);
   if (lane != 0) return;
+  // Its delta is written already.
   Note& note = *note_of(0);
-  note.low = hull.low;
-  note.high = hull.high;
-  const bool has_inner = hull.inner_low != INT32_MAX && hull.low < hull.high;
-  // As many times 64 keys as take an end in.
-  const auto steps = [&](int64_t apart) {
-    const int64_t all = (apart + 63) / 64;
-    return has_inner && all < kNever ? static_cast<uint32_t>(all) : kNever;
-  };
-  note.inner = steps(static_cast<int64_t>(hull.inner_low) - hull.low) |
-               steps(static_cast<int64_t>(hull.high) - hull.inner_high) << 15 |
-               static_cast<uint32_t>(is_segment_0) << 30;
+  const Note own = Note::of(hull, is_segment_0);
+  note.low = own.low, note.high = own.high, note.inner = own.inner;
 }
 
 // What the sink of a head of queries gets, from notes.

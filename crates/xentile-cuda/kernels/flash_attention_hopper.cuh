@@ -72,6 +72,11 @@ __device__ inline void arrive(int barrier) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype " {"      \
       places "}, " a_ ", " b_ ", 1, 1, 1, 1;\n"                                                \
       : sums : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// Both are in shared memory and transposed.
+#define XENTILE_OF_TRANSPOSED(columns, sums, places, a_, b_, adds_, dtype)                     \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_ ", 0;\n"                         \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype " {" places "}, "  \
+      a_ ", " b_ ", adds, 1, 1, 1, 1;\n}\n" : sums : "l"(a), "l"(b), "r"(adds))
 
 // d = a b^T.
 template <class E, int kEights>
@@ -107,6 +112,16 @@ __device__ inline void multiply(float (&d)[kEights][4], uint64_t a, uint64_t b, 
   XENTILE_OF(8, "64", 32, "%32", "%33", "%34")
   XENTILE_OF(16, "128", 64, "%64", "%65", "%66")
 #undef XENTILE_OF
+}
+
+// d = a^T b, or with `adds` d += a^T b, for 64 columns of a and of b.
+template <class E>
+__device__ inline void multiply_transposed(float (&d)[8][4], uint64_t a, uint64_t b, int adds) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    XENTILE_OF_TRANSPOSED("64", XENTILE_SUMS_8(0), XENTILE_PLACES_32, "%32", "%33", "%34", "bf16");
+  } else {
+    XENTILE_OF_TRANSPOSED("64", XENTILE_SUMS_8(0), XENTILE_PLACES_32, "%32", "%33", "%34", "f16");
+  }
 }
 
 // d += a b, of the 16 x 16 elements of each warp that `a` holds as mma.sync takes them.

@@ -22,6 +22,9 @@ use crate::{Device, Error, Result, check_alignment, library};
 /// The columns of heads must be a multiple of this.
 pub const COLUMNS_STEP: usize = 8;
 
+/// Of more keys for each query, blocks of keys would only wait for their turns at the same few sums of dq.
+const MOST_KEYS_A_QUERY: usize = 8;
+
 /// The elements of a token that lies whole must be fewer, so that those of a tile are below 2^31.
 const MOST_APART: usize = 1 << 24;
 
@@ -93,6 +96,15 @@ pub struct Gradients {
     pub sinks: *mut f32,
 }
 
+/// Memory that the backward pass may work in.
+#[derive(Clone, Copy, Debug)]
+pub struct Scratch {
+    /// `[N, G, S / 128, scratch_words]`.
+    pub at: *mut f32,
+    /// Whether sums have one order, so that gradients have the same bits in every run.
+    pub has_order: bool,
+}
+
 /// A pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
@@ -152,7 +164,14 @@ impl Attention {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
-        for step in self.all_steps(pass, self.on_hopper()?) {
+        let on_hopper = self.on_hopper()?;
+        let mut steps = self.all_steps(pass, on_hopper);
+        if pass == Pass::Backward && on_hopper.is_some() && self.scratch_words().is_some() {
+            let (before, after) = self.gradients_in_one();
+            steps.push(before);
+            steps.extend(after);
+        }
+        for step in steps {
             // SAFETY: passed on from this function's contract.
             unsafe { kernel(&step.name, stream) }?;
         }
@@ -192,7 +211,7 @@ impl Attention {
         }
     }
 
-    /// Has `stream` write every gradient.
+    /// Has `stream` write every gradient, on Hopper in five GEMMs if there is a scratch.
     ///
     /// # Errors
     /// As of [`forward`](Self::forward).
@@ -205,6 +224,7 @@ impl Attention {
         operands: Operands,
         saved: Saved,
         gradients: Gradients,
+        scratch: Option<Scratch>,
     ) -> Result<()> {
         for (name, address) in [
             ("o", saved.o),
@@ -227,11 +247,29 @@ impl Attention {
             ..self.arguments(operands)?
         };
         let has_sinks = !arguments.sinks.is_null();
-        let on_hopper = self.on_hopper()?.is_some();
+        let on_hopper = self.on_hopper()?;
+        let AttentionShape { heads, group, queries, keys, .. } = self.shape;
+        if let (Some(multiprocessors), Some(scratch)) = (on_hopper, scratch)
+            && self.scratch_words().is_some()
+            && MOST_KEYS_A_QUERY.saturating_mul(queries) >= keys
+            && ![heads, group, queries, keys].contains(&0)
+        {
+            check_alignment("scratch", scratch.at.cast::<c_void>())?;
+            let all = self.gradient_arguments(arguments, scratch, multiprocessors)?;
+            let (before, after) = self.gradients_in_one();
+            // SAFETY: passed on from this function's contract.
+            return unsafe {
+                self.launch(vec![before], stream, &all)?;
+                if has_sinks {
+                    self.launch(vec![self.sinks()], stream, &arguments)?;
+                }
+                self.launch(after, stream, &all)
+            };
+        }
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.launch(self.before_gradients(has_sinks), stream, &arguments)?;
-            if on_hopper && ![self.shape.heads, self.shape.group].contains(&0) {
+            if on_hopper.is_some() && ![self.shape.heads, self.shape.group].contains(&0) {
                 let arguments = self.backward_arguments(arguments)?;
                 return self.launch(self.gradients_on_hopper(), stream, &arguments);
             }
@@ -380,10 +418,14 @@ impl Attention {
     fn before_gradients(&self, has_sinks: bool) -> Vec<Step> {
         let mut steps = vec![self.step("notes", self.blocks_of_queries(BLOCK), 0, 0)];
         if has_sinks {
-            let heads = self.shape.heads.checked_mul(self.shape.group);
-            steps.push(Step { threads: SINK_THREADS, ..self.step("sinks", heads, 0, 0) });
+            steps.push(self.sinks());
         }
         steps
+    }
+
+    fn sinks(&self) -> Step {
+        let heads = self.shape.heads.checked_mul(self.shape.group);
+        Step { threads: SINK_THREADS, ..self.step("sinks", heads, 0, 0) }
     }
 
     /// What makes dk and dv, and dq, from notes.

@@ -195,7 +195,7 @@ struct XLA_FFI_Error* xentile_flash_attention_forward_cuda(struct XLA_FFI_CallFr
 
 /* xentile_flash_attention_backward: dq, dk, dv and dsinks, from what forward gave and the
  * cotangents of that. (q, k, v, ranges, q_segments, kv_segments, sinks, o, lse, dout, dlse) ->
- * (dq, dk, dv, dsinks). */
+ * (dq, dk, dv, dsinks, scratch). */
 struct XLA_FFI_Error* xentile_flash_attention_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);

@@ -8,8 +8,8 @@ use xentile::flash_attention::{AttentionShape, FlashAttention};
 use xla_ffi::{Decoder, Error, Parameter, Result};
 
 use crate::declaration::{
-    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, HALVES, Range, S32, Stages,
-    attribute, cotangent, gradient, input, output, residual, scratch,
+    ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, HALVES, Range, S32,
+    Stages, attribute, cotangent, gradient, input, output, residual, scratch,
 };
 
 const Q: ArrayDecl = input("q", "*batch G S D", FLOATS);
@@ -29,6 +29,21 @@ const ATTRIBUTES: &[AttributeDecl] = &[
     attribute("sinks", Range::Bool),
     attribute("tokens_first", Range::Bool).absent("false").cuda_only(),
 ];
+
+/// What the backward pass alone has: the columns of heads that its scratch is for, 64 or 128, and whether the terms
+/// of dq are added up in one order.
+const OF_BACKWARD: &[AttributeDecl] = &[
+    attribute("scratch_columns", Range::OneOf(&[64, 128])).absent("none").cuda_only(),
+    attribute("deterministic", Range::Bool).absent("true").cuda_only(),
+];
+
+/// For every 128 queries of a head.
+const SCRATCH: ArrayDecl = scratch("scratch", "", F32)
+    .by(Dims::By(
+        "scratch_columns",
+        &[("64", "*batch G S/128 8960"), ("128", "*batch G S/128 17152")],
+    ))
+    .given(Given::Where("scratch_columns"));
 
 pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, DECODE];
 
@@ -62,8 +77,9 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         gradient("dk", "*batch K D", Dtype::Like("k")),
         gradient("dv", "*batch K E", Dtype::Like("v")),
         gradient("dsinks", "*batch G", F32).given(Given::Where("sinks")),
+        SCRATCH,
     ],
-    attributes: &[ATTRIBUTES],
+    attributes: &[ATTRIBUTES, OF_BACKWARD],
     ..Declaration::BASE
 };
 
@@ -169,7 +185,7 @@ impl<'a, I: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Seen<I, F> {
 }
 
 /// Tells the shape of a kind of buffer.
-type Dims<B> = fn(&B) -> &[usize];
+type DimsOf<B> = fn(&B) -> &[usize];
 
 /// A call's shape, with its leading axes.
 pub(crate) struct Call<'a> {
@@ -182,7 +198,7 @@ impl<'a> Call<'a> {
     pub(crate) fn new<I, F>(
         [q, k, v]: [&'a [usize]; 3],
         seen: &Seen<I, F>,
-        (of_integers, of_floats): (Dims<I>, Dims<F>),
+        (of_integers, of_floats): (DimsOf<I>, DimsOf<F>),
     ) -> Result<Self> {
         let shape = shape(q, k, v)?;
         let leading = &q[..q.len() - 3];
@@ -239,6 +255,13 @@ impl<'a> Call<'a> {
             ));
         }
         dsinks.map_or(Ok(()), |dims| check("dsinks", dims, self.leading, &[group]))
+    }
+
+    /// Checks the shape of the backward pass's scratch, of so many words for every 128 queries.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_scratch(&self, scratch: &[usize], words: usize) -> Result {
+        let AttentionShape { group, queries, .. } = self.shape;
+        check("scratch", scratch, self.leading, &[group, queries.div_ceil(128), words])
     }
 
     fn check_queries(&self, name: &str, dims: &[usize], columns: &[usize]) -> Result {

@@ -79,6 +79,27 @@ mirror! {
     }
 }
 
+mirror! {
+    /// See kernels/flash_attention_gradients_hopper.cuh.
+    #[repr(align(128))]
+    pub(crate) struct GradientArguments = FlashAttentionGradientArguments {
+        q: TensorMap,
+        dout: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        of: Arguments,
+        rows: *mut c_void,
+        ranges: *mut c_void,
+        segments: *mut i32,
+        notes: *mut c_void,
+        sums: *mut f32,
+        terms: *mut u32,
+        tickets: *mut u32,
+        heads_at_a_time: i32,
+        has_order: i32,
+    }
+}
+
 numbers! {
     THREADS: u32 = kAttentionThreads, 128;
     NARROW_THREADS: u32 = kAttentionNarrowThreads, 64;
@@ -93,6 +114,8 @@ numbers! {
     FORWARD_WIDE_KEYS: usize = kAttentionForwardWideKeys, 64;
     BACKWARD_THREADS: u32 = kAttentionBackwardThreads, 384;
     BACKWARD_ROWS: usize = kAttentionBackwardRows, 128;
+    GRADIENTS_BYTES_64: u32 = kAttentionGradientsBytes64, 212992;
+    GRADIENTS_BYTES_128: u32 = kAttentionGradientsBytes128, 212992;
     KEYS_BYTES_64: u32 = kAttentionKeysBytes64, 163840;
     KEYS_BYTES_128: u32 = kAttentionKeysBytes128, 196608;
     KEYS_BYTES_256: u32 = kAttentionKeysBytes256, 229376;

@@ -2,12 +2,15 @@
 
 use std::ffi::{c_uint, c_void};
 
+use xentile::DType;
+
 use super::arguments::{
-    Arguments, BACKWARD_ROWS, BACKWARD_THREADS, BackwardArguments, FORWARD_KEYS, FORWARD_QUERIES,
-    FORWARD_THREADS, FORWARD_WIDE_KEYS, ForwardArguments, KEYS_BYTES_64, KEYS_BYTES_128,
-    KEYS_BYTES_256, QUERIES_BYTES_64, QUERIES_BYTES_128, QUERIES_BYTES_256, VALUES_BYTES_256,
+    Arguments, BACKWARD_ROWS, BACKWARD_THREADS, BLOCK, BackwardArguments, FORWARD_KEYS,
+    FORWARD_QUERIES, FORWARD_THREADS, FORWARD_WIDE_KEYS, ForwardArguments, GRADIENTS_BYTES_64,
+    GRADIENTS_BYTES_128, GradientArguments, KEYS_BYTES_64, KEYS_BYTES_128, KEYS_BYTES_256,
+    QUERIES_BYTES_64, QUERIES_BYTES_128, QUERIES_BYTES_256, THREADS, VALUES_BYTES_256,
 };
-use super::{Attention, Step};
+use super::{Attention, Scratch, Step};
 use crate::driver::{Driver, TensorMap};
 use crate::{Device, Result};
 
@@ -16,6 +19,11 @@ const BOX: c_uint = 64;
 
 /// Tiles of keys and of values that the forward pass has at a time.
 const STAGES: usize = 2;
+
+/// What heads of queries are padded to a multiple of in the scratch, and words of each such block that are not
+/// sums of dq: rows, ranges, segments, notes, counters.
+const PADDED: usize = 128;
+const SMALL_WORDS: usize = 768;
 
 /// The multiprocessors of a device that has these kernels.
 pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
@@ -43,8 +51,7 @@ impl Attention {
     pub(super) fn gradients_on_hopper(&self) -> Vec<Step> {
         let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BACKWARD_ROWS));
         let of_queries = self.blocks_of_queries(BACKWARD_ROWS);
-        let is_bent = self.options.softcap.is_some() || self.options.scale as f32 <= 0.0;
-        let bent = if is_bent { "_bent" } else { "" };
+        let bent = if self.is_bent() { "_bent" } else { "" };
         let step = |name: &str, ctas, shared_bytes| Step {
             name: format!("flash_attention_{name}_hopper{bent}_{}", self.dtype),
             ctas,
@@ -66,6 +73,94 @@ impl Attention {
                 step("queries_256", of_queries, QUERIES_BYTES_256),
             ],
         }
+    }
+
+    /// The words of f32 of scratch that the backward pass in five GEMMs takes for every 128 queries of a head, the
+    /// last perhaps fewer; None for arrays that have no such kernel.
+    #[must_use]
+    pub fn scratch_words(&self) -> Option<usize> {
+        let columns = self.padded_columns();
+        (self.dtype != DType::F32 && columns <= 128).then(|| PADDED * columns + SMALL_WORDS)
+    }
+
+    /// The kernels of the backward pass in five GEMMs but that of sinks: what comes before that, and after.
+    pub(super) fn gradients_in_one(&self) -> (Step, Vec<Step>) {
+        let columns = self.padded_columns();
+        let bent = if self.is_bent() { "_bent" } else { "" };
+        let step = |name: &str, ctas, threads, shared_bytes| Step {
+            name: format!("flash_attention_{name}_{}", self.dtype),
+            ctas,
+            threads,
+            shared_bytes,
+        };
+        let blocks = self.blocks_of_queries(PADDED).and_then(|all| all.checked_mul(PADDED / BLOCK));
+        let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BACKWARD_ROWS));
+        let shared = if columns == 64 { GRADIENTS_BYTES_64 } else { GRADIENTS_BYTES_128 };
+        let all = format!("gradients_{columns}_hopper{bent}");
+        let round = format!("round_{columns}");
+        let rounded_bytes = u32::try_from(BLOCK * columns * 2).expect("fits a CTA");
+        (
+            step("rows", blocks, THREADS, 0),
+            vec![
+                step(&all, of_keys, BACKWARD_THREADS, shared),
+                step(&round, self.blocks_of_queries(BLOCK), THREADS, rounded_bytes),
+            ],
+        )
+    }
+
+    /// What these take. There are heads, queries and keys.
+    pub(super) fn gradient_arguments(
+        &self,
+        of: Arguments,
+        scratch: Scratch,
+        multiprocessors: u32,
+    ) -> Result<GradientArguments> {
+        let BackwardArguments { q, dout, k, v, of } = self.backward_arguments(of)?;
+        let heads = self.shape.heads;
+        let blocks = self.shape.keys.div_ceil(BACKWARD_ROWS);
+        // By measurement. Half of the blocks of so many heads fill the GPU, or with a factor of 4 a quarter: blocks
+        // then wait less for their turn, but more heads share the L2 cache, which groups fill.
+        let halves = if self.shape.group == 1 { 4 } else { 2 };
+        let most = (halves * multiprocessors as usize / blocks).max(1);
+        let heads_at_a_time = heads.div_ceil(heads.div_ceil(most));
+        // The scratch's parts, each of so many words for every 128 queries of a head of queries, or of keys.
+        let of_keys = heads * self.shape.queries.div_ceil(PADDED);
+        let of_queries = of_keys * self.shape.group;
+        let mut words = 0;
+        let mut part = |count: usize| {
+            let begins = words;
+            words += count;
+            scratch.at.wrapping_add(begins)
+        };
+        let sums = part(of_queries * PADDED * self.padded_columns());
+        let rows = part(of_queries * PADDED * 2);
+        let ranges = part(of_keys * PADDED * 2);
+        let segments = part(of_keys * PADDED);
+        let notes = part(of_keys * (PADDED / BLOCK) * 4);
+        let terms = part(of_queries * (PADDED / BLOCK) * 2);
+        let tickets = part(1);
+        debug_assert!(words <= of_queries * self.scratch_words().unwrap_or_default());
+        Ok(GradientArguments {
+            q,
+            dout,
+            k,
+            v,
+            of,
+            rows: rows.cast(),
+            ranges: ranges.cast(),
+            segments: segments.cast(),
+            notes: notes.cast(),
+            sums,
+            terms: terms.cast(),
+            tickets: tickets.cast(),
+            heads_at_a_time: heads_at_a_time as i32,
+            has_order: i32::from(scratch.has_order),
+        })
+    }
+
+    /// Whether logits are more than products times a factor above 0.
+    fn is_bent(&self) -> bool {
+        self.options.softcap.is_some() || self.options.scale as f32 <= 0.0
     }
 
     /// The most blocks of a head that a CTA of the forward pass has. By measurement: walking hides the beginnings
@@ -170,7 +265,7 @@ mod tests {
     use xentile::DType;
     use xentile::flash_attention::{AttentionShape, FlashAttention};
 
-    use super::super::{Attention, Pass};
+    use super::super::{Attention, Pass, Step};
 
     const SHAPE: AttentionShape =
         AttentionShape { heads: 6, group: 4, queries: 130, keys: 65, width: 128, value_width: 64 };
@@ -193,6 +288,26 @@ mod tests {
         // All blocks run at a time.
         assert_eq!(of(SHAPE), (48, 1));
         assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (512, 8));
+    }
+
+    #[test]
+    fn the_scratch_has_room() {
+        let attention = Attention::new(FlashAttention::new(72), SHAPE, DType::F16).unwrap();
+        assert_eq!(attention.scratch_words(), Some(128 * 128 + 768));
+        let (before, after) = attention.gradients_in_one();
+        let short = |step: Step| (step.name, step.ctas.unwrap(), step.threads, step.shared_bytes);
+        let named = |name: &str, ctas, threads, bytes| {
+            (format!("flash_attention_{name}_f16"), ctas, threads, bytes)
+        };
+        assert_eq!(short(before), named("rows", 96, 128, 0));
+        let expected = [
+            named("gradients_128_hopper", 6, 384, 208 << 10),
+            named("round_128", 72, 128, 16 << 10),
+        ];
+        assert_eq!(after.into_iter().map(short).collect::<Vec<_>>(), expected);
+        let wide = AttentionShape { width: 136, ..SHAPE };
+        let wide = Attention::new(FlashAttention::new(136), wide, DType::F16).unwrap();
+        assert_eq!(wide.scratch_words(), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::ptr::{null, null_mut};
 
 use xentile_cuda::flash_attention::decode::{Decode, Partials};
-use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved};
+use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved, Scratch};
 use xla_ffi::{Buffer, BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
 use super::{Call, Options, Seen, invalid};
@@ -20,12 +20,34 @@ target_list! {
     );
     super::BACKWARD: fn xentile_flash_attention_backward_cuda,
         initialize xentile_flash_attention_backward_cuda_initialize = backward(
-        q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, dsinks, options, context,
+        q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, others, options, context,
     );
     super::DECODE: fn xentile_flash_attention_decode_cuda,
         initialize xentile_flash_attention_decode_cuda_initialize = decode(
         q, k, v, seen, o, lse, partials, partial_lse, options, chunk_keys, context,
     );
+}
+
+/// Results of the backward pass that attributes say that there are.
+struct Others<'a> {
+    dsinks: Option<OnDevice<BufferMut<'a, f32>>>,
+    scratch: Option<FloatsMut<'a>>,
+    deterministic: bool,
+}
+
+impl<'a> Parameter<'a> for Others<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let has_scratch = decoder.parameter::<Option<i64>>("scratch_columns")?.is_some();
+        let dsinks = match has_scratch && !decoder.parameter::<bool>("sinks")? {
+            true => None,
+            false => decoder.parameter("dsinks")?,
+        };
+        Ok(Self {
+            dsinks,
+            scratch: if has_scratch { Some(decoder.parameter("scratch")?) } else { None },
+            deterministic: decoder.parameter::<Option<bool>>("deterministic")?.unwrap_or(true),
+        })
+    }
 }
 
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
@@ -169,7 +191,7 @@ fn backward(
     dq: AnyMut,
     dk: AnyMut,
     dv: AnyMut,
-    dsinks: Option<OnDevice<BufferMut<f32>>>,
+    others: Others,
     options: Options,
     context: Context,
 ) -> Result {
@@ -178,8 +200,15 @@ fn backward(
     call.check_backward(
         [o.dims(), lse.dims(), dout.dims(), dlse.dims()],
         [dq.dims(), dk.dims(), dv.dims()],
-        (dsinks.as_ref().map(OnDevice::dims), seen.sinks.is_some()),
+        (others.dsinks.as_ref().map(OnDevice::dims), seen.sinks.is_some()),
     )?;
+    let scratch = match &others.scratch {
+        Some(scratch) => {
+            call.check_scratch(scratch.dims(), attention.scratch_words().unwrap_or(0))?;
+            Some(Scratch { at: scratch.as_ptr().cast(), has_order: others.deterministic })
+        }
+        None => None,
+    };
     let of_results = [("dq", dq.dtype()), ("dk", dk.dtype()), ("dv", dv.dtype())];
     check_dtypes(q.dtype(), [("o", o.dtype()), ("dout", dout.dtype())])?;
     check_dtypes(q.dtype(), of_results)?;
@@ -195,13 +224,13 @@ fn backward(
         q: dq.as_ptr(),
         k: dk.as_ptr(),
         v: dv.as_ptr(),
-        sinks: dsinks.map_or(null_mut(), |array| array.as_ptr().cast()),
+        sinks: others.dsinks.map_or(null_mut(), |array| array.as_ptr().cast()),
     };
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     let outcome = unsafe {
         match context.stage() {
             Stage::Initialize => attention.load(Pass::Backward, stream),
-            _ => attention.backward(stream, operands, saved, gradients),
+            _ => attention.backward(stream, operands, saved, gradients, scratch),
         }
     };
     outcome.map_err(failed)

@@ -213,6 +213,8 @@ class Signature:
 def _extent(name: str, count: int, extents: Mapping[str, Any]) -> Any:
     """Returns the extent of a dimension, so many times, or how many blocks of it there are."""
     of, _, block = name.partition("/")
+    if of.isdigit():
+        return int(of)
     # Of symbolic extents, too.
     return -(-extents[of] // int(block)) if block else extents[of] * count
 

@@ -73,6 +73,9 @@ class Call:
     # Arrays by their dims, each with the named axis that lies before the last axis of tokens in
     # memory where a program is for CUDA alone; the attribute "tokens_first" tells the handler.
     outward: tuple[tuple[str, str], ...] = ()
+    # Attributes that the call has besides where a program is for CUDA alone. By them it may have
+    # more results, such as scratch.
+    for_cuda: tuple[tuple[str, Any], ...] = ()
     # What the call is lowered to together with others (`lowered_rewrites`), if it can.
     rewrite: "Rewrite | None" = field(default=None, repr=False)
     # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
@@ -314,6 +317,8 @@ def _lower_alone(
             f'{", ".join(platforms)}: "custom_call" runs where info() says, "reference" everywhere'
         )
     _check_platforms(call, others)
+    if call.for_cuda and platforms == ("cuda",):
+        call = _as_for_cuda(call)
     results = call.signature.result_avals(call.results, ctx.avals_in, mapped)
     if call.columns in call.signature.sharded_over(ctx.avals_in):
         return _lower_explicit(ctx, *operands, **params)
@@ -359,6 +364,14 @@ def _lower_alone(
             add = mlir.lower_fun(partial(jnp.sum, axis=how.summed), multiple_results=False)
             outputs.extend(add(ctx.replace(avals_in=[made], avals_out=[aval]), value))
     return outputs
+
+
+def _as_for_cuda(call: Call) -> Call:
+    """Returns a call with its attributes for CUDA, and the results that these add behind others."""
+    values, one = dict((*call.attributes, *call.for_cuda)), declared(call.target)
+    return dataclasses.replace(
+        call, attributes=one.attributes(values), results=one.results(values, {}), for_cuda=()
+    )
 
 
 def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:

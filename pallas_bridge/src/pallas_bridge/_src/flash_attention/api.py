@@ -48,6 +48,7 @@ class _Keywords(TypedDict, total=False):
     sinks: ArrayLike | None
     bias: None
     dropout_rate: float
+    deterministic: bool
     implementation: Implementation | None
 
 
@@ -92,6 +93,7 @@ def flash_attention(
     bias: None = None,
     dropout_rate: float = 0.0,
     return_lse: bool = False,
+    deterministic: bool = True,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention whose logits are never all in memory (Dao et al., "FlashAttention", 2022).
@@ -114,7 +116,8 @@ def flash_attention(
     segments, but for GPUs and TPUs, whose kernels may take it from a key that a query does not see
     to that query; XLA's program ("reference") never does.
 
-    Sums have a fixed order: no number of threads, batch entries or heads changes a bit.
+    Unless `deterministic` is False, sums have a fixed order: no number of threads, batch entries or
+    heads changes a bit.
 
     Args:
       q: [B, S, H, D] or [S, H, D], in bfloat16, float16 or float32; D is a multiple of 8 up to 256.
@@ -141,6 +144,8 @@ def flash_attention(
       bias: refused: `jax.nn.dot_product_attention` adds one to logits.
       dropout_rate: refused unless 0: Flax's `flax.nnx.dot_product_attention` has it.
       return_lse: whether to return lse too.
+      deterministic: whether kernels of the library give gradients of the same bits in every run. If
+        not, those for Hopper add up dq in any order, a few percent faster.
       implementation: "custom_call" (kernels of the library), "pallas" (JAX's splash attention, for
         TPUs), "reference" (the program of XLA, with all logits), or None for the best that the
         platform has, as `pallas_bridge.info()` says.
@@ -190,6 +195,7 @@ def flash_attention(
         has_sinks=sinks is not None,
         gives_lse=gives_lse,
         tokens_first=True,
+        deterministic=check_flag("deterministic", deterministic),
         implementation=implementation,
     )
     seen = ranges(options, queries, keys, lengths, cumulative)

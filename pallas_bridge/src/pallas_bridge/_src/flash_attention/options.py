@@ -45,6 +45,8 @@ class Options:
     gives_lse: bool = False
     # Whether arrays come from memory in which a token has all of its heads, and go there.
     tokens_first: bool = False
+    # Whether sums have one order where another is faster.
+    deterministic: bool = True
     # What the user asked for by name.
     implementation: str | None = None
     # Whether the o and lse that a backward pass takes are of more keys than the pass has.
