@@ -9,6 +9,7 @@
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
 
 pub mod activation;
+pub mod causal_conv1d;
 mod compiled;
 mod convert;
 pub mod copy;

@@ -138,6 +138,15 @@ struct XLA_FFI_Error* xentile_activation_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_causal_conv1d_forward: The causal depthwise convolution of sequences along T, and SiLU
+ * of it on request. (x, weight, bias, initial_state, segment_ids) -> (y). */
+struct XLA_FFI_Error* xentile_causal_conv1d_forward_host(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_causal_conv1d_backward: dx, the gradient of the initial state, and sums over blocks of
+ * tokens of dweight and dbias. (x, weight, bias, initial_state, segment_ids, dy) -> (dx,
+ * dweight, dbias, dinitial_state). */
+struct XLA_FFI_Error* xentile_causal_conv1d_backward_host(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_cross_entropy_forward: loss, logps, lse and lse_low of each token. (logits, labels) ->
  * (loss, logps, lse, lse_low). */
 struct XLA_FFI_Error* xentile_cross_entropy_forward_host(struct XLA_FFI_CallFrame* call_frame);

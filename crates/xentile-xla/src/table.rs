@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 use crate::declaration::Declaration;
 use crate::target::Target;
 use crate::{
-    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, norm, rope,
-    scale,
+    activation, causal_conv1d, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy,
+    norm, rope, scale,
 };
 
 /// Rises when the layout of [`Target`], or what some target takes or gives, changes.
@@ -15,6 +15,7 @@ pub const TABLE_VERSION: u32 = 3;
 /// The lists, one for each operation and platform.
 const LISTS: &[&[Target]] = &[
     activation::cpu::TARGETS,
+    causal_conv1d::cpu::TARGETS,
     cross_entropy::cpu::TARGETS,
     scale::cpu::TARGETS,
     linear_cross_entropy::cpu::TARGETS,
@@ -52,6 +53,7 @@ pub fn targets() -> &'static [Target] {
 /// The declarations of every operation's targets, whatever this library was built with.
 const DECLARATIONS: &[&[Declaration]] = &[
     activation::DECLARATIONS,
+    causal_conv1d::DECLARATIONS,
     cross_entropy::DECLARATIONS,
     flash_attention::DECLARATIONS,
     fp8_quantize::DECLARATIONS,

@@ -9,6 +9,7 @@
 //! to the contract written in each operation's module.
 
 pub mod activation;
+pub mod causal_conv1d;
 pub mod cross_entropy;
 mod dtype;
 mod error;

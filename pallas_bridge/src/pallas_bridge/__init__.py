@@ -25,6 +25,7 @@ except ImportError:
 from . import losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
+from ._src.causal_conv1d.api import causal_conv1d
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
 from ._src.flash_attention.ring import ring_attention, zigzag_indices
@@ -61,6 +62,7 @@ __all__ = [
     "PlatformInfo",
     "Quantized",
     "YarnScaling",
+    "causal_conv1d",
     "cross_entropy",
     "cross_entropy_per_token",
     "delayed_scale",

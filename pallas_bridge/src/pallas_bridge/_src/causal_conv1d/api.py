@@ -1,0 +1,174 @@
+"""Causal convolution: what users call."""
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_flag, check_float
+from ..implementations import choose
+from ..operation import Implementation
+from . import custom_call, reference
+from .declaration import OPERATION
+from .reference import Options
+
+WIDTHS = (2, 3, 4)
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = ...,
+    *,
+    activation: Literal["silu"] | None = ...,
+    initial_state: ArrayLike | None = ...,
+    segment_ids: ArrayLike | None = ...,
+    return_final_state: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = ...,
+    *,
+    activation: Literal["silu"] | None = ...,
+    initial_state: ArrayLike | None = ...,
+    segment_ids: ArrayLike | None = ...,
+    return_final_state: bool,
+    implementation: Implementation | None = ...,
+) -> Any: ...
+
+
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Literal["silu"] | None = None,
+    initial_state: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    return_final_state: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Causal depthwise convolution along tokens, the short one of Mamba (Gu and Dao, 2023).
+
+        z[t, c] = sum_j weight[c, j] * x[t - W + 1 + j, c] + bias[c]
+
+    and y = z, or z * sigmoid(z) for "silu". Sums are in f32 whatever the dtype, and y is rounded
+    once. It is differentiable in both modes with respect to `x`, `weight`, `bias` and
+    `initial_state`; gradients are summed in f32 and rounded once to the dtypes of their arrays. The
+    arguments are the residuals of the backward pass.
+
+    With `segment_ids`, texts are packed: the convolution starts anew where the id changes.
+
+    Args:
+      x: [.., T, C] in bfloat16, float16 or float32.
+      weight: [C, W] in any of these dtypes, with W from 2 to 4.
+      bias: [C] in the dtype of weight, or None.
+      activation: "silu" or None.
+      initial_state: the tokens before the first, [.., W - 1, C] in the dtype of x, which belong to
+        the first segment; None for zeros.
+      segment_ids: [.., T] in int32, or None.
+      return_final_state: whether to return the last W - 1 inputs too, from which the next call
+        continues; those of another segment than the last token are 0.
+      implementation: "custom_call" (kernels of the library), "reference" (the program of XLA, which
+        takes wider dtypes too), or None for what `pallas_bridge.info()` says of the platform. In a
+        program that XLA partitions over a mesh that is its own program, which shards batch,
+        channels and tokens; within `shard_map` kernels run.
+
+    Returns:
+      y [.., T, C] in the dtype of x; with `return_final_state`, a tuple of y and the state
+      [.., W - 1, C] in that dtype.
+
+    Raises:
+      TypeError: a dtype that is not taken.
+      ValueError: shapes that disagree, or an option that there is not.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.array([[1.0], [2.0], [3.0]])
+    >>> print(causal_conv1d(x, jnp.array([[10.0, 1.0]])).ravel())
+    [ 1. 12. 23.]
+    """
+    chosen = choose(OPERATION, implementation)
+    if activation not in ("silu", None):
+        raise ValueError(f'activation is {activation!r}; it must be "silu" or None')
+    asks_state = check_flag("return_final_state", return_final_state)
+    arrays = {"x": as_array("x", x, "[.., T, C]"), "weight": as_array("weight", weight, "[C, W]")}
+    optional = {"bias": bias, "state": initial_state, "segments": segment_ids}
+    for name, array in optional.items():
+        if array is not None:
+            arrays[name] = as_array(NAMES[name], array, SHAPES[name])
+    _check(arrays)
+    options = Options(
+        width=arrays["weight"].shape[-1],
+        silu=activation == "silu",
+        has_bias="bias" in arrays,
+        has_state="state" in arrays,
+        has_segments="segments" in arrays,
+        implementation=implementation,
+    )
+    if chosen == "reference":
+        (y,) = reference.forward(options, *arrays.values())
+    else:
+        y = custom_call.convolve(options, *arrays.values())
+    return (y, _final_state(options, arrays)) if asks_state else y
+
+
+NAMES = {"bias": "bias", "state": "initial_state", "segments": "segment_ids"}
+SHAPES = {"bias": "[C]", "state": "[.., W - 1, C]", "segments": "[.., T]"}
+
+
+def _check(arrays: dict[str, jax.Array]) -> None:
+    """Checks shapes and dtypes.
+
+    Raises:
+        TypeError: a dtype that is not taken.
+        ValueError: shapes that disagree.
+    """
+    x, weight = arrays["x"], arrays["weight"]
+    check_float("x", x)
+    check_float("weight", weight)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must be [.., T, C]")
+    *leading, tokens, channels = x.shape
+    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
+        raise ValueError(
+            f"weight has shape {weight.shape} and x {x.shape}; weight must be [{channels}, W], a "
+            "row a channel, with W from 2 to 4"
+        )
+    right: dict[str, tuple[tuple[Any, ...], Any]] = {
+        "bias": ((channels,), weight.dtype),
+        "state": ((*leading, weight.shape[1] - 1, channels), x.dtype),
+        "segments": ((*leading, tokens), jnp.int32),
+    }
+    for name, (shape, dtype) in right.items():
+        array = arrays.get(name)
+        if array is None:
+            continue
+        if array.shape != shape:
+            raise ValueError(
+                f"{NAMES[name]} has shape {array.shape}; it must be {SHAPES[name]}, which is "
+                f"{shape} for x of shape {x.shape} and weight of shape {weight.shape}"
+            )
+        if array.dtype != dtype:
+            raise TypeError(f"{NAMES[name]} has dtype {array.dtype}; it must be {dtype}")
+
+
+def _final_state(options: Options, arrays: dict[str, jax.Array]) -> jax.Array:
+    """Returns the last W - 1 rows, those of another segment than the last as 0."""
+    x, count, ids = arrays["x"], options.width - 1, arrays.get("segments")
+    rows = reference.with_state(count, x, arrays.get("state"))
+    state = jax.lax.slice_in_dim(rows, x.shape[-2], x.shape[-2] + count, axis=x.ndim - 2)
+    if ids is None or x.shape[-2] == 0:
+        return state
+    ids = jnp.concatenate([*[ids[..., :1]] * count, ids], -1)
+    ids = jax.lax.slice_in_dim(ids, x.shape[-2], x.shape[-2] + count, axis=ids.ndim - 1)
+    is_same = ids == ids[..., -1:]
+    # A segment that ended before the last tokens began may have had the same id.
+    is_same = jnp.flip(jnp.cumprod(jnp.flip(is_same, -1).astype(jnp.int32), -1), -1) > 0
+    return jnp.where(is_same[..., None], state, jnp.zeros_like(state))
