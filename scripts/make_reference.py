@@ -178,6 +178,7 @@ DECLARED = ROOT / "pallas_bridge" / "src" / "pallas_bridge" / "_src" / "targets.
 # The first words of targets, by which this page groups them.
 OPERATIONS = (
     "activation",
+    "causal_conv1d",
     "cross_entropy",
     "flash_attention",
     "fp8_quantize",

@@ -15,6 +15,7 @@ import pallas_bridge
 
 MODULES = (
     "pallas_bridge.optax",
+    "pallas_bridge._src.causal_conv1d.api",
     "pallas_bridge._src.cross_entropy.api",
     "pallas_bridge._src.linear_cross_entropy.api",
     "pallas_bridge._src.norm.api",

@@ -90,7 +90,8 @@ def test_info_says_what_runs_where() -> None:
     everywhere |= {"xentile_rope"} | of_fp8
     everywhere |= {f"xentile_layer_norm_{name}" for name in ("forward", "backward")}
     everywhere |= {f"xentile_flash_attention_{name}" for name in ("forward", "backward")}
-    assert of_host == everywhere | halves
+    of_conv = {f"xentile_causal_conv1d_{name}" for name in ("forward", "backward")}
+    assert of_host == everywhere | halves | of_conv
     of_gpu = {"xentile_linear_cross_entropy_add", "xentile_linear_cross_entropy_distribution_fused"}
     of_gpu |= {"xentile_flash_attention_decode"}
     of_gpu |= {f"xentile_qk_norm_rope_{name}" for name in ("forward", "backward")}
