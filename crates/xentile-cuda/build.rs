@@ -13,71 +13,6 @@ use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-#[macro_use]
-#[path = "src/mirror.rs"]
-mod mirror;
-#[path = "src/activation/arguments.rs"]
-mod activation;
-#[path = "src/bias/arguments.rs"]
-mod bias;
-#[path = "src/cross_entropy/arguments.rs"]
-mod cross_entropy;
-#[path = "src/driver/abi.rs"]
-mod driver;
-#[path = "src/flash_attention/arguments.rs"]
-mod flash_attention;
-#[path = "src/fp8_quantize/arguments.rs"]
-mod fp8_quantize;
-#[path = "src/fused_product/arguments.rs"]
-mod fused_product;
-#[path = "src/norm/arguments.rs"]
-mod norm;
-#[path = "src/qk_norm_rope/arguments.rs"]
-mod qk_norm_rope;
-#[path = "src/rope/arguments.rs"]
-mod rope;
-#[path = "src/round/arguments.rs"]
-mod round;
-#[path = "src/scale/arguments.rs"]
-mod scale;
-
-/// Structs that both languages know.
-const LAYOUTS: [mirror::Layout; 20] = [
-    activation::Arguments::LAYOUT,
-    bias::Arguments::LAYOUT,
-    cross_entropy::Arguments::LAYOUT,
-    flash_attention::Arguments::LAYOUT,
-    flash_attention::ForwardArguments::LAYOUT,
-    flash_attention::BackwardArguments::LAYOUT,
-    flash_attention::DecodeArguments::LAYOUT,
-    flash_attention::GradientArguments::LAYOUT,
-    fp8_quantize::Arguments::LAYOUT,
-    fp8_quantize::GatedArguments::LAYOUT,
-    fp8_quantize::NormedArguments::LAYOUT,
-    fused_product::Arguments::LAYOUT,
-    norm::Arguments::LAYOUT,
-    qk_norm_rope::Arguments::LAYOUT,
-    rope::Arguments::LAYOUT,
-    scale::Arguments::LAYOUT,
-    round::Arguments::LAYOUT,
-    driver::LaunchConfig::LAYOUT,
-    driver::LaunchAttribute::LAYOUT,
-    driver::TensorMap::LAYOUT,
-];
-/// Numbers that both know.
-const NUMBERS: [&[(&str, i64)]; 10] = [
-    activation::NUMBERS,
-    bias::NUMBERS,
-    cross_entropy::NUMBERS,
-    driver::NUMBERS,
-    flash_attention::NUMBERS,
-    fp8_quantize::NUMBERS,
-    fused_product::NUMBERS,
-    norm::NUMBERS,
-    qk_norm_rope::NUMBERS,
-    rope::NUMBERS,
-];
-
 /// What is compiled for: Ampere and Ada, Hopper, and the two kinds of Blackwell.
 const ARCHITECTURES: &str = "80,90a,100a,120";
 /// What the driver compiles for GPUs that are none of these.
@@ -110,22 +45,7 @@ fn build() -> Result<(), String> {
     {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    for path in [
-        "kernels",
-        "src/mirror.rs",
-        "src/activation",
-        "src/bias",
-        "src/cross_entropy",
-        "src/driver",
-        "src/flash_attention",
-        "src/fp8_quantize",
-        "src/fused_product",
-        "src/norm",
-        "src/qk_norm_rope",
-        "src/rope",
-        "src/round",
-        "src/scale",
-    ] {
+    for path in ["kernels", "src"] {
         println!("cargo::rerun-if-changed={path}");
     }
     let package = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
@@ -144,7 +64,7 @@ fn build() -> Result<(), String> {
     println!("cargo::rustc-env=XENTILE_CUDA_VERSION={number}");
 
     let kernels = package.join("kernels");
-    let program = program(&kernels)?;
+    let program = program(&kernels, &package.join("src"))?;
     let flags = flags()?;
     let mut hasher = DefaultHasher::new();
     (&program, &flags, &version).hash(&mut hasher);
@@ -181,25 +101,159 @@ fn build() -> Result<(), String> {
 }
 
 /// One source of all kernels, with what the two languages must agree on.
-fn program(kernels: &Path) -> Result<String, String> {
+fn program(kernels: &Path, sources: &Path) -> Result<String, String> {
     let mut program = String::from("#include <cstddef>\n#include <cuda.h>\n");
     for file in files(kernels)?.iter().filter(|file| file.extension() == Some(OsStr::new("cu"))) {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         _ = writeln!(program, "#include \"{name}\"");
     }
+    let mirrored = Mirrored::of_folder(sources)?;
     // Not all architectures have all kernels; the newest have.
     program.push_str("#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900\n");
-    for (name, value) in NUMBERS.into_iter().flatten() {
+    for (name, value) in &mirrored.numbers {
         _ = writeln!(program, "static_assert({name} == {value});");
     }
     program.push_str("#endif\n");
-    for mirror::Layout { name, size, offsets } in LAYOUTS {
-        _ = writeln!(program, "static_assert(sizeof({name}) == {size});");
-        for (field, offset) in offsets {
-            _ = writeln!(program, "static_assert(offsetof({name}, {field}) == {offset});");
+    for of in &mirrored.structs {
+        let (layout, offsets) = mirrored.layout(of)?;
+        _ = writeln!(program, "static_assert(sizeof({}) == {});", of.cpp, layout.size);
+        for ((field, _), offset) in of.fields.iter().zip(offsets) {
+            _ = writeln!(program, "static_assert(offsetof({}, {field}) == {offset});", of.cpp);
         }
     }
     Ok(program)
+}
+
+/// Every `mirror!` and `numbers!` of the sources; src/mirror.rs has the grammar.
+#[derive(Default)]
+struct Mirrored {
+    structs: Vec<Struct>,
+    /// Names of C++, and values as both languages write them.
+    numbers: Vec<(String, String)>,
+}
+
+/// A struct of `mirror!`.
+struct Struct {
+    /// Its file, without the folder of all sources.
+    file: PathBuf,
+    rust: String,
+    cpp: String,
+    align: usize,
+    /// Names and types.
+    fields: Vec<(String, String)>,
+}
+
+#[derive(Clone, Copy)]
+struct Layout {
+    size: usize,
+    align: usize,
+}
+
+impl Mirrored {
+    fn of_folder(sources: &Path) -> Result<Self, String> {
+        let mut found = Self::default();
+        let mut folders = vec![sources.to_path_buf()];
+        while let Some(folder) = folders.pop() {
+            for path in files(&folder)? {
+                let file = path.strip_prefix(sources).unwrap_or(&path).to_path_buf();
+                match path.extension() {
+                    None => folders.push(path),
+                    Some(end) if end == "rs" && !path.ends_with("mirror.rs") => {
+                        found.add(file, &read(&path)?)?;
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Adds the invocations in `text`, the one of `file`.
+    fn add(&mut self, file: PathBuf, text: &[u8]) -> Result<(), String> {
+        let text = String::from_utf8_lossy(text);
+        let lines: Vec<_> =
+            text.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
+        let wrong = |body: &str| format!("src/{}: unreadable mirror: {body}", file.display());
+        for (number, line) in lines.iter().enumerate() {
+            let body = || {
+                let body = lines[number + 1..].iter().take_while(|line| **line != "}");
+                body.map(|line| line.trim()).collect::<Vec<_>>().join(" ")
+            };
+            if *line == "numbers! {" {
+                for one in body().split_terminator(';') {
+                    let (_, pair) = one.split_once('=').ok_or_else(|| wrong(one))?;
+                    let (name, value) = pair.split_once(',').ok_or_else(|| wrong(one))?;
+                    self.numbers.push((name.trim().into(), value.trim().replace('_', "")));
+                }
+            } else if *line == "mirror! {" {
+                let body = body();
+                let read = || {
+                    let (head, fields) = body.trim_end_matches([' ', '}']).split_once('{')?;
+                    let (attributes, names) = head.split_once("struct ")?;
+                    let (rust, cpp) = names.split_once('=')?;
+                    let align = attributes.split_once("align(").map_or(Some("1"), |(_, rest)| {
+                        rest.split_once(')').map(|(align, _)| align)
+                    });
+                    let fields = fields.split_terminator(", ").map(|field| {
+                        let (name, of) = field.trim().trim_end_matches(',').split_once(": ")?;
+                        Some((name.to_string(), of.to_string()))
+                    });
+                    Some(Struct {
+                        file: file.clone(),
+                        rust: rust.trim().into(),
+                        cpp: cpp.trim().into(),
+                        align: align?.parse().ok()?,
+                        fields: fields.collect::<Option<_>>()?,
+                    })
+                };
+                self.structs.push(read().ok_or_else(|| wrong(&body))?);
+            }
+        }
+        Ok(())
+    }
+
+    /// The size of a struct, and where its fields begin, by the rules of C.
+    fn layout(&self, of: &Struct) -> Result<(Layout, Vec<usize>), String> {
+        let mut whole = Layout { size: 0, align: of.align };
+        let mut offsets = Vec::new();
+        for (_, field) in &of.fields {
+            let field = self.layout_of_type(field, &of.file)?;
+            let offset = whole.size.next_multiple_of(field.align);
+            offsets.push(offset);
+            whole = Layout { size: offset + field.size, align: whole.align.max(field.align) };
+        }
+        whole.size = whole.size.next_multiple_of(whole.align);
+        Ok((whole, offsets))
+    }
+
+    /// The layout of a type that a field in `file` has.
+    fn layout_of_type(&self, of: &str, file: &Path) -> Result<Layout, String> {
+        let scalar = |size| Ok(Layout { size, align: size });
+        if of.starts_with('*') {
+            return scalar(8);
+        }
+        let array = of.strip_prefix('[').and_then(|of| of.strip_suffix(']')?.split_once("; "));
+        if let Some((element, count)) = array {
+            let element = self.layout_of_type(element, file)?;
+            let count: usize = count.parse().map_err(|_| format!("src: no length in {of}"))?;
+            return Ok(Layout { size: element.size * count, ..element });
+        }
+        match of {
+            "u8" => return scalar(1),
+            "u32" | "i32" | "f32" | "c_uint" => return scalar(4),
+            "u64" | "i64" | "f64" => return scalar(8),
+            _ => {}
+        }
+        // A struct of this file, of the module that its path names, or the only one of the name.
+        let (module, name) =
+            of.strip_prefix("crate::").unwrap_or(of).rsplit_once("::").unwrap_or(("", of));
+        let named = || self.structs.iter().filter(|one| one.rust == name);
+        let is_of_module = |one: &&Struct| one.file.with_extension("").starts_with(module);
+        let here = named().find(|one| module.is_empty() && one.file == file);
+        let found = here.or_else(|| named().find(is_of_module));
+        let found = found.ok_or_else(|| format!("src/{}: no mirror of {of}", file.display()))?;
+        Ok(self.layout(found)?.0)
+    }
 }
 
 fn flags() -> Result<Vec<String>, String> {

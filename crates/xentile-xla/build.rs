@@ -1,15 +1,20 @@
-//! Names the shared library for those who link it, and says where it is tested.
+//! Names the shared library for those who link it, says where it is tested, and lists the operations: the
+//! folders of `src` with handlers, which are files by the platform's name.
 //!
 //! `XENTILE_SONAME` is the name, `libxentile_xla.so` without it: scripts/install.sh, which makes the links
 //! to versions that a prefix has, gives one with a version.
 
-fn main() {
+use std::path::Path;
+use std::{env, fs, io};
+
+fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=src");
     println!("cargo::rerun-if-env-changed=XENTILE_SONAME");
-    let target = |part: &str| std::env::var(format!("CARGO_CFG_TARGET_{part}")).unwrap_or_default();
+    let target = |part: &str| env::var(format!("CARGO_CFG_TARGET_{part}")).unwrap_or_default();
     let (system, environment) = (target("OS"), target("ENV"));
     if system == "linux" {
-        let name = std::env::var("XENTILE_SONAME").unwrap_or_else(|_| "libxentile_xla.so".into());
+        let name = env::var("XENTILE_SONAME").unwrap_or_else(|_| "libxentile_xla.so".into());
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{name}");
     }
     if (system.as_str(), environment.as_str()) != ("linux", "gnu") {
@@ -19,4 +24,29 @@ fn main() {
              WSL 2 runs all of them)"
         );
     }
+    let folder = env::var_os("OUT_DIR").unwrap_or_default();
+    let folder = Path::new(&folder);
+    let operations = with_file("cpu.rs")?;
+    fs::write(folder.join("declarations.rs"), list(&operations, "DECLARATIONS"))?;
+    fs::write(folder.join("host_targets.rs"), list(&operations, "cpu::TARGETS"))?;
+    fs::write(folder.join("cuda_targets.rs"), list(&with_file("cuda.rs")?, "cuda::TARGETS"))
+}
+
+/// The names of folders that have a file `name`, in order.
+fn with_file(name: &str) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("src")? {
+        let path = entry?.path();
+        if path.join(name).is_file() {
+            found.extend(path.file_name().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The constant `item` of each module, as an array.
+fn list(modules: &[String], item: &str) -> String {
+    let items: String = modules.iter().map(|name| format!("crate::{name}::{item},\n")).collect();
+    format!("&[\n{items}]\n")
 }

@@ -6,9 +6,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import case
 
 from pallas_bridge import causal_conv1d
 
+
+def _of_segments(x: Any, weight: Any, bias: Any, state: Any, ids: Any, **options: Any) -> Any:
+    return causal_conv1d(
+        x,
+        weight,
+        bias,
+        initial_state=state,
+        segment_ids=ids,
+        return_final_state=True,
+        **options,
+    )
+
+
+CASES = (
+    case(
+        "causal_conv1d",
+        causal_conv1d,
+        "x: B S F",
+        "weight: F W",
+        "bias: F",
+        variants=({}, {"activation": "silu"}),
+        extents={"W": 4},
+    ),
+    case(
+        "causal_conv1d of segments with a state",
+        _of_segments,
+        "x: B S F",
+        "weight: F W",
+        "bias: F",
+        "state: B L F",
+        "ids: B S < C",
+        variants=({}, {"activation": "silu"}),
+        extents={"W": 3, "L": 2},
+    ),
+)
 ROUNDING = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 FLAGS = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
 

@@ -13,13 +13,15 @@ from pallas_bridge._src import doctor, implementations, library, platforms
 
 import pallas_bridge
 
+SOURCES = Path(pallas_bridge.__file__).parent
+# Those with examples.
 MODULES = (
     "pallas_bridge.optax",
-    "pallas_bridge._src.causal_conv1d.api",
-    "pallas_bridge._src.cross_entropy.api",
-    "pallas_bridge._src.linear_cross_entropy.api",
-    "pallas_bridge._src.norm.api",
-    "pallas_bridge._src.rope.api",
+    *(
+        f"pallas_bridge._src.{path.parent.name}.api"
+        for path in sorted(SOURCES.glob("_src/*/api.py"))
+        if ">>>" in path.read_text(encoding="utf-8")
+    ),
 )
 
 

@@ -17,6 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 # An allocation of the driver's for every array, so that its ends are known.
@@ -28,7 +29,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from pallas_bridge._src.arrays import Signature
-from pallas_bridge._src.targets import declared
+from pallas_bridge._src.targets import declared, every
 
 import pallas_bridge
 
@@ -751,6 +752,64 @@ def attention_cases(quick: bool) -> Iterator[Attention]:
             yield Attention("flash_attention", dtype, shape, ("sinks",) if quick else options)
 
 
+@dataclass(frozen=True)
+class Plain(Case):
+    """A call of a target that no case above has, compared with its kernel for CPUs."""
+
+    dtype: str
+    # The extent of every named axis.
+    extent: int
+    attributes: tuple[tuple[str, Any], ...]
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Compares results with those of the CPU."""
+        one, values = declared(f"xentile_{self.target}"), dict(self.attributes)
+        arrays = {array["name"]: array for array in one.declared["operands"]}
+        operands = []
+        for array in arrays.values():
+            given = array["given"]
+            if given != "always" and not values[given["where"]]:
+                continue
+            (dims,) = one.dims(array["name"], **values)
+            shape = [
+                2 if axis == "*batch" else int(axis) if axis.isdigit() else self.extent
+                for axis in dims.split()
+            ]
+            if array["dtype"] == ["s32"]:
+                operands.append(np.sort(rng.integers(0, 4, shape)).astype(np.int32))
+            else:
+                operands.append(rng.normal(size=shape).astype(DTYPES[self.dtype]))
+        found = call(self.target, operands, values)
+        with jax.default_device(jax.devices("cpu")[0]):
+            wanted = call(self.target, operands, values)
+        hold(found, [one.astype(np.float64) for one in wanted], OFF[self.dtype])
+
+
+def plain_cases(known: Sequence[Case]) -> Iterator[Plain]:
+    """Every target for both platforms whose attributes are flags and lists of numbers.
+
+    Each number has a call with all flags and one with none, rows of whole vectors and others.
+    """
+    own = tuple(f"xentile_{case.target}" for case in known)
+    for name, one in every().items():
+        attributes = one.declared["attributes"]
+        flags = [each["name"] for each in attributes if each["type"] == "bool"]
+        lists = {
+            each["name"]: each["range"]
+            for each in attributes
+            if each["type"] == "s64" and isinstance(each["range"], list)
+        }
+        is_plain = len(lists) + len(flags) == len(attributes)
+        if not is_plain or name.startswith(own) or not all(one.declared["handlers"].values()):
+            continue
+        for dtype in DTYPES:
+            for numbers in product(*lists.values()):
+                for is_set in (False, True):
+                    values = (*zip(lists, numbers, strict=True), *((key, is_set) for key in flags))
+                    for extent in (152, 149):
+                        yield Plain(name.removeprefix("xentile_"), dtype, extent, values)
+
+
 def main() -> int:
     """Runs all cases; the exit code is 1 where one gave what cannot be right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -767,7 +826,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", arguments.platform)
+    jax.config.update("jax_platforms", f"{arguments.platform},cpu")
     jax.config.update("jax_enable_x64", True)
     library = pallas_bridge.info().library
     if library is None or arguments.platform not in library.platforms:
@@ -786,6 +845,7 @@ def main() -> int:
         *attention_cases(arguments.quick),
         *linear_cases(),
     ]
+    known += plain_cases(known)
     if arguments.no_products:
         known = [case for case in known if not case.has_products]
     if arguments.no_bulk_stores:

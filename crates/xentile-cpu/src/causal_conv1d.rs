@@ -4,6 +4,9 @@
 //! chunk of channels: the rows before stay in registers as a chunk walks down a tile, and the rows of a tile in
 //! the nearest caches. Weight and bias are converted to f32 once a call, in the order of a chunk's lanes.
 
+#[cfg(feature = "operation")]
+pub(crate) mod operation;
+
 use std::marker::PhantomData;
 
 use xentile::causal_conv1d::{BLOCK_TOKENS, CausalConv1d};
@@ -594,6 +597,111 @@ unsafe fn store<S: Simd, E: Element>(s: S, chunk: Chunk<S>, to: *mut E, at: Chan
         match at.count == S::CHUNK {
             true => s.store(chunk, to),
             false => s.store_part(chunk, to, at.count),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use xentile::causal_conv1d::Reference;
+
+    use super::*;
+    use crate::{Isa, Threads};
+
+    /// A number between -1 and 1.
+    fn number(seed: usize) -> f64 {
+        (1.7 * seed as f64 + (seed * seed % 97) as f64).sin()
+    }
+
+    fn close<E: Element>(name: &str, found: &[E], expected: &[f64], roundings: f64) {
+        for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let error = (found.to_f64() - expected).abs();
+            let bound = roundings * E::DTYPE.ulp(1.0) * expected.abs().max(1.0);
+            assert!(error <= bound, "{name}[{index}] is {}, not {expected}", found.to_f64());
+        }
+    }
+
+    /// All results of sequences with everything that there is against the reference, outputs poisoned first.
+    fn check<E: Element>(isa: Isa, width: usize, tokens: usize, channels: usize) {
+        let conv = CausalConv1d { width, silu: true, batch: 2, tokens, channels };
+        let mut seed = 0;
+        let mut numbers = |count: usize| -> Vec<E> {
+            seed += 1000;
+            (0..count).map(|index| E::from_f32(number(seed + index) as f32)).collect()
+        };
+        let (rows, states) = (2 * tokens * channels, 2 * (width - 1) * channels);
+        let [x, dy, state] = [rows, rows, states].map(&mut numbers);
+        let weight: Vec<f32> = (0..channels * width).map(|i| number(7 + i) as f32).collect();
+        let bias: Vec<f32> = (0..channels).map(|i| number(3 + i) as f32).collect();
+        let segments: Vec<i32> = (0..2 * tokens).map(|i| (i * i / 40 % 3) as i32).collect();
+        let operands = Operands {
+            x: &x,
+            weight: Weight::F32(&weight),
+            bias: Some(Weight::F32(&bias)),
+            state: Some(&state),
+            segments: Some(&segments),
+        };
+        let pool = Threads::new(2).unwrap();
+        let kernel = Kernel::new(conv, Launch { isa, pool: &pool }).unwrap();
+        let poison = E::from_f32(f32::NAN);
+        let [mut y, mut dx] = [rows; 2].map(|count| vec![poison; count]);
+        let mut dstate = vec![poison; states];
+        let blocks = 2 * conv.blocks() * channels;
+        let [mut dweight, mut dbias] = [blocks * width, blocks].map(|count| vec![f32::NAN; count]);
+        kernel.forward(operands, &mut y).unwrap();
+        let gradients = Gradients {
+            x: &mut dx,
+            weight: &mut dweight,
+            bias: Some(&mut dbias),
+            state: Some(&mut dstate),
+        };
+        kernel.backward(operands, &dy, gradients).unwrap();
+        let wide = |all: &[E]| all.iter().map(|x| x.to_f64()).collect::<Vec<f64>>();
+        let of_channels = |all: &[f32]| all.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+        let (weight, bias) = (of_channels(&weight), of_channels(&bias));
+        for sequence in 0..2 {
+            let part = |all: &[E]| {
+                let each = all.len() / 2;
+                wide(&all[sequence * each..][..each])
+            };
+            let (x, state) = (part(&x), part(&state));
+            let reference = Reference {
+                conv,
+                x: &x,
+                weight: &weight,
+                bias: Some(&bias),
+                state: Some(&state),
+                segments: Some(&segments[sequence * tokens..][..tokens]),
+            };
+            let of = |all: &[E]| all[sequence * all.len() / 2..][..all.len() / 2].to_vec();
+            close("y", &of(&y), &reference.forward(), 8.0);
+            let expected = reference.backward(&part(&dy));
+            close("dx", &of(&dx), &expected.x, 8.0);
+            close("dstate", &of(&dstate), &expected.state, 8.0);
+            for (name, sums, expected) in
+                [("dweight", &dweight, &expected.weight), ("dbias", &dbias, &expected.bias)]
+            {
+                let each = sums.len() / 2;
+                let blocks = sums[sequence * each..][..each].chunks_exact(expected.len());
+                let mut total = vec![0.0_f32; expected.len()];
+                for block in blocks {
+                    total.iter_mut().zip(block).for_each(|(total, sum)| *total += sum);
+                }
+                close(name, &total, expected, tokens as f64 + 8.0);
+            }
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_agrees_with_the_reference() {
+        for isa in Isa::available() {
+            for width in 2..=4 {
+                check::<f32>(isa, width, 150, 37);
+                check::<bf16>(isa, width, 18, 70);
+                check::<f32>(isa, width, 1, 5);
+                check::<f32>(isa, width, 0, 5);
+            }
         }
     }
 }

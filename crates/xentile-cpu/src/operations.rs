@@ -1,23 +1,12 @@
-//! Kernels by an operation's name, a line each.
+//! Kernels by an operation's name.
 
 use crate::operation::Kernels;
-use crate::{activation, cross_entropy, flash_attention, fp8_quantize, norm, rope};
 
-/// The kernels of each operation that has any here.
-const KERNELS: &[&dyn Kernels] = &[
-    &cross_entropy::operation::KERNELS,
-    &norm::operation::RMS_KERNELS,
-    &norm::operation::LAYER_KERNELS,
-    &activation::operation::KERNELS,
-    &rope::operation::KERNELS,
-    &flash_attention::operation::KERNELS,
-    &fp8_quantize::operation::KERNELS,
-    &fp8_quantize::operation::SWIGLU,
-    &fp8_quantize::operation::RMS_NORM,
-];
+/// The kernels of each module with a file `operation.rs`; build.rs makes the list.
+const LISTS: &[&[&dyn Kernels]] = include!(concat!(env!("OUT_DIR"), "/operations.rs"));
 
 /// The kernels of the operation called `name`.
 #[must_use]
 pub fn kernels(name: &str) -> Option<&'static dyn Kernels> {
-    KERNELS.iter().copied().find(|kernels| kernels.name() == name)
+    LISTS.iter().copied().flatten().copied().find(|kernels| kernels.name() == name)
 }

@@ -21,6 +21,7 @@ pub mod activation;
 mod bias;
 mod blas;
 mod cache;
+pub mod causal_conv1d;
 pub mod cross_entropy;
 mod device;
 mod driver;

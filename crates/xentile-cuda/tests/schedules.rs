@@ -38,8 +38,8 @@ use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Opera
 /// Runs [`schedules`] as a process that finds the fake libraries, on a GPU of `capability`.
 fn run(capability: &str, variables: &[(&str, &str)]) {
     let sizes = [
-        ("ROWS_BYTES", cross_entropy::Arguments::LAYOUT.size),
-        ("PRODUCT_BYTES", fused_product::Arguments::LAYOUT.size),
+        ("ROWS_BYTES", size_of::<cross_entropy::Arguments>()),
+        ("PRODUCT_BYTES", size_of::<fused_product::Arguments>()),
     ];
     let folder = fake::driver(&["driver.c", "host.c"], &sizes);
     let output = Command::new(std::env::current_exe().unwrap())

@@ -1,13 +1,15 @@
 //! Causal depthwise convolution: the attributes and shapes of its targets, on any platform.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 
 use xentile::causal_conv1d::CausalConv1d;
 use xla_ffi::{Decoder, Error, Parameter, Result};
 
 use crate::declaration::{
-    ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, Range, S32, Stages,
-    attribute, cotangent, gradient, input, output,
+    ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, Range, S32, attribute,
+    cotangent, gradient, input, output,
 };
 
 /// `*batch`, then the W - 1 tokens before the first.
@@ -41,7 +43,6 @@ pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_causal_conv1d_forward",
     summary: "The causal depthwise convolution of sequences along T, and SiLU of it on request.",
-    cuda: Stages::None,
     operands: &[X, W, BIAS, INITIAL_STATE, SEGMENT_IDS],
     results: &[output("y", "*batch T C", Dtype::Like("x"))],
     attributes: &[ATTRIBUTES],
@@ -51,7 +52,6 @@ pub(crate) const FORWARD: Declaration = Declaration {
 pub(crate) const BACKWARD: Declaration = Declaration {
     name: c"xentile_causal_conv1d_backward",
     summary: "dx, the gradient of the initial state, and sums over blocks of tokens of dweight and dbias.",
-    cuda: Stages::None,
     operands: &[
         X,
         W,

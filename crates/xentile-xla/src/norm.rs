@@ -16,8 +16,8 @@ pub(crate) const EPS: AttributeDecl = attribute("eps", Range::Between(0.0, f64::
 pub(crate) const ZERO_CENTRED: AttributeDecl = attribute("zero_centred", Range::Bool);
 const RMS_ATTRIBUTES: &[AttributeDecl] = &[EPS, ZERO_CENTRED];
 
-pub(crate) const RMS_DECLARATIONS: &[Declaration] =
-    &[RMS_FORWARD, RMS_ADD_FORWARD, RMS_BACKWARD, RMS_ADD_BACKWARD];
+pub(crate) const DECLARATIONS: &[Declaration] =
+    &[LAYER_FORWARD, LAYER_BACKWARD, RMS_FORWARD, RMS_ADD_FORWARD, RMS_BACKWARD, RMS_ADD_BACKWARD];
 
 pub(crate) const RMS_FORWARD: Declaration = Declaration {
     name: c"xentile_rms_norm_forward",
@@ -74,8 +74,6 @@ pub(crate) const RMS_ADD_BACKWARD: Declaration = Declaration {
     ],
     ..RMS_BACKWARD
 };
-
-pub(crate) const LAYER_DECLARATIONS: &[Declaration] = &[LAYER_FORWARD, LAYER_BACKWARD];
 
 pub(crate) const LAYER_FORWARD: Declaration = Declaration {
     name: c"xentile_layer_norm_forward",

@@ -18,6 +18,9 @@
 //! - `dw[c, j] = sum_t g[t, c] x[t - W + 1 + j, c]` and `db[c] = sum_t g[t, c]`, in f32, as partial sums over
 //!   blocks of [`BLOCK_TOKENS`] tokens of each sequence. No number depends on how many threads there are.
 
+#[cfg(feature = "operation")]
+pub mod operation;
+
 use crate::error::check_length;
 use crate::shape::is_addressable;
 use crate::{Error, Result};

@@ -1,29 +1,24 @@
 //! Every operation there is.
 
-use crate::operation::Operation;
-use crate::{
-    activation, cross_entropy, flash_attention, fp8_quantize, linear_cross_entropy, norm,
-    rms_norm_fp8, rope, swiglu_fp8,
-};
+use std::sync::LazyLock;
 
-/// Every operation, the default first.
-const OPERATIONS: &[&dyn Operation] = &[
-    &cross_entropy::operation::OPERATION,
-    &linear_cross_entropy::operation::OPERATION,
-    &norm::operation::RMS_NORM,
-    &norm::operation::LAYER_NORM,
-    &activation::operation::OPERATION,
-    &rope::operation::OPERATION,
-    &flash_attention::operation::OPERATION,
-    &fp8_quantize::operation::OPERATION,
-    &swiglu_fp8::operation::OPERATION,
-    &rms_norm_fp8::operation::OPERATION,
-];
+use crate::operation::Operation;
+
+/// The operation of a config that names none.
+const DEFAULT: &str = "cross_entropy";
+
+/// The operations of each module with a file `operation.rs`; build.rs makes the list.
+const LISTS: &[&[&dyn Operation]] = include!(concat!(env!("OUT_DIR"), "/operations.rs"));
 
 /// Every operation, the default first.
 #[must_use]
 pub fn operations() -> &'static [&'static dyn Operation] {
-    OPERATIONS
+    static ALL: LazyLock<Vec<&dyn Operation>> = LazyLock::new(|| {
+        let mut all = LISTS.concat();
+        all.sort_by_key(|operation| operation.name() != DEFAULT);
+        all
+    });
+    &ALL
 }
 
 /// The operation called `name`.

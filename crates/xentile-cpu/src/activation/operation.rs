@@ -10,6 +10,9 @@ use crate::operation::{Kernels, Run};
 /// The kernels of activations.
 pub(crate) const KERNELS: OfRows = OfRows;
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&KERNELS];
+
 /// The kernels of activations.
 pub(crate) struct OfRows;
 

@@ -19,6 +19,9 @@ use crate::{InOut, Parallel, operation};
 /// The kernels of cross-entropy.
 pub(crate) const KERNELS: OfLogits = OfLogits;
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&KERNELS];
+
 /// The kernels of cross-entropy.
 pub(crate) struct OfLogits;
 

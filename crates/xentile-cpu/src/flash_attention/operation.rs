@@ -11,6 +11,9 @@ use crate::operation::{Kernels, Run};
 /// The kernels of attention.
 pub(crate) const KERNELS: OfSequence = OfSequence;
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&KERNELS];
+
 /// The kernels of attention of one sequence.
 pub(crate) struct OfSequence;
 

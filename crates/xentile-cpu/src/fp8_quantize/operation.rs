@@ -92,6 +92,9 @@ impl<E: Element + ArrayElement> Run for Gated<'_, E> {
 /// The kernel of RMSNorm, and that of quantisation after it.
 pub(crate) const RMS_NORM: RmsNorm = RmsNorm;
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&KERNELS, &SWIGLU, &RMS_NORM];
+
 /// The kernel of RMSNorm, and that of quantisation after it.
 pub(crate) struct RmsNorm;
 

@@ -1,8 +1,8 @@
 //! The kernels of norms for tools.
 
 use half::{bf16, f16};
+use xentile::norm::Kind;
 use xentile::norm::operation::{LAYER_NORM, NormOperation, RMS_NORM, shape};
-use xentile::norm::{Kind, NormShape};
 use xentile::operation::{Array, ArrayElement, Arrays, Operation, Pass, Problem};
 use xentile::{Element, Result, by_dtype};
 
@@ -15,6 +15,9 @@ pub(crate) const RMS_KERNELS: NormKernels = NormKernels(RMS_NORM);
 /// The kernels of LayerNorm.
 pub(crate) const LAYER_KERNELS: NormKernels = NormKernels(LAYER_NORM);
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&RMS_KERNELS, &LAYER_KERNELS];
+
 /// Blocks of partial sums, whatever the number of threads.
 const BLOCKS: usize = 64;
 
@@ -23,7 +26,7 @@ pub(crate) struct NormKernels(NormOperation);
 
 impl<'a> Weight<'a> {
     /// The array called `name`, if there is one.
-    fn of(inputs: &'a Arrays<'_>, name: &str) -> Option<Self> {
+    pub(crate) fn of(inputs: &'a Arrays<'_>, name: &str) -> Option<Self> {
         Some(match inputs.get(name)? {
             Array::Bf16(_) => Self::Bf16(inputs.expect::<bf16>(name)),
             Array::F16(_) => Self::F16(inputs.expect::<f16>(name)),
@@ -122,7 +125,7 @@ impl<E: Element + ArrayElement> NormRun<'_, E> {
         let (statistics, dsum) = (Statistics { mean: &mean[..], rstd }, cotangents.slice("dsum"));
         self.kernel.backward(gradient, statistics, dsum, partial, dbias)?;
         for (name, partial) in ["dweight", "dbias"].into_iter().zip(&self.partial) {
-            add_blocks(partial, shape, results.get_mut(name));
+            add_blocks(partial, shape.columns(), results.get_mut(name));
         }
         Ok(())
     }
@@ -142,17 +145,17 @@ impl<E: Element + ArrayElement> Run for NormRun<'_, E> {
     }
 }
 
-/// Adds the blocks of `partial` `[P, D]` in their order, and rounds once.
-fn add_blocks(partial: &[f32], shape: NormShape, result: Option<&mut Array<'_>>) {
+/// Adds the blocks of `partial` `[P, columns]` in their order, and rounds once.
+pub(crate) fn add_blocks(partial: &[f32], columns: usize, result: Option<&mut Array<'_>>) {
     fn rounded<W: Element>(partial: &[f32], columns: usize, result: &mut [W]) {
         for (column, result) in result.iter_mut().enumerate() {
             *result = W::from_f32(partial[column..].iter().step_by(columns).sum());
         }
     }
     match result {
-        Some(Array::F32(result)) => rounded(partial, shape.columns(), result.to_mut()),
-        Some(Array::Bf16(result)) => rounded(partial, shape.columns(), result.to_mut()),
-        Some(Array::F16(result)) => rounded(partial, shape.columns(), result.to_mut()),
+        Some(Array::F32(result)) => rounded(partial, columns, result.to_mut()),
+        Some(Array::Bf16(result)) => rounded(partial, columns, result.to_mut()),
+        Some(Array::F16(result)) => rounded(partial, columns, result.to_mut()),
         _ => (),
     }
 }

@@ -12,6 +12,9 @@ use crate::operation::{Kernels, Run};
 /// The kernels of rotary position embedding.
 pub(crate) const KERNELS: OfHeads = OfHeads;
 
+/// The kernels of this module.
+pub(crate) const ALL: &[&dyn Kernels] = &[&KERNELS];
+
 /// The kernels of rotary position embedding.
 pub(crate) struct OfHeads;
 

@@ -12,7 +12,7 @@ mirror! {
         hidden: TensorMap,
         weight: TensorMap,
         dlogits: TensorMap,
-        row: Row,
+        row: crate::cross_entropy::Arguments,
         sums: *mut c_void,
         values: *mut f32,
         rounded: *mut f32,

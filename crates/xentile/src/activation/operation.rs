@@ -16,6 +16,9 @@ use crate::{Element, Error, Result, by_dtype};
 /// Activations of rows, of one array or gated.
 pub const OPERATION: OfRows = OfRows;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct OfRows;

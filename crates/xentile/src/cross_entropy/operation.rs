@@ -22,6 +22,9 @@ use crate::{DType, Element, Error, Labels, LogitsShape, Result, by_dtype};
 /// Cross-entropy over logits.
 pub const OPERATION: Logits = Logits;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation over logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Logits;

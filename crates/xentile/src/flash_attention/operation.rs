@@ -19,6 +19,9 @@ use crate::{DType, Element, Error, Result, by_dtype};
 /// Attention of one sequence.
 pub const OPERATION: Attention = Attention;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention;

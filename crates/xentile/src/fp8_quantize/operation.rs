@@ -13,6 +13,9 @@ use crate::{Element, Result, by_dtype};
 /// FP8 quantisation of rows.
 pub const OPERATION: OfRows = OfRows;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct OfRows;

@@ -27,6 +27,9 @@ use crate::{DType, Element, Error, Result, by_dtype};
 /// Cross-entropy of hidden states against an output matrix.
 pub const OPERATION: Hidden = Hidden;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation over hidden states.
 #[derive(Clone, Copy, Debug)]
 pub struct Hidden;

@@ -18,6 +18,9 @@ pub const RMS_NORM: NormOperation = NormOperation(Kind::Rms);
 /// LayerNorm of rows, with a bias or without.
 pub const LAYER_NORM: NormOperation = NormOperation(Kind::Layer);
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&RMS_NORM, &LAYER_NORM];
+
 /// One of the two operations.
 #[derive(Clone, Copy, Debug)]
 pub struct NormOperation(Kind);

@@ -16,6 +16,9 @@ use crate::{Element, Result, by_dtype};
 /// RMSNorm of rows, with a residual or without, quantised.
 pub const OPERATION: Norm = Norm;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm;

@@ -18,6 +18,9 @@ use crate::{Element, Error, Result, by_dtype};
 /// Rotary position embedding of the heads of tokens.
 pub const OPERATION: OfHeads = OfHeads;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct OfHeads;

@@ -18,6 +18,9 @@ use crate::{Element, Error, Result, by_dtype};
 /// SwiGLU of rows, quantised.
 pub const OPERATION: OfRows = OfRows;
 
+/// The operations of this module.
+pub const ALL: &[&dyn Operation] = &[&OPERATION];
+
 /// The operation.
 #[derive(Clone, Copy, Debug)]
 pub struct OfRows;

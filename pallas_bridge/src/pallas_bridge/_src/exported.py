@@ -15,12 +15,11 @@
 Residual, bias and sinks, and what follows from them, are there if the config has them; dx is the
 residual's gradient too. Packed texts with as many keys as queries have segment ids [T]; others the
 first key that each query sees, and the one behind the last, [T] each. An operation that is not
-here has a module `exported` in its folder.
+here has `EXPORTS` in its module `api`, or a module `exported` in its folder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
@@ -34,11 +33,11 @@ from .exporting import (
     DTYPES,
     Cell,
     ConfigError,
+    Exports,
     Program,
     check_extent,
-    check_options,
-    no_tile,
-    settings_alone,
+    checked,
+    flag,
     tokens_of,
     weight_dtype_of,
 )
@@ -52,61 +51,6 @@ from .rope.api import rope
 FORMATS = {"f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2}
 LAYOUTS = ("single", "halves", "interleaved")
 Shape = jax.ShapeDtypeStruct
-
-
-@dataclass(frozen=True)
-class Exports:
-    """What export asks of an operation."""
-
-    # Returns a cell's program of the options that it names.
-    make: Callable[[Cell, dict[str, Any]], Program]
-    options: tuple[str, ...]
-    # Keys of a config that name extents, and others with how each is read of the config.
-    extents: tuple[str, ...]
-    keys: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-
-    # The default first.
-    PLATFORMS = ("cpu", "cuda", "tpu")
-    tile, described = staticmethod(no_tile), staticmethod(settings_alone)
-
-    def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """Returns the keys of a config that the operation alone has.
-
-        Raises:
-            ConfigError: a key that is missing, or a value that is not taken.
-        """
-        for name in self.extents:
-            check_extent(name, config.get(name))
-        found = {name: config[name] for name in self.extents}
-        more = {name: read(config) for name, read in self.keys.items()}
-        return SimpleNamespace(**found, **more)
-
-    def program(self, cell: Cell) -> Program:
-        """Returns a cell's program.
-
-        Raises:
-            ConfigError: an option that is not known, outside its range, or without a meaning.
-        """
-        check_options(cell.options, self.options)
-        given = {name: value for name, value in cell.options.items() if value is not None}
-        return self.make(cell, given)
-
-
-def _flag(name: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda config: bool(config.get(name))
-
-
-def _checked(made: Program) -> Program:
-    """Returns a program.
-
-    Raises:
-        ConfigError: its options are outside their range.
-    """
-    try:
-        jax.eval_shape(made.function, *made.arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"options: {error}") from None
-    return made
 
 
 def _layout(config: Mapping[str, Any]) -> str:
@@ -187,7 +131,7 @@ def _rope(cell: Cell, given: dict[str, Any]) -> Program:
     rows = Shape((cell.tokens, heads, head_dim), DTYPES[cell.dtype])
     positions = Shape((cell.tokens,), jnp.int32)
     arguments = [rows, positions, rows]
-    return _checked(Program("forward_and_backward", forward_and_backward, arguments))
+    return checked(Program("forward_and_backward", forward_and_backward, arguments))
 
 
 def _keys(config: Mapping[str, Any]) -> int:
@@ -274,7 +218,7 @@ def _fp8(
     def forward(*arrays: Any) -> Any:
         return tuple(jax.tree.leaves(function(*arrays, **options)))
 
-    return _checked(Program("forward", forward, arguments))
+    return checked(Program("forward", forward, arguments))
 
 
 def _fp8_quantize(cell: Cell, options: dict[str, Any]) -> Program:
@@ -299,13 +243,13 @@ NORM = ("eps", "zero_centred")
 QUANTIZATION = ("granularity", "block_size", "power_of_two", "format", "transposed")
 RMS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "weight_dtype": weight_dtype_of,
-    "residual": _flag("residual"),
+    "residual": flag("residual"),
 }
 EXPORTS: Mapping[str, Exports] = {
     "activation": Exports(_activation, ("kind", *GATE), ("mlp",), {"layout": _layout}),
     "rms_norm": Exports(_norm, NORM, ("hidden",), RMS),
     "layer_norm": Exports(
-        _norm, ("eps",), ("hidden",), {"weight_dtype": weight_dtype_of, "bias": _flag("bias")}
+        _norm, ("eps",), ("hidden",), {"weight_dtype": weight_dtype_of, "bias": flag("bias")}
     ),
     "rope": Exports(_rope, ("base", "interleaved", "rotary_dim"), ("heads", "head_dim")),
     "flash_attention": Exports(
@@ -315,7 +259,7 @@ EXPORTS: Mapping[str, Exports] = {
         {
             "kv_heads": _kv_heads,
             "keys": _keys,
-            "sinks": _flag("sinks"),
+            "sinks": flag("sinks"),
             "segments": lambda config: config.get("segments"),
         },
     ),

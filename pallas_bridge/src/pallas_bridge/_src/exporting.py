@@ -1,14 +1,15 @@
 """What an operation says of its programs for tools that run no Python.
 
-Its entry of `exported.EXPORTS`, or the module `exported` of its folder, has `PLATFORMS`, the
-platforms of its programs, the default first; `settings(config)`, what its own keys of a config say;
-`program(cell)`; `tile(cell)`, the tile that kernels take, None where they choose for where they
-run; and `described(cell, program)`, what its manifest has of its own.
+Its entry of `exported.EXPORTS`, `EXPORTS` of its module `api`, or its module `exported` has
+`PLATFORMS`, the platforms of its programs, the default first; `settings(config)`, what its own
+keys of a config say; `program(cell)`; `tile(cell)`, the tile that kernels take, None where they
+choose for where they run; and `described(cell, program)`, what its manifest has of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -105,3 +106,59 @@ def check_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
     if unknown := sorted({*options} - {*known}):
         names = ", ".join(known)
         raise ConfigError(f"unknown key options.{unknown[0]}; the options are {names}")
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What export asks of an operation."""
+
+    # Returns a cell's program of the options that it names.
+    make: Callable[[Cell, dict[str, Any]], Program]
+    options: tuple[str, ...]
+    # Keys of a config that name extents, and others with how each is read of the config.
+    extents: tuple[str, ...]
+    keys: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+
+    # The default first.
+    PLATFORMS = ("cpu", "cuda", "tpu")
+    tile, described = staticmethod(no_tile), staticmethod(settings_alone)
+
+    def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
+        """Returns the keys of a config that the operation alone has.
+
+        Raises:
+            ConfigError: a key that is missing, or a value that is not taken.
+        """
+        for name in self.extents:
+            check_extent(name, config.get(name))
+        found = {name: config[name] for name in self.extents}
+        more = {name: read(config) for name, read in self.keys.items()}
+        return SimpleNamespace(**found, **more)
+
+    def program(self, cell: Cell) -> Program:
+        """Returns a cell's program.
+
+        Raises:
+            ConfigError: an option that is not known, outside its range, or without a meaning.
+        """
+        check_options(cell.options, self.options)
+        given = {name: value for name, value in cell.options.items() if value is not None}
+        return self.make(cell, given)
+
+
+def flag(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns how a flag is read of a config."""
+    return lambda config: bool(config.get(name))
+
+
+def checked(made: Program) -> Program:
+    """Returns a program.
+
+    Raises:
+        ConfigError: its options are outside their range.
+    """
+    try:
+        jax.eval_shape(made.function, *made.arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"options: {error}") from None
+    return made

@@ -29,12 +29,15 @@ class Operation:
     without: tuple[tuple[str, str], ...] = ()
 
     def exports(self) -> Any:
-        """Returns its entry of `exported.EXPORTS`, or the module `exported` of its folder.
+        """Returns its entry of `exported.EXPORTS`, `EXPORTS` of its `api`, or its `exported`.
 
         They are loaded late: tools alone want them.
         """
-        entry = importlib.import_module(f"{__package__}.exported").EXPORTS.get(self.name)
-        return entry or importlib.import_module(f"{__package__}.{self.name}.exported")
+        if entry := importlib.import_module(f"{__package__}.exported").EXPORTS.get(self.name):
+            return entry
+        folder = f"{__package__}.{self.name}"
+        entry = getattr(importlib.import_module(f"{folder}.api"), "EXPORTS", None)
+        return entry or importlib.import_module(f"{folder}.exported")
 
     def __repr__(self) -> str:
         """Its name."""

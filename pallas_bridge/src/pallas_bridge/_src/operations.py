@@ -1,7 +1,7 @@
 """The operations there are; each is declared in its folder, and named here alone."""
 
 from .activation.declaration import OPERATION as ACTIVATION
-from .causal_conv1d.declaration import OPERATION as CAUSAL_CONV1D
+from .causal_conv1d import OPERATION as CAUSAL_CONV1D
 from .cross_entropy.declaration import OPERATION as CROSS_ENTROPY
 from .flash_attention.declaration import OPERATION as FLASH_ATTENTION
 from .fp8_quantize.declaration import OPERATION as FP8_QUANTIZE

@@ -152,11 +152,12 @@ def _axis(axis: str, values: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def _every() -> Mapping[str, Target]:
+def every() -> Mapping[str, Target]:
+    """Returns all declarations by name."""
     text = Path(__file__).with_name("targets.json").read_text(encoding="utf-8")
     return {one["name"]: Target(one["name"], one) for one in json.loads(text)["targets"]}
 
 
 def declared(name: str) -> Target:
     """Returns the declaration of a target."""
-    return _every()[name]
+    return every()[name]

@@ -1,19 +1,25 @@
-"""Causal convolution: what users call."""
+"""Causal convolution: what users call, calls of its kernels, and its derivative."""
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_flag, check_float
+from .. import linear
+from ..bound import Bound
+from ..checks import REFERENCE_TAKES_OTHERS, as_array, check_dtype, check_flag, check_float
+from ..custom_call import bind, declared_call, vary_alike
+from ..exporting import DTYPES, Cell, Exports, Program, checked, flag, weight_dtype_of
 from ..implementations import choose
 from ..operation import Implementation
-from . import custom_call, reference
-from .declaration import OPERATION
+from ..targets import declared
+from . import OPERATION, reference
 from .reference import Options
 
 WIDTHS = (2, 3, 4)
+FORWARD, BACKWARD = "xentile_causal_conv1d_forward", "xentile_causal_conv1d_backward"
 
 
 @overload
@@ -115,7 +121,7 @@ def causal_conv1d(
     if chosen == "reference":
         (y,) = reference.forward(options, *arrays.values())
     else:
-        y = custom_call.convolve(options, *arrays.values())
+        y = _by_kernels(options, *arrays.values())
     return (y, _final_state(options, arrays)) if asks_state else y
 
 
@@ -172,3 +178,101 @@ def _final_state(options: Options, arrays: dict[str, jax.Array]) -> jax.Array:
     # A segment that ended before the last tokens began may have had the same id.
     is_same = jnp.flip(jnp.cumprod(jnp.flip(is_same, -1).astype(jnp.int32), -1), -1) > 0
     return jnp.where(is_same[..., None], state, jnp.zeros_like(state))
+
+
+def _attributes(options: Options) -> dict[str, Any]:
+    return {
+        "width": options.width,
+        "silu": options.silu,
+        "bias": options.has_bias,
+        "initial_state": options.has_state,
+        "segments": options.has_segments,
+    }
+
+
+def _bind(options: Options, target: str, dense: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    call = declared_call(
+        OPERATION,
+        target,
+        _attributes(options),
+        implementation=options.implementation,
+        dense=Bound(dense, options),
+        # XLA shards its own program by batch, tokens and channels.
+        dense_if_cut=True,
+    )
+    return bind(call, *arrays)
+
+
+def _by_kernels(options: Options, *arrays: jax.Array) -> jax.Array:
+    """Returns what `reference.forward` does, by a call of a kernel.
+
+    Raises:
+        TypeError: a dtype that no kernel reads.
+    """
+    for index in options.moving:
+        check_dtype(options.names[index], arrays[index], REFERENCE_TAKES_OTHERS)
+    # Within `shard_map`, the transpose of this is the sum over devices for shared arrays.
+    y: jax.Array = _convolve(options, *vary_alike(arrays))
+    return y
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _convolve(options: Options, *arrays: jax.Array) -> jax.Array:
+    return _bind(options, FORWARD, reference.forward, *arrays)[0]
+
+
+@partial(_convolve.defjvp, symbolic_zeros=True)
+def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    y = _convolve(options, *primals)
+    moving = [linear.given(tangents[index]) for index in options.moving]
+    names = declared(FORWARD).operands(_attributes(options))
+    dims = (names, [names[index] for index in options.moving])
+    apply, transpose = Bound(_apply, options), Bound(_transpose, options)
+    (dy,) = linear.bind(apply, transpose, [*primals], moving, [y], dims)
+    return y, dy
+
+
+def _apply(options: Options, arrays: Any, tangents: Any) -> Any:
+    every: list[Any] = [None] * len(arrays)
+    for index, tangent in zip(options.moving, tangents, strict=True):
+        every[index] = tangent
+    return linear.tangents_of(partial(reference.forward, options), arrays, every)
+
+
+def _transpose(options: Options, arrays: Any, cotangents: Any) -> Any:
+    (dy,) = cotangents
+    if dy is None:
+        return [None] * len(options.moving)
+    dx, dweight, *others = _bind(options, BACKWARD, reference.gradients, *arrays, dy)
+    found = [dx, dweight.sum(range(dweight.ndim - 2))]
+    if options.has_bias:
+        dbias, *others = others
+        found.append(dbias.sum(range(dbias.ndim - 1)))
+    return [*found, *others]
+
+
+def _program(cell: Cell, given: dict[str, Any]) -> Program:
+    """Returns y [T, C], dx, dweight [C, W], and dbias [C] if there is one, of a cell's sequence."""
+    settings = cell.settings
+    activation: Any = "silu" if given.get("silu", True) else None
+
+    def forward_and_backward(*arrays: Any) -> Any:
+        def convolved(*arrays: Any) -> Any:
+            return causal_conv1d(*arrays, activation=activation, implementation=cell.implementation)
+
+        y, pull = jax.vjp(convolved, *arrays[:-1])
+        return y, *pull(arrays[-1])
+
+    rows = jax.ShapeDtypeStruct((cell.tokens, settings.channels), DTYPES[cell.dtype])
+    shapes = [(settings.channels, given.get("width", 4)), *[(settings.channels,)] * settings.bias]
+    columns = [jax.ShapeDtypeStruct(shape, DTYPES[settings.weight_dtype]) for shape in shapes]
+    return checked(Program("forward_and_backward", forward_and_backward, [rows, *columns, rows]))
+
+
+EXPORTS = Exports(
+    _program,
+    ("silu", "width"),
+    ("channels",),
+    {"bias": flag("bias"), "weight_dtype": weight_dtype_of},
+)
+"""The program for tools: x [T, C], weight [C, W], bias [C] if any, dy; gives y and gradients."""

@@ -1,5 +1,0 @@
-"""What causal convolution is to the rest of the package."""
-
-from ..operation import Operation
-
-OPERATION = Operation("causal_conv1d", target="xentile_causal_conv1d_forward", falls_back=True)
