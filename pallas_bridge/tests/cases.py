@@ -54,6 +54,11 @@ class Case:
     # Whether results are derivable with respect to the arguments that are floats.
     has_gradient: bool = True
     extents: Mapping[str, int] = field(default_factory=dict)
+    # Axes that no kernel computes with a shard of: XLA gathers them or runs its own program, and
+    # explicit axes refuse them.
+    gathered: str = ""
+    # Axes that no mesh shards.
+    whole: str = ""
 
     def arrays(
         self, rng: np.random.Generator, dtype: str = "float32", **extents: int

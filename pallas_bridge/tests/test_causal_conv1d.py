@@ -12,15 +12,7 @@ from pallas_bridge import causal_conv1d
 
 
 def _of_segments(x: Any, weight: Any, bias: Any, state: Any, ids: Any, **options: Any) -> Any:
-    return causal_conv1d(
-        x,
-        weight,
-        bias,
-        initial_state=state,
-        segment_ids=ids,
-        return_final_state=True,
-        **options,
-    )
+    return causal_conv1d(x, weight, bias, initial_state=state, segment_ids=ids, **options)
 
 
 CASES = (
@@ -32,6 +24,8 @@ CASES = (
         "bias: F",
         variants=({}, {"activation": "silu"}),
         extents={"W": 4},
+        gathered="SF",
+        whole="W",
     ),
     case(
         "causal_conv1d of segments with a state",
@@ -43,6 +37,8 @@ CASES = (
         "ids: B S < C",
         variants=({}, {"activation": "silu"}),
         extents={"W": 3, "L": 2},
+        gathered="SF",
+        whole="WL",
     ),
 )
 ROUNDING = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}

@@ -106,6 +106,11 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
     [
         ("peers/activations.py", "--shapes 16x128 --operations gelu_tanh", ["copy", "xla", "ours"]),
         ("peers/rope.py", "--shapes 1x8x2x16 --qk 1x8x2x1x16", ["copy", "xla", "ours"]),
+        (
+            "peers/causal_conv1d.py",
+            "--shapes 1x16x8 --widths 3",
+            ["copy", "convolution", "shifted", "ours"],
+        ),
         ("peers/loss_options.py", "--shapes 8x100 --distribution trained", ["plain", "f16", "xla"]),
         (
             "peers/loss_outputs.py",

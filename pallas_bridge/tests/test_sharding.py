@@ -58,7 +58,9 @@ IS_DOCUMENTED = PLATFORM == "cpu" and not UPDATES
 def dims_of(case: Case) -> list[str]:
     """The names of a case's axes that a mesh may shard; heads of keys with those of queries."""
     names = dict.fromkeys(name for one in case.arguments for name in one.dims)
-    return [name for name in names if name != "K" or "H" not in names]
+    return [
+        name for name in names if name not in case.whole and (name != "K" or "H" not in names)
+    ]
 
 
 def is_in(table: dict[str, str], case: Case, dim: str) -> bool:
@@ -152,7 +154,7 @@ def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[s
             found = exchanged(program.as_text())
             texts.append(described(case, dim, found))
             limit = sum(one.nbytes for one in arrays)
-            if not is_in(GATHERED, case, dim):
+            if not (dim in case.gathered or is_in(GATHERED, case, dim)):
                 gathered = sum(size for name, size in found if name == "all-gather")
                 assert gathered <= (limit // 8 if is_in(SMALL, case, dim) else 0), (found, limit)
                 moved = sum(size for name, size in found if name != "all-reduce")
@@ -175,7 +177,7 @@ def is_gathered(case: Case, dim: str, way: str) -> bool:
     """Whether XLA must gather the axis: explicit axes refuse it, but tell how tokens lie."""
     if way == "explicit" and "linear" in case.name and dim == "S":
         return False
-    return is_in(GATHERED, case, dim)
+    return dim in case.gathered or is_in(GATHERED, case, dim)
 
 
 # Of documented cells, the texts of each way, forward and backward.

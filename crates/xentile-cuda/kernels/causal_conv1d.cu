@@ -35,7 +35,6 @@ struct CausalConv1dArguments {
   int64_t tasks;   // of a sequence: its blocks, or 1 for a state alone
   uint32_t unit_ctas;  // CTAs of a row
   uint32_t weight_dtype;  // of kWeightF32 and so on
-  uint32_t silu;
 };
 
 // Mirrored by `NUMBERS` in src/causal_conv1d.rs.
@@ -45,7 +44,7 @@ inline constexpr uint32_t kConvBlock = 128;  // tokens
 #define CONV_FB 8
 #endif
 #ifndef CONV_BB
-#define CONV_BB 2
+#define CONV_BB 4
 #endif
 #ifndef CONV_FU
 #define CONV_FU 0
@@ -92,48 +91,48 @@ struct Row {
 };
 
 // One lane's walk down a sequence.
-template <class E, int kWidth, int kCount>
+template <class E, int kWidth, int kCount, bool kSegments>
 struct Walk {
   using R = Row<E, kCount>;
+  using Raw = typename R::Raw;
   static constexpr int kBefore = kWidth - 1;
 
   const CausalConv1dArguments& a;
   int64_t sequence;
   int64_t block;  // of the sequence
-  int64_t unit;   // of the row
-  int64_t first, stop;  // tokens
   int64_t channel;
-  const E* x;  // the sequence's, at the channel
-  const int32_t* segments;
+  int64_t first;  // token
+  int count;      // tokens
+  const E* x;     // at the first token
+  const int32_t* segments;  // the sequence's
   float w[kWidth][kCount], bias[kCount];
-  // rows[k] is x[t - k].
+  // rows[k] is x[t - k], or 0 where that is of another segment than t.
   float rows[kWidth][kCount];
-  // How many rows before t belong to its segment, kBefore at most.
-  int reach = kBefore;
+  int32_t segment = 0;  // that of the token before
 
   __device__ explicit Walk(const CausalConv1dArguments& arguments) : a(arguments) {
     const int64_t cta = blockIdx.x / a.unit_ctas;
     sequence = cta / a.tasks;
     block = cta - sequence * a.tasks;
-    unit = (blockIdx.x - cta * a.unit_ctas) * 32 + threadIdx.x % 32;
-    channel = unit * kCount;
+    channel = ((blockIdx.x - cta * a.unit_ctas) * 32 + threadIdx.x % 32) * kCount;
     first = block * kConvBlock + threadIdx.x / 32 * kWalk;
-    stop = min(first + kWalk, a.tokens);
-    x = static_cast<const E*>(a.x) + sequence * a.tokens * a.channels + channel;
-    segments = a.segments == nullptr ? nullptr : a.segments + sequence * a.tokens;
+    count = static_cast<int>(max(int64_t{0}, min(int64_t{kWalk}, a.tokens - first)));
+    x = static_cast<const E*>(a.x) + row(first);
+    segments = a.segments + sequence * a.tokens;
   }
 
+  __device__ bool has_segments() const { return kSegments && a.segments != nullptr; }
   __device__ bool has_channel() const { return channel < a.channels; }
 
-  __device__ E* at(void* matrix, int64_t t) const {
-    return static_cast<E*>(matrix) + (sequence * a.tokens + t) * a.channels + channel;
+  // Where token t's row begins in a matrix, and row `row` of a state.
+  __device__ int64_t row(int64_t t) const {
+    return (sequence * a.tokens + t) * a.channels + channel;
   }
-
-  __device__ int64_t of_state(int64_t row) const {
+  __device__ int64_t state_row(int64_t row) const {
     return (sequence * kBefore + row) * a.channels + channel;
   }
 
-  // Weight, bias, and the rows before the first.
+  // Loads weight, bias, and the rows before the first.
   __device__ void begin() {
     const int64_t group = sequence / a.weight_sequences;
     with_dtype(a.weight_dtype, a.weight, (group * a.channels + channel) * kWidth, [&](auto* from) {
@@ -155,49 +154,53 @@ struct Walk {
       with_dtype(a.weight_dtype, a.bias, place,
                  [&](auto* from) { xentile::widen<kCount>(from, bias); });
     }
+    if (has_segments() && a.tokens > 0) segment = segments[max(first - 1, int64_t{0})];
     // The first step moves rows[k] to rows[k + 1].
+    bool is_same = true;
 #pragma unroll
     for (int k = 0; k < kBefore; ++k) {
       const int64_t t = first - 1 - k;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) rows[k][i] = 0.0f;
       if (t >= 0) {
-        R::widen(R::load(x + t * a.channels), rows[k]);
-      } else if (a.state != nullptr) {
-        R::widen(R::load(static_cast<const E*>(a.state) + of_state(t + kBefore)), rows[k]);
-      }
-    }
-    if (segments != nullptr && first > 0) {
-      // As far as the token before the first reaches.
-      int64_t t = first - 1;
-      for (reach = 0; reach < kBefore; ++reach, --t) {
-        // The state is of the first segment.
-        if (t == 0) reach = kBefore;
-        if (t == 0 || segments[t] != segments[t - 1]) break;
+        if (has_segments()) is_same = is_same && segments[t] == segment;
+        if (is_same) R::widen(R::load(x - (k + 1) * a.channels), rows[k]);
+      } else if (is_same && a.state != nullptr) {
+        R::widen(R::load(static_cast<const E*>(a.state) + state_row(t + kBefore)), rows[k]);
       }
     }
   }
 
-  // Token t follows, whose row is `raw`. Returns false where t is beyond the sequence.
-  __device__ void advance(int64_t t, const typename R::Raw& raw) {
+  // Moves the rows on by one.
+  __device__ void advance(const Raw& raw) {
 #pragma unroll
     for (int k = kBefore; k > 0; --k) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) rows[k][i] = rows[k - 1][i];
     }
     R::widen(raw, rows[0]);
-    if (segments != nullptr && t > 0) {
-      reach = segments[t] == segments[t - 1] ? min(reach + 1, kBefore) : 0;
-    }
   }
 
-  // z at token t.
+  // Whether a segment begins at token t; then nothing is left of the rows before.
+  __device__ bool cut(int64_t t) {
+    if (!has_segments()) return false;
+    const int32_t before = segment;
+    segment = segments[t];
+    if (segment == before) return false;
+#pragma unroll
+    for (int k = 1; k < kWidth; ++k) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) rows[k][i] = 0.0f;
+    }
+    return true;
+  }
+
+  // Sums over the filter.
   __device__ void sum(float (&z)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) z[i] = bias[i];
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      if (k > reach) continue;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) z[i] = fmaf(w[kBefore - k][i], rows[k][i], z[i]);
     }
@@ -208,134 +211,210 @@ struct Walk {
   }
 };
 
-template <class E, int kWidth, int kCount>
+// Rows on their way to a lane: each slot is loaded again as soon as it is used.
+inline constexpr int kForwardSlots = CONV_FB, kBackwardSlots = CONV_BB;
+
+template <class E, int kWidth, int kCount, bool kSilu, bool kSegments>
 __device__ inline void forward(const CausalConv1dArguments& a) {
   using R = Row<E, kCount>;
-  constexpr int kBatch = CONV_FB;
-  Walk<E, kWidth, kCount> walk(a);
-  if (!walk.has_channel() || walk.first >= walk.stop) return;
-  typename R::Raw next[kBatch];
-  const auto fetch = [&](int64_t from) {
+  constexpr int kSlots = kForwardSlots;
+  Walk<E, kWidth, kCount, kSegments> walk(a);
+  if (!walk.has_channel() || walk.count == 0) return;
+  const E* from = walk.x;
+  E* to = static_cast<E*>(a.to) + walk.row(walk.first);
+  typename R::Raw slots[kSlots];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (from + i < walk.stop) next[i] = R::load(walk.x + (from + i) * a.channels);
-    }
-  };
-  fetch(walk.first);
+  for (int i = 0; i < kSlots; ++i) {
+    if (i < walk.count) slots[i] = R::load(from);
+    from += a.channels;
+  }
   walk.begin();
-  for (int64_t from = walk.first; from < walk.stop; from += kBatch) {
-    typename R::Raw batch[kBatch];
+  const auto step = [&](int token, const typename R::Raw& raw) {
+    walk.advance(raw);
+    walk.cut(walk.first + token);
+    float y[kCount];
+    walk.sum(y);
+    if (kSilu) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) batch[i] = next[i];
-    fetch(from + kBatch);
+      for (int c = 0; c < kCount; ++c) y[c] = walk.silu(y[c]).value;
+    }
+    R::store(to, y);
+    to += a.channels;
+  };
+  int token = 0;
+  for (; token + kSlots <= walk.count; token += kSlots) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (from + i >= walk.stop) break;
-      walk.advance(from + i, batch[i]);
-      float y[kCount];
-      walk.sum(y);
-      if (a.silu) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) y[k] = walk.silu(y[k]).value;
-      }
-      R::store(walk.at(a.to, from + i), y);
+    for (int i = 0; i < kSlots; ++i) {
+      const typename R::Raw raw = slots[i];
+      if (token + kSlots + i < walk.count) slots[i] = R::load(from);
+      from += a.channels;
+      step(token + i, raw);
     }
   }
+  // The end of a sequence: rows are loaded again, so that there is less code.
+#pragma unroll 1
+  for (; token < walk.count; ++token) step(token, R::load(walk.x + token * a.channels));
 }
 
-template <class E, int kWidth, int kCount>
-__device__ inline void backward(const CausalConv1dArguments& a) {
+template <class E, int kWidth, int kCount, bool kSilu, bool kSegments>
+struct Backward {
   using R = Row<E, kCount>;
-  constexpr int kBatch = CONV_BB, kBefore = kWidth - 1;
-  // Sums of a warp, an array of a lane each: kWidth of the weight and one of the bias for each channel.
-  constexpr int kSums = (kWidth + 1) * kCount, kPitch = 33;
-  __shared__ float sums[kWarps][kSums * kPitch];
-  Walk<E, kWidth, kCount> walk(a);
+  using Raw = typename R::Raw;
+  static constexpr int kBefore = kWidth - 1, kSlots = kBackwardSlots;
+  static_assert(kSlots >= kBefore && kWalk % kSlots == 0);
+
+  const CausalConv1dArguments& a;
+  Walk<E, kWidth, kCount, kSegments> walk;
   float of_weight[kWidth][kCount], of_bias[kCount];
   // open[k] is what dx[t - k] has so far.
   float open[kWidth][kCount];
+  E* to;  // dx at the row that is complete next
+  // The first row of the walk that is not written yet.
+  int unwritten = 0;
+  bool has_state;
+
+  __device__ explicit Backward(const CausalConv1dArguments& arguments)
+      : a(arguments), walk(arguments) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    of_bias[i] = 0.0f;
+    for (int c = 0; c < kCount; ++c) {
+      of_bias[c] = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) of_weight[k][i] = open[k][i] = 0.0f;
+      for (int k = 0; k < kWidth; ++k) of_weight[k][c] = open[k][c] = 0.0f;
+    }
+    has_state = a.dstate != nullptr && walk.block == 0 && threadIdx.x < 32;
+    to = static_cast<E*>(a.to) + walk.row(walk.first - kBefore);
   }
-  // A sequence without tokens has the gradient of its state.
-  const bool is_first = walk.block == 0 && threadIdx.x < 32;
-  const bool has_rows =
-      walk.has_channel() &&
-      (walk.first < walk.stop || (is_first && a.dstate != nullptr));
-  if (has_rows) {
-    const E* dy = static_cast<const E*>(a.dy) + walk.sequence * a.tokens * a.channels + walk.channel;
-    const int64_t end = walk.stop + kBefore;
-    typename R::Raw next_x[kBatch], next_dy[kBatch];
-    const auto fetch = [&](int64_t from) {
+
+  // Stores `dx`, that of the walk's row `row`, at `place`; rows before the sequence are the state's.
+  __device__ void write(int row, E* place, const float (&dx)[kCount]) {
+    if (row >= unwritten) {
+      R::store(place, dx);
+    } else if (has_state && row < 0 && unwritten == 0) {
+      R::store(static_cast<E*>(a.dstate) + walk.state_row(row + kBefore), dx);
+    }
+  }
+
+  // Token `token` of the walk, or one after it, whose g adds to dx alone. Without `kHasRow` there is none: rows
+  // of the end are complete.
+  template <bool kIsOwn, bool kHasRow>
+  __device__ void step(int token, const Raw& of_x, const Raw& of_dy) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (from + i < min(end, a.tokens)) {
-          next_x[i] = R::load(walk.x + (from + i) * a.channels);
-          next_dy[i] = R::load(dy + (from + i) * a.channels);
+    for (int k = kBefore; k > 0; --k) {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) open[k][c] = open[k - 1][c];
+    }
+    if constexpr (kHasRow) {
+      walk.advance(of_x);
+      if (walk.cut(walk.first + token)) finish(token);
+      float g[kCount];
+      R::widen(of_dy, g);
+      if (kSilu) {
+        float z[kCount];
+        walk.sum(z);
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) g[c] *= walk.silu(z[c]).slope;
+      }
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) open[0][c] = g[c] * walk.w[kBefore][c];
+#pragma unroll
+      for (int k = 1; k < kWidth; ++k) {
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          open[k][c] = fmaf(g[c], walk.w[kBefore - k][c], open[k][c]);
         }
       }
-    };
-    fetch(walk.first);
-    walk.begin();
-    for (int64_t from = walk.first; from < end; from += kBatch) {
-      typename R::Raw batch_x[kBatch], batch_dy[kBatch];
+      if constexpr (kIsOwn) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) batch_x[i] = next_x[i], batch_dy[i] = next_dy[i];
-      fetch(from + kBatch);
+        for (int c = 0; c < kCount; ++c) of_bias[c] += g[c];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t t = from + i;
-        if (t >= end) break;
+        for (int k = 0; k < kWidth; ++k) {
 #pragma unroll
-        for (int k = kBefore; k > 0; --k) {
-#pragma unroll
-          for (int c = 0; c < kCount; ++c) open[k][c] = open[k - 1][c];
-        }
-#pragma unroll
-        for (int c = 0; c < kCount; ++c) open[0][c] = 0.0f;
-        if (t < a.tokens) {
-          walk.advance(t, batch_x[i]);
-          float g[kCount];
-          R::widen(batch_dy[i], g);
-          if (a.silu) {
-            float z[kCount];
-            walk.sum(z);
-#pragma unroll
-            for (int c = 0; c < kCount; ++c) g[c] *= walk.silu(z[c]).slope;
+          for (int c = 0; c < kCount; ++c) {
+            float& sum = of_weight[kBefore - k][c];
+            sum = fmaf(g[c], walk.rows[k][c], sum);
           }
-          if (t < walk.stop) {
-#pragma unroll
-            for (int c = 0; c < kCount; ++c) of_bias[c] += g[c];
-          }
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) {
-            if (k > walk.reach) continue;
-#pragma unroll
-            for (int c = 0; c < kCount; ++c) {
-              float& to = of_weight[kBefore - k][c];
-              if (t < walk.stop) to = fmaf(g[c], walk.rows[k][c], to);
-              open[k][c] = fmaf(g[c], walk.w[kBefore - k][c], open[k][c]);
-            }
-          }
-        }
-        // Nothing more is added to dx[t - kBefore].
-        if (t - kBefore >= walk.first) {
-          R::store(walk.at(a.to, t - kBefore), open[kBefore]);
-        } else if (is_first && a.dstate != nullptr) {
-          R::store(static_cast<E*>(a.dstate) + walk.of_state(t), open[kBefore]);
         }
       }
     }
+    write(token - kBefore, to, open[kBefore]);
+    to += a.channels;
   }
+
+  // Writes the rows before `token`, to which no other segment adds.
+  __device__ void finish(int token) {
+    E* place = to + kBefore * a.channels;
+#pragma unroll
+    for (int k = kBefore; k > 0; --k) {
+      const int row = token - k;
+      if (row < walk.count) write(row, place - k * a.channels, open[k]);
+    }
+    unwritten = token;
+    if (token == 0) has_state = false;
+  }
+
+  __device__ void run() {
+    const E* from_x = walk.x;
+    const E* const first_dy = static_cast<const E*>(a.dy) + walk.row(walk.first);
+    const E* from_dy = first_dy;
+    // Rows from the first on, those after the walk that add to it too.
+    const int rows =
+        static_cast<int>(max(int64_t{0}, min(int64_t{kWalk + kBefore}, a.tokens - walk.first)));
+    Raw x[kSlots], dy[kSlots];
+    const auto load = [&](int i, int row) {
+      if (row < rows) {
+        x[i] = R::load(from_x);
+        dy[i] = R::load(from_dy);
+      }
+      from_x += a.channels;
+      from_dy += a.channels;
+    };
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) load(i, i);
+    walk.begin();
+    int token = 0;
+    for (; token + kSlots <= walk.count; token += kSlots) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        const Raw of_x = x[i], of_dy = dy[i];
+        load(i, token + kSlots + i);
+        step<true, true>(token + i, of_x, of_dy);
+      }
+    }
+    // A walk that ends within the slots ends the sequence: rows are loaded again, so that there is less code.
+#pragma unroll 1
+    for (; token < walk.count; ++token) {
+      const int64_t at = token * a.channels;
+      step<true, true>(token, R::load(walk.x + at), R::load(first_dy + at));
+    }
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i) {
+      if (token < rows) {
+        step<false, true>(token, x[i], dy[i]);
+        ++token;
+      }
+    }
+#pragma unroll 1
+    for (; token < walk.count + kBefore; ++token) step<false, false>(token, x[0], dy[0]);
+  }
+};
+
+template <class E, int kWidth, int kCount, bool kSilu, bool kSegments>
+__device__ inline void backward(const CausalConv1dArguments& a) {
+  // Sums of a lane: kWidth of the weight and one of the bias for each channel.
+  constexpr int kSums = (kWidth + 1) * kCount, kPitch = 33;
+  __shared__ float sums[kWarps][kSums * kPitch];
+  Backward<E, kWidth, kCount, kSilu, kSegments> pass(a);
+  const auto& walk = pass.walk;
+  // A sequence without tokens has the gradient of its state.
+  if (walk.has_channel() && (walk.count > 0 || pass.has_state)) pass.run();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int c = 0; c < kCount; ++c) {
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[warp][(c * kWidth + k) * kPitch + lane] = of_weight[k][c];
-    sums[warp][(kCount * kWidth + c) * kPitch + lane] = of_bias[c];
+    for (int k = 0; k < kWidth; ++k) {
+      sums[warp][(c * kWidth + k) * kPitch + lane] = pass.of_weight[k][c];
+    }
+    sums[warp][(kCount * kWidth + c) * kPitch + lane] = pass.of_bias[c];
   }
   __syncthreads();
   if (walk.block >= a.blocks) return;
@@ -362,23 +441,38 @@ __device__ inline void backward(const CausalConv1dArguments& a) {
 }  // namespace causal_conv1d
 }  // namespace xentile
 
-#define CAUSAL_CONV1D(pass, width, rows, kCount, dtype, E)                            \
-  extern "C" __global__ void __launch_bounds__(kConvThreads)                          \
-      causal_conv1d_##pass##_##width##_##rows##dtype(                                 \
-          const __grid_constant__ CausalConv1dArguments a) {                          \
-    causal_conv1d::pass<E, width, kCount>(a);                                         \
+#define CAUSAL_CONV1D(pass, width, name, kCount, kSilu, kSegments, dtype, E)  \
+  extern "C" __global__ void __launch_bounds__(kConvThreads)                  \
+      causal_conv1d_##pass##_##width##_##name##_##dtype(                      \
+          const __grid_constant__ CausalConv1dArguments a) {                  \
+    causal_conv1d::pass<E, width, kCount, kSilu, kSegments>(a);               \
   }
 
-#define CAUSAL_CONV1D_OF_WIDTH(width, dtype, E)                          \
-  CAUSAL_CONV1D(forward, width, , (CONV_FU ? CONV_FU : kPerVector<E>), dtype, E)               \
-  CAUSAL_CONV1D(forward, width, single_, 1, dtype, E)                    \
-  CAUSAL_CONV1D(backward, width, , (CONV_BU ? CONV_BU : kPerVector<E>), dtype, E)              \
-  CAUSAL_CONV1D(backward, width, single_, 1, dtype, E)
+// Rows that do not consist of vectors have one kernel with segments and without.
+#define CAUSAL_CONV1D_OF_PASS(pass, width, kCount, dtype, E)                   \
+  CAUSAL_CONV1D(pass, width, linear, (kCount), false, false, dtype, E)         \
+  CAUSAL_CONV1D(pass, width, silu, (kCount), true, false, dtype, E)            \
+  CAUSAL_CONV1D(pass, width, linear_segments, (kCount), false, true, dtype, E) \
+  CAUSAL_CONV1D(pass, width, silu_segments, (kCount), true, true, dtype, E)    \
+  CAUSAL_CONV1D(pass, width, linear_single, 1, false, true, dtype, E)          \
+  CAUSAL_CONV1D(pass, width, silu_single, 1, true, true, dtype, E)
 
+#define CAUSAL_CONV1D_OF_WIDTH(width, dtype, E)                                               \
+  CAUSAL_CONV1D_OF_PASS(forward, width, (CONV_FU ? CONV_FU : kPerVector<E>), dtype, E)        \
+  CAUSAL_CONV1D_OF_PASS(backward, width, (CONV_BU ? CONV_BU : kPerVector<E>), dtype, E)
+
+#ifdef CONV_TUNE
+#define CAUSAL_CONV1D_OF(dtype, E)     \
+  CAUSAL_CONV1D(forward, 4, silu, (CONV_FU ? CONV_FU : kPerVector<E>), true, false, dtype, E)        \
+  CAUSAL_CONV1D(backward, 4, silu, (CONV_BU ? CONV_BU : kPerVector<E>), true, false, dtype, E) \
+  CAUSAL_CONV1D(forward, 2, silu, (CONV_FU ? CONV_FU : kPerVector<E>), true, false, dtype, E)        \
+  CAUSAL_CONV1D(backward, 2, silu, (CONV_BU ? CONV_BU : kPerVector<E>), true, false, dtype, E)
+#else
 #define CAUSAL_CONV1D_OF(dtype, E)     \
   CAUSAL_CONV1D_OF_WIDTH(2, dtype, E)  \
   CAUSAL_CONV1D_OF_WIDTH(3, dtype, E)  \
   CAUSAL_CONV1D_OF_WIDTH(4, dtype, E)
+#endif
 
 CAUSAL_CONV1D_OF(bf16, __nv_bfloat16)
 CAUSAL_CONV1D_OF(f16, __half)

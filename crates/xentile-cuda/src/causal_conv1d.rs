@@ -31,7 +31,6 @@ mirror! {
         tasks: i64,
         unit_ctas: u32,
         weight_dtype: u32,
-        silu: u32,
     }
 }
 
@@ -102,16 +101,16 @@ impl Convolution {
         Ok(Self { conv, dtype, weight_dtype })
     }
 
-    /// Loads the kernel of a pass, so that running it has only to launch it.
+    /// Loads the kernel of a pass, with segments or without, so that running it has only to launch it.
     ///
     /// # Errors
     /// No driver or GPU that will do.
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
+    pub unsafe fn load(&self, pass: Pass, has_segments: bool, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.kernel(pass, stream) }.map(drop)
+        unsafe { self.kernel(pass, has_segments, stream) }.map(drop)
     }
 
     /// Has `stream` write y `[B, T, C]`.
@@ -192,7 +191,7 @@ impl Convolution {
 
     /// The arguments of a pass, without what it writes.
     fn arguments(&self, operands: &Operands) -> Arguments {
-        let CausalConv1d { silu, batch, tokens, channels, .. } = self.conv;
+        let CausalConv1d { batch, tokens, channels, .. } = self.conv;
         let Operands { x, weight, weight_groups, bias, state, segments } = *operands;
         let (bias, bias_groups) = bias.unwrap_or((null(), 1));
         let sequences = |groups: usize| (batch / groups.max(1)).max(1) as i64;
@@ -216,7 +215,6 @@ impl Convolution {
             tasks: blocks,
             unit_ctas: 0,
             weight_dtype: weight_dtype(self.weight_dtype),
-            silu: silu.into(),
         }
     }
 
@@ -254,20 +252,26 @@ impl Convolution {
         let arguments = Arguments { unit_ctas: unit_ctas as u32, ..*arguments };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            let kernel = self.kernel(pass, stream)?;
+            let kernel = self.kernel(pass, !arguments.segments.is_null(), stream)?;
             Driver::get()?.launch(kernel, extent, stream, &arguments)
         }
     }
 
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn kernel(&self, pass: Pass, stream: RawStream) -> Result<Kernel> {
+    unsafe fn kernel(&self, pass: Pass, has_segments: bool, stream: RawStream) -> Result<Kernel> {
+        let CausalConv1d { width, silu, .. } = self.conv;
         let pass = match pass {
             Pass::Forward => "forward",
             Pass::Backward => "backward",
         };
-        let single = if self.unit() == 1 { "single_" } else { "" };
-        let name = format!("causal_conv1d_{pass}_{}_{single}{}", self.conv.width, self.dtype);
+        let activation = if silu { "silu" } else { "linear" };
+        let rows = match (self.unit(), has_segments) {
+            (1, _) => "_single",
+            (_, true) => "_segments",
+            (_, false) => "",
+        };
+        let name = format!("causal_conv1d_{pass}_{width}_{activation}{rows}_{}", self.dtype);
         // SAFETY: passed on from this function's contract.
         unsafe { library::kept_kernel(&name, Device::current()?, stream) }
     }

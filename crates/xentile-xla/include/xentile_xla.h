@@ -141,11 +141,17 @@ struct XLA_FFI_Error* xentile_activation_backward_cuda(struct XLA_FFI_CallFrame*
 /* xentile_causal_conv1d_forward: The causal depthwise convolution of sequences along T, and SiLU
  * of it on request. (x, weight, bias, initial_state, segment_ids) -> (y). */
 struct XLA_FFI_Error* xentile_causal_conv1d_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_causal_conv1d_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_causal_conv1d_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_causal_conv1d_backward: dx, the gradient of the initial state, and sums over blocks of
  * tokens of dweight and dbias. (x, weight, bias, initial_state, segment_ids, dy) -> (dx,
  * dweight, dbias, dinitial_state). */
 struct XLA_FFI_Error* xentile_causal_conv1d_backward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_causal_conv1d_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_causal_conv1d_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_cross_entropy_forward: loss, logps, lse and lse_low of each token. (logits, labels) ->
  * (loss, logps, lse, lse_low). */
@@ -290,20 +296,6 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initiali
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
-/* xentile_layer_norm_forward: The norm of each row, its mean and its rstd. (x, weight, bias) ->
- * (y, mean, rstd). */
-struct XLA_FFI_Error* xentile_layer_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_forward_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
-
-/* xentile_layer_norm_backward: dx, dweight and dbias, from the statistics that forward gave. (x,
- * weight, mean, rstd, dy) -> (dx, dweight, dbias). */
-struct XLA_FFI_Error* xentile_layer_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_backward_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
-
 /* xentile_linear_cross_entropy_forward: loss, logps, lse and lse_low of each token. (hidden,
  * weight, labels, bias) -> (loss, logps, lse, lse_low, scratch). */
 struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(
@@ -346,6 +338,20 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_keep_host(struct XLA_FFI_Call
  * kept, held, bias) -> (dhidden, dweight, scratch, dbias). */
 struct XLA_FFI_Error* xentile_linear_cross_entropy_resume_host(
     struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_layer_norm_forward: The norm of each row, its mean and its rstd. (x, weight, bias) ->
+ * (y, mean, rstd). */
+struct XLA_FFI_Error* xentile_layer_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_layer_norm_backward: dx, dweight and dbias, from the statistics that forward gave. (x,
+ * weight, mean, rstd, dy) -> (dx, dweight, dbias). */
+struct XLA_FFI_Error* xentile_layer_norm_backward_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_layer_norm_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_rms_norm_forward: The norm of each row, and its rstd. (x, weight) -> (y, rstd). */
 struct XLA_FFI_Error* xentile_rms_norm_forward_host(struct XLA_FFI_CallFrame* call_frame);

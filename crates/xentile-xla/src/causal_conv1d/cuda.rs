@@ -59,7 +59,9 @@ fn forward(operands: Operands, y: AnyMut, context: Context) -> Result {
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     let outcome = unsafe {
         match context.stage() {
-            Stage::Initialize => convolution.load(Pass::Forward, stream),
+            Stage::Initialize => {
+                convolution.load(Pass::Forward, operands.segments.is_some(), stream)
+            }
             _ => convolution.forward(stream, operands, y.as_ptr()),
         }
     };
@@ -88,7 +90,9 @@ fn backward(operands: Operands, dy: Any, gradients: Gradients, context: Context)
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     let outcome = unsafe {
         match context.stage() {
-            Stage::Initialize => convolution.load(Pass::Backward, stream),
+            Stage::Initialize => {
+                convolution.load(Pass::Backward, operands.segments.is_some(), stream)
+            }
             _ => convolution.backward(stream, operands, dy.as_ptr().cast_const(), gradients),
         }
     };
