@@ -1,10 +1,11 @@
 // Causal depthwise convolution; src/causal_conv1d.rs of the crate xentile has the formulas. Memory-bound: x and y,
 // or x, dy and dx, once each, and the rows beside each walk once more from the caches.
 //
-// A CTA has a block of kConvBlock tokens of one sequence and 32 units of channels; a *unit* is a vector of 16
-// bytes, or one channel where rows do not consist of vectors. A warp walks down kConvWalk tokens, a unit a lane,
-// with the rows that the convolution reaches in registers. The next rows are on their way while one batch of rows
-// is computed. Sums over a block are those of the warps in order, so that bits depend on the shape alone.
+// A CTA has a block of kConvBlock tokens of one sequence and 32 units of channels; a *unit* is a vector of kConvUnit
+// channels, or one channel where rows do not consist of vectors. A warp walks down kWalk tokens, a unit a lane, with
+// the rows that the filter reaches in registers. The next rows are on their way meanwhile. Units of 16 bytes took 8 %
+// longer in 16-bit dtypes: with half the warps on a multiprocessor, instructions and not memory set the time. Sums over
+// a block are those of the warps in order, so that bits depend on the shape alone.
 #include <cstdint>
 
 #include "activation.cuh"
@@ -40,38 +41,26 @@ struct CausalConv1dArguments {
 // Mirrored by `NUMBERS` in src/causal_conv1d.rs.
 inline constexpr uint32_t kConvThreads = 128;
 inline constexpr uint32_t kConvBlock = 128;  // tokens
-#ifndef CONV_FB
-#define CONV_FB 8
-#endif
-#ifndef CONV_BB
-#define CONV_BB 4
-#endif
-#ifndef CONV_FU
-#define CONV_FU 0
-#endif
-#ifndef CONV_BU
-#define CONV_BU 0
-#endif
-
+inline constexpr uint32_t kConvUnit = 4;     // channels
 
 namespace causal_conv1d {
 
 inline constexpr int kWarps = kConvThreads / 32;
 inline constexpr int kWalk = kConvBlock / kWarps;
 
-// `kCount` elements of a row: a vector of 16 bytes, half of one, or one element.
+// `kCount` elements of a row, which are one vector.
 template <class E, int kCount>
 struct Row {
-  static constexpr bool kHalf = kCount == 4 && sizeof(E) == 2;
-  static_assert(kCount == kPerVector<E> || kHalf || kCount == 1);
-  using Raw = std::conditional_t<kCount == 1, E, std::conditional_t<kHalf, uint2, uint4>>;
+  static_assert(kCount == 4 || kCount == 1);
+  using Vector = std::conditional_t<sizeof(E) == 2, uint2, uint4>;
+  using Raw = std::conditional_t<kCount == 1, E, Vector>;
 
   __device__ static Raw load(const E* from) { return __ldg(reinterpret_cast<const Raw*>(from)); }
 
   __device__ static void widen(const Raw& raw, float (&to)[kCount]) {
     if constexpr (kCount == 1) {
       to[0] = to_float(raw);
-    } else if constexpr (kHalf) {
+    } else if constexpr (sizeof(E) == 2) {
       const float2 low = unpacked<E>(raw.x), high = unpacked<E>(raw.y);
       to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
     } else {
@@ -82,7 +71,7 @@ struct Row {
   __device__ static void store(E* to, const float (&x)[kCount]) {
     if constexpr (kCount == 1) {
       *to = from_float<E>(x[0]);
-    } else if constexpr (kHalf) {
+    } else if constexpr (sizeof(E) == 2) {
       __stcs(reinterpret_cast<uint2*>(to), make_uint2(packed<E>(x[0], x[1]), packed<E>(x[2], x[3])));
     } else {
       __stcs(reinterpret_cast<uint4*>(to), pack<E>(x));
@@ -212,12 +201,11 @@ struct Walk {
 };
 
 // Rows on their way to a lane: each slot is loaded again as soon as it is used.
-inline constexpr int kForwardSlots = CONV_FB, kBackwardSlots = CONV_BB;
+inline constexpr int kSlots = 8;
 
 template <class E, int kWidth, int kCount, bool kSilu, bool kSegments>
 __device__ inline void forward(const CausalConv1dArguments& a) {
   using R = Row<E, kCount>;
-  constexpr int kSlots = kForwardSlots;
   Walk<E, kWidth, kCount, kSegments> walk(a);
   if (!walk.has_channel() || walk.count == 0) return;
   const E* from = walk.x;
@@ -260,7 +248,7 @@ template <class E, int kWidth, int kCount, bool kSilu, bool kSegments>
 struct Backward {
   using R = Row<E, kCount>;
   using Raw = typename R::Raw;
-  static constexpr int kBefore = kWidth - 1, kSlots = kBackwardSlots;
+  static constexpr int kBefore = kWidth - 1;
   static_assert(kSlots >= kBefore && kWalk % kSlots == 0);
 
   const CausalConv1dArguments& a;
@@ -449,30 +437,21 @@ __device__ inline void backward(const CausalConv1dArguments& a) {
   }
 
 // Rows that do not consist of vectors have one kernel with segments and without.
-#define CAUSAL_CONV1D_OF_PASS(pass, width, kCount, dtype, E)                   \
-  CAUSAL_CONV1D(pass, width, linear, (kCount), false, false, dtype, E)         \
-  CAUSAL_CONV1D(pass, width, silu, (kCount), true, false, dtype, E)            \
-  CAUSAL_CONV1D(pass, width, linear_segments, (kCount), false, true, dtype, E) \
-  CAUSAL_CONV1D(pass, width, silu_segments, (kCount), true, true, dtype, E)    \
-  CAUSAL_CONV1D(pass, width, linear_single, 1, false, true, dtype, E)          \
+#define CAUSAL_CONV1D_OF_PASS(pass, width, dtype, E)                             \
+  CAUSAL_CONV1D(pass, width, linear, kConvUnit, false, false, dtype, E)          \
+  CAUSAL_CONV1D(pass, width, silu, kConvUnit, true, false, dtype, E)             \
+  CAUSAL_CONV1D(pass, width, linear_segments, kConvUnit, false, true, dtype, E)  \
+  CAUSAL_CONV1D(pass, width, silu_segments, kConvUnit, true, true, dtype, E)     \
+  CAUSAL_CONV1D(pass, width, linear_single, 1, false, true, dtype, E)            \
   CAUSAL_CONV1D(pass, width, silu_single, 1, true, true, dtype, E)
 
-#define CAUSAL_CONV1D_OF_WIDTH(width, dtype, E)                                               \
-  CAUSAL_CONV1D_OF_PASS(forward, width, (CONV_FU ? CONV_FU : kPerVector<E>), dtype, E)        \
-  CAUSAL_CONV1D_OF_PASS(backward, width, (CONV_BU ? CONV_BU : kPerVector<E>), dtype, E)
-
-#ifdef CONV_TUNE
-#define CAUSAL_CONV1D_OF(dtype, E)     \
-  CAUSAL_CONV1D(forward, 4, silu, (CONV_FU ? CONV_FU : kPerVector<E>), true, false, dtype, E)        \
-  CAUSAL_CONV1D(backward, 4, silu, (CONV_BU ? CONV_BU : kPerVector<E>), true, false, dtype, E) \
-  CAUSAL_CONV1D(forward, 2, silu, (CONV_FU ? CONV_FU : kPerVector<E>), true, false, dtype, E)        \
-  CAUSAL_CONV1D(backward, 2, silu, (CONV_BU ? CONV_BU : kPerVector<E>), true, false, dtype, E)
-#else
-#define CAUSAL_CONV1D_OF(dtype, E)     \
-  CAUSAL_CONV1D_OF_WIDTH(2, dtype, E)  \
-  CAUSAL_CONV1D_OF_WIDTH(3, dtype, E)  \
-  CAUSAL_CONV1D_OF_WIDTH(4, dtype, E)
-#endif
+#define CAUSAL_CONV1D_OF(dtype, E)               \
+  CAUSAL_CONV1D_OF_PASS(forward, 2, dtype, E)    \
+  CAUSAL_CONV1D_OF_PASS(forward, 3, dtype, E)    \
+  CAUSAL_CONV1D_OF_PASS(forward, 4, dtype, E)    \
+  CAUSAL_CONV1D_OF_PASS(backward, 2, dtype, E)   \
+  CAUSAL_CONV1D_OF_PASS(backward, 3, dtype, E)   \
+  CAUSAL_CONV1D_OF_PASS(backward, 4, dtype, E)
 
 CAUSAL_CONV1D_OF(bf16, __nv_bfloat16)
 CAUSAL_CONV1D_OF(f16, __half)

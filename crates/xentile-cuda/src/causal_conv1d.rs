@@ -37,6 +37,7 @@ mirror! {
 numbers! {
     THREADS: u32 = kConvThreads, 128;
     BLOCK: u32 = kConvBlock, 128;
+    UNIT: u32 = kConvUnit, 4;
 }
 
 const _: () = assert!(BLOCK as usize == xentile::causal_conv1d::BLOCK_TOKENS);
@@ -183,9 +184,9 @@ impl Convolution {
         check_places(argument, result, bytes)
     }
 
-    /// Channels of a lane: a vector of 16 bytes, or one where rows do not consist of vectors.
+    /// Channels of a lane: a vector, or one where rows do not consist of vectors.
     fn unit(&self) -> usize {
-        let vector = 16 / self.dtype.size_bytes();
+        let vector = UNIT as usize;
         if self.conv.channels.is_multiple_of(vector) { vector } else { 1 }
     }
 
@@ -283,12 +284,10 @@ mod tests {
 
     #[test]
     fn lanes_have_vectors_of_rows_that_consist_of_them() {
-        let unit = |channels, dtype| {
+        let unit = |channels| {
             let conv = CausalConv1d { width: 4, silu: true, batch: 1, tokens: 5, channels };
-            Convolution::new(conv, dtype, DType::F32).unwrap().unit()
+            Convolution::new(conv, DType::Bf16, DType::F32).unwrap().unit()
         };
-        assert_eq!(unit(64, DType::Bf16), 8);
-        assert_eq!(unit(60, DType::Bf16), 1);
-        assert_eq!(unit(60, DType::F32), 4);
+        assert_eq!([64, 60, 62, 0].map(unit), [4, 4, 1, 4]);
     }
 }
