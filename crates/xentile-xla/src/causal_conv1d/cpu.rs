@@ -68,7 +68,7 @@ fn backward(operands: Operands, dy: AnyBuffer, gradients: Gradients, pool: Threa
         let dy = dy.typed::<E, ANY_RANK>()?;
         let dx = gradients.x.typed::<E, ANY_RANK>()?.into_slice();
         ask_for_huge_pages(dx);
-        let state = gradients.state.map(xla_ffi::AnyBufferMut::typed::<E, ANY_RANK>).transpose()?;
+        let state = gradients.state.map(AnyBufferMut::typed::<E, ANY_RANK>).transpose()?;
         let gradients = kernels::Gradients {
             x: dx,
             weight: gradients.weight.into_slice(),
