@@ -30,9 +30,9 @@ struct alignas(128) FlashAttentionGradientArguments {
   int2* ranges;
   int32_t* segments;
   attention::Note* notes;
-  float* sums;        // of dq before it is scaled and rounded, two pieces for each tile of queries
-  uint32_t* terms;    // of each piece, how many terms it has
-  uint32_t* tickets;  // how many CTAs have begun
+  float* sums;              // of dq before it is scaled and rounded, two pieces for each tile of queries
+  uint32_t* terms;          // of each piece, how many terms it has
+  uint32_t* tickets;        // how many CTAs have begun
   int32_t heads_at_a_time;  // of which all blocks of keys come before those of others
   int32_t has_order;        // whether terms are added in one order; else sums begin as 0
 };
@@ -133,8 +133,8 @@ struct AllGradients {
   // Queries of a head with padding.
   __device__ int padded_queries() const { return (a.queries + 127) & ~127; }
 
-  // Blocks of keys of which CTAs take the last first; they take the others in their order, which is that of their terms
-  // too. Under a causal mask CTAs of the first half, which are longer, begin together, each at its own diagonal: a later
+  // Blocks of keys of which CTAs take the last first; they take the others in their order, which is that of terms,
+  // too. Under a causal mask CTAs of the first half, which are longer, begin together, each at its diagonal: a later
   // block is at a tile of queries before an earlier one, and none waits. They end one after another, the last first,
   // where those of the other half begin, and these end together. The order is that of every head, whatever else runs.
   static __device__ int reversed_blocks(const FlashAttentionArguments& a) {
@@ -622,9 +622,9 @@ __device__ inline void write_rows(const FlashAttentionGradientArguments& all) {
   if (threadIdx.x < 2) all.terms[2 * static_cast<int64_t>(blockIdx.x) + threadIdx.x] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *all.tickets = 0;
   if (!all.has_order) {
-    const int panels = max(a.width, a.value_width) <= 64 ? 1 : 2;
-    float4* sums = reinterpret_cast<float4*>(all.sums) + static_cast<int64_t>(blockIdx.x) * panels * (Piece::kNumbers / 4);
-    for (int i = threadIdx.x; i < panels * (Piece::kNumbers / 4); i += kAttentionThreads) sums[i] = make_float4(0, 0, 0, 0);
+    const int vectors = (max(a.width, a.value_width) <= 64 ? 1 : 2) * (Piece::kNumbers / 4);
+    float4* sums = reinterpret_cast<float4*>(all.sums) + static_cast<int64_t>(blockIdx.x) * vectors;
+    for (int i = threadIdx.x; i < vectors; i += kAttentionThreads) sums[i] = make_float4(0, 0, 0, 0);
   }
   const int64_t begins = a.first_query(of_keys, head % a.group) + static_cast<int64_t>(first) * a.q_row;
   // Lanes that share a row, 8 columns each.

@@ -41,7 +41,7 @@ const OF_BACKWARD: &[AttributeDecl] = &[
 const SCRATCH: ArrayDecl = scratch("scratch", "", F32)
     .by(Dims::By(
         "scratch_columns",
-        &[("64", "*batch G S/128 8960"), ("128", "*batch G S/128 17152")],
+        &[("64", "*batch G S/128 8960"), ("*", "*batch G S/128 17152")],
     ))
     .given(Given::Where("scratch_columns"));
 

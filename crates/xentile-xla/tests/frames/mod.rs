@@ -95,7 +95,9 @@ pub fn right(declaration: &'static Declaration, platform: &str, choose: Choose<'
         for array in side {
             let is_given = match array.given {
                 Given::Always => true,
-                Given::Where(attribute) => made.values.get(attribute) == Some(&Value::Bool(true)),
+                Given::Where(attribute) => {
+                    !matches!(made.values.get(attribute), None | Some(Value::Bool(false)))
+                }
                 Given::Optional => choose(Choice::Free, 2) == 1,
                 Given::With(operand) => made.dtypes.contains_key(operand),
             };
@@ -173,7 +175,8 @@ impl Made {
         match array.dims {
             Dims::Fixed(text) => text,
             Dims::By(attribute, cases) => {
-                let value = self.values[attribute].text();
+                let value =
+                    self.values.get(attribute).map(|value| value.text()).unwrap_or_default();
                 let case = cases.iter().find(|(of, _)| *of == value || *of == "*");
                 case.unwrap_or_else(|| panic!("no dims of {} for {value}", array.name)).1
             }
