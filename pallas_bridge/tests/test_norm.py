@@ -401,15 +401,6 @@ def test_both_modes_of_differentiation(
 
 
 @each_kind
-def test_second_derivatives_are_refused(kind: str) -> None:
-    x, weight = jnp.arange(4.0) if kind == "layer" else jnp.ones(4), jnp.ones(4)
-    with pytest.raises(NotImplementedError, match=rf"{kind}_norm: second derivatives .*reference"):
-        jax.hessian(lambda x: total(kind, x, weight))(x)
-    hessian = jax.hessian(lambda x: total(kind, x, weight, implementation="reference"))
-    assert np.isfinite(hessian(x)).all()
-
-
-@each_kind
 def test_vmap_keeps_a_weight_that_all_share_as_it_is(rng: np.random.Generator, kind: str) -> None:
     of = problem(kind, rng, 3, 5, 8, dtype="bfloat16", of_weight="bfloat16")
     f = partial(norm, kind)

@@ -317,21 +317,6 @@ def test_forward_mode_alone_makes_no_gradient_of_every_token(rng: np.random.Gene
     assert "cross_entropy_forward" in program and "cross_entropy_backward" not in program
 
 
-def test_second_derivatives_are_refused(rng: np.random.Generator) -> None:
-    logits, labels = batch(rng, "float32", 4, 30)
-    for reduction in ("mean", "none"):
-
-        def f(x: jax.Array) -> jax.Array:
-            return cross_entropy(x, labels, reduction=reduction).sum()  # noqa: B023
-
-        with pytest.raises(
-            NotImplementedError, match=r"cross_entropy: second derivatives .*reference"
-        ):
-            jax.hessian(f)(logits)
-    hessian = jax.hessian(lambda x: cross_entropy(x, labels, implementation="reference"))(logits)
-    assert np.isfinite(hessian).all()
-
-
 def test_threads_may_call_at_once(rng: np.random.Generator) -> None:
     logits, labels = batch(rng, "bfloat16", 64, 3000)
     f = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, labels)))

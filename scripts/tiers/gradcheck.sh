@@ -22,10 +22,29 @@ for config in configs/gradcheck/*.yaml; do
     fi
     configs+=("$config")
 done
+# Python exports the programs of many configs, by one thread: as many configs at once as there are cores.
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+run_config() {
+    local log=$logs/${1##*/} began=${EPOCHREALTIME/[.,]/} status=0
+    "$binaries/gradcheck" --config "$1" >"$log" 2>&1 || status=$?
+    printf -- '-- %s took %d ms\n' "$1" $(((${EPOCHREALTIME/[.,]/} - began) / 1000)) >>"$log"
+    echo "$status" >"$log.status"
+}
+# shellcheck disable=SC2329 # `check` runs it
+replay() {
+    cat "$1"
+    return "$(<"$1.status")"
+}
 for config in "${configs[@]}"; do
-    began=${EPOCHREALTIME/[.,]/}
-    check "$config" "$binaries/gradcheck" --config "$config"
-    printf -- '-- %s took %d ms\n' "$config" $(((${EPOCHREALTIME/[.,]/} - began) / 1000))
+    while (($(jobs -rp | wc -l) >= $(nproc))); do
+        wait -n
+    done
+    run_config "$config" &
+done
+wait
+for config in "${configs[@]}"; do
+    check "$config" replay "$logs/${config##*/}"
 done
 finish_checks || status=1
 exit "$status"
