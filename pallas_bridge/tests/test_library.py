@@ -92,7 +92,7 @@ def test_info_says_what_runs_where() -> None:
     everywhere |= {f"xentile_flash_attention_{name}" for name in ("forward", "backward")}
     assert of_host == everywhere | halves
     of_gpu = {"xentile_linear_cross_entropy_add", "xentile_linear_cross_entropy_distribution_fused"}
-    of_gpu |= {"xentile_flash_attention_decode"}
+    of_gpu |= {f"xentile_flash_attention_{name}" for name in ("decode", "paged")}
     of_gpu |= {f"xentile_qk_norm_rope_{name}" for name in ("forward", "backward")}
     fused = ("swiglu", "rms_norm", "rms_norm_add")
     of_gpu |= {f"xentile_fp8_quantize_{n}{turned}" for n in fused for turned in ("", "_transposed")}

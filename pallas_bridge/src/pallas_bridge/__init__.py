@@ -27,6 +27,7 @@ from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
+from ._src.flash_attention.paged import paged_attention
 from ._src.fp8_quantize.api import (
     Quantized,
     delayed_scale,
@@ -78,6 +79,7 @@ __all__ = [
     "linear_cross_entropy_value_and_grad",
     "nn",
     "optax",
+    "paged_attention",
     "qk_norm_rope",
     "reglu",
     "rms_norm",

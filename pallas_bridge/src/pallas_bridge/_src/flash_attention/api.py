@@ -19,6 +19,7 @@ from .options import (
     Options,
     check_arrays,
     check_options,
+    check_sinks,
     integers,
     ranges,
     segments,
@@ -234,7 +235,7 @@ def attend(
         arrays += [of_heads(seen, 2), of_heads(of_queries, 1), of_heads(of_keys, 1)]
     if sinks is not None:
         zeros = zero[..., None].astype(jnp.float32)
-        arrays.append(of_rank(_sinks(sinks, heads, kv_heads), zeros) + zeros)
+        arrays.append(of_rank(check_sinks(sinks, heads, kv_heads), zeros) + zeros)
     o, lse = custom_call.attention(options, *arrays)
     o = jnp.moveaxis(o, -2, -4).reshape(*batch, queries, heads, v.shape[-1])
     if options.gives_lse:
@@ -263,12 +264,3 @@ def _cumulative(batch: list[int], of_queries: Any, of_keys: Any) -> Any:
         raise ValueError(f"q_cumulative has shape {shape}; it must be [N + 1], of N sequences")
     found = integers("q_cumulative", of_queries, shape)
     return found, found if of_keys is None else integers("kv_cumulative", of_keys, shape)
-
-
-def _sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
-    array = as_array("sinks", sinks, "[H]")
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
-    if array.shape != (heads,):
-        raise ValueError(f"sinks has shape {array.shape}; it must be ({heads},), one a head of q")
-    return array.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)

@@ -152,6 +152,21 @@ def integers(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     return array.astype(jnp.int32)
 
 
+def check_sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
+    """Returns sinks [Hkv, G] in float32.
+
+    Raises:
+        TypeError: they are no floats.
+        ValueError: there is not one for each head of q.
+    """
+    array = as_array("sinks", sinks, "[H]")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"sinks has dtype {array.dtype}; it must be of floats")
+    if array.shape != (heads,):
+        raise ValueError(f"sinks has shape {array.shape}; it must be ({heads},), one a head of q")
+    return array.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)
+
+
 def segments(value: Any, q_shape: tuple[int, ...], kv_shape: tuple[int, ...]) -> Any:
     """Returns the segments of queries and keys, and whether they are the same.
 
