@@ -186,6 +186,7 @@ OPERATIONS = (
 # What stands for lists of dtypes.
 DTYPES = {
     "float": ["f32", "bf16", "f16"],
+    "half": ["bf16", "f16"],
     "fp8": ["f8e4m3fn", "f8e5m2"],
     "integer": ["s32", "s64"],
 }
@@ -198,9 +199,9 @@ on NVIDIA GPUs (`CUDA`) `initialize` too, which loads what `execute` launches, b
 `*batch` is any number of leading axes, those of tokens. An argument without it is shared by all
 tokens, and may have some of their first axes before its own. A result without it is a sum over
 tokens, which handlers give as partial sums `[.., P, D]`. `2.F` and `F.2` are the axes `[2, F]` and
-`[F, 2]`; `D/128` is the number of blocks of 128 in D. *float* is f32, bf16 or f16, *fp8* f8e4m3fn
-or f8e5m2, *integer* s32 or s64. An array without a dtype has that of the first argument, which is
-a float. "(y in the place of x)" says that y may lie there.
+`[F, 2]`; `D/128` is the number of blocks of 128 in D. *float* is f32, bf16 or f16, *half* bf16 or
+f16, *fp8* f8e4m3fn or f8e5m2, *integer* s32 or s64. An array without a dtype has that of the first
+argument, which is a float. "(y in the place of x)" says that y may lie there.
 
 | target | on | arguments | results |
 | --- | --- | --- | --- |

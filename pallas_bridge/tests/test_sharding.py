@@ -58,9 +58,7 @@ IS_DOCUMENTED = PLATFORM == "cpu" and not UPDATES
 def dims_of(case: Case) -> list[str]:
     """The names of a case's axes that a mesh may shard; heads of keys with those of queries."""
     names = dict.fromkeys(name for one in case.arguments for name in one.dims)
-    return [
-        name for name in names if name not in case.whole and (name != "K" or "H" not in names)
-    ]
+    return [name for name in names if name not in case.whole and (name != "K" or "H" not in names)]
 
 
 def is_in(table: dict[str, str], case: Case, dim: str) -> bool:

@@ -19,7 +19,9 @@ namespace xentile {
 // Mirrored by `DecodeArguments` in src/flash_attention/arguments.rs.
 struct FlashAttentionDecodeArguments {
   FlashAttentionArguments of;
-  const int32_t* block_tables;  // [heads / inner, pages], or null; then k and v are [.., page_size, inner, width]
+  // [heads / inner, pages], or null. With it k and v are [.., page_size, inner, width], the ranges [heads / inner,
+  // queries, 2] and the sinks [inner, group].
+  const int32_t* block_tables;
   float* partials;              // [heads, chunks, group, queries, value_width]: o of each chunk
   float* partial_lse;           // [heads, chunks, group, queries], in units of ln(2)
   int32_t pages;
@@ -47,9 +49,18 @@ struct FlashAttentionDecodeArguments {
     return of.queries == 1 ? 0 : static_cast<uint32_t>(row) % of.queries;
   }
 
-  __device__ float sink_of(int64_t head, int row) const {
+  // The ranges of a head's queries, and the heads of an entry that have some of their own.
+  __device__ const int2* ranges_of(int entry, int of_entry) const {
+    const int64_t first = block_tables == nullptr ? head(entry, of_entry) : first_entry + entry;
+    return reinterpret_cast<const int2*>(of.ranges) + first * of.queries;
+  }
+
+  __device__ int range_heads() const { return block_tables == nullptr ? of.inner : 1; }
+
+  __device__ float sink_of(int entry, int of_entry, int row) const {
     if (of.sinks == nullptr) return __int_as_float(0xff800000);
-    return of.sinks[head * of.group + static_cast<uint32_t>(row) / of.queries];
+    const int64_t first = block_tables == nullptr ? head(entry, of_entry) : of_entry;
+    return of.sinks[first * of.group + static_cast<uint32_t>(row) / of.queries];
   }
 };
 
@@ -174,9 +185,9 @@ struct Forward {
       int2 seen = make_int2(0, 0);
       int is_mixed = 0;
       if (entry < all.entries) {
-        const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + all.head(entry, 0) * a.queries;
+        const int2* ranges = all.ranges_of(entry, 0);
 #pragma unroll 4
-        for (int i = own; i < a.inner * a.queries; i += threads) {
+        for (int i = own; i < all.range_heads() * a.queries; i += threads) {
           const int2 range = ranges[i], of_first = ranges[all.query_of(i)];
           is_mixed |= range.x != of_first.x || range.y != of_first.y;
           seen = hull(seen, range);
@@ -225,7 +236,7 @@ struct Forward {
 
   // The unit with those keys alone that rows of its head see: others may be NaN.
   __device__ Unit of_head(Unit unit) const {
-    const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + all.head(unit.entry, unit.head) * a.queries;
+    const int2* ranges = all.ranges_of(unit.entry, unit.head);
     int2 seen = make_int2(0, 0);
     for (int i = 0; i < a.queries; ++i) seen = hull(seen, ranges[i]);
     unit.low = max(unit.low, seen.x), unit.high = max(unit.low, min(unit.high, seen.y));
@@ -322,7 +333,7 @@ struct Forward {
   }
 
   __device__ void work(float* sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32;
     const int group = warp / kRowTiles, row_tile = warp % kRowTiles;
     const Bend bend(a);
     Loader loader(*this, group);
@@ -375,7 +386,7 @@ struct Forward {
   __device__ void load_queries(uint32_t (&q)[kColumns / 16][4], int2 (&range)[2], const Unit& unit,
                                int row_tile) const {
     const int lane = threadIdx.x % 32, first_row = unit.block * kBlock + row_tile * 16 + lane / 4;
-    const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + all.head(unit.entry, unit.head) * a.queries;
+    const int2* ranges = all.ranges_of(unit.entry, unit.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 8 * half;
@@ -547,7 +558,7 @@ struct Forward {
       if (is_last) {
         of_lse = head * rows + row;
         at = all.query_at(entry, of_entry, row);
-        sink = all.sink_of(head, row) * kLog2E;
+        sink = all.sink_of(entry, of_entry, row) * kLog2E;
       } else {
         at = of_lse = (head * all.chunks + chunk) * rows + row;
       }
@@ -589,7 +600,7 @@ __device__ inline void merge(const FlashAttentionDecodeArguments& all) {
   const int rows = a.group * a.queries, of_entries = blockIdx.x / rows, row = blockIdx.x % rows;
   const int entry = of_entries / a.inner, of_entry = of_entries % a.inner;
   const int64_t head = all.head(entry, of_entry);
-  const int2 range = reinterpret_cast<const int2*>(a.ranges)[head * a.queries + all.query_of(row)];
+  const int2 range = all.ranges_of(entry, of_entry)[all.query_of(row)];
   const int first = range.x < range.y ? range.x >> all.chunk_log2 : 0;
   const int end = range.x < range.y ? (range.y - 1 >> all.chunk_log2) + 1 : 0;
   // Lanes of a row's four columns each, and how many chunks they read at a time.

@@ -132,7 +132,6 @@ pub(crate) enum DeviceAttribute {
 pub(crate) enum KernelAttribute {
     StaticSharedBytes = abi::STATIC_SHARED_BYTES,
     MaxDynamicSharedBytes = abi::MAX_DYNAMIC_SHARED_BYTES,
-    SharedMemoryCarveout = abi::SHARED_MEMORY_CARVEOUT,
     WideClusters = abi::WIDE_CLUSTERS,
 }
 

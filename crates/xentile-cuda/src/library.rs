@@ -54,13 +54,6 @@ pub(crate) fn allow_wide_clusters(kernel: Kernel, device: &Device) -> Result<()>
     Driver::get()?.set_kernel_attribute(kernel, device.number(), wide, 1)
 }
 
-/// Has multiprocessors keep all that they can as shared memory while they run `kernel`, as for a kernel beside it that
-/// takes so much: they must be idle to change it.
-pub(crate) fn prefer_shared_memory(kernel: Kernel, device: &Device) -> Result<()> {
-    let percent = KernelAttribute::SharedMemoryCarveout;
-    Driver::get()?.set_kernel_attribute(kernel, device.number(), percent, 100)
-}
-
 /// [`kernel`], kept from its first call on.
 ///
 /// # Safety

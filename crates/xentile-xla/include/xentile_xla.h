@@ -222,6 +222,14 @@ struct XLA_FFI_Error* xentile_flash_attention_decode_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_decode_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_flash_attention_paged: What decode gives, of keys and values in pages of a pool, of
+ * which block_tables names those of each of B texts. `*batch` is the heads of keys, which lie
+ * behind B, P and S in memory. (q, k_pages, v_pages, block_tables, ranges, sinks) -> (o, lse,
+ * partials, partial_lse). */
+struct XLA_FFI_Error* xentile_flash_attention_paged_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_flash_attention_paged_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_fp8_quantize: Values, and the scale of each block. (x) -> (values, scales). */
 struct XLA_FFI_Error* xentile_fp8_quantize_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_fp8_quantize_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);

@@ -45,7 +45,7 @@ const SCRATCH: ArrayDecl = scratch("scratch", "", F32)
     ))
     .given(Given::Where("scratch_columns"));
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, DECODE];
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, DECODE, PAGED];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_flash_attention_forward",
@@ -99,8 +99,38 @@ pub(crate) const DECODE: Declaration = Declaration {
         attribute("softcap", Range::Positive).absent("none"),
         attribute("sinks", Range::Bool),
         attribute("chunk_keys", Range::Extent),
-        attribute("tokens_first", Range::Bool).absent("false"),
+        attribute("tokens_first", Range::Bool).absent("false").cuda_only(),
     ]],
+    ..Declaration::BASE
+};
+
+pub(crate) const PAGED: Declaration = Declaration {
+    name: c"xentile_flash_attention_paged",
+    summary: "What decode gives, of keys and values in pages of a pool, of which block_tables names those of each \
+              of B texts. `*batch` is the heads of keys, which lie behind B, P and S in memory.",
+    host: Stages::None,
+    operands: &[
+        input("q", "*batch B G S D", HALVES),
+        input("k_pages", "*batch P T D", Dtype::Like("q")),
+        input("v_pages", "*batch P T E", Dtype::Like("q")),
+        input("block_tables", "B N", S32),
+        input("ranges", "B S 2", S32),
+        input("sinks", "*batch G", F32).given(Given::Where("sinks")),
+    ],
+    results: &[
+        output("o", "*batch B G S E", Dtype::Like("q")),
+        residual("lse", "*batch B G S", F32),
+        scratch("partials", "*batch N/chunk_pages B G S E", F32),
+        scratch("partial_lse", "*batch N/chunk_pages B G S", F32),
+    ],
+    attributes: &[&[
+        attribute("scale", Range::Finite),
+        attribute("softcap", Range::Positive).absent("none"),
+        attribute("sinks", Range::Bool),
+        attribute("chunk_pages", Range::Extent),
+        attribute("tokens_first", Range::Bool).absent("false").cuda_only(),
+    ]],
+    maps_shared: false,
     ..Declaration::BASE
 };
 

@@ -29,6 +29,7 @@ from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.causal_conv1d.api import causal_conv1d
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
+from ._src.flash_attention.paged import paged_attention
 from ._src.flash_attention.ring import ring_attention, zigzag_indices
 from ._src.fp8_quantize.api import (
     Quantized,
@@ -83,6 +84,7 @@ __all__ = [
     "losses",
     "nn",
     "optax",
+    "paged_attention",
     "qk_norm_rope",
     "reglu",
     "ring_attention",

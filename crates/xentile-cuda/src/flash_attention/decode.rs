@@ -12,7 +12,7 @@ use super::arguments::{
 };
 use super::{Attention, Operands, invalid, kernel};
 use crate::driver::{Driver, Extent, RawStream};
-use crate::{Device, Result, check_alignment, library};
+use crate::{Device, Result, check_alignment};
 
 /// The least keys of a chunk.
 pub const LEAST_CHUNK: usize = 64;
@@ -54,8 +54,8 @@ pub struct Partials {
 
 /// Attention of bf16 or f16 over chunks of keys.
 ///
-/// With pages, keys and values are pools `[P, page_size, inner, D]`, and the shape's keys are those of all pages of an
-/// entry.
+/// With pages, keys and values are pools `[P, page_size, inner, D]`, the shape's keys those of all pages of an entry,
+/// ranges `[N / inner, S, 2]` and sinks `[inner, G]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Decode {
     attention: Attention,
@@ -110,11 +110,11 @@ impl Decode {
             return unsafe { self.attention.load(super::Pass::Forward, stream) };
         };
         // SAFETY: passed on from this function's contract.
-        let merge = unsafe {
+        unsafe {
             kernel(&self.chunks_kernel(&plan), stream)?;
-            kernel(&self.merge_kernel(), stream)?
-        };
-        library::prefer_shared_memory(merge, device)
+            kernel(&self.merge_kernel(), stream)?;
+        }
+        Ok(())
     }
 
     /// Has `stream` write o and lse. Where a CTA of the device has too little shared memory, the kernels of

@@ -2,11 +2,12 @@
 
 use std::ptr::{null, null_mut};
 
-use xentile_cuda::flash_attention::decode::{Decode, Partials};
+use xentile::flash_attention::AttentionShape;
+use xentile_cuda::flash_attention::decode::{Decode, Pages, Partials};
 use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved, Scratch};
 use xla_ffi::{Buffer, BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
-use super::{Call, Options, Seen, invalid};
+use super::{Call, Options, Seen, check, invalid};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::target_list;
@@ -25,6 +26,10 @@ target_list! {
     super::DECODE: fn xentile_flash_attention_decode_cuda,
         initialize xentile_flash_attention_decode_cuda_initialize = decode(
         q, k, v, seen, o, lse, partials, partial_lse, options, chunk_keys, context,
+    );
+    super::PAGED: fn xentile_flash_attention_paged_cuda,
+        initialize xentile_flash_attention_paged_cuda_initialize = paged(
+        q, k_pages, v_pages, block_tables, seen, o, lse, partials, partial_lse, options, chunk_pages, context,
     );
 }
 
@@ -159,16 +164,25 @@ fn decode(
     let Checked { call, attention, operands } = checked(&of, &seen.0, options)?;
     call.check_forward(o.dims(), lse.dims())?;
     check_dtypes(q.dtype(), [("o", o.dtype())])?;
-    let chunk = usize::try_from(chunk_keys).ok().filter(|&chunk| chunk > 0);
-    let chunk = chunk.ok_or_else(|| {
-        invalid(format_args!("chunk_keys is {chunk_keys}; it must be at least 1"))
-    })?;
+    let chunk = extent("chunk_keys", chunk_keys)?;
     call.check_partials(partials.dims(), partial_lse.dims(), chunk)?;
     let decode = Decode::new(attention, chunk, None).map_err(failed)?;
+    run(&decode, operands, &o, &lse, [&partials, &partial_lse], &context)
+}
+
+/// Loads kernels, or launches them, for arrays of which the shapes were checked.
+fn run(
+    decode: &Decode,
+    operands: Operands,
+    o: &AnyMut,
+    lse: &FloatsMut,
+    [partials, partial_lse]: [&FloatsMut; 2],
+    context: &Context,
+) -> Result {
     xentile_cuda::available().map_err(failed)?;
     let stream = context.stream()?.as_ptr();
     let partials = Partials { o: partials.as_ptr().cast(), lse: partial_lse.as_ptr().cast() };
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    // SAFETY: XLA's stream and buffers.
     let outcome = unsafe {
         match context.stage() {
             Stage::Initialize => decode.load(stream),
@@ -176,6 +190,112 @@ fn decode(
         }
     };
     outcome.map_err(failed)
+}
+
+/// An attribute that is at least 1.
+fn extent(name: &str, value: i64) -> Result<usize> {
+    let found = usize::try_from(value).ok().filter(|&value| value > 0);
+    found.ok_or_else(|| invalid(format_args!("{name} is {value}; it must be at least 1")))
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Integers,
+    seen: SeenByAll,
+    o: AnyMut,
+    lse: FloatsMut,
+    partials: FloatsMut,
+    partial_lse: FloatsMut,
+    options: Options,
+    chunk_pages: i64,
+    context: Context,
+) -> Result {
+    let SeenByAll(seen) = seen;
+    // Axes before that of heads are units, which partitioning may put there.
+    let (
+        Some((leading @ [units @ .., heads], &[texts, group, queries, width])),
+        Some((_, &[pool, page_size, _])),
+        &[.., value_width],
+        &[_, pages],
+    ) = (
+        q.dims().split_last_chunk(),
+        k_pages.dims().split_last_chunk(),
+        v_pages.dims(),
+        block_tables.dims(),
+    )
+    else {
+        return Err(invalid(format_args!(
+            "`q` has shape {:?}, `k_pages` {:?}, `v_pages` {:?} and `block_tables` {:?}; they must be \
+             [H, B, G, S, D], [H, P, T, D], [H, P, T, E] and [B, N]",
+            q.dims(),
+            k_pages.dims(),
+            v_pages.dims(),
+            block_tables.dims()
+        )));
+    };
+    if units.iter().any(|&unit| unit != 1) {
+        return Err(invalid(format_args!(
+            "`q` has shape {:?}; axes before [H, B, G, S, D] must be 1",
+            q.dims()
+        )));
+    }
+    let heads = *heads;
+    check("k_pages", k_pages.dims(), leading, &[pool, page_size, width])?;
+    check("v_pages", v_pages.dims(), leading, &[pool, page_size, value_width])?;
+    check("block_tables", block_tables.dims(), &[texts], &[pages])?;
+    check("ranges", seen.ranges.dims(), &[texts], &[queries, 2])?;
+    if let Some(sinks) = &seen.sinks {
+        check("sinks", sinks.dims(), leading, &[group])?;
+    }
+    let rows = [texts, group, queries];
+    check("o", o.dims(), leading, &[&rows[..], &[value_width]].concat())?;
+    check("lse", lse.dims(), leading, &rows)?;
+    let chunk = extent("chunk_pages", chunk_pages)?;
+    let of_chunks = [&[pages.div_ceil(chunk)], &rows[..]].concat();
+    let partial_o = [&of_chunks[..], &[value_width]].concat();
+    check("partials", partials.dims(), leading, &partial_o)?;
+    check("partial_lse", partial_lse.dims(), leading, &of_chunks)?;
+    check_dtypes(q.dtype(), [("k_pages", k_pages.dtype()), ("v_pages", v_pages.dtype())])?;
+    check_dtypes(q.dtype(), [("o", o.dtype())])?;
+    if !options.tokens_first {
+        return Err(invalid(
+            "attribute `tokens_first` is false; heads of keys must lie behind B, P and S",
+        ));
+    }
+    if pool.checked_mul(page_size).is_none_or(|rows| i32::try_from(rows).is_err()) {
+        return Err(invalid(format_args!(
+            "`k_pages` has {pool} pages of {page_size}; there must be fewer than 2^31 positions"
+        )));
+    }
+    let shape = AttentionShape {
+        heads: heads * texts,
+        group,
+        queries,
+        keys: pages.saturating_mul(page_size),
+        width,
+        value_width,
+    };
+    shape.validate().map_err(invalid)?;
+    let attention = Attention::new(options.attention, shape, to_dtype("q", q.dtype())?)
+        .and_then(|attention| attention.with_layout(Layout::TokensFirst { inner: heads }))
+        .map_err(failed)?;
+    let block_tables = block_tables.as_ptr().cast_const().cast();
+    let pages = Pages { block_tables, pages, page_size };
+    let chunk = chunk.saturating_mul(page_size);
+    let decode = Decode::new(attention, chunk, Some(pages)).map_err(failed)?;
+    let operands = Operands {
+        q: q.as_ptr().cast_const(),
+        k: k_pages.as_ptr().cast_const(),
+        v: v_pages.as_ptr().cast_const(),
+        ranges: seen.ranges.as_ptr().cast_const().cast(),
+        q_segments: null(),
+        kv_segments: null(),
+        sinks: seen.sinks.as_ref().map_or(null(), |sinks| sinks.as_ptr().cast_const().cast()),
+    };
+    run(&decode, operands, &o, &lse, [&partials, &partial_lse], &context)
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]

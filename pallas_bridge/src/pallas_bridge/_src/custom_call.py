@@ -70,8 +70,9 @@ class Call:
     # first.
     reuses: tuple[int, int] | None = None
     without_gradient: WithoutGradient | None = field(default=None, repr=False)
-    # Arrays by their dims, each with the named axis that lies before the last axis of tokens in
-    # memory where a program is for CUDA alone; the attribute "tokens_first" tells the handler.
+    # Arrays by their dims, each with the named axes that lie before the last axis of tokens in
+    # memory where a program is for CUDA alone, such as "S" or "B S"; the attribute "tokens_first"
+    # tells the handler.
     outward: tuple[tuple[str, str], ...] = ()
     # Attributes that the call has besides where a program is for CUDA alone. By them it may have
     # more results, such as scratch.
@@ -127,10 +128,13 @@ class Call:
     def layout(self, dims: str, aval: Any) -> tuple[int, ...]:
         """Returns the axes of an array as `outward` has them in memory, the innermost first."""
         order = [*range(aval.ndim)]
-        declared, axis = Dims.of(dims), dict(self.outward).get(dims)
+        declared, axes = Dims.of(dims), dict(self.outward).get(dims, "")
         leading = declared.leading(aval)
-        if axis is not None and leading > 0:
-            order.insert(leading - 1, order.pop(leading + declared.names.index(axis)))
+        if leading > 0:
+            for place, axis in enumerate(axes.split(), leading - 1):
+                index = leading + declared.names.index(axis)
+                order.remove(index)
+                order.insert(place, index)
         return tuple(reversed(order))
 
 

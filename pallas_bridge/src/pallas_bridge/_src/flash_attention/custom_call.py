@@ -79,8 +79,8 @@ def forward(
     )
     kernel = partial(bind, call)
     if not has_gradient and decoding.has_kernel(options, *arrays[:3]):
-        o, lse = decoding.forward(options, kernel, *arrays)
-    elif options.implementation is not None:
+        kernel = partial(decoding.forward, options, kernel)
+    if options.implementation is not None:
         o, lse = kernel(*arrays)
     else:
         o, lse = on_cuda.forward(options, kernel, *arrays, has_gradient=has_gradient)
