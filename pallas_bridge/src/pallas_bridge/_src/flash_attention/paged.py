@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .. import linear, one_program
 from ..arrays import of_rank
 from ..bound import Bound
-from ..checks import as_array, check_dtype, check_flag, promoted
+from ..checks import as_array, check_dtype, check_flag
 from ..custom_call import bind, declared_call, vary_alike
 from ..implementations import choose
 from ..keywords import hinted
@@ -107,7 +107,6 @@ def paged_attention(
     q = as_array("q", q, "[B, S, H, D]")
     k_pages = as_array("k_pages", k_pages, "[P, T, Hkv, D]")
     v_pages = as_array("v_pages", v_pages, "[P, T, Hkv, Dv]")
-    q, k_pages, v_pages = promoted(q, k_pages, v_pages)
     _check_arrays(q, k_pages, v_pages)
     options = check_options(
         scale=scale, softcap=softcap, causal=causal, window=window, width=q.shape[-1]
@@ -144,6 +143,9 @@ def paged_attention(
 def _check_arrays(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_dtype(name, array)
+        # Promoting a pool would copy all of it.
+        if array.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be that of q, {q.dtype}")
         if array.ndim != 4:
             right = "[B, S, H, D]" if name == "q" else "[P, T, Hkv, D]"
             raise ValueError(f"{name} has shape {array.shape}; it must be {right}")
