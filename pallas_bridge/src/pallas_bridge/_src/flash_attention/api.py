@@ -105,7 +105,8 @@ def flash_attention(
     Logits, softmax and sums are f32; where q has 16 bits, probabilities may be rounded to its dtype
     before they are multiplied with v. It is differentiable in both modes with respect to q, k, v
     and `sinks`; forward mode is that of XLA's program, with all logits in memory. Kept for the
-    backward pass are q, k, v, o and lse.
+    backward pass are q, k, v, o and lse. In 16 bits, with heads of up to 128 columns, kernels for
+    GPUs take temporary memory there of q's size in float32, heads padded to 64 or 128 columns.
 
     Queries and keys end together: query i of S has the place i + Skv - S among keys, so that with
     `causal` the last query sees all keys (as in FlashAttention from 2.1 on;
