@@ -166,7 +166,9 @@ def test_the_weight_stays_where_it_is(
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])
-def test_a_weight_cut_over_its_width_is_gathered_once(rng: np.random.Generator, way: str) -> None:
+def test_a_weight_sharded_over_its_width_is_gathered_once(
+    rng: np.random.Generator, way: str
+) -> None:
     *arrays, cotangents = draw(rng, 16, 64, 24)
     # Over devices with other tokens, alone and beside the vocabulary.
     for columns in (None, "vocab"):
@@ -181,7 +183,7 @@ def test_a_weight_cut_over_its_width_is_gathered_once(rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("way", ["explicit", "found"])
-def test_a_vocabulary_cut_over_devices_with_other_tokens_is_gathered(
+def test_a_vocabulary_sharded_over_devices_with_other_tokens_is_gathered(
     rng: np.random.Generator, way: str
 ) -> None:
     *arrays, cotangents = draw(rng, 16, 64, 24)
@@ -194,7 +196,7 @@ def test_a_vocabulary_cut_over_devices_with_other_tokens_is_gathered(
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])
-def test_hidden_states_cut_over_their_width(rng: np.random.Generator, way: str) -> None:
+def test_hidden_states_sharded_over_their_width(rng: np.random.Generator, way: str) -> None:
     *arrays, cotangents = draw(rng, 16, 64, 24)
     mesh = mesh_of((2, 4), way)
     problem = Problem(*arrays, mesh, way, {}, columns=None, of_hidden="vocab", of_weight="vocab")

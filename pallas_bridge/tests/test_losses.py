@@ -330,7 +330,7 @@ def test_at_a_temperature_with_an_entropy_bonus(
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(("name", "per_token"), [("dpo", of_hidden), ("grpo", of_logits)])
-def test_with_a_cut_vocabulary(
+def test_with_a_sharded_vocabulary(
     rng: np.random.Generator, name: str, per_token: Any, way: str
 ) -> None:
     """Responses over two devices, and the vocabulary over four."""

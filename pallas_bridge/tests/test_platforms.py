@@ -95,7 +95,7 @@ def test_cuda_programs_call_what_cpu_programs_call(both: None, reduction: Any, d
                 assert all(attribute in line for attribute in attributes), line
 
 
-def test_cuda_programs_say_what_may_be_cut_and_what_shares_memory(both: None) -> None:
+def test_cuda_programs_say_what_may_be_sharded_and_what_shares_memory(both: None) -> None:
     f = jax.value_and_grad(lambda x, y: 2 * cross_entropy(x, y, donate_logits=True))
     fused, scale = calls(lowered(f, "cuda", donate_argnums=0))
     for line in (fused, scale):

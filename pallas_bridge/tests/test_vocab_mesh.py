@@ -197,7 +197,7 @@ def test_padding_and_what_no_finite_sum_has(rng: np.random.Generator, way: str) 
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit", "found"])
-def test_both_axes_of_a_mesh_cut_the_vocabulary(rng: np.random.Generator, way: str) -> None:
+def test_both_axes_of_a_mesh_shard_the_vocabulary(rng: np.random.Generator, way: str) -> None:
     logits, labels, cotangents = draw(rng, 6, 8 * 4100)
     options = {"label_smoothing": 0.2}
     problem = Problem(logits, labels, options, mesh_of((2, 4), way), way, None, NAMES)

@@ -14,6 +14,7 @@ WORDS = {
     r"\b(is|are|was|were|be) told\b|told of\b": "gets, reports, is passed",
     r"said to be\b": "is",
     r"known_parts|reduced_known": "auxiliary outputs",
+    r"\bin_parts\b|\bcuts? over\b": "on_shards; sharded over, split into",
     r"unnormalised by|put off|\bstands? apart": "unnormalised softmax; deferred; separate",
 }
 # History, results as they were printed, and this list.

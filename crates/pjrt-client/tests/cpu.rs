@@ -604,7 +604,7 @@ fn several_devices_run_their_own() {
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
 fn partitioned_programs_run_in_parts() {
-    // Rows are cut over two devices, and each needs all columns' sums.
+    // Rows are sharded over two devices, and each needs all columns' sums.
     let body = "{
         %zero = stablehlo.constant dense<0.0> : tensor<f32>
         %sums = stablehlo.reduce(%x init: %zero) applies stablehlo.add across dimensions = [0]

@@ -151,10 +151,10 @@ impl Linear {
         };
         let only = |condition: bool, wanted: usize| if condition { wanted } else { 0 };
         let Extents { tokens, columns } = sweep.chunk;
-        let cut_columns = columns < self.vocab;
+        let chunks_columns = columns < self.vocab;
         // Gradients in f32 are their own sums, as those that one product gives are.
         let has_sums = |gradient: DType| gradient != DType::F32 && pass != Pass::Forward;
-        let of_hidden = has_sums(self.hidden_gradient) && sweep.of_hidden && cut_columns;
+        let of_hidden = has_sums(self.hidden_gradient) && sweep.of_hidden && chunks_columns;
         let of_weight = has_sums(self.weight_gradient) && sweep.of_weight && tokens < self.tokens;
         let [rows, row] = self.weight_sums(sweep);
         // A few rows of a gradient pass through this place too.
@@ -162,7 +162,7 @@ impl Linear {
         let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
         let wide = 4 * tokens * columns;
-        let carried = self.has_f32_logits() && pass != Pass::Backward && cut_columns;
+        let carried = self.has_f32_logits() && pass != Pass::Backward && chunks_columns;
         let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
         let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_cut_all_and_the_last_may_be_smaller() {
+    fn chunks_hold_all_and_the_last_may_be_smaller() {
         let chunked =
             |total, chunk| chunks(total, chunk).map(|c| (c.first, c.count)).collect::<Vec<_>>();
         assert_eq!(chunked(10, 4), [(0, 4), (4, 4), (8, 2)]);
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn scratch_is_logits_and_the_sums_that_a_cut_needs() {
+    fn scratch_is_logits_and_the_sums_that_chunks_need() {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
         // Of 5000 columns 157 words.
         let of_tokens: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;

@@ -91,7 +91,7 @@ def spec_of_axes(axes: Axes, mesh_axes: Mapping[str, Names]) -> PartitionSpec:
     return PartitionSpec(*(entry(mesh_axes.get(factor_of(axis)[0], ())) for axis in axes))
 
 
-def is_cut_by_xla(module: Any) -> bool:
+def is_sharded_by_xla(module: Any) -> bool:
     """Whether XLA shards a module's arrays over devices that are known, all axes of them."""
     devices = getattr(module.axis_context, "device_assignment", None)
     return devices is not None and len(devices) > 1
@@ -100,7 +100,7 @@ def is_cut_by_xla(module: Any) -> bool:
 def is_asked_for(module: Any) -> bool:
     """Whether XLA, as it compiles a module, shards its arrays and asks Python about it."""
     mesh = getattr(module.axis_context, "abstract_mesh", None)
-    if not is_cut_by_xla(module) or mesh is None or mesh.empty:
+    if not is_sharded_by_xla(module) or mesh is None or mesh.empty:
         return False
     if any(one != AxisType.Auto for one in mesh.axis_types) or is_exported(module):
         return False

@@ -120,7 +120,7 @@ def _inspect(
     shardings over several axes, and the program does not compile then.
     """
     module = ctx.module_context
-    if not auto_partitioning.is_cut_by_xla(module) or _is_kept(module):
+    if not auto_partitioning.is_sharded_by_xla(module) or _is_kept(module):
         return
     if not names_axes:
         without = dataclasses.replace(module.axis_context, abstract_mesh=None)
