@@ -80,7 +80,12 @@ pub fn right(declaration: &'static Declaration, platform: &str, choose: Choose<'
     let values: HashMap<_, _> =
         attributes.iter().map(|(declared, value)| (declared.name, *value)).collect();
     let mut made = Made { values, ..Made::default() };
-    let all = || declaration.operands.iter().chain(declaration.results);
+    // Dims by an attribute that the call does not have are those of an array that it has not either.
+    let has_dims = |array: &&ArrayDecl| match array.dims {
+        Dims::By(attribute, _) => made.values.contains_key(attribute),
+        Dims::Fixed(_) => true,
+    };
+    let all = || declaration.operands.iter().chain(declaration.results).filter(has_dims);
     let names = all().map(|array| made.dims(array).split_whitespace().count()).max().unwrap_or(0);
     let has_tokens = all().any(|array| made.dims(array).starts_with("*batch"));
     let axes = if names > 2 { 3 } else { 4 };

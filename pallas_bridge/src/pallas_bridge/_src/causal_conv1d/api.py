@@ -198,7 +198,7 @@ def _bind(options: Options, target: str, dense: Any, *arrays: jax.Array) -> tupl
         implementation=options.implementation,
         dense=Bound(dense, options),
         # XLA shards its own program by batch, tokens and channels.
-        dense_if_cut=True,
+        dense_if_sharded=True,
     )
     return bind(call, *arrays)
 
