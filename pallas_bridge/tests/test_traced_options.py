@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_bridge import (
     cross_entropy,
@@ -185,6 +186,26 @@ def test_temperature(reduction: Any, dtype: str, rng: np.random.Generator) -> No
             return bent(losses if reduction == "none" else losses.sum() / count).sum()
 
         check(jax.jit(jax.grad(ours))(*arrays), jax.grad(formula)(*arrays))
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_a_mesh(kind: AxisType, rng: np.random.Generator) -> None:
+    """Tokens over two devices, and the vocabulary over four."""
+    hidden, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 16), (64, 16)))
+    labels = jnp.asarray(rng.integers(0, 64, 8))
+    numbers = {**NUMBERS, "temperature": 0.7}
+
+    def loss(arrays: Any, labels: Any, numbers: Any) -> jax.Array:
+        return linear_cross_entropy(*arrays, labels, **numbers)
+
+    wanted = jax.value_and_grad(loss)((hidden, weight), labels, numbers)
+    mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(kind,) * 2)
+    tokens, columns = (NamedSharding(mesh, PartitionSpec(name)) for name in ("data", "vocab"))
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put((hidden, weight), (tokens, columns))
+        placed = jax.device_put(labels, tokens)
+        check(jax.jit(jax.value_and_grad(loss))(arrays, placed, numbers), wanted)
 
 
 def test_what_is_refused() -> None:
