@@ -218,6 +218,18 @@ OWN: tuple[Case, ...] = (
         variants=MASKS,
     ),
     case(
+        "paged_attention",
+        pb.paged_attention,
+        "q: B S H D",
+        "k_pages: P T K D",
+        "v_pages: P T K E",
+        "block_tables: B N < P",
+        "kv_lengths: B < L",
+        has_gradient=False,
+        variants=({"causal": False}, {"softcap": 0.5}, {"window": (2, 0)}),
+        extents={"P": 8, "T": 4, "N": 4, "L": 17},
+    ),
+    case(
         "fp8_quantize",
         partial(_fp8, pb.fp8_quantize),
         "x: B M D",
