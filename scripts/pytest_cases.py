@@ -53,12 +53,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Passes over a test that another process has claimed."""
-    if CLAIMS is None:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Runs the tests that this process claims, each once the next one is known.
+
+    pytest takes down after a test what the next one does not share.
+    """
+    if CLAIMS is None or session.config.option.collectonly or session.testsfailed:
         return None
-    is_ours = claim(str(item.path) if item.config.stash[CLAIMS_FILES] else item.nodeid)
-    return None if is_ours else True
+    takes_files = session.config.stash[CLAIMS_FILES]
+    ours = (one for one in session.items if claim(str(one.path) if takes_files else one.nodeid))
+    item = next(ours, None)
+    while item is not None:
+        following = next(ours, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
 @cache
