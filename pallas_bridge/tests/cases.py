@@ -30,15 +30,20 @@ class Argument:
     # Integers are below the extent of a dim, or None for floats.
     below: str | None = None
     is_differentiable: bool = True
+    # Whether it may be None.
+    is_optional: bool = False
 
 
 def argument(text: str) -> Argument:
-    """Returns an argument of a text: "logits: B S V", "labels: B S < V", or "cos: S R, fixed"."""
+    """Returns an argument of a text: "logits: B S V", "labels: B S < V", "cos: S R, fixed".
+
+    What may be None ends in ", optional".
+    """
     name, _, rest = text.partition(": ")
-    rest, _, fixed = rest.partition(", ")
+    rest, _, word = rest.partition(", ")
     dims, _, below = rest.partition(" < ")
-    has_gradient = not fixed and not below
-    return Argument(name, tuple(dims.split()), below or None, has_gradient)
+    has_gradient = word != "fixed" and not below
+    return Argument(name, tuple(dims.split()), below or None, has_gradient, word == "optional")
 
 
 @dataclass(frozen=True, eq=False)

@@ -203,7 +203,8 @@ def test_what_is_no_array(rng: np.random.Generator, name: str) -> None:
     case = BY_NAME[name]
     arrays = case.arrays(rng)
     for index, argument in enumerate(case.arguments):
-        is_optional = argument.name in OPTIONAL or (argument.name == "k" and name in OPTIONAL_KEYS)
+        is_optional = argument.is_optional or argument.name in OPTIONAL
+        is_optional |= argument.name == "k" and name in OPTIONAL_KEYS
         called = CALLED.get(argument.name, argument.name)
         for value in (None, "text", [None, 1.0]):
             if value is None and is_optional:
