@@ -70,7 +70,8 @@ def test_those_that_are_used_are_right_or_refused(rng: np.random.Generator, case
             try:
                 found = run(first)
             except NotImplementedError as error:
-                (names,) = (OPERATIONS[one] for one in OPERATIONS if case.name.startswith(one))
+                of_case = [OPERATIONS[one] for one in OPERATIONS if case.name.startswith(one)]
+                (names,) = of_case or [(case.name.split()[0],)]
                 assert str(error).startswith(tuple(f"{one}: second derivatives " for one in names))
                 assert "reference" in str(error)
             else:

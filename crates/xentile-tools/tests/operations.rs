@@ -212,7 +212,7 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
             "options.z_loss=1",
             "options.z_loss is set; op rms_norm has none, cross_entropy has",
         ),
-        (norm, "bias=true", "bias is set; op rms_norm has none, linear_cross_entropy has"),
+        (norm, "vocab_axis=1", "vocab_axis is set; op rms_norm has none, linear_cross_entropy has"),
         (norm, "shape.vocab=7", "shape.vocab is set; op rms_norm has no such extent"),
         (norm, "tile.block_size=7", "tile.block_size is set; op rms_norm has no such extent"),
         (norm, "tolerances.dlogits_ulp=1", "tolerances.dlogits_ulp is set; op rms_norm has none"),
