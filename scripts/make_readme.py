@@ -98,7 +98,7 @@ PASSES = ("forward", "backward")
 def attention() -> list[list[str]]:
     """Returns the rows of attention over packed texts."""
     rows = []
-    for row in load("attention.json")["results"]:
+    for row in load("attention-packed.json")["results"]:
         if row["cell"].endswith("segments") and row["pass"] in PASSES:
             ratio = row["xla"]["ms"] / row["ours"]["ms"]
             shape, heads, width = row["cell"].split()[:3]

@@ -118,7 +118,8 @@ def flash_attention(
     to that query; XLA's program ("reference") never does.
 
     Unless `deterministic` is False, sums have a fixed order: no number of threads, batch entries or
-    heads changes a bit.
+    heads changes a bit. On GPUs the number of batch entries and heads may change last bits of the
+    forward pass of 16 queries or fewer, whose keys are split into chunks by it.
 
     Args:
       q: [B, S, H, D] or [S, H, D], in bfloat16, float16 or float32; D is a multiple of 8 up to 256.

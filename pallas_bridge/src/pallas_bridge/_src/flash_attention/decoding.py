@@ -1,5 +1,6 @@
 """Attention of few queries over many keys on NVIDIA GPUs: the forward pass of decoding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +23,19 @@ TOKENS_FIRST = ((Q, "S"), (K, "K"), (V, "K"), (OUT, "S"))
 MOST_QUERIES = 16
 # Keys of a chunk, powers of two. The longer, the less there is to merge.
 LEAST_CHUNK, MOST_CHUNK = 64, 4096
-# Chunks of a head of keys: with eight heads they keep an H200 busy, which reads 264 at a time.
-CHUNKS = 32
+# Chunks that keep a GPU busy: an H200 reads 264 at a time.
+ENOUGH_CHUNKS = 256
+# Rows of a head of keys that share what is read of a chunk.
+BLOCK = 64
 
 
-def chunk_keys(keys: int) -> int:
-    """Returns how many keys a chunk has.
+def chunk_keys(heads: Any, rows: int, keys: int) -> int:
+    """Returns how many keys a chunk has, for `heads` heads of keys with so many rows each.
 
-    It depends on the keys alone, so that the number of texts and of heads changes no bit.
+    Symbolic heads count as one.
     """
-    wanted = max(keys // CHUNKS, LEAST_CHUNK)
+    blocks = -(-rows // BLOCK) * (max(heads, 1) if isinstance(heads, int) else 1)
+    wanted = max(blocks * keys // ENOUGH_CHUNKS, LEAST_CHUNK)
     return min(1 << (wanted - 1).bit_length(), MOST_CHUNK)
 
 
@@ -54,11 +58,12 @@ def forward(
     options: Options, others: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns o and lse, on platforms other than CUDA by `others`."""
+    *leading, group, queries, _ = arrays[0].shape
     attributes = {
         "scale": options.scale,
         "softcap": options.softcap,
         "sinks": options.has_sinks,
-        "chunk_keys": chunk_keys(arrays[1].shape[-2]),
+        "chunk_keys": chunk_keys(math.prod(leading), group * queries, arrays[1].shape[-2]),
     }
     call = declared_call(
         OPERATION,

@@ -59,10 +59,10 @@ def paged_attention(
     Text b has kv_lengths[b] keys, its S new tokens are the last of them, and key p is
     k_pages[block_tables[b, p // T], p % T]. Entries of `block_tables` behind the last key are not
     read. Kernels for NVIDIA GPUs read the keys that a text has, in chunks that all of the GPU
-    shares out, and merge these in a fixed order: neither the other texts of the batch nor their
-    number changes a bit. They take bfloat16 and float16, S up to 16 and a power of two of T. XLA's
-    program, which gathers the pages of every text first, runs for the rest and on other platforms.
-    There is no derivative but that of implementation="reference".
+    shares out, and merge these in a fixed order: what other texts hold changes no bit, but their
+    number may, as chunks are longer for more of them. Kernels take bfloat16 and float16, S up to 16
+    and a power of two of T. XLA's program, which gathers the pages of every text first, runs for
+    the rest and on other platforms. There is no derivative but that of implementation="reference".
 
     Where a mesh shards heads, all arrays of heads must be sharded alike; shard B by
     `jax.shard_map`. `jax.vmap` joins a mapped axis with B if the pools are not mapped, and else
@@ -257,7 +257,9 @@ def _attend(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     if options.implementation == "reference":
         o, lse = _dense(options, *operands)
     else:
-        chunk = chunk_keys(tables.shape[1] * page_size)
+        chunk = chunk_keys(
+            batch * kv_heads, heads // kv_heads * queries, tables.shape[1] * page_size
+        )
         attributes = {
             "scale": options.scale,
             "softcap": options.softcap,
