@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 from oracle import Floats
 from pallas_bridge._src import library, pallas
 from pallas_bridge._src.exported import EXPORTS
-from pallas_bridge._src.flash_attention import on_cuda, on_tpu, reference, segment_ranges
+from pallas_bridge._src.flash_attention import cudnn, on_tpu, reference, segment_ranges
 from pallas_bridge._src.flash_attention.options import Options, ranges
 from placement import PLATFORM
 
@@ -874,7 +874,7 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
     rows = jnp.moveaxis(q.reshape(3, 30, 2, 2, 8), 1, 3)
     given = (rows, jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2))
     # This process has no cuDNN, which JAX says as it is asked for it.
-    assert on_cuda.cudnn(Options(0.5), *given) is None
+    assert cudnn.attention_of(Options(0.5), *given) is None
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     for options in (
         Options(0.5),
@@ -883,7 +883,7 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
         Options(0.3, window=(4, 0)),
         Options(0.3, window=(None, 0)),
     ):
-        made = on_cuda.cudnn(options, *given)
+        made = cudnn.attention_of(options, *given)
         assert made is not None, options
         seen = jnp.broadcast_to(ranges(options, 30, 30, None, None), (3, 2, 30, 2))
         right, _ = reference.forward(options, *given, seen)
@@ -897,12 +897,12 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
         Options(0.5, window=(None, 3)),
         Options(0.5, window=(3, None)),
     ):
-        assert on_cuda.cudnn(options, *given) is None, options
+        assert cudnn.attention_of(options, *given) is None, options
     few = (given[0][..., 1:, :], *given[1:])
-    assert on_cuda.cudnn(Options(0.5, causal=True), *few) is None
-    assert on_cuda.cudnn(Options(0.5), *few) is not None
+    assert cudnn.attention_of(Options(0.5, causal=True), *few) is None
+    assert cudnn.attention_of(Options(0.5), *few) is not None
     wide = [x.astype("float32") for x in given]
-    assert on_cuda.cudnn(Options(0.5), *wide) is None
+    assert cudnn.attention_of(Options(0.5), *wide) is None
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")
@@ -940,7 +940,7 @@ def test_cudnn_takes_in_its_backward_pass_what_its_forward_pass_saved(
         return jnp.moveaxis(x.reshape(3, 30, 2, count, 8), 1, 3)
 
     given = heads_first(q, 2), heads_first(k, 1)[:, :, 0], heads_first(v, 1)[:, :, 0]
-    made = on_cuda.cudnn(Options(1.0), *given)
+    made = cudnn.attention_of(Options(1.0), *given)
     saving = None if made is None else made.saving(*given)
     assert saving is not None
     o, statistics = saving.forward(*given)

@@ -14,7 +14,7 @@ from .. import linear, one_program
 from ..bound import Bound
 from ..custom_call import bind, declared_call, vary_alike
 from ..targets import declared
-from . import decoding, on_cuda, on_tpu, reference
+from . import cudnn, decoding, on_tpu, reference
 from .declaration import OPERATION
 from .options import COLUMNS_STEP, Options
 
@@ -83,7 +83,7 @@ def forward(
     if options.implementation is not None:
         o, lse = kernel(*arrays)
     else:
-        o, lse = on_cuda.forward(options, kernel, *arrays, has_gradient=has_gradient)
+        o, lse = cudnn.forward(options, kernel, *arrays, has_gradient=has_gradient)
     return o, lse
 
 
@@ -113,7 +113,7 @@ def backward(
 
     if options.implementation is not None or of_lse:
         return kernel(*arrays, o, lse, do)
-    return on_cuda.backward(options, kernel, arrays, o, lse, do)
+    return cudnn.backward(options, kernel, arrays, o, lse, do)
 
 
 def _dense_backward(options: Options, of_lse: bool, *operands: jax.Array) -> Any:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .. import meshes
 from ..checks import DTYPES
-from ..flash_attention import on_cuda
+from ..flash_attention import cudnn
 from ..flash_attention.api import attend
 from ..flash_attention.options import (
     COLUMNS_STEP,
@@ -198,7 +198,7 @@ def explain_attention(
                 (v, (k.shape[-2],)),
             )
         ]
-        if on_cuda.cudnn(options, *heads_first) is not None:
+        if cudnn.attention_of(options, *heads_first) is not None:
             runner, detail = "cuDNN", "\nnot the kernel: cuDNN has all of the options"
     return f"forward: {runner}\nbackward: {runner}\nplatform: {platform}, {row.reason}{detail}"
 

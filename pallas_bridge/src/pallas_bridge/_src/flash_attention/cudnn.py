@@ -25,7 +25,7 @@ def forward(
     the choice is part of the traced program. The caller does not see lse: where the call
     `has_gradient`, its place is taken by what cuDNN's backward pass takes of the forward pass.
     """
-    function = cudnn(options, *arrays[:3])
+    function = attention_of(options, *arrays[:3])
     if function is None:
         return others(*arrays)
     saving = function.saving(*arrays[:3]) if has_gradient else None
@@ -47,7 +47,7 @@ def backward(
     options: Options, others: Kernel, arrays: Sequence[jax.Array], o: Any, lse: Any, do: Any
 ) -> tuple[jax.Array, ...]:
     """Returns dq, dk and dv, by `others` where they are not cuDNN's."""
-    function = cudnn(options, *arrays[:3])
+    function = attention_of(options, *arrays[:3])
     if function is None:
         return others(*arrays, o, lse, do)
     saving = function.saving(*arrays[:3])
@@ -205,7 +205,7 @@ def _by_heads(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(*like.shape[:-1], x.shape[-1])
 
 
-def cudnn(options: Options, q: Any, k: Any, v: Any) -> Cudnn | None:
+def attention_of(options: Options, q: Any, k: Any, v: Any) -> Cudnn | None:
     """Returns cuDNN's attention of q, k and v of such types; None where it has not all options.
 
     JAX says so too, as where this process has no cuDNN. lse is not its: JAX rounds what it gives.
