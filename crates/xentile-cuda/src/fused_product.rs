@@ -20,7 +20,9 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
 use crate::cache::Cache;
-use crate::cross_entropy::{Cotangents, Kernel, Labels, Part, SavedLse, TokenOutputs, Variant};
+use crate::cross_entropy::{
+    Arguments as Row, Cotangents, Kernel, Labels, Part, SavedLse, TokenOutputs, Variant,
+};
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel as Code, RawStream, TensorMap};
 use crate::operands::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment, library};
@@ -310,7 +312,7 @@ impl FusedProduct {
             DLogits { at: null_mut(), stride: self.vocab, first_column: first, columns: count };
         let arguments =
             self.arguments(Epilogue::Forward, operands, (none, count), parts, scratch)?;
-        let row = arguments::Row { carried, ..arguments.row.with_outputs(outputs) };
+        let row = Row { carried, ..arguments.row.with_outputs(outputs) };
         let arguments = Arguments { row, ..arguments };
         // SAFETY: passed on from this function's contract.
         unsafe {
@@ -568,7 +570,7 @@ impl FusedProduct {
 
 impl Arguments {
     /// Those of rows alone.
-    fn of_rows(row: arguments::Row) -> Self {
+    fn of_rows(row: Row) -> Self {
         Self {
             hidden: TensorMap::none(),
             weight: TensorMap::none(),

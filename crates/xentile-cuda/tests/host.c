@@ -276,7 +276,7 @@ static double uniform_share(const Rows* rows, int64_t row, double at_p, double r
 }
 
 /* What a row's label's entry lacks of the hidden states' gradient. */
-static double lacking(const Product* a, int64_t row, int64_t d) {
+static double label_term(const Product* a, int64_t row, int64_t d) {
   const int64_t target = a->gradients[row].target;
   if (target < 0 || a->gradients[row].offset == 0) return 0;
   return a->gradients[row].offset *
@@ -360,9 +360,9 @@ static int compute_unnormalised(const Product* a, const char* what) {
       for (int64_t d = 0; d < a->width; ++d) {
         const int64_t i = row * a->width + d;
         const double sum = a->gradients[row].factor * load(a->hidden_rows, F32, i);
-        store(a->scaled_rows, *what == 'r' ? BF16 : F32, i, sum + lacking(a, row, d));
+        store(a->scaled_rows, *what == 'r' ? BF16 : F32, i, sum + label_term(a, row, d));
       }
-    } else if (strncmp(what, "lacking_", 8) == 0) {
+    } else if (strncmp(what, "label_term_", 11) == 0) {
       const int is_whole = strstr(what, "bf16_dv") != NULL;
       for (int64_t d = 0; is_whole && row == 0 && d < a->part_count; ++d) {
         memset((uint16_t*)a->part + d * a->part_stride, 0, 2 * (size_t)rows->vocab);
@@ -429,7 +429,7 @@ static void multiply(const Product* a, const char* name, int dtype) {
                load(a->weight.at, dtype, vocab_is_last ? d * step + column : column * step + d);
       }
       if (strstr(name, "scaled")) {
-        const double scaled = a->gradients[row].factor * sum + lacking(a, row, v);
+        const double scaled = a->gradients[row].factor * sum + label_term(a, row, v);
         store(a->dlogits.at, dtype, row * rows->stride + v, scaled);
         continue;
       }

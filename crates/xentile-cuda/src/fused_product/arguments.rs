@@ -2,7 +2,6 @@
 
 use std::ffi::c_void;
 
-pub(crate) use crate::cross_entropy::Arguments as Row;
 use crate::driver::TensorMap;
 
 mirror! {

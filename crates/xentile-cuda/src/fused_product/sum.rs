@@ -8,9 +8,9 @@ use std::ptr::{null, null_mut};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
 
-use super::arguments::Row;
 use super::{Arguments, Epilogue, FusedProduct, Ready, VECTOR, arguments, count};
 use crate::blas::{Matrix, Operand};
+use crate::cross_entropy::Arguments as Row;
 use crate::cross_entropy::{Kernel, Labels, Part, Variant};
 use crate::driver::{Driver, RawStream, TensorMap};
 use crate::{Device, Result};

@@ -10,11 +10,11 @@ use xentile::{DType, LogitsShape};
 use super::{Arguments, DLogits, Epilogue, FusedProduct, Ready};
 use super::{LARGEST_BYTES, SUM_BYTES, arguments, check, count};
 use crate::blas::Matrix;
+use crate::cross_entropy::Arguments as Row;
 use crate::cross_entropy::{
     DistributionOutputs, Kernel, Labels, Part, TokenOutputs, Variant, past,
 };
 use crate::driver::Driver;
-use crate::fused_product::arguments::Row;
 use crate::operands::{Operands, Scratch};
 use crate::{Device, Error, Result, check_alignment};
 

@@ -237,7 +237,12 @@ impl Settings {
             let has = |operation: &dyn Operation| {
                 self.scope.keys(operation).iter().any(|has| has.name == key.name)
             };
-            let owner = Op::first(has).map_or("no operation", |op| op.name());
+            // The one of a like name first, as linear_cross_entropy for cross_entropy.
+            let is_alike = |operation: &dyn Operation| {
+                has(operation) && operation.name().contains(self.op.name())
+            };
+            let owner = Op::first(is_alike).or_else(|| Op::first(has));
+            let owner = owner.map_or("no operation", |op| op.name());
             bail!("{} is set; op {} has none, {owner} has", self.scope.path(key.name), self.op);
         }
         Ok(())
