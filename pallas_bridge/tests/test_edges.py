@@ -195,7 +195,7 @@ def message_of(function: Callable[..., Any], arrays: Any, errors: Any) -> str:
     return str(caught.value)
 
 
-WEIGHT_IS_OPTIONAL = ("rms_norm", "rms_norm with a residual", "layer_norm")
+WEIGHT_IS_OPTIONAL = ("rms_norm", "rms_norm with a residual", "layer_norm", "rms_norm_fp8")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ from ..checks import REFERENCE_TAKES_OTHERS, as_array, check_dtype, check_flag, 
 from ..custom_call import bind, declared_call, vary_alike
 from ..exporting import DTYPES, Cell, Exports, Program, checked, flag, weight_dtype_of
 from ..implementations import choose
+from ..keywords import hinted
 from ..operation import Implementation
 from ..targets import declared
 from . import OPERATION, reference
@@ -50,6 +51,7 @@ def causal_conv1d(
 ) -> Any: ...
 
 
+@hinted
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
