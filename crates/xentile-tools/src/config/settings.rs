@@ -237,7 +237,7 @@ impl Settings {
             let has = |operation: &dyn Operation| {
                 self.scope.keys(operation).iter().any(|has| has.name == key.name)
             };
-            // The one of a like name first, as linear_cross_entropy for cross_entropy.
+            // One whose name contains this one first.
             let is_alike = |operation: &dyn Operation| {
                 has(operation) && operation.name().contains(self.op.name())
             };
