@@ -91,11 +91,9 @@ def backward(
     options: Options, arrays: Sequence[jax.Array], o: jax.Array, lse: jax.Array, do: Any, dlse: Any
 ) -> tuple[jax.Array, ...]:
     """Returns dq, dk, dv and, with sinks, dsinks; `dlse` may be None for zeros."""
-    if options.implementation == "reference":
-        if options.is_key_block:
-            do, dlse = reference.key_block_cotangents(options, arrays, o, lse, do, dlse)
-        return reference.gradients(options, arrays, do, dlse)
     of_lse = dlse is not None
+    if options.implementation == "reference":
+        return _dense_backward(options, of_lse, *arrays, o, lse, do, dlse)
     call = declared_call(
         OPERATION,
         BACKWARD,
@@ -116,7 +114,7 @@ def backward(
     return cudnn.backward(options, kernel, arrays, o, lse, do)
 
 
-def _dense_backward(options: Options, of_lse: bool, *operands: jax.Array) -> Any:
+def _dense_backward(options: Options, of_lse: bool, *operands: Any) -> tuple[jax.Array, ...]:
     *arrays, o, lse, do, given = operands
     dlse = given if of_lse else None
     if options.is_key_block:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -55,22 +55,28 @@ def zigzag_indices(length: int, devices: int) -> np.ndarray[Any, np.dtype[np.int
     return indices
 
 
+class _Keywords(TypedDict, total=False):
+    """The options besides the one that decides what is returned."""
+
+    axis_name: Required[str | Sequence[str]]
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    segment_ids: ArrayLike | None
+    sinks: ArrayLike | None
+    zigzag: bool
+    implementation: Implementation | None
+
+
 @overload
 def ring_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
-    axis_name: str | Sequence[str],
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    scale: float | None = ...,
-    segment_ids: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    zigzag: bool = ...,
     return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    **options: Unpack[_Keywords],
 ) -> jax.Array: ...
 
 
@@ -80,16 +86,8 @@ def ring_attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    axis_name: str | Sequence[str],
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    scale: float | None = ...,
-    segment_ids: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    zigzag: bool = ...,
     return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    **options: Unpack[_Keywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
