@@ -203,8 +203,12 @@ DRAW = {
 
 
 def slopes(f: Callable[[list[F64]], float], arrays: list[F64]) -> list[F64]:
-    """The gradient by central differences in float64."""
-    arrays, h = [x.astype(np.float64) for x in arrays], 1e-5
+    """The gradient by central differences in float64.
+
+    The step is small because the losses with clipping have kinks: a difference across a kink is no
+    derivative.
+    """
+    arrays, h = [x.astype(np.float64) for x in arrays], 1e-7
     found = [np.zeros_like(x) for x in arrays]
     for x, slope in zip(arrays, found, strict=True):
         for at in np.ndindex(x.shape):
