@@ -83,6 +83,69 @@ def test_attention_is_that_of_jax(name: str, rng: np.random.Generator) -> None:
     check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("bias",),
+        ("causal",),
+        ("padding",),
+        ("custom",),
+        ("causal", "padding"),
+        ("custom", "padding"),
+        ("bias", "causal"),
+        ("causal", "window"),
+        ("causal", "custom"),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
+def test_mask_table_of_jax(
+    kinds: tuple[str, ...], kv_heads: int, is_mapped: bool, rng: np.random.Generator
+) -> None:
+    """The combinations of JAX's own tests, at their sizes: vjp in bfloat16, and vmap of it.
+
+    Masks and lengths are operands of vjp, as there, and so traced; the gradient of the bias too.
+    """
+    extent, heads, columns = 128, 4, 32
+    dims = ((2, extent, n, columns) for n in (heads, kv_heads, kv_heads, heads))
+    *arrays, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in dims)
+    bias = mask = lengths = None
+    if "bias" in kinds:
+        bias = jnp.asarray(rng.normal(size=(1, heads, extent, extent)), jnp.bfloat16)
+    if "custom" in kinds:
+        mask = jnp.tril(jnp.ones((1, 1, extent, extent), bool))
+    if "padding" in kinds:
+        queries, keys = [extent // 2, extent // 4], [extent // 4, extent // 2]
+        lengths = jnp.array(queries, jnp.int32), jnp.array(keys, jnp.int32)
+
+    def run(attention: Any) -> Any:
+        def call(q: Any, k: Any, v: Any, bias: Any, mask: Any, lengths: Any) -> Any:
+            query_lengths, key_lengths = lengths or (None, None)
+            return attention(
+                q, k, v, bias, mask,
+                is_causal="causal" in kinds,
+                query_seq_lengths=query_lengths,
+                key_value_seq_lengths=key_lengths,
+                local_window_size=(3, 2) if "window" in kinds else None,
+            )  # fmt: skip
+
+        operands, cotangents = (*arrays, bias, mask, lengths), cotangent
+        if is_mapped:
+            axes = (0, 0, 0, None, None, None)
+            call = jax.vmap(call, axes)
+            operands = tuple(
+                jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), one) if axis == 0 else one
+                for one, axis in zip(operands, axes, strict=True)
+            )
+            cotangents = jnp.stack([cotangent, -cotangent])
+        o, pull = jax.vjp(call, *operands)
+        return o, [one for one in pull(cotangents)[:4] if one is not None]
+
+    theirs = partial(jax.nn.dot_product_attention, implementation="xla")
+    check(run(nn.dot_product_attention), run(theirs), "bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_16_bits(dtype: str, rng: np.random.Generator) -> None:
     arrays = draw(rng, dtype)
