@@ -98,7 +98,7 @@ impl Backend {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Implementation {
-    /// The dense program: plain f32 code that keeps every probability in memory.
+    /// Plain f32 code that keeps all probabilities in memory.
     Reference,
     /// The tiled kernel.
     #[default]

@@ -50,6 +50,7 @@ pub struct Config {
     #[serde(default)]
     pub program: Option<PathBuf>,
     /// The folder of compiled programs, for `xla:` backends; only these tools may write there.
+    /// Default: `XENTILE_CACHE`, if set.
     #[serde(default)]
     pub cache: Option<PathBuf>,
     /// The operation's options.

@@ -48,7 +48,7 @@ pub struct Config {
         serialize_with = "crate::config::dtype_name"
     )]
     pub dtype: DType,
-    /// The kernel's tile; tuned by default.
+    /// The tile; tuned by default.
     pub tile: TileConfig,
     /// Timed steps.
     pub iters: usize,
@@ -68,8 +68,8 @@ pub struct Config {
     /// The manifest of a program that JAX exported, to run as the kernel. `{time_block}` and
     /// `{block_size}` in its name stand for the tile.
     pub program: Option<PathBuf>,
-    /// The folder of compiled programs, for `xla:` backends. Only these tools may write there, as
-    /// its programs are run. By default `XENTILE_CACHE` names it, or nothing is cached.
+    /// The folder of compiled programs, for `xla:` backends; only these tools may write there.
+    /// Default: `XENTILE_CACHE`, if set.
     pub cache: Option<PathBuf>,
     /// The operation's options.
     #[serde(skip_deserializing)]

@@ -43,7 +43,7 @@ pub(crate) const OPTIONS: [OptionSpec; 9] = [
         Kind::Number,
         Value::Number(0.0),
         "in [0, 1]",
-        "the share of the target spread evenly over the vocabulary",
+        "share of the target spread evenly over the vocabulary",
     ),
     OptionSpec::new(
         "z_loss",
@@ -64,35 +64,36 @@ pub(crate) const OPTIONS: [OptionSpec; 9] = [
         Kind::Number,
         Value::Number(1.0),
         "in [2^-40, 2^40]",
-        "what logits are divided by, after softcap",
+        "divisor of the logits, after softcap",
     ),
     OptionSpec::new(
         "reduction",
         Kind::Word(&["none", "mean", "sum"]),
         Value::Word("mean"),
         "none, mean or sum",
-        "how losses of tokens become one number; with none each has a cotangent",
+        "how token losses become a scalar; with none each has a cotangent",
     ),
     OptionSpec::new(
         "weights",
         Kind::Word(&["none", "random"]),
         Value::Word("none"),
         "none or random",
-        "weights of tokens: ones, or uniform in [0, 1) from the input's seed",
+        "token weights: ones, or uniform in [0, 1) from the input's seed",
     ),
     OptionSpec::new(
         "distribution",
         Kind::Bool,
         Value::Bool(false),
         "true or false; true with reduction none",
-        "whether a token's entropy, with its gradient, and whether its label is the likeliest are asked for",
+        "requests entropy with its gradient, and top-1 match, of each token",
     ),
     OptionSpec::new(
         "columns",
         Kind::Count,
         Value::Absent,
         "in [1, 128] with reduction none, or absent",
-        "how many columns a token are drawn, to ask for their log-probabilities; some repeat or do not exist",
+        "random columns per token whose log-probabilities are requested; some repeat or do not \
+         exist",
     ),
 ];
 
@@ -110,14 +111,14 @@ const OF_LOGITS: [OptionSpec; 11] = [
         Kind::Number,
         Value::Number(1.0),
         "any number, inf and nan too; 1 with reduction none",
-        "what the reduced loss is multiplied by, gradient and all",
+        "factor of the reduced loss and its gradient",
     ),
     OptionSpec::new(
         "factor_form",
         Kind::Word(&["constant", "argument"]),
         Value::Word("constant"),
         "constant or argument",
-        "whether a program has the factor in it, or is given it as it runs",
+        "the factor is a constant or an argument of the program",
     ),
     OPTIONS[7],
     OPTIONS[8],
@@ -151,7 +152,7 @@ pub(crate) const DLOGITS: [ToleranceSpec; 2] = [
     },
     ToleranceSpec {
         name: "dlogits_cotangent",
-        about: "dlogits: or this share of the token's cotangent, where that is more",
+        about: "dlogits: or this share of the token's cotangent, if more",
         default: |_| 1.0 / (1 << 23) as f64,
     },
 ];

@@ -44,13 +44,13 @@ const fn dim(letter: &'static str, key: &'static str, about: &'static str) -> Di
 
 const DIMS: [DimSpec; 5] = [
     TOKENS,
-    dim("H", "heads", "heads of queries"),
+    dim("H", "heads", "query heads"),
     dim("D", "head_dim", "columns of a head"),
-    dim("J", "kv_heads", "heads of keys and values, which divide those of queries"),
+    dim("J", "kv_heads", "KV heads; they divide the query heads"),
     DimSpec {
         index: "key",
         like: Some(TOKENS.letter),
-        ..dim("K", "keys", "keys and values of a head, which end together with the queries")
+        ..dim("K", "keys", "keys of a head; the last one aligns with the last query")
     },
 ];
 
@@ -60,21 +60,21 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Bool,
         Value::Bool(true),
         "true or false",
-        "whether a query sees nothing behind its own place",
+        "hides keys after the query's position",
     ),
     OptionSpec::new(
         "window_before",
         Kind::Count,
         Value::Absent,
         "at least 0, or absent for all",
-        "the most keys that a query sees before its place",
+        "visible keys before the query's position",
     ),
     OptionSpec::new(
         "window_after",
         Kind::Count,
         Value::Absent,
         "at least 0, or absent for all",
-        "the most that it sees behind it",
+        "visible keys after the query's position",
     ),
     OptionSpec::new(
         "softcap",
@@ -88,14 +88,14 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Number,
         Value::Absent,
         "finite; 1 / sqrt(head_dim) where absent",
-        "what logits are multiplied with",
+        "factor of the logits",
     ),
     OptionSpec::new(
         "sinks",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether heads have a sink",
+        "gives each head a sink",
     )
     .on_top(),
     OptionSpec::new(
@@ -103,8 +103,8 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Count,
         Value::Absent,
         "from 1 to the tokens and to the keys, or absent for none",
-        "how many texts are packed into the sequence, each longer than the one before it; a query sees \
-         keys of its own text alone, whose queries and keys end together",
+        "packed texts, each longer than the one before; a query sees only its own text, whose \
+         queries and keys end together",
     )
     .on_top(),
 ];
@@ -222,8 +222,8 @@ impl Operation for Attention {
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
             name: "gradient_roundings",
-            about: "error of all of o, and of a whole gradient, relative to it, in units of rounding \
-                    of the dtype, beside what entries may be off by",
+            about: "relative error in norm of o and of each gradient, in units of rounding of \
+                    the dtype, beyond the bounds of entries",
             default: |_| 1.5,
         }];
         &ALL

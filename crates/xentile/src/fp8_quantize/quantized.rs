@@ -32,8 +32,7 @@ pub(crate) const OPTIONS: [OptionSpec; 5] = [
         Kind::Word(&["tensor", "row", "block_1d", "block_2d"]),
         Value::Word("tensor"),
         "tensor, row, block_1d or block_2d",
-        "which entries have a scale in common: all, those of a row, block_size of a row, or a square \
-         of block_size",
+        "entries that share a scale: all, a row, block_size of a row, or a square of block_size",
     ),
     OptionSpec::new(
         "block_size",
@@ -47,21 +46,21 @@ pub(crate) const OPTIONS: [OptionSpec; 5] = [
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether scales are the least powers of two that do",
+        "rounds scales up to powers of two",
     ),
     OptionSpec::new(
         "format",
         Kind::Word(&["f8e4m3fn", "f8e5m2"]),
         Value::Word("f8e4m3fn"),
         "f8e4m3fn or f8e5m2",
-        "what values are",
+        "dtype of the values",
     ),
     OptionSpec::new(
         "transposed",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether there is the transposed copy too, in blocks of its own",
+        "adds a transposed copy, in blocks of its own",
     ),
 ];
 
@@ -183,13 +182,12 @@ pub(crate) fn headline(problem: &Problem) -> String {
 pub(crate) const TOLERANCES: [ToleranceSpec; 2] = [
     ToleranceSpec {
         name: "scale_ulp",
-        about: "units in the last place of f32 that a scale may be off by",
+        about: "error of a scale, in units in the last place of f32",
         default: |problem| if problem.flag("power_of_two") { 0.0 } else { 1.0 },
     },
     ToleranceSpec {
         name: "quotient_roundings",
-        about: "what a quotient may be off by before it is rounded to the format, relative to \
-                it, in units of 2^-24",
+        about: "relative error of a quotient before it is rounded to the format, in units of 2^-24",
         default: |problem| if problem.flag("power_of_two") { 0.0 } else { QUOTIENT },
     },
 ];
@@ -197,8 +195,8 @@ pub(crate) const TOLERANCES: [ToleranceSpec; 2] = [
 /// What gradcheck lets pass of entries that are made before.
 pub(crate) const UNROUNDED: ToleranceSpec = ToleranceSpec {
     name: "unrounded",
-    about: "what an entry may be off by as it is quantised, beside what kernels may, in units of rounding of \
-            the dtype: 1 where a program may leave out the rounding to it, as XLA's may",
+    about: "error of an entry before quantisation beyond the kernels' bound, in units of \
+            rounding of the dtype: 1 for programs that may skip that rounding, as XLA's",
     default: |_| 0.0,
 };
 

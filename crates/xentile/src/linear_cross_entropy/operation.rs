@@ -38,20 +38,14 @@ pub struct Hidden;
 const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 
 const OPTIONS: [OptionSpec; 12] = [
-    OptionSpec::new(
-        "bias",
-        Kind::Bool,
-        Value::Bool(false),
-        "true or false",
-        "whether there is a bias [V]",
-    )
-    .on_top(),
+    OptionSpec::new("bias", Kind::Bool, Value::Bool(false), "true or false", "adds a bias [V]")
+        .on_top(),
     OptionSpec::new(
         "vocab_axis",
         Kind::Count,
         Value::Absent,
         "0 for a weight [V, D] or 1 for [D, V]",
-        "which axis of the weight is V: 0 where absent",
+        "axis of the weight that is V; by default 0",
     )
     .on_top(),
     OptionSpec::new(
@@ -59,7 +53,7 @@ const OPTIONS: [OptionSpec; 12] = [
         Kind::Count,
         Value::Absent,
         "at least 0, or absent",
-        "what may be held beyond operands and results; the operation's own choice where absent",
+        "limit of memory beyond operands and results; by default the operation's choice",
     )
     .on_top()
     .swept(),
@@ -137,14 +131,14 @@ impl Operation for Hidden {
             DLOGITS[1],
             ToleranceSpec {
                 name: "sum_roundings",
-                about: "what a sum of n products in f32 may be off by, in sqrt(n) units of rounding of \
-                        the sum of their magnitudes",
+                about: "error of an f32 sum of n products, in sqrt(n) units of rounding of the \
+                        sum of their magnitudes",
                 default: |_| 1.0,
             },
             ToleranceSpec {
                 name: "gradient_roundings",
-                about: "error of a whole gradient relative to it, in units of rounding of the dtype and \
-                        norms of all entries, beside what a typical logit is off by",
+                about: "relative error in norm of each gradient, in units of rounding of the \
+                        dtype, beyond that of a typical logit",
                 default: |problem| if problem.dtype == DType::F32 { 32.0 } else { 1.5 },
             },
         ];

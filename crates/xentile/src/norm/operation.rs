@@ -30,7 +30,7 @@ const WEIGHT_DTYPE: OptionSpec = OptionSpec::new(
     OptionKind::Word(&["f32", "bf16", "f16"]),
     Value::Absent,
     "f32, bf16 or f16",
-    "the dtype of the weight; that of rows where absent",
+    "dtype of the weight; by default that of rows",
 )
 .on_top();
 
@@ -44,23 +44,23 @@ const fn eps(default: f64, about: &'static str) -> OptionSpec {
 }
 
 pub(crate) const RMS_OPTIONS: [OptionSpec; 4] = [
-    eps(Norm::RMS.eps, "what is added to the mean of squares"),
-    flag("zero_centred", "whether the weight is what a factor is above 1"),
-    flag("residual", "whether a residual is added first, and the sum given").on_top(),
+    eps(Norm::RMS.eps, "added to the mean of squares"),
+    flag("zero_centred", "scales rows by 1 + weight"),
+    flag("residual", "adds a residual first, and returns the sum").on_top(),
     WEIGHT_DTYPE,
 ];
 
 const LAYER_OPTIONS: [OptionSpec; 3] = [
-    eps(Norm::LAYER.eps, "what is added to the variance"),
-    flag("bias", "whether a bias is added, of the weight's dtype").on_top(),
+    eps(Norm::LAYER.eps, "added to the variance"),
+    flag("bias", "adds a bias of the weight's dtype").on_top(),
     WEIGHT_DTYPE,
 ];
 
 pub(crate) const TOLERANCES: [ToleranceSpec; 2] = [
     ToleranceSpec {
         name: "sum_roundings",
-        about: "what sums over a row and over tokens may be off by beside what kernels may, in \
-                sqrt(n) units of rounding of f32",
+        about: "error of sums over rows and tokens beyond the kernels' bound, in sqrt(n) units \
+                of rounding of f32",
         default: |_| 0.0,
     },
     WHOLE_RESULTS,

@@ -52,8 +52,8 @@ impl Tolerances {
 /// The limit of [`Tolerances::of_whole`], of operations that call their output y.
 pub(crate) const WHOLE_RESULTS: ToleranceSpec = ToleranceSpec {
     name: "gradient_roundings",
-    about: "error of all of y, and of a whole gradient, relative to it, in units of rounding \
-            of the dtype, beside what entries may be off by",
+    about: "relative error in norm of y and of each gradient, in units of rounding of the dtype, \
+            beyond the bounds of entries",
     default: |_| 1.5,
 };
 

@@ -30,7 +30,7 @@ const INTERLEAVED: OptionSpec = OptionSpec::new(
     Kind::Bool,
     Value::Bool(false),
     "true or false",
-    "whether x packs gate and up column by column in turn, and not as halves of a row",
+    "x packs gate and up as interleaved columns, not halves",
 );
 
 const OPTIONS: [OptionSpec; 9] = {
