@@ -73,8 +73,9 @@ def cli(binaries: Path) -> str:
 
 
 def without_presets(text: str) -> str:
-    """Returns a help text without the names of presets, --help and --version."""
+    """Returns a help text without the names of presets, help, --help and --version."""
     text = re.sub(r"(--preset <NAME>[^[]*?)\s+\[possible values: [^]]*\]", r"\1", text)
+    text = re.sub(r"^ +help +Print .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ +-[hV], --\w+\s+Print .*\n\n?", "", text, flags=re.MULTILINE)
     return f"{text.rstrip().removesuffix('Options:').rstrip()}\n"
 
