@@ -77,6 +77,11 @@ def without_presets(text: str) -> str:
     text = re.sub(r"(--preset <NAME>[^[]*?)\s+\[possible values: [^]]*\]", r"\1", text)
     text = re.sub(r"^ +help +Print .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ +-[hV], --\w+\s+Print .*\n\n?", "", text, flags=re.MULTILINE)
+    # The extents of operations share an entry.
+    extent = r"^ +(--[\w-]+) <\w+>\n +[A-Z], .*\n\n"
+    flags = ", ".join(re.findall(extent, text, flags=re.MULTILINE))
+    text = re.sub(extent, f"      {flags} <N>\n          Extents\n\n", text, count=1, flags=re.M)
+    text = re.sub(extent, "", text, flags=re.MULTILINE)
     return f"{text.rstrip().removesuffix('Options:').rstrip()}\n"
 
 
@@ -207,6 +212,7 @@ the table says `execute` only. `xentile_declarations` returns this page, and mor
 
 | notation | meaning |
 | --- | --- |
+| both | Host and CUDA |
 | `*batch` | any number of leading axes: the tokens |
 | argument without `*batch` | shared by all tokens; may begin with some of their first axes |
 | result without `*batch` | a sum over tokens, given as partial sums `[.., P, D]` |
@@ -289,11 +295,11 @@ def range_of(attribute: Mapping[str, Any]) -> str:
     if "finite" in found:
         return f"{kind}, finite in f32"
     if "above" in found:
-        return f"{kind}, finite, above {found['above']}"
+        return f"{kind} > {found['above']}, finite"
     if "at_least" in found:
-        return f"{kind}, at least {found['at_least']}"
+        return f"{kind} >= {found['at_least']}"
     if found["to"] is None:
-        return f"{kind}, finite, at least {found['from']:.7g}"
+        return f"{kind} >= {found['from']:.7g}, finite"
     return f"{kind} in [{found['from']:.7g}, {found['to']:.7g}]"
 
 
@@ -304,8 +310,9 @@ def targets() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for target in declared:
         on = [name for name, stages in target["handlers"].items() if stages]
+        words = "both" if len(on) == 2 else on[0]
         if target["handlers"]["CUDA"] == ["execute"]:
-            on[-1] += " (`execute` only)"
+            words += " (`execute` only)"
         first = target["operands"][0]["name"]
         both = [*target["operands"], *target["results"]]
         own = {one["name"] for one in both if isinstance(one["dtype"], list)} - {first}
@@ -316,7 +323,7 @@ def targets() -> str:
             places.setdefault(one["result"], []).append(one["operand"])
         for result, operands in places.items():
             sides[1] += f"<br>{result} in {' or '.join(operands)}"
-        page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
+        page += f"| `{target['name']}` | {words} | {' | '.join(sides)} |\n"
         for one in target["attributes"]:
             name = f"`{one['name']}`{' on CUDA' if one['cuda_only'] else ''}"
             key = name, range_of(one), one["absent"] or ""
