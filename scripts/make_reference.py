@@ -65,6 +65,9 @@ def cli(binaries: Path) -> str:
     for binary, subcommand in COMMANDS:
         name = " ".join([binary, *subcommand])
         text = output([binaries / binary, *subcommand, "--help"])
+        if subcommand:
+            # What it does is in the list of the program's commands.
+            text = text.partition("\n\n")[2]
         page += f"\n## `{name}`\n\n```text\n{without_presets(text)}```\n"
     for module in (["pallas_bridge"], ["pallas_bridge", "explain"], ["pallas_bridge.export"]):
         text = output([sys.executable, "-m", *module, "--help"])
