@@ -249,17 +249,17 @@ def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None
     has_batch = [one.dims[0] == "B" for one in case.arguments]
     specs = tuple(PartitionSpec("model") if one else PartitionSpec() for one in has_batch)
 
-    def of_device(*own: jax.Array) -> list[jax.Array]:
+    def run_shard(*own: jax.Array) -> list[jax.Array]:
         return [jnp.atleast_1d(one) for one in case.outputs(*own)]
 
-    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("model"))
+    mapped = jax.shard_map(run_shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("model"))
     program = jax.jit(mapped).lower(*arrays).compile()
     assert exchanged(program.as_text()) == []
     expected = []
     for number in range(COUNT):
         pairs = zip(arrays, has_batch, strict=True)
         own = [one[number : number + 1] if is_sharded else one for one, is_sharded in pairs]
-        expected.append(jax.jit(of_device)(*own))
+        expected.append(jax.jit(run_shard)(*own))
     for number, one in enumerate(program(*arrays)):
         right = np.concatenate([np.asarray(found[number]) for found in expected])
         np.testing.assert_allclose(np.asarray(one), right, atol=1e-4 * max(np.abs(right).max(), 1))

@@ -230,16 +230,6 @@ impl TileConfig {
     pub fn resolve(self, default: Tile) -> Result<Tile> {
         Ok(default.with(self.time_block, self.block_size)?)
     }
-
-    /// The tile that a program for `backend` names: with `default` for what is left open, but on a
-    /// GPU, where kernels choose for the device that they find themselves on.
-    ///
-    /// # Errors
-    /// An extent of 0.
-    pub fn of_program(self, backend: Backend, default: Tile) -> Result<Self> {
-        let resolved = self.resolve(default)?;
-        Ok(if backend == Backend::XlaCuda { self } else { resolved.into() })
-    }
 }
 
 impl From<Tile> for TileConfig {

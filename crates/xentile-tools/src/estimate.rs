@@ -288,7 +288,7 @@ pub struct Traffic {
 impl Traffic {
     /// Those of kernels, by their names, that move so many bytes.
     #[must_use]
-    pub fn of_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
+    pub fn list_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
         let known =
             |(name, &bytes): (&String, &u64)| Self { name: name.clone(), bytes, steps: None };
         moved.iter().map(known).collect()

@@ -137,7 +137,7 @@ impl<'a> Run<'a> {
         Scratch { at: self.at(at), bytes: self.layout.scaled - at }
     }
 
-    pub(super) fn of_hidden(&self, gradients: Gradients) -> Total {
+    pub(super) fn plan_hidden(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.hidden_gradient != DType::F32 && chunk.columns < linear.vocab;
         let of_one_chunk = !self.sweep.of_weight;
@@ -151,7 +151,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    pub(super) fn of_weight(&self, gradients: Gradients) -> Total {
+    pub(super) fn plan_weight(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.weight_gradient != DType::F32 && chunk.tokens < linear.tokens;
         let [rows, _] = linear.weight_sums(self.sweep);
@@ -248,7 +248,7 @@ impl<'a> Run<'a> {
             let part = Part { vocab, first_column: 0, stride: whole.stride, carried: null_mut() };
             let shape = LogitsShape::new(tokens.count, vocab)?;
             let kernel = Kernel::new(self.options, shape, DType::F32)?;
-            let kernel = kernel.with_tile(time_block, block_size)?.of_part(part);
+            let kernel = kernel.with_tile(time_block, block_size)?.with_part(part);
             let labels = self.labels.from(tokens.first);
             let (outputs, of) = (outputs.from(tokens.first), distribution.from(tokens.first));
             // SAFETY: passed on from this function's contract.
@@ -451,7 +451,7 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
-        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
+        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let (product, _) = self.fused_product(tokens);
         let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
         let of_tokens = self.at(self.layout.of_tokens);
@@ -560,7 +560,7 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Block { tokens, .. } = *block;
-        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
+        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let scaled = self.scaled(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
@@ -641,7 +641,7 @@ impl<'a> Run<'a> {
         };
         let Linear { time_block, block_size, .. } = *self.linear;
         let kernel = Kernel::new(self.options, shape, DType::F32)?;
-        Ok(kernel.with_tile(time_block, block_size)?.of_part(part))
+        Ok(kernel.with_tile(time_block, block_size)?.with_part(part))
     }
 
     /// Where sums of rows are kept between so many columns and the next.

@@ -173,7 +173,7 @@ type Chosen = (Op, &'static [(&'static str, operation::Value)]);
 fn op() -> impl TypedValueParser<Value = Chosen> {
     let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
     let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
-    PossibleValuesParser::new(names).map(|name| match Op::of_function(&name) {
+    PossibleValuesParser::new(names).map(|name| match Op::find_function(&name) {
         Some((op, function)) => (op, function.options),
         None => (Op::named(&name).unwrap_or_default(), &[][..]),
     })
@@ -280,7 +280,7 @@ impl Measure {
             }
         }
         if let Some((op, options)) = self.op {
-            config.of_op(op);
+            config.set_op(op);
             for &(name, value) in options {
                 let is_on_top = op.option(name).is_some_and(|spec| spec.section == Section::Top);
                 let settings = if is_on_top { &mut config.top } else { &mut config.options };

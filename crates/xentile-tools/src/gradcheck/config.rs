@@ -80,7 +80,7 @@ impl Schema for Config {
         let Taken { top, options, tolerances, .. } = taken;
         (self.top, self.options, self.tolerances) = (top, options, tolerances);
         for settings in [&mut self.top, &mut self.options, &mut self.tolerances] {
-            settings.of_op(self.op);
+            settings.set_op(self.op);
         }
     }
 }

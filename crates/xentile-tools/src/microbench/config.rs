@@ -123,16 +123,16 @@ impl Schema for Config {
 
     fn put(&mut self, taken: Taken) {
         (self.top, self.options) = (taken.top, taken.options);
-        self.of_op(self.op);
+        self.set_op(self.op);
     }
 }
 
 impl Config {
     /// With another operation.
-    pub fn of_op(&mut self, op: Op) {
+    pub fn set_op(&mut self, op: Op) {
         self.op = op;
-        self.top.of_op(op);
-        self.options.of_op(op);
+        self.top.set_op(op);
+        self.options.set_op(op);
     }
 
     /// Whether it is of several measurements.

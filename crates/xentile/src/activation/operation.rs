@@ -316,7 +316,7 @@ impl<E: Element + ArrayElement> Judge<'_, E> {
         let squares = tokens()
             .map_init(Row::default, of_row)
             .reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-        let relative = self.tolerances.of_whole(E::DTYPE, squares);
+        let relative = self.tolerances.bound_whole(E::DTYPE, squares);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, name, judged, &|rows| {
             tokens().for_each_init(Row::default, |row, token| {

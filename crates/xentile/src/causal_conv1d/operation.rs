@@ -288,7 +288,7 @@ impl ConvReference {
         [expected, bound]: [&[f64]; 2],
         visitor: &mut dyn Visitor,
     ) {
-        let relative = self.tolerances.of_whole(dtype, [squares(bound), squares(expected)]);
+        let relative = self.tolerances.bound_whole(dtype, [squares(bound), squares(expected)]);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, &format!("{prefix}{name}"), judged, &|rows| {
             rows.row(0, expected, Bound::Each(bound));

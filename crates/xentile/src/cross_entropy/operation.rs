@@ -204,7 +204,7 @@ pub(crate) struct Columns<'a> {
 
 impl<'a> Columns<'a> {
     /// Those of `inputs`, without cotangents.
-    pub(crate) fn of_inputs(problem: &Problem, inputs: &'a Arrays<'_>) -> Self {
+    pub(crate) fn from_inputs(problem: &Problem, inputs: &'a Arrays<'_>) -> Self {
         let columns = inputs.slice("columns").unwrap_or(&[]);
         Self { count: columns.len() / problem.dim("T").max(1), columns, cotangents: &[] }
     }
@@ -806,7 +806,7 @@ impl Operation for Logits {
             vocab: shape.vocab(),
             logits: inputs.expect::<E>("logits"),
             labels,
-            columns: Columns::of_inputs(problem, inputs),
+            columns: Columns::from_inputs(problem, inputs),
             tolerances,
             tokens: Vec::new(),
             distributions: Vec::new(),

@@ -444,7 +444,7 @@ struct OfSequence {
 
 impl OfSequence {
     /// Calls `run` with the reference of head `head` of queries.
-    fn of_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
+    fn with_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
         let AttentionShape { group, queries, keys, width, .. } = self.shape;
         let of = |all: &'_ [f64], head: usize, rows: usize| {
             let range = head * rows * width..(head + 1) * rows * width;
@@ -468,7 +468,7 @@ impl OfSequence {
     fn judged(&self, all: &[Near]) -> Judged {
         let squares = |of: fn(&Near) -> f64| all.iter().map(|near| of(near).powi(2)).sum::<f64>();
         let squares = [squares(|near| SHARE * near.bound), squares(|near| near.value)];
-        Judged::WithinRounding { relative: self.tolerances.of_whole(self.dtype, squares) }
+        Judged::WithinRounding { relative: self.tolerances.bound_whole(self.dtype, squares) }
     }
 
     fn hand_over(
@@ -503,7 +503,7 @@ impl Reference for OfSequence {
         let of_heads: Vec<_> = (0..heads)
             .into_par_iter()
             .map(|head| {
-                self.of_head(head, |of| {
+                self.with_head(head, |of| {
                     let mut o = vec![Near::default(); queries * value_width];
                     let rows = o.chunks_exact_mut(value_width).enumerate();
                     let lse: Vec<_> = rows.map(|(query, o)| of.forward(query, o)).collect();
@@ -534,7 +534,7 @@ impl Reference for OfSequence {
                 let (mut dq, mut dsinks) = (Vec::new(), Vec::new());
                 for head in head * group..(head + 1) * group {
                     let mut dsink = Near::default();
-                    self.of_head(head, |of| {
+                    self.with_head(head, |of| {
                         for query in 0..queries {
                             let row = head * queries + query;
                             let dout: Vec<_> =

@@ -286,7 +286,7 @@ impl Quantized<Vec<[f32; 2]>> {
     ///
     /// # Errors
     /// More elements than memory can address.
-    pub(crate) fn of_made(
+    pub(crate) fn without_input(
         problem: &Problem,
         letters: Letters,
         tolerances: &Tolerances,

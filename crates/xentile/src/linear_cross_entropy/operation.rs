@@ -263,7 +263,7 @@ impl Operation for Hidden {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         Ok(by_dtype!(problem.dtype, E => {
-            let columns = Columns::of_inputs(problem, inputs);
+            let columns = Columns::from_inputs(problem, inputs);
             Box::new(OfHidden::<E>::new(problem, operands(problem, inputs)?, columns, tolerances))
         }))
     }
@@ -363,7 +363,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
     }
 
     /// What a sum of `count` terms in f32 is off by, relative to the sum of their magnitudes.
-    fn of_sum(&self, count: usize) -> f64 {
+    fn bound_sum(&self, count: usize) -> f64 {
         self.tolerances.get("sum_roundings") * F32_ROUNDING * (count as f64).sqrt()
     }
 
@@ -371,7 +371,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
     fn shifts(&self, token: usize, logits: &[f64]) -> Vec<f64> {
         let hidden = norm(self.operands.hidden(token).iter().map(|x| x.to_f64()));
         // The sum of magnitudes is at most the product of both norms.
-        let of_product = self.of_sum(self.operands.shape().width()) * hidden;
+        let of_product = self.bound_sum(self.operands.shape().width()) * hidden;
         let columns = logits.iter().zip(&self.norms).enumerate();
         let shift = |(column, (&z, norm)): (usize, (&f64, &f64))| {
             let of_bias = match self.operands.has_bias() {
@@ -501,7 +501,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
             }
         }
         let shape = self.operands.shape();
-        let of_sums = self.of_sum(shape.vocab().max(shape.tokens()));
+        let of_sums = self.bound_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
         // In 16 bits the softmax may be normalised by the sum of rounded exponentials, and hidden
         // states are rounded with the factor of their token.
@@ -539,7 +539,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         let rounding = <E as Element>::DTYPE.ulp(1.0) / 2.0;
         let square = self.tokens.iter().map(|token| token.square).sum::<f64>();
         let logit = (square / self.tokens.len().max(1) as f64).sqrt();
-        let of_logits = self.of_sum(self.operands.shape().width()) * logit;
+        let of_logits = self.bound_sum(self.operands.shape().width()) * logit;
         self.tolerances.get("gradient_roundings") * rounding + of_logits
     }
 }

@@ -366,13 +366,13 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         });
     }
 
-    fn of_token<'b, T>(&self, matrix: &'b [T], token: usize) -> &'b [T] {
+    fn token_row<'b, T>(&self, matrix: &'b [T], token: usize) -> &'b [T] {
         let columns = self.shape.columns();
         &matrix[token * columns..][..columns]
     }
 
     fn row_of(&self, matrix: &[E], token: usize) -> Vec<f64> {
-        self.of_token(matrix, token).iter().map(|x| x.to_f64()).collect()
+        self.token_row(matrix, token).iter().map(|x| x.to_f64()).collect()
     }
 
     /// The normalised row: x, or its sum with the residual.
@@ -380,9 +380,9 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         let Some(residual) = self.residual else {
             return self.row_of(self.x, token);
         };
-        let x = self.of_token(self.x, token);
+        let x = self.token_row(self.x, token);
         let mut sum = x.to_vec();
-        add(x, self.of_token(residual, token), &mut sum);
+        add(x, self.token_row(residual, token), &mut sum);
         sum.iter().map(|x| x.to_f64()).collect()
     }
 
@@ -425,14 +425,14 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         match self.norm.kind {
             Kind::Rms => {
                 let roundings = RMS_Y_ROUNDINGS + self.extra_roundings(self.shape.columns());
-                self.tolerances.of_whole(E::DTYPE, [0.0; 2]) + roundings * U
+                self.tolerances.bound_whole(E::DTYPE, [0.0; 2]) + roundings * U
             }
             Kind::Layer => {
                 let [y, bounds] = self
                     .tokens()
                     .map(|token| self.norm(token).map(|row| squares(&row)))
                     .reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-                self.tolerances.of_whole(E::DTYPE, [bounds, y])
+                self.tolerances.bound_whole(E::DTYPE, [bounds, y])
             }
         }
     }
@@ -485,7 +485,7 @@ impl<E: Element + ArrayElement> Reference for NormReference<'_, E> {
             total += squares(&dx);
             bounds += squares(&bound);
         }
-        let relative = self.tolerances.of_whole(E::DTYPE, [bounds, total]);
+        let relative = self.tolerances.bound_whole(E::DTYPE, [bounds, total]);
         let judged = Judged::WithinRounding { relative };
         visitor.result("dx", &format!("{prefix}dx"), judged, &|rows| {
             self.tokens().for_each_init(zeros, |([dweight, dbias], magnitudes), token| {
@@ -515,7 +515,7 @@ impl<E: Element + ArrayElement> Reference for NormReference<'_, E> {
         }
         for (name, expected, bound) in columns {
             let both = [squares(&bound), squares(&expected)];
-            let relative = self.tolerances.of_whole(weight_dtype(self.problem), both);
+            let relative = self.tolerances.bound_whole(weight_dtype(self.problem), both);
             let judged = Judged::WithinRounding { relative };
             visitor.result(name, &format!("{prefix}{name}"), judged, &|rows| {
                 rows.row(0, &expected, Bound::Each(&bound));

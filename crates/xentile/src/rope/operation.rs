@@ -297,7 +297,7 @@ impl<E: Element + ArrayElement> OfRows<'_, E> {
         let add = |a: [f64; 2], b: [f64; 2]| [a[0] + b[0], a[1] + b[1]];
         let init = || (Vec::new(), Vec::new());
         let squares = rows().map_init(init, of_row).reduce(|| [0.0; 2], add);
-        let relative = self.tolerances.of_whole(E::DTYPE, squares);
+        let relative = self.tolerances.bound_whole(E::DTYPE, squares);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, &format!("{prefix}{name}"), judged, &|to| {
             rows().for_each_init(init, |(y, bound), row| {

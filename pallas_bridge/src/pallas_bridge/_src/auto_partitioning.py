@@ -194,21 +194,21 @@ def lower(
         def placed(side: Sequence[Axes]) -> list[NamedSharding]:
             return [NamedSharding(mesh, spec_of_axes(axes, mesh_axes)) for axes in side]
 
-        def of_own(*own: jax.Array) -> Sequence[jax.Array]:
+        def run_shard(*own: jax.Array) -> Sequence[jax.Array]:
             # Python is asked when a program is compiled, maybe far from where it was made.
             with jax.default_matmul_precision(precision):
                 return local(mesh_axes, uneven)(*own)
 
-        return mesh, of_own, placed(arrays.results), tuple(placed(arrays.operands))
+        return mesh, run_shard, placed(arrays.results), tuple(placed(arrays.operands))
 
-    def of_all(*operands: jax.Array) -> list[jax.Array]:
+    def run_whole(*operands: jax.Array) -> list[jax.Array]:
         return [*whole(*operands)]
 
     alive = _Alive()
     module = ctx.module_context
     module.add_keepalive(alive)
     own = ctx.replace(module_context=module.replace(keepalives=alive.objects))
-    asked = custom_partitioning(of_all)
+    asked = custom_partitioning(run_whole)
     asked.def_partition(partition, sharding_rule=arrays.rule())
     values: Sequence[Any] = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
     operation = values[0].owner.operation

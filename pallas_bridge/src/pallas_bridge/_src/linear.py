@@ -85,14 +85,14 @@ def tangents_of(
     """Returns the tangents of function(*primals); a tangent that is None is 0."""
     places = [index for index, tangent in enumerate(tangents) if tangent is not None]
 
-    def of_moving(*moving: Any) -> Any:
+    def call_with_moving(*moving: Any) -> Any:
         every = [*primals]
         for index, primal in zip(places, moving, strict=True):
             every[index] = primal
         return function(*every)
 
     moving = [primals[index] for index in places]
-    return jax.jvp(of_moving, moving, [tangents[index] for index in places])[1]
+    return jax.jvp(call_with_moving, moving, [tangents[index] for index in places])[1]
 
 
 def bind(
