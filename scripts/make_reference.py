@@ -65,6 +65,9 @@ def cli(binaries: Path) -> str:
     for binary, subcommand in COMMANDS:
         name = " ".join([binary, *subcommand])
         text = output([binaries / binary, *subcommand, "--help"])
+        if subcommand:
+            # What it does is in the list of the program's commands.
+            text = text.partition("\n\n")[2]
         page += f"\n## `{name}`\n\n```text\n{without_presets(text)}```\n"
     for module in (["pallas_bridge"], ["pallas_bridge", "explain"], ["pallas_bridge.export"]):
         text = output([sys.executable, "-m", *module, "--help"])
@@ -73,9 +76,15 @@ def cli(binaries: Path) -> str:
 
 
 def without_presets(text: str) -> str:
-    """Returns a help text without the names of presets, --help and --version."""
+    """Returns a help text without the names of presets, help, --help and --version."""
     text = re.sub(r"(--preset <NAME>[^[]*?)\s+\[possible values: [^]]*\]", r"\1", text)
+    text = re.sub(r"^ +help +Print .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ +-[hV], --\w+\s+Print .*\n\n?", "", text, flags=re.MULTILINE)
+    # The extents of operations share an entry.
+    extent = r"^ +(--[\w-]+) <\w+>\n +[A-Z], .*\n\n"
+    flags = ", ".join(re.findall(extent, text, flags=re.MULTILINE))
+    text = re.sub(extent, f"      {flags} <N>\n          Extents\n\n", text, count=1, flags=re.M)
+    text = re.sub(extent, "", text, flags=re.MULTILINE)
     return f"{text.rstrip().removesuffix('Options:').rstrip()}\n"
 
 
@@ -101,11 +110,19 @@ def config(binaries: Path) -> str:
     page = f"# Keys of configs\n\n{MADE}\n"
     page += "Configs are YAML. `--set KEY=VALUE` overrides a key, with dots between levels, as in\n"
     page += "`--set options.z_loss=1e-4`. An unknown key is refused with the nearest one.\n"
+    seen: dict[tuple[str, str], str] = {}
     for title, file, struct in CONFIGS:
         page += f"\n## {title}\n\n| key | meaning |\n| --- | --- |\n"
+        as_before: dict[str, list[str]] = {}
         for key, words in fields(file, struct):
+            before = seen.setdefault((key, words), title)
+            if before != title and key not in FLATTENED:
+                as_before.setdefault(before, []).append(f"`{key}`")
+                continue
             words = words.replace("|", "\\|")
             page += f"| {FLATTENED[key]} | |\n" if key in FLATTENED else f"| `{key}` | {words} |\n"
+        for before, keys in as_before.items():
+            page += f"| {', '.join(keys)} | as in {before} |\n"
     return page + operations(binaries)
 
 
@@ -145,7 +162,7 @@ def dim(letter: str, key: str, *default: str) -> list[str]:
 
 def option(key: str, kind: str, allowed: str, *default: str) -> list[str]:
     """The row of an option, whose kind, but for a bool, and allowed values share a cell."""
-    return [key, allowed if kind == "bool" else f"{kind}: {allowed}", *default]
+    return [key, f"{kind}: {allowed}".replace("bool: true or false", "bool"), *default]
 
 
 def operations(binaries: Path) -> str:
@@ -192,51 +209,83 @@ DTYPES = {
 }
 TARGETS = """\
 `xentile_targets` lists a handler for each target, platform and stage: on CPUs (`Host`) `execute`,
-on NVIDIA GPUs (`CUDA`) `initialize` too, which loads what `execute` launches, but for those marked.
-`xentile_declarations` gives what this page says, and more, as JSON.
-[Custom calls](../internals/custom-calls.md) says what the operations do with it.
+on NVIDIA GPUs (`CUDA`) also `initialize`, which loads the kernels that `execute` launches, unless
+the table says `execute` only. `xentile_declarations` returns this page, and more, as JSON.
+[Custom calls](../internals/custom-calls.md) explains the operations.
 
-`*batch` is any number of leading axes, those of tokens. An argument without it is shared by all
-tokens, and may have some of their first axes before its own. A result without it is a sum over
-tokens, which handlers give as partial sums `[.., P, D]`. `2.F` and `F.2` are the axes `[2, F]` and
-`[F, 2]`; `D/128` is the number of blocks of 128 in D. *float* is f32, bf16 or f16, *half* bf16 or
-f16, *fp8* f8e4m3fn or f8e5m2, *integer* s32 or s64. An array without a dtype has that of the first
-argument, which is a float. "(y in the place of x)" says that y may lie there.
+| notation | meaning |
+| --- | --- |
+| both | Host and CUDA |
+| `*batch` | any number of leading axes: the tokens |
+| argument without `*batch` | shared by all tokens; may begin with some of their first axes |
+| result without `*batch` | a sum over tokens, given as partial sums `[.., P, D]` |
+| `2.F`, `F.2` | the axes `[2, F]`, `[F, 2]` |
+| `D/128` | number of blocks of 128 in D |
+| no dtype | dtype of the first argument, which is a float |
+| float, half | f32, bf16 or f16; bf16 or f16 |
+| fp8, integer | f8e4m3fn or f8e5m2; s32 or s64 |
+| grad | no dtype on CPUs; on GPUs also f32 |
+| bytes | u8 on CPUs; any dtype on GPUs |
+| y in x | y may lie in the memory of x |
 
 | target | on | arguments | results |
 | --- | --- | --- | --- |
 """
 ATTRIBUTES = """
-A call must have the attributes of its target, but for those that may be absent, and no others. In
-this table targets are without `xentile_`.
+A call must have all attributes of its target and no others; those with an entry in "if absent" may
+be left out. Targets are named without `xentile_`.
 
 | attribute | type and range | if absent | of |
 | --- | --- | --- | --- |
 """
 
 
+def dims_in_words(dims: str | Mapping[str, Any]) -> str:
+    """Returns the dims of an array, with those of each value of an attribute where they differ."""
+    if isinstance(dims, str):
+        return f"`[{dims}]`"
+    name, cases = dims["by"], dims["cases"]
+    # The value itself as a dim, or one less.
+    for dim, less in [(name, 0), (f"{name}-1", 1)]:
+        of_value = {
+            re.sub(rf"\b{int(value) - less}\b", dim, text)
+            for value, text in cases.items()
+            if value.isdecimal()
+        }
+        if len(cases) > 1 and len(of_value) == 1 and dim in min(of_value):
+            return f"`[{min(of_value)}]`"
+    return f"{' or '.join(f'`[{text}]`' for text in cases.values())} by `{name}`"
+
+
 def array(first: str, own: Collection[str], one: Mapping[str, Any]) -> str:
-    """Returns what an array is: its name, dims and dtype, and when it is there.
+    """Returns the dims and dtype of an array, and when a call has it.
 
     `first` is the first argument, and `own` the arrays whose dtype is not that of the first.
     """
-    dims, dtype, given = one["dims"], one["dtype"], one["given"]
-    if isinstance(dims, dict):
-        cases = " or ".join(f"`[{text}]`" for text in dims["cases"].values())
-        words = f"{one['name']} {cases} by `{dims['by']}`"
-    else:
-        words = f"{one['name']} `[{dims}]`"
+    dtype, given = one["dtype"], one["given"]
+    words = dims_in_words(one["dims"])
     if isinstance(dtype, list) and (one["name"] != first or len(dtype) < len(DTYPES["float"])):
         words += f" {next((name for name, few in DTYPES.items() if few == dtype), dtype[0])}"
     elif dtype == "bytes":
-        words += " u8, on GPUs any"
+        words += " bytes"
     elif isinstance(dtype, dict) and "like_or_f32" in dtype:
-        words += ", on GPUs also f32"
+        words += " grad"
     elif isinstance(dtype, dict) and dtype.get("like") in own:
         words += f" like {dtype['like']}"
     if isinstance(given, dict):
         words += f" (with {given.get('where') or given['with']})"
-    return f"{words} (may be absent)" if given == "optional" else words
+    return f"{words} (optional)" if given == "optional" else words
+
+
+def arrays(ones: Sequence[Mapping[str, Any]], words_of: Callable[..., str]) -> list[str]:
+    """Returns a line for each array, or for consecutive arrays that have the same words."""
+    lines: list[tuple[list[str], str]] = []
+    for one in ones:
+        words = words_of(one)
+        if not lines or lines[-1][1] != words:
+            lines.append(([], words))
+        lines[-1][0].append(one["name"])
+    return [f"{', '.join(names)} {words}" for names, words in lines]
 
 
 def range_of(attribute: Mapping[str, Any]) -> str:
@@ -249,11 +298,12 @@ def range_of(attribute: Mapping[str, Any]) -> str:
     if "finite" in found:
         return f"{kind}, finite in f32"
     if "above" in found:
-        return f"{kind}, finite, above {found['above']}"
+        return f"{kind} > {found['above']}, finite"
     if "at_least" in found:
-        return f"{kind}, at least {found['at_least']}"
-    most = "finite" if found["to"] is None else f"at most {found['to']:.7g}"
-    return f"{kind}, at least {found['from']:.7g}, {most}"
+        return f"{kind} >= {found['at_least']}"
+    if found["to"] is None:
+        return f"{kind} >= {found['from']:.7g}, finite"
+    return f"{kind} in [{found['from']:.7g}, {found['to']:.7g}]"
 
 
 def targets() -> str:
@@ -263,19 +313,20 @@ def targets() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for target in declared:
         on = [name for name, stages in target["handlers"].items() if stages]
+        words = "both" if len(on) == 2 else on[0]
         if target["handlers"]["CUDA"] == ["execute"]:
-            on[-1] += " (execute alone)"
+            words += " (`execute` only)"
         first = target["operands"][0]["name"]
-        arrays = [*target["operands"], *target["results"]]
-        own = {one["name"] for one in arrays if isinstance(one["dtype"], list)} - {first}
+        both = [*target["operands"], *target["results"]]
+        own = {one["name"] for one in both if isinstance(one["dtype"], list)} - {first}
         as_words = functools.partial(array, first, own)
-        sides = ["<br>".join(map(as_words, target[side])) for side in ("operands", "results")]
+        sides = ["<br>".join(arrays(target[side], as_words)) for side in ("operands", "results")]
         places: dict[str, list[str]] = {}
         for one in target["aliases"]:
             places.setdefault(one["result"], []).append(one["operand"])
         for result, operands in places.items():
-            sides[1] += f"<br>({result} in the place of {' or '.join(operands)})"
-        page += f"| `{target['name']}` | {', '.join(on)} | {' | '.join(sides)} |\n"
+            sides[1] += f"<br>{result} in {' or '.join(operands)}"
+        page += f"| `{target['name']}` | {words} | {' | '.join(sides)} |\n"
         for one in target["attributes"]:
             name = f"`{one['name']}`{' on CUDA' if one['cuda_only'] else ''}"
             key = name, range_of(one), one["absent"] or ""

@@ -150,7 +150,7 @@ def measured(
     return {**found, "failed": failed}
 
 
-def of_torch(
+def time_torch(
     names: list[str], passes: list[str], seconds: float
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns milliseconds of PyTorch's backends, or their errors, by cell and pass."""
@@ -191,7 +191,7 @@ def main() -> int:
     options = parser.parse_args()
     names = [name for name in CELLS if options.cells in name]
     # Before JAX takes most of the memory.
-    peers = of_torch(names, options.passes, options.seconds) if options.torch else {}
+    peers = time_torch(names, options.passes, options.seconds) if options.torch else {}
 
     def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
         for name in names:

@@ -62,7 +62,7 @@ def draw(at: int, *shape: int) -> jax.Array:
     return found * jnp.bfloat16(scale)
 
 
-def of_norm(function: Any, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
+def make_norm_block(function: Any, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
     """A residual, a norm of the sum and a GEMM, to which the sum is added."""
 
     def block(x: Any, branch: Any, weight: Any, into: Any) -> jax.Array:
@@ -80,7 +80,9 @@ def of_norm(function: Any, shape: Shape, name: str) -> tuple[Block, list[jax.Arr
     return (block if is_rms else block_without), given + weights
 
 
-def of_activation(options: Options, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
+def make_activation_block(
+    options: Options, shape: Shape, name: str
+) -> tuple[Block, list[jax.Array]]:
     """A gated or plain MLP with its residual."""
     options = replace(options, implementation=name)
     packs = 1 if options.layout == "single" else 2
@@ -92,7 +94,7 @@ def of_activation(options: Options, shape: Shape, name: str) -> tuple[Block, lis
     return block, [*arrays, draw(2, shape.ffn, shape.width)]
 
 
-def of_rope(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
+def make_rope_block(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[jax.Array]]:
     """Projections to queries and keys, their rotation, and a GEMM of each, as in attention."""
     heads = max(shape.width // HEAD, 1)
 
@@ -111,14 +113,14 @@ def of_rope(is_interleaved: bool, shape: Shape, name: str) -> tuple[Block, list[
 def variants() -> dict[tuple[str, str], Callable[[Shape, str], tuple[Block, list[jax.Array]]]]:
     """Makers of the block of each operation and variant, by both names."""
     found: dict[tuple[str, str], Any] = {
-        ("rms_norm", ""): partial(of_norm, pallas_bridge.rms_norm),
-        ("layer_norm", ""): partial(of_norm, pallas_bridge.layer_norm),
+        ("rms_norm", ""): partial(make_norm_block, pallas_bridge.rms_norm),
+        ("layer_norm", ""): partial(make_norm_block, pallas_bridge.layer_norm),
     }
     for variant in ROPE.variants:
-        found[ROPE.name, variant] = partial(of_rope, variant == "interleaved")
+        found[ROPE.name, variant] = partial(make_rope_block, variant == "interleaved")
     for variant in ACTIVATION.variants:
         options: Any = variant.split()
-        found[ACTIVATION.name, variant] = partial(of_activation, Options(*options))
+        found[ACTIVATION.name, variant] = partial(make_activation_block, Options(*options))
     return found
 
 

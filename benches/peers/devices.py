@@ -107,11 +107,11 @@ def all_reduce(mib: int, count: int) -> Clock:
     mesh = mesh_of("x", count)
     x = placed(mesh, jnp.bfloat16, P("x"), count, mib * 2**19)
 
-    def of_a_device(x: jax.Array) -> jax.Array:
+    def sum_over_devices(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, "x")
 
     with jax.set_mesh(mesh):
-        function = jax.shard_map(of_a_device, mesh=mesh, in_specs=P("x"), out_specs=P())
+        function = jax.shard_map(sum_over_devices, mesh=mesh, in_specs=P("x"), out_specs=P())
         program = jax.jit(function).lower(x).compile()
     return harness.wall_clock(lambda: program(x))
 

@@ -38,13 +38,13 @@ TEMPERATURE, ENTROPY_FACTOR = 0.7, 0.01
 Inputs = list[tuple[tuple[jax.Array, ...], jax.Array]]
 
 
-def of_logits(shape: tuple[int, ...], distribution: Distribution) -> Inputs:
+def make_logits(shape: tuple[int, ...], distribution: Distribution) -> Inputs:
     """Logits [T, V] with labels [T]."""
     logits, labels = logits_of_calls(shape, distribution, (jnp.bfloat16,))
     return [((x,), y) for x, y in zip(logits[jnp.bfloat16], labels, strict=True)]
 
 
-def of_operands(shape: tuple[int, ...], distribution: Distribution) -> Inputs:
+def make_operands(shape: tuple[int, ...], distribution: Distribution) -> Inputs:
     """Hidden states [T, D] and an output matrix [V, D] with labels [T]."""
     rows, width, vocab = shape
     rng = np.random.default_rng(0)
@@ -107,8 +107,8 @@ def main() -> int:
     parser.add_argument("--columns", type=int, default=64, help="log-probabilities a token")
     options = parser.parse_args()
     losses: list[tuple[Any, Callable[..., Inputs], list[str]]] = [
-        (cross_entropy, of_logits, options.logits),
-        (linear_cross_entropy, of_operands, options.linear),
+        (cross_entropy, make_logits, options.logits),
+        (linear_cross_entropy, make_operands, options.linear),
     ]
 
     def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:

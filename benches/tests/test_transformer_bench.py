@@ -843,11 +843,11 @@ def test_kernels_of_a_program_by_kind_and_part() -> None:
 
 def test_a_profile_without_kernels_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no profile: name one that JAX wrote"):
-        kernels.of_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
+        kernels.measure_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
     with jax.profiler.trace(tmp_path):
         pass
     with pytest.raises(ValueError, match="has no instruction of the step"):
-        kernels.of_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
+        kernels.measure_profile(tmp_path, PROGRAM, cell_of(part=layers.MODEL), 1)
 
 
 def test_the_time_between_kernels() -> None:

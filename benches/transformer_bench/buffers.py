@@ -277,11 +277,11 @@ def buffers_of(assignment: bytes, module: Module) -> list[Buffer]:
     return [
         buffer
         for allocation in many(assignment, 3)
-        for buffer in of_allocation(allocation, module, defined, position, last, root)
+        for buffer in describe_allocation(allocation, module, defined, position, last, root)
     ]
 
 
-def of_allocation(
+def describe_allocation(
     allocation: bytes,
     module: Module,
     defined: dict[int, int],
@@ -352,7 +352,7 @@ def covered(at: int, buffers: Sequence[Buffer]) -> int:
     return total
 
 
-def of_program(compiled: Any) -> dict[str, Any]:
+def describe_program(compiled: Any) -> dict[str, Any]:
     """The largest buffers of a compiled program, and its timeline; {} if XLA gives none."""
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", b"")

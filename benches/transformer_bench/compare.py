@@ -116,12 +116,12 @@ def ratio(row: Row, figure: str, one: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each row."""
-    columns = tables.of_case("size", "batch", "length", "policy", "kernels", "mode")
+    columns = tables.make_case_columns("size", "batch", "length", "policy", "kernels", "mode")
     columns.append(("status", tables.status))
     for figure, head in (("median", ""), ("in_line", "in line, ")):
         columns += [
-            (f"{head}XLA's (s)", tables.of_figure(f"{figure}_xla", tables.seconds)),
-            ("ours (s)", tables.of_figure(f"{figure}_ours", tables.seconds)),
+            (f"{head}XLA's (s)", tables.make_figure_column(f"{figure}_xla", tables.seconds)),
+            ("ours (s)", tables.make_figure_column(f"{figure}_ours", tables.seconds)),
             ("ours of XLA's", partial(ratio, figure=figure, one="ours")),
         ]
     columns.append(("XLA's again", partial(ratio, figure="in_line", one="again")))

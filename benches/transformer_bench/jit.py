@@ -59,10 +59,10 @@ def table(rows: Sequence[Row]) -> str:
     return tables.listing(
         rows,
         [
-            *tables.of_case("size", "length", "policy", "mode", "how"),
+            *tables.make_case_columns("size", "length", "policy", "mode", "how"),
             ("status", tables.status),
-            ("first (s)", tables.of_figure("first", tables.seconds)),
-            ("median (s)", tables.of_figure("median", tables.seconds)),
+            ("first (s)", tables.make_figure_column("first", tables.seconds)),
+            ("median (s)", tables.make_figure_column("median", tables.seconds)),
         ],
     )
 

@@ -100,13 +100,15 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
                 if step == steps - 1 or jax.default_backend() != "gpu":
                     jax.block_until_ready(result)
                 profiler.after(step)
-            figures = of_profile(Path(folder), run.compiled.as_text(), {**cell, **variant}, steps)
+            figures = measure_profile(
+                Path(folder), run.compiled.as_text(), {**cell, **variant}, steps
+            )
         return {"median": statistics.median(found), **figures}
 
     return measure
 
 
-def of_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
+def measure_profile(folder: Path, text: str, cell: Cell, steps: int) -> Row:
     """Measurements per step from a profile of the program `text`.
 
     Raises:
@@ -285,15 +287,15 @@ def words(rows: Sequence[Row]) -> str:
     for phase in phases:
         models = [row for row in found if of(row) == layers.MODEL and row["case"]["phase"] == phase]
         if len(models) > FEW:
-            sentences.append(of_models(models))
+            sentences.append(describe_models(models))
         else:
-            sentences += [line for row in models for line in of_model(row)]
+            sentences += [line for row in models for line in describe_model(row)]
     for phase in phases:
         of_layers = [
             row for row in found if of(row) == layers.WHOLE and row["case"]["phase"] == phase
         ]
         if of_layers:
-            sentences.append(of_sums(of_layers))
+            sentences.append(describe_sums(of_layers))
     for name, pairs in tables.pairs_with_xla(rows, *REPEATS).items():
         for phase, of_phase in tables.by(pairs, "phase").items():
             for program in (layers.WHOLE, layers.MODEL):
@@ -321,7 +323,7 @@ def between_kernels(row: Row) -> float:
     return float(min(row.get("idle") or 0.0, max(row["median"] - row["kernels"], 0.0)))
 
 
-def of_sums(rows: Sequence[Row]) -> str:
+def describe_sums(rows: Sequence[Row]) -> str:
     """A sentence on the sum of a layer's kernels and its time without a profile."""
     alone = tables.span([row["kernels"] / row["median"] for row in rows])
     sentence = (
@@ -333,7 +335,7 @@ def of_sums(rows: Sequence[Row]) -> str:
     return f"{sentence}."
 
 
-def of_models(rows: Sequence[Row]) -> str:
+def describe_models(rows: Sequence[Row]) -> str:
     """A sentence on the profiles of many models of a phase: GEMMs, launches, large kernels."""
     rows = sorted(rows, key=share_of_products)
     ends = [
@@ -352,7 +354,7 @@ def of_models(rows: Sequence[Row]) -> str:
     return f"{sentence}."
 
 
-def of_model(row: Row) -> list[str]:
+def describe_model(row: Row) -> list[str]:
     """Sentences on a model's profile: launches, GEMMs, dominant kernels, and attention."""
     case, total, top = row["case"], row["kernels"], row["top"]
     sentences = [

@@ -123,7 +123,7 @@ class Inputs:
         caches = tuple(self.caches() for _ in range(count)) if self.is_decoding else ()
         return params, *self.tokens(), self.turns(), caches
 
-    def of_part(self, part: str) -> tuple[tuple[Any, ...], int]:
+    def make_arguments(self, part: str) -> tuple[tuple[Any, ...], int]:
         """A part's arguments, and how many of them, from the first on, have a gradient."""
         cell, batch, length = self.cell, self.cell["batch"], self.length
         q_shape = (batch, length, cell["heads"], cell["head_width"])
@@ -180,7 +180,7 @@ def call_of(cell: Cell, part: str, limit: int | None) -> tuple[Callable[[], Any]
         raise OutOfMemory(needed)
     of = parts.functions(cell, jnp.float32)
     inputs = Inputs(cell)
-    arguments, count = inputs.of_part(part)
+    arguments, count = inputs.make_arguments(part)
 
     def forward(*arguments: Any) -> Any:
         if part == MODEL:

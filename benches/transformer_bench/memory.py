@@ -83,7 +83,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
             "of_logits_bytes": logits * 4 if cell["loss"] == "xla" else 0,
             "of_gradients_bytes": model.tree_bytes(params) if mode == "step" else 0,
             **stream,
-            **buffers.of_program(compiled),
+            **buffers.describe_program(compiled),
         }
 
     return measure
@@ -181,18 +181,20 @@ def largest(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each program with sizes by category, and tables of their largest buffers."""
-    columns = tables.of_case("size", "batch", "length", "policy")
+    columns = tables.make_case_columns("size", "batch", "length", "policy")
     if any("gpu" in row["case"] for row in rows):
         columns.append(("device", lambda row: row["case"].get("gpu", "this one")))
     columns += [
-        *tables.of_case("kernels"),
+        *tables.make_case_columns("kernels"),
         ("program", lambda row: row["case"]["mode"]),
         ("status", tables.status),
     ]
     sizes = {name: f"{name}_bytes" for name in (*CATEGORIES, "peak", "measured")}
     sizes |= {"logits (arithmetic)": "of_logits_bytes", "kept for backward": "kept_bytes"}
     sizes["residual stream"] = "stream_bytes"
-    columns += [(head, tables.of_figure(name, tables.size)) for head, name in sizes.items()]
+    columns += [
+        (head, tables.make_figure_column(name, tables.size)) for head, name in sizes.items()
+    ]
     parts = [largest(row) for row in tables.finished(rows) if row.get("buffers")]
     return "\n\n".join([tables.listing(rows, columns), *parts])
 

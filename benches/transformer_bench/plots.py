@@ -74,7 +74,7 @@ def stacks(axes: Any, values: dict[str, dict[str, float]], title: str) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
 
 
-def of_time(rows: Sequence[Row], axes: Any) -> None:
+def plot_time(rows: Sequence[Row], axes: Any) -> None:
     """Average of steps, after the most steps of warm-up."""
     most = max(row["case"]["warmup"] for row in rows)
     values = {
@@ -85,7 +85,7 @@ def of_time(rows: Sequence[Row], axes: Any) -> None:
     bars(axes, values, f"average of a step (s), after {most} of warm-up")
 
 
-def of_compare(rows: Sequence[Row], axes: Any) -> None:
+def plot_compare(rows: Sequence[Row], axes: Any) -> None:
     """Time of ours over XLA's, steps in line."""
     values = {
         label(row["case"], *PROGRAM): row["in_line_ours"] / row["in_line_xla"] for row in rows
@@ -93,13 +93,13 @@ def of_compare(rows: Sequence[Row], axes: Any) -> None:
     bars(axes, values, "ours in times of XLA's, in line")
 
 
-def of_jit(rows: Sequence[Row], axes: Any) -> None:
+def plot_jit(rows: Sequence[Row], axes: Any) -> None:
     """The median of each way to run a pass."""
     values = {label(row["case"], *PROGRAM, "how"): row["median"] for row in rows}
     bars(axes, values, "median of a pass (s)")
 
 
-def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
+def plot_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """The peak by category, and temporaries over the largest programs' instructions."""
     values = {
         label(row["case"], *PROGRAM): {
@@ -120,7 +120,7 @@ def of_memory(rows: Sequence[Row], axes: Any, below: Any) -> None:
         below.legend(fontsize=7)
 
 
-def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
+def plot_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """Shares of the parts in a layer's sum, and of the other parts in the model's sum."""
     of_layer: dict[str, dict[str, float]] = {}
     of_model: dict[str, dict[str, float]] = {}
@@ -148,7 +148,7 @@ def of_layers(rows: Sequence[Row], axes: Any, below: Any) -> None:
         stacks(place, shares, title)
 
 
-def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
+def plot_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """Shares of parts and kinds in the time of all kernels, at the longest lengths if many."""
     rows = rows if len(rows) <= MOST else kernels.longest(rows)
     for place, key, title in (
@@ -164,7 +164,7 @@ def of_kernels(rows: Sequence[Row], axes: Any, below: Any) -> None:
         stacks(place, shares, title)
 
 
-def of_precision(rows: Sequence[Row], axes: Any, below: Any) -> None:
+def plot_precision(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """Errors of gradients by layer, and of sums of many small numbers."""
     for row in rows:
         if row["case"]["what"] == "pass":
@@ -184,7 +184,7 @@ def of_precision(rows: Sequence[Row], axes: Any, below: Any) -> None:
     bars(below, sums, "error of a sum of 1000 numbers, by what it is added in")
 
 
-def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
+def plot_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
     """Time of each pass by length."""
     for place, mode in ((axes, "forward"), (below, "backward")):
         lines: dict[str, dict[int, float]] = {}
@@ -207,12 +207,12 @@ def of_attention(rows: Sequence[Row], axes: Any, below: Any) -> None:
 
 # The number of axes of a command's picture, and the function that draws on them.
 PICTURES: dict[str, tuple[int, Callable[..., None]]] = {
-    "time": (1, of_time),
-    "compare": (1, of_compare),
-    "memory": (2, of_memory),
-    "layers": (2, of_layers),
-    "kernels": (2, of_kernels),
-    "precision": (2, of_precision),
-    "attention": (2, of_attention),
-    "jit": (1, of_jit),
+    "time": (1, plot_time),
+    "compare": (1, plot_compare),
+    "memory": (2, plot_memory),
+    "layers": (2, plot_layers),
+    "kernels": (2, plot_kernels),
+    "precision": (2, plot_precision),
+    "attention": (2, plot_attention),
+    "jit": (1, plot_jit),
 }

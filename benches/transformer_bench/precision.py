@@ -63,7 +63,7 @@ def prepare(cell: Cell) -> Callable[[Cell], Row]:
     exact, batch = make(cell)
     run = passes(cell, "float64")
     right = run(exact, batch)
-    return lambda variant: of_policy(cell, variant, exact, batch, right)
+    return lambda variant: measure_policy(cell, variant, exact, batch, right)
 
 
 def add(total: str, of: str) -> float:
@@ -156,7 +156,7 @@ def passes(cell: Cell, policy: str) -> Any:
     return Compiling(both, device_limit(cell["memory_limit"]))
 
 
-def of_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
+def measure_policy(cell: Cell, variant: Cell, exact: Any, batch: Any, reference: Any) -> Row:
     """Measures a policy: time, dtypes, and errors of loss and gradients by layer."""
     import jax
 

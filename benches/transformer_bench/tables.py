@@ -23,7 +23,7 @@ def listing(rows: Iterable[Row], columns: Sequence[tuple[str, Column]]) -> str:
     return harness.table(heads, ([text(row) for _, text in columns] for row in rows))
 
 
-def of_case(*names: str) -> list[tuple[str, Column]]:
+def make_case_columns(*names: str) -> list[tuple[str, Column]]:
     """Columns of values of a case; `kernels` are those of `kernels`, and `mode` is a pass."""
 
     def column(name: str) -> Column:
@@ -34,7 +34,7 @@ def of_case(*names: str) -> list[tuple[str, Column]]:
     return [({"mode": "pass"}.get(name, name), column(name)) for name in names]
 
 
-def of_figure(name: str, text: Callable[[Any], str]) -> Column:
+def make_figure_column(name: str, text: Callable[[Any], str]) -> Column:
     """A column of a measurement, which `text` formats; it is given None for a row without it."""
     return lambda row: text(row.get(name))
 

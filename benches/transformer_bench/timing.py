@@ -120,11 +120,11 @@ def table(rows: Sequence[Row]) -> str:
     return tables.listing(
         rows,
         [
-            *tables.of_case("size", "batch", "length", "policy", "kernels", "mode"),
+            *tables.make_case_columns("size", "batch", "length", "policy", "kernels", "mode"),
             warmup,
             ("status", tables.status),
             *(
-                (head, tables.of_figure(name, tables.seconds))
+                (head, tables.make_figure_column(name, tables.seconds))
                 for head, name in zip(heads, names, strict=True)
             ),
         ],

@@ -107,7 +107,7 @@ fn program(kernels: &Path, sources: &Path) -> Result<String, String> {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         _ = writeln!(program, "#include \"{name}\"");
     }
-    let mirrored = Mirrored::of_folder(sources)?;
+    let mirrored = Mirrored::read_folder(sources)?;
     // Not all architectures have all kernels; the newest have.
     program.push_str("#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900\n");
     for (name, value) in &mirrored.numbers {
@@ -150,7 +150,7 @@ struct Layout {
 }
 
 impl Mirrored {
-    fn of_folder(sources: &Path) -> Result<Self, String> {
+    fn read_folder(sources: &Path) -> Result<Self, String> {
         let mut found = Self::default();
         let mut folders = vec![sources.to_path_buf()];
         while let Some(folder) = folders.pop() {

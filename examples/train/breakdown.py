@@ -115,7 +115,7 @@ def parts_of_program(
     return {name: part or OTHER for name, part in own.items()}, containers
 
 
-def of_trace(folder: Path, text: str) -> dict[str, float]:
+def measure_shares(folder: Path, text: str) -> dict[str, float]:
     """The share of each part in the time of a trace's instructions, of the program `text`.
 
     Instructions that ran at the same time on several threads or streams count each.
@@ -191,7 +191,7 @@ def instruction(event: Any) -> str | None:
 
 
 def table(shares: dict[str, float], config: Config, temporary: int, logits: int) -> str:
-    """What `of_trace` found as a table, with what the loss holds."""
+    """What `measure_shares` found as a table, with what the loss holds."""
     rows = [f"| {part} | {share:.1%} |" for part, share in shares.items()]
     kernel = config.options.ce_kernel_type
     memory = (

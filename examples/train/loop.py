@@ -182,7 +182,7 @@ class Run:
         if profiler is not None:
             profiler.close()
         if profiler is not None and profiler.folder_of_trace is not None:
-            found = breakdown.of_trace(profiler.folder_of_trace, compiled.as_text())
+            found = breakdown.measure_shares(profiler.folder_of_trace, compiled.as_text())
             temp, logits = self.program.loss_bytes()
             self.say(breakdown.table(found, self.config, temp, logits))
             self.log.write(

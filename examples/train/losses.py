@@ -62,7 +62,7 @@ def over_mesh(loss: Callable[..., Array], mesh: Mesh | None, *arrays: Array) -> 
     model = "model" if "model" in mesh.axis_names else None
     loss = partial(loss, reduction="sum", **({} if model is None else {"axis_name": model}))
 
-    def of_a_device(*arrays: Array) -> Array:
+    def mean_over_devices(*arrays: Array) -> Array:
         total, count = loss(*arrays), jnp.sum(arrays[-1] != IGNORED)
         if over:
             total, count = jax.lax.psum(total, over), jax.lax.psum(count, over)
@@ -70,6 +70,8 @@ def over_mesh(loss: Callable[..., Array], mesh: Mesh | None, *arrays: Array) -> 
 
     tokens = P(over or None)
     columns = (tokens, P(model)) if len(arrays) == 3 else (P(over or None, None, model),)
-    sharded = jax.shard_map(of_a_device, mesh=mesh, in_specs=(*columns, tokens), out_specs=P())
+    sharded = jax.shard_map(
+        mean_over_devices, mesh=mesh, in_specs=(*columns, tokens), out_specs=P()
+    )
     result: Array = sharded(*arrays)
     return result

@@ -327,12 +327,12 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
     options = {"temperature": temperature, "softcap": 20.0 if bias else None}
     known = {**options, "columns": columns, **ASKED}
 
-    def of_logits(hidden: Any, weight: Any, b: Any) -> Any:
+    def call_on_logits(hidden: Any, weight: Any, b: Any) -> Any:
         logits = hidden @ weight.T + b
         found = cross_entropy_per_token(logits, y, implementation="reference", **known)
         return (*found, cross_entropy(logits, y, implementation="reference", **options))
 
-    def of_hidden(hidden: Any, weight: Any, b: Any) -> Any:
+    def call_on_hidden(hidden: Any, weight: Any, b: Any) -> Any:
         b = b if bias else None
         # Chunks of a few tokens.
         found = linear_cross_entropy_per_token(
@@ -340,7 +340,7 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
         )
         return (*found, linear_cross_entropy(hidden, weight, y, bias=b, **options))
 
-    shapes = jax.eval_shape(of_logits, hidden, weight, b)
+    shapes = jax.eval_shape(call_on_logits, hidden, weight, b)
     cotangents = tuple(
         np.zeros(x.shape, jax.dtypes.float0) if x.dtype == bool
         else jnp.asarray(rng.normal(size=x.shape), jnp.float32)
@@ -355,7 +355,7 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
 
         return jax.jit(both)(hidden, weight, b)
 
-    (outputs, expected), (found, gradients) = pulled(of_logits), pulled(of_hidden)
+    (outputs, expected), (found, gradients) = pulled(call_on_logits), pulled(call_on_hidden)
     for one, other in zip(outputs, found, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
     count = 3 if bias else 2

@@ -55,7 +55,7 @@ def batches(rng: np.random.Generator) -> list[np.ndarray]:
     ]
 
 
-def of_each(
+def compute_outputs(
     given: dict[str, Any], rows: np.ndarray, columns: Any = None, **more: Any
 ) -> dict[str, np.ndarray]:
     """What a batch's tokens get: outputs and dhidden, of per-token losses and of a sum."""
@@ -88,9 +88,9 @@ def assert_alike(whole: dict[str, np.ndarray], found: dict[str, np.ndarray], row
 
 def test_any_batch_has_the_same_bits(rng: np.random.Generator, arrays: dict[str, Any]) -> None:
     every = np.arange(TOKENS)
-    whole = of_each(arrays, every)
+    whole = compute_outputs(arrays, every)
     for rows in batches(rng):
-        assert_alike(whole, of_each(arrays, rows), rows)
+        assert_alike(whole, compute_outputs(arrays, rows), rows)
     # And they are right.
     logits = np.asarray(arrays["hidden"], np.float64) @ np.asarray(arrays["weight"], np.float64).T
     narrow = arrays["hidden"].dtype != jnp.float32
@@ -108,10 +108,10 @@ def test_what_is_known_of_a_token(rng: np.random.Generator, arrays: dict[str, An
     columns = jnp.asarray(columns, jnp.int32)
     every = np.arange(TOKENS)
     more = {"return_entropy": True, "temperature": 0.8}
-    whole = of_each(arrays, every, columns, **more)
+    whole = compute_outputs(arrays, every, columns, **more)
     assert len(whole) == 7
     for rows in batches(rng)[1:3]:
-        assert_alike(whole, of_each(arrays, rows, columns, **more), rows)
+        assert_alike(whole, compute_outputs(arrays, rows, columns, **more), rows)
 
 
 def test_sums_of_microbatches(rng: np.random.Generator, arrays: dict[str, Any]) -> None:

@@ -72,10 +72,10 @@ def over(mesh: jax.sharding.Mesh, loss: Any, specs: Any, way: str, **options: An
     if way == "auto":
         return loss
 
-    def of_a_device(*arrays: Any) -> Any:
+    def run_shard(*arrays: Any) -> Any:
         return jax.lax.psum(loss(*arrays), "data") if shards_tokens else loss(*arrays)
 
-    return jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=P())
+    return jax.shard_map(run_shard, mesh=mesh, in_specs=specs, out_specs=P())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -71,10 +71,10 @@ def test_mean_and_vmap(rng: np.random.Generator) -> None:
     factors = np.asarray(rng.integers(1, 3, (3, 7)), "float32")
     hidden, weight, teacher_hidden, teacher_weight = arrays
 
-    def of_entry(hidden: Any, teacher_hidden: Any, factors: Any) -> Any:
+    def compute_loss(hidden: Any, teacher_hidden: Any, factors: Any) -> Any:
         return linear_kl_divergence(hidden, weight, teacher_hidden, teacher_weight, weights=factors)
 
-    found = jax.vmap(jax.value_and_grad(of_entry))(hidden, teacher_hidden, factors)
+    found = jax.vmap(jax.value_and_grad(compute_loss))(hidden, teacher_hidden, factors)
     for entry in range(3):
         of_entry_alone = (hidden[entry], weight, teacher_hidden[entry], teacher_weight)
         right = wanted(of_entry_alone, factors[entry] / factors[entry].sum(), 1.0)

@@ -167,7 +167,7 @@ def test_accumulation_by_optax(rng: np.random.Generator, dtype: str) -> None:
     np.testing.assert_allclose(updates, want, rtol=rtol, atol=per_token.max() * 2**-20)
 
 
-def of_losses(loss: jax.Array) -> jax.Array:
+def square_loss(loss: jax.Array) -> jax.Array:
     return 0.5 * loss**2
 
 
@@ -176,7 +176,7 @@ def test_a_factor_made_of_the_loss_takes_a_second_reading(
     rng: np.random.Generator, dtype: str
 ) -> None:
     logits, labels = problem(rng, dtype, T, V)
-    f = jax.value_and_grad(lambda x: of_losses(cross_entropy(x, labels)))
+    f = jax.value_and_grad(lambda x: square_loss(cross_entropy(x, labels)))
     value, gradient = run(f, ["backward", "forward"], logits)
     expected = oracle(logits, labels)
     loss = expected.reduced(expected.factors("mean"))
@@ -365,7 +365,7 @@ def over_a_mesh() -> None:
                 value, gradient = program(*given)
                 hold_loss(value, logits, labels, factor)
                 hold(gradient, logits, labels, factor)
-            of_loss = jax.value_and_grad(lambda x, y: of_losses(cross_entropy(x, y)))
+            of_loss = jax.value_and_grad(lambda x, y: square_loss(cross_entropy(x, y)))
             assert calls_of(compiled(of_loss, x, y)) == ["backward", "forward"]
 
             def local(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:

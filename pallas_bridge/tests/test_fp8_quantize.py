@@ -301,19 +301,19 @@ def test_feeds_a_scaled_product_of_xla(rng: np.random.Generator) -> None:
         )
 
     @jax.jit
-    def of_rows(x: Any, w: Any) -> Any:
+    def multiply_rows(x: Any, w: Any) -> Any:
         a = fp8_quantize(x, granularity="row")
         b = fp8_quantize(w.T, granularity="row")
         return product(a.values, b.values) * a.scales[:, None] * b.scales
 
     @jax.jit
-    def of_tensors(x: Any, w: Any) -> Any:
+    def multiply_tensors(x: Any, w: Any) -> Any:
         a = fp8_quantize(x)
         _, b = fp8_quantize(w, transposed=True)
         return product(a.values, b.values) * (a.scales * b.scales)
 
     @jax.jit
-    def of_blocks(x: Any, w: Any) -> Any:
+    def multiply_blocks(x: Any, w: Any) -> Any:
         a = fp8_quantize(x, granularity="block_1d")
         _, b = fp8_quantize(w, granularity="block_2d", transposed=True)
         parts = [
@@ -326,7 +326,7 @@ def test_feeds_a_scaled_product_of_xla(rng: np.random.Generator) -> None:
 
     # Each factor is off by at most 2^-4 of itself, or by half the least number of its block.
     least = 2.0**-10 / 448 * 5 * 256 * 5 * 2
-    for run in (of_rows, of_tensors, of_blocks):
+    for run in (multiply_rows, multiply_tensors, multiply_blocks):
         error = np.abs(np.asarray(run(x, w), np.float64) - exact)
         assert (error <= sizes * (2 * 2.0**-4 + 2.0**-8) + least).all(), run.__name__
         assert np.sqrt((error**2).mean() / (exact**2).mean()) < 0.05, run.__name__

@@ -381,21 +381,21 @@ def test_shard_map_sums_the_gradient_of_the_weight(
     each = jnp.asarray(rng.normal(size=2 * TOKENS), jnp.float32)
     f = partial(linear_cross_entropy, ignore_index=7, max_scratch_bytes=limit)
 
-    def of_all(x: Any, w: Any, b: Any, sums: Any) -> Any:
+    def sum_losses(x: Any, w: Any, b: Any, sums: Any) -> Any:
         dense = partial(f, x, w, labels, bias=b, implementation="reference")
         return dense(reduction="sum") + (dense(reduction="none") * sums).sum()
 
-    def of_part(x: Any, w: Any, b: Any, y: Any, sums: Any) -> Any:
+    def run_shard(x: Any, w: Any, b: Any, y: Any, sums: Any) -> Any:
         losses = f(x, w, y, bias=b, reduction="none")
         total = f(x, w, y, bias=b, reduction="sum") + (losses * sums).sum()
         return jax.lax.psum(total, "tokens")
 
     sharded, whole = P("tokens"), P()
     mapped = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(sharded, whole, whole, sharded, sharded), out_specs=whole
+        run_shard, mesh=mesh, in_specs=(sharded, whole, whole, sharded, sharded), out_specs=whole
     )
     found = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(hidden, weight, bias, labels, each)
-    expected = jax.jit(jax.value_and_grad(of_all, (0, 1, 2)))(hidden, weight, bias, each)
+    expected = jax.jit(jax.value_and_grad(sum_losses, (0, 1, 2)))(hidden, weight, bias, each)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for actual, want in zip(found[1], expected[1], strict=True):
         assert error(actual, np.asarray(want)) < 2e-5
@@ -411,11 +411,11 @@ def test_calls_of_a_cpu_are_for_one_device_each(rng: np.random.Generator, reduct
     def f(x: Any, w: Any, b: Any, y: Any) -> Any:
         return linear_cross_entropy(x, w, y, bias=b, ignore_index=7, reduction=reduction).sum()
 
-    def of_part(*arrays: Any) -> Any:
+    def run_shard(*arrays: Any) -> Any:
         return jax.lax.psum(f(*arrays), "tokens")
 
     mapped = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(sharded, whole, whole, sharded), out_specs=whole
+        run_shard, mesh=mesh, in_specs=(sharded, whole, whole, sharded), out_specs=whole
     )
     placed = [
         jax.device_put(x, jax.NamedSharding(mesh, spec))

@@ -275,14 +275,14 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
         if way == "auto":
             return f(h, w, y, c, reduction)
 
-        def of_device(h: Any, w: Any, y: Any, c: Any) -> Any:
+        def run_shard(h: Any, w: Any, y: Any, c: Any) -> Any:
             total = jax.lax.psum(f(h, w, y, c, "sum"), "data")
             if reduction != "mean":
                 return total
             return total / jax.lax.psum(jnp.where(y == -100, 0, c).sum(), "data")
 
         return jax.shard_map(
-            of_device,
+            run_shard,
             mesh=mesh,
             in_specs=(P("data"), P("vocab"), P("data"), P("data")),
             out_specs=P(),
@@ -364,12 +364,12 @@ def test_transformations(rng: np.random.Generator) -> None:
     def whole(w: Any, h: Any, y: Any, **more: Any) -> Any:
         return linear_cross_entropy(h, w, y, bias=b[: len(w)], **EVERYTHING, **more)
 
-    def of_device(w: Any, b: Any, h: Any, y: Any) -> Any:
+    def run_shard(w: Any, b: Any, h: Any, y: Any) -> Any:
         loss = linear_cross_entropy(h, w, y, bias=b, axis_name="vocab", **EVERYTHING)
         return jax.lax.pmean(loss, "data")
 
     specs = P("vocab"), P("vocab"), P("data"), P("data")
-    devices = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=P())
+    devices = jax.shard_map(run_shard, mesh=mesh, in_specs=specs, out_specs=P())
 
     def over_devices(w: Any, h: Any, y: Any) -> Any:
         return devices(w, b, h, y)
@@ -405,14 +405,14 @@ def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
     def loss(h: Any, w: Any, y: Any) -> Any:
         w = w[:vocab] * 2
 
-        def of_each(h: Any, y: Any) -> Any:
+        def sum_losses(h: Any, y: Any) -> Any:
             # With NaN for what fills up arrays, if anything took it.
             h, y = jnp.log(h[:13] + 100) * h[:13], y[:13]
             loss, *more = linear_cross_entropy(h, w, y, return_lse=True)
             known = linear_cross_entropy(h, w, y, reduction="none", return_entropy=True)
             return loss + sum(one.sum() for one in (*more, *known))
 
-        return jax.vmap(of_each)(h, y).sum()
+        return jax.vmap(sum_losses)(h, y).sum()
 
     f = jax.jit(jax.value_and_grad(loss, (0, 1)))
     mesh = mesh_of((2, 4), "auto")
@@ -436,7 +436,7 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
     mesh = mesh_of((2, 4), "auto")
 
     def compiled(columns: Any, axis_name: Any = None) -> tuple[bool, list[str]]:
-        def of_each(h: Any, w: Any) -> Any:
+        def sum_losses(h: Any, w: Any) -> Any:
             loss = partial(linear_cross_entropy, axis_name=axis_name)
             return jax.vmap(lambda h, y: loss(h, w, y))(h, y).sum()
 
@@ -446,11 +446,11 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
         ]
         with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            lowered = jax.jit(jax.grad(of_each)).lower(*placed)
+            lowered = jax.jit(jax.grad(sum_losses)).lower(*placed)
             # Every compilation tells, and Python shows a text once.
             program = lowered.compile().as_text()
             jax.export.export(
-                jax.jit(of_each),
+                jax.jit(sum_losses),
                 disabled_checks=[
                     jax.export.DisabledSafetyCheck.custom_call(name)
                     for name in ("xentile_cross_entropy_forward", "xentile_cross_entropy_fused")

@@ -270,16 +270,16 @@ def dense(problem: Problem, arrays: list[F64]) -> float:
     return problem.reference(logps)
 
 
-def of_hidden(x: Any, weight: Any, labels: Any, **more: Any) -> Any:
+def call_on_hidden(x: Any, weight: Any, labels: Any, **more: Any) -> Any:
     return linear_cross_entropy_per_token(x, weight, labels, vocab_axis=0, **more)[1]
 
 
-def of_logits(x: Any, weight: Any, labels: Any, **more: Any) -> Any:
+def call_on_logits(x: Any, weight: Any, labels: Any, **more: Any) -> Any:
     z = jnp.einsum("btd,vd->btv", x, weight)
     return cross_entropy_per_token(z, labels, **more)[1]
 
 
-@pytest.mark.parametrize("per_token", [of_hidden, of_logits])
+@pytest.mark.parametrize("per_token", [call_on_hidden, call_on_logits])
 @pytest.mark.parametrize("name", DRAW)
 def test_through_the_vocabulary(rng: np.random.Generator, name: str, per_token: Any) -> None:
     problem = draw(rng, name)
@@ -333,7 +333,7 @@ def test_at_a_temperature_with_an_entropy_bonus(
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize(("name", "per_token"), [("dpo", of_hidden), ("grpo", of_logits)])
+@pytest.mark.parametrize(("name", "per_token"), [("dpo", call_on_hidden), ("grpo", call_on_logits)])
 def test_with_a_sharded_vocabulary(
     rng: np.random.Generator, name: str, per_token: Any, way: str
 ) -> None:
@@ -388,8 +388,8 @@ def test_no_logits_in_memory() -> None:
         print(memory.temp_size_in_bytes / logits)
         return memory.temp_size_in_bytes
 
-    assert held(partial(of_hidden, max_scratch_bytes=2**20)) < logits // 4
-    assert held(of_logits) >= 2 * logits
+    assert held(partial(call_on_hidden, max_scratch_bytes=2**20)) < logits // 4
+    assert held(call_on_logits) >= 2 * logits
 
 
 EXTREME = f32(-3e4, -200, -41, -30, 0, 30, 39, 41, 200, 3e4)

@@ -62,7 +62,7 @@ def numbers(rng: np.random.Generator, like: Any, *leading: int) -> Any:
     )
 
 
-def of_outputs(case: Case, arrays: Any) -> Any:
+def list_output_types(case: Case, arrays: Any) -> Any:
     """The types of a case's results that have cotangents."""
     found = jax.eval_shape(case.outputs, *arrays)
     return [one for one in found if one.dtype == jnp.float32]
@@ -110,7 +110,7 @@ def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
         stacked = np.stack([case.arrays(rng)[index] for _ in range(LENGTH)])
         arrays[index] = np.moveaxis(stacked, 0, axes[index])
     tangents = numbers(rng, [*plain], LENGTH)
-    cotangents = numbers(rng, of_outputs(case, plain), LENGTH)
+    cotangents = numbers(rng, list_output_types(case, plain), LENGTH)
     every = (*axes, *[0] * (len(tangents) + len(cotangents)))
     run = jax.jit(jax.vmap(partial(everything, case), in_axes=([*axes], 0, 0)))
     expected = looped(compiled(case), LENGTH, every, arrays, tangents, cotangents)
@@ -122,7 +122,7 @@ def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
 def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng)
     tangents = numbers(rng, [*arrays], LENGTH)
-    cotangents = numbers(rng, of_outputs(case, arrays), LENGTH)
+    cotangents = numbers(rng, list_output_types(case, arrays), LENGTH)
     mapped = jax.jit(jax.vmap(partial(everything, case, arrays)))(tangents, cotangents)
     axes = [0] * (len(tangents) + len(cotangents))
     function = partial(compiled(case), arrays)

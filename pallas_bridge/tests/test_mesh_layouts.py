@@ -151,14 +151,14 @@ def test_tokens_that_do_not_divide_evenly(rng: np.random.Generator, case: Case) 
     arrays = case.arrays(rng, **{**EXTENTS, "B": 8})
     mesh = mesh_of(AxisType.Auto)
 
-    def of_some(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def compute_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Gradients of five of eight sequences: the padding of a device is not summed."""
         pairs = zip(case.arguments, arrays, strict=True)
         return case.gradients(*(x[:5] if one.dims[0] == "B" else x for one, x in pairs))
 
     with jax.set_mesh(mesh):
         placed = with_sharded_weights(case, arrays, mesh, None)
-        check_close(jax.jit(of_some)(*placed), jax.jit(of_some)(*arrays))
+        check_close(jax.jit(compute_gradients)(*placed), jax.jit(compute_gradients)(*arrays))
 
 
 @pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=str)

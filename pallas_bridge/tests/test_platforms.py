@@ -35,7 +35,7 @@ TARGETS = [
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
-def of_platforms(*platforms: str) -> tuple[Any, library.Library]:
+def make_library(*platforms: str) -> tuple[Any, library.Library]:
     """The library, if it had kernels for these platforms, by the names of XLA's registries."""
     loaded = library.require()
     handle = library.attempt()[0]  # type: ignore[index]
@@ -47,7 +47,7 @@ def of_platforms(*platforms: str) -> tuple[Any, library.Library]:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the package take its library for one with kernels for CUDA."""
-    outcome = of_platforms("Host", "CUDA")
+    outcome = make_library("Host", "CUDA")
     monkeypatch.setattr(library, "attempt", lambda: outcome)
     yield
     jax.clear_caches()
@@ -56,7 +56,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def host_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the package take its library for one that was built without CUDA."""
-    outcome = of_platforms("Host")
+    outcome = make_library("Host")
     monkeypatch.setattr(library, "attempt", lambda: outcome)
     yield
     jax.clear_caches()

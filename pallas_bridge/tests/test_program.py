@@ -98,7 +98,7 @@ def test_donated_logits_make_room_for_their_gradient(f: Any) -> None:
     assert program.memory_analysis().alias_size_in_bytes >= T * V * 2
     assert program.memory_analysis().temp_size_in_bytes <= 16 * TOKEN_BYTES + 4096
 
-    def of_product(donate: bool) -> Any:
+    def make_product(donate: bool) -> Any:
         def g(w: jax.Array, h: jax.Array, y: jax.Array) -> jax.Array:
             return f(h @ w, y, donate_logits=donate)
 
@@ -106,7 +106,7 @@ def test_donated_logits_make_room_for_their_gradient(f: Any) -> None:
         w, h = jax.ShapeDtypeStruct((4, V), jnp.float32), jax.ShapeDtypeStruct((T, 4), jnp.float32)
         return compiled(jax.grad(g), w, h, LABELS)
 
-    kept, donated = of_product(False), of_product(True)
+    kept, donated = make_product(False), make_product(True)
     assert "copy" not in operations_on(donated.as_text(), T * V)
     saved = kept.memory_analysis().temp_size_in_bytes - donated.memory_analysis().temp_size_in_bytes
     assert saved >= T * V * 4 * 0.9

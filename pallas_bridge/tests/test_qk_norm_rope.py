@@ -142,13 +142,13 @@ def test_modes_and_transformations(rng: np.random.Generator) -> None:
             def both(*arrays: Any) -> Any:
                 return qk_norm_rope(*arrays, implementation=implementation)
 
-            def of_k(*arrays: Any) -> Any:
+            def sum_k(*arrays: Any) -> Any:
                 return (both(*arrays)[1] * dk).sum()
 
             def loss(q: Any, q_weight: Any) -> Any:
                 return (both(q, k, q_weight, k_weight)[0] * dq).sum()
 
-            one = jax.grad(of_k, (0, 1, 3))(q, k, q_weight, k_weight)
+            one = jax.grad(sum_k, (0, 1, 3))(q, k, q_weight, k_weight)
             moved = jax.jvp(both, (q, k, q_weight, k_weight), (dq, dk, k_weight, q_weight))
             mapped = jax.vmap(jax.grad(lambda q, w: (both(q, k[0], w, k_weight)[0] ** 3).sum(), 1))
             several = jnp.stack([q_weight, k_weight])

@@ -54,14 +54,14 @@ def spec_of(name: str) -> PartitionSpec:
 def over(mesh: Mesh, way: str, function: Callable[..., Any], names: Any) -> Callable[..., Any]:
     """Returns a function of whole arrays by their names, with `shard_map` where a way has it."""
 
-    def of_names(arrays: dict[str, jax.Array]) -> Any:
+    def call_by_name(arrays: dict[str, jax.Array]) -> Any:
         return function(**arrays)
 
     if way not in ("checked", "unchecked"):
-        return of_names
+        return call_by_name
     specs = {name: spec_of(name) for name in names}
     return jax.shard_map(
-        of_names, mesh=mesh, in_specs=(specs,), out_specs=TOKENS, check_vma=way == "checked"
+        call_by_name, mesh=mesh, in_specs=(specs,), out_specs=TOKENS, check_vma=way == "checked"
     )
 
 
@@ -149,13 +149,13 @@ def test_without_jit_and_mapped(rng: np.random.Generator) -> None:
     # The arrays tell of the mesh.
     close(ring_attention(**placed, causal=True, axis_name="sequence"), wanted, "float32")
 
-    def of_entry(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any) -> Any:
         return ring_attention(q, k, v, causal=True, axis_name="sequence")
 
     with jax.set_mesh(mesh):
-        mapped = jax.jit(jax.vmap(of_entry))(*placed.values())
+        mapped = jax.jit(jax.vmap(attend))(*placed.values())
         close(mapped, wanted, "float32")
-        gradient = jax.jit(jax.grad(lambda q, k, v: jax.vmap(of_entry)(q, k, v).sum(), (0, 1, 2)))
+        gradient = jax.jit(jax.grad(lambda q, k, v: jax.vmap(attend)(q, k, v).sum(), (0, 1, 2)))
         found = gradient(*placed.values())
     right = jax.grad(lambda q, k, v: flash_attention(q, k, v, causal=True).sum(), (0, 1, 2))(
         *arrays.values()

@@ -68,11 +68,11 @@ def test_coefficients(
     options = {**others, "weights": WEIGHTS, "reduction": reduction}
     options["implementation"] = implementation
 
-    def of_logits(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+    def call_on_logits(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
         logits = hidden @ weight.T + bias
         return bent(cross_entropy(logits, LABELS, **traced, **options)).sum()
 
-    def of_hidden(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+    def call_on_hidden(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
         found = linear_cross_entropy(hidden, weight, LABELS, bias=bias, **traced, **options)
         return bent(found).sum()
 
@@ -83,7 +83,7 @@ def test_coefficients(
 
     arrays = given, hidden, weight, bias
     wanted = jax.value_and_grad(formula, (0, 1, 2, 3))(*arrays)
-    for one in (of_logits, of_hidden):
+    for one in (call_on_logits, call_on_hidden):
         check(jax.jit(jax.value_and_grad(one, (0, 1, 2, 3)))(*arrays), wanted)
 
 

@@ -138,12 +138,12 @@ def test_an_axis_of_one_device_changes_nothing(rng: np.random.Generator, way: st
         if way == "auto":
             return f(*arrays)
 
-        def of_device(*arrays: Any) -> Any:
+        def run_shard(*arrays: Any) -> Any:
             total, *others = f(*arrays)
             return jax.lax.psum(total, "data"), *others
 
         return jax.shard_map(
-            of_device,
+            run_shard,
             mesh=mesh,
             in_specs=(*specs, P("data")),
             out_specs=(P(), P("data"), P("data")),
@@ -225,14 +225,14 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
         if way == "auto":
             return f(z, y, w, reduction)
 
-        def of_device(z: Any, y: Any, w: Any) -> Any:
+        def run_shard(z: Any, y: Any, w: Any) -> Any:
             total = jax.lax.psum(f(z, y, w, "sum"), "data")
             if reduction != "mean":
                 return total
             return total / jax.lax.psum(jnp.where(y == -100, 0, w).sum(), "data")
 
         return jax.shard_map(
-            of_device,
+            run_shard,
             mesh=mesh,
             in_specs=(P("data", None, "vocab"), P("data"), P("data")),
             out_specs=P(),
@@ -272,12 +272,12 @@ def test_transformations(rng: np.random.Generator) -> None:
     def auto(z: Any, y: Any) -> Any:
         return cross_entropy(z, y, axis_name="vocab", **EVERYTHING)
 
-    def of_device(z: Any, y: Any) -> Any:
+    def run_shard(z: Any, y: Any) -> Any:
         return jax.lax.pmean(auto(z, y), "data")
 
     y = y.at[y < 0].set(0)  # as many tokens count on each device
     devices = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(P("data", "vocab"), P("data")), out_specs=P()
+        run_shard, mesh=mesh, in_specs=(P("data", "vocab"), P("data")), out_specs=P()
     )
 
     def total(f: Any, z: Any, y: Any) -> Any:
@@ -361,13 +361,13 @@ def test_xla_finds_parts_of_a_product(rng: np.random.Generator, reduction: Any) 
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 16), (64, 16)))
     y, columns = (rng.integers(0, 64, (2, 8, *more)).astype(np.int32) for more in ((), (3,)))
 
-    def of_each(x: Any, w: Any, y: Any, columns: Any) -> Any:
+    def sum_losses(x: Any, w: Any, y: Any, columns: Any) -> Any:
         more = {"return_lse": True, "return_entropy": True, "return_correct": True}
         loss, *known = cross_entropy(x @ w.T, y, reduction=reduction, columns=columns, **more)
         return loss.sum() + known[1].sum() + known[3].sum(), (loss, known)
 
     def loss(*given: Any) -> Any:
-        totals, aux = jax.vmap(of_each, (0, None, 0, 0))(*given)
+        totals, aux = jax.vmap(sum_losses, (0, None, 0, 0))(*given)
         return totals.sum(), aux
 
     f = jax.value_and_grad(loss, (0, 1), has_aux=True)

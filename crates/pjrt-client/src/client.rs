@@ -133,7 +133,7 @@ impl Client {
             self.call::<abi::ClientTopologyDescription>(|args| args.client = self.0.raw)
         }?;
         // SAFETY: as above.
-        unsafe { Topology::of_client(self.0.clone(), out.topology) }
+        unsafe { Topology::from_client(self.0.clone(), out.topology) }
     }
 
     /// A buffer with a copy of `data` on the first device. `dims` may be empty: one element.

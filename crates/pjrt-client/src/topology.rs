@@ -62,7 +62,7 @@ impl Topology {
 
     /// # Safety
     /// `raw` is null or the topology of `client`, which owns it.
-    pub(crate) unsafe fn of_client(
+    pub(crate) unsafe fn from_client(
         client: Shared,
         raw: *mut abi::TopologyDescription,
     ) -> Result<Self> {

@@ -14,7 +14,7 @@ use xentile_cpu::{Threads, copy};
 
 mod timing;
 
-use timing::{Arguments, arguments, array, median, of_the_best, timed};
+use timing::{Arguments, arguments, array, compare_best, median, timed};
 
 const SHAPES: [(usize, usize); 2] = [(2048, 4096), (1024, 14_336)];
 const FORMAT: Format = Format::E4M3Fn;
@@ -112,7 +112,7 @@ fn measure<E: Element>(
             1e3 * median(&times, |time| time[0]),
             1e3 * median(&times, |time| time[1]),
             median(&times, |time| time[1] / time[0]),
-            of_the_best(&times),
+            compare_best(&times),
         );
     }
 }

@@ -14,7 +14,7 @@ use xentile_cpu::{InOut, Threads, copy};
 
 mod timing;
 
-use timing::{Arguments, arguments, array, median, of_the_best, timed};
+use timing::{Arguments, arguments, array, compare_best, median, timed};
 
 const SHAPES: [(usize, usize); 3] = [(8192, 4096), (32_768, 896), (2048, 8192)];
 const BLOCKS: usize = 32;
@@ -85,7 +85,7 @@ fn measure<E: Element>(shape: NormShape, launch: Launch<'_>, pool: &Threads, rou
             1e3 * median(&times, |time| time[0]),
             1e3 * norm,
             median(&times, |time| time[1] / time[0]),
-            of_the_best(&times),
+            compare_best(&times),
             bytes as f64 / norm / 1e9,
         );
     }

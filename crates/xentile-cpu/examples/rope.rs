@@ -14,7 +14,7 @@ use xentile_cpu::{InOut, Threads, copy};
 
 mod timing;
 
-use timing::{Arguments, arguments, array, median, of_the_best, timed};
+use timing::{Arguments, arguments, array, compare_best, median, timed};
 
 /// Sequences, tokens, heads and columns.
 const SHAPES: [[usize; 4]; 3] = [[1, 1024, 32, 128], [2, 2048, 14, 64], [4, 4096, 32, 128]];
@@ -72,6 +72,6 @@ fn measure<E: Element>(
         1e3 * median(&times, |time| time[0]),
         1e3 * median(&times, |time| time[1]),
         median(&times, |time| time[1] / time[0]),
-        of_the_best(&times),
+        compare_best(&times),
     );
 }

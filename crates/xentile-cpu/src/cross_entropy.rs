@@ -1,17 +1,17 @@
 //! Tiled cross-entropy over logits: forward, backward from saved lse, and both at once.
 //!
-//! Work is cut into tiles of `time_block` tokens, one task each. A task walks its rows in blocks of
-//! `block_size` columns, twice where it needs both passes:
+//! A task is a tile of `time_block` tokens. It processes its rows in blocks of `block_size` columns, twice if
+//! it needs both passes:
 //!
 //! 1. `statistics`: the sum of `exp(z - shift)`, and of `z` where smoothing asks for it. Sums run
 //!    in f32 lanes over at most 4096 columns, then in float64.
 //! 2. `gradient`: `exp` again, the contract's formula, one write. The row is still in the
 //!    second-level cache when tiles are a few tokens high, so memory is read once and written once.
 //!
-//! What falls between the passes is a few float64 operations a token.
+//! Between the passes there are a few float64 operations per token.
 //!
-//! A temperature, and what is said of the distribution, are for passes of their own (`whole`), so that nobody
-//! pays for them who has not asked.
+//! A temperature and auxiliary outputs have passes of their own (`whole`), so that other calls do not pay for
+//! them.
 
 mod column_block;
 #[cfg(feature = "operation")]
@@ -41,17 +41,17 @@ use passes::Passes;
 use statistics::Label;
 pub(crate) use statistics::{RowStatistics, Statistics};
 
-/// Elements of a task of short rows: enough for what a task costs to be little.
+/// Elements of a task of short rows: enough to make the overhead of a task small.
 const SHORT_TASK: usize = 1 << 16;
 
-/// Elements that threads must wait for, were rows not shared among them, for that to be worth the
-/// waking of threads once more: about 20 us of a thread with AVX-512.
+/// The least number of elements for which idle threads should share rows, given the cost of waking threads once
+/// more: about 20 us of a thread with AVX-512.
 const WORTH_SHARING: usize = 1 << 16;
 
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "cross_entropy.cpu";
 
-/// How a kernel is to run.
+/// Options of a launch.
 #[derive(Clone, Copy)]
 pub struct Launch<'a> {
     /// The instruction set.
@@ -71,16 +71,15 @@ pub struct TokenOutputs<'a> {
     pub logps: Option<&'a mut [f32]>,
     /// `lse`, rounded to f32.
     pub lse: Option<&'a mut [f32]>,
-    /// What that rounding lost, `lse - f32(lse)`: with it the backward pass is as exact on logits
-    /// around 1e4 as on logits around 0.
+    /// The rounding error `lse - f32(lse)`, with which the backward pass is as exact for logits around 1e4 as
+    /// for logits around 0.
     pub lse_low: Option<&'a mut [f32]>,
-    /// Whether a token that takes no part (one that is ignored or, in a fused pass, whose loss has
-    /// no cotangent) gets 0 in every output, without its logits being read, rather than what the
-    /// contract says of its row.
+    /// Whether a masked token (ignored or, in a fused pass, with a cotangent of 0) has outputs of 0, so that its
+    /// logits are not read. Otherwise its outputs follow the contract.
     pub zero_idle: bool,
 }
 
-/// What a forward pass leaves for the backward pass, each `[T]` in f32.
+/// The residuals of a forward pass for the backward pass, each `[T]` in f32.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedLse<'a> {
     /// [`TokenOutputs::lse`].
@@ -90,7 +89,7 @@ pub struct SavedLse<'a> {
 }
 
 impl SavedLse<'_> {
-    /// `lse` of `token`, with what rounding lost.
+    /// `lse` of `token` with its rounding error added back.
     pub(crate) fn exact(&self, token: usize) -> f64 {
         f64::from(self.lse[token]) + at(self.lse_low, token)
     }
@@ -101,27 +100,27 @@ impl SavedLse<'_> {
     }
 }
 
-/// Where what is said of each token's distribution goes, each `[T]`.
+/// Auxiliary outputs for each token, each `[T]`.
 #[derive(Debug)]
 pub struct DistributionOutputs<'a> {
     /// `entropy`: 0 for ignored tokens.
     pub entropy: &'a mut [f32],
     /// `highest`.
     pub highest: &'a mut [f32],
-    /// `argmax`: -1 over a row with no finite sum, and where its logits are not read.
+    /// `argmax`: -1 for a row without a finite sum, and for a row that is not read.
     pub argmax: &'a mut [i32],
 }
 
-/// What the gradient of entropies takes, each `[T]` in f32.
+/// The residuals and cotangents of entropies, each `[T]` in f32.
 #[derive(Clone, Copy, Debug)]
 pub struct EntropyCotangents<'a> {
     /// [`DistributionOutputs::entropy`].
     pub entropy: &'a [f32],
-    /// The cotangents of it.
+    /// The cotangents of the entropy.
     pub dentropy: &'a [f32],
 }
 
-/// A number of `token`, 0 where there are none.
+/// The value of `token`; 0 where there are none.
 fn at(values: Option<&[f32]>, token: usize) -> f64 {
     values.map_or(0.0, |values| f64::from(values[token]))
 }
@@ -138,7 +137,7 @@ pub struct Cotangents<'a> {
 }
 
 impl Cotangents<'_> {
-    /// Those of `token`: of loss, logps and lse.
+    /// The cotangents of loss, logps and lse of `token`.
     pub(crate) fn of(&self, token: usize) -> [f64; 3] {
         [self.loss, self.logps, self.lse].map(|cotangent| at(cotangent, token))
     }
@@ -190,8 +189,8 @@ impl<'a> Kernel<'a> {
         Self::with_unchecked_labels(options, shape, labels, launch)
     }
 
-    /// As [`Self::new`], but a token whose label is out of range gets NaN for its loss, logps and
-    /// gradient row, which is what XLA programs need: they cannot fail half-way.
+    /// As [`Self::new`], but a token whose label is out of range has a loss, logps and gradient row of NaN, since
+    /// XLA programs cannot fail.
     ///
     /// # Errors
     /// An option outside its range, labels that are not `[T]`.
@@ -203,20 +202,20 @@ impl<'a> Kernel<'a> {
     ) -> Result<Self> {
         options.validate()?;
         shape.check_tokens("labels", labels.len())?;
-        // As kernels have its reciprocal, so that label and row are divided by one number.
+        // Kernels multiply by the reciprocal, so the label's logit must too.
         let temperature = 1.0 / f64::from((1.0 / options.temperature) as f32);
         let options = CrossEntropy { temperature, ..options };
         Ok(Self { options, shape, labels, launch })
     }
 
-    /// The tile that logits of dtype `E` are worked on in.
+    /// The tile for logits of dtype `E`.
     #[must_use]
     pub fn tile<E: Element>(&self) -> Tile {
         self.launch.tile.unwrap_or_else(|| default_tile::<E>(self.shape.vocab()))
     }
 
-    /// Fills what `outputs` asks for. Reads logits once, and not at all the rows of ignored tokens
-    /// unless their `lse` is wanted (and [`TokenOutputs::zero_idle`] is not).
+    /// Fills the requested `outputs`. Reads logits once; rows of ignored tokens are read only if their `lse` is
+    /// requested without [`TokenOutputs::zero_idle`].
     ///
     /// # Errors
     /// `logits` is not `[T, V]`, or an output not `[T]`.
@@ -292,9 +291,8 @@ impl<'a> Kernel<'a> {
         Ok(())
     }
 
-    /// Writes the gradient for `cotangents` to dlogits, the output of `logits`. Reads logits once
-    /// and writes once; the rows of tokens that are ignored, or whose cotangents are all 0, are
-    /// written without being read.
+    /// Writes the gradient for `cotangents` to the dlogits in `logits`. Reads logits once and writes once; rows of
+    /// tokens that are ignored, or whose cotangents are all 0, are not read.
     ///
     /// # Errors
     /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
@@ -312,12 +310,11 @@ impl<'a> Kernel<'a> {
         Ok(())
     }
 
-    /// The per-token outputs that are asked for, and in the same pass the gradient for cotangents
-    /// `dloss` `[T]` of the losses, written to dlogits, the output of `logits`. Logits come from
-    /// memory once (where a tile's rows stay in the cache) and dlogits go there once.
+    /// Fills the requested `outputs`, and in the same pass writes the gradient for cotangents `dloss` `[T]` of the
+    /// losses to the dlogits in `logits`. Logits are read from memory once, if a tile's rows stay in the cache, and
+    /// dlogits are written once.
     ///
-    /// A token whose cotangent is 0 takes no part: its gradient row is exactly 0, whatever its
-    /// logits.
+    /// A token whose cotangent is 0 is masked: its gradient row is exactly 0, whatever its logits.
     ///
     /// # Errors
     /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
@@ -337,9 +334,8 @@ impl<'a> Kernel<'a> {
         self.both_passes(logits, part, &outputs)
     }
 
-    /// The reduced loss, with its gradient written to dlogits and whatever `outputs` asks for
-    /// filled, as [`Self::fused`] does. It gives the same bits as that from the factors of the
-    /// losses, where these are f32 numbers; here they are float64.
+    /// Returns the reduced loss, and does what [`Self::fused`] does. The bits are those of [`Self::fused`] if the
+    /// losses' factors, which are float64 here, are f32 values.
     ///
     /// # Errors
     /// Logits or dlogits are not `[T, V]`, or another argument not `[T]`.
@@ -364,8 +360,7 @@ impl<'a> Kernel<'a> {
         Ok(factors.reduce(losses))
     }
 
-    /// Both passes over each tile. `part` is the cotangent of a token's loss; none where the token
-    /// takes no part.
+    /// Runs both passes over each tile. `part` returns the cotangent of a token's loss; none for a masked token.
     fn both_passes<E: Element>(
         &self,
         logits: InOut<'_, E>,
@@ -379,7 +374,7 @@ impl<'a> Kernel<'a> {
         Ok(())
     }
 
-    /// Whether the gradient of losses has a pass of its own over long rows, the fastest there is.
+    /// Whether the fastest pass over long rows, for gradients of losses only, applies.
     fn has_long_pass(&self) -> bool {
         !self.options.is_tempered() && self.shape.vocab() > short::LONGEST
     }
@@ -394,7 +389,7 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// Whether statistics of `token` are wanted, whose loss has some cotangents, if it takes part.
+    /// Whether statistics of `token` are needed; `cotangents` are none for a masked token.
     fn wants(&self, work: &Work<'_>, token: usize, cotangents: Option<[f64; 3]>) -> bool {
         work.outputs.is_some_and(|outputs| match work.cotangents {
             None => outputs.want(self, token, !self.is_ignored(token)),
@@ -402,7 +397,7 @@ impl<'a> Kernel<'a> {
         })
     }
 
-    /// Rows of at most [`short::LONGEST`] columns.
+    /// Runs rows of at most [`short::LONGEST`] columns.
     fn short_rows<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
         let (isa, passes) = (self.launch.isa, Passes::get());
         let (tokens, vocab) = (self.shape.tokens(), self.shape.vocab());
@@ -427,7 +422,7 @@ impl<'a> Kernel<'a> {
                 rows.extend(all.clone().zip(&cotangents).map(|(token, &cotangents)| {
                     let wanted = self.wants(work, token, cotangents);
                     let has_gradient = cotangents.is_some_and(|of| of != [0.0; 3]);
-                    // Not even the label's logit of a row that nobody wants is read.
+                    // Rows that nothing needs are not read at all.
                     let label =
                         if wanted || has_gradient { self.label(matrix, token) } else { None };
                     short::ShortRow::new(wanted || has_gradient && label.is_some(), label)
@@ -445,7 +440,7 @@ impl<'a> Kernel<'a> {
                         } else {
                             TokenValues::default()
                         };
-                        // SAFETY: this task alone has this token.
+                        // SAFETY: the token belongs to this task alone.
                         unsafe { outputs.write(token, values) };
                     }
                 }
@@ -478,11 +473,10 @@ impl<'a> Kernel<'a> {
         });
     }
 
-    /// Fills the statistics of rows by tasks, then writes what is asked for of each row, then its
-    /// gradient.
+    /// Computes the statistics of rows, then writes each row's outputs and gradient.
     ///
-    /// A task is a tile, with all of this. Where tiles are few and threads would wait for others it is
-    /// a block of a row, and each of the two passes ends before what follows begins.
+    /// A task does all of this for a tile. If tiles are so few that threads would be idle, a task is a block of a
+    /// row, and each pass ends before the next step begins.
     fn long_rows<E: Element>(&self, matrix: &Matrix<'_, E>, work: &Work<'_>) {
         let (reads, writes) = (work.outputs.is_some(), work.cotangents.is_some());
         let cotangents = |token| work.cotangents.and_then(|cotangents| cotangents(token));
@@ -493,7 +487,7 @@ impl<'a> Kernel<'a> {
                 let values = self.token_values(token, row);
                 // SAFETY: a token has one task.
                 unsafe { outputs.write(token, values) };
-                // As the backward pass would read it, so that both give the same bits.
+                // Rounded as the backward pass reads it, so that both passes have the same bits.
                 let (high, low) = split(values.lse);
                 lse = f64::from(high) + f64::from(low);
             }
@@ -508,7 +502,7 @@ impl<'a> Kernel<'a> {
         let ahead = (reads && writes).then_some(step);
         let pool = self.launch.pool;
         let threads = pool.threads();
-        // What the last threads are busy with while others have nothing.
+        // Elements of the last round of tiles, during which some threads are idle.
         let waited =
             (tiles.next_multiple_of(threads) - tiles) * step.min(tokens) * self.shape.vocab()
                 / threads;
@@ -533,7 +527,7 @@ impl<'a> Kernel<'a> {
                 rows.iter().flat_map(|row| std::iter::repeat_n(row.clone(), blocks)).collect();
             let shared = Shared::new(&mut parts);
             pool.run(tokens * blocks, &|index| {
-                // SAFETY: this task alone has this part.
+                // SAFETY: the part belongs to this task alone.
                 let part = unsafe { shared.slice(index, 1) };
                 let (token, block) = (index / blocks, index % blocks);
                 self.statistics(matrix, [token, block_size], part, block..block + 1, None);
@@ -552,7 +546,7 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// Rows one by one, with every option.
+    /// Runs rows one by one, with every option.
     fn whole_rows<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
@@ -590,7 +584,7 @@ impl<'a> Kernel<'a> {
                         (passes.whole_sums)(isa, pass);
                         values = self.values(token, label, found.lse(), found.mean(vocab));
                     }
-                    // SAFETY: this task alone has this token.
+                    // SAFETY: the token belongs to this task alone.
                     unsafe {
                         outputs.write(token, values);
                         if let Some(distribution) = distribution {
@@ -598,7 +592,7 @@ impl<'a> Kernel<'a> {
                             distribution.write(token, is_wanted.then_some(&found), is_ignored);
                         }
                     }
-                    // As the backward pass would read it, so that both give the same bits.
+                    // Rounded as the backward pass reads it, so that both passes have the same bits.
                     let (high, low) = split(values.lse);
                     lse = f64::from(high) + f64::from(low);
                 }
@@ -655,7 +649,7 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// The rows of `count` tokens before their statistics; `want` says whose logits are to be read.
+    /// The rows of `count` tokens, without statistics yet; `want` says which rows to read.
     fn rows<E: Element>(
         &self,
         matrix: &Matrix<'_, E>,
@@ -664,7 +658,7 @@ impl<'a> Kernel<'a> {
         want: impl Fn(usize) -> bool,
     ) -> Vec<RowStatistics> {
         let row = |token| {
-            // Not even the label's logit of a row that nobody wants is read.
+            // Rows that nothing needs are not read at all.
             let wanted = want(token);
             let label = if wanted { self.label(matrix, token) } else { None };
             RowStatistics::new(wanted, label)
@@ -721,7 +715,7 @@ impl<'a> Kernel<'a> {
     /// The labelled column of `token`; none where the token is ignored or its label out of range.
     fn label<E: Element>(&self, matrix: &Matrix<'_, E>, token: usize) -> Option<Label> {
         let column = self.column(token)?;
-        // SAFETY: a column of a row that this task alone has.
+        // SAFETY: the row belongs to this task alone.
         let logit = unsafe { *matrix.logits(token).add(column) };
         Some(self.label_of(column, logit))
     }
@@ -733,17 +727,17 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// The label `column`, which has this logit.
+    /// The label at `column` with the given logit.
     fn label_of<E: Element>(&self, column: usize, logit: E) -> Label {
         Label { column, logit: self.options.cap(logit.to_f64()) }
     }
 
-    /// What stands for loss, logps and gradient of a `token` without a labelled column.
+    /// The value of loss, logps and gradient for a `token` without a labelled column.
     fn without_label(&self, token: usize) -> f32 {
         if self.is_ignored(token) { 0.0 } else { f32::NAN }
     }
 
-    /// The contract's forward values of `token`, in float64; zeros where nobody wants them.
+    /// The contract's forward values of `token`, in float64; zeros if they are not needed.
     pub(crate) fn token_values(&self, token: usize, row: &RowStatistics) -> TokenValues {
         if !row.wanted() {
             return TokenValues::default();
@@ -751,7 +745,7 @@ impl<'a> Kernel<'a> {
         self.values(token, row.label(), row.lse(), row.mean(self.shape.vocab()))
     }
 
-    /// The forward values of a `token` of known `lse` and mean logit.
+    /// The forward values of a `token` with the given `lse` and mean logit.
     fn values(&self, token: usize, label: Option<Label>, lse: f64, mean: f64) -> TokenValues {
         let Some(label) = label else {
             let value = self.without_label(token);
@@ -797,7 +791,7 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// What the gradient of a row is made of; none where lse says that there is none.
+    /// The coefficients of a row's gradient; none if lse is not finite.
     fn coefficients(
         &self,
         lse: f64,
@@ -827,7 +821,7 @@ impl<'a> Kernel<'a> {
 }
 
 impl Kernel<'_> {
-    /// The derivative of the label's number by its logit.
+    /// The derivative of the label's scaled and capped logit by its logit.
     fn slope_at(&self, label: Label) -> f64 {
         let temperature = self.options.temperature;
         let slope = |c: f64| 1.0 - (label.logit * temperature / c).powi(2);
@@ -835,30 +829,30 @@ impl Kernel<'_> {
     }
 }
 
-/// The gradient of a row: `at_label` in the label's column, elsewhere `probability * p + constant`,
-/// times the derivative of softcap where there is one.
+/// The gradient of a row: `at_label` in the label's column, elsewhere `probability * p + constant`, times the
+/// derivative of softcap.
 struct Coefficients {
     probability: f64,
     constant: f64,
     at_label: f64,
 }
 
-/// A `shift` near `lse`, and `exp(shift - lse)`: `p = exp(z - shift) * exp(shift - lse)`. The shift has
-/// few enough bits for `z - shift` to be exact; what it leaves is a factor near 1, in float64.
+/// Returns a `shift` near `lse`, and `exp(shift - lse)`: `p = exp(z - shift) * exp(shift - lse)`. The shift has so
+/// few bits that `z - shift` is exact; the rest is a float64 factor near 1.
 fn shift_near(lse: f64) -> (f32, f64) {
     let shift = at_eighths(lse);
     (shift, (f64::from(shift) - lse).exp())
 }
 
-/// The nearest multiple of 1/8, where there are such.
+/// The nearest multiple of 1/8, or `x` in f32 where f32 has no finer steps.
 fn at_eighths(x: f64) -> f32 {
     if x.abs() < EIGHTHS_BELOW { ((x * 8.0).round() / 8.0) as f32 } else { x as f32 }
 }
 
-/// What the gradient of a row is computed from.
+/// The values from which a row's gradient is computed.
 #[derive(Clone, Copy)]
 struct Near {
-    /// A number near lse or the largest logit.
+    /// A value near lse or the largest logit.
     shift: f32,
     /// `exp(shift - lse)`
     factor: f64,
@@ -873,32 +867,32 @@ impl Near {
     }
 }
 
-/// What a call asks for.
+/// The requested results of a call.
 struct Work<'a> {
-    /// Values of tokens; none where the forward pass gave them.
+    /// Outputs of tokens; none in a backward pass.
     outputs: Option<&'a Outputs<'a>>,
-    /// Of the forward pass, where this is the backward pass.
+    /// The residuals, in a backward pass.
     saved: Option<SavedLse<'a>>,
-    /// Where gradients are asked for, the cotangents of a token; none where it takes no part.
+    /// If gradients are requested: returns the cotangents of a token; none for a masked token.
     cotangents: Option<&'a (dyn Fn(usize) -> Option<[f64; 3]> + Sync)>,
 }
 
-/// Below this every multiple of 1/8 is an f32.
+/// Below this every multiple of 1/8 is representable in f32.
 const EIGHTHS_BELOW: f64 = (1 << 20) as f64;
 
-/// The tile used for logits of dtype `E` and `vocab` columns where none is asked for.
+/// The default tile for logits of dtype `E` and `vocab` columns.
 #[must_use]
 pub fn default_tile<E: Element>(vocab: usize) -> Tile {
     let tuned = xentile::tuned_tile(TUNED, E::DTYPE, vocab).expect("carried tiles are positive");
     tuned.expect("every dtype has a tuned tile")
 }
 
-/// `x` as an f32, and NaN as the one NaN that rounding to bf16 by an addition leaves a NaN.
+/// Returns `x` in f32. NaN becomes the NaN that stays one when an addition rounds it to bf16.
 fn to_f32(x: f64) -> f32 {
     if x.is_nan() { f32::NAN } else { x as f32 }
 }
 
-/// `x` as an f32 and the f32 nearest to what that lost.
+/// Returns `x` in f32, and its rounding error in f32.
 pub(crate) fn split(x: f64) -> (f32, f32) {
     let high = x as f32;
     let low = (x - f64::from(high)) as f32;
@@ -931,7 +925,7 @@ impl<'a> SharedDistribution<'a> {
         Ok(Self { entropy, highest, argmax: Shared::new(argmax) })
     }
 
-    /// Writes what was found of `token`, if its logits were read.
+    /// Writes the outputs of `token`, if its logits were read.
     ///
     /// # Safety
     /// No other task writes `token`.
@@ -941,7 +935,7 @@ impl<'a> SharedDistribution<'a> {
             Some(found) if found.lse().is_nan() => (f32::NAN, f32::NAN, -1),
             Some(found) => (found.entropy() as f32, found.highest, found.argmax as i32),
         };
-        // SAFETY: the caller alone has this token.
+        // SAFETY: the token belongs to the caller alone.
         unsafe {
             self.entropy.slice(token, 1)[0] = if is_ignored { 0.0 } else { entropy };
             self.highest.slice(token, 1)[0] = highest;
@@ -980,8 +974,8 @@ impl<'a> Outputs<'a> {
         })
     }
 
-    /// Whether some output of `token` is to be other than 0. `exact_loss` asks for nothing, since
-    /// only the losses of tokens that take part are summed.
+    /// Whether some output of `token` may differ from 0. `exact_loss` does not count, since only losses of
+    /// unmasked tokens are summed.
     pub(crate) fn want(&self, kernel: &Kernel<'_>, token: usize, takes_part: bool) -> bool {
         if self.zero_idle && !takes_part {
             return false;
@@ -995,7 +989,7 @@ impl<'a> Outputs<'a> {
     /// No other task writes `token`.
     pub(crate) unsafe fn write(&self, token: usize, values: TokenValues) {
         if let Some(exact) = &self.exact_loss {
-            // SAFETY: the caller alone has this token.
+            // SAFETY: the token belongs to the caller alone.
             unsafe { exact.slice(token, 1)[0] = values.loss };
         }
         let (high, low) = split(values.lse);
@@ -1007,7 +1001,7 @@ impl<'a> Outputs<'a> {
         ];
         for (output, value) in outputs {
             if let Some(output) = output {
-                // SAFETY: the caller alone has this token.
+                // SAFETY: the token belongs to the caller alone.
                 unsafe { output.slice(token, 1)[0] = value };
             }
         }

@@ -1,14 +1,13 @@
-// Attention by tiles; docs/internals/flash-attention.md draws the schedules and says why they are so.
+// Attention by tiles; docs/internals/flash-attention.md draws the schedules and explains them.
 //
-// A CTA is four warps, and a strip the 64 rows of a product that they share, whose sums stay in their
-// registers: rows of queries where o or dq are made, rows of keys where dk and dv are. What the CTA walks
-// over comes a tile at a time by asynchronous copies, as a rule into one of two places while the other is
-// computed on. A product's left factor that was itself computed goes from sums to operand within a
-// thread, since the two lie in the same lanes. Logits are in units of ln(2), so that an exponential is one
-// instruction.
+// A CTA has four warps. They share a strip, the 64 rows of a GEMM's result, and keep its accumulators in
+// registers. Rows are queries in the kernels of o and dq, and keys in that of dk and dv. The CTA loads one tile
+// at a time by asynchronous copies, usually into one of two buffers while it computes on the other. Computed left
+// operands go from accumulators to operands within a thread, since both lie in the same lanes. Logits are in units
+// of ln(2), so that an exponential is one instruction.
 //
-// Nothing is added atomically, and a row's sums have its own tiles in their order: tiles that begin at
-// multiples of their length, of which one that the row does not see adds zeros.
+// There are no atomics. A row's sums add tiles in order. Tiles begin at multiples of their length, and a tile that
+// the row does not see adds zeros.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +44,9 @@ struct FlashAttentionArguments {
   int32_t value_width;
   float scale;
   float softcap;  // 0 for none
-  // Where rows of q, k, v, o and what is like them lie, in rows. Of q: from a query to the next, from a head of
-  // queries to the next, and from a head of keys to the next of `inner`, behind the rows of all `inner` heads
-  // before them. Those of k likewise.
+  // Strides in rows. Of q, o and their gradients: from one query to the next (`q_row`), from one query head to the
+  // next (`q_group`), and from one KV head to the next (`q_head`) within a block of `inner` KV heads; blocks follow
+  // one another without gaps. Of k, v and their gradients likewise.
   int32_t inner;
   int32_t q_row;
   int32_t k_row;
@@ -55,14 +54,14 @@ struct FlashAttentionArguments {
   int64_t q_head;
   int64_t k_head;
 
-  // The first row of q of a head of keys, of its first head of queries.
+  // The first row in q of a KV head, which is that of its first query head.
   __device__ int64_t first_query(int64_t of_keys) const {
     const uint32_t outer = static_cast<uint32_t>(of_keys) / inner;
     const uint32_t rest = static_cast<uint32_t>(of_keys) % inner;
     return static_cast<int64_t>(outer) * inner * group * queries + rest * q_head;
   }
 
-  // That of a head of queries of a group.
+  // The first row in q of query head `head` of a KV head's group.
   __device__ int64_t first_query(int64_t of_keys, int64_t head) const {
     return first_query(of_keys) + head * q_group;
   }
@@ -77,9 +76,9 @@ struct FlashAttentionArguments {
 // Mirrored by `NUMBERS` in src/flash_attention/arguments.rs.
 inline constexpr uint32_t kAttentionThreads = 128;
 inline constexpr uint32_t kAttentionSinkThreads = 256;
-// Queries of a block of notes, and keys of a CTA that makes dk and dv.
+// Queries of a block with one hull (see `Note`), and keys of a CTA for dk and dv.
 inline constexpr int32_t kAttentionBlock = 64;
-// Threads of a CTA that makes gradients of wide heads in f32: two warps, which have 32 rows.
+// Threads of a gradient CTA for 256 columns in float32: two warps, with 32 rows.
 inline constexpr uint32_t kAttentionNarrowThreads = 64;
 
 namespace attention {
@@ -87,24 +86,23 @@ namespace attention {
 inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline constexpr int kWarps = kAttentionThreads / 32;
 
-// Whether products are those of f32, of operands in two parts.
+// Whether operands are float32, which GEMMs split into two TF32 parts.
 template <class E>
 inline constexpr bool kIsWide = sizeof(E) == 4;
 
-// Threads of a CTA that makes gradients.
+// Threads of a gradient CTA.
 template <class E, int kColumns>
 inline constexpr int kGradientThreads =
     kIsWide<E> && kColumns == 256 ? kAttentionNarrowThreads : kAttentionThreads;
 
-// A left factor that was computed, of 16 rows and kCount columns: as the product's operand, or in f32 as the sums
-// that it was.
+// A computed left operand of 16 rows and kCount columns: packed for `mma`, or in float32 the accumulators.
 template <class E, int kCount>
 using Computed = std::conditional_t<kIsWide<E>, float[kCount / 8][4], uint32_t[kCount / 16][4]>;
 
-// Rows of a product of four warps.
+// Rows of the four warps' strip.
 inline constexpr int kStrip = 64;
 
-// Whether products are a warpgroup's.
+// Whether GEMMs use `wgmma`.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <class E>
 inline constexpr bool kHasWarpgroups = sizeof(E) == 2;
@@ -115,13 +113,13 @@ inline constexpr bool kHasWarpgroups = false;
 
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
-// An end that no tile is within, as of blocks with a row that sees nothing.
+// A distance that excludes every tile, for blocks with a row that sees no key.
 inline constexpr uint32_t kNever = 0x7fffu;
 
-// What the first bytes of a row of dq hold until dq is made: delta of the row and, of the first row of a
-// block, the hull [low, high) of its ranges. A tile of keys that is `inner_low` times 64 keys behind the hull's
-// low end and `inner_high` times 64 before its high end is in the range of every query of the block. `inner` has
-// both, of 15 bits, and whether all queries of the block are of segment 0.
+// The first bytes of a row of dq, until dq is written: delta of the row and, in the first row of a block, the hull
+// [low, high) of the block's ranges. Keys from low + 64 inner_low on and before high - 64 inner_high are in the range
+// of every query of the block. `inner` packs both numbers, of 15 bits each, and whether all queries of the block are
+// of segment 0.
 struct __align__(16) Note {
   float delta;
   int32_t low;
@@ -142,7 +140,7 @@ struct __align__(16) Note {
   }
 };
 
-// Sum += left right, of 16 x 16 and 16 x 8 in f32.
+// sum += left right, of 16-bit operands of 16 x 16 and 16 x 8 and float32 sums.
 template <class E>
 __device__ inline void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right_0,
                                 uint32_t right_1) {
@@ -161,8 +159,8 @@ __device__ inline void multiply(float (&sum)[4], const uint32_t (&left)[4], uint
   }
 }
 
-// A number in two of TF32, of 11 bits each: the nearest one, and what is left, of which products take the upper bits.
-// A NaN is one of either.
+// A float32 as the sum of two TF32 values of 11 bits: the nearest one, and the rest, whose low bits `mma` ignores. One
+// of them is NaN for a NaN.
 struct Halves {
   uint32_t upper, lower;
 
@@ -172,7 +170,7 @@ struct Halves {
   }
 };
 
-// Sum += left right, of 16 x 8 and 8 x 8 in TF32.
+// sum += left right, of TF32 operands of 16 x 8 and 8 x 8.
 __device__ inline void multiply_halves(float (&sum)[4], const uint32_t (&left)[4], uint32_t right_0,
                                        uint32_t right_1) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -181,7 +179,7 @@ __device__ inline void multiply_halves(float (&sum)[4], const uint32_t (&left)[4
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
 }
 
-// A left factor of 16 rows and 16 columns in f32: two steps of 8 columns.
+// A float32 left operand of 16 rows and 16 columns: two steps of 8 columns.
 struct WideLeft {
   uint32_t upper[2][4], lower[2][4];
 
@@ -193,9 +191,9 @@ struct WideLeft {
     }
   }
 
-  // Sum += this times 16 rows of 8 columns, the two steps' operands one after another, by three products for one
-  // (3xTF32; Ootomo and Yokota, 2022). Small terms come first. Products cut sums off rather than round them, so
-  // that only these few share one, and what they give is added in f32.
+  // sum += this @ right, with 16 rows and 8 columns of right; `right` has the operands of the two steps. Each product
+  // is three TF32 products, small terms first (3xTF32; Ootomo and Yokota, 2022). Tensor cores truncate sums, so only
+  // these few products share an accumulator, which is then added to `sum` in float32.
   __device__ void multiply(float (&sum)[4], const uint32_t (&right)[4]) const {
     const Halves of[4] = {Halves(right[0]), Halves(right[1]), Halves(right[2]), Halves(right[3])};
     float part[4] = {0, 0, 0, 0};
@@ -210,7 +208,7 @@ struct WideLeft {
   }
 };
 
-// Four 8 x 8 matrices, of which each lane names a row.
+// Loads four 8 x 8 matrices; each lane gives the address of a row.
 __device__ inline void load_matrices(uint32_t (&to)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -225,7 +223,7 @@ __device__ inline void load_transposed(uint32_t (&to)[4], uint32_t at) {
                : "memory");
 }
 
-// Copies of a number or a pair of them; zeros unless `is_there`.
+// Asynchronous copies of one or two values; zeros unless `is_there`.
 template <int kBytes>
 __device__ inline void copy_small(uint32_t to, const void* from, bool is_there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to),
@@ -233,9 +231,8 @@ __device__ inline void copy_small(uint32_t to, const void* from, bool is_there) 
                : "memory");
 }
 
-// kCount rows of kColumns elements in shared memory, 128 bytes of columns after another. The vectors of a row's
-// 128 bytes change places by the row's number, so that eight rows of a matrix lie in different banks; a
-// warpgroup's products take them so too.
+// kCount rows of kColumns elements in shared memory, in panels of 128 bytes of columns. Vectors within a row's 128
+// bytes are swizzled by the row's index, so that eight rows of a matrix lie in different banks, as `wgmma` takes them.
 template <class E, int kColumns, int kCount, int kThreads = kAttentionThreads>
 struct Rows {
   static constexpr int kLength = kPerVector<E>;
@@ -251,7 +248,7 @@ struct Rows {
     return base + vector / 8 * kPanelBytes + row * 128 + ((vector % 8 ^ (row & 7)) << 4);
   }
 
-  // Copies rows of `columns` elements, one every `apart`, zeros for those of which `is_there(row)` does not hold.
+  // Copies rows of `columns` elements with a stride of `apart` elements; zeros for rows without `is_there(row)`.
   template <class IsThere>
   __device__ void load(const E* from, int columns, int apart, const IsThere& is_there) const {
     const int vector = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
@@ -260,32 +257,32 @@ struct Rows {
     for (int i = 0; i < kCount; i += kStep) {
       const int row = first + i;
       const bool reads = has_vector && is_there(row);
-      // In 32 bits, which the host has seen to.
+      // The host checks that offsets fit 32 bits.
       const E* source = from + (reads ? row * apart + vector * kLength : 0);
       ptx::copy_async(at(row, vector), source, reads ? 16 : 0);
     }
   }
 
-  // The left factor of 16 rows from `row` and two vectors of columns from 2 `step`.
+  // Loads the left operand: 16 rows from `row`, and two vectors of columns from vector 2 `step`.
   __device__ void left(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
     load_matrices(to, at(row + lane % 16, 2 * step + lane / 16));
   }
 
-  // The right factors of 16 rows, which are columns of two products, and two vectors of columns.
+  // Loads the right operands of two products: 16 rows as their columns, and two vectors of columns.
   __device__ void right_of_rows(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
     load_matrices(to, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
   }
 
-  // The right factors of 16 rows, along which sums go, and 16 columns of two products.
+  // Loads the right operands of two products: 16 rows to sum over, and 16 columns.
   __device__ void right(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
     load_transposed(to, at(row + lane % 16, 2 * step + lane / 16));
   }
 
-  // In f32, the right factor of 16 rows, along which sums go, and 8 columns of one product. A step's rows come in the
-  // order in which the sums of a left factor lie in its lanes: even ones first. All lanes read from other banks.
+  // Loads a float32 right operand: 16 rows to sum over, and 8 columns. Rows come in the order of a computed left
+  // operand's columns in its lanes, even ones first. All lanes read different banks.
   __device__ void right_of_computed(uint32_t (&to)[4], int row, int eighth) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -295,8 +292,8 @@ struct Rows {
     }
   }
 
-  // Puts a strip's sums, times `factor` of each half, into 16 rows from `row`, and these into memory
-  // `to`, one every `apart`, of which there are `count`. The warp's own rows, which no other looks at.
+  // Writes the warp's 16 rows of a strip's sums, times a factor for each half, to shared memory and from there to
+  // `to`, with a stride of `apart`; only `count` rows exist. No other warp reads these rows.
   __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1,
                         int row, E* to, int columns, int apart, int64_t count) const {
     const int lane = threadIdx.x % 32;
@@ -337,11 +334,11 @@ struct Rows {
   }
 };
 
-// The first of the 16 rows of a strip that are the calling warp's. A strip of the four warps is 64 rows.
+// The first of the calling warp's 16 rows of a strip.
 __device__ inline int own_row(int strip) { return strip * kStrip + threadIdx.x / 32 * 16; }
 
-// sums = 64 rows of `left` from `row`, times rows of `right`: logits, and their like of values. With a
-// warpgroup's products they are there once `wait` says so.
+// sums = a strip of `left` times the transpose of `right`: logits, or do v^T. With `wgmma` the sums are complete
+// after `wait`.
 template <int kCount, class E, int kColumns, int kLeftRows, int kThreads>
 __device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
                                      const Rows<E, kColumns, kLeftRows, kThreads>& left, int strip,
@@ -393,7 +390,7 @@ __device__ inline void multiply_rows(float (&sums)[kCount / 8][4],
   }
 }
 
-// sums += left times `right`, whose rows the sums go along. The same.
+// sums += left times `right`, summed over rows of `right`. With `wgmma` the sums are complete after `wait`.
 template <int kCount, class E, int kColumns, int kThreads>
 __device__ inline void multiply_along(float (&sums)[kColumns / 8][4], Computed<E, kCount>& left,
                                       const Rows<E, kColumns, kCount, kThreads>& right) {
@@ -436,13 +433,13 @@ __device__ inline void multiply_along(float (&sums)[kColumns / 8][4], Computed<E
   }
 }
 
-// Waits for all but the last kPending products, whose sums and factors nothing may touch before.
+// Waits for all but the last kPending GEMMs; until then nothing may touch their sums and operands.
 template <class E, int kPending>
 __device__ inline void wait() {
   if constexpr (kHasWarpgroups<E>) ptx::wgmma_wait<kPending>();
 }
 
-// Keeps what is computed of sums behind a wait.
+// Keeps the compiler from moving uses of `sums` before a wait.
 template <class E, int kCount>
 __device__ inline void settle(float (&sums)[kCount][4]) {
   if constexpr (kHasWarpgroups<E>) {
@@ -454,7 +451,7 @@ __device__ inline void settle(float (&sums)[kCount][4]) {
   }
 }
 
-// Has four sums, of columns from 8 `eighth`, be those of a left factor.
+// Stores four sums, of columns from 8 `eighth` on, in a computed left operand.
 template <class E, int kCount>
 __device__ inline void compute(Computed<E, kCount>& factor, int eighth, const float (&of)[4]) {
   if constexpr (kIsWide<E>) {
@@ -466,13 +463,13 @@ __device__ inline void compute(Computed<E, kCount>& factor, int eighth, const fl
   }
 }
 
-// Has what copies brought be known to all.
+// Waits for the CTA's asynchronous copies, and makes them visible to all threads.
 __device__ inline void meet_copies() {
   ptx::wait_for_copies(0);
   __syncthreads();
 }
 
-// Whether no number of `all` is within [low, high], by the 32 lanes.
+// Whether none of `count` values is within [low, high]; computed by the 32 lanes of a warp.
 __device__ inline bool are_apart(const int32_t* all, int count, int low, int high) {
   bool is_within = false;
   for (int i = threadIdx.x % 32; i < count; i += 32) {
@@ -482,7 +479,7 @@ __device__ inline bool are_apart(const int32_t* all, int count, int low, int hig
   return !__any_sync(0xffffffffu, is_within);
 }
 
-// A range of keys that a query sees; none for rows that are not there.
+// The range of keys that a query sees; empty for rows beyond the queries.
 __device__ inline int2 range_of(const FlashAttentionArguments& a, int64_t head, int64_t query) {
   if (query >= a.queries) return make_int2(0, 0);
   const int2 range = reinterpret_cast<const int2*>(a.ranges)[head * a.queries + query];
@@ -490,10 +487,10 @@ __device__ inline int2 range_of(const FlashAttentionArguments& a, int64_t head, 
   return within.x < within.y ? within : make_int2(0, 0);
 }
 
-// What the ranges of a block have in common.
+// The union and the intersection of the ranges of a block.
 struct Hull {
-  int low, high;              // that of all
-  int inner_low, inner_high;  // what all see
+  int low, high;              // the hull of all ranges
+  int inner_low, inner_high;  // the keys in all ranges
 
   __device__ static Hull none() { return {INT32_MAX, 0, 0, INT32_MAX}; }
 
@@ -518,7 +515,7 @@ struct Hull {
 
 __device__ inline Note Note::of(const Hull& hull, bool is_segment_0) {
   const bool has_inner = hull.inner_low != INT32_MAX && hull.low < hull.high;
-  // As many times 64 keys as take an end in.
+  // Distances of the inner range from the hull's ends, in units of 64 keys, rounded up.
   const auto steps = [&](int64_t apart) {
     const int64_t all = (apart + 63) / 64;
     return has_inner && all < kNever ? static_cast<uint32_t>(all) : kNever;
@@ -529,8 +526,8 @@ __device__ inline Note Note::of(const Hull& hull, bool is_segment_0) {
   return {0, hull.low, hull.high, inner};
 }
 
-// tanh as a quotient of polynomials, by least squares of the largest error: off by 8e-7 of its value at most.
-// NaN is above alone, so that two quotients may share a reciprocal.
+// tanh as a quotient of two polynomials (minimax fit), with a relative error of at most 8e-7. Only `above` is NaN for
+// a NaN, so that two quotients may share a reciprocal.
 struct Quotient {
   float above, below;
 
@@ -547,7 +544,7 @@ struct Quotient {
   }
 };
 
-// tanh of what is near 0, as a polynomial that is off by 8e-7 of its value at most, of a product times a factor.
+// tanh near 0, of a product times a factor, as a polynomial with a relative error of at most 8e-7.
 struct NearZero {
   static constexpr float kMost = 0.75f;
   float first, third, fifth, seventh, ninth;
@@ -576,9 +573,9 @@ struct NearZero {
   }
 };
 
-// What turns a product into a logit in units of ln(2): `factor` times it, once it is bent where `is_bent`.
+// Turns a product q k into a logit in units of ln(2): softcapped if `is_bent`, then times `factor`.
 struct Bend {
-  // With a softcap, what tanh is taken of is the product times `inner`; without, that is the logit.
+  // With a softcap the argument of tanh is the product times `inner`; without one, that is the logit.
   float inner, factor;
   bool is_bent, has_cap;
 
@@ -589,7 +586,7 @@ struct Bend {
     factor = has_cap ? a.softcap * kLog2E : is_bent ? 1.0f : inner;
   }
 
-  // Bends a product, and gives the logit's derivative in units of scale.
+  // Softcaps a product, and returns the logit's derivative in units of scale.
   __device__ float operator()(float product, float& slope) const {
     slope = 1;
     if (!has_cap) return product * inner;
@@ -599,8 +596,8 @@ struct Bend {
     return bent;
   }
 
-  // The same; of E of 32 bits off by no more than f32 is, and of products that nothing bends too, for one instance of
-  // kernels that take a while to compile.
+  // Likewise; exact to float32 for float32 E. It also accepts products without a softcap, so that kernels which compile
+  // slowly need one instance.
   template <class E>
   __device__ float bend_as(float product, float& slope) const {
     if constexpr (!kIsWide<E>) return (*this)(product, slope);
@@ -611,7 +608,7 @@ struct Bend {
     return bent;
   }
 
-  // Bends two products, by one reciprocal.
+  // Softcaps two products with one reciprocal.
   __device__ void bend(float& x, float& y) const {
     if (!has_cap) {
       x *= inner, y *= inner;
@@ -623,8 +620,8 @@ struct Bend {
   }
 };
 
-// Has products be -inf that a query does not see: those of a lane's row lane / 4, or the one `half` times 8 behind it, with
-// keys of a tile from `key` on that are outside its range.
+// Sets products to -inf for keys outside a query's range. The query is the lane's row lane / 4 + 8 `half`; the tile's
+// first key is `key`.
 template <int kEights>
 __device__ inline void mask_range(float (&products)[kEights][4], int half, int2 range, int key) {
   const int lane = threadIdx.x % 32;
@@ -639,7 +636,7 @@ __device__ inline void mask_range(float (&products)[kEights][4], int half, int2 
   }
 }
 
-// The same of those with keys of another segment.
+// Sets products to -inf for keys of another segment.
 template <int kEights>
 __device__ inline void mask_segment(float (&products)[kEights][4], int half, int32_t segment, const int32_t* of_keys) {
 #pragma unroll
@@ -650,7 +647,7 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
-// Whether all of a warp's products have a tanh that `NearZero` has, as most have where logits are well below the cap.
+// Whether `NearZero` covers all products of a warp, as is usual for logits well below the cap.
 template <int kEights>
 __device__ inline bool are_near_zero(const Bend& bend, const float (&products)[kEights][4]) {
   float most = 0;
@@ -662,7 +659,7 @@ __device__ inline bool are_near_zero(const Bend& bend, const float (&products)[k
   return bend.has_cap && __all_sync(~0u, most * fabsf(bend.inner) <= NearZero::kMost);
 }
 
-// Bends all of a lane's products.
+// Softcaps all products of a lane.
 template <class E, int kEights>
 __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4]) {
   if constexpr (kIsWide<E>) {
@@ -692,7 +689,7 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
   }
 }
 
-// A block of queries, whose rows the four warps share, and the tiles of keys that it walks over.
+// A block of queries, whose rows the four warps share, and the tiles of keys that it iterates over.
 template <class E, int kColumns, int kStrips, int kKeys, int kThreads = kAttentionThreads>
 struct QueryBlock {
   static constexpr int kWarps = kThreads / 32;
@@ -708,14 +705,14 @@ struct QueryBlock {
 
   const FlashAttentionArguments& a;
   Shared& shared;
-  int64_t head, of_keys;  // of queries, and of keys
+  int64_t head, of_keys;  // query head, and KV head
   int64_t first;          // query
-  // Of the first query, and of the first key, in rows.
+  // Rows of the first query and of the first key.
   int64_t of_queries, of_rows;
   Hull hull;
   int least_segment, most_segment;
 
-  // Blocks of most work come first.
+  // Blocks with the most work come first.
   __device__ QueryBlock(const FlashAttentionArguments& a, Shared& shared) : a(a), shared(shared) {
     const int64_t blocks = (static_cast<int64_t>(a.queries) + kRows - 1) / kRows;
     head = blockIdx.x / blocks;
@@ -758,15 +755,15 @@ struct QueryBlock {
     }
   }
 
-  // Rows that there are from `row` on.
+  // The number of rows from `row` on.
   __device__ int64_t left_from(int row) const { return a.queries - first - row; }
 
   __device__ int64_t row(int row) const { return head * a.queries + first + row; }
 
-  // Where a row is in q, o and what is like them, in rows.
+  // The index of a row in q, o and their gradients.
   __device__ int64_t at(int row) const { return of_queries + static_cast<int64_t>(row) * a.q_row; }
 
-  // The first key of the first tile from `key` on that some query may see; `hull.high` or more for none.
+  // The first key of the next tile, from `key` on, that some query may see; `hull.high` or more if there is none.
   __device__ int next(int64_t key) const {
     while (key < hull.high && a.kv_segments != nullptr &&
            are_apart(a.kv_segments + of_keys * a.keys + key,
@@ -776,7 +773,7 @@ struct QueryBlock {
     return static_cast<int>(min(key, static_cast<int64_t>(INT32_MAX)));
   }
 
-  // Asks for a tile of keys and values, of which nothing outside the hull is read.
+  // Starts the copies of a tile of keys and values; nothing outside the hull is read.
   __device__ void load(int key, const Tile& k, const Tile& v, int stage) const {
     const int low = hull.low - key, high = hull.high - key;
     const auto is_there = [&](int row) { return low <= row && row < high; };
@@ -795,7 +792,7 @@ struct QueryBlock {
     return hull.inner_low <= key && kKeys <= hull.inner_high - key && a.kv_segments == nullptr;
   }
 
-  // Has products that are not seen be -inf; `row` is the strip's first.
+  // Sets masked products to -inf; `row` is the strip's first.
   __device__ void mask(float (&products)[kKeys / 8][4], int row, int key, int stage) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -807,28 +804,28 @@ struct QueryBlock {
   }
 };
 
-// What the sums of a row are to be multiplied by, and its lse: of the parts of its denominator that four lanes
-// have, its largest product, and the logit of its sink in units of ln(2), or -inf.
+// The factor of a row's sums, and its lse: from the four lanes' parts of the denominator, the largest product, and the
+// sink's logit in units of ln(2), or -inf.
 __device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
   const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
-  // A sink that is NaN makes all of it that.
+  // A NaN sink makes the row NaN.
   const float most = sink > at || sink != sink ? sink : at;
   const float shift = most == -infinity() ? 0 : most;
-  // Sums were made with another shift; those of NaN alone with none.
+  // The sums have another shift, or none if all products are NaN.
   const float kept = at == -infinity() ? 1 : ptx::ex2(at - shift);
   total = total * kept + ptx::ex2(sink - shift);
   lse = total == 0 ? -infinity() : (shift + log2f(total)) * kLn2;
   return total == 0 ? 0 : kept / total;
 }
 
-// Keys of a tile: as many as have CTAs have 96 KiB of shared memory at most.
+// Keys of a tile: as many as keep a CTA within 96 KiB of shared memory.
 template <class E, int kColumns>
 inline constexpr int kKeysOfTile = kIsWide<E> ? (kColumns == 256 ? 16 : kColumns == 128 ? 32 : 64)
                                               : (kColumns == 256 ? 32 : 64);
 
-// o and lse.
+// The forward pass: o and lse.
 template <class E, int kColumns>
 struct Forward {
   static constexpr int kStrips = kIsWide<E> || kColumns == 256 ? 1 : 2;
@@ -840,7 +837,7 @@ struct Forward {
   static constexpr int kSharedBytes = Queries::kBytes + 2 * kStages * Tile::kBytes;
 
   float sums[kStrips][kColumns / 8][4];
-  // Of rows lane / 4 and 8 behind it: the largest product, and the thread's part of the sum.
+  // Of rows lane / 4 and lane / 4 + 8: the largest product, and the thread's part of the sum.
   float largest[kStrips][2], total[kStrips][2];
 
   __device__ void add(const Block& block, const Bend& bend, const Queries& q, const Tile& k,
@@ -852,7 +849,7 @@ struct Forward {
     for (int strip = 0; strip < kStrips; ++strip) {
       multiply_rows<kKeys>(products[strip], q, strip, k);
     }
-    // A strip's exponentials are made beside the products of another.
+    // One strip's exponentials overlap with another's GEMMs.
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
       wait<E, kStrips - 1>();
@@ -865,7 +862,7 @@ struct Forward {
     for (int strip = 0; strip < kStrips; ++strip) settle<E>(sums[strip]);
   }
 
-  // Makes probabilities of a strip's products, without what they are divided by.
+  // Turns a strip's products into unnormalised probabilities.
   __device__ void weigh(const Block& block, const Bend& bend, float (&products)[kKeys / 8][4],
                         Computed<E, kKeys>& p, int strip, int key, int stage, bool is_whole) {
     if (bend.is_bent) bend_all<E>(bend, products);
@@ -979,18 +976,17 @@ struct Forward {
   }
 };
 
-// A row's lse in units of ln(2), which makes all probabilities 0 where there is no key.
+// A row's lse in units of ln(2); for a row without keys a value that makes all probabilities 0.
 __device__ inline float lse_of(float lse) {
   return lse == -infinity() ? infinity() : lse * kLog2E;
 }
 
-// The probability of a product, or of a logit where logits are bent; lse is of `lse_of`.
+// The probability of a product, or with a softcap of a logit; lse is that of `lse_of`.
 __device__ inline float probability(const Bend& bend, float product, float lse) {
   return ptx::ex2(fmaf(product, bend.factor, -lse));
 }
 
-// Cotangents of logits as the operand of a product: probabilities, which they replace, times what those of
-// values leave.
+// ds as a GEMM operand: the probabilities p, which ds replaces, times (do v - delta).
 template <class E, int kEighths>
 __device__ inline void cotangents(float (&p)[kEighths][4], const float (&of_values)[kEighths][4],
                                   Computed<E, 8 * kEighths>& ds) {
@@ -998,23 +994,24 @@ __device__ inline void cotangents(float (&p)[kEighths][4], const float (&of_valu
   for (int j = 0; j < kEighths; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // What is not seen may be NaN.
+      // The gradient of a masked pair may be NaN.
       p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
     }
     compute<E, 8 * kEighths>(ds, j, p[j]);
   }
 }
 
-// Tiles that there are at a time where gradients are made.
+// Buffers of tiles in the gradient kernels.
 template <class E, int kColumns>
 inline constexpr int kGradientStages = kColumns == 256 ? 1 : 2;
 
-// Their rows. In f32 the compiler puts additions to sums off, for which there are no registers beside many rows.
+// Rows of these tiles. In float32 the compiler defers additions to sums, so that more rows would need too many
+// registers.
 template <class E, int kColumns>
 inline constexpr int kGradientTile =
     kIsWide<E> ? (kColumns == 64 ? 32 : 16) : kKeysOfTile<E, kColumns>;
 
-// dq, after what needs the notes in its place.
+// dq, which overwrites the notes and so runs after the kernels that read them.
 template <class E, int kColumns>
 struct QueryGradients {
   static constexpr int kKeys = kGradientTile<E, kColumns>;
@@ -1141,27 +1138,27 @@ struct QueryGradients {
   }
 };
 
-// dk and dv of 64 keys, or 32 of wide heads in f32, 16 a warp, which walk over the blocks of queries that see
-// them. Products have keys as rows. Where sums of both do not fit the registers, there is a CTA for each.
+// dk and dv of 64 keys, or 32 for 256 columns in float32, 16 per warp, over the blocks of queries that see them. Keys
+// are the rows of GEMMs. If the sums of both do not fit the registers, dk and dv have a CTA each.
 template <class E, int kColumns, bool kMakesKeys, bool kMakesValues>
 struct KeyGradients {
   static constexpr int kThreads = kGradientThreads<E, kColumns>;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kKeys = kWarps * 16;
-  // Queries of a tile, and how many tiles are there at a time.
+  // Queries of a tile, and the number of its buffers.
   static constexpr int kRows = kGradientTile<E, kColumns>;
   static constexpr int kStages = kGradientStages<E, kColumns>;
   using Tile = Rows<E, kColumns, kRows, kThreads>;
   using Keys = Rows<E, kColumns, kKeys, kThreads>;
   static constexpr int kSharedBytes = 2 * Keys::kBytes + 2 * kStages * Tile::kBytes;
 
-  // How far a warp has looked for blocks to take: all look alike, and none has registers for it.
+  // A warp's position in the search for blocks. All warps search alike; in shared memory, to save registers.
   struct Search {
-    // The head of the group, and the block that the next 32 notes are of; of the last 32, as bits, those
-    // that are to be taken, those that see all keys, and those with queries that see nothing.
+    // The head of the group, and the first block of the next 32 notes. Of the last 32 blocks, as bits: those to
+    // process, those that see all keys, and those with queries that see no key.
     int head, base;
     uint32_t seen, whole, blank;
-    // The block of the last tile, its place among 32, and the tile within.
+    // The block of the last tile, its index among 32, and the tile within the block.
     int block, bit, within;
     int least_segment, most_segment;  // of keys
   };
@@ -1175,7 +1172,7 @@ struct KeyGradients {
     Search searches[kWarps];
   };
 
-  // A tile of queries: of a head of the group, from a query on; whether all see all keys, and some none.
+  // A tile of queries: its head of the group and first query; whether all see all keys, and some see none.
   struct Place {
     int64_t head, first;
     bool is_there, is_whole, has_blanks;
@@ -1212,7 +1209,7 @@ struct KeyGradients {
     __syncwarp();
   }
 
-  // Where a query of a head of the group lies, in rows.
+  // The row of a query of a head of the group.
   __device__ int64_t at(int64_t head, int64_t query) const {
     return a.first_query(of_keys, head) + query * a.q_row;
   }
@@ -1221,7 +1218,7 @@ struct KeyGradients {
     return *reinterpret_cast<const Note*>(static_cast<const E*>(a.dq) + row * a.width);
   }
 
-  // The next tile of which some query may see some key.
+  // The next tile with a query that may see a key.
   __device__ Place next() {
     const int lane = threadIdx.x % 32;
     Search search = shared.searches[threadIdx.x / 32];
@@ -1281,7 +1278,7 @@ struct KeyGradients {
     const int64_t left = a.queries - at.first, row = (of_keys * a.group + at.head) * a.queries + at.first;
     const int64_t of_ranges = of_keys * a.queries + at.first, lies = this->at(at.head, at.first);
     const int2* ranges = reinterpret_cast<const int2*>(a.ranges) + of_ranges;
-    // Queries that see nothing may hold anything.
+    // Queries that see no key may hold NaN.
     const auto is_there = [&](int own) {
       if (own >= left) return false;
       if (!at.has_blanks) return true;
@@ -1342,7 +1339,7 @@ struct KeyGradients {
     float p[kRows / 8][4], of_values[kMakesKeys ? kRows / 8 : 1][4];
     multiply_rows<kRows>(p, k, 0, q);
     if constexpr (kMakesKeys) multiply_rows<kRows>(of_values, v, 0, dout);
-    // What ds are p times of: as soon as a softcap's slope is known, or else when they are wanted.
+    // The factors of p in ds: computed once a softcap's slope is known, otherwise when needed.
     const auto differences = [&](auto slope_of) {
       settle<E>(of_values);
 #pragma unroll
@@ -1474,7 +1471,7 @@ struct KeyGradients {
   }
 };
 
-// Notes of a block of a head of queries.
+// Writes the notes of a block of a query head.
 template <class E>
 __device__ inline void write_notes(const FlashAttentionArguments& a) {
   const int64_t blocks = (static_cast<int64_t>(a.queries) + kAttentionBlock - 1) / kAttentionBlock;
@@ -1483,7 +1480,7 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   const int count =
       static_cast<int>(min(static_cast<int64_t>(kAttentionBlock), a.queries - first));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Where a query of the block lies, in rows.
+  // The row of a query of the block.
   const int64_t begins = a.first_query(of_keys, head % a.group) + first * a.q_row;
   const auto lies = [&](int own) { return begins + static_cast<int64_t>(own) * a.q_row; };
   const auto note_of = [&](int own) {
@@ -1526,13 +1523,13 @@ __device__ inline void write_notes(const FlashAttentionArguments& a) {
   hull.reduce_warp();
   is_segment_0 = __all_sync(0xffffffffu, is_segment_0);
   if (lane != 0) return;
-  // Its delta is written already.
+  // delta is already written.
   Note& note = *note_of(0);
   const Note own = Note::of(hull, is_segment_0);
   note.low = own.low, note.high = own.high, note.inner = own.inner;
 }
 
-// What the sink of a head of queries gets, from notes.
+// dsinks of a query head, from the notes.
 template <class E>
 __device__ inline void sum_sinks(const FlashAttentionArguments& a) {
   __shared__ double parts[kAttentionSinkThreads];

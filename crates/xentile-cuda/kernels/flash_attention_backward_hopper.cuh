@@ -1,7 +1,7 @@
-// The backward pass of attention on Hopper: dk and dv, and dq, each by CTAs of three warpgroups. One
-// brings tiles into a ring of stages, by copies of tensors; two multiply, 64 rows each, and while one is at
-// its exponentials the products of the other run. Roles, ring and registers are as in FlashAttention 3
-// (Shah et al., 2024); sums have one CTA and one order, so that logits are made for each of the two kernels.
+// The backward pass of attention on Hopper with seven GEMMs: one kernel for dk and dv, one for dq. A CTA has a
+// producer warpgroup, which loads tiles into a ring of stages by TMA, and two consumer warpgroups with 64 rows each;
+// the exponentials of one overlap with the GEMMs of the other. Roles, ring and registers are as in FlashAttention 3
+// (Shah et al., 2024). Each sum belongs to one CTA and has one order of terms, so both kernels recompute the logits.
 // docs/internals/flash-attention.md draws the schedule.
 #pragma once
 
@@ -25,9 +25,9 @@ struct alignas(128) FlashAttentionBackwardArguments {
 
 // Mirrored by `NUMBERS` there.
 inline constexpr uint32_t kAttentionBackwardThreads = 384;
-// Rows of keys, or of queries, that a CTA makes gradients of.
+// Rows of a CTA: keys, or queries.
 inline constexpr int32_t kAttentionBackwardRows = 128;
-// Shared memory that is asked for at the launch.
+// Dynamic shared memory of a launch.
 inline constexpr uint32_t kAttentionKeysBytes64 = 160 << 10;
 inline constexpr uint32_t kAttentionKeysBytes128 = 192 << 10;
 inline constexpr uint32_t kAttentionKeysBytes256 = 224 << 10;
@@ -43,10 +43,10 @@ namespace attention::hopper {
 inline constexpr int kGroups = 2;
 inline constexpr int kBox = 64;
 inline constexpr int kBoxBytes = kBox * 128;
-// Warps that bring tiles, in turns.
+// Warps that load tiles, in turns.
 inline constexpr int kBringing = 2;
 
-// All kRows rows from `row` on, as `Rows` has them. By one thread.
+// Loads kRows rows from `row` on, in the layout of `Rows`. Called by one thread.
 template <class Tile, int kRows, int kColumns, class... At>
 __device__ inline void load_rows(const Tile& to, const CUtensorMap& map, uint32_t barrier, int row, At... at) {
 #pragma unroll
@@ -59,8 +59,8 @@ __device__ inline void load_rows(const Tile& to, const CUtensorMap& map, uint32_
   }
 }
 
-// sums = a strip of `left`, times rows of `right`: a group of products. Nothing of what was there is kept, so that
-// the compiler defines no sums while other products run.
+// sums = a strip of `left` times the transpose of `right`, as one `wgmma` group. The sums need no initial value, so
+// the compiler does not write them while other groups run.
 template <int kCount, class E, int kColumns, int kLeftRows>
 __device__ inline void multiply_anew(float (&sums)[kCount / 8][4], const Rows<E, kColumns, kLeftRows>& left, int strip,
                                      const Rows<E, kColumns, kCount>& right) {
@@ -76,12 +76,12 @@ __device__ inline void multiply_anew(float (&sums)[kCount / 8][4], const Rows<E,
   ptx::wgmma_commit();
 }
 
-// A warpgroup issues its products in its turn, so that those of one run beside the other's exponentials.
+// Warpgroups issue GEMMs in turns, so that one's GEMMs overlap with the other's exponentials.
 __device__ inline void begin_turn(int group) { meet<2 * kWarpgroup>(3 + group); }
 
 __device__ inline void end_turn(int group) { arrive<2 * kWarpgroup>(3 + (group ^ 1)); }
 
-// Has a row be zeros.
+// Sets a row to zeros.
 template <class Tile>
 __device__ inline void clear_row(const Tile& tile, int row) {
 #pragma unroll 1
@@ -90,9 +90,8 @@ __device__ inline void clear_row(const Tile& tile, int row) {
   }
 }
 
-// dk and dv of 128 keys, 64 a warpgroup, which walk over tiles of 64 queries of the whole group. Products have
-// keys as rows.
-// Queries have a ring of kStages tiles and cotangents one of kOfValues.
+// dk and dv of 128 keys, 64 per warpgroup, over tiles of 64 queries of the whole group. Keys are the rows of GEMMs.
+// The ring of queries has kStages tiles, that of cotangents kOfValues.
 template <class E, int kColumns, bool kMakesKeys, bool kMakesValues, int kStages, int kOfValues, bool kIsBent>
 struct KeyGradients {
   static constexpr int kKeys = kAttentionBackwardRows, kRows = kAttentionBlock;
@@ -104,12 +103,12 @@ struct KeyGradients {
   // Of a warpgroup's keys.
   enum Sees : uint32_t { kNone = 0, kSome = 1, kAll = 2 };
   static constexpr uint32_t kOfGroup = 2, kHasBlanks = 1 << 4, kIsEnd = 1 << 5;
-  // That segments are all 0, as where ranges say all of what is seen.
+  // Whether all segments are 0, so that ranges alone are the mask.
   static constexpr uint32_t kIsSegment0 = 1 << 6;
 
   struct About {
     alignas(16) int2 ranges[kRows];
-    float4 notes[kRows / 2];  // of a pair of rows, lse and delta
+    float4 notes[kRows / 2];  // lse and delta of two rows
     int32_t segments[kRows];
     uint32_t flags;
   };
@@ -140,7 +139,7 @@ struct KeyGradients {
     return ptx::shared_address(&shared.empty_of_values[stage]);
   }
 
-  // Brings every `kBringing`th tile of those that some query sees some key of.
+  // Loads every `kBringing`th tile that has a query which sees a key.
   __device__ void bring() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int inner = of_keys % a.inner, outer = of_keys / a.inner;
@@ -171,7 +170,7 @@ struct KeyGradients {
     Turn<kOfValues> of_values;
     int turns = 0;
     const int blocks = (a.queries + kRows - 1) / kRows;
-    // Blocks of which the first head's see some key, by 32; the others' do as well.
+    // Of 32 blocks, those whose queries see a key, as bits; the same for all heads of the group.
     int from = 0, end = blocks, first_seen = blocks, end_seen = 0;
     const E* notes = static_cast<const E*>(a.dq) + a.first_query(of_keys) * a.width;
     for (int head = 0; head < a.group; ++head, notes += a.q_group * a.width) {
@@ -241,7 +240,7 @@ struct KeyGradients {
     }
     ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
     const uint32_t barrier = full(turn.stage);
-    // Each lane's arrival, also the first's with the bytes that it asks for, is after what it writes.
+    // Each lane arrives after its writes; the first lane's arrival also expects the bytes of the copies.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int own = lane + 32 * i;
@@ -262,7 +261,7 @@ struct KeyGradients {
     load_rows<Tile, kRows, kColumns>(dout(of_values.stage), all.dout, other, first, head, inner, outer);
   }
 
-  // What a warpgroup keeps.
+  // The state of a consumer warpgroup.
   struct Own {
     float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kColumns / 8 : 1][4];
     int group, row, lane;  // of the CTA's keys, the first of the warp
@@ -293,7 +292,7 @@ struct KeyGradients {
     }
   }
 
-  // Places in the two rings.
+  // Positions in the two rings.
   struct At {
     Turn<kStages> q;
     Turn<kOfValues> dout;
@@ -303,7 +302,7 @@ struct KeyGradients {
     ptx::mbarrier_wait(full_of_values(at.dout.stage), at.dout.parity);
   }
 
-  // Queries that see nothing may hold anything. Each warpgroup clears them for itself.
+  // Queries that see no key may hold NaN. Each warpgroup clears them.
   __device__ void clear_blanks(const At& at, const Own& of) const {
     await_of_values(at);
     const int row = threadIdx.x % 64;
@@ -318,11 +317,11 @@ struct KeyGradients {
     if (of.lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // The same where lanes have read what another thread stored: each arrives, since racecheck follows no __syncwarp.
+  // Likewise where lanes read what another thread stored: every lane arrives, since racecheck ignores __syncwarp.
   __device__ void leave(uint32_t barrier) const { ptx::mbarrier_arrive(barrier); }
 
-  // Goes on to a tile that the warpgroup has to take, and says what it sees of it; kNone behind the last. Of
-  // others it lets the turn go by.
+  // Advances to the next tile for this warpgroup, and returns what it sees of the tile; kNone after the last. It passes
+  // its turn for other tiles.
   template <class LetGoBy>
   __device__ uint32_t next(At& at, const Own& of, const LetGoBy& let_go_by) const {
     while (true) {
@@ -334,7 +333,7 @@ struct KeyGradients {
         if ((flags & kHasBlanks) != 0) clear_blanks(at, of);
         return sees;
       }
-      // Not before it is there, as the barrier counts turns; and before the other's turn, which may want the place.
+      // Only once the tile is there, as the barrier counts phases, and before the other turn, which may need the slot.
       await_of_values(at);
       leave(empty(at.q.stage));
       release(empty_of_values(at.dout.stage), of);
@@ -404,7 +403,7 @@ struct KeyGradients {
         if constexpr (kMakesKeys) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            // What is not seen may be NaN.
+            // The gradient of a masked pair may be NaN.
             p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
           }
           ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
@@ -420,7 +419,7 @@ struct KeyGradients {
       at.q.next(), at.dout.next();
       bool is_done = false;
       sees = next(at, of, [&] {
-        // What comes next may need the place of the last.
+        // The next tile may need the slot of the last one.
         wait<E, 0>();
         if (!is_done) release_last();
         is_done = true;
@@ -463,7 +462,7 @@ struct KeyGradients {
     if (of.group == 0) begin_turn(0);
     const int64_t count = a.keys - first_key - of.row;
     const int64_t row = a.first_key(of_keys) + static_cast<int64_t>(first_key + of.row) * a.k_row;
-    // Rows of a warpgroup are read by its own products alone.
+    // Only the warpgroup's own GEMMs read its rows.
     meet<128>(1 + of.group);
     if constexpr (kMakesKeys) {
       k().store(of.keys, a.scale, a.scale, of.row, static_cast<E*>(a.dk) + row * a.width, a.width, a.k_row * a.width,
@@ -510,8 +509,8 @@ struct KeyGradients {
   }
 };
 
-// dq of 128 queries, 64 a warpgroup, which walk over tiles of kKeys keys.
-// Keys have a ring of kStages tiles and values one of kOfValues.
+// dq of 128 queries, 64 per warpgroup, over tiles of kKeys keys.
+// The ring of keys has kStages tiles, that of values kOfValues.
 template <class E, int kColumns, int kKeys, int kStages, int kOfValues, bool kIsBent>
 struct QueryGradients {
   static constexpr int kRows = kAttentionBackwardRows;
@@ -525,9 +524,9 @@ struct QueryGradients {
     int2 ranges[kRows];
     int32_t of_keys[kStages][kKeys];
     int keys[kStages];
-    // Whether all of the block's queries and of the tile's keys are of one segment.
+    // Whether all queries of the block and all keys of the tile are of one segment.
     bool are_one_segment[kStages];
-    // Of 32 rows: a hull, and the least and the largest segment.
+    // Of 32 rows: the hull, and the least and the largest segment.
     int hulls[kRows / 32][6];
     alignas(8) uint64_t full[kStages], empty[kStages], full_of_values[kOfValues], empty_of_values[kOfValues], kept;
   };
@@ -605,7 +604,7 @@ struct QueryGradients {
     Turn<kOfValues> of_values;
     int turns = 0;
     const int32_t* segments = a.kv_segments + static_cast<int64_t>(of_keys) * a.keys;
-    // Unsigned, as what is behind the last tile may be 2^31.
+    // Unsigned, since the end of the last tile may be 2^31.
     for (uint32_t next = low / kKeys * kKeys; low < high && next < static_cast<uint32_t>(high); next += kKeys) {
       const int key = static_cast<int>(next), count = min(kKeys, a.keys - key);
       bool is_seen = a.kv_segments == nullptr, is_one = is_seen || least == most;
@@ -624,7 +623,7 @@ struct QueryGradients {
       if (turns++ % kBringing == warp) {
         ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
         const uint32_t barrier = full(turn.stage);
-        // Each lane's arrival is after what it writes.
+        // Each lane arrives after its writes.
         if (!is_one) {
           for (int i = lane; i < count; i += 32) shared.of_keys[turn.stage][i] = segments[key + i];
         }
@@ -681,7 +680,7 @@ struct QueryGradients {
     }
   }
 
-  // Places in the two rings.
+  // Positions in the two rings.
   struct At {
     Turn<kStages> k;
     Turn<kOfValues> v;
@@ -696,11 +695,11 @@ struct QueryGradients {
     if (of.lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // The same where lanes have read what another thread stored: each arrives, since racecheck follows no __syncwarp.
+  // Likewise where lanes read what another thread stored: every lane arrives, since racecheck ignores __syncwarp.
   __device__ void leave(uint32_t barrier) const { ptx::mbarrier_arrive(barrier); }
 
-  // Goes on to a tile that the warpgroup has to take, and says its first key; kEnd behind the last. Of others
-  // it lets the turn go by.
+  // Advances to the next tile for this warpgroup, and returns its first key; kEnd after the last. It passes its turn
+  // for other tiles.
   template <class LetGoBy>
   __device__ int next(At& at, const Hull& hull, const Hull& own, const Own& of,
                       const LetGoBy& let_go_by) const {
@@ -710,7 +709,7 @@ struct QueryGradients {
       if (key == kEnd) return kEnd;
       if (own.high > key && own.low - key < kKeys) {
         if (hull.low > key || (hull.high - key < kKeys && hull.high < a.keys)) {
-          // Keys that no query sees may hold anything. Each warpgroup clears them for itself.
+          // Keys that no query sees may hold NaN. Each warpgroup clears them.
           const Tile k = this->k(at.k.stage);
           const int row = threadIdx.x % 128;
           if (row < kKeys && (row < hull.low - key || row >= hull.high - key)) clear_row(k, row);
@@ -719,7 +718,7 @@ struct QueryGradients {
         }
         return key;
       }
-      // Not before it is there, as the barrier counts turns; and before the other's turn, which may want the place.
+      // Only once the tile is there, as the barrier counts phases, and before the other turn, which may need the slot.
       await_of_values(at);
       leave(empty(at.k.stage));
       release(empty_of_values(at.v.stage), of);
@@ -772,7 +771,7 @@ struct QueryGradients {
         for (int i = 0; i < 4; ++i) {
           p[j][i] = probability(bend, p[j][i], of.lse[i / 2]);
           if constexpr (!kIsBent) of_values[j][i] -= of.delta[i / 2];
-          // What is not seen may be NaN.
+          // The gradient of a masked pair may be NaN.
           p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
         }
         ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
@@ -783,7 +782,7 @@ struct QueryGradients {
       at.k.next(), at.v.next();
       bool is_done = false;
       key = next(at, hull, own, of, [&] {
-        // What comes next may need the place of the last.
+        // The next tile may need the slot of the last one.
         wait<E, 0>();
         if (!is_done) leave(empty(last));
         is_done = true;
@@ -833,7 +832,7 @@ struct QueryGradients {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) of.sums[j][2 * half] = of.sums[j][2 * half + 1] = 0;
     }
-    // Rows of a warpgroup are read by its own products alone, and so are its notes.
+    // Only the warpgroup's own GEMMs read its rows and its notes.
     meet<128>(1 + of.group);
     q().store(of.sums, a.scale, a.scale, of.row, dq + static_cast<int64_t>(of.row) * a.q_row * a.width, a.width,
               a.q_row * a.width, a.queries - first - of.row);
@@ -845,7 +844,7 @@ struct QueryGradients {
     const FlashAttentionArguments& a = all.of;
     const uint32_t blocks = (static_cast<uint32_t>(a.queries) + kRows - 1) / kRows;
     const uint32_t heads = blockIdx.x / blocks;
-    // Blocks of most work come first.
+    // Blocks with the most work come first.
     const QueryGradients of{all,
                             a,
                             shared,

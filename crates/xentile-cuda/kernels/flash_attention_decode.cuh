@@ -1,13 +1,13 @@
-// Attention of few queries over many keys: forward of decoding. Reading keys and values takes all of the time.
+// Attention of few queries over many keys: the forward pass of decoding, which is bound by reading keys and values.
 //
-// The rows of a head of keys are the queries of its group, [group, queries], 16 or 64 of them in a block. Keys are cut
-// into chunks, which begin at multiples of their length; a unit of work is a chunk of a block. CTAs count the units that
-// ranges leave, and take turns at them. A CTA has four warps: with blocks of 16 rows a tile of keys is one warp's, with
-// 64 rows all four share it. Tiles come by asynchronous copies through a ring of stages that runs on from one unit into
-// the next.
+// The rows of a KV head are the queries of its group, [group, queries], in blocks of 16 or 64. Keys are split into
+// chunks, which begin at multiples of their length. A unit of work is a chunk of keys for a block of rows. CTAs count
+// the units that the ranges leave, and take turns at them. A CTA has four warps: with blocks of 16 rows each warp has
+// its own tiles of keys, with 64 rows all four share a tile. Asynchronous copies load tiles into a ring of stages,
+// which continues from one unit into the next.
 //
-// A second kernel adds up the chunks of each row in their order. What a warp and a chunk sum depends on the positions
-// of keys alone, and what a row does not see adds zeros, so that no other row changes a bit.
+// A second kernel adds the chunks of each row in order. The keys that a warp and a chunk sum depend only on positions,
+// and masked keys add zeros, so no other row changes a bit.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +26,18 @@ struct FlashAttentionDecodeArguments {
   float* partial_lse;           // [heads, chunks, group, queries], in units of ln(2)
   int32_t pages;
   int32_t page_size;
-  int32_t chunk_log2;  // of a chunk's keys, at least 6
-  int32_t chunks;      // of all keys; 1 for results without a second kernel
-  // Leading entries, of `inner` heads of keys each, that this launch is for.
+  int32_t chunk_log2;  // log2 of the keys of a chunk, at least 6
+  int32_t chunks;      // the number of chunks; 1 for results without a second kernel
+  // The leading entries of this launch, with `inner` KV heads each.
   int32_t first_entry;
   int32_t entries;
 
-  // A head of keys of this launch.
+  // A KV head of this launch.
   __device__ int64_t head(int entry, int of_entry) const {
     return static_cast<int64_t>(first_entry + entry) * of.inner + of_entry;
   }
 
-  // Where a row of it lies in q and o, in rows. The division takes a while, and often there is one query.
+  // The index of its row in q and o. Often there is one query, which needs no slow division.
   __device__ int64_t query_at(int entry, int of_entry, int row) const {
     const uint32_t head = of.queries == 1 ? row : static_cast<uint32_t>(row) / of.queries;
     const int query = row - head * of.queries;
@@ -49,7 +49,7 @@ struct FlashAttentionDecodeArguments {
     return of.queries == 1 ? 0 : static_cast<uint32_t>(row) % of.queries;
   }
 
-  // The ranges of a head's queries, and the heads of an entry that have some of their own.
+  // The ranges of a head's queries, and the number of heads of an entry with ranges of their own.
   __device__ const int2* ranges_of(int entry, int of_entry) const {
     const int64_t first = block_tables == nullptr ? head(entry, of_entry) : first_entry + entry;
     return reinterpret_cast<const int2*>(of.ranges) + first * of.queries;
@@ -66,7 +66,7 @@ struct FlashAttentionDecodeArguments {
 
 // Mirrored by `NUMBERS` in src/flash_attention/arguments.rs.
 inline constexpr uint32_t kAttentionDecodeThreads = 128;
-// Bytes of keys and values that a CTA has room for; two CTAs share a multiprocessor but for heads of 256 columns.
+// Bytes of keys and values in a CTA's ring; two CTAs share a multiprocessor, except for heads of 256 columns.
 inline constexpr uint32_t kAttentionDecodeBytes = 96 << 10;
 inline constexpr uint32_t kAttentionDecodeWideBytes = 192 << 10;
 
@@ -74,12 +74,13 @@ namespace attention::decode {
 
 inline constexpr int kWarps = kAttentionDecodeThreads / 32;
 
-// The keys that any row of an entry sees, the units of the entries before it, and whether its heads see different keys.
+// The hull of the keys that an entry's rows see, the number of units of earlier entries, and whether the entry's heads
+// see different keys.
 struct __align__(16) Entry {
   int32_t low, high, before, is_mixed;
 };
 
-// The least range that has both.
+// The hull of two ranges.
 __device__ inline int2 hull(int2 x, int2 y) {
   if (y.x >= y.y) return x;
   return x.x >= x.y ? y : make_int2(min(x.x, y.x), max(x.y, y.y));
@@ -91,7 +92,7 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
-// Waits for the kernel before this one to end.
+// Waits for the end of the previous kernel.
 __device__ inline void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -103,7 +104,7 @@ __device__ inline void wait_for_stages() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The sum of `count` over the threads before this one; `total` of all.
+// The sum of `count` over earlier threads; `total` is that over all threads.
 __device__ inline int sum_before(int count, int (&warps)[kWarps], int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = count;
@@ -125,7 +126,7 @@ __device__ inline int sum_before(int count, int (&warps)[kWarps], int& total) {
   return before + sum - count;
 }
 
-// kRowTiles are the blocks of 16 rows that share a tile of keys, one warp each.
+// kRowTiles warps, of 16 rows each, share a tile of keys.
 template <class E, int kColumns, int kRowTiles>
 struct Forward {
   static constexpr int kGroups = kWarps / kRowTiles;
@@ -135,7 +136,7 @@ struct Forward {
   static constexpr int kTileBytes = kKeys * kColumns * 2;
   static constexpr int kStagesBytes = kColumns == 256 ? kAttentionDecodeWideBytes : kAttentionDecodeBytes;
   static constexpr int kStages = kStagesBytes / (kGroups * 2 * kTileBytes);
-  // Rows that a warp copies, and those that its lanes copy at a time.
+  // Rows that a warp copies, and rows that its lanes copy at once.
   static constexpr int kOwnKeys = kKeys / kRowTiles;
   static constexpr int kStep = 32 / kVectors;
   struct Shared {
@@ -144,7 +145,7 @@ struct Forward {
     int warps[kWarps];
   };
 
-  // A unit of work: a chunk of keys of a block of rows.
+  // A unit of work: a chunk of keys for a block of rows.
   struct Unit {
     int entry, head, chunk, block;
     int low, high;  // keys that any row sees
@@ -156,7 +157,7 @@ struct Forward {
   const Entry* entries;
   uint32_t stages;
   int rows, blocks, units;
-  // Columns of sums that the groups exchange at a time.
+  // Columns of sums that the groups exchange at once.
   int slice;
 
   __device__ static void run(const FlashAttentionDecodeArguments& all) {
@@ -173,7 +174,7 @@ struct Forward {
     of.work(sums);
   }
 
-  // Writes what each entry has, and returns the units of all.
+  // Writes the description of each entry, and returns the number of all units.
   __device__ int count_units(Entry* to) const {
     // Threads of an entry, a power of two.
     int threads = 32;
@@ -200,7 +201,7 @@ struct Forward {
       int count = 0;
       if (entry < all.entries && own == 0) {
         if (seen.x < seen.y) count = (seen.y - 1 >> all.chunk_log2) - (seen.x >> all.chunk_log2) + 1;
-        // Without a second kernel, rows that see nothing are this one's.
+        // Without a second kernel, this kernel also writes rows that see no key.
         if (all.chunks == 1) count = 1;
       }
       int total;
@@ -212,7 +213,7 @@ struct Forward {
     return counted;
   }
 
-  // The unit of a number, of which the entry is not before `from`.
+  // The unit with a given number; its entry is `from` or later.
   __device__ Unit unit_of(int number, int from) const {
     int first = from, last = all.entries - 1;
     while (first < last) {
@@ -234,7 +235,7 @@ struct Forward {
     return of.is_mixed == 0 ? unit : of_head(unit);
   }
 
-  // The unit with those keys alone that rows of its head see: others may be NaN.
+  // The unit, restricted to keys that rows of its head see, since other keys may be NaN.
   __device__ Unit of_head(Unit unit) const {
     const int2* ranges = all.ranges_of(unit.entry, unit.head);
     int2 seen = make_int2(0, 0);
@@ -243,13 +244,13 @@ struct Forward {
     return unit;
   }
 
-  // The first tile of this group in a unit: tiles are dealt to groups by their positions.
+  // The first tile of this group in a unit. The position of a tile determines its group.
   __device__ static int first_tile(const Unit& unit, int group) {
     const uint32_t tile = static_cast<uint32_t>(unit.low) / kKeys;
     return tile + (group - tile) % kGroups;
   }
 
-  // Walks over the tiles of a group in all units of the CTA, and copies them.
+  // Iterates over the tiles of a group in all units of the CTA, and copies them.
   struct Loader {
     const Forward& of;
     Unit unit;
@@ -263,7 +264,7 @@ struct Forward {
       enter();
     }
 
-    // Finds the unit's first tile, or that of a later one.
+    // Finds the first tile of the unit, or of a later unit.
     __device__ void enter() {
       for (; number < of.units; number += gridDim.x) {
         unit = of.unit_of(number, unit.entry);
@@ -323,7 +324,7 @@ struct Forward {
     return row * kColumns * 2 + ((vector ^ (row & 7)) << 4);
   }
 
-  // The warps of a group meet.
+  // Synchronises the warps of a group.
   __device__ static void meet() {
     if constexpr (kRowTiles == 1) {
       __syncwarp();
@@ -352,7 +353,7 @@ struct Forward {
       for (int tile = first_tile(unit, group); tile * kKeys < unit.high; tile += kGroups) {
         wait_for_stages<kStages - 2>();
         meet();
-        // What this overwrites, all warps of the group are past.
+        // All warps of the group are done with the tile that this overwrites.
         loader.load();
         if (!is_idle) add_tile(tile_at(group, stage), tile * kKeys, q, range, bend, largest, total, o);
         stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -362,7 +363,7 @@ struct Forward {
         total[half] += __shfl_xor_sync(~0u, total[half], 1);
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
       }
-      // Queries of the next unit arrive while this one is finished.
+      // The copies of the next unit's queries overlap with the end of this unit.
       const Unit done = unit;
       const bool has_next = number + static_cast<int>(gridDim.x) < units;
       if (has_next) unit = unit_of(number + gridDim.x, unit.entry);
@@ -375,7 +376,7 @@ struct Forward {
           if (first + slice == kColumns && has_next) load_queries(q, range, unit, row_tile);
           __syncthreads();
           write_slice(done, first, sums);
-          // What follows overwrites what others read.
+          // The next step overwrites data that other warps read.
           __syncthreads();
         }
       }
@@ -478,7 +479,7 @@ struct Forward {
     }
   }
 
-  // Writes the rows of a unit that one group has.
+  // Writes one group's rows of a unit.
   __device__ void write_rows(const Unit& unit, int row_tile, const float (&largest)[2], const float (&total)[2],
                              const float (&o)[kColumns / 8][4]) const {
     const int lane = threadIdx.x % 32;
@@ -498,7 +499,7 @@ struct Forward {
     }
   }
 
-  // Puts a group's sums of columns from `first` on where all threads see them.
+  // Writes a group's sums of columns from `first` on to shared memory.
   __device__ void share(const Unit& unit, int group, int first, float* sums, const float (&largest)[2],
                         const float (&total)[2], const float (&o)[kColumns / 8][4]) const {
     const int lane = threadIdx.x % 32, block_rows = min(kBlock, rows - unit.block * kBlock);
@@ -507,7 +508,7 @@ struct Forward {
       const int row = lane / 4 + 8 * half;
       if (lane % 4 == 0) shared.largest[group][row] = largest[half], shared.total[group][row] = total[half];
       if (row >= block_rows) continue;
-      // Eight rows of a matrix lie in different banks.
+      // Swizzled, so that eight rows of a matrix lie in different banks.
       float* to = sums + (group * block_rows + row) * (slice + 8) + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
@@ -517,7 +518,7 @@ struct Forward {
     }
   }
 
-  // Adds up the groups' sums in their order, and writes columns from `first` on.
+  // Adds the groups' sums in order, and writes columns from `first` on.
   __device__ void write_slice(const Unit& unit, int first, const float* sums) const {
     const int block_rows = min(kBlock, rows - unit.block * kBlock), pairs = slice / 2;
     for (int i = threadIdx.x; i < block_rows * pairs; i += kAttentionDecodeThreads) {
@@ -543,7 +544,7 @@ struct Forward {
     }
   }
 
-  // Where a row's o and lse go: to the results, with its sink, or to those of a chunk.
+  // The destination of a row's o and lse: the results, which include the sink, or the partial results of a chunk.
   struct Row {
     const FlashAttentionDecodeArguments& all;
     int64_t at, of_lse;
@@ -562,7 +563,7 @@ struct Forward {
       } else {
         at = of_lse = (head * all.chunks + chunk) * rows + row;
       }
-      // A sink that is NaN makes all of it that.
+      // A NaN sink makes the row NaN.
       if (sink > most || sink != sink) most = sink;
       shift = most == -infinity() ? 0 : most;
     }
@@ -589,10 +590,10 @@ struct Forward {
   };
 };
 
-// Adds up a row's chunks: a CTA for each row.
+// Adds a row's chunks. A CTA per row.
 template <class E>
 __device__ inline void merge(const FlashAttentionDecodeArguments& all) {
-  // Chunks that a thread reads at a time.
+  // Chunks that a thread reads at once.
   constexpr int kAtOnce = 8;
   __shared__ float4 values[kAttentionDecodeThreads];
   __shared__ float largest[kAttentionDecodeThreads], totals[kAttentionDecodeThreads];
@@ -603,7 +604,7 @@ __device__ inline void merge(const FlashAttentionDecodeArguments& all) {
   const int2 range = all.ranges_of(entry, of_entry)[all.query_of(row)];
   const int first = range.x < range.y ? range.x >> all.chunk_log2 : 0;
   const int end = range.x < range.y ? (range.y - 1 >> all.chunk_log2) + 1 : 0;
-  // Lanes of a row's four columns each, and how many chunks they read at a time.
+  // Lanes of a row, with four columns each, and the chunks that all threads read at once.
   const int lanes = a.value_width > 128 ? 64 : 32, step = kAttentionDecodeThreads / lanes;
   const int column = threadIdx.x % lanes * 4, own = threadIdx.x / lanes;
   const bool has_column = column < a.value_width;
@@ -612,7 +613,7 @@ __device__ inline void merge(const FlashAttentionDecodeArguments& all) {
   wait_for_prerequisites();
   float most = -infinity(), total = 0;
   float4 value = make_float4(0, 0, 0, 0);
-  // A chunk is always the same threads'.
+  // Each chunk is read by the same threads in every pass.
   for (int base = first + (own - first % step + step) % step; base < end; base += kAtOnce * step) {
     float lse[kAtOnce];
     float4 part[kAtOnce];

@@ -253,7 +253,7 @@ impl Kernel {
 
     /// The same where the logits are a part of the vocabulary's columns, all of whose outputs come
     /// with the last.
-    pub(crate) fn of_part(self, part: Part) -> Self {
+    pub(crate) fn with_part(self, part: Part) -> Self {
         Self { part, ..self }
     }
 

@@ -1,4 +1,4 @@
-//! The functions of NVIDIA's driver that launch kernels, from the library that it installs.
+//! The functions of NVIDIA's driver that launch kernels, loaded from the driver's library at run time.
 
 mod abi;
 
@@ -13,8 +13,8 @@ use xentile::DType;
 
 pub(crate) use abi::TensorMap;
 
-/// The oldest version of CUDA that runs the embedded code: a driver runs what is compiled for its
-/// own major version or an older one. Nor are all functions below in drivers before 12.8.
+/// The oldest version of CUDA whose driver runs the embedded code: a driver runs code for its own major
+/// version or an older one. Drivers before 12.8 also lack some of the functions below.
 const NEEDED: i32 = {
     let compiled_by = match option_env!("XENTILE_CUDA_VERSION") {
         Some(version) => number(version) / 1000 * 1000,
@@ -29,7 +29,7 @@ const LIBRARY: &str = "libcuda.so.1";
 pub(crate) type DeviceNumber = c_int;
 type Code = c_int;
 
-/// Declares the table and how it is filled.
+/// Declares the table of functions, and loads it.
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($type:ty),*);)*) => {
         /// The driver's functions.
@@ -98,10 +98,10 @@ macro_rules! handles {
 }
 
 handles! {
-    /// `CUlibrary`: code, of no context.
+    /// `CUlibrary`: code, independent of a context.
     Library;
-    /// `CUkernel`: a kernel, of no context. The driver takes it wherever it takes a `CUfunction`, and
-    /// the context then from the stream.
+    /// `CUkernel`: a kernel, independent of a context. The driver accepts it as a `CUfunction`, and takes the
+    /// context from the stream.
     Kernel;
     /// `CUfunction`: a kernel in a context.
     Function;
@@ -115,7 +115,7 @@ type DeviceAddress = u64;
 /// `CUstream`, which the caller owns.
 pub(crate) type RawStream = *mut c_void;
 
-/// What is asked of a device.
+/// Attributes of a device.
 #[derive(Clone, Copy)]
 #[repr(u32)]
 pub(crate) enum DeviceAttribute {
@@ -126,7 +126,7 @@ pub(crate) enum DeviceAttribute {
     Clusters = abi::CLUSTER_LAUNCH,
 }
 
-/// What is asked of a kernel.
+/// Attributes of a kernel.
 #[derive(Clone, Copy)]
 #[repr(u32)]
 pub(crate) enum KernelAttribute {
@@ -145,18 +145,18 @@ pub(crate) struct Extent {
     pub(crate) threads: u32,
     /// Dynamic shared memory of a CTA.
     pub(crate) shared_bytes: u32,
-    /// CTAs of a cluster; none where the kernel is not for clusters.
+    /// CTAs of a cluster; none for kernels without clusters.
     pub(crate) cluster: Option<u32>,
 }
 
 impl Extent {
-    /// Calls `body` with this extent as the driver takes it.
+    /// Calls `body` with the launch configuration.
     fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
         let cluster = self.cluster.map(|ctas| (abi::CLUSTER_DIMENSION, [ctas, 1, 1]));
         self.with_attribute(stream, cluster, body)
     }
 
-    /// The same, with an attribute of the launch.
+    /// Calls `body` with the launch configuration and one more attribute.
     fn with_attribute<R>(
         self,
         stream: RawStream,
@@ -186,7 +186,7 @@ impl Driver {
     /// The driver, opened by the first call and then kept.
     ///
     /// # Errors
-    /// It is missing or too old, or finds no GPU. An error is kept too.
+    /// The driver is missing or too old, or finds no GPU. Later calls return the same error.
     pub(crate) fn get() -> Result<&'static Self> {
         static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
         DRIVER.get_or_init(Self::open).as_ref().map_err(Clone::clone)
@@ -197,14 +197,14 @@ impl Driver {
             |error: libloading::Error| Error::NoDriver { reason: reason(&error), needed: NEEDED };
         // SAFETY: the initialisers of NVIDIA's driver are trusted as the program is.
         let library = unsafe { libloading::Library::new(LIBRARY) }.map_err(missing)?;
-        // Before functions that an old one may lack.
+        // Checked first, as an old driver may lack functions.
         let actual = driver_version(&library).map_err(missing)?;
         if actual < NEEDED {
             return Err(Error::DriverTooOld { actual, needed: NEEDED });
         }
         // SAFETY: it was found by the driver's name, and has its version.
         let driver = unsafe { Self::load(&library) }.map_err(missing)?;
-        // Its threads outlive any use of ours.
+        // Never unloaded, since the driver has threads.
         std::mem::forget(library);
         // SAFETY: no flags are defined.
         let code = unsafe { (driver.init)(0) };
@@ -261,8 +261,8 @@ impl Driver {
         Ok(value)
     }
 
-    /// The device of the calling thread's current context. (A stream tells its device too, but not
-    /// while it is captured into a graph.)
+    /// The device of the calling thread's current context. (A stream's device cannot be queried while the
+    /// stream is captured into a graph.)
     pub(crate) fn current_device(&self) -> Result<DeviceNumber> {
         let mut device = 0;
         // SAFETY: a number to write.
@@ -287,13 +287,13 @@ impl Driver {
         // SAFETY: the context lives while its stream does.
         self.check("cuCtxPushCurrent", unsafe { (self.push_context)(context) })?;
         let result = body();
-        // SAFETY: takes away what was pushed.
+        // SAFETY: pops the context that was pushed.
         let code = unsafe { (self.pop_context)(&raw mut context) };
         self.check("cuCtxPopCurrent", code)?;
         result
     }
 
-    /// Loads code for whichever devices will ask for it.
+    /// Loads code for all devices.
     ///
     /// # Safety
     /// `code` is a fat binary.
@@ -318,7 +318,7 @@ impl Driver {
         Ok(unsafe { kernel.assume_init() })
     }
 
-    /// Loads the kernel into the current context, which a launch must not do while it is captured.
+    /// Loads the kernel into the current context. A launch must not do this while it is captured.
     pub(crate) fn load_kernel(&self, kernel: Kernel) -> Result<()> {
         let mut function = MaybeUninit::uninit();
         // SAFETY: the kernel's library is loaded for good.
@@ -354,7 +354,7 @@ impl Driver {
         self.check("cuKernelSetAttribute", code)
     }
 
-    /// How many clusters of `extent` the device of `stream` runs at a time.
+    /// The number of clusters of `extent` that the device of `stream` runs at once.
     ///
     /// # Safety
     /// `stream` is a stream.
@@ -373,7 +373,7 @@ impl Driver {
         Ok(u32::try_from(clusters).unwrap_or(0))
     }
 
-    /// Has `stream` write `bytes` zeros.
+    /// Enqueues a write of `bytes` zeros on `stream`.
     ///
     /// # Safety
     /// As for [`copy`](Self::copy).
@@ -387,7 +387,7 @@ impl Driver {
         unsafe { self.fill(stream, at, 0, bytes) }
     }
 
-    /// Has `stream` write `bytes` times `byte`.
+    /// Enqueues a write of `byte` to `bytes` bytes on `stream`.
     ///
     /// # Safety
     /// As for [`copy`](Self::copy).
@@ -404,7 +404,7 @@ impl Driver {
         self.check("cuMemsetD8Async", code)
     }
 
-    /// Has `stream` copy `bytes` from one array to another.
+    /// Enqueues a copy of `bytes` bytes on `stream`.
     ///
     /// # Safety
     /// `stream` is a stream of the calling thread's current context, and both arrays are on its device,
@@ -422,9 +422,8 @@ impl Driver {
         self.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// How the copy engine takes boxes of `boxed` columns and rows, 128 bytes wide, from `at`: a matrix
-    /// of `rows` and `columns`, with `stride` elements from row to row. In shared memory vectors of a
-    /// box are swizzled.
+    /// The TMA descriptor of a matrix at `at`, of `rows` and `columns` with `stride` elements from row to
+    /// row, for boxes of `boxed` columns and rows. Boxes are 128 bytes wide, and swizzled in shared memory.
     pub(crate) fn tensor_map(
         &self,
         dtype: DType,
@@ -436,8 +435,8 @@ impl Driver {
         self.tensor_map_of(dtype, at, [columns, rows], [1, stride], [width, height])
     }
 
-    /// The same of a tensor with one extent after another, those of least stride first: elements from
-    /// one to the next of each are `strides`, the first of which is 1.
+    /// The TMA descriptor of a tensor. Extents and `strides`, in elements, are in order of increasing stride;
+    /// the first stride is 1.
     pub(crate) fn tensor_map_of<const RANK: usize>(
         &self,
         dtype: DType,
@@ -477,7 +476,7 @@ impl Driver {
         Ok(map)
     }
 
-    /// Has `stream` run the kernel, whose one parameter is a struct.
+    /// Launches a kernel, whose one parameter is a struct, on `stream`.
     ///
     /// # Safety
     /// `stream` is a stream, and `arguments` what the kernel takes: arrays on the stream's device, as
@@ -496,8 +495,8 @@ impl Driver {
         self.check("cuLaunchKernelEx", code)
     }
 
-    /// The same of a kernel that may start before the one ahead of it ends, and waits for that itself
-    /// (`griddepcontrol.wait`); from compute capability 9.0 on.
+    /// Launches a kernel that may start before the previous kernel ends, and waits for it with
+    /// `griddepcontrol.wait`; needs compute capability 9.0.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch).
@@ -526,13 +525,13 @@ impl Driver {
 }
 
 impl TensorMap {
-    /// That of nothing.
+    /// An empty descriptor.
     pub(crate) fn none() -> Self {
         Self { opaque: [0; 16] }
     }
 }
 
-/// The version of CUDA that the driver is for.
+/// The CUDA version of the driver.
 fn driver_version(library: &libloading::Library) -> Result<i32, libloading::Error> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> Code;
     let mut version = 0;
@@ -541,7 +540,7 @@ fn driver_version(library: &libloading::Library) -> Result<i32, libloading::Erro
     Ok(if code == SUCCESS { version } else { 0 })
 }
 
-/// An error with its cause, which has the loader's own words.
+/// The text of an error and of its cause, the loader's message.
 pub(crate) fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => cause.to_string(),
@@ -549,7 +548,7 @@ pub(crate) fn reason(error: &libloading::Error) -> String {
     }
 }
 
-/// The number that `digits` are.
+/// Parses a decimal number.
 const fn number(digits: &str) -> i32 {
     let (mut number, mut index) = (0, 0);
     while index < digits.len() {

@@ -415,7 +415,7 @@ impl Normed {
         }
         let kernels = if adds { "fp8_quantize_norm_add" } else { "fp8_quantize_norm" };
         let rows = NormShape::new(shape.matrices() * shape.rows(), columns)?;
-        let norm = norm::Norm::of_kernels(kernels, options, rows, dtype, weight, adds)?;
+        let norm = norm::Norm::with_kernels(kernels, options, rows, dtype, weight, adds)?;
         let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
         let to = Quantization::new(to, shape, dtype, blocks, is_transposed)?;
         Ok(Self { to, norm, adds, is_transposed })

@@ -345,7 +345,7 @@ impl FusedProduct {
         let row = Kernel::new(self.options, shape, self.dtype)?.arguments(null(), labels);
         let row = row.with_cotangents(null_mut(), saved, cotangents);
         let gradients = Self::gradient_of(of_tokens, 0);
-        let arguments = Arguments { gradients, ..Arguments::of_rows(row) };
+        let arguments = Arguments { gradients, ..Arguments::with_row(row) };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch_on_tokens("fused_product_prepare", 1, stream, &arguments) }
     }
@@ -421,7 +421,7 @@ impl FusedProduct {
         let DLogits { at, stride, first_column, columns } = logits;
         let shape = LogitsShape::new(tokens, all)?;
         let part = Part { vocab, first_column, stride, carried: null_mut() };
-        let row = Kernel::new(options, shape, dtype)?.of_part(part);
+        let row = Kernel::new(options, shape, dtype)?.with_part(part);
         let row = row.arguments(null(), operands.labels);
         let driver = Driver::get()?;
         let block = arguments::BLOCK;
@@ -459,7 +459,7 @@ impl FusedProduct {
             parts: count(parts),
             token_blocks: count(self.token_blocks()),
             group: count(self.group()),
-            ..Arguments::of_rows(row)
+            ..Arguments::with_row(row)
         })
     }
 
@@ -570,7 +570,7 @@ impl FusedProduct {
 
 impl Arguments {
     /// Those of rows alone.
-    fn of_rows(row: Row) -> Self {
+    fn with_row(row: Row) -> Self {
         Self {
             hidden: TensorMap::none(),
             weight: TensorMap::none(),

@@ -151,7 +151,7 @@ impl Linear {
         gradients: Gradients,
     ) -> Result<()> {
         let (sweep, stream) = (run.sweep, run.stream);
-        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
         let all_columns = || columns.evenly(sweep.chunk.columns);
         // SAFETY: passed on from this function's contract.
         unsafe { run.prepare(saved, cotangents) }?;
@@ -311,7 +311,7 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
         let columns = self.all_columns();
         let first = Chunk { first: 0, count: self.chunk.tokens.min(self.tokens) };
         let has_unnormalised = run.has_unnormalised(first, 1);
@@ -349,7 +349,7 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let (saved, cotangents) = of_outputs(dloss, outputs);
+        let (saved, cotangents) = split_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract.
         unsafe {
             run.forward_outputs(columns, outputs)?;
@@ -380,7 +380,7 @@ impl Linear {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(run, self.all_columns(), dloss, outputs, gradients) };
         }
-        let (saved, cotangents) = of_outputs(dloss, outputs);
+        let (saved, cotangents) = split_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract. A kept unnormalised softmax lies where
         // nothing is written before they were read for the last time: see `kept_at`.
         unsafe {
@@ -417,9 +417,9 @@ impl Linear {
         gradients: Gradients,
     ) -> Result<()> {
         let Columns { kept, last, again } = self.columns();
-        let (of_hidden, of_weight) = (run.of_hidden(gradients), run.of_weight(gradients));
+        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
         let blocks = self.blocks_once(run, &kept, last, gradients);
-        let (saved, cotangents) = of_outputs(dloss, outputs);
+        let (saved, cotangents) = split_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract. Kept logits lie where nothing is written
         // before they were read for the last time: see `kept_at`.
         unsafe {
@@ -469,14 +469,14 @@ impl Linear {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(again, all, dloss, outputs, gradients) };
         }
-        let (saved, cotangents) = of_outputs(dloss, outputs);
+        let (saved, cotangents) = split_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract.
         unsafe {
             for tokens in chunks(self.tokens, tokens) {
                 let block = once.block(tokens, columns);
                 once.by_some_unnormalised(&block, dloss, outputs, gradients)?;
             }
-            once.of_weight(gradients).end(once.stream, columns, once.spare())?;
+            once.plan_weight(gradients).end(once.stream, columns, once.spare())?;
             self.sweep(again, rest, saved, cotangents, gradients)
         }
     }
@@ -491,7 +491,7 @@ impl Linear {
 }
 
 /// What a backward pass takes of a fused one's outputs, for cotangents of the losses.
-fn of_outputs(dloss: *const f32, outputs: TokenOutputs) -> (SavedLse, Cotangents) {
+fn split_outputs(dloss: *const f32, outputs: TokenOutputs) -> (SavedLse, Cotangents) {
     let saved = SavedLse { lse: outputs.lse, lse_low: outputs.lse_low };
     (saved, Cotangents { loss: dloss, logps: null(), lse: null() })
 }

@@ -127,14 +127,14 @@ impl Norm {
             (Kind::Layer, false) => "layer_norm",
             (Kind::Layer, true) => panic!("LayerNorm has no residual"),
         };
-        Self::of_kernels(kernels, options, shape, dtype, weight, adds)
+        Self::with_kernels(kernels, options, shape, dtype, weight, adds)
     }
 
     /// The same with kernels of other names.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
-    pub(crate) fn of_kernels(
+    pub(crate) fn with_kernels(
         kernels: &'static str,
         options: Options,
         shape: NormShape,

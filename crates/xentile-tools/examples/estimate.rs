@@ -32,7 +32,7 @@ fn main() -> Result<()> {
             Ok(Traffic { name: name.to_owned(), bytes: number(bytes)?, steps })
         })
         .collect::<Result<Vec<_>>>()?;
-    let schedule = schedule::of_folder(Path::new(&folder))?;
+    let schedule = schedule::read_folder(Path::new(&folder))?;
     let parts = estimate::parts(&topology, &schedule, &known)
         .with_context(|| format!("{folder} tells too little of a program for {topology}"))?;
     println!("{}", serde_json::to_string(&parts)?);

@@ -98,7 +98,7 @@ impl Backend {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Implementation {
-    /// The dense program: plain f32 code that keeps every probability in memory.
+    /// Plain f32 code that keeps all probabilities in memory.
     Reference,
     /// The tiled kernel.
     #[default]
@@ -229,16 +229,6 @@ impl TileConfig {
     /// An extent of 0.
     pub fn resolve(self, default: Tile) -> Result<Tile> {
         Ok(default.with(self.time_block, self.block_size)?)
-    }
-
-    /// The tile that a program for `backend` names: with `default` for what is left open, but on a
-    /// GPU, where kernels choose for the device that they find themselves on.
-    ///
-    /// # Errors
-    /// An extent of 0.
-    pub fn of_program(self, backend: Backend, default: Tile) -> Result<Self> {
-        let resolved = self.resolve(default)?;
-        Ok(if backend == Backend::XlaCuda { self } else { resolved.into() })
     }
 }
 

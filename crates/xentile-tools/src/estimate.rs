@@ -16,7 +16,7 @@ use xentile::operation::{Cost, KernelTraffic, Operation, Problem};
 use crate::schedule::{Computation, Schedule};
 
 /// What a step of a pipelined grid costs beyond its bundles: copies started and awaited. On v6e; the
-/// first two measured rows of docs/internals/tpu-cross-entropy.md leave 0.33 us for it.
+/// first two measured tiles of docs/internals/tpu-cross-entropy.md leave 0.33 us for it.
 const STEP_S: f64 = 0.35e-6;
 
 /// What is published of one core of a TPU.
@@ -288,7 +288,7 @@ pub struct Traffic {
 impl Traffic {
     /// Those of kernels, by their names, that move so many bytes.
     #[must_use]
-    pub fn of_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
+    pub fn list_kernels(moved: &BTreeMap<String, u64>) -> Vec<Self> {
         let known =
             |(name, &bytes): (&String, &u64)| Self { name: name.clone(), bytes, steps: None };
         moved.iter().map(known).collect()

@@ -31,7 +31,7 @@ pub fn list() -> String {
 /// There is none.
 pub fn describe(name: &str) -> Result<String> {
     let mut text = String::new();
-    let op = match (Op::named(name), Op::of_function(name)) {
+    let op = match (Op::named(name), Op::find_function(name)) {
         (Some(op), _) => op,
         (None, Some((op, function))) => {
             _ = writeln!(text, "{name} is {op} with {}", set_by(op, function));

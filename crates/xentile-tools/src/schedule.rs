@@ -87,7 +87,7 @@ pub(crate) struct Dump {
 
 impl Dump {
     /// The folder as it is now; none where libtpu dumps nothing.
-    pub(crate) fn of_environment() -> Option<Self> {
+    pub(crate) fn from_environment() -> Option<Self> {
         let folder = folder(&std::env::var(INIT_ARGS).ok()?)?;
         let before = files(&folder).unwrap_or_default();
         Some(Self { folder, before })
@@ -110,7 +110,7 @@ impl Dump {
 ///
 /// # Errors
 /// The folder cannot be read, or what is in it is not in the format known here.
-pub fn of_folder(folder: &Path) -> Result<Schedule> {
+pub fn read_folder(folder: &Path) -> Result<Schedule> {
     read(files(folder).with_context(|| format!("cannot read {}", folder.display()))?.into_iter())
 }
 

@@ -145,7 +145,7 @@ impl Session {
         let narrow = |&index: &i64| {
             i32::try_from(index).with_context(|| format!("label {index} does not fit 32 bits"))
         };
-        of_rank(self, &indices.iter().map(narrow).collect::<Result<Vec<_>>>()?, ty)
+        upload_by_rank(self, &indices.iter().map(narrow).collect::<Result<Vec<_>>>()?, ty)
     }
 
     /// The program, ready to run.
@@ -201,9 +201,9 @@ pub(crate) fn upload(
 ) -> Result<Buffer> {
     let ty = tensor_type(spec, problem);
     let floats = |session: &Session| match array {
-        Array::F32(elements) => of_rank(session, elements, &ty),
-        Array::Bf16(elements) => of_rank(session, elements, &ty),
-        Array::F16(elements) => of_rank(session, elements, &ty),
+        Array::F32(elements) => upload_by_rank(session, elements, &ty),
+        Array::Bf16(elements) => upload_by_rank(session, elements, &ty),
+        Array::F16(elements) => upload_by_rank(session, elements, &ty),
         Array::F64(_) => bail!("{} is in float64, which no device takes", spec.name),
         Array::I64(elements) => session.upload_indices(elements, &ty),
         Array::F8(format, bits) => session.upload_bits(bits, fp8(*format), &ty.dims),
@@ -211,7 +211,11 @@ pub(crate) fn upload(
     floats(session)
 }
 
-fn of_rank<T: Element>(session: &Session, elements: &[T], ty: &TensorType) -> Result<Buffer> {
+fn upload_by_rank<T: Element>(
+    session: &Session,
+    elements: &[T],
+    ty: &TensorType,
+) -> Result<Buffer> {
     match ty.dims.len() {
         2 => session.upload_matrix(elements, ty),
         _ => session.upload(elements, &ty.dims),

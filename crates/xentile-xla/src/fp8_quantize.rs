@@ -275,7 +275,7 @@ pub(crate) fn shape(x: &[usize], axes: usize) -> Result<Option<QuantizeShape>> {
 }
 
 /// The shape of scales of `blocks` of `x`.
-pub(crate) fn of_scales(x: &[usize], blocks: Blocks) -> Vec<usize> {
+pub(crate) fn shape_scales(x: &[usize], blocks: Blocks) -> Vec<usize> {
     let (leading, columns) = (&x[..x.len() - 1], x[x.len() - 1]);
     if blocks.rows == 1 {
         let count = blocks.columns.map(|_| blocks.count(1, columns)[1]);

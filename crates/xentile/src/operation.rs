@@ -1,15 +1,14 @@
-//! The operation contract: what an operation takes and gives, by which names, and what tools need to
-//! know of it, said once. Tools serve whatever [`operations`](crate::operations) lists, and know none by name.
+//! Operations as tools see them: names, dims, options, arrays and expected values.
 //!
-//! Arrays have names, and dims are letters (`T`, `D`), multiples of such (`2F`), or parts of them as long
-//! as an option says (`D/block_size`), or options that count (`columns`), whose extents a [`Problem`] says.
-//! What an operation takes in a [`Pass`] is its [`Signature`]; [`Operation::inputs`] and
-//! [`Operation::given`] draw it, [`Operation::reference`] computes it in float64 and hands a [`Visitor`]
-//! what each entry should be and by how much it may be off, a row at a time, so that no float64 array of
-//! the logits' size exists.
+//! Tools work with every operation that [`operations`](crate::operations) lists, and know none by name. An
+//! operation is a file that implements [`Operation`] and a line in that list. Its kernels are found by its
+//! name.
 //!
-//! An operation is a file that implements [`Operation`] and a line in that list. Kernels are elsewhere,
-//! and found by the operation's name.
+//! Arrays have names. A dim is a letter (`T`, `D`), a multiple of a letter (`2F`), a number of blocks
+//! (`D/block_size`), or an option that counts (`columns`); a [`Problem`] gives the extents. A [`Signature`]
+//! lists the arrays of a [`Pass`]. [`Operation::inputs`] and [`Operation::given`] make random operands.
+//! [`Operation::reference`] computes results in float64, and passes each row's expected entries and error
+//! bounds to a [`Visitor`], so that no float64 array of the logits' size exists.
 
 mod array;
 mod judge;
@@ -32,19 +31,19 @@ use crate::{DType, Error, Result};
 /// A dim of arrays, such as tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DimSpec {
-    /// The letter that arrays have for it.
+    /// Its letter in the dims of arrays.
     pub letter: &'static str,
     /// Its key in configs.
     pub key: &'static str,
-    /// What one index along it is called in reports.
+    /// The name of an index along it, in reports.
     pub index: &'static str,
     /// What it counts.
     pub about: &'static str,
-    /// The extent that is measured where a config names none; it has to name one where this is none.
+    /// The extent where a config gives none. Without a default, a config must give one.
     pub default: Option<usize>,
-    /// The letter of the dim before it whose extent it has where a config names none and there is no default.
+    /// An earlier dim whose extent it has where a config gives none and there is no default.
     pub like: Option<&'static str>,
-    /// Whether gradcheck's configs have it in `shape`, beside `batch` and `seq_len`.
+    /// Whether it is a key of `shape` in gradcheck's configs, like `batch` and `seq_len`.
     pub in_shape: bool,
 }
 
@@ -81,21 +80,21 @@ pub const HIDDEN: DimSpec = DimSpec {
     in_shape: false,
 };
 
-/// What is computed of an operation at once.
+/// What one program of an operation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
-    /// What the operation gives.
+    /// The outputs.
     Forward,
-    /// Gradients, for cotangents of that and what the forward pass left.
+    /// Gradients, from cotangents of the outputs and the residuals of the forward pass.
     Backward,
     /// A scalar and its gradients.
     Fused,
-    /// Forward and backward, in one program.
+    /// Forward, then backward, in one program.
     ForwardAndBackward,
 }
 
 impl Pass {
-    /// The name of the pass, which programs have.
+    /// The name of the pass in programs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -116,20 +115,20 @@ impl Pass {
 /// What the elements of an array are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementRule {
-    /// Of the problem's dtype.
+    /// The problem's dtype.
     Compute,
-    /// Of this dtype whatever the problem's is.
+    /// A fixed dtype.
     Is(DType),
-    /// Bits of a format of 8 bits.
+    /// An FP8 format, stored as bits.
     Fp8(Format),
-    /// Integers, 32 bits wide on devices.
+    /// Integers, 32-bit on devices.
     Index,
 }
 
-/// What an array is to an operation.
+/// The role of an array in an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// An operand; whether it has a gradient.
+    /// An operand.
     Input {
         /// Whether it has a gradient.
         differentiable: bool,
@@ -142,17 +141,17 @@ pub enum Role {
     Gradient(&'static str),
 }
 
-/// An array that an operation takes or gives.
+/// An operand or a result of an operation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ArraySpec {
     /// Its name.
     pub name: &'static str,
-    /// The letters of its dims; `2F` is twice as long as `F`, `D/block_size` as many parts of `D`, and `columns` as
-    /// many as that option says.
+    /// Its dims; `2F` has twice the extent of `F`, `D/block_size` the number of blocks in `D`, and `columns`
+    /// the value of that option.
     pub dims: Vec<&'static str>,
-    /// What its elements are.
+    /// The dtype of its elements.
     pub element: ElementRule,
-    /// What it is to the operation.
+    /// Its role in the operation.
     pub role: Role,
 }
 
@@ -203,7 +202,7 @@ impl ArraySpec {
         }
     }
 
-    /// Room for it on the host, all of it `value`. A scalar is in float64, as hosts sum it.
+    /// A host array for it, filled with `value`. Scalars are float64, since hosts sum in float64.
     #[must_use]
     pub fn room(&self, problem: &Problem, value: f32) -> Array<'static> {
         let length = self.extents(problem).iter().product();
@@ -219,7 +218,7 @@ impl ArraySpec {
         }
     }
 
-    /// Its bytes in `problem`, on a device; none where no address names so many.
+    /// Its bytes in `problem`, on a device; none on overflow.
     #[must_use]
     pub fn bytes(&self, problem: &Problem) -> Option<u64> {
         let extents = self.extents(problem);
@@ -228,17 +227,17 @@ impl ArraySpec {
     }
 }
 
-/// What a pass takes and gives, in order. Gradients end the results.
+/// The arrays of a pass, in order. Gradients are the last results.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Signature {
-    /// What it takes.
+    /// The operands.
     pub operands: Vec<ArraySpec>,
-    /// What it gives.
+    /// The results.
     pub results: Vec<ArraySpec>,
 }
 
 impl Signature {
-    /// Where gradients begin among the results.
+    /// Index of the first gradient among the results.
     #[must_use]
     pub fn gradients(&self) -> usize {
         let is_gradient = |spec: &ArraySpec| matches!(spec.role, Role::Gradient(_));
@@ -259,37 +258,36 @@ impl Signature {
     }
 }
 
-/// A function that users know by a name of its own: an operation with some options set.
+/// A function of `pallas_bridge` that is an operation with some options set.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NamedFunction {
     /// Its name in `pallas_bridge`.
     pub name: &'static str,
-    /// Options and their values, which its name stands for.
+    /// The options that the name implies, with their values.
     pub options: &'static [(&'static str, Value)],
 }
 
-/// What a step cannot take less than.
+/// Lower bounds of the work of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes that must be read.
     pub bytes_read: u64,
     /// Bytes that must be written.
     pub bytes_written: u64,
-    /// Operations of matrix products, the fewest there can be; 0 where there are none, and memory is
-    /// what a step is held to.
+    /// FLOP of the GEMMs, at least; 0 for operations that are bound by memory.
     pub flops: u64,
 }
 
-/// A kernel that XLA shows by name, and how often it moves as many bytes as the first operand has.
+/// A kernel in XLA's listings, and its memory traffic in units of the first operand's bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelTraffic {
-    /// The name, or the part of it that does not change.
+    /// The name, or its constant part.
     pub name: &'static str,
-    /// How often.
+    /// How often it reads or writes the first operand's bytes.
     pub passes: f64,
 }
 
-/// Arrays that were stored under names, for an operation to find its inputs among.
+/// Named arrays of a file, among which an operation finds its inputs.
 pub trait Stored {
     /// The names.
     fn names(&self) -> Vec<String>;
@@ -300,7 +298,7 @@ pub trait Stored {
     /// There is none of that name.
     fn extents(&self, name: &str) -> Result<Vec<usize>>;
 
-    /// An array as it is stored: rows of floats of their own dtype, without a copy where memory allows.
+    /// An array of floats in its stored dtype, without a copy if its alignment allows.
     ///
     /// # Errors
     /// There is none of that name, or it holds no floats.

@@ -40,14 +40,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 for what is wrong here, 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_bridge",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(__doc__ or "").partition("\n")[0],
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    informs = commands.add_parser("info", help="which implementation runs where")
+    informs = commands.add_parser(
+        "info", help="which implementation runs where; with --all also why"
+    )
     informs.add_argument("--all", action="store_true", help="with the reasons, and all targets")
-    commands.add_parser("doctor", help="what keeps kernels from running, and what to do")
-    explains = commands.add_parser("explain", help="how linear_cross_entropy would be chunked")
+    commands.add_parser(
+        "doctor", help="what keeps kernels from running, and what to do; exit code 1"
+    )
+    explains = commands.add_parser(
+        "explain", help="how linear_cross_entropy would be chunked, and its memory"
+    )
     explains.add_argument("--tokens", type=count, required=True, metavar="N")
     explains.add_argument("--hidden", type=count, required=True, metavar="D")
     explains.add_argument("--vocab", type=count, required=True, metavar="V")
@@ -56,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     explains.add_argument("--reduction", choices=["mean", "sum", "none"], default="mean")
     explains.add_argument("--max-scratch", type=size, metavar="SIZE", help="such as 256MiB")
     explains.add_argument(
-        "--batch-invariant", action="store_true", help="with products of one number of tokens"
+        "--batch-invariant", action="store_true", help="with GEMMs of a fixed number of tokens"
     )
     explains.add_argument("--platform", help="cpu, cuda, tpu or a kind of TPU; by default JAX's")
     given = parser.parse_args(arguments)

@@ -2,11 +2,10 @@
 
     python -m pallas_bridge.export --config FILE [--out FOLDER]
 
-FILE is a config of `microbench`, or of its sweep of tiles: YAML (with PyYAML) or JSON, which is
-YAML too. For each tile that it names, FOLDER gets a program and its manifest, in the format of
-docs/internals/pjrt.md, by the name that `program` has in the config
-(`tpu_{time_block}_{block_size}.json` without one, or with the platform that `backend` names in the
-place of `tpu`). What is there already and was made by the same code of the same config is left.
+FILE is a config of `microbench` or of its sweep, in YAML (with PyYAML) or JSON. For each of its
+tiles FOLDER gets a program and its manifest (docs/internals/pjrt.md), named by `program` of the
+config, by default `tpu_{time_block}_{block_size}.json`, with the platform of `backend` for `tpu`.
+Programs that the same code made from the same config are kept.
 """
 
 import argparse

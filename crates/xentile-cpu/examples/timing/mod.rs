@@ -54,7 +54,7 @@ pub fn median(times: &[[f64; 2]], of: impl Fn(&[f64; 2]) -> f64) -> f64 {
 }
 
 /// The kernel's least time over the copy's.
-pub fn of_the_best(times: &[[f64; 2]]) -> f64 {
+pub fn compare_best(times: &[[f64; 2]]) -> f64 {
     let best = |of: usize| times.iter().map(|time| time[of]).fold(f64::INFINITY, f64::min);
     best(1) / best(0)
 }

@@ -49,7 +49,7 @@ impl<E: Element> Job for Forward<'_, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        of_kind::<S, E, false>(s, self.arrays, self.first, self.end);
+        run_kind::<S, E, false>(s, self.arrays, self.first, self.end);
     }
 }
 
@@ -58,12 +58,12 @@ impl<E: Element> Job for Backward<'_, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        of_kind::<S, E, true>(s, self.arrays, self.first, self.end);
+        run_kind::<S, E, true>(s, self.arrays, self.first, self.end);
     }
 }
 
 #[inline(always)]
-fn of_kind<S: Simd, E: Element, const BACKWARD: bool>(
+fn run_kind<S: Simd, E: Element, const BACKWARD: bool>(
     s: S,
     arrays: &Arrays<E>,
     first: usize,

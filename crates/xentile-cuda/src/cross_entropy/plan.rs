@@ -1,19 +1,19 @@
-//! How a pass is laid out on a GPU: which schedule, how many warps and CTAs share a row, and in what
-//! chunks it travels. Arithmetic alone, so that it is tested without a GPU.
+//! Plans a pass on a GPU: the schedule, the warps and CTAs that share a row, and the chunks of a row. Pure
+//! arithmetic, so that tests need no GPU.
 //!
-//! A cluster of `ctas` CTAs of `warps` warps takes a row at a time, cut into chunks of
-//! `chunk_vectors` vectors (16 bytes each) that the warps hold in turns, each in a ring of `slots`
-//! chunks of its own. Chunks are whole lines of memory, and fewer than `MAX_ROWS` rows are in a ring
-//! at a time. The fused pass needs a row and a chunk in the ring, and is fastest with one
-//! chunk more; the forward pass, which looks at a chunk once, needs two.
+//! A cluster of `ctas` CTAs with `warps` warps each processes a row at a time. The row is split into chunks of
+//! `chunk_vectors` vectors of 16 bytes, which the warps take in turns, each into its own ring of `slots` chunks.
+//! Chunks are whole cache lines, and a ring holds parts of fewer than `MAX_ROWS` rows. The fused pass needs room
+//! for a row and one chunk in the rings, and is fastest with one chunk more; the forward pass, which reads a
+//! chunk once, needs two.
 //!
-//! The backward pass takes tiles of rows instead, one a CTA and as even as lines allow.
+//! The backward pass has tiles of rows instead, one per CTA and as even as cache lines allow.
 //!
-//! Where tokens are fewer than multiprocessors, the chunks of a row are spread over a wider cluster, or
-//! cut into more tiles. Sums keep the order that they have where tokens are many: T decides no bit.
+//! With fewer tokens than multiprocessors, a wider cluster shares the chunks of a row, or a row has more tiles.
+//! Sums keep their order, so that T changes no bit.
 //!
-//! Vocabularies of up to `PACKED_VOCAB` have whole rows to a CTA, as many as make a span of memory
-//! that ends at vectors, sectors if it can.
+//! For vocabularies of up to `PACKED_VOCAB` a CTA has whole rows: as many as end at a vector boundary, and at a
+//! sector boundary if possible.
 
 use xentile::{DType, Tile, TunedTile, tuned_tiles};
 
@@ -27,26 +27,26 @@ use crate::{Device, Limits};
 /// The name of this operation's table of tuned tiles.
 const TUNED: &str = "cross_entropy.cuda";
 
-/// How much the logarithms of two vocabularies may differ for one to be worked on as the other.
+/// The largest difference of the logarithms of two vocabularies for which one uses the other's tuned tile.
 const NEAR: f64 = 0.02;
 
-/// CTAs of the plain schedule that a multiprocessor is given.
+/// CTAs per multiprocessor in the plain schedule.
 pub(crate) const PLAIN_CTAS: u32 = 3;
 
 const VECTOR_BYTES: u32 = 16;
-/// A part of a row's sum, where nothing is said of the distribution.
+/// Bytes of a partial result of a row, without auxiliary outputs.
 const PART_BYTES: u32 = 16;
 /// The largest vocabulary whose rows are packed.
 const PACKED_VOCAB: usize = 4096;
-/// Bytes that a CTA of the packed schedule takes about, and those from which it has all its threads.
+/// The approximate bytes of a CTA's rows in the packed schedule, and the bytes from which it has all its threads.
 const PACKED_BYTES: usize = 18_432;
 const PACKED_MANY: usize = 32_768;
-/// The barrier behind the rows there.
+/// Bytes of the barrier after the rows in the packed schedule.
 const BARRIER_BYTES: u32 = 8;
-/// Bytes that memory writes at once.
+/// Bytes of a sector, the unit of memory writes.
 const SECTOR_BYTES: usize = 32;
 
-/// CTAs of a cluster that every device with clusters has room for, and of the widest one.
+/// The widest cluster that every device with clusters runs, and the widest of all, in CTAs.
 pub(crate) const PORTABLE_CTAS: u32 = 8;
 const WIDEST: u32 = 16;
 /// CTAs of a cluster.
@@ -55,13 +55,13 @@ const CTAS: [u32; 4] = [1, 2, 4, 8];
 const MAX_WARPS: u32 = 16;
 /// Slots of a warp's ring, at most.
 const MAX_SLOTS: u32 = 32;
-/// Chunks of a row in the fused pass, at most where nobody asks for more, and at all.
+/// The most chunks of a row in the fused pass: by default, and for a given tile.
 const USUAL_CHUNKS: u32 = 6;
 const MAX_CHUNKS: u32 = MAX_SLOTS - 2;
-/// What a warp keeps on its way at least where rows are short, in bytes.
+/// The least bytes that a warp has in flight with short rows.
 const DEPTH_BYTES: u32 = 10_240;
 
-/// What is planned for.
+/// The problem to plan for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// The pass.
@@ -74,27 +74,27 @@ pub struct Shape {
     pub is_whole: bool,
     /// Multiprocessors for each row, as [`room`] counts them.
     pub room: u32,
-    /// Whether sums are of more than losses need, for what is said of the distribution.
+    /// Whether rows have sums for auxiliary outputs.
     pub has_distribution: bool,
 }
 
-/// Multiprocessors that there are for each of so many rows, rounded down to a power of two.
+/// Returns the multiprocessors per row, rounded down to a power of two.
 #[must_use]
 pub fn room(limits: Limits, tokens: usize) -> u32 {
     let each = limits.multiprocessors as usize / tokens.max(1);
     1 << each.max(1).ilog2()
 }
 
-/// How a pass is laid out.
+/// The schedule of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
     /// Rows stream through the shared memory of a cluster.
     Ring(Ring),
-    /// Tiles of rows, each a CTA's, that know nothing of each other.
+    /// A CTA per tile of a row, without communication.
     Flat(Flat),
-    /// Whole rows of a small vocabulary to a CTA.
+    /// Several whole rows of a small vocabulary per CTA.
     Packed(Packed),
-    /// A CTA takes a row, and reads it twice where it needs to.
+    /// A CTA per row, which reads the row twice if necessary.
     Plain,
 }
 
@@ -103,7 +103,7 @@ pub enum Plan {
 pub struct Packed {
     /// Rows of a CTA: its tokens.
     pub rows: u32,
-    /// The fewest of them that end at a vector.
+    /// The fewest rows that end at a vector boundary.
     pub unit: u32,
     /// Lanes of a row.
     pub lanes: u32,
@@ -114,19 +114,19 @@ pub struct Packed {
     /// Columns of a row, and its bytes.
     pub columns: u32,
     row_bytes: u32,
-    /// What is kept of a row beside its logits.
+    /// Bytes that are kept of a row beside its logits.
     kept_bytes: u32,
 }
 
 impl Packed {
-    /// Shared memory of a CTA: the rows, what is kept of each beside, and a barrier.
+    /// Bytes of shared memory of a CTA: the rows, the further bytes of each, and a barrier.
     #[must_use]
     pub fn shared_bytes(&self) -> u32 {
         let tile = (self.rows * self.row_bytes).next_multiple_of(VECTOR_BYTES);
         tile + self.rows * self.kept_bytes + BARRIER_BYTES
     }
 
-    /// The same with fewer rows, where so few tokens leave multiprocessors without any.
+    /// The layout with fewer rows, if few tokens would leave multiprocessors idle.
     #[must_use]
     pub fn for_tokens(self, tokens: usize, multiprocessors: u32) -> Self {
         let share = tokens.div_ceil(2 * multiprocessors.max(1) as usize);
@@ -155,24 +155,23 @@ pub struct Ring {
     pub ctas: u32,
     /// Vectors of a chunk.
     pub chunk_vectors: u32,
-    /// Chunks of a row that a warp holds.
+    /// Chunks of a row per warp.
     pub chunks: u32,
     /// Chunks in a warp's ring.
     pub slots: u32,
-    /// Consecutive tokens that a cluster takes before it moves on.
+    /// Consecutive tokens of a cluster.
     pub time_block: u32,
-    /// Shared memory of a CTA, and what it keeps of each part of a row's sum.
+    /// Bytes of shared memory of a CTA, and of a partial result of a row.
     pub shared_bytes: u32,
     part_bytes: u32,
-    /// Columns of pieces that a row's sum is made of. A warp holds one where there are as many.
+    /// The number of columns of pieces of a row's sum; a warp has one column if there are as many warps.
     pub columns: u32,
     /// Pieces of a column.
     pub pieces: u32,
 }
 
 impl Plan {
-    /// The tile that this plan works on at a time: `time_block` tokens, and the columns that move in
-    /// one step.
+    /// The tile of this plan: `time_block` tokens, and the columns of one step.
     #[must_use]
     pub fn tile(&self, dtype: DType) -> Tile {
         let (time_block, vectors) = match self {
@@ -200,17 +199,17 @@ impl Ring {
         self.warps * self.ctas != self.columns
     }
 
-    /// The same sums in narrower clusters.
+    /// The layout in narrower clusters, with the same sums.
     pub(crate) fn narrower(self) -> impl Iterator<Item = Self> {
         let halves = std::iter::successors(Some(self.ctas), |ctas| Some(ctas / 2));
         halves.skip(1).take_while(|ctas| *ctas > 1).filter_map(move |ctas| self.over(ctas))
     }
 
-    /// The same sums with their chunks over so many CTAs.
+    /// The layout with its chunks over `ctas` CTAs, and the same sums.
     fn over(self, ctas: u32) -> Option<Self> {
         let chunks = self.columns * self.pieces;
-        // Every warp holds one at least, and sends as many as any other. Slots are for a row and what
-        // comes before the next.
+        // Every warp has at least one piece, and sends as many as any other. Slots hold a row and what comes
+        // before the next row.
         let warps = chunks.div_ceil(ctas).min(MAX_WARPS);
         let warps = if warps * ctas > chunks { chunks / ctas } else { warps };
         let held = chunks.div_ceil((warps * ctas).max(1));
@@ -225,8 +224,8 @@ impl Ring {
     }
 }
 
-/// The plan for `shape` on `device`, of the tuned tile or the rule, with either extent of its tile
-/// replaced where one is given.
+/// Returns the plan for `shape` on `device`, by the tuned tile or the rule; a given extent replaces that of the
+/// tile.
 #[must_use]
 pub fn choose(
     device: &Device,
@@ -238,10 +237,10 @@ pub fn choose(
     Planner::new(device.limits(), shape).plan(tuned, time_block, block_size)
 }
 
-/// The tuned tile of `shape`: one of a vocabulary that is nearly its own, of this device if there is.
+/// The tuned tile of a vocabulary near that of `shape`, preferably for this device.
 fn tuned<'a>(rows: &'a [TunedTile], device: &str, shape: Shape) -> Option<&'a TunedTile> {
     let distance = |row: &TunedTile| ((row.vocab as f64).ln() - (shape.vocab as f64).ln()).abs();
-    // What was measured for bf16 suits f16 and the other way round.
+    // bf16 and f16 share their measurements.
     let is_as_wide = |row: &TunedTile| {
         DType::ALL
             .into_iter()
@@ -262,7 +261,7 @@ struct Planner {
     pass: Pass,
     /// Elements of a vector.
     per: u32,
-    /// Vectors of a row with those that may come before its own in its first line.
+    /// Vectors of a row, including those before it in its first cache line.
     vectors: u32,
 }
 
@@ -299,7 +298,7 @@ impl Planner {
         Plan::Ring(self.spread(base).unwrap_or(base))
     }
 
-    /// `base` with a row's chunks over the multiprocessors that there are for each.
+    /// `base` with a row's chunks over the multiprocessors per row.
     fn spread(&self, base: Ring) -> Option<Ring> {
         let widest = self.shape.room.min(WIDEST);
         std::iter::successors(Some(widest), |ctas| Some(ctas / 2))
@@ -308,7 +307,7 @@ impl Planner {
             .find(|ring| ring.shared_bytes <= self.limits.shared_bytes_per_block)
     }
 
-    /// Whole rows to a CTA, if they are short and nobody asks for less of them at a time.
+    /// The packed layout, if rows are short and no smaller `block_size` is given.
     fn packed(&self, time_block: Option<usize>, block_size: Option<usize>) -> Option<Packed> {
         let Shape { dtype, vocab, is_whole, has_distribution, .. } = self.shape;
         // There is no kernel for the gradient of entropies.
@@ -343,7 +342,7 @@ impl Planner {
         Some(Packed { rows, unit, lanes, whole_vectors, threads, columns, row_bytes, kept_bytes })
     }
 
-    /// The plan of a tuned tile, if its row says all and fits.
+    /// The plan of a tuned tile, if the tile is complete and fits.
     fn tuned(&self, row: &TunedTile) -> Option<Ring> {
         let (warps, ctas) = (row.warps?, row.cluster?);
         let chunk = self.chunk_of(warps * ctas, row.block_size);
@@ -351,7 +350,7 @@ impl Planner {
         self.ring(warps, ctas, chunk).map(|ring| Ring { time_block, ..ring })
     }
 
-    /// The plan where nothing was measured.
+    /// The plan without a tuned tile.
     fn rule(&self) -> Option<Ring> {
         match self.pass {
             Pass::Fused => self.rule_fused(),
@@ -359,7 +358,7 @@ impl Planner {
         }
     }
 
-    /// Tiles of so many columns; else even ones that a thread takes in one batch.
+    /// Tiles of the given columns, or even tiles that a thread loads in one batch.
     fn flat(&self, time_block: u32, columns: Option<usize>) -> Flat {
         let tile_vectors = columns.map_or_else(
             || {
@@ -387,9 +386,8 @@ impl Planner {
         })
     }
 
-    /// For the pass that looks at a chunk once: chunks of at most `bytes`, and few warps to a row, so
-    /// that several rows are under way on a multiprocessor and each warp's part of one is worth the
-    /// exchange that it ends with.
+    /// The layout for the pass that reads a chunk once: chunks of at most `bytes`, and few warps per row, so that a
+    /// multiprocessor has several rows in flight and each warp's part of a row outweighs the exchange at its end.
     fn rule_once(&self, bytes: u32) -> Option<Ring> {
         let warps = self.warps(4);
         let ctas = if self.vectors >= 12_288 { 2 } else { 1 };
@@ -398,18 +396,18 @@ impl Planner {
         self.ring(warps, ctas, self.chunk(warps * ctas, chunks))
     }
 
-    /// As many warps as find a vector for each of their lanes in a row, up to `most`.
+    /// The number of warps, up to `most`, for which a row has a vector per lane.
     fn warps(&self, most: u32) -> u32 {
         let fits = |warps: &u32| *warps <= most && self.vectors >= 32 * warps;
         [12, 8, 4, 2].into_iter().find(fits).unwrap_or(1)
     }
 
-    /// The chunk that cuts a row into `chunks` for each of so many warps.
+    /// The chunk for which each of the warps has `chunks` chunks of a row.
     fn chunk(&self, warps: u32, chunks: u32) -> u32 {
         self.vectors.div_ceil(warps * chunks.max(1)).next_multiple_of(LINE).max(LINE)
     }
 
-    /// The chunk with which so many warps move `columns` in a step, or the whole row.
+    /// The chunk for which the warps read `columns`, or the whole row, in a step.
     fn chunk_of(&self, warps: u32, columns: usize) -> u32 {
         let vectors = columns.div_ceil((warps * self.per) as usize);
         let whole = self.chunk(warps, 1);
@@ -417,7 +415,7 @@ impl Planner {
             .map_or(whole, |vectors| vectors.min(whole).next_multiple_of(LINE).max(LINE))
     }
 
-    /// What is kept of a part of a row's sum.
+    /// Bytes of a partial result of a row.
     fn part_bytes(&self) -> u32 {
         if self.shape.has_distribution { DISTRIBUTION_BYTES } else { PART_BYTES }
     }
@@ -428,7 +426,7 @@ impl Planner {
         self.limits.shared_bytes_per_block.saturating_sub(rest) / (warps * 2 * VECTOR_BYTES)
     }
 
-    /// `base` with the step that comes nearest to `columns` of those that fit.
+    /// `base` with the step nearest to `columns` among those that fit.
     fn with_columns(&self, base: Ring, columns: usize) -> Ring {
         let Ring { warps, ctas, .. } = base;
         let wanted = self.chunk_of(warps * ctas, columns);
@@ -443,7 +441,7 @@ impl Planner {
         ring.map_or(base, |ring| Ring { time_block: base.time_block, ..ring })
     }
 
-    /// The layout with such chunks and the slots that suit it, if shared memory has the room.
+    /// The layout with the given chunks and suitable slots, if they fit shared memory.
     fn ring(&self, warps: u32, ctas: u32, chunk_vectors: u32) -> Option<Ring> {
         if chunk_vectors == 0 {
             return None;
@@ -453,7 +451,7 @@ impl Planner {
             Pass::Fused => (chunks + 1, chunks + 2),
             _ => (2, 2),
         };
-        // Of short rows a warp takes several at a time.
+        // A warp has several short rows in flight.
         let deep = DEPTH_BYTES / (chunk_vectors * VECTOR_BYTES);
         let best = if chunks == 1 { best.max(deep) } else { best };
         let most = MAX_SLOTS.min(chunks.saturating_mul(MAX_ROWS - 1) - 1);
@@ -479,8 +477,8 @@ impl Planner {
     }
 }
 
-/// Shared memory of a CTA, as `RingLayout` of kernels/ring.cuh divides it: slots, tables of parts,
-/// rows, and barriers for both.
+/// Bytes of shared memory of a CTA, as `RingLayout` of kernels/ring.cuh divides them: slots, tables of partial
+/// results, rows, and barriers for both.
 fn shared_bytes(warps: u32, table_bytes: u32, slots: u32, chunk_vectors: u32) -> u32 {
     const ROW_BYTES: u32 = 64;
     let fixed = TABLES * (table_bytes + BARRIER_BYTES) + warps * MAX_ROWS * ROW_BYTES;
@@ -542,13 +540,13 @@ mod tests {
         shape(Pass::Fused, dtype, vocab)
     }
 
-    /// What kernels/ring.cuh takes for granted.
+    /// The assumptions of kernels/ring.cuh.
     fn check(limits: Limits, shape: Shape, ring: Ring) {
         let Ring { warps, ctas, chunk_vectors, chunks, slots, time_block, shared_bytes, .. } = ring;
         let what = format!("{shape:?}: {ring:?}");
         let widest = if shape.room >= 16 { 16 } else { 8 };
         assert!((1..=16).contains(&warps) && ctas.is_power_of_two() && ctas <= widest, "{what}");
-        // Every piece has a warp, and every warp one.
+        // Every piece has a warp, and every warp a piece.
         let pieces = ring.columns * ring.pieces;
         assert!(warps * ctas <= pieces && pieces <= warps * ctas * chunks, "{what}");
         let parts = if ring.is_spread() { warps * ctas * chunks } else { warps * ctas } + 1;
@@ -556,7 +554,7 @@ mod tests {
             chunk_vectors > 0 && chunk_vectors.is_multiple_of(LINE) && time_block > 0,
             "{what}"
         );
-        // Every vector has a place, with the most that may come before a row's own.
+        // Slots hold all vectors of a row, also with the most vectors before it in its first line.
         let per = per_vector(shape.dtype) as usize;
         let lines = (shape.vocab * shape.dtype.size_bytes()).is_multiple_of(128);
         let vectors = shape.vocab / per + if lines { 0 } else { 7 };
@@ -583,7 +581,7 @@ mod tests {
             (DType::Bf16, 151_936, [12, 2, 5, 7]),
             (DType::Bf16, 262_144, [16, 4, 4, 6]),
             (DType::F32, 151_643, [12, 4, 5, 7]),
-            // As bf16, which is as wide.
+            // As for bf16, which has the same width.
             (DType::F16, 128_256, [16, 2, 4, 6]),
             (DType::F16, 151_643, [12, 2, 5, 7]),
             (DType::F16, 50_257, [12, 1, 2, 4]),
@@ -625,7 +623,7 @@ mod tests {
         }
     }
 
-    /// What kernels/flat.cuh takes for granted.
+    /// The assumptions of kernels/flat.cuh.
     fn check_flat(shape: Shape, flat: Flat) {
         let Flat { tile_vectors, tiles, time_block } = flat;
         let what = format!("{shape:?}: {flat:?}");
@@ -636,7 +634,7 @@ mod tests {
         assert!(held + 7 >= vectors && held <= u64::from(u32::MAX), "{what}");
     }
 
-    /// What kernels/packed.cuh takes for granted.
+    /// The assumptions of kernels/packed.cuh.
     fn check_packed(limits: Limits, shape: Shape, packed: Packed) {
         let what = format!("{shape:?}: {packed:?}");
         let bytes = shape.vocab * shape.dtype.size_bytes();
@@ -739,7 +737,7 @@ mod tests {
 
     #[test]
     fn rows_that_no_cluster_holds_and_gpus_without_clusters_are_plain() {
-        // Eight CTAs of an H200 hold rows of 1.2 MB and what is on its way.
+        // Eight CTAs of an H200 hold rows of 1.2 MB and the chunks in flight.
         assert!(matches!(plan(HOPPER, fused(DType::Bf16, 600_000), [None; 2]), Plan::Ring(_)));
         assert_eq!(plan(HOPPER, fused(DType::Bf16, 1_000_003), [None; 2]), Plan::Plain);
         for pass in [Pass::Forward, Pass::Fused] {
@@ -760,7 +758,7 @@ mod tests {
             }
             let columns = [1, 5_000, 10_000, 20_000].map(|columns| given(1, columns).block_size());
             assert!(columns.is_sorted() && columns[0] < columns[3], "{pass:?}: {columns:?}");
-            // A step is a multiple of what one line for each warp moves.
+            // A step is a multiple of one cache line per warp.
             for (asked, found) in [5_000, 10_000, 20_000].into_iter().zip(&columns[1..]) {
                 assert!(found.abs_diff(asked) < 12 * 2 * 64, "{pass:?}: {asked} became {found}");
             }

@@ -148,16 +148,16 @@ pub(super) fn steps(pass: Pass, shape: QuantizeShape, dtype: DType) -> Vec<Step>
     let rows = shape.matrices() * shape.rows();
     match pass {
         _ if shape.elements() == 0 => Vec::new(),
-        Pass::Amax => vec![of_blocks(shape, dtype, Blocks::ROW, "runs_amax", 1)],
+        Pass::Amax => vec![plan_blocks(shape, dtype, Blocks::ROW, "runs_amax", 1)],
         Pass::Given { scales, is_transposed: false } => {
-            vec![of_blocks(shape, dtype, Blocks::ROW, "runs_given", rows / scales)]
+            vec![plan_blocks(shape, dtype, Blocks::ROW, "runs_given", rows / scales)]
         }
         Pass::Given { scales, is_transposed: true } => {
             let zeros = Zeros { numbers: rows, turned_scales: 0 };
             vec![Step { zeros, ..turned(shape, dtype, "given", rows / scales, [1, 1]) }]
         }
         Pass::Scales { blocks, is_transposed: false } => {
-            vec![of_blocks(shape, dtype, blocks, "runs", 1)]
+            vec![plan_blocks(shape, dtype, blocks, "runs", 1)]
         }
         Pass::Scales { blocks, is_transposed: true } => with_transposed(shape, dtype, blocks),
     }
@@ -182,7 +182,7 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
             turned(shape, dtype, "both", 1, [rows, 1]),
         ];
     }
-    let straight = of_blocks(shape, dtype, blocks, "runs", 1);
+    let straight = plan_blocks(shape, dtype, blocks, "runs", 1);
     // Rows and columns of x that a scale of the transposed copy is of.
     let block = match blocks.rows {
         1 => [blocks.columns.unwrap_or(rows).min(rows), 1],
@@ -215,7 +215,7 @@ pub(super) fn gated(shape: QuantizeShape, dtype: DType, is_transposed: bool) -> 
         return turned(shape, dtype, "gated", 1, [1, tile]);
     }
     let blocks = Blocks { rows: 1, columns: Some(tile) };
-    let step = of_blocks(shape, dtype, blocks, "gated", 1);
+    let step = plan_blocks(shape, dtype, blocks, "gated", 1);
     // Two vectors in the place of one are half as many runs.
     Step { ctas: step.ctas * (RUN_BATCH / GATED_BATCH) as usize, ..step }
 }
@@ -277,7 +277,7 @@ fn per_vector(dtype: DType) -> usize {
 }
 
 /// A pass over blocks, by lanes of a warp where those are enough.
-fn of_blocks(
+fn plan_blocks(
     shape: QuantizeShape,
     dtype: DType,
     blocks: Blocks,
@@ -462,7 +462,7 @@ mod tests {
         let given = steps(Pass::Given { scales: 3, is_transposed: false }, shape, DType::F32);
         assert_eq!((given[0].shape, given[0].rows_of_scale), ([1, 30, 40], 10));
         let of_parts =
-            of_blocks(shape, DType::F32, Blocks { rows: 1, columns: Some(8) }, "runs", 1);
+            plan_blocks(shape, DType::F32, Blocks { rows: 1, columns: Some(8) }, "runs", 1);
         assert_eq!((of_parts.shape, of_parts.block), ([1, 150, 8], [1, 8]));
     }
 }

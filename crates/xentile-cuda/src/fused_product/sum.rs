@@ -126,7 +126,7 @@ impl Sum {
         };
         let part = Part { vocab, first_column: 0, stride: self.out.stride, carried: null_mut() };
         let shape = LogitsShape::new(tokens, vocab)?;
-        let row = Kernel::new(options, shape, self.out.dtype)?.of_part(part);
+        let row = Kernel::new(options, shape, self.out.dtype)?.with_part(part);
         let row = row.arguments(null(), Labels::I32(null()));
         let arguments = Arguments {
             hidden: rows_of(self.left, self.left.transposed, arguments::ROWS_OF_A)?,
@@ -141,7 +141,7 @@ impl Sum {
             adds: (there != There::Nothing).into(),
             labelled: labelled.cast_mut(),
             part_first: first as i64,
-            ..Arguments::of_rows(Row { dlogits: self.out.at, ..row })
+            ..Arguments::with_row(Row { dlogits: self.out.at, ..row })
         };
         // SAFETY: passed on from this function's contract.
         unsafe {

@@ -327,7 +327,7 @@ impl FusedProduct {
         let shape = LogitsShape::new(self.tokens, self.vocab)?;
         let (Self { tokens, vocab, .. }, stride, carried) = (*self, place.stride, null_mut());
         let whole = Part { vocab, first_column: 0, stride, carried };
-        let row = Kernel::new(self.options, shape, self.dtype)?.of_part(whole);
+        let row = Kernel::new(self.options, shape, self.dtype)?.with_part(whole);
         let row = Row { dlogits: self.column_0(place), ..row.arguments(null(), operands.labels) };
         let taken = Arguments {
             gradients: Self::gradient_of(of_tokens, 0),
@@ -339,7 +339,7 @@ impl FusedProduct {
             part_first: first as i64,
             part_count: part.rows as i64,
             part_stride: part.stride as i64,
-            ..Arguments::of_rows(row)
+            ..Arguments::with_row(row)
         };
         let name = format!("unnormalised_label_term_{}_{}", part.dtype, self.factors());
         // SAFETY: passed on from this function's contract.
@@ -368,10 +368,10 @@ impl FusedProduct {
         let Self { tokens, dtype, .. } = *self;
         let part = Part { vocab: columns, first_column: 0, stride: columns, carried: null_mut() };
         let shape = LogitsShape::new(tokens, columns)?;
-        let row = Kernel::new(self.options, shape, dtype)?.of_part(part);
+        let row = Kernel::new(self.options, shape, dtype)?.with_part(part);
         Ok(Arguments {
             gradients,
-            ..Arguments::of_rows(row.arguments(null(), Labels::I32(null())))
+            ..Arguments::with_row(row.arguments(null(), Labels::I32(null())))
         })
     }
 

@@ -1,4 +1,4 @@
-//! What all chunks of a sweep have in common, and what is done with one.
+//! A sweep over chunks of logits, and the steps on a chunk.
 
 mod column_blocks;
 
@@ -21,7 +21,7 @@ use crate::fused_product::{self, Columns, DLogits, FusedProduct, Sum, There, Unn
 use crate::round::round;
 use crate::{Device, Error, Result, check_alignment};
 
-/// What part of the scratch is left to products where it holds logits of whole rows.
+/// The share of the scratch that is a workspace of GEMMs where the scratch holds logits of whole rows.
 const PRODUCTS_SHARE: usize = 8;
 
 /// A sweep over chunks of logits.
@@ -38,14 +38,13 @@ pub(super) struct Run<'a> {
     bias: *const f32,
     scratch: *mut c_void,
     layout: Layout,
-    /// Whether there are products that have the cross-entropy in them.
+    /// Whether GEMMs have a cross-entropy epilogue.
     has_fused_product: bool,
-    /// Where what is said of the distribution goes, if that is asked for.
+    /// Where entropy and argmax go, if they are requested.
     distribution: Option<DistributionOutputs>,
 }
 
-/// Dlogits or the unnormalised softmax of some tokens and columns, or logits in f32, and in their place
-/// dlogits.
+/// A chunk of logits: dlogits or the unnormalised softmax, or float32 logits that dlogits overwrite.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     tokens: Chunk,
@@ -102,8 +101,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// The same, which says something of each token's distribution beside what it gives, if that is
-    /// asked for.
+    /// Adds outputs for each token's entropy and argmax, if they are requested.
     pub(super) fn saying(self, distribution: Option<DistributionOutputs>) -> Self {
         Self { distribution, ..self }
     }
@@ -116,14 +114,13 @@ impl<'a> Run<'a> {
         self.scratch.wrapping_byte_add(offset)
     }
 
-    /// The scratch's place for logits.
+    /// The block of logits in the scratch.
     pub(super) fn block(&self, tokens: Chunk, columns: Chunk) -> Block {
         let stride = self.linear.stride(columns.count.max(self.sweep.chunk.columns));
         Block { tokens, columns, at: self.at(self.layout.logits), stride }
     }
 
-    /// The place of logits of all tokens in the memory of the weight's gradient, in slots of so many
-    /// columns.
+    /// The block of saved logits of all tokens in the memory of dweight, in slots of `slot` columns.
     pub(super) fn kept_block(&self, columns: Chunk, slot: usize, gradients: Gradients) -> Block {
         let element = self.linear.kept_at(columns.first, slot);
         let at = gradients.weight.wrapping_byte_add(element * self.linear.dtype.size_bytes());
@@ -131,13 +128,14 @@ impl<'a> Run<'a> {
         Block { tokens, columns, at, stride: self.linear.stride(slot) }
     }
 
-    /// What is free when no logits are wanted any more, for [`Total::end`].
+    /// The scratch that is free once no logits are needed, for [`Total::end`].
     pub(super) fn spare(&self) -> Scratch {
         let at = self.layout.workspace;
         Scratch { at: self.at(at), bytes: self.layout.scaled - at }
     }
 
-    pub(super) fn of_hidden(&self, gradients: Gradients) -> Total {
+    /// Where dhidden and its sums go.
+    pub(super) fn plan_hidden(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.hidden_gradient != DType::F32 && chunk.columns < linear.vocab;
         let of_one_chunk = !self.sweep.of_weight;
@@ -151,7 +149,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    pub(super) fn of_weight(&self, gradients: Gradients) -> Total {
+    /// Where dweight and its sums go.
+    pub(super) fn plan_weight(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.weight_gradient != DType::F32 && chunk.tokens < linear.tokens;
         let [rows, _] = linear.weight_sums(self.sweep);
@@ -164,12 +163,12 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The workspace of products, which others take between them.
+    /// The workspace of GEMMs, which other kernels use between them.
     pub(super) fn workspace(&self) -> Scratch {
         Scratch { at: self.at(self.layout.workspace), bytes: self.linear.workspace_bytes }
     }
 
-    /// The product that makes logits of some tokens and has the cross-entropy in it, and its operands.
+    /// The logits' GEMM of some tokens, with its cross-entropy epilogue, and the operands.
     fn fused_product(&self, tokens: Chunk) -> (FusedProduct, Operands) {
         let Linear { width, vocab, vocab_is_last, dtype, .. } = *self.linear;
         let (tokens_here, options) = (tokens.count, self.options);
@@ -184,8 +183,8 @@ impl<'a> Run<'a> {
         (product, operands)
     }
 
-    /// Computes the outputs of all tokens over `columns`; rows with more columns to come keep partial
-    /// sums instead. The logits are not kept.
+    /// Computes the outputs of all tokens from `columns`, or partial sums of rows that have more columns.
+    /// The logits are not saved.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; the logits in the scratch are overwritten.
@@ -220,8 +219,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Computes the outputs of tokens, entropy and argmax too, from whole rows of logits in f32, as many
-    /// rows at a time as the scratch holds.
+    /// Computes the outputs of tokens, with entropy and argmax, from whole rows of float32 logits, as many
+    /// rows at a time as fit the scratch.
     ///
     /// # Safety
     /// As for [`forward_outputs`](Self::forward_outputs).
@@ -248,7 +247,7 @@ impl<'a> Run<'a> {
             let part = Part { vocab, first_column: 0, stride: whole.stride, carried: null_mut() };
             let shape = LogitsShape::new(tokens.count, vocab)?;
             let kernel = Kernel::new(self.options, shape, DType::F32)?;
-            let kernel = kernel.with_tile(time_block, block_size)?.of_part(part);
+            let kernel = kernel.with_tile(time_block, block_size)?.with_part(part);
             let labels = self.labels.from(tokens.first);
             let (outputs, of) = (outputs.from(tokens.first), distribution.from(tokens.first));
             // SAFETY: passed on from this function's contract.
@@ -260,7 +259,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Finds what dlogits of all tokens are made of, for [`dlogits`](Self::dlogits).
+    /// Computes the scalars of all tokens that [`dlogits`](Self::dlogits) needs.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -274,7 +273,7 @@ impl<'a> Run<'a> {
         unsafe { product.prepare(self.stream, operands.labels, saved, cotangents, of_tokens) }
     }
 
-    /// Makes dlogits of logits that are not there, after [`prepare`](Self::prepare).
+    /// Recomputes logits and makes dlogits, after [`prepare`](Self::prepare).
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -303,7 +302,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Tokens whose rows a product adds up in the spare scratch, at most.
+    /// The most tokens whose rows a GEMM's epilogue reduces in the spare scratch.
     fn most_added_up(&self) -> usize {
         let fits = |&count: &usize| {
             let (product, _) = self.fused_product(Chunk { first: 0, count });
@@ -313,7 +312,7 @@ impl<'a> Run<'a> {
         std::iter::successors(Some(self.linear.tokens), halved).find(fits).unwrap_or(1)
     }
 
-    /// The same as [`forward_outputs`](Self::forward_outputs) of some tokens, by a product that adds up rows.
+    /// As [`forward_outputs`](Self::forward_outputs) for some tokens, by a GEMM whose epilogue reduces rows.
     ///
     /// # Safety
     /// As for [`forward_outputs`](Self::forward_outputs); `columns` are all.
@@ -326,7 +325,7 @@ impl<'a> Run<'a> {
         unsafe { product.forward(self.stream, operands, columns, outputs, self.spare()) }
     }
 
-    /// Makes logits in f32, and has `outputs` filled or what rows add up to so far kept.
+    /// Makes float32 logits, and fills `outputs` or keeps the rows' partial sums.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -340,7 +339,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes logits in f32, the last of their rows, and in their place their gradient; fills `outputs`.
+    /// Makes float32 logits of the last columns, overwrites them with dlogits, and fills `outputs`.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -368,7 +367,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes dlogits in the place of logits in f32 that are there.
+    /// Overwrites float32 logits with dlogits.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -390,7 +389,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Where logits of a block are in f32: those of operands of 16 bits beside it, without gaps.
+    /// The float32 logits of a block; with 16-bit operands they lie beside the block, without gaps.
     fn f32_logits(&self, block: &Block) -> Matrix {
         if self.linear.dtype == DType::F32 {
             return self.matrix(block);
@@ -399,7 +398,7 @@ impl<'a> Run<'a> {
         Matrix::new(at, DType::F32, block.tokens.count, block.columns.count)
     }
 
-    /// Rounds dlogits in f32 to operands of products, which those of operands in f32 are.
+    /// Rounds float32 dlogits to the dtype of GEMM operands, unless that is float32.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -411,8 +410,8 @@ impl<'a> Run<'a> {
         unsafe { round(self.stream, self.f32_logits(block), self.matrix(block)) }
     }
 
-    /// Whether the unnormalised softmax takes the place of dlogits, in `places` blocks of memory. A
-    /// weight `[D, V]` needs all columns in one chunk, since the gradient of fewer columns has gaps.
+    /// Whether the unnormalised softmax replaces dlogits, in `places` blocks of memory. A weight `[D, V]`
+    /// needs all columns in one chunk, since the gradient of fewer columns has gaps.
     pub(super) fn has_unnormalised(&self, tokens: Chunk, places: usize) -> bool {
         let (product, _) = self.fused_product(tokens);
         let has_distribution = self.has_distribution();
@@ -424,22 +423,22 @@ impl<'a> Run<'a> {
                 >= product.unnormalised_scratch_bytes(places, has_distribution)
     }
 
-    /// Whether a product of the library's own takes the unnormalised softmax to the hidden states'
-    /// gradient, rather than one that leaves sums in the workspace, for which there has to be room.
+    /// Whether the library's own GEMM makes dhidden from the unnormalised softmax. Otherwise a cuBLASLt GEMM
+    /// leaves sums in the workspace, which must fit there.
     fn multiplies_unnormalised(&self, tokens: Chunk) -> Result<bool> {
         let (product, _) = self.fused_product(tokens);
         Ok(self.hidden_sums_bytes(tokens) > self.workspace().bytes
             || product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
     }
 
-    /// Bytes of sums in f32 of so many tokens.
+    /// Bytes of float32 sums of some tokens' dhidden.
     fn hidden_sums_bytes(&self, tokens: Chunk) -> usize {
         (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
     }
 
-    /// Makes the unnormalised softmax of the rows that `blocks` have together, and gradients of them;
-    /// fills `outputs`. Blocks are read for the last time one after the other. Where they have not all
-    /// columns, the hidden states' gradient stays in its sums, for others to add to.
+    /// Makes the unnormalised softmax of the rows of `blocks` and the gradients, and fills `outputs`. Blocks
+    /// are freed one after the other. If they lack some columns, dhidden stays in its sums, to which the
+    /// other columns add.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`has_unnormalised`](Self::has_unnormalised).
@@ -451,12 +450,12 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
-        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
+        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let (product, _) = self.fused_product(tokens);
         let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
         let of_tokens = self.at(self.layout.of_tokens);
         let columns: usize = blocks.iter().map(|block| block.columns.count).sum();
-        // Scaled hidden states are where their gradient goes in the end, if that is of their dtype.
+        // Scaled hidden states lie in the memory of dhidden, if dhidden has their dtype.
         let scaled = match self.linear.keeps_scaled() {
             true => self.scaled(tokens),
             false => dhidden,
@@ -500,14 +499,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The scratch's place for scaled hidden states.
+    /// The scaled hidden states in the scratch.
     fn scaled(&self, tokens: Chunk) -> Matrix {
         let Linear { dtype, width, .. } = *self.linear;
         Matrix::new(self.at(self.layout.scaled), dtype, tokens.count, width)
     }
 
-    /// Makes the unnormalised softmax of the rows that `blocks` have the first columns of, and hidden
-    /// states that are scaled for them; fills `outputs`.
+    /// Makes the unnormalised softmax of the first columns, in `blocks`, and hidden states scaled for it;
+    /// fills `outputs`.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -533,7 +532,7 @@ impl<'a> Run<'a> {
         unsafe { product.unnormalised(self.stream, operands, dloss, outputs, to, self.workspace()) }
     }
 
-    /// Multiplies sums of some tokens' dhidden by each row's factor, where they lie.
+    /// Multiplies the sums of some tokens' dhidden by each row's factor, in place.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -547,8 +546,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Makes the unnormalised softmax of the rows that `block` has the first columns of, and adds both
-    /// gradients of these, that of the hidden states scaled, to their sums; fills `outputs`.
+    /// Makes the unnormalised softmax of the first columns, in `block`, and adds its dweight and scaled
+    /// dhidden to their sums; fills `outputs`.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`has_unnormalised`](Self::has_unnormalised).
@@ -560,7 +559,7 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Block { tokens, .. } = *block;
-        let [of_hidden, of_weight] = [self.of_hidden(gradients), self.of_weight(gradients)];
+        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let scaled = self.scaled(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
@@ -591,7 +590,7 @@ impl<'a> Run<'a> {
         let first = if by_columns { 0 } else { columns.first };
         let label_term = |rows: Chunk, place: Matrix, writes: bool| {
             let (from, part) = ((block.place(), of_tokens), (first + rows.first, place));
-            // Each part of D would add the same to the bias.
+            // Only one part of D adds to the bias.
             let adds_to_bias = !self.bias.is_null() && (!by_columns || rows.first == 0);
             let dbias = if adds_to_bias { dbias } else { null_mut() };
             // SAFETY: passed on from this function's contract.
@@ -641,10 +640,10 @@ impl<'a> Run<'a> {
         };
         let Linear { time_block, block_size, .. } = *self.linear;
         let kernel = Kernel::new(self.options, shape, DType::F32)?;
-        Ok(kernel.with_tile(time_block, block_size)?.of_part(part))
+        Ok(kernel.with_tile(time_block, block_size)?.with_part(part))
     }
 
-    /// Where sums of rows are kept between so many columns and the next.
+    /// The rows' partial sums between a chunk of columns and the next.
     fn carried(&self, columns: usize) -> *mut c_void {
         if columns < self.linear.vocab { self.at(self.layout.carried) } else { null_mut() }
     }
@@ -657,7 +656,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes logits in f32.
+    /// Makes float32 logits.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -668,7 +667,7 @@ impl<'a> Run<'a> {
         unsafe { self.sums(to, block.tokens, block.columns, workspace) }
     }
 
-    /// Makes logits in f32 of some tokens and columns: where there is a bias, in the place of rows of it.
+    /// Makes float32 logits of some tokens and columns; a bias is written to the rows first.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -689,7 +688,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Adds what dlogits give the bias, if there is one, or writes it where they are the first.
+    /// Adds the sums of dlogits to dbias, if there is one; the first dlogits overwrite it.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -703,7 +702,7 @@ impl<'a> Run<'a> {
         unsafe { self.add_rows_to_bias(gradients, block, null(), first) }
     }
 
-    /// The same of the unnormalised softmax, each times its row's factor.
+    /// Adds the unnormalised softmax, times each row's factor, to dbias.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -736,7 +735,7 @@ impl<'a> Run<'a> {
         unsafe { sum_columns(self.stream, (self.matrix(block), factors), to, !first, workspace) }
     }
 
-    /// Whose product logits are.
+    /// The operands of the logits' GEMM.
     fn factors(&self, tokens: Chunk, columns: Chunk) -> (Operand, Operand) {
         let hidden = self.hidden.rows(tokens.first, tokens.count).plain();
         let weight = self.weight_of(columns);
@@ -744,13 +743,13 @@ impl<'a> Run<'a> {
         (hidden, weight)
     }
 
-    /// The weight of some columns, as what multiplies their dlogits.
+    /// The weight of some columns as the right operand of dhidden's GEMM.
     fn weight_of_hidden(&self, columns: Chunk) -> Operand {
         let weight = self.weight_of(columns);
         if self.linear.vocab_is_last { weight.transposed() } else { weight.plain() }
     }
 
-    /// Adds what dlogits give hidden, or writes it where they are the first.
+    /// Adds dlogits @ weight to dhidden; the first dlogits overwrite it.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -769,7 +768,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Adds what dlogits give the weight, or writes it where they are the first.
+    /// Adds dlogits^T @ hidden to dweight; the first dlogits overwrite it.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -784,8 +783,7 @@ impl<'a> Run<'a> {
         unsafe { self.add_product_to_weight(total, block, hidden, first) }
     }
 
-    /// Adds what a block, transposed, and `hidden` of its tokens give, or writes it where that is the
-    /// first.
+    /// Adds block^T @ `hidden` to dweight; the first block overwrites it.
     ///
     /// # Safety
     /// As for [`Linear::forward`].
@@ -806,7 +804,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Whose product, the first transposed, is what a block and `hidden` of its tokens give the weight.
+    /// The operands A and B of dweight's GEMM A^T @ B, from a block and `hidden` of its tokens.
     fn factors_of_weight(&self, block: &Block, hidden: Matrix) -> [Matrix; 2] {
         let dlogits = self.matrix(block);
         if self.linear.vocab_is_last { [hidden, dlogits] } else { [dlogits, hidden] }

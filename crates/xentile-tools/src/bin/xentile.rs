@@ -11,7 +11,7 @@ use xentile_tools::commands::gradcheck;
 use xentile_tools::commands::microbench;
 use xentile_tools::{cli, ops, plugins, tpu};
 
-/// Proves kernels right and measures them, and tells what there is to run.
+/// Checks and measures kernels, and lists operations and plug-ins.
 #[derive(Parser)]
 #[command(name = "xentile", version)]
 struct Cli {
@@ -28,27 +28,27 @@ enum Command {
     Sweep(microbench::Sweep),
     #[cfg(feature = "sweep")]
     Suite(microbench::Suite),
-    /// Lists the operations there are. With a NAME: what that one takes and gives, its dims and options
-    /// with their defaults, and what runs it on this machine.
+    /// Lists operations; with a NAME its arrays, dims, options with defaults, and implementations
+    /// on this machine.
     Ops {
         /// An operation.
         name: Option<String>,
     },
-    /// Lists the PJRT plug-ins that were found: path, platform, versions, extensions, devices,
-    /// memory. Exit code 2 where there is none.
+    /// Lists the PJRT plug-ins found: path, platform, versions, extensions, devices, memory. Exit
+    /// code 2 if there is none.
     Plugins {
-        /// A plug-in's file, instead of those that are found.
+        /// A plug-in's file, instead of searching.
         #[arg(long, value_name = "FILE")]
         plugin: Option<PathBuf>,
     },
-    /// Prints the completions of this program for a shell.
+    /// Prints completions for a shell.
     Completions {
         /// The shell.
         shell: Shell,
     },
     /// Writes man pages, one for each command.
     Man {
-        /// The folder that they go to.
+        /// The folder to write to.
         folder: PathBuf,
     },
 }

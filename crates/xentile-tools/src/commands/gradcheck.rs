@@ -8,30 +8,30 @@ use clap::Parser;
 use crate::config::Implementation;
 use crate::{cli, draft, gradcheck, presets};
 
-/// Hold a kernel against the float64 reference and say whether it may be trusted
+/// Checks a kernel against the float64 reference, and prints a verdict
 #[derive(Parser)]
 #[command(version, after_help = "exit code: 0 within tolerance, 1 outside it, 2 bad input")]
 pub struct Arguments {
     /// The YAML config; configs/gradcheck/ has one for every vocabulary and option
     #[arg(long, value_name = "FILE", required_unless_present = "preset")]
     config: Option<PathBuf>,
-    /// A config that comes with this program, in the place of one of your own
+    /// A shipped config, instead of --config
     #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("gradcheck"))]
     preset: Option<String>,
-    /// Override a key of the config, such as --set shape.vocab=50257; may be repeated
+    /// Overrides a key of the config, such as --set shape.vocab=50257; may be repeated
     #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
-    /// By which program: the kernel, or the dense reference program
+    /// The implementation
     #[arg(long = "impl")]
     implementation: Option<Implementation>,
-    /// Manifest of a program that JAX exported, in the place of the kernel, for xla: backends
+    /// Manifest of a program that JAX exported, to run as the kernel on xla: backends
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
-    /// Keep compiled programs in DIR, for xla: backends; nothing else may write there. Default:
-    /// the directory that XENTILE_CACHE names, if any
+    /// The folder of compiled programs, for xla: backends; only these tools may write there.
+    /// Default: XENTILE_CACHE, if set
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
-    /// Write the report as JSON as well
+    /// Also writes the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }

@@ -17,9 +17,9 @@ use crate::{cli, microbench, presets, suite, sweep, tpu};
 
 /// Times value_and_grad of the scalar loss against a copy measured in the same process.
 ///
-/// One measurement is one process, so that its peak of memory is its own; a config that lists several
-/// inputs or shapes is as many processes, and prints a row for each. What a flag leaves open
-/// comes from --set, then from the config, then from the defaults.
+/// Each measurement runs in its own process, so that its peak of memory is its own; a config with
+/// several inputs or shapes prints a row for each. A flag overrides --set, which overrides the
+/// config.
 #[derive(Parser)]
 #[command(version, args_conflicts_with_subcommands = true)]
 pub struct Arguments {
@@ -31,22 +31,21 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
-    /// tabulates, plots and keeps the best.
+    /// Measures a grid of tiles, or a list of memory limits; writes a table and a plot, and keeps
+    /// the best.
     Sweep(Sweep),
-    /// Measures operations over lists of shapes, each beside the plain program: one table of times,
-    /// speed-ups, throughput and memory, and a plot.
+    /// Measures operations over lists of shapes, beside XLA's program; writes a table and a plot.
     Suite(Suite),
 }
 
-/// Measures every time_block x block_size of a grid, or every max_scratch_bytes of a list, and
-/// tabulates, plots and keeps the best.
+/// Measures a grid of tiles, or a list of memory limits; writes a table and a plot, and keeps the
+/// best.
 #[derive(clap::Args)]
 pub struct Sweep {
     /// YAML config of the sweep.
     #[arg(long, value_name = "FILE", required_unless_present = "preset")]
     config: Option<PathBuf>,
-    /// A config that comes with this program, in the place of one of your own.
+    /// A shipped config, instead of --config.
     #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("sweep"))]
     preset: Option<String>,
     /// Overrides a key of the config; may be repeated.
@@ -66,14 +65,13 @@ impl Sweep {
     }
 }
 
-/// Measures operations over lists of shapes, each beside the plain program: one table of times,
-/// speed-ups, throughput and memory, and a plot.
+/// Measures operations over lists of shapes, beside XLA's program; writes a table and a plot.
 #[derive(clap::Args)]
 pub struct Suite {
     /// YAML config of the suite.
     #[arg(long, value_name = "FILE", required_unless_present = "preset")]
     config: Option<PathBuf>,
-    /// A config that comes with this program, in the place of one of your own.
+    /// A shipped config, instead of --config.
     #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("suite"))]
     preset: Option<String>,
     /// Overrides a key of the config, such as cell.backend=xla:cpu; may be repeated.
@@ -98,30 +96,30 @@ struct Measure {
     /// YAML config of the measurement.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// A config that comes with this program, in the place of one of your own.
+    /// A shipped config, instead of --config.
     #[arg(long, value_name = "NAME", conflicts_with = "config", value_parser = presets::parser("microbench"))]
     preset: Option<String>,
     /// Overrides a key of the config, such as options.z_loss=1e-4; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", num_args = 1..)]
     set: Vec<String>,
-    /// What is computed: an operation, or a function that is one with some options set, such as swiglu.
+    /// An operation, or a function that sets options of an operation, such as swiglu.
     #[arg(long, value_parser = op())]
     op: Option<Chosen>,
-    /// Where.
+    /// The backend.
     #[arg(long)]
     backend: Option<Backend>,
-    /// By which program.
+    /// The implementation.
     #[arg(long = "impl")]
     implementation: Option<Implementation>,
     #[command(flatten)]
     extents: Extents,
-    /// Dtype of arrays that have no other.
+    /// Dtype of arrays without a dtype of their own.
     #[arg(long, value_parser = dtype())]
     dtype: Option<DType>,
-    /// Tokens a tile.
+    /// Tokens per tile.
     #[arg(long)]
     time_block: Option<usize>,
-    /// Vocabulary columns a tile.
+    /// Vocabulary columns per tile.
     #[arg(long)]
     block_size: Option<usize>,
     /// Timed steps.
@@ -130,34 +128,34 @@ struct Measure {
     /// Steps between the first call and the timed ones.
     #[arg(long)]
     warmup: Option<usize>,
-    /// Steps started before the last of them is waited for; 1 on processors, else 10 by default.
+    /// Steps that are started before the last of them is waited for; by default 1 on CPUs, else 10.
     #[arg(long, value_name = "STEPS")]
     in_flight: Option<usize>,
-    /// Threads; 0 is one a core.
+    /// Threads; 0 is one per core.
     #[arg(long)]
     threads: Option<usize>,
-    /// Instruction set: amx_bf16, avx512_bf16, avx512, avx2, neon or portable; the best of this
-    /// processor by default.
+    /// Instruction set: amx_bf16, avx512_bf16, avx512, avx2, neon or portable; by default this
+    /// processor's best.
     #[arg(long)]
     isa: Option<String>,
-    /// The PJRT plug-in's file, for xla: backends; looked for by default.
+    /// The PJRT plug-in's file, for xla: backends; searched for by default.
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
-    /// TPUs to compile for, none of which need be there, such as v6e:2x2; nothing runs.
+    /// TPUs to compile for, such as v6e:2x2; none need be present, and nothing runs.
     #[arg(long, value_name = "NAME")]
     topology: Option<String>,
-    /// Manifest of a program that JAX exported, in the place of the kernel; `{time_block}` and
+    /// Manifest of a program that JAX exported, to run as the kernel; `{time_block}` and
     /// `{block_size}` in its name stand for the tile.
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
-    /// Keeps compiled programs in DIR, for xla: backends; nothing else may write there. By default
-    /// the directory that XENTILE_CACHE names, if any.
+    /// The folder of compiled programs, for xla: backends; only these tools may write there.
+    /// Default: XENTILE_CACHE, if set.
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
-    /// mean and sum run the fused schedule; none a forward pass, then a backward pass.
+    /// mean and sum run the fused schedule; none runs forward, then backward.
     #[arg(long, value_parser = reduction())]
     reduction: Option<&'static str>,
-    /// What the first operand holds.
+    /// The values of the first input.
     #[arg(long)]
     logits: Option<Logits>,
     /// Appends the result to FILE as one line of JSON; `-` prints that line and nothing else.
@@ -175,7 +173,7 @@ type Chosen = (Op, &'static [(&'static str, operation::Value)]);
 fn op() -> impl TypedValueParser<Value = Chosen> {
     let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
     let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
-    PossibleValuesParser::new(names).map(|name| match Op::of_function(&name) {
+    PossibleValuesParser::new(names).map(|name| match Op::find_function(&name) {
         Some((op, function)) => (op, function.options),
         None => (Op::named(&name).unwrap_or_default(), &[][..]),
     })
@@ -282,7 +280,7 @@ impl Measure {
             }
         }
         if let Some((op, options)) = self.op {
-            config.of_op(op);
+            config.set_op(op);
             for &(name, value) in options {
                 let is_on_top = op.option(name).is_some_and(|spec| spec.section == Section::Top);
                 let settings = if is_on_top { &mut config.top } else { &mut config.options };

@@ -28,7 +28,7 @@ impl Op {
 
     /// The operation that the function called `name` is, and what it sets of its options.
     #[must_use]
-    pub fn of_function(name: &str) -> Option<(Self, &'static NamedFunction)> {
+    pub fn find_function(name: &str) -> Option<(Self, &'static NamedFunction)> {
         let found = |op: Self| Some((op, op.functions().iter().find(|one| one.name == name)?));
         operations().iter().find_map(|operation| found(Self(*operation)))
     }
@@ -80,7 +80,7 @@ impl Serialize for Op {
 impl<'de> Deserialize<'de> for Op {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let name = String::deserialize(deserializer)?;
-        if let Some((op, function)) = Self::of_function(&name) {
+        if let Some((op, function)) = Self::find_function(&name) {
             return Err(serde::de::Error::custom(format_args!(
                 "{name} is a function: write op: {op} with {}",
                 set_by(op, function)

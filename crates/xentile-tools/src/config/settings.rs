@@ -104,7 +104,7 @@ impl Scope {
     }
 
     /// The keys of all operations of a family.
-    fn of_family(self, op: Op) -> Vec<Key> {
+    fn list_family(self, op: Op) -> Vec<Key> {
         self.of(|operation| operation.family() == op.family())
     }
 
@@ -190,7 +190,7 @@ impl Settings {
     }
 
     /// Written and checked as of `op` from here on.
-    pub fn of_op(&mut self, op: Op) {
+    pub fn set_op(&mut self, op: Op) {
         self.op = op;
     }
 
@@ -262,7 +262,7 @@ impl Serialize for Settings {
                 }
             }
             _ => {
-                for key in self.scope.of_family(self.op) {
+                for key in self.scope.list_family(self.op) {
                     let has_default = !key.is_dim || is_own(key.name);
                     let default = if has_default { key.default } else { Value::Absent };
                     let value = self.get(key.name).unwrap_or(default);

@@ -50,6 +50,7 @@ pub struct Config {
     #[serde(default)]
     pub program: Option<PathBuf>,
     /// The folder of compiled programs, for `xla:` backends; only these tools may write there.
+    /// Default: `XENTILE_CACHE`, if set.
     #[serde(default)]
     pub cache: Option<PathBuf>,
     /// The operation's options.
@@ -79,7 +80,7 @@ impl Schema for Config {
         let Taken { top, options, tolerances, .. } = taken;
         (self.top, self.options, self.tolerances) = (top, options, tolerances);
         for settings in [&mut self.top, &mut self.options, &mut self.tolerances] {
-            settings.of_op(self.op);
+            settings.set_op(self.op);
         }
     }
 }

@@ -246,7 +246,7 @@ impl Judge<'_> {
     }
 
     /// Judges `found`, which has the extents of the result `array`.
-    fn of_array(
+    fn judge_array(
         &mut self,
         array: &str,
         found: &Array<'_>,
@@ -324,7 +324,7 @@ impl Visitor for Judge<'_> {
         rows: &(dyn Fn(&dyn Rows) + Sync),
     ) {
         if let Some(found) = self.found.get(array) {
-            self.of_array(array, found, name, judged, rows);
+            self.judge_array(array, found, name, judged, rows);
         }
     }
 
@@ -336,7 +336,7 @@ impl Visitor for Judge<'_> {
         judged: Judged,
         rows: &(dyn Fn(&dyn Rows) + Sync),
     ) {
-        self.of_array(array, &Array::F32(found.into()), name, judged, rows);
+        self.judge_array(array, &Array::F32(found.into()), name, judged, rows);
     }
 
     fn seconds(&mut self, name: &str, seconds: f64) {

@@ -579,7 +579,7 @@ enum Rounds {
 }
 
 /// The report of loss and gradients of the mean over 40 tokens of 500 columns and 64 hidden ones.
-fn of_program<E: Element + ArrayElement>(
+fn check_program<E: Element + ArrayElement>(
     std: f64,
     rounds: Rounds,
     more: &[(&'static str, Value)],
@@ -685,7 +685,7 @@ fn operands_may_be_rounded() {
         for std in [0.5, 1.0, 8.0, 64.0] {
             for options in [&[][..], &softcap, &smoothed] {
                 for rounds in [Rounds::Gradients, Rounds::Softmax] {
-                    let report = of_program::<E>(std, rounds, options);
+                    let report = check_program::<E>(std, rounds, options);
                     assert!(
                         report.passed(),
                         "{} {std} {rounds:?} {options:?}: {}",
@@ -707,7 +707,7 @@ fn operands_may_be_rounded() {
 fn rounded_logits_are_found() {
     fn body<E: Element + ArrayElement>() {
         for std in [0.5, 1.0, 8.0, 64.0] {
-            let report = of_program::<E>(std, Rounds::Logits, &[]);
+            let report = check_program::<E>(std, Rounds::Logits, &[]);
             let of_tokens = ["fwd/loss_excess", "fwd/logp_excess", "fwd/lse_excess"];
             let of_gradients = ["dhidden/excess", "dweight/excess"];
             let large = of_gradients.into_iter().filter(|_| std >= 8.0);

@@ -48,7 +48,7 @@ pub struct Config {
         serialize_with = "crate::config::dtype_name"
     )]
     pub dtype: DType,
-    /// The kernel's tile; tuned by default.
+    /// The tile; tuned by default.
     pub tile: TileConfig,
     /// Timed steps.
     pub iters: usize,
@@ -68,8 +68,8 @@ pub struct Config {
     /// The manifest of a program that JAX exported, to run as the kernel. `{time_block}` and
     /// `{block_size}` in its name stand for the tile.
     pub program: Option<PathBuf>,
-    /// The folder of compiled programs, for `xla:` backends. Only these tools may write there, as
-    /// its programs are run. By default `XENTILE_CACHE` names it, or nothing is cached.
+    /// The folder of compiled programs, for `xla:` backends; only these tools may write there.
+    /// Default: `XENTILE_CACHE`, if set.
     pub cache: Option<PathBuf>,
     /// The operation's options.
     #[serde(skip_deserializing)]
@@ -123,16 +123,16 @@ impl Schema for Config {
 
     fn put(&mut self, taken: Taken) {
         (self.top, self.options) = (taken.top, taken.options);
-        self.of_op(self.op);
+        self.set_op(self.op);
     }
 }
 
 impl Config {
     /// With another operation.
-    pub fn of_op(&mut self, op: Op) {
+    pub fn set_op(&mut self, op: Op) {
         self.op = op;
-        self.top.of_op(op);
-        self.options.of_op(op);
+        self.top.set_op(op);
+        self.options.set_op(op);
     }
 
     /// Whether it is of several measurements.

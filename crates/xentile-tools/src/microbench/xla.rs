@@ -49,7 +49,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
     };
     let tile = plan.tile.and_then(|tile| Tile::new(tile.time_block?, tile.block_size?).ok());
     let work = estimate::Work::of(&*config.op, &problem, tile);
-    let dump = Dump::of_environment();
+    let dump = Dump::from_environment();
     let program = pjrt_client::Program::mlir(&plan.code);
     let (compile_s, executable) = timed(|| devices.compile(&program, &CompileOptions::new()));
     let executable = executable.with_context(|| format!("it does not compile for {topology}"))?;
@@ -109,7 +109,7 @@ impl Plan {
             return Ok(Self {
                 tile: exported::tile(op, &exported).filter(|_| is_kernel),
                 exported: Some((&exported).into()),
-                moved: Traffic::of_kernels(&exported.moved),
+                moved: Traffic::list_kernels(&exported.moved),
                 calls_kernels: exported::calls_kernels(&exported, config.backend),
                 code: exported.bytecode,
                 signature,

@@ -224,11 +224,11 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
         }
     }
     drop(progress);
-    Ok(found.into_iter().filter_map(of_rounds).collect())
+    Ok(found.into_iter().filter_map(pick_round).collect())
 }
 
 /// The round of a cell to keep: one that failed, else that of the median step time.
-pub(super) fn of_rounds(mut rounds: Vec<Row>) -> Option<Row> {
+pub(super) fn pick_round(mut rounds: Vec<Row>) -> Option<Row> {
     let median = |row: &Row| row.measured().map(|measured| measured.median_step_ms);
     // Failures first, as nothing is less than something.
     rounds.sort_by(|a, b| median(a).partial_cmp(&median(b)).unwrap_or(Ordering::Equal));
@@ -263,7 +263,7 @@ mod tests {
             Row { place: vec![], outcome }
         };
         let kept = |rounds: &[Option<f64>]| {
-            let kept = of_rounds(rounds.iter().copied().map(row).collect()).unwrap();
+            let kept = pick_round(rounds.iter().copied().map(row).collect()).unwrap();
             kept.measured().and_then(|measured| measured.median_step_ms)
         };
         assert_eq!(kept(&[Some(7.0)]), Some(7.0));

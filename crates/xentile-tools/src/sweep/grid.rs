@@ -26,8 +26,7 @@ pub struct Config {
     /// Limits of memory beyond operands and results; null is the operation's default.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub max_scratch_bytes: Vec<Option<usize>>,
-    /// Passes over the grid. Each cell keeps the round with the median step time, so that other load
-    /// on the machine does not bias a tile.
+    /// Passes over the grid; each cell keeps the round with the median step time.
     #[serde(default = "once")]
     pub rounds: usize,
     /// The folder of the results; `benches/results/<processor>/<name of the config>` by default.

@@ -197,10 +197,10 @@ def test_the_linear_form_on_a_mesh_compiles() -> None:
     def total(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
         return linear_cross_entropy(x, w, labels, reduction="sum")
 
-    def of_part(*of: jax.Array) -> jax.Array:
+    def run_shard(*of: jax.Array) -> jax.Array:
         return jax.lax.psum(total(*of), "tokens")
 
-    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    mapped = jax.shard_map(run_shard, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
     for function, has_kernels in ((mapped, True), (total, False)):
         program = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*arrays).compile()
         # XLA cannot cut a kernel: where it cuts tokens itself, there are chunks of the vocabulary.

@@ -8,7 +8,7 @@ use xla_ffi::{
 };
 
 use super::{
-    Options, check, check_format, check_scale, format, given, invalid, of_scales, shape, turned,
+    Options, check, check_format, check_scale, format, given, invalid, shape, shape_scales, turned,
 };
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
@@ -53,7 +53,7 @@ fn quantize(
     let Options { blocks, power_of_two } = options;
     let shape = shape(x.dims(), if blocks.rows == 1 { 1 } else { 2 })?;
     check("values", values.dims(), x.dims(), x.dims())?;
-    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     let (values, scales) = (bits("values", values, format)?, scales.into_slice());
     let Some(shape) = shape else {
@@ -81,9 +81,9 @@ fn quantize_transposed(
     let shape = shape(x.dims(), 2)?;
     let turned = turned(x.dims());
     check("values", values.dims(), x.dims(), x.dims())?;
-    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
     check("values_t", values_t.dims(), &turned, x.dims())?;
-    check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
+    check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     let (values, scales) = (bits("values", values, format)?, scales.into_slice());
     let (values_t, scales_t) = (bits("values_t", values_t, format)?, scales_t.into_slice());

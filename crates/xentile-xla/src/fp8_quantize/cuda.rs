@@ -9,7 +9,9 @@ use xentile_cuda::fp8_quantize::{
 use xentile_cuda::norm::Weight;
 use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
-use super::{Options, check, check_format, check_scale, format, invalid, of_scales, shape, turned};
+use super::{
+    Options, check, check_format, check_scale, format, invalid, shape, shape_scales, turned,
+};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_like, check_rows};
@@ -76,7 +78,7 @@ fn quantize(
     let shape = shape(x.dims(), if blocks.rows == 1 { 1 } else { 2 })?;
     let dtype = to_dtype("x", x.dtype())?;
     check("values", values.dims(), x.dims(), x.dims())?;
-    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     let Some(shape) = shape else {
         return fill(Empty::Scale, &[&scales], &context);
@@ -105,9 +107,9 @@ fn quantize_transposed(
     let dtype = to_dtype("x", x.dtype())?;
     let turned = turned(x.dims());
     check("values", values.dims(), x.dims(), x.dims())?;
-    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
     check("values_t", values_t.dims(), &turned, x.dims())?;
-    check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
+    check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     check_format("values_t", values_t.dtype(), format)?;
     let Some(shape) = shape else {
@@ -211,7 +213,7 @@ fn gated(
         return Err(crate::dtype::wrong("up", up.dtype(), &x.dtype().to_string()));
     }
     let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
-    check("scales", scales.dims(), &of_scales(y, blocks), y)?;
+    check("scales", scales.dims(), &shape_scales(y, blocks), y)?;
     let format = format("values", values.dtype())?;
     let mut operands = Operands {
         values: values.as_ptr().cast(),
@@ -221,7 +223,7 @@ fn gated(
     if let Some((values_t, scales_t)) = transposed {
         let turned = turned(y);
         check("values_t", values_t.dims(), &turned, y)?;
-        check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), y)?;
+        check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), y)?;
         check_format("values_t", values_t.dtype(), format)?;
         operands.values_t = values_t.as_ptr().cast();
         operands.scales_t = scales_t.as_ptr().cast();
@@ -341,7 +343,7 @@ fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
     let blocks = Blocks { rows: 1, columns: Some(Gated::BLOCK) };
     check("weight", weight.dims(), columns, x.dims())?;
     check_like(x.dims(), &[("values", values.dims())])?;
-    check("scales", scales.dims(), &of_scales(x.dims(), blocks), x.dims())?;
+    check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
     check_rows(x.dims(), "rstd", rstd.dims())?;
     if let Some((residual, sum)) = &residual {
         check_like(x.dims(), &[("residual", residual.dims()), ("sum", sum.dims())])?;
@@ -357,7 +359,7 @@ fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
     if let Some((values_t, scales_t)) = &transposed {
         let turned = turned(x.dims());
         check("values_t", values_t.dims(), &turned, x.dims())?;
-        check("scales_t", scales_t.dims(), &of_scales(&turned, blocks), x.dims())?;
+        check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
         check_format("values_t", values_t.dtype(), format)?;
         operands.values_t = values_t.as_ptr().cast();
         operands.scales_t = scales_t.as_ptr().cast();

@@ -50,15 +50,15 @@ pub(crate) const LIMIT: OptionSpec = OptionSpec::new(
     Kind::Number,
     Value::Absent,
     "finite and above 0, or absent",
-    "what gate and up are clamped to",
+    "bound that gate and up are clamped to",
 );
 
 pub(crate) const UP_OFFSET: OptionSpec =
-    OptionSpec::new("up_offset", Kind::Number, Value::Number(0.0), "finite", "what is added to up");
+    OptionSpec::new("up_offset", Kind::Number, Value::Number(0.0), "finite", "added to up");
 
 pub(crate) const ENTRY_ROUNDINGS: ToleranceSpec = ToleranceSpec {
     name: "entry_roundings",
-    about: "what an entry may be off by, in what kernels may be off by",
+    about: "error of an entry, in units of the kernels' bound",
     default: |_| 1.0,
 };
 
@@ -78,7 +78,7 @@ const OPTIONS: [OptionSpec; 5] = [
         Kind::Word(&["single", "halves", "interleaved"]),
         Value::Word("halves"),
         Layout::NAMES,
-        "what x packs: one array, or gate and up as halves of a row or column by column in turn",
+        "x is one array, or packs gate and up as halves or interleaved columns",
     )
     .on_top(),
 ];
@@ -316,7 +316,7 @@ impl<E: Element + ArrayElement> Judge<'_, E> {
         let squares = tokens()
             .map_init(Row::default, of_row)
             .reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-        let relative = self.tolerances.of_whole(E::DTYPE, squares);
+        let relative = self.tolerances.bound_whole(E::DTYPE, squares);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, name, judged, &|rows| {
             tokens().for_each_init(Row::default, |row, token| {

@@ -34,26 +34,20 @@ const DIMS: [DimSpec; 2] = [
 ];
 
 const OPTIONS: [OptionSpec; 4] = [
-    OptionSpec::new(
-        "width",
-        Kind::Count,
-        Value::Integer(4),
-        "from 2 to 4",
-        "how many tokens a filter reaches",
-    ),
+    OptionSpec::new("width", Kind::Count, Value::Integer(4), "from 2 to 4", "tokens per filter"),
     OptionSpec::new(
         "silu",
         Kind::Bool,
         Value::Bool(true),
         "true or false",
-        "whether SiLU is applied to the sums",
+        "applies SiLU to the sums",
     ),
     OptionSpec::new(
         "bias",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether a bias is added, of the weight's dtype",
+        "adds a bias of the weight's dtype",
     )
     .on_top(),
     OptionSpec::new(
@@ -61,7 +55,7 @@ const OPTIONS: [OptionSpec; 4] = [
         Kind::Word(&["f32", "bf16", "f16"]),
         Value::Absent,
         "f32, bf16 or f16",
-        "the dtype of the weight; that of rows where absent",
+        "dtype of the weight; by default that of rows",
     )
     .on_top(),
 ];
@@ -294,7 +288,7 @@ impl ConvReference {
         [expected, bound]: [&[f64]; 2],
         visitor: &mut dyn Visitor,
     ) {
-        let relative = self.tolerances.of_whole(dtype, [squares(bound), squares(expected)]);
+        let relative = self.tolerances.bound_whole(dtype, [squares(bound), squares(expected)]);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, &format!("{prefix}{name}"), judged, &|rows| {
             rows.row(0, expected, Bound::Each(bound));

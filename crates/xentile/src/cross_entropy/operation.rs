@@ -1,4 +1,4 @@
-//! Cross-entropy over logits, as tools see it.
+//! Cross-entropy over logits, for tools.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -43,7 +43,7 @@ pub(crate) const OPTIONS: [OptionSpec; 9] = [
         Kind::Number,
         Value::Number(0.0),
         "in [0, 1]",
-        "the share of the target spread evenly over the vocabulary",
+        "share of the target spread evenly over the vocabulary",
     ),
     OptionSpec::new(
         "z_loss",
@@ -64,39 +64,40 @@ pub(crate) const OPTIONS: [OptionSpec; 9] = [
         Kind::Number,
         Value::Number(1.0),
         "in [2^-40, 2^40]",
-        "what logits are divided by, after softcap",
+        "divisor of the logits, after softcap",
     ),
     OptionSpec::new(
         "reduction",
         Kind::Word(&["none", "mean", "sum"]),
         Value::Word("mean"),
         "none, mean or sum",
-        "how losses of tokens become one number; with none each has a cotangent",
+        "how token losses become a scalar; with none each has a cotangent",
     ),
     OptionSpec::new(
         "weights",
         Kind::Word(&["none", "random"]),
         Value::Word("none"),
         "none or random",
-        "weights of tokens: ones, or uniform in [0, 1) from the input's seed",
+        "token weights: ones, or uniform in [0, 1) from the input's seed",
     ),
     OptionSpec::new(
         "distribution",
         Kind::Bool,
         Value::Bool(false),
         "true or false; true with reduction none",
-        "whether a token's entropy, with its gradient, and whether its label is the likeliest are asked for",
+        "requests entropy with its gradient, and top-1 match, of each token",
     ),
     OptionSpec::new(
         "columns",
         Kind::Count,
         Value::Absent,
         "in [1, 128] with reduction none, or absent",
-        "how many columns a token are drawn, to ask for their log-probabilities; some repeat or do not exist",
+        "random columns per token whose log-probabilities are requested; some repeat or do not \
+         exist",
     ),
 ];
 
-/// The options of a loss over logits: those, and what a caller multiplies it by.
+/// The options of a loss over logits: those of a loss over a vocabulary, and the factor.
 const OF_LOGITS: [OptionSpec; 11] = [
     OPTIONS[0],
     OPTIONS[1],
@@ -110,14 +111,14 @@ const OF_LOGITS: [OptionSpec; 11] = [
         Kind::Number,
         Value::Number(1.0),
         "any number, inf and nan too; 1 with reduction none",
-        "what the reduced loss is multiplied by, gradient and all",
+        "factor of the reduced loss and its gradient",
     ),
     OptionSpec::new(
         "factor_form",
         Kind::Word(&["constant", "argument"]),
         Value::Word("constant"),
         "constant or argument",
-        "whether a program has the factor in it, or is given it as it runs",
+        "the factor is a constant or an argument of the program",
     ),
     OPTIONS[7],
     OPTIONS[8],
@@ -129,7 +130,7 @@ pub(crate) const TILE: [DimSpec; 2] = [
     DimSpec { key: "block_size", about: "vocabulary columns of a tile", default: None, ..VOCAB },
 ];
 
-/// What is let pass of losses, whatever logits are made of.
+/// Tolerances of both losses.
 pub(crate) const FORWARD_REL: ToleranceSpec = ToleranceSpec {
     name: "forward_rel",
     about: "loss, logps and lse: error relative to max(|lse|, |z_y|, 1)",
@@ -151,26 +152,26 @@ pub(crate) const DLOGITS: [ToleranceSpec; 2] = [
     },
     ToleranceSpec {
         name: "dlogits_cotangent",
-        about: "dlogits: or this share of the token's cotangent, where that is more",
+        about: "dlogits: or this share of the token's cotangent, if more",
         default: |_| 1.0 / (1 << 23) as f64,
     },
 ];
 
-/// An output of a token: its name, that of its metrics, and what the reference says of it.
+/// An output of a token: its name, the name of its metrics, and its value in the reference.
 type Output = (&'static str, &'static str, fn(&TokenForward) -> f64);
 
-/// What the forward pass says of a token.
+/// The outputs of the forward pass.
 pub(crate) const OUTPUTS: [Output; 3] = [
     ("loss", "fwd/loss", |token| token.loss),
     ("logps", "fwd/logp", |token| token.logps),
     ("lse", "fwd/lse", |token| token.lse),
 ];
 
-/// An output where a token's distribution is asked for.
+/// An auxiliary output of a token: its name, the name of its metrics, and its value in the reference.
 pub(crate) type DistributionOutput =
     (&'static str, &'static str, fn(&TokenDistribution, Target) -> f64);
 
-/// What is said of the distribution of a token with a target. An ignored token has none.
+/// The auxiliary outputs; 0 for ignored tokens.
 pub(crate) const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
     ("entropy", "fwd/entropy", |of, target| match target {
         Target::Ignored => 0.0,
@@ -182,19 +183,19 @@ pub(crate) const DISTRIBUTION_OUTPUTS: [DistributionOutput; 2] = [
     }),
 ];
 
-/// Whether a token's distribution is asked for.
+/// Whether entropy and top-1 match are requested.
 #[must_use]
 pub fn has_distribution(problem: &Problem) -> bool {
     problem.flag("distribution")
 }
 
-/// How many columns a token are asked for.
+/// The number of columns per token whose log-probabilities are requested.
 #[must_use]
 pub fn columns(problem: &Problem) -> usize {
     problem.integer("columns").map_or(0, |count| usize::try_from(count).unwrap_or(usize::MAX))
 }
 
-/// The columns of tokens, as many each, and cotangents of their log-probabilities.
+/// The requested columns, equally many for each token, and cotangents of their log-probabilities.
 pub(crate) struct Columns<'a> {
     count: usize,
     columns: &'a [i64],
@@ -202,35 +203,35 @@ pub(crate) struct Columns<'a> {
 }
 
 impl<'a> Columns<'a> {
-    /// Those of `inputs`, without cotangents.
-    pub(crate) fn of_inputs(problem: &Problem, inputs: &'a Arrays<'_>) -> Self {
+    /// The columns in `inputs`, without cotangents.
+    pub(crate) fn from_inputs(problem: &Problem, inputs: &'a Arrays<'_>) -> Self {
         let columns = inputs.slice("columns").unwrap_or(&[]);
         Self { count: columns.len() / problem.dim("T").max(1), columns, cotangents: &[] }
     }
 
-    /// The same, with cotangents.
+    /// The same columns with the cotangents in `given`.
     pub(crate) fn given(&self, given: &'a Arrays<'_>) -> Self {
         Self { cotangents: given.slice("dcolumn_logps").unwrap_or(&[]), ..*self }
     }
 
-    /// Those of `token`.
+    /// The columns of `token`.
     pub(crate) fn of(&self, token: usize) -> &'a [i64] {
         &self.columns[token * self.count..][..self.count]
     }
 
-    /// Their cotangents.
+    /// The cotangents of the columns of `token`.
     pub(crate) fn cotangents(&self, token: usize) -> Vec<f64> {
         let all = self.cotangents.get(token * self.count..).unwrap_or(&[]);
         all.iter().take(self.count).map(|&r| r.into()).collect()
     }
 
-    /// Whether any are asked for.
+    /// Whether there are columns.
     pub(crate) fn any(&self) -> bool {
         self.count > 0
     }
 }
 
-/// `inputs` with columns, if any are asked for.
+/// Returns `inputs` with random columns, if they are requested.
 pub(crate) fn with_columns(
     problem: &Problem,
     from: &Synthetic,
@@ -243,7 +244,7 @@ pub(crate) fn with_columns(
     }
 }
 
-/// The same of inputs from a file, which has no columns: they are made up.
+/// Returns inputs of a file with random columns, if they are requested.
 pub(crate) fn with_made_up_columns<'a>(problem: &Problem, mut inputs: Arrays<'a>) -> Arrays<'a> {
     if columns(problem) > 0 {
         let rows: Vec<u64> = (0..problem.dim("T") as u64).collect();
@@ -267,7 +268,7 @@ pub fn options(problem: &Problem) -> CrossEntropy {
     }
 }
 
-/// How losses become one number, if they do.
+/// How token losses become a scalar, if they do.
 #[must_use]
 pub fn reduction(problem: &Problem) -> Option<Reduction> {
     match problem.word("reduction") {
@@ -283,13 +284,13 @@ pub fn has_weights(problem: &Problem) -> bool {
     problem.word("weights") == "random"
 }
 
-/// What the reduced loss is multiplied by.
+/// The factor of the reduced loss.
 #[must_use]
 pub fn factor(problem: &Problem) -> f64 {
     problem.number("factor").unwrap_or(1.0)
 }
 
-/// Whether that is an argument of programs.
+/// Whether the factor is an argument of programs.
 fn takes_factor(problem: &Problem) -> bool {
     problem.word("factor_form") == "argument"
 }
@@ -338,7 +339,7 @@ pub(crate) fn validate(problem: &Problem) -> Result<()> {
     Ok(())
 }
 
-/// Labels, and what a pass takes and gives of tokens beside arrays that have gradients.
+/// The signature of a pass, for `inputs` with gradients: adds labels, weights, cotangents and outputs.
 pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -> Signature {
     let tokens = |name, role| ArraySpec::number(name, &["T"], role);
     let mut results = match pass {
@@ -351,7 +352,7 @@ pub(crate) fn signature(problem: &Problem, pass: Pass, inputs: Vec<ArraySpec>) -
     let of_columns = |name, role| ArraySpec::number(name, &["T", "columns"], role);
     let has_columns = columns(problem) > 0;
     if matches!(pass, Pass::Forward | Pass::ForwardAndBackward) {
-        // What has a derivative comes first, as cotangents do.
+        // Differentiable results come first, as their cotangents do.
         if has_distribution(problem) {
             results.push(tokens("entropy", Role::Output));
         }
@@ -414,7 +415,7 @@ fn gradient_of(name: &str) -> &'static str {
     }
 }
 
-/// Tells the seed of cotangents of entropies from that of others.
+/// Distinguishes the seed of the entropies' cotangents from others.
 const OF_ENTROPY: u64 = 0x0065_6e74_726f_7079;
 
 /// Weights or cotangents of tokens.
@@ -456,7 +457,7 @@ pub(crate) fn given(
     }
 }
 
-/// Weights or cotangents as a training step has them: of losses alone.
+/// Weights or cotangents as in a training step: only losses have cotangents.
 pub(crate) fn measured(
     problem: &Problem,
     pass: Pass,
@@ -472,8 +473,8 @@ pub(crate) fn measured(
     given
 }
 
-/// The cotangents of each token's outputs: none of a token that takes no part. Those of `columns` are in that of
-/// lse, as far as they are of it.
+/// The cotangents of each token's outputs; none for a masked token. The lse in log-probabilities of `columns` adds
+/// to the cotangent of lse.
 pub(crate) fn cotangents<'a>(
     problem: &Problem,
     labels: Labels<'a>,
@@ -528,8 +529,7 @@ pub(crate) fn extents<const N: usize>(
         .map_err(|_| Error::Invalid(format!("`{name}` has shape {extents:?}; it must be {axes}")))
 }
 
-/// Extents of what a file holds, checked against each other: `[B, S]`, V, and D where logits are a
-/// product.
+/// The checked extents of a file's arrays: `[B, S]`, V, and D if the file has hidden states and a weight.
 pub(crate) fn stored_extents(file: &dyn Stored) -> Result<([usize; 2], usize, Option<usize>)> {
     let ids = extents::<2>(file, "input_ids", "[B, S]")?;
     file.integers("input_ids")?;
@@ -560,7 +560,7 @@ pub(crate) fn stored_extents(file: &dyn Stored) -> Result<([usize; 2], usize, Op
     Ok((ids, vocab, Some(width)))
 }
 
-/// Labels of rows that have a next token.
+/// The labels: the next token of each row but the last of a sequence.
 pub(crate) fn stored_labels(file: &dyn Stored) -> Result<Vec<i64>> {
     let [_, seq_len] = extents::<2>(file, "input_ids", "[B, S]")?;
     let ids = file.integers("input_ids")?;
@@ -568,7 +568,7 @@ pub(crate) fn stored_labels(file: &dyn Stored) -> Result<Vec<i64>> {
     Ok(sequences.flat_map(|ids| ids.get(1..).unwrap_or(&[])).copied().collect())
 }
 
-/// A stored array in f32.
+/// Returns a stored array in f32.
 pub(crate) fn widened(file: &dyn Stored, name: &str) -> Result<Vec<f32>> {
     fn widen<E: Element + ArrayElement>(array: &Array<'_>) -> Vec<f32> {
         E::elements(array).map_or(Vec::new(), |all| all.iter().map(|x| x.to_f32()).collect())
@@ -581,7 +581,7 @@ pub(crate) fn widened(file: &dyn Stored, name: &str) -> Result<Vec<f32>> {
     })
 }
 
-/// Logits of a file as it has them, where rows wanted lie together those of the file.
+/// Returns the logits of a file, without a copy if the wanted rows are contiguous.
 fn stored_logits<'a, E: Element + ArrayElement>(
     file: &'a dyn Stored,
     [batch, seq_len]: [usize; 2],
@@ -656,11 +656,11 @@ impl Operation for Logits {
                 default: |problem| {
                     let share = match problem.dtype {
                         DType::F32 => 0.0,
-                        // What entropies add is a difference, near 0 less exact than what it is of.
+                        // Entropies add a difference, which is less exact near 0 than its terms.
                         _ if has_distribution(problem) => 0.99,
                         _ => 0.999,
                     };
-                    // Entries of columns are rounded with and without what is added to them.
+                    // Entries of columns are rounded before and after the addition.
                     f64::max(share - columns(problem) as f64 / problem.dim("V") as f64, 0.0)
                 },
             },
@@ -693,8 +693,7 @@ impl Operation for Logits {
         reduction(problem).is_some()
     }
 
-    /// What is done about a factor is JAX's part, and so are columns, and cotangents of what it makes of a
-    /// distribution.
+    /// `pallas_bridge` implements factors, columns, and cotangents of auxiliary outputs.
     fn needs_jax(&self, problem: &Problem) -> bool {
         factor(problem) != 1.0
             || takes_factor(problem)
@@ -747,7 +746,7 @@ impl Operation for Logits {
     fn zeros(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
         let shape = logits_shape(problem)?;
         let mut logits = Array::filled(problem.dtype, shape.elements(), 0.0);
-        // Memory that was never written is one page of zeros, read from the cache for ever.
+        // Written, since pages that were never written all map to one page of zeros, which stays in the cache.
         logits.fill(black_box(0.0));
         let labels = from.labels(rows, shape.vocab(), options(problem).ignore_index);
         let mut inputs = Arrays::default();
@@ -772,7 +771,7 @@ impl Operation for Logits {
         Ok(with_made_up_columns(problem, inputs))
     }
 
-    /// Of a product the logits, those of one sequence in f32, and both factors in f32.
+    /// With hidden states and a weight: the logits, those of one sequence in f32, and both factors in f32.
     fn stored_bytes(&self, problem: &Problem, file: &dyn Stored) -> Option<u64> {
         let ([batch, seq_len], vocab, width) = stored_extents(file).ok()?;
         let row = (seq_len as u64).checked_mul(vocab as u64)?;
@@ -805,7 +804,7 @@ impl Operation for Logits {
             vocab: shape.vocab(),
             logits: inputs.expect::<E>("logits"),
             labels,
-            columns: Columns::of_inputs(problem, inputs),
+            columns: Columns::from_inputs(problem, inputs),
             tolerances,
             tokens: Vec::new(),
             distributions: Vec::new(),
@@ -873,8 +872,7 @@ impl<E: Element> OfLogits<'_, E> {
         wide.extend(self.row(token).iter().map(|z| z.to_f64()));
     }
 
-    /// What the forward outputs of a token may be wrong in proportion to: the largest of the terms
-    /// that they are sums of.
+    /// The magnitude that errors of a token's forward outputs are relative to: the largest of their terms.
     fn scale(&self, token: usize, reference: &TokenForward) -> f64 {
         let logit = match self.options.target(self.labels[token], self.vocab) {
             Target::Column(y) => self.row(token)[y].to_f64().abs(),
@@ -885,7 +883,7 @@ impl<E: Element> OfLogits<'_, E> {
         terms.into_iter().filter(|term| term.is_finite()).fold(1.0, f64::max)
     }
 
-    /// The log-probabilities of a token's columns, and what each may be wrong in proportion to.
+    /// The log-probabilities of a token's columns, and the magnitudes that their errors are relative to.
     fn column_logps(&self, token: usize, wide: &mut Vec<f64>) -> (Vec<f64>, Vec<f64>) {
         self.wide_row(token, wide);
         let (label, lse) = (self.labels[token], self.tokens[token].lse);
@@ -897,8 +895,8 @@ impl<E: Element> OfLogits<'_, E> {
         self.columns.of(token).iter().map(of).unzip()
     }
 
-    /// The gradient for cotangents of a token's columns, added to `dlogits`. In `bounds` are those of entries
-    /// that kernels give, and go those of these: each term and each sum may be rounded by itself.
+    /// Adds the gradient for cotangents of a token's columns to `dlogits`, and its bounds to `bounds`: each term
+    /// and each sum may be rounded.
     fn add_columns(
         &self,
         token: usize,
@@ -924,7 +922,7 @@ impl<E: Element> OfLogits<'_, E> {
             let same = columns.iter().zip(cotangents).filter(|(column, _)| *column == first);
             let terms = same.map(|(_, r)| (r * slope).abs());
             let whole = dlogits[column].abs() + terms.clone().sum::<f64>();
-            // Twice the halves of units that roundings are off by, the reference's among them.
+            // Half a unit for each rounding, twice, as the reference is rounded too.
             bounds[column] += self.tolerances.get("dlogits_ulp") * ulp(dlogits[column])
                 + terms.map(|term| ulp(term) + ulp(whole)).sum::<f64>()
                 + ulp(whole);
@@ -981,7 +979,7 @@ impl<E: Element> Reference for OfLogits<'_, E> {
         }
     }
 
-    /// The reduced loss times its factor, or the mean of losses where nothing reduces them.
+    /// Judges the reduced loss times its factor, or the mean of per-token losses.
     fn scalar(&self, pass: Pass, given: &Arrays<'_>, visitor: &mut dyn Visitor) {
         let losses = self.tokens.iter().map(|token| token.loss);
         let found = visitor.found().get("loss").expect("every pass gives the loss");
@@ -998,7 +996,7 @@ impl<E: Element> Reference for OfLogits<'_, E> {
             }
         };
         let size = expected.abs().max(factor(self.problem).abs().min(1.0));
-        // What is not finite is equal or wrong.
+        // Values that are not finite must be equal.
         let limit = if size.is_finite() { self.tolerances.get("forward_rel") * size } else { 0.0 };
         visitor.scalar("loss", found, expected, limit);
     }
@@ -1007,7 +1005,7 @@ impl<E: Element> Reference for OfLogits<'_, E> {
         let labels = Labels::from(self.labels);
         let cotangents = cotangents(self.problem, labels, &self.columns, given, pass);
         let columns = self.columns.given(given);
-        // 0 x inf lies between them and depends on where a probability becomes 0.
+        // Between them 0 x inf depends on where a probability becomes 0.
         let judged = match pass == Pass::Fused && !factor(self.problem).is_finite() {
             true => Judged::Reached,
             false => Judged::Rounded {

@@ -1,5 +1,5 @@
-//! Attention, as tools see it: one sequence of queries with its keys, which are as many unless a problem says
-//! another number. Entries are judged by the error bounds of the reference.
+//! Attention for tools: one sequence of queries and keys, as many keys as queries by default. Entries are judged
+//! by the error bounds of the reference.
 
 use std::iter;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub const ALL: &[&dyn Operation] = &[&OPERATION];
 #[derive(Clone, Copy, Debug)]
 pub struct Attention;
 
-/// What keeps the generators of arrays apart.
+/// Seeds of the arrays' generators.
 const SEEDS: [u64; 5] = [
     0x9e37_79b9_7f4a_7c15,
     0xbf58_476d_1ce4_e5b9,
@@ -35,7 +35,8 @@ const SEEDS: [u64; 5] = [
     0xa076_1d64_78bd_642f,
 ];
 
-/// The first key that each query sees, and the one behind the last, of packed texts of two lengths.
+/// Operands with each query's range of keys, the first key and the one after the last, for packed texts with
+/// different numbers of queries and keys.
 pub const KEYS_SEEN: [&str; 2] = ["first_key_seen", "behind_last_key_seen"];
 
 const fn dim(letter: &'static str, key: &'static str, about: &'static str) -> DimSpec {
@@ -44,13 +45,13 @@ const fn dim(letter: &'static str, key: &'static str, about: &'static str) -> Di
 
 const DIMS: [DimSpec; 5] = [
     TOKENS,
-    dim("H", "heads", "heads of queries"),
+    dim("H", "heads", "query heads"),
     dim("D", "head_dim", "columns of a head"),
-    dim("J", "kv_heads", "heads of keys and values, which divide those of queries"),
+    dim("J", "kv_heads", "KV heads; they divide the query heads"),
     DimSpec {
         index: "key",
         like: Some(TOKENS.letter),
-        ..dim("K", "keys", "keys and values of a head, which end together with the queries")
+        ..dim("K", "keys", "keys of a head; the last one aligns with the last query")
     },
 ];
 
@@ -60,21 +61,21 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Bool,
         Value::Bool(true),
         "true or false",
-        "whether a query sees nothing behind its own place",
+        "hides keys after the query's position",
     ),
     OptionSpec::new(
         "window_before",
         Kind::Count,
         Value::Absent,
         "at least 0, or absent for all",
-        "the most keys that a query sees before its place",
+        "visible keys before the query's position",
     ),
     OptionSpec::new(
         "window_after",
         Kind::Count,
         Value::Absent,
         "at least 0, or absent for all",
-        "the most that it sees behind it",
+        "visible keys after the query's position",
     ),
     OptionSpec::new(
         "softcap",
@@ -88,14 +89,14 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Number,
         Value::Absent,
         "finite; 1 / sqrt(head_dim) where absent",
-        "what logits are multiplied with",
+        "factor of the logits",
     ),
     OptionSpec::new(
         "sinks",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether heads have a sink",
+        "gives each head a sink",
     )
     .on_top(),
     OptionSpec::new(
@@ -103,8 +104,8 @@ const OPTIONS: [OptionSpec; 7] = [
         Kind::Count,
         Value::Absent,
         "from 1 to the tokens and to the keys, or absent for none",
-        "how many texts are packed into the sequence, each longer than the one before it; a query sees \
-         keys of its own text alone, whose queries and keys end together",
+        "packed texts, each longer than the one before; a query sees only its own text, whose \
+         queries and keys end together",
     )
     .on_top(),
 ];
@@ -119,7 +120,7 @@ pub fn options(problem: &Problem) -> FlashAttention {
     }
 }
 
-/// Which keys queries see.
+/// The mask of the options.
 #[must_use]
 pub fn mask(problem: &Problem) -> Mask {
     let side = |name| problem.integer(name).and_then(|count| usize::try_from(count).ok());
@@ -127,23 +128,23 @@ pub fn mask(problem: &Problem) -> Mask {
     Mask { causal: problem.flag("causal"), window }
 }
 
-/// How many texts are packed into a sequence, if it says.
+/// The number of texts that are packed into a sequence, if any.
 fn segments(problem: &Problem) -> Option<usize> {
     problem.integer("segments").and_then(|count| usize::try_from(count).ok())
 }
 
-/// Which of `count` packed texts each of `tokens` is of. Their lengths are as 1, 2, 3 to each other, as
-/// near as whole tokens come, and one token at the least.
+/// Returns the text of each of `tokens` tokens, for `count` packed texts. Lengths are roughly proportional to 1, 2,
+/// 3 .., and at least one token.
 fn texts(count: usize, tokens: usize) -> Vec<usize> {
     let (count, tokens) = (count as u128, tokens as u128);
-    // Each has its one token, and a part of the others.
+    // Each text has one token, and its share of the others.
     let end = |text: u128| text + (tokens - count) * text * (text + 1) / (count * (count + 1));
     (0..count)
         .flat_map(|text| iter::repeat_n(text as usize, (end(text + 1) - end(text)) as usize))
         .collect()
 }
 
-/// The keys that each query sees, of the mask and of its own text.
+/// The keys that each query sees, by the mask and within its own text.
 #[must_use]
 pub fn keys_seen(problem: &Problem) -> Vec<Range<usize>> {
     let [queries, keys] = ["T", "K"].map(|letter| problem.dim(letter));
@@ -164,7 +165,7 @@ pub fn keys_seen(problem: &Problem) -> Vec<Range<usize>> {
     (0..count).flat_map(of_text).collect()
 }
 
-/// Whether packed texts have other numbers of keys than of queries: kernels are given what each query sees.
+/// Whether packed texts have different numbers of queries and keys; kernels then take ranges of keys.
 fn has_two_lengths(problem: &Problem) -> bool {
     segments(problem).is_some() && problem.dim("K") != problem.dim("T")
 }
@@ -192,7 +193,7 @@ pub fn shape(problem: &Problem) -> Result<AttentionShape> {
     Ok(shape)
 }
 
-/// An array of `heads` heads with the rows of tokens from a distribution, in `E`.
+/// Returns random rows of `heads` heads for the tokens `rows`, in `E`.
 fn heads_of<E: Element>(problem: &Problem, from: &Synthetic, rows: &[u64], heads: usize) -> Vec<E> {
     let width = problem.dim("D");
     let mut all = vec![E::from_f32(0.0); heads * rows.len() * width];
@@ -222,8 +223,8 @@ impl Operation for Attention {
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
             name: "gradient_roundings",
-            about: "error of all of o, and of a whole gradient, relative to it, in units of rounding \
-                    of the dtype, beside what entries may be off by",
+            about: "relative error in norm of o and of each gradient, in units of rounding of \
+                    the dtype, beyond the bounds of entries",
             default: |_| 1.5,
         }];
         &ALL
@@ -320,7 +321,7 @@ impl Operation for Attention {
                 inputs.insert(name, Array::of(seen.iter().map(end).collect::<Vec<_>>()));
             }
         } else if let Some(count) = segments(problem) {
-            // Numbers of texts are in no order, and may be negative.
+            // Segment ids are in no order, and may be negative.
             let of_text = |text| 5 - 3 * text as i64 + 1000 * (text as i64 % 2);
             let ids = texts(count, rows.len()).into_iter().map(of_text);
             inputs.insert("segment_ids", Array::of(ids.collect::<Vec<_>>()));
@@ -352,7 +353,7 @@ impl Operation for Attention {
         given
     }
 
-    /// lse is seldom part of a loss.
+    /// Without a cotangent of lse, which is seldom part of a loss.
     fn measured(
         &self,
         problem: &Problem,
@@ -392,7 +393,7 @@ impl Operation for Attention {
         }))
     }
 
-    /// Arrays in float64, with bounds of what is computed.
+    /// Bytes of float64 arrays, and of the results' bounds.
     fn reference_bytes(&self, problem: &Problem, _: usize) -> Option<u64> {
         let [queries, heads, width, kv_heads, keys] =
             DIMS.map(|dim| problem.dim(dim.letter) as u64);
@@ -401,14 +402,14 @@ impl Operation for Attention {
         rows.checked_mul(width)?.checked_mul(size_of::<f64>() as u64)
     }
 
-    /// Two products forward and five backward, of what is seen. Keys and values that no query sees are not
+    /// Two GEMMs forward and five backward, of visible pairs. Keys and values that no query sees are not
     /// read.
     fn cost(&self, problem: &Problem) -> Cost {
         let whole = self.signature(problem, Pass::ForwardAndBackward);
         let [all_bytes, bytes_written] = whole.bytes(problem);
         let [_, heads, width, kv_heads, keys] = DIMS.map(|dim| problem.dim(dim.letter));
         let (mut pairs, mut keys_read, mut end) = (0_u64, 0, 0);
-        // Both ends of what queries see rise from one to the next.
+        // Both ends of the ranges increase from one query to the next.
         for seen in keys_seen(problem) {
             pairs += seen.len() as u64;
             keys_read += seen.end.saturating_sub(seen.start.max(end));
@@ -443,8 +444,8 @@ struct OfSequence {
 }
 
 impl OfSequence {
-    /// Calls `run` with the reference of head `head` of queries.
-    fn of_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
+    /// Calls `run` with the reference of query head `head`.
+    fn with_head<T>(&self, head: usize, run: impl FnOnce(&Head<'_>) -> T) -> T {
         let AttentionShape { group, queries, keys, width, .. } = self.shape;
         let of = |all: &'_ [f64], head: usize, rows: usize| {
             let range = head * rows * width..(head + 1) * rows * width;
@@ -468,7 +469,7 @@ impl OfSequence {
     fn judged(&self, all: &[Near]) -> Judged {
         let squares = |of: fn(&Near) -> f64| all.iter().map(|near| of(near).powi(2)).sum::<f64>();
         let squares = [squares(|near| SHARE * near.bound), squares(|near| near.value)];
-        Judged::WithinRounding { relative: self.tolerances.of_whole(self.dtype, squares) }
+        Judged::WithinRounding { relative: self.tolerances.bound_whole(self.dtype, squares) }
     }
 
     fn hand_over(
@@ -489,11 +490,11 @@ impl OfSequence {
     }
 }
 
-/// What the error of all entries is of their bounds, at the most: each is a sum of errors of either sign,
-/// as if they had one.
+/// The largest ratio of the norm of all errors to that of their bounds. Bounds add magnitudes, whereas errors have
+/// either sign and partly cancel.
 const SHARE: f64 = 1.0 / 16.0;
 
-/// What a few products that fall below f32's normal range may lose.
+/// The error of a few products that fall below f32's normal range.
 const FLUSHED: f64 = 64.0 * f32::MIN_POSITIVE as f64;
 
 impl Reference for OfSequence {
@@ -503,7 +504,7 @@ impl Reference for OfSequence {
         let of_heads: Vec<_> = (0..heads)
             .into_par_iter()
             .map(|head| {
-                self.of_head(head, |of| {
+                self.with_head(head, |of| {
                     let mut o = vec![Near::default(); queries * value_width];
                     let rows = o.chunks_exact_mut(value_width).enumerate();
                     let lse: Vec<_> = rows.map(|(query, o)| of.forward(query, o)).collect();
@@ -534,7 +535,7 @@ impl Reference for OfSequence {
                 let (mut dq, mut dsinks) = (Vec::new(), Vec::new());
                 for head in head * group..(head + 1) * group {
                     let mut dsink = Near::default();
-                    self.of_head(head, |of| {
+                    self.with_head(head, |of| {
                         for query in 0..queries {
                             let row = head * queries + query;
                             let dout: Vec<_> =
@@ -576,8 +577,7 @@ mod tests {
     use super::*;
     use crate::operation::TileExtents;
 
-    /// A problem of two heads of 8 columns that share one of keys, in f32, with `options` that are not at
-    /// their defaults.
+    /// A problem of two query heads of 8 columns with one KV head, in f32, and with `options` set.
     fn problem([queries, keys]: [usize; 2], options: &[(&'static str, Value)]) -> Problem {
         let mut all: BTreeMap<_, _> =
             OPTIONS.iter().map(|option| (option.name, option.default)).collect();
@@ -587,7 +587,7 @@ mod tests {
         Problem { dims: dims.collect(), dtype, options: all, tile, cotangent: 1.0 }
     }
 
-    /// Products are of pairs that see each other, and bytes those of keys that a query sees.
+    /// FLOP count visible pairs, and bytes the keys that some query sees.
     #[test]
     fn costs_are_of_what_is_seen() {
         let (no, count) = (Value::Bool(false), Value::Integer);
@@ -601,18 +601,18 @@ mod tests {
             ([6, 4], vec![("window_before", count(1))], 1 + 2 + 2 + 2, 4),
             ([7, 3], vec![("causal", no), ("window_after", count(1))], 1 + 2 + 3 + 3, 3),
             ([9, 9], vec![("segments", count(3))], 3 + 6 + 10, 9),
-            // Texts of 2, 3, 4 queries and of 2, 4, 6 keys, which end together.
+            // Texts of 2, 3, 4 queries and 2, 4, 6 keys, which end together.
             ([9, 12], vec![("segments", count(3))], (1 + 2) + (2 + 3 + 4) + (3 + 4 + 5 + 6), 12),
-            // Of 2, 4, 6 queries and of 2, 3, 4 keys: some see none.
+            // Texts of 2, 4, 6 queries and 2, 3, 4 keys: some queries see no key.
             ([12, 9], vec![("segments", count(3))], (1 + 2) + (1 + 2 + 3) + (1 + 2 + 3 + 4), 9),
-            // What the windows of a text's few queries leave out of its keys.
+            // Windows of a text's few queries exclude some of its keys.
             ([3, 12], vec![("segments", count(2)), ("window_before", count(1))], 2 + 2 + 2, 2 + 3),
         ] {
             let [queries, keys] = lengths;
             let cost = OPERATION.cost(&problem(lengths, &options));
             assert_eq!(cost.flops, 7 * 2 * 8 * 2 * pairs, "{lengths:?} {options:?}");
             let has_texts = options.iter().any(|(name, _)| *name == "segments");
-            // A number of a text for each query, or what it sees.
+            // A segment id for each query, or a range of keys.
             let of_texts = if queries == keys { queries } else { 2 * queries };
             let ids = if has_texts { of_texts } else { 0 };
             let of_queries = 2 * 2 * queries * 8 + 2 * queries;

@@ -1,12 +1,10 @@
-//! What tools see alike of every operation that ends in FP8 quantisation: options, results, tolerances, and
-//! the judge of values and scales.
+//! Options, results, tolerances and checks that all operations with FP8 results share.
 //!
-//! What is quantised may itself be rounded: of each entry two numbers are known between which it lies, one
-//! and the same where it is an input. An entry that float64 puts beside a tie of its dtype may be either of
-//! two neighbours; then amax of its block, its scale and quotients lie between two numbers too. Scales
-//! are judged by that range, and values by that of their quotient, each within half a unit in the last
-//! place of the format and what the contract rounds before: a value beside a tie may be either of two,
-//! and every other is one. Values times scales are judged by what was quantised.
+//! Entries to be quantised may have been rounded before. So each entry has an interval, a single number if it is
+//! an input: an entry that is near a rounding tie in float64 may be either of two neighbours in its dtype. Then
+//! amax of its block, the scale and the quotients have intervals too. A scale is checked against its interval,
+//! and a value against that of its quotient, extended by the contract's roundings and half a unit in the last
+//! place of the format. Values times scales are checked against the entries.
 
 use rayon::prelude::*;
 
@@ -21,8 +19,8 @@ use crate::{DType, Element, Error, Result};
 /// 2^-24, half a unit in the last place of f32 at 1.
 const ROUNDING: f64 = (f32::EPSILON / 2.0) as f64;
 
-/// What is rounded before a quotient is rounded to the format: the reciprocal of the largest number, the
-/// scale, its reciprocal, and the product.
+/// The number of roundings before that to the format: of the reciprocal of the largest number, the scale, its
+/// reciprocal, and the product.
 const QUOTIENT: f64 = 2.0 + super::QUOTIENT_ROUNDINGS;
 
 /// The options of quantisation.
@@ -32,8 +30,7 @@ pub(crate) const OPTIONS: [OptionSpec; 5] = [
         Kind::Word(&["tensor", "row", "block_1d", "block_2d"]),
         Value::Word("tensor"),
         "tensor, row, block_1d or block_2d",
-        "which entries have a scale in common: all, those of a row, block_size of a row, or a square \
-         of block_size",
+        "entries that share a scale: all, a row, block_size of a row, or a square of block_size",
     ),
     OptionSpec::new(
         "block_size",
@@ -47,21 +44,21 @@ pub(crate) const OPTIONS: [OptionSpec; 5] = [
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether scales are the least powers of two that do",
+        "rounds scales up to powers of two",
     ),
     OptionSpec::new(
         "format",
         Kind::Word(&["f8e4m3fn", "f8e5m2"]),
         Value::Word("f8e4m3fn"),
         "f8e4m3fn or f8e5m2",
-        "what values are",
+        "dtype of the values",
     ),
     OptionSpec::new(
         "transposed",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether there is the transposed copy too, in blocks of its own",
+        "adds a transposed copy, in blocks of its own",
     ),
 ];
 
@@ -72,7 +69,7 @@ pub fn options(problem: &Problem) -> Fp8Quantize {
     Fp8Quantize { format, power_of_two: problem.flag("power_of_two") }
 }
 
-/// The blocks that have scales of their own; none where all of x has one.
+/// The blocks that have a scale each; none for one scale of x.
 #[must_use]
 pub fn blocks(problem: &Problem) -> Option<Blocks> {
     let size = problem.integer("block_size").map_or(128, |size| size.max(1) as usize);
@@ -84,7 +81,7 @@ pub fn blocks(problem: &Problem) -> Option<Blocks> {
     }
 }
 
-/// Letters of the dims of what is quantised, and of their parts as long as a block.
+/// The dims of the quantised matrix, and of its blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Letters {
     rows: &'static str,
@@ -94,18 +91,18 @@ pub(crate) struct Letters {
 }
 
 impl Letters {
-    /// Of `[T, D]`.
+    /// Those of a matrix `[T, D]`.
     pub(crate) const HIDDEN: Self = Self {
         rows: "T",
         columns: "D",
         parts_of_rows: "T/block_size",
         parts_of_columns: "D/block_size",
     };
-    /// Of `[T, F]`.
+    /// Those of a matrix `[T, F]`.
     pub(crate) const MLP: Self =
         Self { columns: "F", parts_of_columns: "F/block_size", ..Self::HIDDEN };
 
-    /// The shape of what is quantised, one matrix.
+    /// The shape of the quantised matrix.
     ///
     /// # Errors
     /// More elements than memory can address.
@@ -113,13 +110,13 @@ impl Letters {
         QuantizeShape::new(1, problem.dim(self.rows), problem.dim(self.columns))
     }
 
-    /// Values and scales, and those of the transposed copy where there is one.
+    /// Values and scales, also of the transposed copy if there is one.
     pub(crate) fn results(self, problem: &Problem) -> Vec<ArraySpec> {
         let Self { rows, columns, parts_of_rows, parts_of_columns } = self;
         let format = ElementRule::Fp8(options(problem).format);
         let values = |name, dims: &[_]| ArraySpec::new(name, dims, format, Role::Output);
         let scales = |name, dims: &[_]| ArraySpec::number(name, dims, Role::Output);
-        // Of values and of the transposed copy.
+        // Of the matrix and of the transposed copy.
         let dims: [&[&str]; 2] = match problem.word("granularity") {
             "row" => [&[rows], &[columns]],
             "block_1d" => [&[rows, parts_of_columns], &[columns, parts_of_rows]],
@@ -134,8 +131,8 @@ impl Letters {
         results
     }
 
-    /// Bytes that [`Quantized`] holds with `threads` threads, with entries of `width` bytes: scales, what
-    /// comes back of one side, and rows of each thread; none for more than there are addresses.
+    /// Bytes that [`Quantized`] holds with `threads` threads and entries of `width` bytes: scales, the
+    /// dequantised matrix, and rows of each thread; none on overflow.
     pub(crate) fn reference_bytes(
         self,
         problem: &Problem,
@@ -168,7 +165,7 @@ pub(crate) fn validate(problem: &Problem) -> Result<()> {
     Ok(())
 }
 
-/// What is quantised to, for people.
+/// A description of the format and the blocks for reports.
 pub(crate) fn headline(problem: &Problem) -> String {
     let block = match blocks(problem) {
         Some(Blocks { columns: Some(columns), rows }) => format!(" of {rows} x {columns}"),
@@ -179,47 +176,46 @@ pub(crate) fn headline(problem: &Problem) -> String {
     format!("{} to {format}, {granularity}{block}{turned}", problem.dtype)
 }
 
-/// What gradcheck lets pass of quantisation.
+/// Tolerances of quantisation.
 pub(crate) const TOLERANCES: [ToleranceSpec; 2] = [
     ToleranceSpec {
         name: "scale_ulp",
-        about: "units in the last place of f32 that a scale may be off by",
+        about: "error of a scale, in units in the last place of f32",
         default: |problem| if problem.flag("power_of_two") { 0.0 } else { 1.0 },
     },
     ToleranceSpec {
         name: "quotient_roundings",
-        about: "what a quotient may be off by before it is rounded to the format, relative to \
-                it, in units of 2^-24",
+        about: "relative error of a quotient before it is rounded to the format, in units of 2^-24",
         default: |problem| if problem.flag("power_of_two") { 0.0 } else { QUOTIENT },
     },
 ];
 
-/// What gradcheck lets pass of entries that are made before.
+/// The tolerance of entries that are computed before quantisation.
 pub(crate) const UNROUNDED: ToleranceSpec = ToleranceSpec {
     name: "unrounded",
-    about: "what an entry may be off by as it is quantised, beside what kernels may, in units of rounding of \
-            the dtype: 1 where a program may leave out the rounding to it, as XLA's may",
+    about: "error of an entry before quantisation beyond the kernels' bound, in units of \
+            rounding of the dtype: 1 for programs that may skip that rounding, as XLA's",
     default: |_| 0.0,
 };
 
-/// Between which two numbers an entry of `E` lies that kernels have within `bound` of `y` before they round it.
+/// Returns the interval of an entry of `E` that kernels compute within `bound` of `y` before they round it.
 /// `unrounded` is the tolerance.
 fn between<E: Element>(y: f64, bound: f64, unrounded: f64) -> [f32; 2] {
-    // Of factors that are 0 nothing is rounded.
+    // A product with a factor of 0 is exact.
     if y == 0.0 || !y.is_finite() {
         return [y as f32; 2];
     }
     if unrounded == 0.0 {
-        // Rounding never changes an order.
+        // Rounding is monotone.
         return [y - bound, y + bound].map(|y| E::from_f64(y).to_f32());
     }
     let bound = bound + unrounded * 0.5 * E::DTYPE.ulp(y);
     [y - bound, y + bound].map(|y| y as f32)
 }
 
-/// What is quantised, in the order of a matrix by rows: between which two numbers each entry lies.
+/// The entries of a row-major matrix, as intervals.
 pub(crate) trait Entries: Sync {
-    /// Those of an entry.
+    /// The interval of an entry.
     fn at(&self, index: usize) -> [f32; 2];
 }
 
@@ -235,21 +231,21 @@ impl Entries for Vec<[f32; 2]> {
     }
 }
 
-/// The middle of two numbers, and how far they are from it.
+/// Returns the middle and half the width of an interval.
 fn middle([from, to]: [f64; 2]) -> [f64; 2] {
     if from == to { [from, 0.0] } else { [0.5 * (from + to), 0.5 * (to - from)] }
 }
 
-/// The reference.
+/// The reference of a quantised matrix.
 pub(crate) struct Quantized<S> {
-    /// What is quantised.
+    /// The entries to be quantised.
     entries: S,
-    /// Of that, and of the transposed copy where there is one.
+    /// The matrix, and the transposed copy if there is one.
     sides: Vec<Side>,
 }
 
 impl<S: Entries> Quantized<S> {
-    /// Of `entries`.
+    /// The reference for `entries`.
     ///
     /// # Errors
     /// More elements than memory can address.
@@ -272,23 +268,23 @@ impl<S: Entries> Quantized<S> {
         Ok(Self { entries, sides: sides.iter().map(side).collect() })
     }
 
-    /// Makes what scales should be. Comes before [`Self::hand_over`].
+    /// Computes the expected scales. Call it before [`Self::hand_over`].
     pub(crate) fn make_scales(&mut self) {
         self.sides.iter_mut().for_each(|side| side.make_scales(&self.entries));
     }
 
-    /// Hands over what results should be, and what comes back of them.
+    /// Passes expected results, and dequantised matrices, to the visitor.
     pub(crate) fn hand_over(&self, visitor: &mut dyn Visitor) {
         self.sides.iter().for_each(|side| side.hand_over(&self.entries, visitor));
     }
 }
 
 impl Quantized<Vec<[f32; 2]>> {
-    /// Of entries that are made before: [`Self::make`] makes them.
+    /// A reference whose entries [`Self::make`] computes.
     ///
     /// # Errors
     /// More elements than memory can address.
-    pub(crate) fn of_made(
+    pub(crate) fn without_input(
         problem: &Problem,
         letters: Letters,
         tolerances: &Tolerances,
@@ -296,8 +292,8 @@ impl Quantized<Vec<[f32; 2]>> {
         Self::new(problem, letters, Vec::new(), tolerances)
     }
 
-    /// Makes entries a row at a time, and scales of them. Of a row `of` gives what its entries of `E` are
-    /// before they are rounded, and what kernels may be off by; it has a thread's `R` for it.
+    /// Computes entries a row at a time, then the scales. `of` returns a row's entries before they are
+    /// rounded to `E`, with the kernels' error bounds; `R` is a thread's buffer.
     pub(crate) fn make<E: Element, R: Default>(
         &mut self,
         of: impl for<'r> Fn(usize, &'r mut R) -> [&'r [f64]; 2] + Sync,
@@ -316,29 +312,29 @@ impl Quantized<Vec<[f32; 2]>> {
     }
 }
 
-/// A matrix, or its transposed.
+/// The matrix, or its transposed copy.
 struct Side {
     options: Fp8Quantize,
-    /// None where there is one scale.
+    /// None for one scale.
     blocks: Option<Blocks>,
     is_turned: bool,
-    /// Turned where entries are.
+    /// The shape after transposition.
     shape: QuantizeShape,
-    /// Of blocks: between which two numbers they lie.
+    /// The intervals of the blocks' scales.
     scales: Vec<[f64; 2]>,
     tolerances: Tolerances,
 }
 
-/// What is expected of an entry.
+/// The expected quotient and scale of an entry.
 struct Expected {
-    /// Its quotient, and what that may be off by.
+    /// The quotient, and its error bound.
     quotient: [f64; 2],
-    /// Its scale, and what that may be off by.
+    /// The scale, and its error bound.
     scale: [f64; 2],
 }
 
 impl Side {
-    /// Names of values, of scales, and of metrics of what comes back.
+    /// Names of values, of scales, and of the metrics of the dequantised matrix.
     fn names(&self) -> [&'static str; 3] {
         match self.is_turned {
             false => ["values", "scales", "dequantised"],
@@ -353,7 +349,7 @@ impl Side {
         })
     }
 
-    /// Rows and columns of a block, and how many blocks there are across.
+    /// Rows and columns of a block, and the number of blocks in a row.
     fn cut(&self) -> [usize; 3] {
         let [rows, columns] = [self.shape.rows(), self.shape.columns()];
         match self.blocks {
@@ -364,7 +360,7 @@ impl Side {
         }
     }
 
-    /// Between which two numbers the exact scale of a block lies.
+    /// The interval of the exact scale of a block.
     fn scale(&self, entries: &impl Entries, block: usize) -> [f64; 2] {
         let [high, wide, across] = self.cut();
         let [row, column] = [block / across * high, block % across * wide];
@@ -375,7 +371,7 @@ impl Side {
             places.map(|(row, column)| self.at(entries, row, column))
         };
         let most = amax(all().flatten());
-        // At least the smaller magnitude, and none where an entry may be infinite or of either sign.
+        // The smaller magnitude of each interval; 0 if the entry may be infinite or have either sign.
         let least = amax(all().map(|[from, to]| match from.signum() == to.signum() {
             true if from.is_finite() && to.is_finite() => from.abs().min(to.abs()),
             _ => 0.0,
@@ -398,7 +394,7 @@ impl Side {
         row / high * across + column / wide
     }
 
-    /// What is expected of an entry between two numbers, with a scale between two.
+    /// The expected quotient and scale, from the intervals of an entry and of its scale.
     fn expected(&self, entry: [f32; 2], scale: [f64; 2]) -> Expected {
         let roundings = self.tolerances.get("quotient_roundings") * ROUNDING;
         if entry[0].is_nan() {
@@ -418,7 +414,7 @@ impl Side {
         Expected { quotient: [quotient, off + most * roundings], scale: middle(scale) }
     }
 
-    /// Hands over what `of` makes of each entry: what is expected, and by how much that may be off.
+    /// Passes rows of expected values and bounds, which `of` makes for each entry.
     fn rows(
         &self,
         entries: &impl Entries,
@@ -444,7 +440,7 @@ impl Side {
         if self.blocks.is_none() {
             let (found, [expected, off]) = (visitor.found().get(scales), middle(self.scales[0]));
             if let Some(found) = found.map(|found| found.at(0)) {
-                // The expected one is not rounded, as that of blocks is where it is judged.
+                // `expected` is not rounded to f32; scales of blocks are rounded when they are judged.
                 let is_exact = f64::from(expected as f32) == expected;
                 let ulps = if is_exact { scale_ulp } else { scale_ulp + 0.5 };
                 visitor.scalar(scales, found, expected, off + ulps * f32_ulp(expected));
@@ -454,7 +450,7 @@ impl Side {
             visitor.result(scales, scales, judged, &|to| {
                 let of = |&scale: &[f64; 2]| match middle(scale) {
                     [expected, 0.0] => (expected, 0.0),
-                    // The middle is rounded as it is judged.
+                    // The middle is rounded when it is judged.
                     [expected, off] => (expected, off + (scale_ulp + 0.5) * f32_ulp(expected)),
                 };
                 let (expected, bounds): (Vec<_>, Vec<_>) = self.scales.iter().map(of).unzip();
@@ -474,7 +470,7 @@ impl Side {
                     }
                     let expected = quotient * scale;
                     let ulp = self.options.format.ulp(quotient.abs() + bound);
-                    // The scale is off too, and the product is rounded.
+                    // Errors of the scale, and of rounding the product.
                     let of_scale = off + scale_ulp * f32_ulp(scale) + ROUNDING * scale;
                     let most = quotient.abs() + bound + ulp;
                     let bound = (bound + 0.5 * ulp) * scale + most * of_scale + f32_ulp(expected);
@@ -484,7 +480,7 @@ impl Side {
         });
     }
 
-    /// Values times scales, in f32, of what was found.
+    /// Found values times found scales, in f32.
     fn back(&self, found: &Arrays<'_>) -> Option<Vec<f32>> {
         let [values, scales, _] = self.names();
         let (bits, scales) = (found.bits(values)?, found.get(scales)?);
@@ -527,8 +523,8 @@ mod tests {
         }
     }
 
-    /// The largest entry of a block moves its scale, every other one its value alone, and what may not be
-    /// finite neither hides the others nor is hidden.
+    /// A block's largest entry changes its scale, other entries only their own values; an entry that may not be
+    /// finite does not hide the others, and is not hidden.
     #[test]
     fn scales_and_quotients_lie_between_those_of_entries() {
         let entries = vec![

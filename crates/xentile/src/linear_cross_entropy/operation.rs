@@ -38,20 +38,14 @@ pub struct Hidden;
 const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 
 const OPTIONS: [OptionSpec; 12] = [
-    OptionSpec::new(
-        "bias",
-        Kind::Bool,
-        Value::Bool(false),
-        "true or false",
-        "whether there is a bias [V]",
-    )
-    .on_top(),
+    OptionSpec::new("bias", Kind::Bool, Value::Bool(false), "true or false", "adds a bias [V]")
+        .on_top(),
     OptionSpec::new(
         "vocab_axis",
         Kind::Count,
         Value::Absent,
         "0 for a weight [V, D] or 1 for [D, V]",
-        "which axis of the weight is V: 0 where absent",
+        "axis of the weight that is V; by default 0",
     )
     .on_top(),
     OptionSpec::new(
@@ -59,7 +53,7 @@ const OPTIONS: [OptionSpec; 12] = [
         Kind::Count,
         Value::Absent,
         "at least 0, or absent",
-        "what may be held beyond operands and results; the operation's own choice where absent",
+        "limit of memory beyond operands and results; by default the operation's choice",
     )
     .on_top()
     .swept(),
@@ -137,14 +131,14 @@ impl Operation for Hidden {
             DLOGITS[1],
             ToleranceSpec {
                 name: "sum_roundings",
-                about: "what a sum of n products in f32 may be off by, in sqrt(n) units of rounding of \
-                        the sum of their magnitudes",
+                about: "error of an f32 sum of n products, in sqrt(n) units of rounding of the \
+                        sum of their magnitudes",
                 default: |_| 1.0,
             },
             ToleranceSpec {
                 name: "gradient_roundings",
-                about: "error of a whole gradient relative to it, in units of rounding of the dtype and \
-                        norms of all entries, beside what a typical logit is off by",
+                about: "relative error in norm of each gradient, in units of rounding of the \
+                        dtype, beyond that of a typical logit",
                 default: |problem| if problem.dtype == DType::F32 { 32.0 } else { 1.5 },
             },
         ];
@@ -269,7 +263,7 @@ impl Operation for Hidden {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         Ok(by_dtype!(problem.dtype, E => {
-            let columns = Columns::of_inputs(problem, inputs);
+            let columns = Columns::from_inputs(problem, inputs);
             Box::new(OfHidden::<E>::new(problem, operands(problem, inputs)?, columns, tolerances))
         }))
     }
@@ -369,7 +363,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
     }
 
     /// What a sum of `count` terms in f32 is off by, relative to the sum of their magnitudes.
-    fn of_sum(&self, count: usize) -> f64 {
+    fn bound_sum(&self, count: usize) -> f64 {
         self.tolerances.get("sum_roundings") * F32_ROUNDING * (count as f64).sqrt()
     }
 
@@ -377,7 +371,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
     fn shifts(&self, token: usize, logits: &[f64]) -> Vec<f64> {
         let hidden = norm(self.operands.hidden(token).iter().map(|x| x.to_f64()));
         // The sum of magnitudes is at most the product of both norms.
-        let of_product = self.of_sum(self.operands.shape().width()) * hidden;
+        let of_product = self.bound_sum(self.operands.shape().width()) * hidden;
         let columns = logits.iter().zip(&self.norms).enumerate();
         let shift = |(column, (&z, norm)): (usize, (&f64, &f64))| {
             let of_bias = match self.operands.has_bias() {
@@ -507,7 +501,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
             }
         }
         let shape = self.operands.shape();
-        let of_sums = self.of_sum(shape.vocab().max(shape.tokens()));
+        let of_sums = self.bound_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
         // In 16 bits the softmax may be normalised by the sum of rounded exponentials, and hidden
         // states are rounded with the factor of their token.
@@ -545,7 +539,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         let rounding = <E as Element>::DTYPE.ulp(1.0) / 2.0;
         let square = self.tokens.iter().map(|token| token.square).sum::<f64>();
         let logit = (square / self.tokens.len().max(1) as f64).sqrt();
-        let of_logits = self.of_sum(self.operands.shape().width()) * logit;
+        let of_logits = self.bound_sum(self.operands.shape().width()) * logit;
         self.tolerances.get("gradient_roundings") * rounding + of_logits
     }
 }

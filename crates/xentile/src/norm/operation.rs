@@ -30,7 +30,7 @@ const WEIGHT_DTYPE: OptionSpec = OptionSpec::new(
     OptionKind::Word(&["f32", "bf16", "f16"]),
     Value::Absent,
     "f32, bf16 or f16",
-    "the dtype of the weight; that of rows where absent",
+    "dtype of the weight; by default that of rows",
 )
 .on_top();
 
@@ -44,23 +44,23 @@ const fn eps(default: f64, about: &'static str) -> OptionSpec {
 }
 
 pub(crate) const RMS_OPTIONS: [OptionSpec; 4] = [
-    eps(Norm::RMS.eps, "what is added to the mean of squares"),
-    flag("zero_centred", "whether the weight is what a factor is above 1"),
-    flag("residual", "whether a residual is added first, and the sum given").on_top(),
+    eps(Norm::RMS.eps, "added to the mean of squares"),
+    flag("zero_centred", "scales rows by 1 + weight"),
+    flag("residual", "adds a residual first, and returns the sum").on_top(),
     WEIGHT_DTYPE,
 ];
 
 const LAYER_OPTIONS: [OptionSpec; 3] = [
-    eps(Norm::LAYER.eps, "what is added to the variance"),
-    flag("bias", "whether a bias is added, of the weight's dtype").on_top(),
+    eps(Norm::LAYER.eps, "added to the variance"),
+    flag("bias", "adds a bias of the weight's dtype").on_top(),
     WEIGHT_DTYPE,
 ];
 
 pub(crate) const TOLERANCES: [ToleranceSpec; 2] = [
     ToleranceSpec {
         name: "sum_roundings",
-        about: "what sums over a row and over tokens may be off by beside what kernels may, in \
-                sqrt(n) units of rounding of f32",
+        about: "error of sums over rows and tokens beyond the kernels' bound, in sqrt(n) units \
+                of rounding of f32",
         default: |_| 0.0,
     },
     WHOLE_RESULTS,
@@ -366,13 +366,13 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         });
     }
 
-    fn of_token<'b, T>(&self, matrix: &'b [T], token: usize) -> &'b [T] {
+    fn token_row<'b, T>(&self, matrix: &'b [T], token: usize) -> &'b [T] {
         let columns = self.shape.columns();
         &matrix[token * columns..][..columns]
     }
 
     fn row_of(&self, matrix: &[E], token: usize) -> Vec<f64> {
-        self.of_token(matrix, token).iter().map(|x| x.to_f64()).collect()
+        self.token_row(matrix, token).iter().map(|x| x.to_f64()).collect()
     }
 
     /// The normalised row: x, or its sum with the residual.
@@ -380,9 +380,9 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         let Some(residual) = self.residual else {
             return self.row_of(self.x, token);
         };
-        let x = self.of_token(self.x, token);
+        let x = self.token_row(self.x, token);
         let mut sum = x.to_vec();
-        add(x, self.of_token(residual, token), &mut sum);
+        add(x, self.token_row(residual, token), &mut sum);
         sum.iter().map(|x| x.to_f64()).collect()
     }
 
@@ -425,14 +425,14 @@ impl<'a, E: Element + ArrayElement> NormReference<'a, E> {
         match self.norm.kind {
             Kind::Rms => {
                 let roundings = RMS_Y_ROUNDINGS + self.extra_roundings(self.shape.columns());
-                self.tolerances.of_whole(E::DTYPE, [0.0; 2]) + roundings * U
+                self.tolerances.bound_whole(E::DTYPE, [0.0; 2]) + roundings * U
             }
             Kind::Layer => {
                 let [y, bounds] = self
                     .tokens()
                     .map(|token| self.norm(token).map(|row| squares(&row)))
                     .reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-                self.tolerances.of_whole(E::DTYPE, [bounds, y])
+                self.tolerances.bound_whole(E::DTYPE, [bounds, y])
             }
         }
     }
@@ -485,7 +485,7 @@ impl<E: Element + ArrayElement> Reference for NormReference<'_, E> {
             total += squares(&dx);
             bounds += squares(&bound);
         }
-        let relative = self.tolerances.of_whole(E::DTYPE, [bounds, total]);
+        let relative = self.tolerances.bound_whole(E::DTYPE, [bounds, total]);
         let judged = Judged::WithinRounding { relative };
         visitor.result("dx", &format!("{prefix}dx"), judged, &|rows| {
             self.tokens().for_each_init(zeros, |([dweight, dbias], magnitudes), token| {
@@ -515,7 +515,7 @@ impl<E: Element + ArrayElement> Reference for NormReference<'_, E> {
         }
         for (name, expected, bound) in columns {
             let both = [squares(&bound), squares(&expected)];
-            let relative = self.tolerances.of_whole(weight_dtype(self.problem), both);
+            let relative = self.tolerances.bound_whole(weight_dtype(self.problem), both);
             let judged = Judged::WithinRounding { relative };
             visitor.result(name, &format!("{prefix}{name}"), judged, &|rows| {
                 rows.row(0, &expected, Bound::Each(&bound));

@@ -38,7 +38,7 @@ impl Tolerances {
     /// What the error of a whole result of `dtype` may be relative to it: what [`WHOLE_RESULTS`] says, and
     /// what its entries may be off by. `bounds` and `total` are the sums of the squares of those, and of
     /// the entries.
-    pub(crate) fn of_whole(&self, dtype: DType, [bounds, total]: [f64; 2]) -> f64 {
+    pub(crate) fn bound_whole(&self, dtype: DType, [bounds, total]: [f64; 2]) -> f64 {
         let of_entries = if total == 0.0 { 0.0 } else { (bounds / total).sqrt() };
         self.get(WHOLE_RESULTS.name) * dtype.ulp(1.0) / 2.0 + of_entries
     }
@@ -49,11 +49,11 @@ impl Tolerances {
     }
 }
 
-/// The limit of [`Tolerances::of_whole`], of operations that call their output y.
+/// The limit of [`Tolerances::bound_whole`], of operations that call their output y.
 pub(crate) const WHOLE_RESULTS: ToleranceSpec = ToleranceSpec {
     name: "gradient_roundings",
-    about: "error of all of y, and of a whole gradient, relative to it, in units of rounding \
-            of the dtype, beside what entries may be off by",
+    about: "relative error in norm of y and of each gradient, in units of rounding of the dtype, \
+            beyond the bounds of entries",
     default: |_| 1.5,
 };
 

@@ -108,7 +108,7 @@ impl Operation for Norm {
         tolerances: Tolerances,
     ) -> Result<Box<dyn Reference + 'a>> {
         Ok(by_dtype!(problem.dtype, E => Box::new(Normed {
-            quantized: Quantized::of_made(problem, Letters::HIDDEN, &tolerances)?,
+            quantized: Quantized::without_input(problem, Letters::HIDDEN, &tolerances)?,
             y: NormReference::<E>::new(RMS_NORM, problem, inputs, tolerances)?,
         })))
     }

@@ -59,21 +59,21 @@ const OPTIONS: [OptionSpec; 3] = [
         Kind::Number,
         Value::Number(10_000.0),
         "finite and above 0",
-        "of which frequencies are powers",
+        "base of the frequencies' powers",
     ),
     OptionSpec::new(
         "interleaved",
         Kind::Bool,
         Value::Bool(false),
         "true or false",
-        "whether pairs are columns side by side, and not of two halves",
+        "pairs are adjacent columns, not halves",
     ),
     OptionSpec::new(
         "rotary_dim",
         Kind::Count,
         Value::Absent,
         "even, and at most head_dim",
-        "how many columns are rotated; all, or all but one, where absent",
+        "rotated columns; by default all, or all but one",
     ),
 ];
 
@@ -138,7 +138,7 @@ impl Operation for OfHeads {
         const ALL: [ToleranceSpec; 2] = [
             ToleranceSpec {
                 name: "table_roundings",
-                about: "what a cosine or a sine may be off by, in units of 2^-24",
+                about: "error of a cosine or sine, in units of 2^-24",
                 default: |_| super::TABLE_ROUNDINGS,
             },
             WHOLE_RESULTS,
@@ -297,7 +297,7 @@ impl<E: Element + ArrayElement> OfRows<'_, E> {
         let add = |a: [f64; 2], b: [f64; 2]| [a[0] + b[0], a[1] + b[1]];
         let init = || (Vec::new(), Vec::new());
         let squares = rows().map_init(init, of_row).reduce(|| [0.0; 2], add);
-        let relative = self.tolerances.of_whole(E::DTYPE, squares);
+        let relative = self.tolerances.bound_whole(E::DTYPE, squares);
         let judged = Judged::WithinRounding { relative };
         visitor.result(array, &format!("{prefix}{name}"), judged, &|to| {
             rows().for_each_init(init, |(y, bound), row| {

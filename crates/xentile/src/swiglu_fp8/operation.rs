@@ -30,7 +30,7 @@ const INTERLEAVED: OptionSpec = OptionSpec::new(
     Kind::Bool,
     Value::Bool(false),
     "true or false",
-    "whether x packs gate and up column by column in turn, and not as halves of a row",
+    "x packs gate and up as interleaved columns, not halves",
 );
 
 const OPTIONS: [OptionSpec; 9] = {
@@ -127,7 +127,7 @@ impl Operation for OfRows {
     ) -> Result<Box<dyn Reference + 'a>> {
         let (shape, options) = (shape(problem)?, activation(problem)?);
         Ok(by_dtype!(problem.dtype, E => Box::new(Gated {
-            quantized: Quantized::of_made(problem, Letters::MLP, &tolerances)?,
+            quantized: Quantized::without_input(problem, Letters::MLP, &tolerances)?,
             y: Judge { options, shape, x: inputs.expect::<E>("x"), tolerances },
         })))
     }

@@ -1,13 +1,12 @@
-"""How a call's arrays are declared, and what follows for their shapes.
+"""Declarations of a call's arrays by their dimensions, and the shapes that follow.
 
-An array is declared by its dimensions, such as "*batch V". `*batch` stands for the axes of tokens,
-any number of them, none included. An operand without it is shared by all tokens, and a result
-without it is a sum over them. Where `vmap` maps a shared operand, or a sum, its mapped axes stand
-before its own; they are the first of the tokens' axes too.
+A declaration is a text such as "*batch V". `*batch` stands for any number of axes of tokens, also
+none. An operand without `*batch` is shared by all tokens, and a result without it is a sum over
+them. Where `vmap` maps a shared operand or a sum, the mapped axes come first, as they do among the
+axes of tokens.
 
-A result may have a dimension such as "D/128": the blocks of 128 that D is split into, the last
-perhaps a smaller one. An axis such as "2.F" or "F.2" packs two, row by row: a program has it as
-one, and handlers as both.
+A dimension "D/128" of a result is the number of blocks of 128 in D, the last perhaps smaller. An
+axis "2.F" or "F.2" packs two axes: one in programs, two in handlers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of an operand or a result: tokens' axes or not, and the axes behind them."""
+    """The dimensions of an operand or a result: its named axes, and whether tokens come before."""
 
     names: tuple[str, ...]
     has_tokens: bool
@@ -49,12 +48,12 @@ class Dims:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """What tells the extents of the named axes, one each: F of "2.F", "F.2" and "F"."""
+        """The names that give the extents of the named axes: F for "2.F", "F.2" and "F"."""
         return tuple(factor_of(name)[0] for name in self.names)
 
 
 def factor_of(name: str) -> tuple[str, int]:
-    """Returns what tells the extent of an axis, and how many entries it has for each: F, 2."""
+    """Returns the name and the multiple that give the extent of an axis: F and 2 for "2.F"."""
     first, _, second = name.partition(".")
     if not second:
         return name, 1
@@ -73,26 +72,26 @@ class Result:
     """A result's dimensions and dtype."""
 
     dims: str
-    # The operand that it has its dtype from; `dtype` if from none.
+    # Index of the operand whose dtype it has; if None, `dtype` is its dtype.
     like: int | None = None
     dtype: Any = np.float32
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call takes and gives."""
+    """The declared operands and results of a call."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    # Named axes, right behind those of tokens in every array that has these, that may be sharded
-    # over a mesh as they may. `vmap` adds none after them.
+    # Named axes that a mesh may shard like those of tokens, which they directly follow in every
+    # array that has them. `vmap` adds no axis after them.
     sharded: tuple[str, ...] = ()
 
     @staticmethod
     def of(
         operands: Sequence[str], results: Sequence[Result], sharded: tuple[str, ...] = ()
     ) -> "Signature":
-        """Returns what texts declare."""
+        """Returns the signature of declarations."""
         return Signature(
             tuple(map(Dims.of, operands)),
             tuple(Dims.of(result.dims) for result in results),
@@ -116,7 +115,7 @@ class Signature:
         return (*aval.shape[: dims.leading(aval)], *(extents[name] for name in self.sharded))
 
     def extents(self, avals: Sequence[Any]) -> dict[str, Any]:
-        """Returns the extents of operands' named axes, as handlers have these."""
+        """Returns the extents of operands' named axes, packed axes as two."""
         pairs = zip(self.operands, avals, strict=True)
         return {name: extent for dims, aval in pairs for name, extent in dims.unpacked(aval)}
 
@@ -126,12 +125,12 @@ class Signature:
         return [axis for axis in dims.unpacked(aval) if axis[0] not in may_be_sharded]
 
     def mapped_axes(self, avals: Sequence[Any]) -> int:
-        """Returns how many of these a shared operand has, the one with the most."""
+        """Returns the most mapped axes that any shared operand has."""
         shared = zip(self.operands, avals, strict=True)
         return max((dims.leading(aval) for dims, aval in shared if not dims.has_tokens), default=0)
 
     def _tokens(self, avals: Sequence[Any]) -> tuple[Dims, Any]:
-        """Returns the operand that tells the axes of tokens: the one with the fewest others."""
+        """Returns the operand with tokens that has the fewest named axes, and its type."""
         pairs = zip(self.operands, avals, strict=True)
         return min(
             (pair for pair in pairs if pair[0].has_tokens), key=lambda pair: len(pair[0].names)
@@ -140,11 +139,11 @@ class Signature:
     def result_avals(
         self, results: Sequence[Result], avals: Sequence[Any], mapped: int
     ) -> list[Any]:
-        """Returns the results of operands; `mapped` of the tokens' axes are kept apart in sums."""
+        """Returns the types of results; sums keep the first `mapped` axes of tokens."""
         dims, tokens = self._tokens(avals)
         leading = tokens.shape[: dims.leading(tokens)]
         extents, mesh_axes = self.extents(avals), self.sharded_over(avals)
-        # Of a constant that was made outside of a mesh the type has none.
+        # The type of a constant that was made outside of a mesh has no mesh.
         shardings = (getattr(aval, "sharding", None) for aval in (tokens, *avals))
         named = [one for one in shardings if isinstance(one, NamedSharding)]
         sharding = next((one for one in named if not one.mesh.empty), next(iter(named), None))
@@ -165,9 +164,9 @@ class Signature:
         return found
 
     def sharded_over(self, avals: Sequence[Any]) -> dict[str, Any]:
-        """Returns what a mesh of explicit axes shards named axes over, of those that it shards.
+        """Returns the explicit mesh axes that shard each named axis, without unsharded axes.
 
-        Operands that tokens do not share decide, wherever one has the axis.
+        The sharding of an operand with tokens takes precedence over that of a shared operand.
         """
         of_tokens: dict[str, Any] = {}
         of_shared: dict[str, Any] = {}
@@ -181,10 +180,10 @@ class Signature:
     def check_sharding(
         self, operation: object, target: str, avals: Sequence[Any], columns: str | None = None
     ) -> None:
-        """Refuses what XLA's partitioner may do in silence, gathering an axis that is sharded.
+        """Refuses shardings by explicit axes for which XLA would gather operands.
 
-        Only meshes of explicit axes tell, whose users want to know. `columns` is a named
-        axis that may be sharded, alike in all operands that tokens do not share.
+        Types show only the sharding by explicit axes. `columns` is a named axis that may be
+        sharded, in the same way in all operands with tokens.
 
         Raises:
             ValueError: an axis behind those of tokens is sharded, or operands differ in it.
@@ -211,11 +210,11 @@ class Signature:
 
 
 def _extent(name: str, count: int, extents: Mapping[str, Any]) -> Any:
-    """Returns the extent of a dimension, so many times, or how many blocks of it there are."""
+    """Returns `count` times the extent of a dimension, or its number of blocks for "D/128"."""
     of, _, block = name.partition("/")
     if of.isdigit():
         return int(of)
-    # Of symbolic extents, too.
+    # Extents may be symbolic.
     return -(-extents[of] // int(block)) if block else extents[of] * count
 
 
@@ -225,11 +224,11 @@ def with_mapped_axis(
     axes: Sequence[int | None],
     most: int | None = None,
 ) -> tuple[list[jax.Array], int]:
-    """Returns operands of which the mapped axis is one of those of tokens, and its index there.
+    """Returns operands whose mapped axis is an axis of tokens, and its index among these.
 
-    The first axes of tokens are those that shared operands have, so that the new one comes behind
-    what any of these has already, and first of all where it maps one of these. It goes no further
-    back than index `most`, if that is given.
+    Mapped axes of shared operands are the first axes of tokens. So the new axis is the first if it
+    maps a shared operand, and otherwise comes after all mapped axes of shared operands. Its index
+    is at most `most`, if given.
     """
     mapped = [(x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None]
     size = mapped[0][0].shape[mapped[0][1]]
@@ -258,7 +257,7 @@ def with_mapped_axis(
 
 
 def _mapped_sharding(x: Any, axis: int) -> NamedSharding | None:
-    """Returns how an array is sharded if a mesh of explicit axes shards one of its axes."""
+    """Returns the sharding of an array's axis by explicit mesh axes, or None."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     names = spec_of(jax.typeof(x))[axis]
     if not isinstance(sharding, NamedSharding) or names is None:
@@ -270,9 +269,9 @@ def _mapped_sharding(x: Any, axis: int) -> NamedSharding | None:
 def _with_axis(
     x: jax.Array, axis: int | None, place: int, size: int, sharding: NamedSharding | None
 ) -> jax.Array:
-    """Returns an array with its mapped axis at `place`; one that has none, `size` times.
+    """Returns an array with its mapped axis at `place`; repeats an unmapped array `size` times.
 
-    `sharding` says how an array of the mapped axis alone is sharded.
+    `sharding` is that of the mapped axis.
     """
     if axis is not None:
         return jnp.moveaxis(x, axis, place)
@@ -290,7 +289,7 @@ def _with_axis(
 
 
 def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
-    """Returns the type of an array in another shape; how that is sharded is not told."""
+    """Returns the type of an array in another shape, without a sharding."""
     if aval.shape == shape:
         return aval
     more: dict[str, Any] = {}
@@ -300,34 +299,34 @@ def reshaped(aval: Any, shape: tuple[Any, ...]) -> Any:
 
 
 def spec_of(aval: Any) -> list[Any]:
-    """Returns how every axis of an array is sharded."""
+    """Returns the mesh axes that shard each axis of an array, None for unsharded axes."""
     sharding = getattr(aval, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     return [*spec, *[None] * (aval.ndim - len(spec))]
 
 
 def wide(array: jax.Array) -> jax.Array:
-    """Returns an array in f32, or as it is where that is wider."""
+    """Returns an array in float32, or unchanged if its dtype is wider."""
     return array.astype(wide_dtype(array.dtype))
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns float32, or a dtype of floats that is wider.
+    """Returns float32, or `dtype` if it is a wider float.
 
-    Unlike `jnp.promote_types`, it takes no side in `jax_numpy_dtype_promotion`.
+    Unlike `jnp.promote_types`, it ignores `jax_numpy_dtype_promotion`.
     """
     is_wider = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > FLOAT32.itemsize
     return dtype if is_wider else FLOAT32
 
 
 def added(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns the sum of arrays of floats in the wider dtype, of which `array` has all axes."""
+    """Returns array + other in the wider of two float dtypes; `array` has at least as many axes."""
     first, second = _alike(array, other)
     return first + second
 
 
 def multiplied(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns the product of arrays of floats in the wider dtype, of which `array` has all axes."""
+    """Returns array * other in the wider of two float dtypes; `array` has at least as many axes."""
     first, second = _alike(array, other)
     return first * second
 
@@ -338,8 +337,8 @@ def _alike(array: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def of_rank(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns an array with as many axes as `like` has, the first of them of 1.
+    """Returns an array with leading axes of 1, so that it has as many axes as `like`.
 
-    So it broadcasts to `like` where `jax_numpy_rank_promotion` forbids that of fewer axes, too.
+    It then broadcasts to `like` even if `jax_numpy_rank_promotion` is "raise".
     """
     return jax.lax.expand_dims(array, range(like.ndim - array.ndim))

@@ -1,15 +1,14 @@
-"""What each device computes of arrays that XLA's partitioner finds to be sharded.
+"""Functions of a device's shards, for arrays that XLA shards over automatic mesh axes.
 
-How XLA shards arrays is known as it compiles a program, and no sooner (`gathering`). It asks Python
-then, by `jax.experimental.custom_partitioning`: a rule for Shardy names the axes that may be
-sharded, and for the shardings that Shardy settles on, a function of a device's own arrays takes
-the place of the whole, collectives by the mesh's axes included. Programs for one device hold
-nothing of this, and those that are exported cannot: Python would have to be there as they are
-compiled.
+XLA chooses shardings when it compiles a program. It then calls Python back, through
+`jax.experimental.custom_partitioning`: a Shardy rule names the axes that may be sharded, and for
+the chosen shardings a function of the device's shards, with collectives over mesh axes, replaces
+the function of whole arrays. Programs for one device have no such callback. Exported programs
+cannot have one, since Python may be missing when they are compiled.
 
-JAX's cache on disk finds a program by its text. JAX itself would name what it calls back by an
-address of this process; here it is named by a digest of all that settles what devices compute, so
-that another process finds the program, and no other one (`_name_callback`).
+JAX's cache on disk finds a program by its text. JAX names a callback by an address of this process;
+here a digest of everything that determines the devices' computation names it, so that other
+processes find the program, and only that program (`_name_callback`).
 """
 
 import functools
@@ -40,10 +39,10 @@ from .compat import callbacks_by_name, shards_by_shardy, tell_devices
 from .meshes import Names, entry, in_order, tuple_of
 from .operation import Operation
 
-# The axes of an array by names: axes of one name are of one extent, and sharded alike.
+# The names of an array's axes. Axes of one name have the same extent and sharding.
 Axes = tuple[str, ...]
 
-# What in a program says for which call something stands.
+# The attribute of an operation that names the call that it replaces.
 _NAME = "xentile_call"
 
 
@@ -53,16 +52,16 @@ class Arrays:
 
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
-    # Axes that may be sharded, in priority order where two compete for an axis of the mesh; and
-    # those of them that devices must divide, since XLA pads the last device's part.
+    # Axes that may be sharded, the first with priority where two compete for a mesh axis; and those
+    # of them that devices must divide, since XLA pads the last device's shard.
     sharded: Axes
     even: Axes = ()
-    # Indices of operands, and of results behind them, that take the sharding others have: an array
-    # that tokens share is small, and is gathered rather than that it decides where tokens lie.
+    # Indices of operands, and of results after them, that follow the sharding of other arrays:
+    # those that tokens share, which are small.
     followers: tuple[int, ...] = ()
 
     def rule(self) -> SdyShardingRule:
-        """Returns what tells Shardy."""
+        """Returns the sharding rule for Shardy."""
         axes = dict.fromkeys(axis for one in (*self.operands, *self.results) for axis in one)
         sides = (
             tuple(ArrayMapping(*map(_mapping, one)) for one in side)
@@ -76,52 +75,52 @@ class Arrays:
 
 
 def _mapping(axis: str) -> Any:
-    """Returns what Shardy calls an axis; one that packs two is sharded as its factor."""
+    """Returns the factors of an axis in a rule; a packed axis is sharded by its first factor."""
     factor, count = factor_of(axis)
     return factor if count == 1 else CompoundFactor(factor, f"x{count}")
 
 
-# Takes the mesh axes that shard each axis, and for axes that these devices do not divide, which are
-# gathered, the number of devices. Returns what a device computes of its own arrays.
+# Returns the function of a device's shards. Arguments: the mesh axes that shard each axis; for axes
+# that are gathered because the devices do not divide them, the number of devices.
 Local = Callable[[Mapping[str, Names], Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
 
 
 def spec_of_axes(axes: Axes, mesh_axes: Mapping[str, Names]) -> PartitionSpec:
-    """Returns how an array of such axes lies; `mesh_axes` names what shards each."""
+    """Returns the sharding of an array whose axes `mesh_axes` shards."""
     return PartitionSpec(*(entry(mesh_axes.get(factor_of(axis)[0], ())) for axis in axes))
 
 
 def is_sharded_by_xla(module: Any) -> bool:
-    """Whether XLA shards a module's arrays over devices that are known, all axes of them."""
+    """Whether XLA shards a module's arrays over several known devices, outside of `shard_map`."""
     devices = getattr(module.axis_context, "device_assignment", None)
     return devices is not None and len(devices) > 1
 
 
 def is_asked_for(module: Any) -> bool:
-    """Whether XLA, as it compiles a module, shards its arrays and asks Python about it."""
+    """Whether XLA shards a module's arrays and calls Python back when it compiles the module."""
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     if not is_sharded_by_xla(module) or mesh is None or mesh.empty:
         return False
     if any(one != AxisType.Auto for one in mesh.axis_types) or is_exported(module):
         return False
-    # Programs for TPUs in Pallas nobody has tried this with.
+    # Untested with Pallas programs for TPUs.
     return shards_by_shardy() and "tpu" not in module.platforms
 
 
 def asks(ctx: Any) -> bool:
-    """Whether XLA asks about a call as it compiles; about arrays without elements nobody does."""
+    """Whether XLA calls back about a call when it compiles it; never about empty arrays."""
     is_empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
     return not is_empty and is_asked_for(ctx.module_context)
 
 
 def is_exported(module: Any) -> bool:
-    """Whether a program is compiled where there may be no Python."""
+    """Whether a program is exported, so that no Python may run when it is compiled."""
     found: bool = getattr(module.lowering_parameters, "for_export", False)
     return found
 
 
 class _Alive:
-    """What must live as long as a program that was compiled; that may be pickled, without it."""
+    """Keeps objects alive as long as a compiled program; pickles as an empty one."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -130,15 +129,15 @@ class _Alive:
         return _Alive, ()
 
 
-# What JAX calls back, by its name, as long as a program may yet be compiled that has the name.
+# Callbacks by name, kept for programs that may be compiled later.
 _named: dict[bytes, Any] = {}
 
 
 def _name_callback(operation: Any, text: str) -> None:
-    """Has an operation name what JAX calls back by a digest of `text`, in the place of an address.
+    """Names an operation's callback by a digest of `text`, instead of an address.
 
-    Where JAX has no such table, the address stays: programs are right, and no other process finds
-    them in JAX's cache on disk.
+    Where JAX has no table of callbacks, the address stays: programs are right, but no other process
+    finds them in JAX's cache on disk.
     """
     callbacks = callbacks_by_name()
     if callbacks is None or "backend_config" not in operation.attributes:
@@ -147,7 +146,7 @@ def _name_callback(operation: Any, text: str) -> None:
     if address not in callbacks:
         return
     info = callbacks[address]
-    # Of the module's context it takes these, and would keep the whole module.
+    # The callback needs only these of the module's context, which would keep the module alive.
     module = info.module_context
     info.module_context = SimpleNamespace(platforms=module.platforms, backend=module.backend)
     rule = str(operation.attributes["sdy.sharding_rule"])
@@ -162,7 +161,7 @@ def _name_callback(operation: Any, text: str) -> None:
 
 
 def _precision() -> Any:
-    """Returns the precision of matrix products where this is called (`jax.config` has no types)."""
+    """Returns the current default precision of matrix products (`jax.config` has no types)."""
     config: Any = jax.config
     return config.jax_default_matmul_precision
 
@@ -175,9 +174,9 @@ def lower(
     whole: Callable[..., Sequence[jax.Array]],
     local: Local,
 ) -> Sequence[Any]:
-    """Puts what devices compute in the place of whole(*operands).
+    """Lowers whole(*operands) to a function of each device's shards.
 
-    `name` says what stands there, all that settles what devices compute, and `named` finds it.
+    `name` contains everything that determines the devices' computation; `named` reads it back.
     """
     of_axes = {
         factor_of(axis)[0]: extent // factor_of(axis)[1]
@@ -194,21 +193,21 @@ def lower(
         def placed(side: Sequence[Axes]) -> list[NamedSharding]:
             return [NamedSharding(mesh, spec_of_axes(axes, mesh_axes)) for axes in side]
 
-        def of_own(*own: jax.Array) -> Sequence[jax.Array]:
-            # Python is asked when a program is compiled, maybe far from where it was made.
+        def run_shard(*own: jax.Array) -> Sequence[jax.Array]:
+            # This runs when the program is compiled, maybe under another default precision.
             with jax.default_matmul_precision(precision):
                 return local(mesh_axes, uneven)(*own)
 
-        return mesh, of_own, placed(arrays.results), tuple(placed(arrays.operands))
+        return mesh, run_shard, placed(arrays.results), tuple(placed(arrays.operands))
 
-    def of_all(*operands: jax.Array) -> list[jax.Array]:
+    def run_whole(*operands: jax.Array) -> list[jax.Array]:
         return [*whole(*operands)]
 
     alive = _Alive()
     module = ctx.module_context
     module.add_keepalive(alive)
     own = ctx.replace(module_context=module.replace(keepalives=alive.objects))
-    asked = custom_partitioning(of_all)
+    asked = custom_partitioning(run_whole)
     asked.def_partition(partition, sharding_rule=arrays.rule())
     values: Sequence[Any] = mlir.lower_fun(asked, multiple_results=True)(own, *operands)
     operation = values[0].owner.operation
@@ -223,9 +222,9 @@ def lower(
 
 
 def without_padding(x: jax.Array, mesh_axes: Sequence[Names], extents: Sequence[int]) -> jax.Array:
-    """Returns a device's own of an array, 0 where XLA fills up axes that devices do not divide.
+    """Returns a device's shard with 0 in the padding of axes that devices do not divide.
 
-    `mesh_axes` and `extents` are of its first axes.
+    `mesh_axes` and `extents` are those of the array's first axes.
     """
     for axis, (names, extent) in enumerate(zip(mesh_axes, extents, strict=True)):
         own = x.shape[axis]
@@ -238,7 +237,7 @@ def without_padding(x: jax.Array, mesh_axes: Sequence[Names], extents: Sequence[
 
 
 def named(operation: Any) -> str:
-    """Returns the name of what an operation stands for; nothing for others."""
+    """Returns the `name` that `lower` gave an operation; "" for other operations."""
     attributes = operation.attributes
     if "mhlo.frontend_attributes" not in attributes:
         return ""
@@ -249,7 +248,7 @@ def named(operation: Any) -> str:
 def _find_shardings(
     mesh: Any, arrays: Arrays, shardings: Sequence[Any], extents: Mapping[str, int]
 ) -> tuple[dict[str, Names], dict[str, int]]:
-    """Returns the mesh axes that shard each axis, and how many devices do not divide others."""
+    """Returns the mesh axes that shard each axis, and the number of devices of uneven axes."""
     found: dict[str, Names] = dict.fromkeys(arrays.sharded, ())
     sides = zip((*arrays.operands, *arrays.results), shardings, strict=True)
     for index, (axes, sharding) in enumerate(sides):
@@ -275,18 +274,18 @@ def _find_shardings(
 
 @dataclass(frozen=True)
 class Work:
-    """A function of arrays that each device may compute of its own, as `lower` takes it."""
+    """A function of arrays, with the version for a device's shards (the arguments of `lower`)."""
 
     operation: Operation
     name: str
     arrays: Arrays
     whole: Callable[..., Sequence[jax.Array]]
     local: Local
-    # How many axes `vmap` has added, the first of all results.
+    # How many axes `vmap` has added, in front of all results.
     mapped: int = 0
 
     def batched(self, axes: Sequence[int | None]) -> "Work":
-        """Returns the work for operands of which those with an axis have it in front."""
+        """Returns the work of operands whose mapped axis, if they have one, is in front."""
         new = f"m{self.mapped}"
         given = tuple(
             one if axis is None else (new, *one)
@@ -310,7 +309,7 @@ class Work:
 
 
 def bind(work: Work, *operands: jax.Array) -> list[jax.Array]:
-    """Makes it part of the program being traced."""
+    """Binds `work` in the program being traced."""
     avals = tuple(jax.make_jaxpr(work.whole)(*operands).out_avals)
     results: list[jax.Array] = _auto.bind(*operands, work=work, avals=avals)
     return results

@@ -1,9 +1,9 @@
 """One JAX primitive for every custom call of the library.
 
-An operation says what its calls take and give (`arrays`), and which program of XLA's does the same.
-From that come abstract values, `vmap` without a loop or a transpose, partitioning over a mesh
-(`partitioning`), what dead code leaves, and lowering; docs/internals/calls-in-jax.md explains the
-rules.
+An operation declares the operands and results of its calls (`arrays`), and an equivalent XLA
+program. The primitive's abstract values, `vmap` without a loop or a transpose, partitioning over a
+mesh (`partitioning`), dead-code elimination and lowering follow; docs/internals/calls-in-jax.md
+explains the rules.
 """
 
 import dataclasses
@@ -41,24 +41,24 @@ from .targets import declared
 
 @dataclass(frozen=True)
 class WithoutGradient:
-    """What to call where nothing needs the results from `first_unused` on, which are gradients."""
+    """The call to make if nothing uses the gradients: the results from `first_unused` on."""
 
     first_unused: int
     call: "Call"
-    # Which operands that call takes, and which of its results stand for those that are left.
+    # Indices of the operands that `call` takes, and for each result before `first_unused` the index
+    # of the result of `call` that replaces it.
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A custom call: its target, what it takes and gives, and its attributes.
+    """A custom call: its target, operands, results and attributes.
 
-    JAX's caches compare calls, so that two are equal only if all that they are lowered to is. What
-    is a function is a value (`Bound`, or a function of a module).
+    JAX's caches compare calls, so two calls are equal only if they lower to the same code. Fields
+    that are functions must be comparable: `Bound`, or functions of a module.
     """
 
-    # What it belongs to.
     operation: Operation
     target: str
     operands: tuple[str, ...]
@@ -66,47 +66,44 @@ class Call:
     attributes: tuple[tuple[str, Any], ...] = ()
     # Named axes that may be sharded over a mesh, as those of tokens may (`Signature`).
     sharded: tuple[str, ...] = ()
-    # The operand whose memory a result takes. Where something else reads it later, XLA copies it
-    # first.
+    # An operand and the result that overwrites its memory. XLA first copies an operand that
+    # something reads later.
     reuses: tuple[int, int] | None = None
     without_gradient: WithoutGradient | None = field(default=None, repr=False)
-    # Arrays by their dims, each with the named axes that lie before the last axis of tokens in
-    # memory where a program is for CUDA alone, such as "S" or "B S"; the attribute "tokens_first"
-    # tells the handler.
+    # In programs for CUDA only: dims of an array, and its named axes that lie before the last axis
+    # of tokens in memory, such as "S" or "B S". The attribute "tokens_first" tells the handler.
     outward: tuple[tuple[str, str], ...] = ()
-    # Attributes that the call has besides where a program is for CUDA alone. By them it may have
-    # more results, such as scratch.
+    # Further attributes in programs for CUDA only, which may add results, such as scratch.
     for_cuda: tuple[tuple[str, Any], ...] = ()
-    # What the call is lowered to together with others (`lowered_rewrites`), if it can.
+    # Lowers the call together with others (`lowered_rewrites`).
     rewrite: "Rewrite | None" = field(default=None, repr=False)
-    # What the user asked for by name: "pallas" or "custom_call"; None for what the platform has.
+    # The implementation that the user named, "pallas" or "custom_call"; None for the platform's.
     implementation: str | None = None
-    # Returns the kernel in Pallas of a call for a TPU, a function of the operands.
+    # Returns the Pallas kernel of a call for a TPU, a function of the operands.
     for_tpu: Callable[[pallas.Target, "Call"], Callable[..., Sequence[jax.Array]]] | None = field(
         default=None, repr=False
     )
-    # XLA's own program for the same operands, where platforms without a kernel are to have it.
+    # XLA's program for the same operands, which runs on platforms without a kernel.
     dense: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
-    # Platforms where that is the faster, and runs unless kernels are asked for by name.
+    # Platforms where `dense` is faster, and runs unless the user names an implementation.
     dense_on: tuple[str, ...] = ()
-    # What the table of measured choices knows the call by, beside its operation: there, too, the
-    # faster runs (`library.prefers_xla`).
+    # The call's name in the operation's table of measured choices (`library.prefers_xla`).
     variant: str = ""
-    # Whether it takes the call's place where XLA shards arrays, since kernels need them whole.
+    # Whether `dense` replaces the call where XLA shards arrays that kernels need whole.
     dense_if_sharded: bool = False
-    # Whether it is made of other calls, each of which has its own choice of what runs. It then
-    # takes the call's place wherever there is no kernel, whatever was asked for by name, where XLA
-    # shards arrays, and where something that tokens share is mapped.
+    # Whether `dense` consists of other calls, each with its own choice of implementation. It then
+    # replaces the call wherever there is no kernel, even if the user named one, where XLA shards
+    # arrays, and where an operand that tokens share is mapped.
     is_composed: bool = False
-    # Makes of the operands what the handler takes, where that differs. Only composed calls have it:
-    # XLA may not shard such arrays.
+    # Converts the operands to those of the handler. Only for composed calls, whose arrays XLA does
+    # not shard.
     prepared: Callable[..., Sequence[jax.Array]] | None = field(default=None, repr=False)
-    # What each device computes where the operands' last axis is sharded (`OnShards`), if it can.
+    # Computes a device's share where the operands' last axis is sharded.
     on_shards: "OnShards | None" = field(default=None, repr=False)
 
     @cached_property
     def columns(self) -> str | None:
-        """The named axis that `on_shards` computes a part of on each device, if it is there."""
+        """The named axis that may be sharded over devices, if the call has `on_shards`."""
         if self.on_shards is None:
             return None
         dims = map(Dims.of, self.operands)
@@ -122,11 +119,11 @@ class Call:
 
     @cached_property
     def signature(self) -> Signature:
-        """What `operands` and `results` declare."""
+        """The parsed `operands`, `results` and `sharded`."""
         return Signature.of(self.operands, self.results, self.sharded)
 
     def layout(self, dims: str, aval: Any) -> tuple[int, ...]:
-        """Returns the axes of an array as `outward` has them in memory, the innermost first."""
+        """Returns an array's axes in the memory order of `outward`, the innermost first."""
         order = [*range(aval.ndim)]
         declared, axes = Dims.of(dims), dict(self.outward).get(dims, "")
         leading = declared.leading(aval)
@@ -147,8 +144,8 @@ def declared_call(
 ) -> Call:
     """Returns a call of a target with the arrays that the library declares.
 
-    `attributes` are plain values, None for what is absent; `dtypes` are those of results that may
-    have one of several; `others` are fields of `Call`.
+    `attributes` are plain values, None for absent ones; `dtypes` maps results that may have one of
+    several dtypes to theirs; `others` are fields of `Call`.
     """
     one = declared(target)
     return Call(
@@ -162,27 +159,27 @@ def declared_call(
 
 
 class OnShards(Protocol):
-    """What each device computes where XLA finds the axis of a call behind tokens' to be sharded."""
+    """Computes a device's share of a call whose last axis is sharded."""
 
     def __call__(self, axes: Names, *operands: jax.Array) -> Sequence[jax.Array]:
         """Returns a device's results; `axes` of the mesh shard the axis, and are bound."""
 
 
 def dense_over(dense: Callable[..., Any], over: Names, *operands: jax.Array) -> Any:
-    """Returns what XLA's own program makes of shards of columns, `over` mesh axes."""
+    """Returns `dense` of shards of columns over the mesh axes `over`."""
     return dense(*operands, over=over)
 
 
-# Lowers a call alone: of a context, operands, and `call`, `keep` and `mapped`.
+# Lowers one call: a function of a context, operands, and `call`, `keep` and `mapped`.
 Lower = Callable[..., Sequence[Any]]
-# Lowers a call, by `Lower` or together with others: of `Lower` and what that takes. Hashable.
+# Lowers a call alone or together with others: a hashable function of a `Lower` and its arguments.
 Rewrite = Callable[..., Sequence[Any]]
 
 
 def bind(
     call: Call, *operands: jax.Array, keep: tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
-    """Makes `call` part of the program being traced, or runs it; returns the results `keep`."""
+    """Binds `call` in the program being traced, or runs it; returns the results `keep`."""
     keep = tuple(range(len(call.results))) if keep is None else keep
     if call.implementation == "pallas" and pallas.interpret_params is not None:
         # The interpreter calls back in order, which a lowering cannot add to a program.
@@ -192,15 +189,15 @@ def bind(
 
 
 _custom_call = Primitive("xentile_custom_call")
-# The same where XLA may choose how arrays are sharded: its lowering gets the devices of a program,
-# without which nobody can ask. JAX refuses that where there are none but an abstract mesh's.
+# The same where XLA may choose how arrays are sharded. Its lowering gets the program's devices, to
+# ask XLA for the sharding; JAX refuses it where there is only an abstract mesh.
 _call_that_asks = Primitive("xentile_custom_call_that_asks")
 tell_devices(_call_that_asks)
 PRIMITIVES = (_custom_call, _call_that_asks)
 
 
 def _bind(*operands: Any, call: Call, **params: Any) -> list[jax.Array]:
-    """Makes a call part of the program being traced, by the primitive that its lowering needs."""
+    """Binds a call with the primitive that its lowering needs."""
     asks = (call.on_shards is not None or call.has_whole_axes) and may_be_left_to_xla(*operands)
     primitive = _call_that_asks if asks else _custom_call
     results: list[jax.Array] = primitive.bind(*operands, call=call, **params)
@@ -208,7 +205,7 @@ def _bind(*operands: Any, call: Call, **params: Any) -> list[jax.Array]:
 
 
 def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Within `shard_map`: has all operands vary over the axes that any of them varies over."""
+    """Returns operands that all vary over the `shard_map` axes that any of them varies over."""
     varying = [varying_axes(jax.typeof(operand)) for operand in operands]
     everywhere = frozenset[str]().union(*varying)
     return [
@@ -233,7 +230,7 @@ def _batch(
     keep: tuple[int, ...],
     mapped: int,
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    """Makes the mapped axis one of those of tokens, which shared operands need not have."""
+    """Turns the mapped axis into an axis of tokens, which shared operands may lack."""
     signature = call.signature
     most = mapped if signature.sums else None
     given, place = with_mapped_axis(signature.operands, operands, axes, most)
@@ -247,7 +244,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **param
 
 
 def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing uses, and makes the call without gradients where they allow it."""
+    """Drops unused results, and replaces a call whose gradients nothing uses."""
     equation = rest[-1]  # from 0.12 on JAX says more before it
     if not any(used):
         return [False] * len(equation.invars), None
@@ -270,7 +267,7 @@ def _dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 def _lower(ctx: Any, *operands: Any, call: Call, **params: Any) -> Sequence[Any]:
     if call.rewrite is None:
         return _lower_alone(ctx, *operands, call=call, **params)
-    # Once: what it lowers may bind the call again, for one platform of several or for a device.
+    # `rewrite` applies once: the lowering may bind the call again, for a platform or a device.
     alone = dataclasses.replace(call, rewrite=None)
     return call.rewrite(_lower_alone, ctx, *operands, call=alone, **params)
 
@@ -304,7 +301,7 @@ def _lower_alone(
             return _lower_for_each(ctx, *operands, **params, of=kernels)
         is_gathered = call.dense_if_sharded or is_mapped
         if call.implementation is None and is_gathered and not partitioning.is_whole(module):
-            # XLA would gather arrays for its kernel: tokens where what some share is sharded, say.
+            # XLA would gather arrays for the kernel.
             return _lower_dense(ctx, *operands, **params)
     others = tuple(platform for platform in platforms if platform != "tpu")
     if call.implementation is None and others != platforms and others:
@@ -379,11 +376,11 @@ def _as_for_cuda(call: Call) -> Call:
 
 
 def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:
-    """Has XLA tell, as it compiles, which axes it gathers that handlers need whole."""
+    """Makes XLA warn, when it compiles, of axes that it gathers since handlers need them whole."""
     pairs = zip(call.signature.operands, ctx.avals_in, operands, strict=True)
     for index, (dims, aval, value) in enumerate(pairs):
         axes = enumerate(dims.factors, dims.leading(aval))
-        # Logits have been asked about (`gathering.watched`).
+        # `gathering.watched` covers the vocabulary of logits.
         whole = {axis: name for axis, name in axes if name not in (*call.signature.sharded, "V")}
         # A weight [D] that tokens share is small, and gathered by design.
         is_weight = not dims.has_tokens and len(dims.names) == 1
@@ -395,7 +392,7 @@ def _ask_of_whole_axes(ctx: Any, call: Call, operands: Sequence[Any]) -> None:
 def _lower_in_parts(
     ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
 ) -> Sequence[Any]:
-    """Has each device compute what XLA finds it to have, tokens and columns."""
+    """Lowers a call that each device computes on the tokens and columns that XLA gives it."""
     avals = ctx.avals_in
     arrays = _factors(call, avals, mapped)
     columns = call.columns
@@ -409,7 +406,7 @@ def _lower_in_parts(
 
     results = call.signature.result_avals(call.results, avals, mapped)
     whole = partial(_bind_all, call, mapped)
-    # All that settles what devices compute, the target first (`auto_partitioning.named`).
+    # Determines what devices compute; begins with the target (`auto_partitioning.named`).
     name = f"{call.target} {call} {call.on_shards} {mapped}"
     values = auto_partitioning.lower(
         ctx.replace(avals_out=results), operands, name, arrays, whole, local
@@ -420,7 +417,7 @@ def _lower_in_parts(
 def _lower_explicit(
     ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...], mapped: int
 ) -> Sequence[Any]:
-    """Has each device compute what the explicit axes of a mesh shard, as types say."""
+    """Lowers a call to a `shard_map` over the explicit axes of a mesh, as types shard arrays."""
     avals = ctx.avals_in
     arrays = _factors(call, avals, mapped)
     mesh_axes: dict[str, Names] = {}
@@ -437,7 +434,7 @@ def _lower_explicit(
     )
     own = _on_device(call, mapped, avals, mesh_axes)
 
-    def of_all(*arrays: jax.Array) -> list[jax.Array]:
+    def run_on_mesh(*arrays: jax.Array) -> list[jax.Array]:
         function = on_devices(mesh, explicit_axes(mesh), own, given, found, is_checked=False)
         placed = [jax.sharding.reshard(*pair) for pair in zip(arrays, given, strict=True)]
         results = function(*placed)
@@ -447,12 +444,12 @@ def _lower_explicit(
         ]
 
     with jax.sharding.use_abstract_mesh(mesh):
-        values: Sequence[Any] = mlir.lower_fun(of_all, multiple_results=True)(ctx, *operands)
+        values: Sequence[Any] = mlir.lower_fun(run_on_mesh, multiple_results=True)(ctx, *operands)
     return values
 
 
 def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning.Arrays:
-    """Returns names for all axes of a call's arrays: tokens' by number, and those it declares."""
+    """Returns names of all axes of a call's arrays: `t0`, `t1`.. for tokens, and declared ones."""
     signature = call.signature
     count = len(signature.leading(avals)) - len(signature.sharded)
 
@@ -474,7 +471,7 @@ def _factors(call: Call, avals: Sequence[Any], mapped: int) -> auto_partitioning
 def _on_device(
     call: Call, mapped: int, avals: Sequence[Any], mesh_axes: Mapping[str, Names]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns what a device computes of its own, where `mesh_axes` are bound."""
+    """Returns the function of a device's shards, which runs where `mesh_axes` are bound."""
     signature, columns = call.signature, mesh_axes.get(call.columns or "", ())
     assert call.on_shards is not None
     function: Callable[..., Any] = partial(_bind_all, call, mapped)
@@ -485,7 +482,7 @@ def _on_device(
     # Axes over which sums are sharded.
     summed = tuple(name for names in of_tokens[mapped:] for name in names)
 
-    def of_own(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         if summed:
             clean = auto_partitioning.without_padding
             arrays = tuple(
@@ -498,7 +495,7 @@ def _on_device(
             for one, dims in pairs
         )
 
-    return of_own
+    return run_shard
 
 
 def _bind_all(call: Call, mapped: int, *operands: jax.Array) -> list[jax.Array]:
@@ -512,7 +509,7 @@ def _reshape(ctx: Any, value: Any, before: Any, after: Any) -> Any:
     if before.shape == after.shape:
         return value
     if not all(isinstance(extent, int) for extent in after.shape):
-        # Of symbolic extents the shape is a value too.
+        # A shape with symbolic extents is a value of the program.
         symbolic = mlir.lower_fun(lambda x: jnp.reshape(x, after.shape), multiple_results=False)
         (reshaped_value,) = symbolic(ctx.replace(avals_in=[before], avals_out=[after]), value)
         return reshaped_value
@@ -523,7 +520,7 @@ def _reshape(ctx: Any, value: Any, before: Any, after: Any) -> Any:
 def _dense(
     call: Call, keep: tuple[int, ...], mapped: int, avals: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
-    """Returns XLA's own program for a call with operands of such types."""
+    """Returns XLA's program for a call with operands of the types `avals`."""
     assert call.dense is not None
     function = _mapped_as(call, call.dense, mapped, avals)
 
@@ -550,14 +547,14 @@ def _mapped_as(
 
 
 def _lower_dense(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-    """Puts XLA's own program in the call's place."""
+    """Lowers a call to XLA's program."""
     lower = mlir.lower_fun(_dense(**params, avals=ctx.avals_in), multiple_results=True)
     results: Sequence[Any] = lower(ctx, *operands)
     return results
 
 
 def _has_kernel(call: Call, platform: str) -> bool:
-    """Returns whether a call has a kernel for a platform, as far as is known."""
+    """Returns whether a call has a kernel for a platform; False without a library."""
     if platform == "tpu":
         return call.for_tpu is not None
     outcome = library.attempt()
@@ -567,14 +564,14 @@ def _has_kernel(call: Call, platform: str) -> bool:
 
 
 def _check_platforms(call: Call, platforms: Sequence[str]) -> None:
-    """Refuses to compile for platforms of which the library has kernels for none.
+    """Checks that the library has kernels for at least one of the platforms.
 
-    In a program for several, JAX does not say which of them a branch is for, so that one with
-    kernels is enough; XLA refuses the call where it then runs on another.
+    One is enough, since JAX does not say which platform a branch of a program is for. XLA refuses
+    the call where it then runs on another platform.
 
     Raises:
-        LibraryError: there is no library, or it was built without kernels that it could have.
-        NotImplementedError: there are no kernels for such a platform.
+        LibraryError: there is no library, or it was built without the platform's kernels.
+        NotImplementedError: the target has no kernels for any of the platforms.
     """
     loaded = library.require()
     kernels = loaded.platforms_of(call.target)
@@ -602,15 +599,15 @@ def _lower_for_each(
     of: Mapping[str, str],
     default: str | None = None,
 ) -> Sequence[Any]:
-    """Puts a conditional over the platform in the call's place.
+    """Lowers a call to a conditional over the platform.
 
-    `of` has the implementation on a platform, and `default` that on others, or None for XLA's.
+    `of` maps platforms to implementations; `default` is that of others, None for XLA's program.
     """
 
     def named(implementation: str | None) -> Callable[..., Any]:
         if implementation is None:
             return _dense(call, keep, mapped, ctx.avals_in)
-        # What runs is settled by that, also of calls that others may stand in for.
+        # The named implementation also runs for composed calls.
         one = dataclasses.replace(call, implementation=implementation, is_composed=False)
         return partial(_bind, call=one, keep=keep, mapped=mapped)
 
@@ -624,8 +621,8 @@ def _lower_for_each(
 
 
 def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -> Sequence[Any]:
-    """Puts the call's kernel in Pallas in its place."""
-    # Pallas would have a kernel for each platform of the module.
+    """Lowers a call to its Pallas kernel."""
+    # Otherwise Pallas wants a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     ctx = ctx.replace(module_context=module, platforms=None)
     kernel = _kernel(module, call)
@@ -637,12 +634,12 @@ def _lower_pallas(ctx: Any, *operands: Any, call: Call, keep: tuple[int, ...]) -
 
 
 def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array]]:
-    """Returns the kernel in Pallas of a call, a function of its operands.
+    """Returns the Pallas kernel of a call, a function of its operands.
 
-    Without `module_context`, it is for Pallas' interpreter.
+    Without `module_context` the kernel is for Pallas' interpreter.
 
     Raises:
-        NotImplementedError: the call asks for the library, or is for a TPU that nobody has tried.
+        NotImplementedError: the implementation is "custom_call", or the TPU is not supported.
     """
     if module_context is None:
         chosen = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
@@ -657,10 +654,9 @@ def _kernel(module_context: Any, call: Call) -> Callable[..., Sequence[jax.Array
     return call.for_tpu(chosen, call)
 
 
-# One rule for all platforms, not one for each: a program for several holds each call once, and not
-# once a platform under a conditional, through which no result could take the place of an operand.
-# But for TPUs, that is. Not cached, because a cached rule is not shown where its operands come from
-# (`lowered_rewrites`).
+# One rule for all platforms: a program for CPUs and GPUs holds each call once. Under a conditional
+# with a rule for each platform, no result could overwrite an operand. Rules are not cached, because
+# JAX does not show a cached rule where its operands come from (`lowered_rewrites`).
 for _primitive in PRIMITIVES:
     _primitive.multiple_results = True
     _primitive.def_impl(partial(xla_interpreter.apply_primitive, _primitive))

@@ -1,10 +1,10 @@
-"""Warns where XLA gathers an array that its caller could have left sharded.
+"""Warnings about arrays that XLA gathers, although they could stay sharded.
 
-Which arrays XLA shards is known neither as a program is traced nor as it is lowered: sharding may
-spread to logits from a weight, over any number of operations. XLA's partitioner knows, and calls
-back by `jax.debug.inspect_array_sharding`. The array is untouched, and the compiled program holds
-nothing of the inspection. Programs that are exported are not inspected, nor those that JAX may
-cache on disk, whose key an address of this process would be part of.
+Neither tracing nor lowering knows which arrays XLA shards: a sharding may spread to logits from a
+weight, over any number of operations. XLA's partitioner knows, and calls back through
+`jax.debug.inspect_array_sharding`, which leaves no trace in the compiled program. Exported programs
+are not inspected, nor programs that JAX may cache on disk, since an address of this process would
+become part of their key.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from .compat import tell_devices
 from .meshes import may_be_left_to_xla, tuple_of
 from .operation import Operation
 
-# What JAX calls back, alive for as long as any program may yet be compiled.
+# Callbacks, kept for programs that may be compiled later.
 _callbacks: list[Any] = []
 
 
@@ -37,10 +37,10 @@ def watched(
     axis_of: str = "V",
     calls_ask: bool = False,
 ) -> jax.Array:
-    """Returns `x`; warns as a program is compiled if XLA shards its `axis`.
+    """Returns `x`; warns when the program is compiled if XLA shards its `axis`.
 
-    `axis_of` names the axis, that of the vocabulary by default. With `calls_ask`, calls that take
-    `x` compute on its shards wherever XLA calls back about them (`auto_partitioning`).
+    `axis_of` names the axis, by default the vocabulary. `calls_ask` says that calls of `x` compute
+    on its shards wherever XLA calls back about them (`auto_partitioning`).
     """
     if not isinstance(x, jax.core.Tracer) or not may_be_left_to_xla(x):
         return x
@@ -92,9 +92,9 @@ def _lower(
 def ask(
     ctx: Any, operation: Operation, what: str, axes: Mapping[int, str], value: Any, aval: Any
 ) -> None:
-    """Warns as a program is compiled if XLA shards axes of an operand that a call needs whole.
+    """Warns when the program is compiled if XLA shards axes of an operand that a call needs whole.
 
-    `what` is the operand, and `axes` the names of its axes by their indices.
+    `what` describes the operand; `axes` maps indices of its axes to their names.
     """
     size = math.prod(aval.shape) * aval.dtype.itemsize if 0 not in aval.shape else 0
     if not all(isinstance(extent, int) for extent in aval.shape) or size == 0:
@@ -114,10 +114,10 @@ def ask(
 def _inspect(
     ctx: Any, value: Any, callback: Callable[[Any], None], *, names_axes: bool = True
 ) -> None:
-    """Calls back with the sharding of a value, where a program is for several devices.
+    """Calls back with the sharding of a value, in programs for several devices.
 
-    `names_axes` is whether the sharding names axes of the mesh. JAX finds no names for some
-    shardings over several axes, and the program does not compile then.
+    `names_axes` asks for a sharding that names axes of the mesh. Programs fail to compile where JAX
+    finds no names, as for some shardings over several axes.
     """
     module = ctx.module_context
     if not auto_partitioning.is_sharded_by_xla(module) or _is_kept(module):
@@ -125,7 +125,7 @@ def _inspect(
     if not names_axes:
         without = dataclasses.replace(module.axis_context, abstract_mesh=None)
         module = module.replace(axis_context=without)
-    # A program that is compiled may be pickled, and what its module keeps alive with it.
+    # A compiled program may be pickled, with everything that its module keeps alive.
     own = ctx.replace(module_context=module.replace(keepalives=_callbacks), avals_out=[])
 
     def inspected(x: jax.Array) -> list[Any]:
@@ -142,7 +142,7 @@ _told: set[str] = set()
 def _warn_of_gather(
     sharding: Any, *, operation: Operation, what: str, axes: Mapping[int, str], size: int, rank: int
 ) -> None:
-    # Any number of devices divides axes of this extent.
+    # Every number of shards divides an axis of the extent `devices`.
     devices = len(sharding.device_set)
     shares = sharding.shard_shape((devices,) * rank)
     for axis, name in axes.items():
@@ -163,7 +163,7 @@ mlir.register_lowering(_watched, _lower, cacheable=False)
 
 
 def _is_kept(module: Any) -> bool:
-    """Whether a program, with an address of this process, may outlive the process."""
+    """Whether a program may outlive this process, so that it must hold no address of it."""
     has_cache = jax.config.values.get("jax_compilation_cache_dir") is not None
     return has_cache or auto_partitioning.is_exported(module)
 

@@ -1,9 +1,9 @@
-"""A derivative as a linear map that comes with its transpose.
+"""Derivatives as linear maps with explicit transposes.
 
-`jax.custom_jvp` takes rules for forward mode, and JAX makes reverse mode of these by transposing
-what they do to tangents. A rule that does so by `bind` says itself what the transpose is: a kernel,
-or the gradient that the forward pass has made already. So both modes work, and reverse mode runs
-what a rule of its own (`jax.custom_vjp`) would.
+A `jax.custom_jvp` rule defines forward mode, and JAX transposes the rule's map of tangents for
+reverse mode. A rule that uses `bind` gives the transpose explicitly: a kernel, or the gradient that
+the forward pass has computed. So both modes work, and reverse mode runs the same code as a
+`jax.custom_vjp`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,22 +25,21 @@ from .compat import tell_devices
 from .meshes import may_be_left_to_xla
 from .operation import Operation
 
-# Of residuals and cotangents to a cotangent for each tangent. None is a cotangent of zeros. A sum
-# may be wider than its tangent, to be rounded once.
+# Maps residuals and cotangents to a cotangent for each tangent; None stands for zeros. A sum may
+# have a wider dtype than its tangent, to be rounded once.
 Transpose = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def given(tangent: Any) -> Any:
-    """Returns a tangent that `jax.custom_jvp` hands to a rule, or None for one of zeros."""
+    """Returns a tangent that a `jax.custom_jvp` rule receives, or None for symbolic zeros."""
     return None if isinstance(tangent, SymbolicZero) else tangent
 
 
 def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns function(*arrays), of which JAX takes nothing apart as it makes reverse mode.
+    """Returns function(*arrays), which JAX does not partially evaluate for reverse mode.
 
-    It would move out of a loop what is the same in every iteration, and keep all of that at once:
-    the pieces of a weight, say, of which the loop is there to have one at a time. A derivative of
-    it is refused where one is used.
+    Partial evaluation would hoist loop-invariant values, such as all pieces of a weight that a loop
+    handles one at a time, and keep them all in memory. Uses of a derivative are refused.
     """
 
     def forward(*arrays: Any) -> tuple[Any, None]:
@@ -52,7 +51,7 @@ def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> A
     in_one = jax.custom_vjp(function)
     in_one.defvjp(forward, backward)
 
-    # By itself `jax.custom_vjp` refuses forward mode in words of its own, used or not.
+    # `jax.custom_vjp` alone refuses forward mode even where nothing uses the tangents.
     @jax.custom_jvp
     def with_tangents(*arrays: Any) -> Any:
         return in_one(*arrays)
@@ -69,7 +68,7 @@ def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> A
 
 
 def along(gradients: Sequence[Any], tangents: Sequence[Any]) -> jax.Array:
-    """Returns the tangent, in f32, of a scalar with these gradients; a tangent of None is 0."""
+    """Returns the float32 tangent of a scalar with these gradients; a tangent of None is 0."""
     parts = [
         (gradient.astype(jnp.float32) * tangent.astype(jnp.float32)).sum()
         for gradient, tangent in zip(gradients, tangents, strict=True)
@@ -85,14 +84,14 @@ def tangents_of(
     """Returns the tangents of function(*primals); a tangent that is None is 0."""
     places = [index for index, tangent in enumerate(tangents) if tangent is not None]
 
-    def of_moving(*moving: Any) -> Any:
+    def call_with_moving(*moving: Any) -> Any:
         every = [*primals]
         for index, primal in zip(places, moving, strict=True):
             every[index] = primal
         return function(*every)
 
     moving = [primals[index] for index in places]
-    return jax.jvp(of_moving, moving, [tangents[index] for index in places])[1]
+    return jax.jvp(call_with_moving, moving, [tangents[index] for index in places])[1]
 
 
 def bind(
@@ -103,13 +102,13 @@ def bind(
     primals: Sequence[jax.Array],
     dims: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> list[jax.Array]:
-    """Returns apply(residuals, tangents), which is linear in tangents: the tangents of `primals`.
+    """Returns the tangents of `primals`: apply(residuals, tangents), linear in tangents.
 
-    `apply` and `transpose` are hashable values that hold no array (`Bound`, or functions of a
-    module): JAX's caches compare them, and keep them alive. Tangents of zeros are None, for `apply`
-    too, and not all are. `dims` declares residuals and tangents where both functions take any axes
-    of tokens, and every result has these: then `vmap` adds one, where it does not map what tokens
-    share.
+    `apply` and `transpose` must be hashable and hold no array (`Bound`, or functions of a module),
+    because JAX's caches compare them and keep them alive. Zero tangents are None, also for `apply`;
+    at least one is not. `dims` declares residuals and tangents if both functions take any number of
+    axes of tokens and every result has these axes. `vmap` then adds an axis of tokens, unless it
+    maps an operand that tokens share.
     """
     flat, tree = jax.tree.flatten(residuals)
     moving = tuple(index for index, tangent in enumerate(tangents) if tangent is not None)
@@ -124,13 +123,13 @@ def bind(
 
 @dataclass(frozen=True)
 class _Map:
-    """A linear map of flat arrays, residuals first; equal to another that does the same."""
+    """A linear map of flat arrays, residuals first; maps with equal fields are equal."""
 
     apply: Callable[[Any, Sequence[Any]], Sequence[Any]]
     transpose: Transpose
-    # How residuals lie flat.
+    # The tree structure of residuals.
     tree: Any
-    # Which of `count` tangents are not zeros.
+    # Indices of the nonzero ones of `tangents` tangents.
     moving: tuple[int, ...]
     tangents: int
     dims: tuple[Dims, ...] | None = None
@@ -141,7 +140,7 @@ class _Map:
         return int(self.tree.num_leaves)
 
     def tangents_for(self, *operands: Any) -> list[Any]:
-        """Returns the map of its operands."""
+        """Returns the tangents that the map makes of its operands."""
         every: list[Any] = [None] * self.tangents
         for index, array in zip(self.moving, operands[self.count :], strict=True):
             every[index] = array
@@ -159,14 +158,14 @@ def _bind(linear: _Map, operands: Sequence[Any]) -> list[jax.Array]:
 
 
 _linear = Primitive("xentile_linear")
-# The same where XLA may choose how arrays are sharded: what it is lowered to may be calls that ask.
+# The same where XLA may choose how arrays are sharded: its lowering may need the devices.
 _linear_that_asks = Primitive("xentile_linear_that_asks")
 tell_devices(_linear_that_asks)
 PRIMITIVES = (_linear, _linear_that_asks)
 
 
 def _bind_flat(*operands: Any, **params: Any) -> list[jax.Array]:
-    """Makes a map part of the program being traced, by the primitive that its lowering needs."""
+    """Binds a map with the primitive that its lowering needs."""
     primitive = _linear_that_asks if may_be_left_to_xla(*operands) else _linear
     results: list[jax.Array] = primitive.bind(*operands, **params)
     return results
@@ -179,7 +178,7 @@ def _apply(*operands: Any, linear: _Map, **_: Any) -> list[Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     count = params["linear"].count
     if all(isinstance(one, ad.Zero) for one in tangents[:count]):
-        # Linear in all that moves.
+        # Only operands in which the map is linear have tangents.
         moving = [ad.instantiate_zeros(one) for one in tangents[count:]]
         values = _bind_flat(*primals, **params)
         return values, _bind_flat(*primals[:count], *moving, **params)
@@ -203,7 +202,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Map, **_: Any
 
 
 def _placed_as(aval: Any, x: jax.Array) -> jax.Array:
-    """Returns a cotangent sharded as what it belongs to, where explicit axes tell of that."""
+    """Returns a cotangent with the explicit sharding of its primal's type `aval`."""
     right = spec_of(aval)
     if spec_of(jax.typeof(x)) == right:
         return x
@@ -213,7 +212,7 @@ def _placed_as(aval: Any, x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A mapped linear map: which axes of arrays are mapped."""
+    """A linear map under `vmap`, with the mapped axes of its arrays."""
 
     linear: _Map
     residuals: tuple[int | None, ...]
@@ -241,14 +240,14 @@ class _Mapped:
             in_axes=([*self.residuals], axes),
             out_axes=[axis or 0 for axis in self.tangents],
         )([*residuals], [*cotangents])
-        # A tangent that all have gets the sum, which is rounded last.
+        # The cotangent of an unmapped tangent is a sum, in float32 or wider.
         return [
             one if one is None or axis is not None else one.sum(0, dtype=_wide(one.dtype))
             for one, axis in zip(found, self.tangents, strict=True)
         ]
 
     def map(self) -> _Map:
-        """Returns it as a map of its own."""
+        """Returns the mapped map as a `_Map`."""
         tree = jax.tree.structure([0] * len(self.residuals))
         count = len(self.tangents)
         apply, transpose = Bound(_Mapped.apply, self), Bound(_Mapped.transpose, self)
@@ -268,8 +267,8 @@ def _batch(
             given, place = with_mapped_axis(linear.dims, operands, axes)
             results = _bind(linear, given)
             return results, [place] * len(results)
-    # A result is mapped where the first operand is, as the results of custom calls are, so that
-    # nothing is transposed.
+    # Results have the mapped axis where the first operand has it, as those of custom calls do, so
+    # that nothing is transposed.
     places = tuple(min(axes[0] or 0, aval.ndim) for aval in avals)
     mapped = _Mapped(linear, tuple(axes[: linear.count]), tuple(axes[linear.count :]), places)
     return _bind(mapped.map(), operands), places

@@ -1,4 +1,4 @@
-"""What is known of how arrays lie on a mesh as a program is traced, and of the axes users name."""
+"""Meshes and shardings that are known while a program is traced, and axis names of users."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ Names = tuple[str, ...]
 
 
 def names_of(axis_name: Any) -> Names:
-    """Returns the names that a user gives: none, one, or several.
+    """Returns the names in a user's `axis_name`: none, one, or several.
 
     Raises:
-        TypeError: something that is no text.
-        ValueError: a name twice.
+        TypeError: a name is not a string.
+        ValueError: a name appears twice.
     """
     names = () if axis_name is None else axis_name
     names = (names,) if isinstance(names, str) else names
@@ -34,10 +34,10 @@ def names_of(axis_name: Any) -> Names:
 
 
 def are_of_devices(names: Names) -> bool:
-    """Whether arrays are a device's along named axes, as within `jax.shard_map`.
+    """Whether the named axes are manual, as within `jax.shard_map`, so that arrays are shards.
 
     Raises:
-        ValueError: a name of an axis that `jax.vmap` maps.
+        ValueError: an axis is one that `jax.vmap` maps.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for name in names:
@@ -58,7 +58,7 @@ def _is_bound(name: str) -> bool:
 
 
 def mesh_of(*arrays: Any) -> Any:
-    """Returns the mesh of a program, or that of arrays where it is not set; None for none."""
+    """Returns the mesh that is set, otherwise the mesh of an array, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
@@ -71,9 +71,9 @@ def mesh_of(*arrays: Any) -> Any:
 
 
 def of_the_only(names: Names, x: jax.Array) -> jax.Array:
-    """Returns what the one device along axes has, as what all devices along them have.
+    """Returns `x` with a type that does not vary over axes of one device.
 
-    JAX has a sum over devices for that, which XLA does not leave out where there is one.
+    `jax.lax.psum` does this too, but XLA keeps its all-reduce even for one device.
     """
     axes = varying_axes(jax.typeof(x)) & {*names}
     same: jax.Array = _of_the_only.bind(x, axes=tuple(sorted(axes))) if axes else x
@@ -94,18 +94,18 @@ batching.primitive_batchers[_of_the_only] = lambda operands, axes, **params: (
 
 
 def mean(x: jax.Array, over: Names) -> jax.Array:
-    """Returns the mean along the last axis, kept, of which mesh axes `over` have equal shares."""
+    """Returns the mean along the last axis, kept; mesh axes `over` shard the axis evenly."""
     of_own: jax.Array = x.mean(-1, keepdims=True)
     return jax.lax.pmean(of_own, over) if over else of_own
 
 
 def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
-    """Refuses an array of which explicit mesh axes shard an axis that every device needs whole.
+    """Checks that explicit mesh axes shard no axis that every device needs whole.
 
-    `axes` has the indices of such axes by what they are.
+    `axes` maps descriptions of such axes to their indices.
 
     Raises:
-        ValueError: one is sharded.
+        ValueError: one of them is sharded.
     """
     found = sharded_over(array)
     for what, axis in axes.items():
@@ -121,7 +121,7 @@ def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:
-    """Returns the axes of a mesh of which JAX knows what they shard as it traces a program."""
+    """Returns the explicit axes of a mesh."""
     return _axes(mesh, AxisType.Explicit)
 
 
@@ -131,7 +131,7 @@ def _axes(mesh: Any, kind: AxisType) -> frozenset[str]:
 
 
 def are_left_to_xla(*arrays: Any) -> bool:
-    """Whether XLA alone chooses, and for several devices, how it shards traced arrays."""
+    """Whether arrays are traced and lie on a mesh of several devices and automatic axes only."""
     mesh = mesh_of(*arrays)
     is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     is_several = mesh is not None and mesh.size > 1 and _has_devices(mesh)
@@ -139,29 +139,29 @@ def are_left_to_xla(*arrays: Any) -> bool:
 
 
 def is_without_devices(*arrays: Any) -> bool:
-    """Whether traced arrays are of a mesh that has no devices."""
+    """Whether arrays are on a mesh without devices."""
     mesh = mesh_of(*arrays)
     return mesh is not None and not _has_devices(mesh)
 
 
 def _has_devices(mesh: Any) -> bool:
-    """Whether a mesh is one of devices, which an abstract mesh that a user makes is not.
+    """Whether a mesh has devices, unlike an `AbstractMesh` that a user makes.
 
-    JAX refuses programs of the latter that ask for devices as they are lowered.
+    JAX refuses programs on a mesh without devices if their lowering asks for devices.
     """
     return isinstance(mesh, Mesh) or mesh.abstract_device is not None
 
 
 def may_be_left_to_xla(*arrays: Any) -> bool:
-    """Whether XLA may choose how it shards traced arrays, as it may where no mesh is known."""
+    """Whether XLA may choose the sharding of arrays: also if no mesh is known."""
     mesh = mesh_of(*arrays)
     return mesh is None or (_has_devices(mesh) and bool(_axes(mesh, AxisType.Auto)))
 
 
 def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
-    """Has XLA gather an axis of an array before anything else is made of it, if it shards that.
+    """Returns `x` with an unsharded `axis`, so that XLA gathers it once, before all uses.
 
-    `others` tell the mesh where it is not set and `x` does not.
+    `others` are arrays to take the mesh from if none is set and `x` has none.
     """
     mesh = mesh_of(x, *others)
     of_explicit = sharded_over(x)
@@ -179,9 +179,9 @@ def with_whole_axis(x: jax.Array, axis: int, *others: Any) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constrained(sharding: NamedSharding, x: jax.Array) -> jax.Array:
-    """Returns x as a sharding says; its gradient may lie otherwise, as `x` itself does."""
+    """Returns x with a sharding constraint, which its gradient does not have."""
     if not isinstance(x, jax.core.Tracer):
-        return x  # its gradient alone is traced, and the array lies where it does
+        return x  # only its gradient is traced
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
     return constrained
 

@@ -1,12 +1,12 @@
 """Layouts and attributes by which XLA shards the tokens of a call's arrays over a mesh.
 
-Both of XLA's partitioners get them: Shardy, which chooses shardings, a rule that names every axis,
-and the one that then partitions the program the number of axes that all arrays begin with.
-It takes an array of fewer axes for one that all devices have, which is what shared operands are.
+Shardy, which chooses shardings, gets a rule that names every axis. The partitioner after it gets
+the number of leading axes that all arrays share. It replicates arrays with fewer axes, such as
+shared operands.
 
-A sum over tokens is a result of partial sums, which XLA adds up, over devices too. For each device
-to have a whole number of sums, the last axis of tokens becomes two: the first may be sharded, and
-has as many entries as the parts that there can be; the kernel sums over the second.
+A sum over tokens is a result of partial sums, which XLA adds, also over devices. So that each
+device has a whole number of partial sums, the last axis of tokens becomes two: the first may be
+sharded and has at most one entry per device; the kernel sums over the second.
 """
 
 import math
@@ -19,16 +19,16 @@ from jax.extend.mlir import ir
 from .arrays import Dims, Signature
 from .compat import shards_by_shardy
 
-# Partial sums of one problem: enough for many threads, of so many tokens at the least that they are
-# few beside the tokens.
+# The most partial sums of a problem, and the fewest tokens of each: enough sums for many threads,
+# and few beside the tokens.
 MOST_BLOCKS = 128
 FEWEST_ROWS = 32
 
 
 def device_count(module: Any) -> int:
-    """Returns how many devices XLA shards a module's arrays over.
+    """Returns the number of devices over which XLA shards a module's arrays.
 
-    It is 1 where a module is for one device, or within `shard_map` for each of a mesh by itself.
+    It is 1 in programs for one device, and within a `shard_map` over all mesh axes.
     """
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
@@ -38,7 +38,7 @@ def device_count(module: Any) -> int:
 
 
 def is_whole(module: Any) -> bool:
-    """Whether XLA shards no array of a module; it does not shard over a kernel or a linear call."""
+    """Whether XLA shards no array of a module."""
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is None:
@@ -46,27 +46,27 @@ def is_whole(module: Any) -> bool:
     return {*manual} == {*context.mesh.axis_names}
 
 
-# An axis by its name, a number where it may be sharded, and its extent.
+# An axis: its name, or a number if it may be sharded, and its extent.
 Axis = tuple[int | str, Any]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shapes of arrays as a call takes and gives them, and what tells XLA how to shard them."""
+    """The shapes of a call's arrays, and the attributes that tell XLA how to shard them."""
 
     operands: Sequence[tuple[Any, ...]]
     results: Sequence[tuple[Any, ...]]
     attributes: dict[str, ir.Attribute] = field(default_factory=dict)
-    # Which axes of a result that is a sum XLA sums.
+    # Axes of partial sums over which XLA sums.
     summed: tuple[int, ...] = ()
 
 
 def layout(
     signature: Signature, operands: Sequence[Any], results: Sequence[Any], mapped: int, devices: int
 ) -> Layout:
-    """Returns how a call's arrays are laid out in a program for so many `devices`.
+    """Returns the layout of a call's arrays in a program for `devices` devices.
 
-    `mapped` of the axes of tokens, the first, are kept apart in sums.
+    Sums keep the first `mapped` axes of tokens.
     """
     tokens = signature.leading(operands)
     extents = {extent for aval in (*operands, *results) for extent in aval.shape}
@@ -102,23 +102,23 @@ def layout(
     of_sums: list[Axis] = [*enumerate(sharded), ("sums", sums)]
     made = [axes(*pair, of_sums) for pair in zip(signature.results, results, strict=True)]
     if devices > 1 and all(len(one) == len(sharded) for one in (*taken, *made)):
-        # XLA's partitioner gathers arrays that have no axis behind those that may be sharded.
+        # XLA's partitioner gathers arrays without an axis after those that may be sharded.
         taken, made = ([[*one, ("one", 1)] for one in side] for side in (taken, made))
-    # XLA sums what was put before, too.
+    # XLA also sums over the axes of 1 that were put first.
     summed = (*range(units), *range(units + mapped, len(sharded) + 1))
     given, found = ([tuple(n for _, n in axes) for axes in side] for side in (taken, made))
     return Layout(given, found, _attributes(taken, made, len(sharded)), summed)
 
 
 def _unpacked(dims: Dims, aval: Any, leading: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the shape of an array as handlers have it, behind these axes."""
+    """Returns the `leading` axes and the array's named axes, packed axes as two."""
     return (*leading, *(extent for _, extent in dims.unpacked(aval)))
 
 
 def _attributes(
     operands: Sequence[Sequence[Axis]], results: Sequence[Sequence[Axis]], count: int
 ) -> dict[str, ir.Attribute]:
-    """Returns what tells XLA that the first `count` axes may be sharded, and no others."""
+    """Returns the attributes by which XLA shards the first `count` axes only."""
     batch: dict[str, ir.Attribute] = {"num_batch_dims": ir.StringAttr.get(str(count))}
     attributes: dict[str, ir.Attribute] = {"mhlo.frontend_attributes": ir.DictAttr.get(batch)}
     if shards_by_shardy():
@@ -139,13 +139,13 @@ def _attributes(
 
 
 def _letters(count: int) -> list[str]:
-    """Returns Shardy's names of so many factors."""
+    """Returns Shardy's names of `count` factors."""
     letters = "ijklmnopqrstuvwxyz"
     return [*letters, *(f"z_{index + 1}" for index in range(count - len(letters)))][:count]
 
 
 def _blocks(leading: Sequence[Any]) -> int:
-    """Returns how many partial sums there are of so many tokens."""
+    """Returns the number of partial sums over tokens with the axes `leading`."""
     rows = math.prod(leading)
-    # A block may be empty, for all that is known of tokens.
+    # With a symbolic number of tokens a block may be empty.
     return min(max(rows // FEWEST_ROWS, 1), MOST_BLOCKS) if isinstance(rows, int) else MOST_BLOCKS

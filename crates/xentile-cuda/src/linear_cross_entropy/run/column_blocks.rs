@@ -118,6 +118,6 @@ impl Run<'_> {
         let carried = if columns.count < vocab { carried } else { null_mut() };
         let part = Part { vocab, first_column: columns.first, stride: logits.stride, carried };
         let kernel = Kernel::new(self.options, shape, DType::F32)?;
-        Ok(kernel.with_tile(time_block, block_size)?.of_part(part))
+        Ok(kernel.with_tile(time_block, block_size)?.with_part(part))
     }
 }

@@ -63,6 +63,8 @@ const LINE_BYTES: usize = 128;
 
 /// Tokens and columns.
 type Extents = [usize; 2];
+/// Columns whose logits are saved in the memory of dweight, and columns of one slot there.
+type SavedColumns = [usize; 2];
 
 /// What bounds a plan of the call on NVIDIA GPUs.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -86,12 +88,11 @@ pub struct Tiling {
     /// The chunks of dweight's sweep, where dhidden and dweight have separate passes.
     #[serde(default)]
     pub apart: Option<Extents>,
-    /// Where chunks are of columns: the number of columns whose logits are saved in the memory of
-    /// dweight, and the columns of one slot there.
+    /// The columns whose logits a fused call over chunks of columns saves, if any.
     #[serde(default)]
-    pub kept: Option<Extents>,
-    /// Where the first columns run in a single pass before the others: the tokens of a chunk of that
-    /// pass, and the number of columns.
+    pub kept: Option<SavedColumns>,
+    /// The tokens of a chunk, and the number of columns, of a single pass over the first columns. The
+    /// other columns follow in chunks of `chunk`.
     #[serde(default)]
     pub once: Option<Extents>,
     /// Whether logits of 16-bit operands go through memory, in float32.
@@ -130,7 +131,7 @@ impl Tiling {
         4.0 - single_pass as f64 / problem.vocab as f64
     }
 
-    /// Returns bytes of the scratch, of which none is too few for any of the call's passes.
+    /// Returns the bytes of scratch that every pass of the call fits into.
     #[must_use]
     pub fn scratch(&self, problem: &Problem) -> usize {
         let mut total = self.workspace(problem) + token_bytes(problem);
@@ -174,8 +175,8 @@ impl Tiling {
             return single_pass_seconds(problem, once)
                 + sweep_seconds(&rest, self.chunk, DLOGITS_PASSES, both, None);
         }
-        let sweep = |chunk, passes, gradients, has_epilogue| {
-            sweep_seconds(problem, chunk, passes, gradients, has_epilogue)
+        let sweep = |chunk, passes, gradients, has_own_gemm| {
+            sweep_seconds(problem, chunk, passes, gradients, has_own_gemm)
         };
         if self.wide {
             let [forward, backward, fused] = FLOAT32_PASSES;
@@ -189,7 +190,7 @@ impl Tiling {
             if !has_epilogue(problem) {
                 return sweep(self.chunk, 2.0, both, Some(false));
             }
-            // The GEMM writes the unnormalised softmax, which takes it a little longer.
+            // The GEMM that writes the unnormalised softmax takes a little longer.
             let kernels = problem.tokens.div_ceil(self.chunk[0]) * CHUNK_KERNELS;
             return sweep(self.chunk, SOFTMAX_PASSES, both, None) + kernels as f64 * LAUNCH;
         }
@@ -338,7 +339,7 @@ fn fits(tiling: &Tiling, problem: &Problem, room: i64) -> bool {
     tiling.scratch(problem) as i64 <= room
 }
 
-/// Returns the first of the cheapest.
+/// Returns the element of least cost, the first of several.
 fn least<T>(all: impl IntoIterator<Item = T>, cost: impl Fn(&T) -> f64) -> Option<T> {
     let costs = all.into_iter().map(|one| (cost(&one), one));
     costs.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, one)| one)
@@ -421,7 +422,7 @@ fn fused_by_both(problem: &Problem, room: i64, found: &mut Vec<Tiling>) {
             let with_sums = column + 4 * problem.hidden as i64;
             most = half + (left - half * column).div_euclid(with_sums);
         }
-        // Somewhat fewer leave GEMMs a workspace.
+        // Fewer columns leave memory for the workspace of GEMMs.
         for part in 8..17 {
             let step = STEP as i64;
             let columns = (most * part).div_euclid(16).div_euclid(step) * step;
@@ -442,14 +443,16 @@ fn best_recomputed_chunk(problem: &Problem, room: i64) -> Option<Extents> {
     let chunks = chunk_extents(problem.tokens).into_iter().flat_map(|tokens| {
         let columns = chunk_extents(problem.vocab).into_iter();
         let chunks = columns.map(move |columns| [tokens, columns]);
-        // The widest: narrower ones may be a wave of tiles less.
+        // Among the four widest, as a narrower chunk may take one wave of tiles fewer.
         chunks.filter(|&chunk| recomputed_bytes(problem, chunk) as i64 <= room).take(4)
     });
     least(chunks, |&chunk| sweep_seconds(problem, chunk, DLOGITS_PASSES, [true; 2], None))
 }
 
-/// Returns the most columns that so many slots in dweight's memory hold, and those of a slot.
-fn kept_columns(problem: &Problem, last: usize, slots: usize) -> Option<Extents> {
+/// Returns the most columns that `slots` slots in the memory of dweight hold; none where no slot fits.
+///
+/// `last` is the number of columns of the last chunk, whose logits stay in the scratch.
+fn kept_columns(problem: &Problem, last: usize, slots: usize) -> Option<SavedColumns> {
     let Problem { tokens: n, hidden: d, vocab: v, .. } = *problem;
     let even = (v - last).div_ceil(slots).next_multiple_of(STEP);
     let slot = even.min(v * d / (d + slots * n.max(d)) / STEP * STEP);
@@ -465,8 +468,9 @@ fn kept_columns(problem: &Problem, last: usize, slots: usize) -> Option<Extents>
 /// The element of the weight's gradient `[V, D]` where logits of the columns from `first` on are saved,
 /// for hidden states `[N, D]` of the extents given, in slots of `slot` columns and rows of `stride`.
 ///
-/// Two slots are apart by their logits or their rows of the gradient, whichever takes more, and the
-/// first begins after a slot's rows: rows that are written lie over slots that were read before.
+/// A slot takes as many elements as its logits or its rows of the gradient, whichever are more. The first
+/// slot begins after one slot's rows of the gradient, so that a slot's gradient overwrites only slots
+/// that were read before.
 #[must_use]
 pub fn slot_offset([n, d]: [usize; 2], first: usize, slot: usize, stride: usize) -> usize {
     let rows = aligned(slot * d);
@@ -573,7 +577,7 @@ fn lends_weight(problem: &Problem) -> bool {
 }
 
 /// Returns bytes of the running maxima of the unnormalised softmax: two a token and tile.
-fn shift_bytes(problem: &Problem, [tokens, columns]: Extents, kept: Option<Extents>) -> usize {
+fn shift_bytes(problem: &Problem, [tokens, columns]: Extents, kept: Option<SavedColumns>) -> usize {
     if problem.operand_bytes() == 4 {
         return 0;
     }
@@ -660,10 +664,10 @@ fn gemm_seconds(problem: &Problem, splits: bool, [m, n, k]: [usize; 3]) -> f64 {
     tile.into_iter().fold(waves, |product, factor| product * factor as f64) / flops + LAUNCH
 }
 
-/// Returns seconds of logits, `passes` over them, and the `gradients` of hidden and weight.
+/// Returns seconds of the logits' GEMM, of `passes` over the logits, and of the GEMMs of both gradients.
 ///
-/// `has_own_gemm` is whether the GEMM of logits is the library's own, which splits no sums; none
-/// stands for its default.
+/// `has_own_gemm` is whether the GEMM of logits is the library's own, which splits no sums; by default
+/// it is where the GEMM has an epilogue.
 fn sweep_seconds(
     problem: &Problem,
     chunk: Extents,

@@ -96,7 +96,7 @@ def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -
             tile = first + index
             slot = tiles.slot_of(tile)
             tiles.copy(tile, False, _wait)
-            labels.of_tile(index, labels.pick(slot))
+            labels.visit_labels(index, labels.pick(slot))
             sweeps.reduce(index, slot)
             if not writes:
                 fetch(tile + plan.slots)
@@ -115,14 +115,14 @@ def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -
             slot = tiles.slot_of(tile)
             if not reduces:
                 tiles.copy(tile, False, _wait)
-                labels.of_tile(index, labels.pick(slot))
+                labels.visit_labels(index, labels.pick(slot))
 
                 @pl.when(head[index] >= 0)
                 def _() -> None:
                     tokens.prepare_labels(lse, low)
 
             sweeps.write(index, slot)
-            labels.of_tile(index, labels.put(slot))
+            labels.visit_labels(index, labels.put(slot))
             tiles.copy(tile, True, _start)
 
             @pl.when(tile >= LAG)
@@ -228,7 +228,7 @@ class _Labels:
                 following[row] = head[tile]
                 head[tile] = row
 
-    def of_tile(self, tile: Any, act: Callable[[Any, Any, Any], None]) -> None:
+    def visit_labels(self, tile: Any, act: Callable[[Any, Any, Any], None]) -> None:
         """Calls `act` for each row whose label lies in `tile`, with the register that holds it."""
         unit = sublanes(self.plan.dtype)
 
@@ -414,7 +414,7 @@ class _Sweeps:
         """Writes gradients over the logits of a tile."""
         state, formula = self.state, self.formula
 
-        def of_group(group: Any) -> None:
+        def process_group(group: Any) -> None:
             shifts = self.by_height(state.shift[group, :])
             factors = self.by_height(state.scale[group, :])
             active = self.by_height(state.takes_part[group, :] != 0)
@@ -438,7 +438,7 @@ class _Sweeps:
 
             self.over_columns(tile, act, 0)
 
-        self.over_groups(of_group)
+        self.over_groups(process_group)
 
 
 class _Tokens:

@@ -30,7 +30,7 @@ def forward(
         return others(*arrays)
     saving = function.saving(*arrays[:3]) if has_gradient else None
 
-    def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run_forward(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         if saving is not None:
             return saving.forward(*arrays[:3])
         o = function(*arrays[:3])
@@ -38,7 +38,7 @@ def forward(
         return o, lse
 
     found: tuple[jax.Array, ...] = jax.lax.platform_dependent(
-        *arrays, cuda=of_cudnn, default=others
+        *arrays, cuda=run_forward, default=others
     )
     return found
 
@@ -55,7 +55,7 @@ def backward(
     if saves_lse and _is_faster_backward(options, *arrays[:3]):
         return others(*arrays, o, lse, do)
 
-    def of_cudnn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def run_backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, *_, o, lse, do = arrays
         if saving is not None:
             return saving.backward(q, k, v, o, lse, do)
@@ -64,7 +64,7 @@ def backward(
         return found
 
     found: tuple[jax.Array, ...] = jax.lax.platform_dependent(
-        *arrays, o, lse, do, cuda=of_cudnn, default=others
+        *arrays, o, lse, do, cuda=run_backward, default=others
     )
     return found
 

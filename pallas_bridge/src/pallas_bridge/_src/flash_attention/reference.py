@@ -150,13 +150,13 @@ def _gradients(
 ) -> tuple[jax.Array, ...]:
     moving = [0, 1, 2, *([len(arrays) - 1] if options.has_sinks else [])]
 
-    def of_moving(*given: jax.Array) -> Any:
+    def run_forward(*given: jax.Array) -> Any:
         every = [*arrays]
         for index, array in zip(moving, given, strict=True):
             every[index] = array
         found = forward(options, *every)
         return found if dlse is not None else found[0]
 
-    _, pull = jax.vjp(of_moving, *(arrays[index] for index in moving))
+    _, pull = jax.vjp(run_forward, *(arrays[index] for index in moving))
     found: tuple[jax.Array, ...] = pull(do if dlse is None else (do, dlse))
     return found

@@ -2,10 +2,9 @@
 
 A `Planner` plans for arrays, and a `Schedule` runs what was planned: chunks of XLA's (`chunks`),
 one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`library_plan`), or kernels
-in Pallas on TPUs (`pallas_tpu`). For which platform and how many devices a program is gets known
-as it is lowered. What is traced is everything, under a condition over the platform, with primitives
-whose lowering chooses: calls and kernels take no array that XLA would have to shard, and there the
-chunks of XLA's stay.
+in Pallas on TPUs (`pallas_tpu`). The platform and the number of devices are known only in lowering.
+So tracing records every choice under a condition over the platform, in primitives whose lowering
+decides: XLA's chunks run where XLA may shard the arrays, calls and kernels elsewhere.
 """
 
 import dataclasses
@@ -51,10 +50,13 @@ OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
 
 
 class Partition(Protocol):
-    """Runs schedules where XLA may shard arrays; comparable, and all of it in its text."""
+    """Runs schedules on arrays that XLA may shard.
+
+    Two are equal if they do the same, and `str` of one says all that it does.
+    """
 
     def __call__(self, name: PassName, whole: "Schedule", *arrays: Any) -> Any:
-        """Returns what the pass `name` of `whole` does, each device its share."""
+        """Returns the results of the pass `name` of `whole`; each device computes its share."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,23 @@ class Schedule:
     options: Options
     gemms: Gemms
     plan: Plan
-    # What takes its place on NVIDIA's GPUs and on CPUs, where something does.
+    # The plans of the library's calls, which replace `plan` on NVIDIA's GPUs and on CPUs.
     cuda: Plan | None
     cpu: Plan | None
-    # What runs passes where XLA may shard their arrays.
+    # Runs the passes on arrays that XLA may shard.
     partition: Partition | None = None
-    # Whether the forward pass may leave logits to the backward pass.
+    # Whether the forward pass may save logits for the backward pass.
     may_save_logits: bool = True
 
     @property
     def is_fused(self) -> bool:
-        """Whether gradients come with the loss where the reduction is inside."""
+        """Whether the pass of a reduced loss also computes the gradients."""
         plans = (self.plan, self.cuda, self.cpu)
         return any(plan is not None and plan.products < 4 and not plan.hands_over for plan in plans)
 
     @property
     def saves_logits(self) -> bool:
-        """Whether the forward pass leaves logits to the backward pass."""
+        """Whether the forward pass saves logits for the backward pass."""
         has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
@@ -95,7 +97,7 @@ class Schedule:
         return gradients
 
     def forward_saving_logits(self, operands: Operands) -> tuple[Any, ...]:
-        """Returns what `forward` does, and the logits for `backward_with_logits`, or ()."""
+        """Returns the results of `forward`, and logits for `backward_with_logits`, or ()."""
         plan = self.cpu
         if plan is None or not self.saves_logits:
             return *self.forward(operands), ()
@@ -106,7 +108,7 @@ class Schedule:
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
     ) -> Gradients:
-        """Returns what `backward` does, of the logits that `forward_saving_logits` gave."""
+        """Returns the results of `backward`, from the logits of `forward_saving_logits`."""
         if not logits:
             return self.backward(operands, saved, cotangents)
         arrays = operands, saved, cotangents, logits
@@ -115,7 +117,7 @@ class Schedule:
         return gradients
 
     def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
-        """The library's call `name` in programs for CPUs, default(*arrays) in others."""
+        """Returns the library's call `name` in programs for CPUs, else default(*arrays)."""
         call = self._calls(name, self.options)["cpu"]
         call = Bound(call_if_whole, call, default)
         return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
@@ -123,14 +125,14 @@ class Schedule:
     def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
         """Returns loss, lse, lse_low and gradients for cotangents of the loss.
 
-        `needs_losses` is whether losses of tokens whose factor is 0 are read too.
+        `needs_losses` is whether the caller reads losses of tokens whose factor is 0.
         """
         every_token = self.options.every_token or needs_losses
         options = dataclasses.replace(self.options, every_token=every_token)
         return self.run("fused", options, operands, factors)
 
     def fused_adding(self, operands: Operands, factors: jax.Array, sums: jax.Array) -> Any:
-        """Returns what `fused` does, with dweight added to sums in f32."""
+        """Returns the results of `fused`, with dweight added to float32 `sums`."""
         plan, default = self.cuda, Bound(_fused_adding, self)
         if plan is None or plan.products >= 4 or not has_cuda_call("add"):
             return default(operands, factors, sums)
@@ -139,7 +141,7 @@ class Schedule:
         return jax.lax.platform_dependent(operands, factors, sums, cuda=call, default=default)
 
     def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
-        """Returns what the pass `name` does of operands, and what else it takes."""
+        """Returns the results of the pass `name`; `arrays` are operands and its other inputs."""
         if self.partition is not None:
             whole = dataclasses.replace(self, options=options, partition=None)
             return self.partition(name, whole, *arrays)
@@ -184,7 +186,7 @@ class Schedule:
 
 
 def _forward_saving_nothing(schedule: Schedule, plan: Plan, operands: Operands) -> tuple[Any, ...]:
-    """Returns what `forward_saving_logits` does in programs that save none."""
+    """Returns the results of `forward_saving_logits`, with zeros for logits that nothing reads."""
     weight = operands.weight
     _, scratch = library_plan.plan_call("cpu", "keep", schedule.gemms.vocab_axis, plan, operands)
     logits = zeros(weight, dtype=weight.dtype), zeros(weight, (scratch,), jnp.uint8)
@@ -197,7 +199,7 @@ def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Gradients:
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
     hidden, weight, *_ = operands
-    # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
+    # A float32 weight has an unrounded gradient. Hidden states are rounded as before.
     rounded = as_gemm_operands(hidden, weight)[0].astype(hidden.dtype)
     operands = operands._replace(hidden=rounded, weight=weight.astype(jnp.float32))
     *numbers, gradients = schedule.fused(operands, factors, needs_losses=False)
@@ -221,7 +223,7 @@ class Planner:
         return Schedule(self.row_options(options, operands.weight.shape[axis]), gemms, *found)
 
     def row_options(self, options: Options, vocab: int) -> Options:
-        """Returns options for the kernels over logits with so many columns."""
+        """Returns options for the kernels over logits with `vocab` columns."""
         return options.anywhere(vocab) if self.batch_invariant else options
 
     def plans(
@@ -233,10 +235,10 @@ class Planner:
         reduced: bool,
         running: bool = False,
     ) -> tuple[Plan, Plan | None, Plan | None]:
-        """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything.
+        """Returns the plan of XLA's chunks, and those of the library on NVIDIA's GPUs and CPUs.
 
         Operands are hidden, weight and bias, or their shapes and dtypes. `reduced` is whether the
-        reduction is inside, `running` whether dweight is added to sums.
+        loss is a mean or a sum, `running` whether dweight is added to sums.
         """
         hidden, weight, bias, *_ = operands
         limit = self.max_scratch_bytes
@@ -252,7 +254,7 @@ class Planner:
                 f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
                 'tokens may be symbolic, but for implementation="reference"'
             )
-        # XLA adds to running sums what it makes of a weight in f32.
+        # XLA adds the gradient of a float32 weight to running sums.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
         if self.batch_invariant:
@@ -274,9 +276,9 @@ class Planner:
         return plan, cuda, cpu
 
     def fused_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int | None:
-        """Returns the tokens of chunks that have gradients in the forward pass; None for none.
+        """Returns the tokens of a chunk, if chunks of tokens compute gradients in the forward pass.
 
-        Nobody pads these chunks.
+        Returns None otherwise, and where chunks are padded.
         """
         plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=True)
         is_padded = plan.batch_invariant or plan.any_count

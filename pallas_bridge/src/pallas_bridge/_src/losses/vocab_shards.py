@@ -1,11 +1,10 @@
-"""Cross-entropy of a vocabulary that is sharded: what shards exchange, for any operation.
+"""Cross-entropy over vocabulary shards: the collectives, and how results of shards combine.
 
-A shard is some columns of every token's logits. Kernels take a shard for a vocabulary of its own.
-Shards exchange a few scalars a token, of which the results for the whole vocabulary are made, and
-the backward kernels take lse of the whole vocabulary and cotangents of the shard
-(crates/xentile/src/cross_entropy.rs, "A vocabulary in parts", has the formulas). No kernel is made
-for this, so that shards work wherever kernels do. A whole vocabulary is one shard over no axes
-(`WHOLE`), whose exchange traces to nothing.
+A shard is a block of columns of every token's logits. Kernels treat a shard as a whole vocabulary.
+The results of the whole vocabulary are made from a few scalars a token of each shard. The backward
+kernels take the global lse and cotangents of the shard (the formulas are in
+crates/xentile/src/cross_entropy.rs, "A vocabulary in parts"). So shards need no kernels of their
+own. A whole vocabulary is one shard over no axes (`WHOLE`), whose collectives trace to nothing.
 """
 
 import dataclasses
@@ -29,8 +28,8 @@ class OverDevices:
     """Shards on devices along `axes`: arrays are those of one shard."""
 
     axes: tuple[str, ...]
-    # Whether JAX keeps track of what varies from device to device. Where it does not, it takes the
-    # cotangent of a sum over devices for a device's share, and so does a rule of ours.
+    # Whether JAX tracks which arrays vary over devices (`check_vma`). Otherwise the cotangent of a
+    # sum over devices is a device's share, in JAX's rules and in ours.
     is_checked: bool
 
     @staticmethod
@@ -70,7 +69,7 @@ class OverDevices:
         return sums
 
     def cotangent(self, x: jax.Array) -> jax.Array:
-        """Returns the cotangent of a scalar that all shards have, of what each is given."""
+        """Returns the cotangent of a scalar that all shards share, from each shard's cotangent."""
         if self.is_checked:
             return x
         total: jax.Array = jax.lax.psum(x, self.axes)
@@ -197,7 +196,7 @@ def shard_columns(
 def merge_picked(
     exchange: Exchange, width: int, columns: jax.Array, picked: jax.Array
 ) -> jax.Array:
-    """Returns the logits [.., K] of columns, of those that each shard picked."""
+    """Returns the logits [.., K] of `columns`, from the logits that each shard picked."""
     if exchange.is_whole:
         return picked
     own, first = shard_columns(exchange, width, columns)
@@ -212,10 +211,10 @@ def merge_picked(
 
 
 def mark_empty(lse: jax.Array, make_highest: Callable[[], jax.Array]) -> jax.Array:
-    """Returns lse with -inf for the NaN of a shard whose logits are all masked.
+    """Returns lse, with -inf where a shard's logits are all -inf.
 
-    Kernels give NaN for such a row as for one that holds a NaN.
-    `make_highest` returns the largest logit of each row, and is run only where some lse is NaN.
+    Kernels give NaN there, as for a row with a NaN. `make_highest` returns the largest logit of
+    each row, and runs only if some lse is NaN.
     """
     nan = jnp.isnan(lse)
     found: jax.Array = jax.lax.cond(
@@ -234,9 +233,10 @@ def merge(
     columns: jax.Array | None,
     shard: ShardOutputs,
 ) -> ShardOutputs:
-    """Returns the outputs of the whole vocabulary, of shards of `width` columns.
+    """Returns the outputs of the whole vocabulary, from a shard of `width` columns.
 
-    `shard` is of `shard_options` and `mark_empty`; columns are those of the whole vocabulary.
+    `shard` has the outputs with `shard_options` and `mark_empty`; `columns` are indices into the
+    whole vocabulary.
     """
     if exchange.is_whole:
         return shard
@@ -255,18 +255,18 @@ def merge_losses(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps, lse and lse_low [..] of the whole vocabulary.
 
-    `shard` is loss, logps, lse and lse_low of a shard, by `shard_options` and `mark_empty`.
+    `shard` is loss, logps, lse and lse_low of a shard, with `shard_options` and `mark_empty`.
     """
     loss, logps, lse, lse_low = shard
     highest = exchange.max(lse)
-    # The rounding error of an lse that is not finite is nothing, or NaN.
+    # lse_low of an lse that is not finite may be NaN.
     lse_low = jnp.where(jnp.isfinite(lse), lse_low, 0)
     less = (lse - exchange.spread(highest)) + lse_low
     # logps is NaN in a shard without logits, where z_y = -inf.
     at_label = jnp.where(lse == -jnp.inf, -jnp.inf, logps + less)
     sums = [jnp.exp(less), jnp.where(labels.here, at_label, 0)]
     if options.label_smoothing:
-        # The mean is -inf where a logit is, and loss NaN where it is the label's or there is none.
+        # A logit of -inf makes the mean -inf, and the loss NaN if it is the label's logit.
         is_infinite = jnp.isnan(loss) & ~jnp.isnan(lse)
         sums.append(jnp.where(is_infinite, jnp.inf, loss - less))
     total, at_label, *mean = exchange.sum(*sums)
@@ -279,7 +279,7 @@ def merge_losses(
     for one in mean:
         loss += options.label_smoothing * (one / exchange.count + more)
     if not options.every_token:
-        # Kernels read nothing of them.
+        # Kernels do not read ignored tokens.
         lse, lse_low = (jnp.where(labels.ignored, 0, x) for x in (lse, lse_low))
     loss, logps = set_special(labels, loss, logps)
     return loss, logps, lse, lse_low
@@ -288,7 +288,7 @@ def merge_losses(
 def _merge_distribution(
     exchange: Exchange, width: int, labels: Labels, lse: jax.Array, shard: ShardOutputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns entropy, highest and argmax [..] of the whole vocabulary, whose `lse` it is."""
+    """Returns entropy, highest and argmax [..] of the whole vocabulary with the given `lse`."""
     shard_lse, entropy, highest, argmax = shard.lse, shard.entropy, shard.highest, shard.argmax
     assert entropy is not None and highest is not None and argmax is not None
     less = shard_lse - exchange.spread(exchange.max(shard_lse))
@@ -326,20 +326,20 @@ def shard_cotangents(
     is_empty: Any,
     given: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a shard's cotangents for those of loss, logps and lse [..] of the whole vocabulary.
+    """Returns a shard's cotangents of loss, logps and lse, from those of the whole vocabulary.
 
-    With `shard_options` and the whole's `lse`, the backward kernel then gives the shard's columns
-    of the whole's dlogits. No small term is a difference of large ones. `is_empty` says
-    in which shards a token has no logits but -inf, whose gradient is 0.
+    With `shard_options` and the global `lse`, the backward kernel turns them into the shard's
+    columns of dlogits. No small term is a difference of large ones. `is_empty` marks tokens whose
+    logits in the shard are all -inf; their gradient there is 0.
     """
     g, h, k = map(exchange.cotangent, given)
     smoothing, share = options.label_smoothing, options.label_smoothing / exchange.count
     slope = 2 * options.z_loss * lse if options.z_loss else 0.0
-    # Of the whole's dz_v = a p_v + b [v = y] - g e / V, a shard has a and, with the label, b.
+    # dz_v = a p_v + b [v = y] - g e / V: every shard needs a, and the label's shard b.
     at_label = h - (1 - smoothing) * g
     with_label = g * (slope + (smoothing - share)) + k if options.z_loss or smoothing else k
     without = g * (1 + slope - share) - h + k
-    # What makes a whole row NaN does so where this shard's cotangents come to 0, too.
+    # A row that is NaN in the whole is NaN here, even if this shard's cotangents are 0.
     is_zero = (g == 0) & (h == 0) & (k == 0)
     is_nan = ~(is_zero | (labels.valid & jnp.isfinite(lse)))
     here, is_zero = labels.here, exchange.spread(is_zero) | is_empty
@@ -351,14 +351,14 @@ def shard_cotangents(
 
 
 def set_special(labels: Labels, *scalars: jax.Array) -> list[jax.Array]:
-    """Returns scalars a token, with 0 for those ignored and NaN for labels out of range."""
-    # As a factor, so that the derivative is NaN as well.
+    """Returns scalars of tokens, with 0 for ignored tokens and NaN for labels out of range."""
+    # A factor of NaN makes the derivative NaN as well.
     valid = jnp.where(labels.valid, 1, jnp.nan).astype(scalars[0].dtype)
     return [jnp.where(labels.ignored, 0, x * valid) for x in scalars]
 
 
 def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a + b and its rounding error (Knuth, 1969); 0 for what is not finite."""
+    """Returns a + b and its rounding error (Knuth, 1969), 0 where the sum is not finite."""
     total = a + b
     back = total - a
     lost = (a - (total - back)) + (b - back)
