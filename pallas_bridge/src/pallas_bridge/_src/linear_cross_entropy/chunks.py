@@ -30,7 +30,7 @@ from ..cross_entropy import calls as kernels
 from ..custom_call import vary_alike
 from ..losses import aux_outputs
 from ..losses.options import Options, is_ignored
-from ..losses.vocab_shards import Loss
+from ..losses.vocab_shards import Loss, ShardOutputs
 
 # Columns of the vocabulary that a CPU adds to sums of dweight at a time.
 BLOCK = 1024
@@ -101,7 +101,7 @@ def zeros(
     Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
     """
     made = jnp.zeros(like.shape if shape is None else shape, dtype)
-    axes = tuple(sorted(varying_axes(jax.typeof(like))))
+    axes = tuple(sorted(varying_axes(jax.typeof(like) if isinstance(like, jax.Array) else like)))
     return jax.lax.pcast(made, axes, to="varying") if axes else made
 
 
@@ -218,57 +218,59 @@ class Gemms:
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """Passes over all columns of a chunk of `tokens` at a time."""
+    """Passes over all columns of a chunk of `tokens` at a time, of a whole vocabulary or a shard.
 
-    options: Options
+    Hidden states and weight are a device's; labels and columns are those of the whole vocabulary,
+    and so is all that is saved for a backward pass or given to it.
+    """
+
+    loss: Loss
     gemms: Gemms
     tokens: int
 
     def map_logits(
-        self, function: Callable[..., Any], operands: Operands, results: Any, *per_token: Any
-    ) -> Any:
-        """Returns function(logits, *rows of `per_token`) of all chunks, written to `results`."""
-        hidden, weight, bias, labels = operands
-        w = weight.astype(operand_dtype(hidden, weight))
-
-        def body(first: Any, count: int, results: Any) -> Any:
-            x, *rows = self.gemms.fence(slice_rows(first, count, hidden, *per_token))
-            z = self.gemms.logits(x.astype(w.dtype), w, bias)
-            return put_rows(results, self.gemms.fence(function(z, *rows)), first)
-
-        return for_each_chunk(labels.shape[0], self.tokens, body, results)
-
-    def map_gradients(
         self,
         function: Callable[..., Any],
         operands: Operands,
-        masked: jax.Array,
-        results: Any,
-        *per_token: Any,
-    ) -> tuple[Any, Gradients]:
-        """Returns what `map_logits` does, and gradients.
+        *per_token: jax.Array,
+        masked: jax.Array | None = None,
+    ) -> tuple[Any, Any]:
+        """Returns function(logits, *rows of `per_token`) of all chunks, arrays [N, ..], and ().
 
-        `function` returns dlogits after the results. Tokens that are `masked` [N] have gradients
-        of 0.
+        With `masked` [N], `function` returns dlogits after these, and gradients take the place of
+        (). Tokens that are masked have gradients of 0.
         """
         hidden, weight, bias, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))
+        total = labels.shape[0]
+        is_one = is_one_chunk(self.tokens, total)
+
+        def run_chunk(first: Any, count: int) -> Any:
+            x, *rows = self.gemms.fence(slice_rows(first, count, hidden, *per_token))
+            found = function(self.gemms.logits(x.astype(w.dtype), w, bias), *rows)
+            found, dlogits = (found, None) if masked is None else found
+            return self.gemms.fence(found), dlogits, x
 
         def body(first: Any, count: int, carry: Any) -> Any:
             results, sums = carry
-            rows = slice_rows(first, count, hidden, masked, *per_token)
-            x, is_masked, *rows = self.gemms.fence(rows)
-            z = self.gemms.logits(x.astype(w.dtype), w, bias)
-            *found, dlogits = function(z, *rows)
-            results = put_rows(results, self.gemms.fence(found), first)
-            return results, self._add(operands, w, sums, dlogits, x, is_masked, first)
+            found, dlogits, x = run_chunk(first, count)
+            if masked is not None:
+                (is_masked,) = slice_rows(first, count, masked)
+                sums = self._add(operands, w, sums, dlogits, x, is_masked, first)
+            return put_rows(results, jax.tree.leaves(found), first), sums
 
+        # Arrays for what a chunk gives, which vary over devices as that does.
+        traced, shapes = jax.make_jaxpr(
+            lambda: run_chunk(0, total if is_one else self.tokens)[0], return_shape=True
+        )()
+        results = [zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals]
         sums = None
-        if not is_one_chunk(self.tokens, labels.shape[0]):
+        if masked is not None and not is_one:
             # dhidden, and sums in f32 of dweight and dbias.
             sums = zeros(hidden, dtype=hidden.dtype), *map(zeros, _without_none(weight, bias))
-        results, sums = for_each_chunk(labels.shape[0], self.tokens, body, (results, sums))
-        return results, _round_gradients(sums, operands)
+        carry = for_each_chunk(total, self.tokens, body, (tuple(results), sums))
+        found = jax.tree.unflatten(jax.tree.structure(shapes), carry[0])
+        return found, () if masked is None else _round_gradients(carry[1], operands)
 
     def _add(
         self,
@@ -293,88 +295,65 @@ class TokenChunks:
         return dhidden, dweight, *(a + b for a, b in zip(dbias, bias_sums, strict=True))
 
     def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
-        """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        outputs, lse_low = self.forward_with_outputs(operands, None, distribution=False)
-        return *outputs, lse_low
+        """Returns loss, logps, lse and lse_low, each [N] in f32, of a whole vocabulary."""
+        run_chunk = partial(kernels.forward, self.loss.options)
+        outputs: tuple[jax.Array, ...]
+        outputs, _ = self.map_logits(run_chunk, operands, operands.labels)
+        return outputs
 
-    def forward_with_outputs(
-        self, operands: Operands, columns: jax.Array | None, *, distribution: bool
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Returns the outputs of `kernels.forward_tokens`, and lse_low [N].
-
-        The outputs are loss, logps, lse, entropy, the columns' logits and correct, of which
-        `distribution` says whether entropy and correct are among them.
-        """
-        loss = Loss(self.options, distribution=distribution)
-
-        def run_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
-            taken = c[0] if c else None
-            found, (_, low, *_) = kernels.forward_tokens(loss, z, y, taken)
-            return *found, low
-
+    def read_shard(self, operands: Operands, columns: jax.Array | None) -> ShardOutputs:
+        """Returns `kernels.read_shard` of all tokens."""
+        run_chunk = partial(kernels.read_shard, self.loss)
         per_token = _without_none(operands.labels, columns)
-        results = _blank_outputs(4 if distribution else 3, operands.labels, columns, distribution)
-        results = *results, results[0]
-        *outputs, low = self.map_logits(run_chunk, operands, results, *per_token)
-        return tuple(outputs), low
+        shard: ShardOutputs
+        shard, _ = self.map_logits(run_chunk, operands, *per_token)
+        return shard
 
-    def fused(self, operands: Operands, factors: jax.Array) -> Any:
-        """Returns loss, lse, lse_low, each [N] in f32, and gradients for cotangents of the loss."""
-        return self.fused_with_outputs(operands, factors, None, distribution=False)
-
-    def fused_with_outputs(
-        self,
-        operands: Operands,
-        factors: jax.Array,
-        columns: jax.Array | None,
-        *,
-        distribution: bool,
+    def fused(
+        self, operands: Operands, factors: jax.Array, columns: jax.Array | None = None
     ) -> Any:
-        """Returns loss, lse, lse_low, auxiliary outputs, and gradients for cotangents of the loss.
+        """Returns loss, lse, lse_low, more, and gradients for cotangents of the loss.
 
-        The auxiliary outputs are as for `forward_with_outputs`, from entropy on.
+        `more` has the auxiliary outputs of `kernels.forward_tokens`, from entropy on. For a shard,
+        which has no auxiliary outputs, it is in which shards a token has no logits.
         """
-        options = write_in_place(self.options)
+        loss = write_in_place(self.loss)
+        options = loss.options
         every_token = options.every_token or columns is not None
 
         def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, *c: jax.Array) -> Any:
+            if not loss.exchange.is_whole:
+                # Cotangents of a shard's outputs take what devices exchange.
+                (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
+                dlogits = kernels.backward_tokens(loss, z, y, None, saved, (g, None, None))
+                return (losses, *saved[:3]), dlogits
             picked = [aux_outputs.pick(options, z, one) for one in c]
             if picked:
                 # Read before dlogits take the place of logits.
                 z, picked = jax.lax.optimization_barrier((z, picked))
-            if not distribution:
+            if not loss.distribution:
                 *found, dlogits = kernels.fused(options, every_token, z, y, g)
-                return *found, *picked, dlogits
+                return (*found, *picked), dlogits
             *found, correct, dlogits = kernels.distribution_fused(options, z, y, g)
-            return *found, *picked, correct, dlogits
+            return (*found, *picked, correct), dlogits
 
         labels = operands.labels
         masked = masked_tokens(options, labels, factors)
-        results = _blank_outputs(4 if distribution else 3, labels, columns, distribution)
         per_token = _without_none(labels, factors, columns)
-        found, gradients = self.map_gradients(run_chunk, operands, masked, results, *per_token)
+        found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
 
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
-        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        saved = *saved, None, None
-        return self.backward_with_outputs(operands, None, saved, cotangents, distribution=False)
-
-    def backward_with_outputs(
-        self,
-        operands: Operands,
-        columns: jax.Array | None,
-        saved: Any,
-        cotangents: Any,
-        *,
-        distribution: bool,
+    def backward(
+        self, operands: Operands, saved: Any, cotangents: Any, columns: jax.Array | None = None
     ) -> Gradients:
-        """Returns gradients for what `kernels.backward_tokens` takes, [N, ..] each.
+        """Returns gradients for cotangents of the outputs of `kernels.forward_tokens`, but correct.
 
-        `saved` has lse, lse_low, entropy and the columns' logits, and `cotangents` those of the
-        outputs of `forward_with_outputs` but correct. A cotangent of None is one of zeros.
+        `saved` is what that returns for it, or lse and lse_low of a loss without auxiliary outputs.
+        A cotangent of None is one of zeros.
         """
-        loss = Loss(write_in_place(self.options), distribution=distribution)
+        loss = write_in_place(self.loss)
+        lse, lse_low, *others = saved
+        saved = lse, lse_low, *(others or (None, None, None))
         given = [
             one if one.ndim == 1 else one.any(tuple(range(1, one.ndim)))
             for one in cotangents
@@ -383,32 +362,22 @@ class TokenChunks:
         flat, tree = jax.tree.flatten((operands.labels, columns, saved, cotangents))
 
         def run_chunk(z: jax.Array, *rows: jax.Array) -> Any:
-            y, c, (lse, low, *others), cotangents = jax.tree.unflatten(tree, rows)
-            # A shard's cotangents have what is empty in them.
-            residuals = lse, low, None, *others
-            return [kernels.backward_tokens(loss, z, y, c, residuals, cotangents)]
+            return (), kernels.backward_tokens(loss, z, *jax.tree.unflatten(tree, rows))
 
         masked = masked_tokens(loss.options, operands.labels, *given)
-        _, gradients = self.map_gradients(run_chunk, operands, masked, (), *flat)
+        gradients: Gradients
+        _, gradients = self.map_logits(run_chunk, operands, *flat, masked=masked)
         return gradients
 
 
-def write_in_place(options: Options) -> Options:
-    """Returns options by which dlogits take the place of logits, which nothing else reads."""
-    return dataclasses.replace(options, donate_logits=True)
+def write_in_place(loss: Loss) -> Loss:
+    """Returns a loss by which dlogits take the place of logits, which nothing else reads."""
+    options = dataclasses.replace(loss.options, donate_logits=True)
+    return dataclasses.replace(loss, options=options)
 
 
 def _without_none(*arrays: Any) -> list[Any]:
     return [x for x in arrays if x is not None]
-
-
-def _blank_outputs(
-    count: int, labels: jax.Array, columns: jax.Array | None, distribution: bool
-) -> tuple[jax.Array, ...]:
-    """Returns arrays for `count` outputs [N], the columns' logits and correct."""
-    number = zeros(labels)
-    picked = [] if columns is None else [zeros(columns)]
-    return *[number] * count, *picked, *([number] if distribution else [])
 
 
 def _round_gradients(sums: Any, operands: Operands) -> Gradients:

@@ -24,6 +24,7 @@ from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
 from ..deferred import bind_deferred, make_primitive
 from ..losses.options import Options, Tile
+from ..losses.vocab_shards import Loss
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
@@ -144,8 +145,8 @@ class Schedule:
             whole = dataclasses.replace(self, options=options, partition=None)
             return self.partition(name, whole, *arrays)
         gemms, plan = self.gemms, self.plan
-        by_tokens: Callable[..., Any]
-        by_tokens = Bound(getattr(TokenChunks, name), TokenChunks(options, gemms, plan.tokens))
+        token_chunks = TokenChunks(Loss(options), gemms, plan.tokens)
+        by_tokens: Callable[..., Any] = Bound(getattr(TokenChunks, name), token_chunks)
         if plan.batch_invariant:
             return run_padded(name, by_tokens, plan.tokens, *arrays)
         problem = Problem.of(arrays[0], gemms.vocab_axis, reduced=False)
@@ -209,29 +210,25 @@ def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: ja
 class Planner:
     """Plans for arrays, with all that a user says of plans."""
 
+    # `isolated` where losses are to be batch-invariant.
+    gemms: Gemms
+    tile: Tile
     max_scratch_bytes: int | None
-    batch_invariant: bool
 
     def schedule(
-        self, options: Options, gemms: Gemms, operands: Any, *, reduced: bool, running: bool = False
+        self, options: Options, operands: Any, *, reduced: bool, running: bool = False
     ) -> Schedule:
         """Returns what runs for operands; `running` as for `plans`."""
-        axis = gemms.vocab_axis
-        found = self.plans(operands, axis, options.tile, reduced=reduced, running=running)
-        return Schedule(self.row_options(options, operands.weight.shape[axis]), gemms, *found)
+        found = self.plans(operands, reduced=reduced, running=running)
+        options = self.row_options(options, operands.weight.shape[self.gemms.vocab_axis])
+        return Schedule(options, self.gemms, *found)
 
     def row_options(self, options: Options, vocab: int) -> Options:
         """Returns options for the kernels over logits with so many columns."""
-        return options.anywhere(vocab) if self.batch_invariant else options
+        return options.anywhere(vocab) if self.gemms.isolated else options
 
     def plans(
-        self,
-        operands: Sequence[Any],
-        vocab_axis: int,
-        tile: Tile,
-        *,
-        reduced: bool,
-        running: bool = False,
+        self, operands: Sequence[Any], *, reduced: bool, running: bool = False
     ) -> tuple[Plan, Plan | None, Plan | None]:
         """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything.
 
@@ -239,7 +236,7 @@ class Planner:
         reduction is inside, `running` whether dweight is added to sums.
         """
         hidden, weight, bias, *_ = operands
-        limit = self.max_scratch_bytes
+        limit, vocab_axis = self.max_scratch_bytes, self.gemms.vocab_axis
         if limit is not None:
             try:
                 limit = operator.index(limit)
@@ -255,7 +252,7 @@ class Planner:
         # XLA adds to running sums what it makes of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
-        if self.batch_invariant:
+        if self.gemms.isolated:
             return plans.plan_equal_chunks(problem, limit), None, None
         is_known = isinstance(problem.tokens, int)
         if not is_known:
@@ -270,23 +267,23 @@ class Planner:
         saves = jax.default_backend() == "cpu"
         cpu = None
         if hidden.dtype == taken.dtype:
-            cpu = library_plan.plan_cpu(problem, plan, tile, hidden.dtype, hands_over=saves)
+            cpu = library_plan.plan_cpu(problem, plan, self.tile, hidden.dtype, hands_over=saves)
         return plan, cuda, cpu
 
-    def fused_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int | None:
+    def fused_chunk_tokens(self, operands: Operands) -> int | None:
         """Returns the tokens of chunks that have gradients in the forward pass; None for none.
 
         Nobody pads these chunks.
         """
-        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=True)
+        plan, _, _ = self.plans(operands, reduced=True)
         is_padded = plan.batch_invariant or plan.any_count
         is_fused = plan.schedule == "tokens" and plan.products < 4 and not is_padded
         return plan.tokens if is_fused else None
 
-    def output_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int:
+    def output_chunk_tokens(self, operands: Operands) -> int:
         """Returns the tokens of a chunk whose logits have auxiliary outputs."""
-        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=False)
-        tokens, vocab = operands.labels.shape[0], operands.weight.shape[vocab_axis]
+        plan, _, _ = self.plans(operands, reduced=False)
+        tokens, vocab = operands.labels.shape[0], operands.weight.shape[self.gemms.vocab_axis]
         return plans.output_chunk_tokens(plan, tokens, vocab)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from .. import auto_partitioning, gathering, meshes
 from ..bound import Bound
 from ..compat import shards_by_shardy
-from ..losses.vocab_shards import OverDevices, shard_options
+from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
 from .chunks import Bias, Gradients, Operands
@@ -45,10 +45,10 @@ class Layout:
     # What each axis of the weight is gathered over before it is used.
     gathered: tuple[Names, ...] = ()
 
-    def exchange(self) -> OverDevices | None:
-        """Returns the collectives of vocabulary shards; None where there is one alone."""
-        exchange = OverDevices.of(self.names) if self.names else None
-        return None if exchange is None or exchange.count == 1 else exchange
+    def exchange(self) -> OverDevices:
+        """Returns the collectives of vocabulary shards."""
+        exchange = OverDevices.of(self.names) if self.names else WHOLE
+        return WHOLE if exchange.count == 1 else exchange
 
     @property
     def leaves_axes(self) -> bool:
@@ -75,7 +75,7 @@ class Layout:
         """Has an array of a number a token lie as the tokens do."""
         if self.mesh is not None:
             return meshes.place(self.mesh, self.tokens, x)
-        return meshes.of_the_only(self.names, x) if self.exchange() is None else x
+        return meshes.of_the_only(self.names, x) if self.exchange().is_whole else x
 
     def run(
         self,
@@ -84,14 +84,14 @@ class Layout:
         hidden: jax.Array,
         weight: jax.Array,
         bias: Bias,
-        *per_token: jax.Array,
+        *per_token: jax.Array | None,
     ) -> Any:
         """Returns function(hidden, weight, bias, *per_token), by each device of its own.
 
         `per_token` are [..] each, and results are sharded as `results` says.
         """
         if self.mesh is None:
-            if self.exchange() is None:
+            if self.exchange().is_whole:
                 alone = partial(meshes.of_the_only, self.names)
                 return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
             return function(hidden, weight, bias, *per_token)
@@ -271,30 +271,26 @@ class _Device:
     tokens: Names
     columns: Names
 
-    def _plan(self, operands: Operands, *, reduced: bool) -> tuple[Schedule, LinearLoss | None]:
-        """Returns a schedule for what the device has, and the loss of its shard, if it has one."""
+    def _plan(self, operands: Operands, *, reduced: bool) -> LinearLoss:
+        """Returns how the loss of what the device has is computed."""
         options, gemms = self.schedule.options, self.schedule.gemms
-        if not self.columns:
-            return self.planner.schedule(options, gemms, operands, reduced=reduced), None
         # A cotangent is the whole's on every device.
         exchange = OverDevices(self.columns, is_checked=True)
+        reduced = reduced and exchange.is_whole
         own = shard_options(options, exchange)
-        schedule = self.planner.schedule(own, gemms, operands, reduced=False)
-        return schedule, LinearLoss(options, gemms, schedule, exchange)
+        schedule = self.planner.schedule(own, operands, reduced=reduced)
+        is_fused = reduced and schedule.is_fused
+        return LinearLoss(options, gemms, schedule, exchange, is_fused=is_fused)
 
     def forward(self, operands: Operands) -> Sequence[jax.Array]:
         """Returns loss, logps, lse and lse_low."""
-        own, loss = self._plan(operands, reduced=False)
-        if loss is None:
-            return own.forward(operands)
+        loss = self._plan(operands, reduced=False)
         outputs, saved = derivative.forward(loss, operands, None, is_differentiated=False)
         return *outputs, saved.lse_low
 
     def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
         """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        own, loss = self._plan(operands, reduced=False)
-        if loss is None:
-            return self._sum_gradients(own.backward(operands, saved, tuple(cotangents)))
+        loss = self._plan(operands, reduced=False)
         # As padding: a shard all of whose columns have a bias of -inf.
         is_empty = jnp.zeros(operands.labels.shape, bool)
         if operands.bias is not None and self.schedule.options.softcap is None:
@@ -305,11 +301,11 @@ class _Device:
 
     def fused(self, operands: Operands, factors: jax.Array) -> Any:
         """Returns loss, lse, lse_low and gradients for cotangents of the loss."""
-        own, loss = self._plan(operands, reduced=True)
-        if loss is None and own.is_fused:
-            *outputs, gradients = own.fused(operands, factors, needs_losses=False)
+        loss = self._plan(operands, reduced=True)
+        assert loss.schedule is not None
+        if loss.is_fused:
+            *outputs, gradients = loss.schedule.fused(operands, factors, needs_losses=False)
             return *outputs, self._sum_gradients(gradients)
-        loss = loss or LinearLoss(own.options, own.gemms, own)
         (losses, *_), saved = derivative.forward(loss, operands, None, is_differentiated=True)
         gradients = derivative.vjp(loss, (operands, None, saved), (factors, None, None))
         return losses, saved.lse, saved.lse_low, self._sum_gradients(gradients)

@@ -230,20 +230,21 @@ def merge(
     options: Options,
     exchange: Exchange,
     width: int,
-    labels: Labels | None,
+    labels: jax.Array,
     columns: jax.Array | None,
     shard: ShardOutputs,
 ) -> ShardOutputs:
     """Returns the outputs of the whole vocabulary, of shards of `width` columns.
 
-    `shard` is of `shard_options` and `mark_empty`; columns are those of the whole vocabulary.
+    `shard` is of `shard_options` and `mark_empty`; labels and columns are those of the whole
+    vocabulary.
     """
     if exchange.is_whole:
         return shard
-    assert labels is not None
-    whole = ShardOutputs(*merge_losses(options, exchange, labels, shard[:4]))
+    own = shard_labels(options, exchange, labels, width)
+    whole = ShardOutputs(*merge_losses(options, exchange, own, shard[:4]))
     if shard.entropy is not None:
-        distribution = _merge_distribution(exchange, width, labels, whole.lse, shard)
+        distribution = _merge_distribution(exchange, width, own, whole.lse, shard)
         whole = ShardOutputs(*whole[:4], *distribution)
     if columns is not None and shard.picked is not None:
         whole = whole._replace(picked=merge_picked(exchange, width, columns, shard.picked))
@@ -258,6 +259,8 @@ def merge_losses(
     `shard` is loss, logps, lse and lse_low of a shard, by `shard_options` and `mark_empty`.
     """
     loss, logps, lse, lse_low = shard
+    if exchange.is_whole:
+        return loss, logps, lse, lse_low
     highest = exchange.max(lse)
     # The rounding error of an lse that is not finite is nothing, or NaN.
     lse_low = jnp.where(jnp.isfinite(lse), lse_low, 0)
@@ -332,6 +335,9 @@ def shard_cotangents(
     of the whole's dlogits. No small term is a difference of large ones. `is_empty` says
     in which shards a token has no logits but -inf, whose gradient is 0.
     """
+    if exchange.is_whole:
+        g, h, k = given
+        return g, h, k
     g, h, k = map(exchange.cotangent, given)
     smoothing, share = options.label_smoothing, options.label_smoothing / exchange.count
     slope = 2 * options.z_loss * lse if options.z_loss else 0.0
